@@ -144,7 +144,7 @@ def parts(cluster: Cluster) -> list[Cluster]:
             found.setdefault(part.fingerprint, part)
     for machine in cluster.machines:
         for device in machine.devices:
-            alone = replace(machine, devices=(device,))
+            alone = replace(machine, devices=(device,), links=())
             part = replace(cluster, name=f"one {device.name}", machines=(alone,))
             found.setdefault(f"one {device.name}", part)
     return list(found.values())

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 import typer.core
@@ -20,8 +20,8 @@ import typer.core
 from .cli.output import error_object, error_text, print_json
 from .errors import InputError, MixmeshError
 
-# click's own, wherever this version of typer keeps it
-UsageError = typer.BadParameter.__mro__[1]
+# click's own, which versions of typer import from different places
+UsageError: type[Any] = typer.BadParameter.__mro__[1]
 
 # command -> module of ``mixmesh.cli``, which has a function of that name
 COMMANDS = {
@@ -45,10 +45,9 @@ COMMANDS = {
 
 
 class Commands(Mapping):
-    """The commands by name, each imported when it is asked for: one does not pay for the modules of the
-    others."""
+    """The commands by name. Each is imported when it is looked up, without the modules of the others."""
 
-    def __getitem__(self, name: str):
+    def __getitem__(self, name: str) -> Any:
         module = importlib.import_module(f".cli.{COMMANDS[name]}", __package__)
         alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
         settings = getattr(module, "SETTINGS", None)
@@ -65,7 +64,7 @@ class Commands(Mapping):
 class Group(typer.core.TyperGroup):
     """The group of all commands."""
 
-    def __init__(self, **settings) -> None:
+    def __init__(self, **settings: Any) -> None:
         super().__init__(**{**settings, "commands": Commands()})
 
 
@@ -89,12 +88,12 @@ def options(
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs one command line; raises what it raises."""
+    """Runs a command line, and raises its errors."""
     return app(args=list(arguments), prog_name="mixmesh", standalone_mode=False) or 0
 
 
 def execute(arguments: Sequence[str], run: Callable[[Sequence[str]], int] = run) -> int:
-    """Runs one command line and returns its exit status; never raises for what a user may do."""
+    """Runs a command line and returns its exit status; prints errors in place of raising them."""
     own = list(arguments[: arguments.index("--")] if "--" in arguments else arguments)
     as_json, debug = "--json" in own, own[:1] == ["--debug"]
     if own[:1] == ["--version"]:
@@ -104,16 +103,16 @@ def execute(arguments: Sequence[str], run: Callable[[Sequence[str]], int] = run)
         return run(arguments)
     except UsageError as error:
         error.show(file=sys.stderr)
-        return _failed(InputError(error.format_message()), as_json)
+        return _fail(InputError(error.format_message()), as_json)
     except MixmeshError as error:
         if debug:
             traceback.print_exc()
         print(error_text(error), file=sys.stderr, flush=True)
-        return _failed(error, as_json)
+        return _fail(error, as_json)
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader, head for instance, has seen enough
+    except BrokenPipeError:  # the reader, such as head, has closed its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
@@ -121,11 +120,11 @@ def execute(arguments: Sequence[str], run: Callable[[Sequence[str]], int] = run)
             traceback.print_exc()
         text = bug_text(error)
         print(text, file=sys.stderr, flush=True)
-        return _failed(MixmeshError(text), as_json)
+        return _fail(MixmeshError(text), as_json)
 
 
 def bug_text(error: Exception) -> str:
-    """One line, and the traceback in a file."""
+    """Formats the error in one line, and writes the traceback to a file."""
     try:
         with tempfile.NamedTemporaryFile(
             "w", prefix="mixmesh-", suffix="-traceback.txt", delete=False
@@ -139,7 +138,7 @@ def bug_text(error: Exception) -> str:
     return f"this is a bug in mixmesh, not in your input: {type(error).__name__}: {reason} ({place})"
 
 
-def _failed(error: MixmeshError, as_json: bool) -> int:
+def _fail(error: MixmeshError, as_json: bool) -> int:
     if as_json:
         print_json(error_object(error))
     return error.exit_status

@@ -28,7 +28,7 @@ from benchmarks.placement_calls import (
     race,
 )
 from mixmesh.cost import CostModel
-from mixmesh.frontend.job.workloads import make, parameter_count
+from mixmesh.frontend.job.workloads import make
 from mixmesh.frontend.trace import trace
 from mixmesh.lang.ir import Graph
 from mixmesh.lang.optimizer_states import ADAM
@@ -69,7 +69,7 @@ def unseen() -> Iterator[Unseen]:
         job = make(name)
         graph = trace(job.model, job.batch).graph
         kept = sum(t.size_bytes for value, t in graph.types.items() if value in graph.requires_grad)
-        params = 4 * parameter_count(job)
+        params = 4 * sum(p.numel() for p in job.model.parameters())
         yield Unseen(f"{name}-{n}", "real", _task(graph, (1 + ADAM.kept) * params + kept, rng))
         n += 1
 

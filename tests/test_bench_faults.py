@@ -8,13 +8,15 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.commands.faults import summary
 from benchmarks.faults import job
 from benchmarks.faults.bench import Chaos, Trained, choose_kinds, draw_kinds, report
-from benchmarks.faults.disturb import check_start
+from benchmarks.faults.disturb import check_saved, check_start
 from benchmarks.faults.journal import Line, Reader, last_executions
 from benchmarks.faults.judgement import (
     Training,
@@ -153,6 +155,13 @@ def test_targets_are_missed_by_each_thing_that_may_be_wrong():
     assert met(result(good, problems=("epoch 0: 1 samples lost: 3",))) == [True, False, True, True]
     assert met(result(good, unreadable=("000001-step-5: cut",))) == [True, True, False, True]
     assert met(result(replace(good, noticed_s=31.0))) == [True, True, True, False]
+    preempted = Fault("preempt", 0, 5, noticed_s=2.0, saved_s=1.5, again_s=9.0)
+    assert met(result(preempted)) == [True] * 5
+    assert met(result(replace(preempted, saved_s=31.0))) == [True, True, True, True, False]
+    made = report([result(), result(preempted)], 1, "", 0)
+    assert made["kinds"][0]["longest_saved_s"] == 1.5
+    table_text = summary({**made, "time_s": 1.0}, Path("x.json"))
+    assert "checkpoint finished, s" in table_text and "of SIGTERM, at most 1.5" in table_text
     row = report([result(), result(good, replace(good, noticed_s=7.0))], 2, "", 0)["kinds"][0]
     assert row["longest_noticed_s"] == 7.0 and row["longest_whole_s"] is None
 
@@ -163,13 +172,19 @@ def test_a_start_goes_on_from_the_newest_good_checkpoint():
     assert check_start("000003-step-20", 1)
 
 
+def test_ranks_that_are_told_to_stop_lose_no_step():
+    lines = [Line(1.0, 0, pid, 0, 2, step, 1.0) for pid, step in ((6, 9), (7, 4), (7, 5))]
+    assert check_saved("000003-step-5", lines, {7}) == ""
+    assert "step 5 was made last" in check_saved("000002-step-4", lines, {7})
+
+
 def test_kinds_are_drawn_alike_and_those_that_cannot_be_made_are_left_out():
-    drawn = draw_kinds(KINDS, 20, random.Random(3))
-    assert drawn == draw_kinds(KINDS, 20, random.Random(3)) != draw_kinds(KINDS, 20, random.Random(4))
+    drawn = draw_kinds(KINDS, 25, random.Random(3))
+    assert drawn == draw_kinds(KINDS, 25, random.Random(3)) != draw_kinds(KINDS, 25, random.Random(4))
     assert {sum(kind is other for other in drawn) for kind in KINDS} == {2, 3}
     told: list[str] = []
     kinds = choose_kinds((), True, told.append)
-    assert [kind.name for kind in kinds] == ["kill", "stop", "agent", "truncate", "flip"]
+    assert [kind.name for kind in kinds] == ["kill", "stop", "preempt", "agent", "truncate", "flip"]
     assert "link, memory, share, disk" in told[0]
     with pytest.raises(TestbedUnavailable):
         choose_kinds(["disk"], True, told.append)
@@ -207,16 +222,17 @@ def single_device_losses(steps: int) -> dict[int, float]:
 @pytest.mark.timeout(300)
 @pytest.mark.xdist_group("testbed")
 def test_a_small_training_survives(tmp_path):
-    """Two machines as plain processes: a rank that is stopped, and one that is killed after a bit of the
-    newest checkpoint was flipped."""
+    """Two machines as plain processes: a rank that is stopped, one that is told to end, and one that is
+    killed after a bit of the newest checkpoint was flipped."""
     training = Training(job.SAMPLES, job.BATCH_SIZE, epochs=3)
     setting = Setting(training, step_s=0.02, heartbeat_s=2.0, limit_s=90.0)
-    kinds = choose_kinds(["stop", "flip"], True, print)
-    chaos = Chaos(kinds, 2, seed=1, setting=setting, num_machines=2, is_plain=True)
+    kinds = choose_kinds(["stop", "flip", "preempt"], True, print)
+    chaos = Chaos(kinds, 3, seed=1, setting=setting, num_machines=2, is_plain=True)
     expected = single_device_losses(training.steps)
     trained = list(chaos.disturb_all(expected, tmp_path))
     assert all(t.is_good for t in trained), trained
-    assert sorted(f.kind for t in trained for f in t.faults) == ["flip", "stop"]
+    assert sorted(f.kind for t in trained for f in t.faults) == ["flip", "preempt", "stop"]
+    assert [f.saved_s is not None for t in trained for f in t.faults if f.kind == "preempt"] == [True]
     assert sum(t.steps_made for t in trained) > training.steps  # some were made again
     for t in trained:
         assert loss_error(t.losses, expected) < 1e-9

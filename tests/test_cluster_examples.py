@@ -43,6 +43,12 @@ def parsed(command: list[str]) -> tuple[dict, str, dict]:
     return vars(launch), name, mixmesh.params
 
 
+def words(container: dict) -> list[str]:
+    """The command of a container as torchrun and its arguments, within a line for the shell too."""
+    shell, *rest = container["command"]
+    return shlex.split(re.search(r"torchrun .+(?= && )", rest[1])[0]) if shell == "sh" else [shell, *rest]
+
+
 def kubernetes() -> tuple[dict, dict]:
     service, job = yaml.safe_load_all(KUBERNETES.read_text())
     return service, job
@@ -61,10 +67,10 @@ def test_pods_find_each_other():
     for container in (*pod["initContainers"], *pod["containers"]):
         assert {mount["name"] for mount in container["volumeMounts"]} == volumes
         assert container["resources"]["limits"]["nvidia.com/gpu"] >= 1
-        launch, _, _ = parsed(container["command"])
+        launch, _, _ = parsed(words(container))
         first, port = launch["rdzv_endpoint"].split(":")
         assert first == f"{job['metadata']['name']}-0.{pod['subdomain']}"
-        assert int(launch["nnodes"]) == job["spec"]["completions"]
+        assert int(launch["nnodes"].rpartition(":")[2]) == job["spec"]["completions"]
         ports.add(port)
     assert len(ports) == 2  # a pod may train while another one is still examined
 
@@ -73,13 +79,48 @@ def test_commands_are_those_of_torchrun_and_mixmesh():
     """And the same for both launchers."""
     _, job = kubernetes()
     pod = job["spec"]["template"]["spec"]
-    of_pods = [parsed(c["command"]) for c in (*pod["initContainers"], *pod["containers"])]
+    of_pods = [parsed(words(c)) for c in (*pod["initContainers"], *pod["containers"])]
     assert subprocess.run(["bash", "-n", SLURM], capture_output=True).stderr == b""
     assert [name for _, name, _ in of_pods] == ["doctor", "run"]
     for launch, _, options in of_pods:
         assert (launch["rdzv_backend"], launch["nproc_per_node"]) == ("c10d", "gpu")
         assert options["job"] == "train.py"
     assert of_pods[1][2]["epochs"] == 1
+
+
+def test_a_lost_pod_is_replaced_and_the_others_go_on():
+    """All that it takes is on the claim, and the ranks that are left may train without it."""
+    _, job = kubernetes()
+    pod = job["spec"]["template"]["spec"]
+    (train,) = pod["containers"]
+    launch, _, options = parsed(words(train))
+    assert job["spec"]["backoffLimit"] >= 20 and launch["max_restarts"] >= 20
+    (rule,) = job["spec"]["podFailurePolicy"]["rules"]  # only for pods that never restart
+    assert rule["action"] == "Ignore" and rule["onPodConditions"][0]["type"] == "DisruptionTarget"
+    assert launch["nnodes"] == f"1:{job['spec']['completions']}"
+    claims = {v["name"] for v in pod["volumes"] if "persistentVolumeClaim" in v}
+    kept = [Path(m["mountPath"]) for m in train["volumeMounts"] if m["name"] in claims]
+    environment = {e["name"]: e.get("value") for e in train["env"]}
+    for path in (options["checkpoint"], Path(environment["MIXMESH_CACHE"]), options["save"]):
+        assert kept[0] in path.parents
+    assert environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"  # or pods that come later wait for ever
+
+
+def test_a_pod_that_comes_later_is_not_examined(tmp_path):
+    """The init container's own line, with a torchrun that notes that it was started, and fails at first."""
+    _, job = kubernetes()
+    (doctor,) = job["spec"]["template"]["spec"]["initContainers"]
+    shim = tmp_path / "torchrun"
+    shim.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/starts\ntest -e {tmp_path}/all-is-well\n')
+    shim.chmod(shim.stat().st_mode | stat.S_IXUSR)
+    command = [word.replace("/out/", f"{tmp_path}/") for word in doctor["command"]]
+    statuses = []
+    for uid in ("a", "a", "a", "b"):
+        environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "JOB_UID": uid}
+        statuses.append(subprocess.run(command, env=environment, timeout=60).returncode)
+        (tmp_path / "all-is-well").touch()
+    assert statuses == [1, 0, 0, 0]
+    assert len((tmp_path / "starts").read_text().splitlines()) == 3  # twice for a, once for b
 
 
 def test_the_directives_of_slurm():

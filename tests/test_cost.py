@@ -8,12 +8,14 @@ from hypothesis import strategies as st
 from small_graphs import GRAPHS, THREE, cluster, graph
 
 from mixmesh.cluster import Cluster
-from mixmesh.cost import OVERLAPPED_ISSUE, CostModel, Curve, affine_curve, ring_fit
+from mixmesh.cost import CostModel, Curve, affine_curve, ring_fit
 from mixmesh.cost.calls import is_computation, work_type
 from mixmesh.cost.curve import issued_curve
+from mixmesh.cost.efficiency import ANY, ELEMENTWISE, USUAL
 from mixmesh.cost.exchanges import held_share
-from mixmesh.cost.model import GPU_KERNEL_S, GPU_LAUNCH_S, GPU_VIEW_S
+from mixmesh.cost.model import GPU_ISSUE_S, VIEW_ISSUE
 from mixmesh.cost.placed import Sheet, op_time
+from mixmesh.cost.resources import link_s_per_byte, links_of, sent_s_per_byte
 from mixmesh.lang.ir import ValueType, make_ratio
 from mixmesh.lang.rules import Call
 from mixmesh.search.baselines import data_parallel
@@ -74,22 +76,15 @@ def forward_s(costs: CostModel, op: str, size: int) -> float:
     return costs.op(Call(op, (), (), (t,), (t,)), 1, 0).forward.at(1.0)
 
 
-def test_a_gpu_takes_the_launch_and_the_roofline_of_every_operator():
-    """No measurement says that one hides the other."""
+def test_a_gpu_computes_while_it_is_issued_to():
+    """A kernel of milliseconds takes no longer for its issue, one of microseconds as long as it; a view has
+    no kernel."""
     costs = CostModel(Cluster.load("heterog-8"))
-    moved_s = 2 * 2**20 * 512 * 4 / costs.classes[0].memory_bytes_per_s
-    assert forward_s(costs, "aten.relu", 2**20) == pytest.approx(GPU_LAUNCH_S + moved_s)
-    assert forward_s(costs, "aten.detach", 2**20) == pytest.approx(GPU_LAUNCH_S)
-
-
-def test_a_gpu_may_be_counted_on_to_compute_while_it_is_issued_to():
-    """A kernel of milliseconds then takes no longer for its issue, one of microseconds as long as it; a view
-    has no kernel."""
-    costs = CostModel(Cluster.load("heterog-8"), unmeasured=(OVERLAPPED_ISSUE,))
-    moved_s = 2 * 2**20 * 512 * 4 / costs.classes[0].memory_bytes_per_s
-    assert forward_s(costs, "aten.relu", 8) == GPU_LAUNCH_S
-    assert forward_s(costs, "aten.detach", 2**20) == GPU_VIEW_S
-    assert forward_s(costs, "aten.relu", 2**20) == pytest.approx(moved_s + GPU_KERNEL_S)
+    usual = USUAL[ELEMENTWISE, ANY]
+    moved_s = 2 * 2**20 * 512 * 4 / costs.classes[0].memory_bytes_per_s / usual.share
+    assert forward_s(costs, "aten.relu", 8) == GPU_ISSUE_S
+    assert forward_s(costs, "aten.detach", 2**20) == pytest.approx(VIEW_ISSUE * GPU_ISSUE_S)
+    assert forward_s(costs, "aten.relu", 2**20) == pytest.approx(moved_s + usual.ramp_s)
 
 
 def test_ring_of_one_is_free():
@@ -97,16 +92,18 @@ def test_ring_of_one_is_free():
 
 
 def test_ring_crosses_the_slowest_link():
-    """2 (n - 1) / n of the bytes at 10 Gbit/s, and 2 latencies for every hop of the link that it takes."""
+    """2 (n - 1) / n of the bytes at 0.9 of 10 Gbit/s, and 2 latencies for every hop of the link that it
+    takes."""
     within = THREE.replace("]\n[[machine]]", "]\nlink_latency_us = 1\n[[machine]]")
+    within = within.replace("latency_us = 10\n", "latency_us = 10\nkind = 'rdma'\n")
     fit = ring_fit(cluster(within, 10), "all_reduce", (0, 1, 2))
     assert fit.latency_s == pytest.approx(2 * (1e-6 + 10e-6)) and fit.s_per_byte == pytest.approx(
-        4 / 3 / 1.25e9
+        4 / 3 / 1.25e9 / 0.9
     )
     assert ring_fit(cluster(within, 10), "all_gather", (0, 1, 2)).latency_s == pytest.approx(1e-6 + 10e-6)
 
 
-MACHINES = "[network]\nbandwidth_gbit_per_s = 80\nlatency_us = 20\n" + 5 * (
+MACHINES = "[network]\nbandwidth_gbit_per_s = 80\nlatency_us = 20\nkind = 'rdma'\n" + 5 * (
     "[[machine]]\nlink_latency_us = 3\n"
     "devices = [{ name = 'a', tflop_per_s = 2, memory_gib = 4, memory_gbyte_per_s = 200, count = 3 }]\n"
 )
@@ -117,7 +114,7 @@ MACHINES = "[network]\nbandwidth_gbit_per_s = 80\nlatency_us = 20\n" + 5 * (
 )
 def test_small_sums_of_gpus_go_along_trees(machines, depth):
     """Two hops inside each machine and the depth of a tree between them, there and back; large sums ring."""
-    n, slope = 3 * machines, 1e-10 if machines > 1 else 8e-11  # 100 Gbit/s inside
+    n, slope = 3 * machines, 1e-10 / 0.9 if machines > 1 else 8e-11  # 100 Gbit/s inside, RDMA between
     fit = ring_fit(Cluster.parse(MACHINES), "all_reduce", tuple(range(n)))
     ring_s = 2 * (2 * machines * 3e-6 + (machines - 1) * 20e-6)
     assert fit.latency_s == pytest.approx(2 * (2 * 3e-6 + depth * 20e-6))
@@ -137,6 +134,69 @@ def test_a_sum_takes_the_faster_way_at_every_size():
     reduce = ring_fit(costs, "reduce", (0, 1, 2))
     for size in (1, 1e6, 1e9):
         assert levelled.seconds(size) == pytest.approx(leaders.seconds(size) + 2 * reduce.seconds(size))
+
+
+def test_what_collectives_reach_of_the_wire():
+    """Over TCP the more, the larger the tensor and the fewer the machines; by RDMA 0.9; between CPUs, and
+    inside a machine, all of it."""
+
+    def share(text: str, machines: int, size_bytes: float) -> float:
+        where = Cluster.parse(text)
+        ranks = tuple(3 * m for m in range(machines))
+        fit = ring_fit(where, "all_gather", ranks)
+        return (machines - 1) / machines * size_bytes / 1e10 / (fit.seconds(size_bytes) - fit.latency_s)
+
+    tcp = MACHINES.replace("kind = 'rdma'\n", "")
+    assert share(tcp, 2, 2**20) == pytest.approx(0.7)
+    assert share(tcp, 2, 2**40) == pytest.approx(0.85, rel=1e-3)
+    assert 0.7 < share(tcp, 2, 2**27) < 0.85 and share(tcp, 4, 2**40) == pytest.approx(0.8, rel=1e-3)
+    assert share(MACHINES, 4, 2**20) == pytest.approx(0.9) == share(MACHINES, 4, 2**40)
+    on_cpus = tcp.replace("memory_gib = 4", "memory_gib = 4, kind = 'cpu'")
+    assert share(on_cpus, 4, 2**20) == pytest.approx(1.0)
+    inside = ring_fit(Cluster.parse(tcp), "all_gather", (0, 1, 2))
+    assert inside.s_per_byte == pytest.approx(2 / 3 / 12.5e9)
+
+
+FOUR_CARDS = "[[machine]]\ndevices = [{ device = 'RTX3090-24GB', count = 4 }]\nlink_gbit_per_s = 100\n"
+PAIRS = "links = [{ devices = [0, 2], gbit_per_s = 400 }, { devices = [1, 3], gbit_per_s = 400 }]\n"
+
+
+@pytest.mark.parametrize(
+    ("collective", "hops"), [("all_reduce", 4 * 1.5), ("all_gather", 4 * 0.75), ("broadcast", 3.0)]
+)
+def test_hops_through_one_host_bridge_add_up(collective, hops):
+    """Four cards without peer-to-peer access share 3 GB/s, or what the file says."""
+    plain, shared = Cluster.parse(FOUR_CARDS), Cluster.parse(FOUR_CARDS + "p2p = false\n")
+    everyone = (0, 1, 2, 3)
+    fit, bridged = (ring_fit(c, collective, everyone) for c in (plain, shared))
+    assert fit.s_per_byte == pytest.approx(
+        {"all_reduce": 1.5, "all_gather": 0.75}.get(collective, 1) / 12.5e9
+    )
+    assert bridged.s_per_byte == pytest.approx(hops / 3e9)
+    told = Cluster.parse(FOUR_CARDS + "bridge_gbit_per_s = 40\n")
+    assert ring_fit(told, collective, everyone).s_per_byte == pytest.approx(hops / 5e9)
+    assert ring_fit(shared, "send", (0, 1)).s_per_byte == pytest.approx(1 / 3e9)
+    assert links_of(shared, everyone) == {("bridge", 0)} and links_of(plain, everyone) == {("inside", 0)}
+
+
+def test_pairs_with_a_link_of_their_own_use_it():
+    """Only two of the four hops of a ring are then through the bridge, and two pairs share nothing."""
+    where = Cluster.parse(FOUR_CARDS + PAIRS + "p2p = false\n")
+    assert ring_fit(where, "all_reduce", (0, 2)).s_per_byte == pytest.approx(1 / 50e9)
+    assert ring_fit(where, "all_reduce", (0, 1)).s_per_byte == pytest.approx(2 / 3e9)
+    assert ring_fit(where, "all_reduce", (0, 1, 2, 3)).s_per_byte == pytest.approx(2 * 1.5 / 3e9)
+    busy = link_s_per_byte(where, "all_reduce", (0, 1, 2, 3))
+    assert busy == pytest.approx(
+        {("link 0", 0): 1.5 / 50e9, ("link 1", 0): 1.5 / 50e9, ("bridge", 0): 3 / 3e9}
+    )
+    assert links_of(where, (0, 2)) == {("link 0", 0)} and links_of(where, (1, 3)) == {("link 1", 0)}
+    # each sends each other one a sixteenth: two by links, eight through the bridge
+    assert link_s_per_byte(where, "all_to_all", (0, 1, 2, 3)) == pytest.approx(
+        {("link 0", 0): 1 / 16 / 50e9, ("link 1", 0): 1 / 16 / 50e9, ("bridge", 0): 8 / 16 / 3e9}
+    )
+    assert sent_s_per_byte(where, ((0, 2, 0.5), (0, 1, 0.25), (1, 0, 0.25))) == pytest.approx(
+        {("link 0", 0): 0.5 / 50e9, ("bridge", 0): 0.5 / 3e9}
+    )
 
 
 def test_gloo_sums_along_a_ring():

@@ -17,6 +17,7 @@ from elastic_job import BATCH, SAMPLES
 from fuzz.ports import free_port
 
 from mixmesh import checkpoint
+from mixmesh.base.run_log import FAULT, RUN_LOG, STOP, read_log
 from mixmesh.checkpoint.run import Every, Settings
 from mixmesh.cli.checkpoint import checkpoint_stays
 from mixmesh.errors import Infeasible
@@ -185,6 +186,12 @@ def test_ranks_that_run_out_of_memory_are_stopped_or_killed(agents, tmp_path, mo
     agent.end()
     assert len(committed(tmp_path)) == 14 * PER_EPOCH
     assert_each_sample_once(tmp_path, 14)
+    # what the page of the training marks; the first rank is noted by the other one
+    faults = read_log(tmp_path / "checkpoints" / RUN_LOG).of(FAULT)
+    assert [fault.facts["rank"] for fault in faults] == [1, 1, 0], faults
+    assert all(re.match(r'cpu.* of machine ".+"', fault.facts["device"]) for fault in faults)
+    for fault, why in zip(faults, ("has run out of memory", "is stopped", "has ended without a word")):
+        assert why in fault.facts["why"] and fault.step > 0, fault
 
 
 def test_machines_go_and_come_back(agents, tmp_path, monkeypatch):
@@ -218,6 +225,8 @@ def test_machines_go_and_come_back(agents, tmp_path, monkeypatch):
     last = saved + 6 * PER_EPOCH
     first.wait_for(rf"step {last} ", read)
     assert_each_sample_once(tmp_path, (last - 1) // PER_EPOCH)
+    stops = read_log(tmp_path / "checkpoints" / RUN_LOG).of(STOP)
+    assert (saved, "SIGTERM") in [(stop.step, stop.facts["cause"]) for stop in stops]
 
 
 def test_where_nothing_fits_all_end_and_the_checkpoint_stays(agents, tmp_path, monkeypatch):

@@ -112,6 +112,7 @@ BAD_RETURNS = {
     "empty": ("mixmesh.Job(MLP(), batch(0))", "an empty batch", "[0, 8]"),
     "keys": ("mixmesh.Job(MLP(), {0: torch.ones(3)})", "a key that is no name", "0"),
     "optimizer": ("mixmesh.Job(MLP(), batch(), optimizer='adam')", "optimizer cannot be called", "a str"),
+    "scheduler": ("mixmesh.Job(MLP(), batch(), scheduler='cosine')", "scheduler cannot be called", "a str"),
     "made optimizer": (
         "mixmesh.Job(MLP(), batch(), optimizer=torch.optim.SGD(MLP().parameters(), lr=1))",
         "optimizer cannot be called", "a SGD",

@@ -18,7 +18,7 @@ from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.errors import InputError
 from mixmesh.explain import explain_tensor
-from mixmesh.explain.changes import collectives, collectives_between, differing
+from mixmesh.explain.changes import collectives, collectives_between, num_differing
 from mixmesh.explain.names import find_tensor, in_all_layers
 from mixmesh.frontend.trace import trace
 from mixmesh.lang.ir import make_ratio
@@ -76,7 +76,7 @@ def traced(name: str):
     torch.manual_seed(0)
     kind, shape = MODELS[name]
     model, batch = kind(), {"x": torch.randn(shape)}
-    return model, batch, trace(model, batch, name)
+    return model, batch, trace(model, batch)
 
 
 @cache
@@ -160,8 +160,8 @@ def test_changes_between_two_programs():
         ("all_gather", "forward"), ("all_gather", "again"), ("reduce_scatter", "backward")
     }  # fmt: skip
     assert collectives_between(two, one, costs) == (removed, added)
-    assert differing(one, two) == differing(two, one) == 8  # four parameters, and a gather for each
-    assert differing(one, one) == 0
+    assert num_differing(one, two) == num_differing(two, one) == 8  # four parameters, and a gather for each
+    assert num_differing(one, one) == 0
 
 
 @pytest.mark.parametrize("text", [TWO, THREE], ids=["two", "three"])

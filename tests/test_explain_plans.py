@@ -52,7 +52,7 @@ TENSORS = ("layers.1.up.weight", "gelu", "table.weight", "ids")
 def traced():
     torch.manual_seed(0)
     model, data = Model(width=16, layers=2), batch(samples=SAMPLES)
-    return model, data, trace(model, data, "small")
+    return model, data, trace(model, data)
 
 
 def job(name: str):
@@ -218,7 +218,7 @@ def test_a_value_of_one_machine_is_asked_about_there():
     program = plan.program
     in_both, in_one = explain("two-level", "gelu"), explain("two-level", "%gelu.m1")
     assert in_both.tensors == ("gelu",) and in_one.tensors == ("gelu.m1",)
-    assert {i.result for i in in_both.used} >= {"gelu.m1"} and in_both.made.result == "gelu.m0"
+    assert {i.result for i in in_both.used} >= {"gelu.m1"} and in_both.maker.result == "gelu.m0"
     assert all(a.placement.endswith("@m1") for a in in_one.alternatives)
     kept = program.types["gelu.m0"].placement
     for a in in_one.alternatives:

@@ -30,6 +30,7 @@ from mixmesh.runtime.random import RandomPolicy
 from mixmesh.runtime.reshard import Keeper
 
 WORLD = 3
+LATE_S = 9  # the time-out of 2 s, and the five in which others ask why: later it makes its next call
 TAIL = """
   %d = aten.sub.Tensor(%o, %y) : f64[12, 4] S(0)@r0
   %s = aten.mul.Tensor(%d, %d) : f64[12, 4] S(0)@r0
@@ -140,6 +141,7 @@ PROGRAMS = {
       return %loss
     }""",
     "one_listens": f"ratio r0 = [0, 0.75, 0.25] {BATCH} {stored('R@r0')} {BODY} {TAIL}",
+    "two_listen": f"ratio r0 = [0, 1, 0] {BATCH} {stored('R@r0')} {BODY} {TAIL}",
     "counted": f"""{UNEVEN} {BATCH} {stored("R")} {BODY}
       %d = aten.sub.Tensor(%o, %y) : f64[12, 4] S(0)@r0
       %s = aten.mul.Tensor(%d, %d) : f64[12, 4] S(0)@r0
@@ -241,6 +243,17 @@ def check_training(name: str, make) -> None:
         assert state["count"] == 4.5
     with torch.no_grad():
         close(model(**batch(9)), single(**batch(9)))
+
+
+def check_calls_are_counted_alike(_) -> None:
+    """A rank that tells the others a loss makes no call more than they do: a watch compares their numbers."""
+    for name in ("one_listens", "two_listen", "data_parallel"):
+        _, _, model, _ = build(name)
+        for step in range(3):
+            model(**batch(step)).backward()
+        numbers = [None] * WORLD
+        dist.all_gather_object(numbers, model.comm.watch.number)
+        assert len(set(numbers)) == 1, (name, numbers)
 
 
 def check_names_and_sizes(_) -> None:
@@ -579,6 +592,7 @@ CHECKS |= {
         check_state_of_an_optimizer_of_whole_parameters,
         check_state_of_a_parameter_without_dims,
         check_nobody_waits_for_ranks_that_compute_nothing,
+        check_calls_are_counted_alike,
         check_refusals,
     )
 }
@@ -600,8 +614,9 @@ def fails_when_a_rank_never_calls(_) -> None:
         model(**batch(0)).backward()
     rank = model.comm.rank
     if rank == 2:  # it agrees on the batch, and then is late
-        model._runtime.forms.agreement.shapes(batch(0), evaluates=False)
-        time.sleep(4)
+        with model.comm.call("train forward"):
+            model._runtime.forms.agreement.shapes(batch(0), evaluates=False)
+            time.sleep(LATE_S)
         return
     started = time.monotonic()
     with pytest.raises(CollectiveError) as caught:
@@ -621,7 +636,7 @@ def fails_in_the_backward_pass(_) -> None:
     model, _ = parallelize(Mlp(), None, program("data_parallel"), device="cpu", timeout_s=2)
     loss = model(**batch(0))
     if model.comm.rank == 0:
-        time.sleep(4)
+        time.sleep(LATE_S)
         return
     with pytest.raises(CollectiveError, match=f"rank {model.comm.rank}: all_reduce of gradients"):
         loss.backward()
@@ -631,7 +646,7 @@ def fails_by_levels(_) -> None:
     model, _ = parallelize(Mlp(), None, program("levels"), device="cpu", timeout_s=2)
     loss = model(**batch(0))
     if model.comm.rank == 1:
-        time.sleep(5)
+        time.sleep(LATE_S)
         return
     with pytest.raises(CollectiveError, match=f"rank {model.comm.rank}: all_reduce of gradients"):
         loss.backward()

@@ -158,7 +158,7 @@ def test_repeated_blocks_count_as_often_as_they_are():
 
 
 def test_no_bound_is_above_a_published_step():
-    """Eight P100 trained BERT-Base faster than half of their peaks allows."""
+    """Eight P100 trained BERT-Base; the bound is not what the cost model plans with."""
     (floor,) = floors(())
     assert floor.is_below and floor.published_s == 0.81
     job = make("bert-base:512")
@@ -166,7 +166,7 @@ def test_no_bound_is_above_a_published_step():
         trace(job.model, job.batch).graph, CostModel(Cluster.parse(HAP_FIGURE_14.cluster)), ADAM, print
     )
     assert floor.bound_s == pytest.approx(task.bound_s)
-    assert 0.5 * floor.published_s < floor.bound_s < 0.6 * task.ideal_s
+    assert 0.5 * floor.published_s < floor.bound_s < 0.8 * task.ideal_s
 
 
 def test_only_products_count_at_the_peaks():
@@ -183,7 +183,22 @@ def test_only_products_count_at_the_peaks():
     )
     flop = 2 * 8 * 64 * 64 * 32 * 32 * 9
     assert peak_op_s(conv, 2, device) == pytest.approx(3 * flop / 4 / device.flop_per_s)
+    # on tensor cores, which PyTorch lets convolutions use
+    large = replace(
+        conv, inputs=(image(512, 32), ValueType("f32", (512, 512, 3, 3))), outputs=(image(512, 32),)
+    )
+    for name, peak in (("A100-40GB", 156e12), ("RTX3090-24GB", 35.6e12)):
+        card = Cluster.parse(f'[[machine]]\ndevices = ["{name}"]\n').devices[0]
+        assert peak_op_s(large, 2, card) == pytest.approx(3 * 64 * flop / 4 / peak)
     assert peak_op_s(Call("aten.relu", (), (), (image(64, 32),), (image(64, 32),)), 1, device) == 0.0
+
+
+def test_products_count_at_the_peak_of_tf32_where_the_job_allows_it():
+    card = Cluster.parse('[[machine]]\ndevices = ["A100-40GB"]\n').devices[0]
+    square = ValueType("f32", (4096, 4096))
+    product = Call("aten.mm", (), (), (square, square), (square,))
+    for tf32, peak in ((False, 19.5e12), (True, 156e12)):
+        assert peak_op_s(product, 2, card, tf32=tf32) == pytest.approx(3 * 2 * 4096**3 / peak)
 
 
 def test_a_plan_says_it(tmp_path, capsys):

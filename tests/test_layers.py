@@ -23,6 +23,7 @@ LAYERS: tuple[tuple[set[str], ...], ...] = (
     (
         {"errors"},
         {"base.lazy"},
+        {"base.patch"},
         {"base.files", "base.callers", "base.progress"},
         {"base.units"},
         {"base.solver"},

@@ -58,14 +58,16 @@ def test_a_log_of_two_starts(tmp_path):
             if number == 1:
                 live.saved(2)
         live.own_seconds(first + count, [0.1, 0.2])
-        live.shares_changed(first + count, 0.4)
+        live.shares_changed(first + count, 0.4, "slow")
         live.close()
     file.write_text(file.read_text() + '{"step": 6, "lo')  # its process was killed
     log = read_log(file)
     assert [(s.step, s.loss) for s in log.steps] == [(1, 2.5), (2, 2.5), (3, 1.5), (4, 1.5), (5, 1.5)]
     assert [(m.step, m.num_undone, m.facts["bound_s"]) for m in log.of("start")] == [(0, 0, 0.1), (2, 2, 0.1)]
     assert [m.step for m in log.of("checkpoint")] == [2]
-    assert [(m.step, m.facts) for m in log.of("shares")] == [(4, {"pause_s": 0.4}), (5, {"pause_s": 0.4})]
+    assert [(m.step, m.facts) for m in log.of("shares")] == [
+        (n, {"pause_s": 0.4, "cause": "slow"}) for n in (4, 5)
+    ]
     assert [(m.step, m.facts) for m in log.of("own")] == [(5, {"own_s": [0.1, 0.2]})]  # the other is undone
 
 

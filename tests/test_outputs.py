@@ -15,7 +15,7 @@ from mixmesh.api import plan, plan_traced
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.errors import ParseError, PlanError, TraceError, VerificationError
-from mixmesh.frontend.trace import trace
+from mixmesh.frontend.trace import LossSource, trace
 from mixmesh.lang.check import check_program
 from mixmesh.lang.ir import Returned, has_gradient, outputs_of, parse_program
 from mixmesh.lang.plan_file import MicroBatch, Plan
@@ -113,21 +113,23 @@ def test_a_model_without_a_loss():
     features = Tagger(lambda _, logits, model: (logits, logits.argmax(-1), model.head.weight.sum()))
     scaled = Tagger(lambda _, logits, model: (logits, model.head.bias.exp().sum()))  # a scale is no loss
     for model, marks in ((features, (1, 0, 1)), (scaled, (1, 1))):
-        traced = trace(model, BATCH, may_be_outside=True)
+        traced = trace(model, BATCH, loss=LossSource.MAYBE_CALLER)
         assert traced.returned == Returned(tuple(map(str, range(len(marks)))), "", is_tuple=True)
         assert [has_gradient(n) for n in traced.graph.nodes if n.op == "output"] == [*map(bool, marks)]
     nothing = Tagger(lambda _, logits, __: (logits, None, logits.mean(1)))
-    assert trace(nothing, BATCH, may_be_outside=True).returned.names == ("0", "1?", "2")
+    assert trace(nothing, BATCH, loss=LossSource.MAYBE_CALLER).returned.names == ("0", "1?", "2")
     with pytest.raises(TraceError, match="a str at place 1 of a tuple"):
-        trace(Tagger(lambda _, logits, __: (logits, "words")), BATCH, may_be_outside=True)
+        trace(Tagger(lambda _, logits, __: (logits, "words")), BATCH, loss=LossSource.MAYBE_CALLER)
     with_loss = Tagger(lambda loss, logits, _: (logits, loss))
-    assert trace(with_loss, BATCH, may_be_outside=True).returned.loss == "1"
+    assert trace(with_loss, BATCH, loss=LossSource.MAYBE_CALLER).returned.loss == "1"
 
 
 @pytest.mark.parametrize("planner", ("fsdp-even", "tensor-parallel", "hap", "two-level", "model-parallel"))
 def test_planners_keep_the_gradients_of_outputs(planner):
     """A program without them is refused when it is to run."""
-    traced = trace(Tagger(lambda _, logits, __: (logits, logits.mean(1))), BATCH, may_be_outside=True)
+    traced = trace(
+        Tagger(lambda _, logits, __: (logits, logits.mean(1))), BATCH, loss=LossSource.MAYBE_CALLER
+    )
     made = plan_traced(traced, CLUSTER, planner=planner)
     check_program(made.program)
     assert all(map(has_gradient, outputs_of(made.program).values()))

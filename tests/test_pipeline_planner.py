@@ -42,18 +42,21 @@ from mixmesh.simulator import Simulation, simulate
 from mixmesh.simulator.pipeline import ACTIVATIONS, GRADIENTS, together
 from mixmesh.step.memory import Flight, Held, Memory, Walked, flight_of
 
-BIG = "tflop_per_s = 2, memory_gib = 4, memory_gbyte_per_s = 100"
-SLOW_NETWORK = """\
+SUSTAINED = "issue_us = 8, sustained = 0.625"  # with the usual share of products half of the peaks
+BIG = f"tflop_per_s = 2, memory_gib = 4, memory_gbyte_per_s = 100, {SUSTAINED}"
+SMALL = f"tflop_per_s = 1, memory_gib = 4, memory_gbyte_per_s = 50, {SUSTAINED}"
+SLOW_NETWORK = f"""\
 name = "slow network"
 [network]
 bandwidth_gbit_per_s = 10
 latency_us = 100
+kind = "rdma"
 [[machine]]
-devices = [{ name = "big", tflop_per_s = 2, memory_gib = 4, memory_gbyte_per_s = 100 }]
+devices = [{{ name = "big", {BIG} }}]
 [[machine]]
-devices = [{ name = "small", tflop_per_s = 1, memory_gib = 4, memory_gbyte_per_s = 50 }]
+devices = [{{ name = "small", {SMALL} }}]
 [[machine]]
-devices = [{ name = "small", tflop_per_s = 1, memory_gib = 4, memory_gbyte_per_s = 50 }]
+devices = [{{ name = "small", {SMALL} }}]
 """
 
 
@@ -288,7 +291,7 @@ def test_a_search_of_placements_is_followed_by_pipelines(traced):
     """Where one is faster than all that was found it is the plan, and says so; where there is little to gain
     none is looked at. Of devices that are alike placements can use one alone here, a pipeline all."""
     slow = SLOW_NETWORK.replace("bandwidth_gbit_per_s = 10", "bandwidth_gbit_per_s = 3")
-    slow = slow.replace("tflop_per_s = 1, memory_gib = 4, memory_gbyte_per_s = 50", BIG)
+    slow = slow.replace(SMALL, BIG)
     plan = make_plan(traced, Cluster.parse(slow), planner="placed", search_s=1)
     assert plan.planner == "pipeline" and plan.order == "1f1b"
     steps = {c.planner: c.predicted_step_s for c in plan.candidates}

@@ -112,7 +112,7 @@ def traced(name: str):
     torch.manual_seed(0)
     make, batch = MODELS[name]
     model = make()
-    return model, batch, trace(model, batch, name)
+    return model, batch, trace(model, batch)
 
 
 @cache

@@ -42,8 +42,8 @@ from tools.tag.teacher import CLOSE, lessons
 from tools.tag.train import Taught, labelled, learn, losses, states, visited
 
 HEADROOM = 0.05
-FAST = '{ name = "fast", tflop_per_s = 10, memory_gib = 8, memory_gbyte_per_s = 500 }'
-SLOW = '{ name = "slow", tflop_per_s = 3, memory_gib = 4, memory_gbyte_per_s = 200 }'
+FAST = '{ name = "fast", tflop_per_s = 10, memory_gib = 8, memory_gbyte_per_s = 500, issue_us = 10 }'
+SLOW = '{ name = "slow", tflop_per_s = 3, memory_gib = 4, memory_gbyte_per_s = 200, issue_us = 10 }'
 NETWORK = "[network]\nbandwidth_gbit_per_s = 10\nlatency_us = 30\n"
 
 
@@ -329,7 +329,8 @@ def test_groups_that_are_not_decided_are_as_advised_where_that_proved_better(adv
 
 def test_what_a_policy_advises_is_judged_first_and_where_it_is_good_nothing_else_is_needed():
     s = space(count=4)
-    wanted = tuple(random.Random(0).choice(s.actions(k)) for k in range(len(s.groups)))
+    rng = random.Random(1)  # several ratios, the likeliest of which for all groups is no seed
+    wanted = tuple(rng.choice(s.actions(k)) for k in range(len(s.groups)))
 
     def judge(strategy) -> Outcome:
         wrong = sum(p != a.placed for p, a in zip(strategy, wanted))

@@ -59,7 +59,7 @@ def traced(plan, size: int, length: int, **kwargs):
 def test_what_is_carried_over_is_the_single_device_s(planner):
     plan = plan_with(planner)
     for size, length in ((7, 3), (4, 1), (3, 9)):
-        program = carry(plan.program, traced(plan, size, length).graph, training=True)
+        program = carry(plan.program, traced(plan, size, length).graph)
         assert [i.op for i in program.instructions] == [i.op for i in plan.program.instructions]
         assert program.ratios == plan.program.ratios
         assert verify(Attention(), words(size, length), program).ok, (size, length)
@@ -88,7 +88,7 @@ def test_data_parallelism_is_lowered_to_itself():
 def test_what_does_nothing_for_a_shape_is_kept():
     plan = plan_with("hap")
     with pytest.raises(CannotCarry, match="other operators"):
-        carry(plan.program, trace(Attention(), words(1, 1), passes=PASSES).graph, training=True)
+        carry(plan.program, trace(Attention(), words(1, 1), passes=PASSES).graph)
     assert len(traced(plan, 1, 1).graph.nodes) == len(plan.program.graph.nodes)
 
 
@@ -97,7 +97,7 @@ def test_other_operators_are_not_carried_over():
     for model in (Attention(norm=True), Attention(norm=True).eval()):
         graph = trace(model, words(7, 6), passes=passes_for(plan.program)).graph
         with pytest.raises(CannotCarry):
-            carry(plan.program, graph, training=True)
+            carry(plan.program, graph)
 
 
 class Shorter(Attention):
@@ -112,7 +112,7 @@ def test_what_a_model_does_besides_for_a_shape_is_not_left_out():
     plan = plan_traced(trace(Shorter(), words(12, 6)), cluster(THREE), planner="hap")
     graph = trace(Shorter(), words(7, 4), passes=passes_for(plan.program)).graph
     with pytest.raises(CannotCarry, match="computes something else"):
-        carry(plan.program, graph, training=True)
+        carry(plan.program, graph)
     assert verify(Shorter(), words(7, 4), lower(graph, plan.program)).ok
 
 
@@ -122,15 +122,15 @@ def test_micro_batches_of_another_size():
     rows = tuple(MicroBatch(n, 2, n) for n in counts)
     program = plan.program.changed(ratios=((plan.program.ratios[0][0], (0.333334, 0.333333, 0.333333)),))
     planned = type(plan)(program, "test", 0.0, (), "", micro_batches=rows)
-    made = resized(planned, carry(program, traced(plan, 5, 6).graph, training=True))
+    made = resized(planned, carry(program, traced(plan, 5, 6).graph))
     assert [sum(m.sizes) for m in made.micro_batches] == [2, 2, 1]
-    larger = resized(planned, carry(program, traced(plan, 24, 6).graph, training=True))
+    larger = resized(planned, carry(program, traced(plan, 24, 6).graph))
     assert [m.steps for m in larger.micro_batches] == [4] * 3
 
 
 def test_a_forward_pass_holds_less_than_a_step():
     plan = plan_with("ddp-proportional")
-    small, large = (carry(plan.program, traced(plan, n, 6).graph, training=True) for n in (6, 24))
+    small, large = (carry(plan.program, traced(plan, n, 6).graph) for n in (6, 24))
     assert all(a < b for a, b in zip(live_bytes(small), live_bytes(large)))
 
 

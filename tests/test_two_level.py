@@ -341,7 +341,7 @@ class Normed(long.Model):
 def normed():
     torch.manual_seed(0)
     model, data = Normed(), long.batch(0, 128, 5)
-    return model, data, trace(model, data, "normed")
+    return model, data, trace(model, data)
 
 
 def test_the_fastest_plan_that_fits_computes_again(monkeypatch):

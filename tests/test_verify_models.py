@@ -127,7 +127,7 @@ def traced(name: str):
     torch.manual_seed(0)
     model, batch = MODELS[name]()
     model.train()
-    return model, batch, trace(model, batch, name)
+    return model, batch, trace(model, batch)
 
 
 @pytest.mark.parametrize("planner", PLANNERS)

@@ -7,6 +7,8 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from mixmesh.__main__ import execute
 from mixmesh.cluster import Cluster
@@ -15,6 +17,7 @@ from mixmesh.cost.links import LinkMeasurement
 from mixmesh.errors import Infeasible, InputError
 from mixmesh.explain.whatif import Change, answers, changes
 from mixmesh.explain.whatif.answers import Answer, advice, price_of, ranked
+from mixmesh.frontend.job import samples_of_data
 from mixmesh.lang.ir import Program
 from mixmesh.lang.plan_file import Plan
 
@@ -146,6 +149,31 @@ def test_ranks_and_sentences():
     ]
 
 
+def test_the_price_of_an_epoch_is_that_of_its_samples():
+    """By hand: half a second a step of 8 samples is 1 / 16 s a sample; 2.5 an hour for 1600 samples."""
+    answer = Answer(Change("now", "as it is", cluster()), 0.5, 8, "hap", 2.5, 1600)
+    assert answer.epoch_price == pytest.approx(2.5 / 3600 * 1600 / 16)
+    for unknown in ({"price_per_hour": None}, {"epoch_samples": None}, {"step_s": math.inf}):
+        assert replace(answer, **unknown).epoch_price is None
+
+
+def test_samples_of_an_epoch_where_the_data_says_it():
+    rows = TensorDataset(torch.arange(11))
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(3))
+
+    assert samples_of_data(DataLoader(rows, 4)) == 11
+    assert samples_of_data(DataLoader(rows, 4, drop_last=True)) == 8
+    assert samples_of_data(DataLoader(rows, 4, sampler=RandomSampler(rows, num_samples=6))) == 6
+    assert samples_of_data(DataLoader(rows, batch_sampler=BatchSampler(range(11), 4, False))) is None
+    assert samples_of_data(DataLoader(Stream(), 2)) is None
+    batches = [{"x": torch.ones(5, 2)}, (torch.ones(3),), torch.ones(4)]
+    assert samples_of_data(batches) == 12
+    assert samples_of_data(iter(batches)) is None is samples_of_data(None)
+
+
 def test_where_nothing_fits_now():
     found = answered({"1 batch, 3 devices": 1.0})
     assert math.isinf(found[0].step_s)
@@ -180,8 +208,19 @@ def test_the_command(tmp_path, capsys):
     assert [row["kind"] for row in found["changes"]] == ["machine", "machine", "batch"]
     assert found["changes"][2]["samples"] == 2 * found["now"]["samples"] == 128
     assert found["now"]["price_per_million_samples"] > 0 and found["advice"]
+    assert found["now"]["price_per_epoch"] is None  # the job has no data
     assert execute([*words, "--only", "machine"]) == 0
     printed = capsys.readouterr().out
     assert "as it is" in printed and "without machine old" in printed and "a million samples" in printed
+    assert "an epoch" not in printed
+    job.write_text(JOB.replace("8),))", "8),), data=[(torch.randn(64, 8),)] * 10)"))
+    assert execute([*words, "--only", "machine", "--json"]) == 0
+    row = json.loads(capsys.readouterr().out.splitlines()[-1])["now"]
+    assert row["price_per_epoch"] == pytest.approx(640 / 1e6 * row["price_per_million_samples"])
+    assert execute([*words, "--only", "machine"]) == 0
+    assert "an epoch" in capsys.readouterr().out
+    file.write_text(CLUSTER.replace("price_per_hour", "# "))
+    assert execute([*words, "--only", "machine"]) == 0
+    assert "an epoch" not in capsys.readouterr().out
     assert execute([*words, "--only", "colour"]) == 2
     assert "expected" in capsys.readouterr().err

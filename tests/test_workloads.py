@@ -15,7 +15,7 @@ from mixmesh.cluster import presets
 from mixmesh.cost import CostModel
 from mixmesh.errors import ClusterError, InputError, JobError
 from mixmesh.frontend.job import Job, load_job
-from mixmesh.frontend.job.workloads import WORKLOADS, make, parameter_count
+from mixmesh.frontend.job.workloads import WORKLOADS, make
 from mixmesh.frontend.job.workloads.language import LanguageModel
 from mixmesh.frontend.job.workloads.layers import Layer, MoeLayer
 from mixmesh.frontend.trace import trace
@@ -28,6 +28,10 @@ def expected_parameters(name: str, batch: int) -> float:
     if name == "bert-moe":
         published += 36 * (batch // 32)  # HAP: 36 M for the two experts of every device, over all layers
     return published * workload.unit
+
+
+def parameter_count(job) -> int:
+    return sum(p.numel() for p in job.model.parameters())
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

@@ -86,7 +86,10 @@ def shown(number: int, trained: Trained) -> str:
         f"losses off by {trained.loss_error:.1e}"
     ]
     for fault in trained.faults:
-        times = (("noticed", fault.noticed_s), ("training again", fault.again_s), ("whole", fault.whole_s))
+        times = (
+            ("noticed", fault.noticed_s), ("checkpoint finished", fault.saved_s),
+            ("training again", fault.again_s), ("whole", fault.whole_s),
+        )  # fmt: skip
         told = ", ".join(f"{what} {time_s:.1f} s" for what, time_s in times if time_s is not None)
         lines.append(
             f"  {'ok    ' if fault.is_survived else 'FAILED'} step {fault.step}: {fault.what}: {told}"
@@ -104,11 +107,13 @@ def summary(made: dict, out: Path) -> str:
 
     rows = [
         (r["kind"], f"{r['survived']} of {r['made']}", *(
-            cell(r[f"longest_{name}_s"]) for name in ("noticed", "again", "whole")
+            cell(r[f"longest_{name}_s"]) for name in ("noticed", "saved", "again", "whole")
         ))
         for r in made["kinds"]
     ]  # fmt: skip
-    head = ("kind", "survived", "noticed, s", "training again, s", "all machines, s")
+    head = (
+        "kind", "survived", "noticed, s", "checkpoint finished, s", "training again, s", "all machines, s"
+    )  # fmt: skip
     lines = [table(head, rows), f"longest times; {seconds(made['time_s'])} in all, seed {made['seed']}"]
     lines += [f"  {'met   ' if is_met else 'MISSED'}  {text}" for text, is_met in made["targets"].items()]
     return "\n".join([*lines, f"written to {out}"])

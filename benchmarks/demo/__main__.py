@@ -76,8 +76,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__)
     parser.add_argument("--out", default="out/demo", help="folder for profile, plans and results")
     parser.add_argument("--steps", type=int, default=GPT.steps, help="of the first job, by each variant")
+    parser.add_argument("--profile", metavar="P.json", help="only profile the first job, into this file")
     args = parser.parse_args()
     try:
+        if args.profile:
+            profile_case(GPT, Path(args.out), Path(args.profile))
+            return 0
         return run(Path(args.out), args.steps)
     except MixmeshError as error:
         print(error, file=sys.stderr)
@@ -105,15 +109,20 @@ def run(out: Path, steps: int) -> int:
     return 0
 
 
-def compare(case: Case, steps: int, out: Path, say: Say) -> Outcome:
-    """Profiles a case, plans it, and trains it by every variant."""
+def profile_case(case: Case, out: Path, profile_path: Path) -> tuple[Cluster, Profile]:
+    """The emulated cluster of a case, whose file goes to ``out``, and what its devices and links take."""
     out.mkdir(parents=True, exist_ok=True)
-    cluster_path, profile_path = out / "cluster.toml", out / "profile.json"
+    cluster_path = out / "cluster.toml"
     cluster_path.write_text(case.cluster)
     cluster = Cluster.load(cluster_path)
-    say(f"{case.about}: profiling operators and links on every device")
     testbed.run(cluster, [*WORKER, "profile", case.name, str(cluster_path), str(profile_path)])
-    profile = Profile.load(profile_path)
+    return cluster, Profile.load(profile_path)
+
+
+def compare(case: Case, steps: int, out: Path, say: Say) -> Outcome:
+    """Profiles a case, plans it, and trains it by every variant."""
+    say(f"{case.about}: profiling operators and links on every device")
+    cluster, profile = profile_case(case, out, out / "profile.json")
 
     say("tracing and planning")
     made = case.make()

@@ -32,6 +32,7 @@ from .scene import Output, Scene, Setting, Stuck
 SHARES = ("0.40", "0.40", "0.25", "0.25")  # shares of a core, one machine each
 DISK_BYTES = 64 * 2**20
 NOTICED_S = 30.0
+SAVED_S = 30.0  # after SIGTERM torchrun kills what is still there
 MOST_STEPS = 8  # between two faults
 KEPT_CHECKPOINTS = 2  # written before a fault: one may be damaged
 Say = Callable[[str], None]
@@ -221,6 +222,10 @@ def report(trainings: Sequence[Trained], num_faults: int, command: str, seed: in
         f"noticed within {NOTICED_S:g} s, at most {max(noticed, default=0.0):.1f}": max(noticed, default=0.0)
         <= NOTICED_S,
     }
+    saved = [fault.saved_s for fault in faults if fault.saved_s is not None]
+    if saved:
+        text = f"a checkpoint finished within {SAVED_S:g} s of SIGTERM, at most {max(saved):.1f}"
+        targets[text] = max(saved) <= SAVED_S
     return {
         "bench": "faults",
         "command": command,
@@ -247,6 +252,6 @@ def kind_row(kind: Kind, faults: Sequence[Fault]) -> dict:
     own = [fault for fault in faults if fault.kind == kind.name]
     longest = {
         f"longest_{name}": max((t for t in (getattr(f, name) for f in own) if t is not None), default=None)
-        for name in ("noticed_s", "again_s", "whole_s")
+        for name in ("noticed_s", "saved_s", "again_s", "whole_s")
     }
     return {"kind": kind.name, "made": len(own), "survived": sum(f.is_survived for f in own), **longest}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 
 from mixmesh.checkpoint.manifest import NAME
 
+from .journal import Line
 from .kinds import Fault, Kind
 from .scene import Scene, is_there
 
@@ -26,7 +28,7 @@ def disturb(scene: Scene, kind: Kind, fault: Fault, rng: random.Random) -> None:
     if kind.ends_ranks:
         newest = scene.good_checkpoints()[0]
         _see_end(scene, kind, fault, made_at_s, others, victim)
-        fault.problem = check_start(newest.name, scene.first_step_since(made_at_s).step)
+        fault.problem = fault.problem or check_start(newest.name, scene.first_step_since(made_at_s).step)
     else:
         _see_training_on(scene, kind, fault, made_at_s)
 
@@ -39,6 +41,12 @@ def check_start(checkpoint: str, first_step: int) -> str:
     return f"training went back to step {first_step}, and there was {checkpoint}"
 
 
+def check_saved(checkpoint: str, lines: Sequence[Line], pids: set[int]) -> str:
+    """The problem of ranks ``pids`` that were to save before they ended, and left a ``checkpoint``."""
+    step, made = int(NAME.fullmatch(checkpoint)[2]), max(line.step for line in lines if line.pid in pids)
+    return "" if step == made else f"step {made} was made last, and the newest is {checkpoint}"
+
+
 def _see_end(
     scene: Scene, kind: Kind, fault: Fault, made_at_s: float, others: set[int], victim: set[int]
 ) -> None:
@@ -48,6 +56,12 @@ def _see_end(
         made_at_s = time.monotonic()  # the fault is its death
     scene.wait(lambda: _are_gone(others), "the other ranks to notice")
     fault.noticed_s = time.monotonic() - made_at_s
+    if kind.is_saved:
+        scene.journal.read()
+        newest = scene.good_checkpoints()[0]
+        named_s = time.monotonic() - (time.time() - newest.stat().st_ctime)  # when it got its name
+        fault.saved_s = max(0.0, named_s - made_at_s)
+        fault.problem = check_saved(newest.name, scene.journal.lines, others)
     if kind.undo_when == "noticed":
         kind.undo(scene, fault.machine)
     scene.wait(lambda: scene.first_step_since(made_at_s) is not None, "training again")

@@ -26,6 +26,7 @@ class Fault:
     step: int
     what: str = ""
     noticed_s: float | None = None
+    saved_s: float | None = None  # until the checkpoint was finished that a signal asked for
     again_s: float | None = None
     whole_s: float | None = None  # until all machines trained again
     problem: str = ""
@@ -51,6 +52,7 @@ class Kind:
     undo_when: str = "noticed"
     has_alive_victim: bool = False  # its rank is one of those that are to notice
     is_ended_late: bool = False
+    is_saved: bool = False  # all ranks write a checkpoint before they end, so that no step is lost
     warning: str = ""  # by which it is noticed, where it does not end ranks
 
 
@@ -64,6 +66,12 @@ def stop_rank(scene: Scene, machine: int, rng: random.Random) -> str:
     line = scene.running()[machine]
     os.kill(line.pid, signal.SIGSTOP)
     return f"SIGSTOP to rank {line.rank}"
+
+
+def preempt_rank(scene: Scene, machine: int, rng: random.Random) -> str:
+    line = scene.running()[machine]
+    os.kill(line.pid, signal.SIGTERM)
+    return f"SIGTERM to rank {line.rank}"
 
 
 def kill_agent(scene: Scene, machine: int, rng: random.Random) -> str:
@@ -150,6 +158,7 @@ def flip_bit(scene: Scene, machine: int, rng: random.Random) -> str:
 KINDS = (
     Kind("kill", "SIGKILL of a rank", kill_rank),
     Kind("stop", "SIGSTOP of a rank", stop_rank),
+    Kind("preempt", "SIGTERM of a rank", preempt_rank, has_alive_victim=True, is_saved=True),
     Kind("agent", "SIGKILL of an agent of torchrun", kill_agent, has_alive_victim=True),
     Kind("truncate", "newest checkpoint cut short, then kill", cut_file),
     Kind("flip", "a bit of the newest checkpoint flipped, then kill", flip_bit),

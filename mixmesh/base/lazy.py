@@ -9,9 +9,9 @@ T = TypeVar("T")
 
 
 class lazy(Generic[T]):  # noqa: N801 - a decorator
-    """``functools.cached_property`` without its lock, which Python 3.12 has dropped too: taking it is most of
-    what a small value of a small object costs, and planning makes tens of thousands. Two threads may both
-    compute the value; it has to be the same."""
+    """``functools.cached_property`` without its lock, which Python 3.12 has dropped too: the lock is most of
+    the cost of a small value, and planning computes tens of thousands of those. Two threads may both compute
+    the value; it has to be the same."""
 
     def __init__(self, compute: Callable[[Any], T]) -> None:
         self.compute, self.__doc__ = compute, compute.__doc__
@@ -23,7 +23,7 @@ class lazy(Generic[T]):  # noqa: N801 - a decorator
     def __get__(self, instance: None, owner: type) -> lazy[T]: ...
     @overload
     def __get__(self, instance: object, owner: type) -> T: ...
-    def __get__(self, instance, owner):
+    def __get__(self, instance: object | None, owner: type) -> lazy[T] | T:
         if instance is None:
             return self
         value = instance.__dict__[self.name] = self.compute(instance)

@@ -2,9 +2,11 @@
 
 A step is ``{"step", "loss", "step_s", "samples_per_s", "time_s"}``. A mark is ``{"event", "step", "time_s"}``
 with what belongs to it: ``start`` (after so many steps were made: ``world_size``, ``planner``,
-``predicted_step_s``, ``bound_s``), ``checkpoint``, ``shares`` (they change: ``pause_s``), ``own`` (``own_s``:
-the seconds of a step in which each rank waited for nobody). Starts go on with the same file, so that steps
-may stand in it several times: those after a ``start`` undo the ones that were made beyond it.
+``predicted_step_s``, ``bound_s``), ``plan`` (another one follows in the same processes: the same, and its
+``cause``), ``checkpoint``, ``shares`` (they change: ``pause_s``, ``cause``), ``own`` (``own_s``: the seconds
+of a step in which each rank waited for nobody), ``fault`` (a ``rank`` was lost: its ``device``, and ``why``;
+an error of all ranks has no rank), ``stop`` (by a signal: ``cause``). Starts go on with the same file, in
+which steps may then stand several times: those after a ``start`` undo the ones that were made beyond it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from .files import read_text
 
 RUN_LOG = "run.jsonl"  # its name in a folder of checkpoints
 MAX_BYTES = 512 * 2**20
-START, CHECKPOINT, SHARES, OWN = "start", "checkpoint", "shares", "own"
+START, PLAN, CHECKPOINT, SHARES, OWN = "start", "plan", "checkpoint", "shares", "own"
+FAULT, STOP = "fault", "stop"
 _Time = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
 _Count = Annotated[int, pydantic.Field(ge=0)]
 
@@ -37,7 +40,7 @@ class _StepLine(pydantic.BaseModel):
 
 class _MarkLine(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="allow")
-    event: Literal["start", "checkpoint", "shares", "own"]
+    event: Literal["start", "plan", "checkpoint", "shares", "own", "fault", "stop"]
     step: _Count
     time_s: float
     world_size: Annotated[int, pydantic.Field(ge=1)] | None = None
@@ -45,6 +48,11 @@ class _MarkLine(pydantic.BaseModel):
     own_s: list[_Time] | None = None
     predicted_step_s: _Time | None = None
     bound_s: _Time | None = None
+    planner: str | None = None
+    rank: _Count | None = None
+    device: str | None = None
+    why: str | None = None
+    cause: str | None = None
 
 
 _LINE = pydantic.TypeAdapter(_MarkLine | _StepLine)
@@ -133,8 +141,18 @@ def parse_log(text: str, where: str = "<log>") -> RunLog:
             undone = _undo(step_of, row.step)
             marks = [mark for mark in marks if mark.event != OWN or mark.step <= row.step]
         facts = row.model_dump(exclude={"event", "step", "time_s"}, exclude_none=True)
-        marks.append(Mark(row.event, row.step, undone, facts))
+        mark = Mark(row.event, row.step, undone, facts)
+        if mark.event != FAULT or _is_news(mark, marks):
+            marks.append(mark)
     return RunLog(tuple(step_of[step] for step in sorted(step_of)), tuple(marks))
+
+
+def _is_news(fault: Mark, marks: list[Mark]) -> bool:
+    """Whether a fault of this start is another one than those before it: survivors tell of a rank that was
+    lost, and one of them may end with an error of its own for it, which names no rank."""
+    starts = [n for n, mark in enumerate(marks) if mark.event == START]
+    ranks = [m.facts.get("rank") for m in marks[starts[-1] if starts else 0 :] if m.event == FAULT]
+    return fault.facts.get("rank") not in ranks if "rank" in fault.facts else not ranks
 
 
 def _undo(made: dict[int, LoggedStep], step: int) -> int:

@@ -1,17 +1,18 @@
-"""A step as it unfolds on every rank, predicted or measured: the value, its file, and two of them compared.
+"""The timeline of one step on every rank, predicted or measured: its value, its file, and a comparison of
+two.
 
-Both kinds use the same names, so that they can be laid side by side:
+Both kinds name their events alike, so that they can be compared:
 
     h                    the instruction whose result is %h; ``h grad`` its backward; ``h again`` its second
-                         run, where it is in a region that is computed again
-    y weight grad        the gradient of a weight, where it is computed apart (``wgrad``)
-    w.whole              a redistribution; ``w.whole grad`` its gradient's; ``w.whole again`` when repeated
-    gradients of w +3    the sum over ranks of a bucket of parameters' gradients
-    parameters of w +3   the gather of what their owners have stepped (ZeRO stages 1 and 2)
+                         run, where its region is rematerialised
+    y weight grad        the gradient of a weight, where it is split from the input's (``wgrad``)
+    w.whole              a redistribution; ``w.whole grad`` that of its gradient; ``w.whole again`` its repeat
+    gradients of w +3    the all-reduce of a bucket of gradients: of w and of three more parameters
+    parameters of w +3   the gather of parameters that their shard owners stepped (ZeRO stages 1 and 2)
     y factors            a gather of a factor of a weight's gradient (``sfb``); ``y factors product``
     all_reduce of the loss
-    accumulation         adding the gradients of a micro-step to earlier ones (predicted; where it is measured
-                         it is a part of what made them)
+    accumulation         adding the gradients of a micro-batch to those of earlier ones (only predicted: a
+                         measurement counts it with the backward pass)
     optimizer            the optimizer's step, with which a timeline begins
 """
 
@@ -19,7 +20,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,15 +27,16 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
+from .files import write_text
 
 STREAMS = ("compute", "communication")
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that a rank's stream (``compute`` or ``communication``) does.
+    """One piece of work on a rank's stream (``compute`` or ``communication``).
 
-    ``op`` is the operator or collective, ``size_bytes`` the whole tensor's, where they are known.
+    ``op`` is the operator or collective, ``size_bytes`` the size of the whole tensor, where they are known.
     """
 
     rank: int
@@ -49,10 +50,13 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step, predicted or measured. ``peak_memory_bytes`` and ``compute_s`` have one entry per rank (peaks
-    none, where it was enough to know that they fit); ``communication_s`` counts a collective once.
-    ``link_busy_s``, of a predicted step with events: for how long each link carries something, by its way
-    ("out", "in" or "inside") and the number of its machine."""
+    """One step, predicted or measured.
+
+    ``peak_memory_bytes`` and ``compute_s`` have one entry per rank; ``peak_memory_bytes`` is empty where it
+    was enough to know that the step fits. ``communication_s`` counts a collective once. ``link_busy_s`` says,
+    for a predicted step with events, how long each link carries data: its direction ("out", "in",
+    "inside", "bridge" or "link N"), the number of its machine, and seconds.
+    """
 
     step_s: float
     peak_memory_bytes: tuple[int, ...]
@@ -75,12 +79,12 @@ def factors_name(result: str) -> str:
 
 
 def product_name(result: str) -> str:
-    """The weight's gradient out of its gathered factors."""
+    """The name of the product of gathered factors, which is a weight's gradient."""
     return f"{result} factors product"
 
 
 def wgrad_name(result: str) -> str:
-    """The gradient of a weight, where it is computed apart."""
+    """The name of a weight's gradient that is split from the input's."""
     return f"{result} weight grad"
 
 
@@ -92,8 +96,8 @@ BUCKET = "gradients of "
 
 
 def bucket_name(params: Sequence[str], ranks: Sequence[int] = ()) -> str:
-    """The name of the sum of these parameters' gradients, in whatever order they come; of what several copies
-    have in common, between these ``ranks``."""
+    """The name of the all-reduce of these parameters' gradients, whatever their order. ``ranks`` are those
+    that hold a part of several copies in common."""
     first, *others = sorted(params)
     between = f" between {', '.join(map(str, ranks))}" if ranks else ""
     return f"{BUCKET}{first}" + (f" +{len(others)}" if others else "") + between
@@ -103,7 +107,7 @@ PARAMETERS = "parameters of "
 
 
 def parameters_name(params: Sequence[str]) -> str:
-    """The name of the gather of these parameters from their owners, in whatever order they come."""
+    """The name of the gather of these parameters from their shard owners, whatever their order."""
     return PARAMETERS + bucket_name(params).removeprefix(BUCKET)
 
 
@@ -111,11 +115,11 @@ def parameters_name(params: Sequence[str]) -> str:
 
 
 def to_chrome_trace(timeline: Timeline, *, name: str, devices: Sequence[str] = ()) -> dict[str, Any]:
-    """The timeline in the JSON form of Chrome's Trace Event Format: a process per rank, a thread per
+    """Converts a timeline to the JSON form of Chrome's Trace Event Format: a process per rank, a thread per
     stream, times in microseconds. ``devices`` names the device of every rank.
 
-    Events of one thread may nest but not overlap in part: collectives that do so, on different groups or
-    behind each other on one, get further threads of the name ``communication``.
+    The format allows events of one thread to nest, but not to overlap in part: overlapping collectives are
+    spread over several threads that are all called ``communication``.
     """
     rows: list[dict[str, Any]] = []
     for rank in sorted({*range(len(timeline.compute_s)), *(e.rank for e in timeline.events)}):
@@ -136,8 +140,8 @@ def to_chrome_trace(timeline: Timeline, *, name: str, devices: Sequence[str] = (
     return {"traceEvents": rows, "displayTimeUnit": "ms", "otherData": {"name": name}}
 
 
-def _metadata(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "ts": 0, "dur": 0, "args": args}
+def _metadata(key: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": key, "pid": pid, "tid": tid, "ts": 0, "dur": 0, "args": args}
 
 
 def _complete(e: Event, tid: int) -> dict[str, Any]:
@@ -157,7 +161,7 @@ def _complete(e: Event, tid: int) -> dict[str, Any]:
 
 
 def _lanes(events: list[Event]) -> list[list[Event]]:
-    """The events in as few rows as their overlaps allow."""
+    """Distributes events over as few lanes as their overlaps allow."""
     lanes: list[list[Event]] = []
     for e in sorted(events, key=lambda e: (e.start_s, e.end_s)):
         if not math.isfinite(e.end_s):
@@ -171,14 +175,10 @@ def _lanes(events: list[Event]) -> list[list[Event]]:
 
 
 def save_trace(trace: dict[str, Any], path: str | Path) -> None:
-    """Writes a trace; the file is either whole or not there. Raises InputError."""
-    path = Path(path)
-    partial = path.with_name(f"{path.name}.partial{os.getpid()}")
+    """Writes a trace completely or not at all. Raises InputError if it cannot be written."""
     try:
-        partial.write_text(json.dumps(trace, allow_nan=False))
-        partial.replace(path)
+        write_text(path, json.dumps(trace, allow_nan=False))
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise InputError(f"cannot write the timeline: {error.strerror}", where=str(path)) from None
 
 
@@ -187,8 +187,8 @@ def save_trace(trace: dict[str, Any], path: str | Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One quantity in both timelines. ``rank`` is None where it belongs to no single one; None seconds say
-    that a timeline has no such event."""
+    """One quantity in both timelines. ``rank`` is None where the quantity belongs to no single rank, seconds
+    are None for a timeline without such an event."""
 
     what: str
     rank: int | None
@@ -202,8 +202,8 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """``step``; ``streams``: compute of every rank, then communication; ``largest``: the events that differ
-    most, first the largest."""
+    """Two timelines compared: the step, the streams (compute of every rank, then communication), and the
+    events that differ most, largest first."""
 
     step: Difference
     streams: tuple[Difference, ...]
@@ -211,7 +211,7 @@ class Comparison:
 
 
 def compare(predicted: Timeline, measured: Timeline, *, largest: int = 10) -> Comparison:
-    """Compares a predicted step with a measured one: the step, each stream, and the largest differences."""
+    """Compares a predicted step with a measured one; ``largest`` is the most events to list."""
     one, two = durations(predicted), durations(measured)
     streams = [
         Difference("compute", rank, p, m)
@@ -229,11 +229,12 @@ Durations = dict[tuple[str, int | None], float]
 
 
 def durations(timeline: Timeline) -> Durations:
-    """Seconds by (name, rank) of what is computed, by (name, None) of a collective, which counts once.
+    """Returns seconds by (name, rank) for computations, and by (name, None) for collectives, which count
+    once.
 
-    A rank that comes to a collective early waits inside it, and the last to come waits for nobody: it
-    takes as long as on the rank where it is shortest. One that is issued behind another of its process
-    group waits for that, so its time begins when the one before has ended.
+    A rank that enters a collective early waits inside it, and the last one to enter waits for no other: so a
+    collective takes as long as on the rank where it is shortest. A collective also waits for the one that was
+    issued before it on the same process group, so its time begins when that one has ended.
     """
     out: Durations = defaultdict(float)
     met: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -246,22 +247,24 @@ def durations(timeline: Timeline) -> Durations:
             met[e.name][e.rank].append(e.end_s - max(e.start_s, free[e.rank, group[e.name]]))
             free[e.rank, group[e.name]] = e.end_s
     for name, by_rank in met.items():
-        times = max(map(len, by_rank.values()))  # how often it was held
-        for n in range(times):
+        for n in range(max(map(len, by_rank.values()))):  # each time that it ran
             out[name, None] += min(spans[n] for spans in by_rank.values() if n < len(spans))
     return dict(out)
 
 
 def _process_groups(timeline: Timeline) -> dict[str, tuple]:
-    """By collective: who meets, and whether for sums of gradients and what their owners made of them, which
-    have groups of their own."""
+    """The process group of each collective: its ranks, and whether it is one of the separate groups for
+    gradients and for the parameters that shard owners stepped."""
     ranks: dict[str, set[int]] = defaultdict(set)
     for e in timeline.events:
         if e.stream == "communication":
             ranks[e.name].add(e.rank)
-    return {name: (name.startswith((BUCKET, PARAMETERS)), tuple(sorted(who))) for name, who in ranks.items()}
+    return {
+        name: (name.startswith((BUCKET, PARAMETERS)), tuple(sorted(members)))
+        for name, members in ranks.items()
+    }
 
 
-def communication_s(found: Durations) -> float:
-    """Seconds of all collectives."""
-    return sum(seconds for (_, rank), seconds in found.items() if rank is None)
+def communication_s(seconds_of: Durations) -> float:
+    """The seconds of all collectives together."""
+    return sum(seconds for (_, rank), seconds in seconds_of.items() if rank is None)

@@ -1,6 +1,7 @@
-"""Exact changes of unit between what a file says (Gbit/s, GiB, us) and what a value holds (SI base units).
+"""Exact conversion between the units of files (Gbit/s, GiB, us) and the SI base units of values.
 
-One rounding, at the end: a figure printed by ``in_unit`` reads back as the same float through ``si``.
+Each conversion rounds once, at its end: a figure that ``in_unit`` prints is read back as the same float by
+``si``.
 """
 
 from __future__ import annotations
@@ -19,22 +20,23 @@ ONE = Fraction(1)
 
 
 def si(number: Decimal | float, unit: Fraction) -> float:
-    # through text: the float 15.7 is meant as written, not as the nearest binary fraction
+    """Converts a number in ``unit`` to the SI base unit."""
+    # through text: 15.7 means the decimal as written, not the nearest binary fraction
     return float(Fraction(str(number)) * unit)
 
 
 def si_bytes(gib: Decimal | float) -> int:
-    """Whole bytes, at least one."""
+    """Converts GiB to whole bytes, at least one."""
     return max(1, round(Fraction(str(gib)) * GIB))
 
 
 def in_unit(value: float, unit: Fraction) -> str:
-    """The shortest decimal that ``si`` reads back as ``value``."""
+    """Returns the shortest decimal that ``si`` reads back as ``value``."""
     return _shortest(value, unit, float)
 
 
 def in_gib(size_bytes: int) -> str:
-    """The shortest decimal that ``si_bytes`` reads back as ``size_bytes``."""
+    """Returns the shortest decimal that ``si_bytes`` reads back as ``size_bytes``."""
     return _shortest(size_bytes, ONE * GIB, round)
 
 
@@ -56,19 +58,16 @@ def _rounded(exact: Fraction, digits: int) -> Decimal:
 
 
 def size_text(size_bytes: float) -> str:
-    """A size to read: ``1.25 GiB``, ``340 MiB``."""
+    """Formats a size for people: ``1.25 GiB``, ``340 MiB``."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if size_bytes >= unit:
-            return (
-                f"{size_bytes / unit:.3g} {name}"
-                if size_bytes < 1000 * unit
-                else f"{size_bytes / unit:.0f} {name}"
-            )
+            digits = ".3g" if size_bytes < 1000 * unit else ".0f"
+            return f"{size_bytes / unit:{digits}} {name}"
     return f"{size_bytes:.0f} B"
 
 
 def seconds_text(value: float) -> str:
-    """A time to read: ``1.25 s``, ``340 ms``; ``-`` where it is not finite."""
+    """Formats a time for people: ``1.25 s``, ``340 ms``; ``-`` where it is not finite."""
     if not math.isfinite(value):
         return "-"
     if value >= 1:
@@ -77,5 +76,5 @@ def seconds_text(value: float) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """A number of things to read: ``1 device``, ``3 devices``."""
+    """Formats a count for people: ``1 device``, ``3 devices``."""
     return f"{count} {noun}" + ("" if count == 1 else "s")

@@ -110,10 +110,12 @@ class RunCheckpoints:
         self.first_step = 0  # how many were made before this start
         self.stopped_by = 0  # the number of the signal that ended the run
 
-    def begin(self, model: ParallelModel, optimizer: torch.optim.Optimizer, job: Any) -> tuple[Feed, int]:
+    def begin(
+        self, model: ParallelModel, optimizer: torch.optim.Optimizer, scheduler: Any, job: Any
+    ) -> tuple[Feed, int]:
         """This rank's batches that remain, and the number of steps that were made before this start. Raises
         InputError for data that cannot be gone on with."""
-        self._model, self._optimizer = model, optimizer
+        self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
         self._most_devices = model.comm.world_size  # the most of any start so far
         # compared before each checkpoint, and not at every batch, which takes a message
         self._loader = None if job.data is None else own_loader(job.data, self._plan, is_compared=False)
@@ -146,7 +148,8 @@ class RunCheckpoints:
         return True
 
     def _parts(self) -> dict[str, Any]:
-        return {"model": self._model, "optimizer": self._optimizer, "loader": self._loader}
+        named = {"model": self._model, "optimizer": self._optimizer, "loader": self._loader}
+        return {**named, "scheduler": self._scheduler}
 
     def _batches(self, job: Any) -> Feed:
         if self._loader is not None:
@@ -275,7 +278,7 @@ class RunCheckpoints:
         """Gives signals back to whom they belonged: the status to exit with, 128 and the number of the signal
         that has stopped the run, or 0."""
         self._open.close()
-        del self._model, self._optimizer, self._loader
+        del self._model, self._optimizer, self._scheduler, self._loader
         return OF_SIGNAL + self.stopped_by if self.stopped_by else 0
 
     def figures(self) -> dict[str, float]:

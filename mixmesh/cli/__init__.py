@@ -1,1 +1,1 @@
-"""The commands, one file each. Nothing here imports torch before a command needs it."""
+"""The commands, one file each. None of them imports torch before it needs it."""

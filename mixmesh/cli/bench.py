@@ -1,4 +1,4 @@
-"""mixmesh bench: hands its arguments on to ``python -m benchmarks``, which stands beside the package."""
+"""mixmesh bench: passes its arguments on to ``python -m benchmarks``, in the folder beside the package."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 from ..errors import InputError
 
 NAME = "benchmarks"
-# all that follows is for the comparison, --help too
+# all arguments are for the comparison, --help too
 SETTINGS = {"ignore_unknown_options": True, "help_option_names": []}
 
 
@@ -36,7 +36,7 @@ def bench(
         )
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
-    # for the processes that a comparison starts
+    # also for the processes that a comparison starts
     folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if str(root) not in folders:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, folders)])
@@ -44,6 +44,6 @@ def bench(
 
 
 def find_root() -> Path | None:
-    """The folder with the comparisons in it: the current one, or the package's; None if neither has."""
+    """The folder that contains the comparisons: the current one, or the package's; None if neither does."""
     folders = (Path.cwd(), Path(__file__).resolve().parents[2])
     return next((f for f in folders if (f / NAME / "commands" / "common.py").is_file()), None)

@@ -45,7 +45,7 @@ CheckpointFresh = Annotated[
 def checkpoint_settings(
     folder: Path | None, every: str | None, keep: int, is_fresh: bool, timeout_s: float
 ) -> Settings | None:
-    """Where and how often to save; None without a folder. Collective with one. Raises InputError on all ranks
+    """The settings of checkpoints; None without a folder. Collective with one. Raises InputError on all ranks
     if the first one cannot write there."""
     if folder is None:
         if every is not None or is_fresh:
@@ -66,7 +66,7 @@ def checkpoint_settings(
 
 @contextmanager
 def checkpoint_stays(settings: Settings | None) -> Iterator[None]:
-    """Has an error that says that nothing fits name the checkpoint that another start can go on from."""
+    """Adds the checkpoint that another start can continue from to an error that no plan fits."""
     try:
         yield
     except Infeasible as error:
@@ -89,9 +89,9 @@ def keeper_of(
     may_follow: bool,
     on_saved: Callable[[int], object],
 ) -> RunCheckpoints | None:
-    """The keeper of a run's state; None without checkpoints. ``initial`` is called where a run begins.
-    ``may_follow``: another plan of the same form may follow in the middle of the run. ``on_saved`` is told
-    the step of every checkpoint that is whole."""
+    """The keeper of a run's checkpoints, or None. ``initial`` is called for a run without an earlier one;
+    ``may_follow``: another plan of the same form may follow during the run; ``on_saved`` gets the step of
+    every complete checkpoint."""
     if settings is None:
         return None
     from ..checkpoint.run import RunCheckpoints

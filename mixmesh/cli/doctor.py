@@ -71,14 +71,14 @@ def doctor(
 
 
 def on_termination(end: Callable[[], object]) -> None:
-    """Has SIGTERM call ``end``: a launcher sends it as soon as one rank has failed, and the first rank is to
-    say before it ends what was found."""
+    """Has SIGTERM call ``end``: a launcher sends it as soon as one rank fails, but the first rank still has
+    to print its report."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: end())
 
 
 def show(report: Report, as_json: bool) -> None:
-    """Prints the checks, what to do where one is wrong, and a row for each rank with its verdict."""
+    """Prints the checks, remedies for those that failed, and a row for each rank with its verdict."""
     if as_json:
         print_json(report_object(report))
         return
@@ -94,7 +94,7 @@ def show(report: Report, as_json: bool) -> None:
 
 
 def rank_table(report: Report) -> str:
-    """A row for each rank: its figures, and its verdict. A figure that no rank has is named below."""
+    """A row for each rank with its figures and its verdict. Figures that no rank has are listed below."""
     absent = [name for name, values in report.columns.items() if set(values) <= {"not there"}]
     shown = {name: values for name, values in report.columns.items() if name not in absent}
     rows = [
@@ -110,7 +110,7 @@ def rank_table(report: Report) -> str:
 
 
 def wrong_lines(report: Report) -> list[str]:
-    """The checks that failed, with what was expected and what to try, and what is to be known."""
+    """The lines of the checks that failed (expected, got, hints), and of those with a note."""
     lines = []
     for check in report.checks:
         if check.status == "wrong" or check.hint:
@@ -126,7 +126,7 @@ def wrong_lines(report: Report) -> list[str]:
 
 
 def report_object(report: Report) -> dict[str, Any]:
-    """The report as JSON has it."""
+    """The report as an object for JSON."""
     devices = [
         {"rank": rank, "host": d.host, "kind": d.kind, "name": d.name, "memory_bytes": d.memory_bytes}
         for rank, d in enumerate(report.devices)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -66,7 +67,8 @@ def explain(
 
 
 def cluster_of(plan: Plan, path: Path, tensor: str | None, cluster: Path | None) -> Cluster:
-    """The cluster that was given, or the preset that the plan was made for. Raises InputError."""
+    """The cluster of a file, or else the preset that the plan was made for. Raises InputError without
+    either."""
     if cluster is not None:
         return Cluster.load(cluster)
     for preset in map(Cluster.load, presets()):
@@ -125,21 +127,21 @@ def overview_object(plan: Plan, seen: Overview) -> dict[str, Any]:
     }
 
 
-def explanation_text(found: Explanation, lines: list[str]) -> str:
-    name = found.tensors[0]
-    place = location(found, lines)
-    out = [f"%{name}, {found.op}, is {found.placement} in the plan" + (f" ({place})" if place else "")]
-    if len(found.tensors) > 1:
-        out.append(f"with the {len(found.tensors) - 1} in its place in other layers")
-    shown = [found.made, *found.used]
+def explanation_text(answer: Explanation, lines: list[str]) -> str:
+    name = answer.tensors[0]
+    place = location(answer, lines)
+    out = [f"%{name}, {answer.op}, is {answer.placement} in the plan" + (f" ({place})" if place else "")]
+    if len(answer.tensors) > 1:
+        out.append(f"with the {len(answer.tensors) - 1} in its place in other layers")
+    shown = [answer.maker, *answer.used]
     out += ["", *(f"  {_line(i, lines)}" for i in shown[:SHOWN])]
     if len(shown) > SHOWN:
         out.append(f"  ... and {len(shown) - SHOWN} more")
-    out += ["", table(HEADER, [_row(a) for a in found.alternatives]), ""]
-    for a in found.alternatives:
+    out += ["", table(HEADER, [_row(a) for a in answer.alternatives]), ""]
+    for a in answer.alternatives:
         out += _details(a)
-    out += [f"note: {text}" for text in found.notes]
-    return "\n".join([*out, found.summary])
+    out += [f"note: {text}" for text in answer.notes]
+    return "\n".join([*out, answer.summary])
 
 
 HEADER = ("", "placement", "step", "against the plan", "instructions differ", "memory per rank", "fits")
@@ -160,14 +162,14 @@ def _row(a: Alternative) -> tuple[str, ...]:
     )
 
 
-def signed(value: float, text) -> str:
+def signed(value: float, text: Callable[[float], str]) -> str:
     if value == 0:
         return "0"
     return ("+" if value > 0 else "-") + text(abs(value))
 
 
 def spread(differences: tuple[int, ...]) -> str:
-    """The least and the most of what ranks hold more; once, where they read alike."""
+    """The smallest and the largest difference, or one of them if both have the same text."""
     ends = (signed(f(differences), size) for f in (min, max))
     return " to ".join(dict.fromkeys(ends))
 
@@ -189,28 +191,28 @@ def _line(i: Instruction, lines: list[str]) -> str:
     return re.sub(r"\s+#", "  #", text)
 
 
-def location(found: Explanation, lines: list[str]) -> str:
+def location(answer: Explanation, lines: list[str]) -> str:
     """The user's line of a tensor, or of the first operator that uses it, from the comments of the plan."""
-    for i in (found.made, *found.used):
+    for i in (answer.maker, *answer.used):
         text = i.location or _line(i, lines).partition("#")[2]
         if match := re.search(r"(\S+:\d+)\s*$", text):
             return match[1]
     return ""
 
 
-def explanation_object(found: Explanation, lines: list[str]) -> dict[str, Any]:
+def explanation_object(answer: Explanation, lines: list[str]) -> dict[str, Any]:
     return {
-        "tensor": found.tensors[0],
-        "tensors": list(found.tensors),
-        "op": found.op,
-        "location": location(found, lines),
-        "placement": found.placement,
-        "instructions": list(found.lines),
-        "predicted_step_s": found.step_s,
-        "alternatives": [_object(a) for a in found.alternatives],
-        "can_be_improved": found.can_be_improved,
-        "summary": found.summary,
-        "notes": list(found.notes),
+        "tensor": answer.tensors[0],
+        "tensors": list(answer.tensors),
+        "op": answer.op,
+        "location": location(answer, lines),
+        "placement": answer.placement,
+        "instructions": list(answer.lines),
+        "predicted_step_s": answer.step_s,
+        "alternatives": [_object(a) for a in answer.alternatives],
+        "can_be_improved": answer.can_be_improved,
+        "summary": answer.summary,
+        "notes": list(answer.notes),
     }
 
 

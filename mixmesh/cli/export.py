@@ -85,7 +85,7 @@ def export(
 
 
 def parse_size(text: str) -> int:
-    """``5GB`` in bytes: 5e9, as transformers counts. Raises InputError for anything else."""
+    """Converts ``5GB`` to bytes: 5e9, as in transformers. Raises InputError for other text."""
     match = SIZE.fullmatch(text.strip())
     size_bytes = int(float(match[1]) * UNIT_BYTES[match[2].upper()]) if match else 0
     if not size_bytes:
@@ -99,7 +99,7 @@ def parse_size(text: str) -> int:
 
 
 def config_files(text: str) -> dict[str, str]:
-    """The texts of ``config.json`` and its like that ``text`` names: a folder that holds them, the file, or a
+    """The contents of ``config.json`` and similar files, by name. ``text`` is their folder, the file, or a
     job whose model is one of transformers. Raises InputError if there are none."""
     path = Path(text)
     if path.is_dir() or path.suffix == ".json":

@@ -1,4 +1,4 @@
-"""The plan file of a launch: read by every rank that has it, and sent to those that have not."""
+"""The plan file of a launch: the ranks that have it read it, and the others receive it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from ..lang.plan_file import Plan
 
 
 def launched_plan(job: str, path: Path, batch_norm: str | None, timeout_s: float) -> tuple[Plan, int]:
-    """The plan at ``path`` and this process's rank. A rank of a machine without the file gets the first
-    rank's. Collective; raises on all ranks what one of them cannot read, or if the first rank has no file."""
+    """Reads the plan at ``path``; returns it with this process's rank. A rank without the file receives the
+    first rank's. Collective; if a rank cannot read its file, or the first rank has none, all ranks raise the
+    error."""
     is_here = path.is_file() or os.environ.get("RANK", "0") == "0"
     mine: Plan | None = None
     failure: MixmeshError | None = None
@@ -23,23 +24,28 @@ def launched_plan(job: str, path: Path, batch_norm: str | None, timeout_s: float
     except MixmeshError as error:
         failure = error
     if not meet(timeout_s):
-        if failure is not None:
-            raise failure
+        if mine is None or failure is not None:
+            raise failure or InputError("there is no plan", got="no such file", where=str(path))
         return mine, 0
     from ..runtime.first_rank import everyones, from_first_rank
 
-    for number, error in enumerate(everyones(failure)):
-        if error is not None:
+    for number, other_failure in enumerate(everyones(failure)):
+        if other_failure is not None:
             if number:
-                error.message = f"rank {number}: {error.message}"
-            raise error
-    first = from_first_rank(lambda: mine)
-    return first if mine is None else mine, int(os.environ["RANK"])
+                other_failure.message = f"rank {number}: {other_failure.message}"
+            raise other_failure
+
+    def first_plan() -> Plan:
+        assert mine is not None  # the first rank has reported its failure otherwise
+        return mine
+
+    first = from_first_rank(first_plan)
+    return mine or first, int(os.environ["RANK"])
 
 
 def meet(timeout_s: float) -> bool:
-    """Joins the other processes of this launch; False if this one is alone, or a launcher's variables are not
-    all there."""
+    """Joins the other processes of this launch. Returns False if this one is alone, or the environment lacks
+    variables of a launcher."""
     world_size = int(os.environ.get("WORLD_SIZE") or 1)
     if "RANK" not in os.environ or world_size == 1:
         return False
@@ -52,7 +58,7 @@ def meet(timeout_s: float) -> bool:
 
 
 def check_kind(batch_norm: str | None, plan: Plan, path: Path) -> None:
-    """Raises InputError for a plan whose batch norm takes the statistics of others than was asked for."""
+    """Raises InputError for a plan with another kind of batch norm than the option's."""
     if batch_norm not in (None, plan.batch_norm):
         raise InputError(
             "the plan was made for another kind of batch norm",
@@ -64,7 +70,8 @@ def check_kind(batch_norm: str | None, plan: Plan, path: Path) -> None:
 
 
 def check_launch(job: str, path: Path, plan: Plan) -> int:
-    """This process's rank. Raises InputError, with what to type, outside of torchrun and the testbed."""
+    """Returns this process's rank. Raises InputError with a command to type outside of torchrun and the
+    testbed."""
     world_size = plan.program.world_size
     if "RANK" not in os.environ:
         raise InputError(
@@ -76,12 +83,12 @@ def check_launch(job: str, path: Path, plan: Plan) -> int:
                 f"mixmesh testbed --cluster C.toml -- mixmesh run {job} --plan {path}",
             ),
         )
-    given = os.environ.get("WORLD_SIZE", "")
-    if given != str(world_size):
+    launched = os.environ.get("WORLD_SIZE", "")
+    if launched != str(world_size):
         raise InputError(
             "the plan is for another number of processes",
             expected=f"{world_size} processes, one per device of {plan.cluster_name or 'the cluster'}",
-            got=f"WORLD_SIZE={given}",
+            got=f"WORLD_SIZE={launched}",
             where=str(path),
             hint=f"torchrun --nproc-per-node {world_size} -m mixmesh run {job} --plan {path}",
         )

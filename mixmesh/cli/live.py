@@ -1,4 +1,4 @@
-"""Progress of ``mixmesh run`` while it trains: a bar or lines, a file of JSON lines, TensorBoard."""
+"""The progress of ``mixmesh run``: a bar or lines, a file of JSON lines, TensorBoard."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from ..base.run_log import CHECKPOINT, OWN, SHARES, START, mark_line, step_line
+from ..base.run_log import CHECKPOINT, FAULT, OWN, PLAN, SHARES, START, STOP, mark_line, step_line
 from ..errors import InputError
 from .launch import meet
 from .output import seconds
@@ -22,8 +22,9 @@ from .output import seconds
 if TYPE_CHECKING:
     from ..lang.plan_file import Plan
 
-MOST_LAGS = 8  # ranks whose lags stand in a line
-LAST_STEPS = 20  # their median says how fast a training is now
+MOST_TOLD = 300  # letters of an error
+MOST_LAGS = 8  # ranks in the list of lags
+LAST_STEPS = 20  # steps whose median is the current speed
 PrintEvery = Annotated[
     int, typer.Option("--print-every", min=1, metavar="N", help="Without a terminal, a line every N steps.")
 ]
@@ -43,8 +44,8 @@ TensorBoard = Annotated[
 
 @dataclass(frozen=True)
 class Step:
-    """One step as it is told: its ``number`` from 1, the global loss, its seconds on this rank, and the
-    samples per second of all ranks, None where the job has no batch with dims."""
+    """The figures of one step: its ``number`` from 1, the global loss, its seconds on this rank, and the
+    samples per second of all ranks (None for a job without samples)."""
 
     number: int
     loss: float
@@ -53,8 +54,8 @@ class Step:
 
 
 def check_targets(log: Path | None, folder: Path | None, timeout_s: float) -> None:
-    """Raises InputError on all ranks if the first one cannot write the file or for TensorBoard: before
-    anything is planned, not after it. Collective where one of them is given."""
+    """Raises InputError on all ranks if the first one cannot write the log file or for TensorBoard, before
+    planning begins. Collective if there is either."""
     if log is None and folder is None:
         return
     from ..runtime.first_rank import from_first_rank
@@ -77,7 +78,7 @@ def check_targets(log: Path | None, folder: Path | None, timeout_s: float) -> No
 
 
 def summary_writer() -> Callable[..., Any]:
-    """The writer of PyTorch for TensorBoard. Raises InputError where TensorBoard is not installed."""
+    """PyTorch's writer for TensorBoard. Raises InputError if TensorBoard is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -88,9 +89,9 @@ def summary_writer() -> Callable[..., Any]:
 
 
 class Live:
-    """The words of the first rank on a training, step by step; ``close`` at its end. ``samples``: those of a
-    global batch, None where that is not known. ``num_steps``: how many steps there are in all, if that is
-    known. ``goes_to``: the file of JSON lines and TensorBoard's folder, where they are wanted."""
+    """Reports the progress of a training on the first rank; ``close`` ends it. ``samples`` is the size of a
+    global batch and ``num_steps`` the number of all steps, or None where they are not known. ``goes_to`` are
+    the file of JSON lines and TensorBoard's folder, or None."""
 
     def __init__(
         self,
@@ -108,41 +109,61 @@ class Live:
         self._times: deque[float] = deque(maxlen=LAST_STEPS)
         self._log: TextIO | None = None if log is None else self._open.enter_context(log.open("a"))
         self._board = None if folder is None else self._open.enter_context(summary_writer()(str(folder)))
-        self._is_quiet, self._bar = is_quiet, None
-        self._own_s: tuple[float, ...] = ()  # by rank, of the last window that was told
+        self._is_quiet = is_quiet
+        self._update: Callable[[Step], None] | None = None  # of the bar, when there is one
+        self._num_steps_made = 0
+        self._own_s: tuple[float, ...] = ()  # by rank, in the last window
 
     def mark(self, event: str, step: int, **facts: Any) -> None:
-        """Notes something that happens after ``step`` steps in the file of JSON lines."""
+        """Logs an event after ``step`` steps in the file of JSON lines."""
         if self._log is not None:
             self._log.write(mark_line(event, step, time.time(), **facts))
             self._log.flush()
 
-    def started(self, step: int) -> None:
-        """Notes that the training begins, or goes on, after ``step`` steps."""
+    def started(self, step: int, cause: str = "") -> None:
+        """Logs that the training begins, or continues, after ``step`` steps; if it continues in the same
+        processes under another plan, with the ``cause`` of that."""
         plan = self._plan
+        self._num_steps_made = step
         facts = {"world_size": plan.program.world_size, "planner": plan.planner, "bound_s": plan.bound_s}
-        self.mark(START, step, predicted_step_s=plan.predicted_step_s, **facts)
+        facts |= {"predicted_step_s": plan.predicted_step_s, **({"cause": cause} if cause else {})}
+        self.mark(PLAN if cause else START, step, **facts)
 
     def follow(self, plan: Plan) -> None:
-        """Tells of another plan from now on."""
+        """Reports on another plan from now on."""
         self._plan = plan
 
     def saved(self, step: int) -> None:
-        """Notes that the state after ``step`` steps is kept."""
+        """Logs a checkpoint after ``step`` steps."""
         self.mark(CHECKPOINT, step)
 
-    def shares_changed(self, step: int, pause_s: float) -> None:
-        """Notes that shares changed after ``step`` steps, which held up the training for a while."""
-        self.mark(SHARES, step, pause_s=pause_s)
+    def shares_changed(self, step: int, pause_s: float, cause: str) -> None:
+        """Logs a change of shares after ``step`` steps, and how long it stopped the training."""
+        self.mark(SHARES, step, pause_s=pause_s, cause=cause)
+
+    @contextmanager
+    def faults_noted(self) -> Iterator[None]:
+        """Within it an error that ends the training is noted; it is raised again."""
+        try:
+            yield
+        except Exception as error:
+            why = str(getattr(error, "message", "") or error)
+            self.mark(FAULT, self._num_steps_made, why=why[:MOST_TOLD])
+            raise
+
+    def stopped(self, signal_name: str) -> None:
+        """Notes that a signal has ended the training."""
+        self.mark(STOP, self._num_steps_made, cause=signal_name)
 
     def own_seconds(self, step: int, own_s: Sequence[float]) -> None:
-        """Takes note of the seconds of a step in which each rank waited for nobody."""
+        """Logs the seconds of a step in which each rank did not wait."""
         self._own_s = tuple(own_s)
         self.mark(OWN, step, own_s=list(own_s))
 
     def after_step(self, number: int, loss: float, step_s: float) -> None:
-        """Tells of the step ``number``, counted from 0."""
+        """Reports the step ``number``, counted from 0."""
         self._times.append(step_s)
+        self._num_steps_made = number + 1
         samples_per_s = None if self._samples is None or step_s <= 0 else self._samples / step_s
         step = Step(number + 1, loss, step_s, samples_per_s)
         if self._log is not None:
@@ -161,8 +182,8 @@ class Live:
             print(self.line(step), flush=True)
 
     def line(self, step: Step) -> str:
-        """One line: ``step 20  loss 1.81  312 ms  103 samples/s  96% of the bound  lag 0 / 12 ms  2 min
-        left``. The lag of a rank is how much longer it works on a step than the one that is done first."""
+        """Formats a step: ``step 20  loss 1.81  312 ms  103 samples/s  96% of the bound  lag 0 / 12 ms  2 min
+        left``. The lag of a rank is by how much longer it works on a step than the fastest one."""
         parts = [f"step {step.number}", f"loss {step.loss:.5g}", seconds(step.step_s)]
         if step.samples_per_s is not None:
             parts.append(f"{step.samples_per_s:.3g} samples/s")
@@ -176,22 +197,26 @@ class Live:
         return "  ".join(parts)
 
     def _show(self, step: Step) -> None:
-        """A bar at the foot of the terminal."""
-        if self._bar is None:
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        """Shows a bar at the bottom of the terminal."""
+        if self._update is None:
+            self._update = self._start_bar()
+        self._update(step)
 
-            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-            self._bar = self._open.enter_context(Progress(*columns))
-            self._task = self._bar.add_task("", total=self._num_steps)
-        self._bar.update(self._task, completed=step.number, description=self.line(step))
+    def _start_bar(self) -> Callable[[Step], None]:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+        bar = self._open.enter_context(Progress(*columns))
+        task = bar.add_task("", total=self._num_steps)
+        return lambda step: bar.update(task, completed=step.number, description=self.line(step))
 
     def close(self) -> None:
-        """Ends the bar, and closes the files."""
+        """Ends the bar and closes the files."""
         self._open.close()
 
 
 def lag_text(own_s: Sequence[float]) -> str:
-    """How much longer each rank works on a step than the one that is done first; of many ranks the last."""
+    """By how much longer each rank works on a step than the fastest; of many ranks only the slowest."""
     lags_s = [time_s - min(own_s) for time_s in own_s]
     if len(lags_s) <= MOST_LAGS:
         return f"lag {' / '.join(f'{1e3 * lag_s:.0f}' for lag_s in lags_s)} ms"
@@ -200,7 +225,7 @@ def lag_text(own_s: Sequence[float]) -> str:
 
 
 def left_text(time_s: float) -> str:
-    """A time that is left, to read: ``40 s``, ``12 min``, ``3.5 h``."""
+    """Formats a remaining time for people: ``40 s``, ``12 min``, ``3.5 h``."""
     if time_s < 100:
         return f"{time_s:.0f} s"
     return f"{time_s / 60:.0f} min" if time_s < 6000 else f"{time_s / 3600:.3g} h"

@@ -11,7 +11,7 @@ from ..errors import InputError
 if TYPE_CHECKING:
     from ..runtime.finite import OnNan
 
-CHOICES = ("stop", "skip", "ignore")  # values of ``OnNan``, which needs torch
+CHOICES = ("stop", "skip", "ignore")  # the values of ``OnNan``, which would import torch
 OnNanName = Annotated[
     str | None,
     typer.Option(
@@ -24,7 +24,7 @@ AllowNan = Annotated[bool, typer.Option("--allow-nan", hidden=True, help="The sa
 
 
 def on_nan_of(name: str | None, allow_nan: bool) -> OnNan:
-    """The answer to them. Raises InputError for another word, and for two that differ."""
+    """The choice that the options make. Raises InputError for another word, and for two that differ."""
     from ..runtime.finite import OnNan
 
     choice = name if name is not None else "ignore" if allow_nan else "stop"

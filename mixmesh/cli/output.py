@@ -1,4 +1,4 @@
-"""The output of commands: text and one JSON line to stdout, progress and errors to stderr."""
+"""The output of commands: text and a line of JSON to stdout, progress and errors to stderr."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from ..errors import MixmeshError
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
 
 
-# keyword arguments of mixmesh.plan and mixmesh.prepare that commands have options for; errors name them so
+# keyword arguments of mixmesh.plan and mixmesh.prepare, in errors, that are options of commands
 ARGUMENT = re.compile(r'\b(planner|batch_norm|cluster)="([^"]+)"')
 
 
 def with_options(hint: str) -> str:
-    """A hint in which keyword arguments are spelled as the options of a command."""
-    return ARGUMENT.sub(lambda found: f"--{found[1].replace('_', '-')} {found[2]}", hint)
+    """Replaces keyword arguments in a hint by the options of a command."""
+    return ARGUMENT.sub(lambda match: f"--{match[1].replace('_', '-')} {match[2]}", hint)
 
 
 def error_text(error: MixmeshError) -> str:
-    """An error as a command prints it."""
+    """Formats an error as commands print it."""
     hint = tuple(map(with_options, error.hint))
-    fields = dict(expected=error.expected, got=error.got, where=error.where, hint=hint)
-    return f"{type(error).__name__}: {MixmeshError(error.message, **fields)}"
+    shown = MixmeshError(error.message, expected=error.expected, got=error.got, where=error.where, hint=hint)
+    return f"{type(error).__name__}: {shown}"
 
 
 def error_object(error: MixmeshError) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def error_object(error: MixmeshError) -> dict[str, Any]:
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """One line. Numbers that JSON does not have (a step that never ends) are null."""
+    """Prints one line. Numbers that JSON does not have (a step without an end) are null."""
     print(json.dumps(_plain(value), allow_nan=False), flush=True)
 
 
@@ -64,7 +64,7 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def working(text: str) -> Iterator[Callable[[str], None]]:
-    """A spinner on stderr, where that is a terminal; gives a function that changes its text."""
+    """Shows a spinner on stderr, if that is a terminal; gives a function that changes its text."""
     if not sys.stderr.isatty():
         yield lambda text: None
         return
@@ -75,7 +75,7 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Columns two spaces apart; those whose cells are numbers are aligned to the right."""
+    """Formats columns; those of numbers are aligned to the right."""
     rows = [list(map(str, row)) for row in rows]
     widths = [max(len(row[n]) for row in [list(header), *rows]) for n in range(len(header))]
     right = [
@@ -90,9 +90,4 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(map(line, [header, *rows]))
 
 
-def seconds(value: float) -> str:
-    return seconds_text(value)
-
-
-def size(value: float) -> str:
-    return size_text(value)
+seconds, size = seconds_text, size_text

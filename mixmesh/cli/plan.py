@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +15,10 @@ from ..lang.ir import Program, print_program, regions, stages_of
 from ..lang.plan_file import Plan
 from ..passes.zero import zero_stage
 from .output import Json, print_json, seconds, size, table, working
+
+if TYPE_CHECKING:
+    from ..frontend.job import Job
+    from ..frontend.trace import Traced
 
 JobName = Annotated[
     str,
@@ -51,8 +55,7 @@ Unmeasured = Annotated[
     typer.Option(
         "--unmeasured",
         metavar="NAME",
-        help="Count on what no GPU was measured to do: one-shot-sums, overlapped-issue, blocking-sends; "
-        "repeat.",
+        help="Count on what no GPU was measured to do: one-shot-sums, blocking-sends; repeat.",
     ),
 ]
 BatchNorm = Annotated[
@@ -83,17 +86,8 @@ def plan(
 ) -> None:
     """Find the fastest program for a job on a cluster, and print what it does and what it would take."""
     described = Cluster.load(cluster)
-    _, _, planned = plan_job(
-        job,
-        described,
-        planner,
-        profile,
-        weights=False,
-        search_s=search_s,
-        exact_s=exact_s,
-        unmeasured=unmeasured or (),
-        batch_norm=batch_norm,
-    )
+    options = PlanOptions(planner, profile, search_s, exact_s, tuple(unmeasured or ()), batch_norm)
+    _, _, planned = plan_job(job, described, options, weights=False)
     if out is not None:
         planned.save(out)
     if as_json:
@@ -111,45 +105,48 @@ def plan(
         print(f"\nwritten to {out}")
 
 
+@dataclass(frozen=True)
+class PlanOptions:
+    """The options of ``mixmesh plan`` that decide which plan it finds."""
+
+    planner: str = "auto"
+    profile: Path | None = None
+    search_s: float | None = None
+    exact_s: float | None = None
+    unmeasured: tuple[str, ...] = ()
+    batch_norm: str = "exact"
+
+
 def plan_job(
-    job: str,
-    cluster: Cluster,
-    planner: str,
-    profile: Path | None,
-    *,
-    weights: bool = True,
-    search_s: float | None = None,
-    exact_s: float | None = None,
-    unmeasured: Collection[str] = (),
-    batch_norm: str = "exact",
-) -> tuple[Any, Any, Plan]:
-    """The job, its trace and its plan. Cheap checks come first."""
+    job: str, cluster: Cluster, options: PlanOptions, *, weights: bool = True
+) -> tuple[Job, Traced, Plan]:
+    """Loads, traces and plans a job, after the checks that need little time."""
     from ..api import load_profile, plan_traced
     from ..planner import check_limit, check_planner
 
-    check_planner(planner)
-    check_limit(exact_s)
-    check_unmeasured(unmeasured)
-    costs = load_profile(profile)
+    check_planner(options.planner)
+    check_limit(options.exact_s)
+    check_unmeasured(options.unmeasured)
+    costs = load_profile(options.profile)
     with working("loading the job") as say:
         from ..frontend.job import load_job, needs_whole_parameters, optimizer_states
         from ..frontend.trace import check_batch_norm, trace
 
-        check_batch_norm(batch_norm)
+        check_batch_norm(options.batch_norm)
         loaded = load_job(job, weights=weights)
         say("tracing the model")
-        traced = trace(loaded.model, loaded.batch, batch_norm=batch_norm, outputs=loaded.outputs)
+        traced = trace(loaded.model, loaded.batch, batch_norm=options.batch_norm, outputs=loaded.outputs)
         states = optimizer_states(loaded.optimizer)
         planned = plan_traced(
             traced,
             cluster,
-            planner=planner,
+            planner=options.planner,
             profile=costs,
             optimizer_states=states,
             whole_parameters=needs_whole_parameters(loaded.optimizer),
-            search_s=search_s,
-            exact_s=exact_s,
-            unmeasured=unmeasured,
+            search_s=options.search_s,
+            exact_s=options.exact_s,
+            unmeasured=options.unmeasured,
             progress=say,
         )
     return loaded, traced, planned
@@ -192,13 +189,13 @@ def plan_object(plan: Plan) -> dict[str, Any]:
 
 
 def summary(plan: Plan, cluster: Cluster | None = None) -> str:
-    """Everything about a plan but its program, for people."""
+    """Formats a plan without its program, for people."""
     lines = [
         f"{plan.program.name} on {plan.cluster_name or 'a cluster'}: planned by {plan.planner} "
         f"in {seconds(plan.planning_s)}, costs from {plan.cost_source or 'nowhere'}",
         f"predicted step {seconds(plan.predicted_step_s)}"
         + ("" if plan.measured_step_s is None else f", measured {seconds(plan.measured_step_s)}"),
-        *([bound(plan)] if plan.bound_s else []),
+        *([bound(plan.bound_s, plan.is_bound_measured)] if plan.bound_s else []),
         *([effort(plan)] if plan.timings_s else []),
         *([f"ZeRO stage {stage}"] if (stage := zero_stage(plan.program)) else []),
         *([text] if (text := recomputation(plan.program)) else []),
@@ -218,16 +215,13 @@ def summary(plan: Plan, cluster: Cluster | None = None) -> str:
     return "\n".join(lines)
 
 
-def bound(plan: Plan) -> str:
-    bound_s = seconds(plan.bound_s)
-    if plan.is_bound_measured:
-        return f"no plan can be faster than {bound_s} (all devices computing all the time)"
-    at_most = "all devices computing all the time, at the peaks of their figures"
-    return f"no plan can be faster than {bound_s} ({at_most})"
+def bound(bound_s: float, is_measured: bool) -> str:
+    peaks = "" if is_measured else ", at the peaks of their figures"
+    return f"no plan can be faster than {seconds(bound_s)} (all devices computing all the time{peaks})"
 
 
 def recomputation(program: Program) -> str:
-    """The line on what the backward pass computes again; empty if nothing."""
+    """The line about rematerialised computations; empty without any."""
     parts = regions(program)
     if not parts:
         return ""
@@ -236,14 +230,14 @@ def recomputation(program: Program) -> str:
 
 
 def effort(plan: Plan) -> str:
-    """Where the time of planning went, and what the search left open."""
+    """The line about the steps of planning with their times, and the gap that the search left."""
     steps = ", ".join(f"{name} {seconds(spent)}" for name, spent in plan.timings_s.items())
     gap = "" if plan.gap is None else f"; at most {plan.gap:.1%} above the cheapest by the search's own cost"
     return f"{plan.states_expanded} states expanded; {steps}{gap}"
 
 
 def passes(plan: Plan) -> str:
-    """A line for each pass that finishes a plan, in their order; empty for a plan from a file."""
+    """A row for each pass of planning, in order; empty for a plan from a file."""
     rows = [
         (row.name, seconds(row.spent_s), seconds(row.gained_s) if row.gained_s else "0", row.about)
         for row in plan.passes
@@ -252,7 +246,7 @@ def passes(plan: Plan) -> str:
 
 
 def ranks(plan: Plan, cluster: Cluster | None) -> str:
-    """One line per rank: its share under every ratio, its micro-steps, and its memory."""
+    """A row for each rank: its share under every ratio, its micro-batches, and its memory."""
     names = [name for name, _ in plan.program.ratios] + [name for name, _ in plan.program.dtypes]
     if plan.micro_batches is not None:
         names += ["micro-batch", "accumulation", "last"]

@@ -1,8 +1,9 @@
-"""The start of ``mixmesh run`` without a plan: detect, profile, plan, and say what was decided."""
+"""The start of ``mixmesh run`` without a plan: detects, profiles, plans, and prints the result."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +12,7 @@ import typer
 from ..frontend.job import Job
 
 if TYPE_CHECKING:
-    from ..training.preparation import Prepared
+    from ..training.preparation import Options, Prepared
 
 ProfileSeconds = Annotated[
     float,
@@ -33,34 +34,43 @@ CacheFolder = Annotated[
 Fresh = Annotated[bool, typer.Option("--fresh-plan", help="Measure and plan again, whatever is kept.")]
 
 
-def prepared_plan(
-    job: str,
-    profile_s: float,
-    planner: str,
-    folder: Path | None,
-    is_fresh: bool,
-    batch_norm: str = "exact",
-    cluster_file: Path | None = None,
-    heartbeat_s: float = 20.0,
-) -> tuple[Job, Prepared, int]:
-    """The job, its plan for the devices of this launch with what that rests on, and this process's rank.
-    Collective. Random numbers are as the job left them, alike on all ranks."""
+@dataclass(frozen=True)
+class Preparing:
+    """The options of a start without a plan; ``folder`` is that of the cache."""
+
+    profile_s: float
+    planner: str
+    folder: Path | None
+    is_fresh: bool
+    batch_norm: str
+    cluster_file: Path | None
+    heartbeat_s: float
+
+    def options(self) -> Options:
+        from ..training.preparation import Options
+
+        return Options(self.profile_s, self.planner, heartbeat_s=self.heartbeat_s, batch_norm=self.batch_norm)
+
+
+def prepared_plan(job: str, preparing: Preparing) -> tuple[Job, Prepared, int]:
+    """Loads a job and plans it for the devices of this launch. Returns both with this process's rank.
+    Collective. Random numbers stay as the job left them, equal on all ranks."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     from ..planner import check_planner
 
-    check_planner(planner)
+    check_planner(preparing.planner)
     from ..cluster.detection import Cache
     from ..cluster.detection.cache import default_folder
     from ..frontend.job import load_job
-    from ..training.preparation import Options, prepare_job, same_random_numbers
+    from ..training.preparation import prepare_job, same_random_numbers
 
     loaded = load_job(job)
     with same_random_numbers():
         prepared = prepare_job(
             loaded,
             world_size,
-            options=Options(profile_s, planner, heartbeat_s=heartbeat_s, batch_norm=batch_norm),
-            cache=Cache(None if is_fresh else folder or default_folder()),
-            cluster_file=cluster_file,
+            options=preparing.options(),
+            cache=Cache(None if preparing.is_fresh else preparing.folder or default_folder()),
+            cluster_file=preparing.cluster_file,
         )
     return loaded, prepared, rank

@@ -61,7 +61,7 @@ def profile(
     leave()
     if rank:
         return
-    skipped = measured.provenance.get("skipped", [])
+    skipped = measured.provenance.get("skipped")
     if as_json:
         devices = {
             name: {
@@ -84,15 +84,15 @@ def profile(
     for name, d in measured.devices.items():
         if d.largest_micro_batch:
             print(f"{name}: up to {', '.join(map(str, d.largest_micro_batch))} samples in ZeRO stages 0 to 3")
-    if skipped:
+    if isinstance(skipped, list) and skipped:
         print(f"warning: no time was left for {', '.join(skipped)}: estimated instead")
 
 
 def on_every_device(
     command: str, job: str, cluster: Path | None, out: Path, *, writes: str
 ) -> tuple[Cluster, int]:
-    """The cluster, given or the testbed's, and this process's rank, of a command that writes to ``out`` what
-    was measured. Raises InputError."""
+    """The cluster (of the file, or the testbed's) and this process's rank, for a command that measures and
+    writes to ``out``. Raises InputError."""
     cluster_path = cluster or os.environ.get(CLUSTER_VARIABLE)
     if cluster_path is None:
         raise InputError(f"{command} needs to know the cluster", expected="--cluster C.toml")
@@ -103,7 +103,8 @@ def on_every_device(
 
 
 def check_launch(command: str, job: str, cluster: Cluster, path: Path | str, out: Path) -> int:
-    """This process's rank. Raises InputError, with what to type, outside of torchrun and the testbed."""
+    """Returns this process's rank. Raises InputError with a command to type outside of torchrun and the
+    testbed."""
     world_size = cluster.world_size
     line = f"mixmesh {command} {job} --cluster {path} --out {out}"
     if os.environ.get("WORLD_SIZE") == str(world_size) and "RANK" in os.environ:

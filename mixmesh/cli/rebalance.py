@@ -13,6 +13,7 @@ from ..cluster import Cluster
 from ..cost import Profile
 from ..lang.plan_file import Plan
 from .live import Live
+from .prepare import Preparing
 
 if TYPE_CHECKING:
     from ..training.preparation import Prepared
@@ -28,22 +29,24 @@ Rebalance = Annotated[
 ]
 
 
-PLANNING = "tracing", "plan"  # phases of the preparation
+PLANNING = "tracing", "plan"  # the phases of a preparation that planning again repeats
 
 
 def balancer_of(
     is_wanted: bool,
     plan: Plan,
     job: Any,
-    known: Callable[[], tuple[Cluster | None, Profile | None]],
+    costs: Callable[[], tuple[Cluster | None, Profile | None]],
     num_steps: int | None,
     live: Live,
     plan_for: tuple[PlanFor, float] | None = None,
 ) -> RunBalancer | None:
-    """The balancer of a run on the cluster that is ``known`` on the first rank, with its profile if there is
-    one. Collective. None where it is not wanted, where one device trains alone, and on GPUs, where a rank's
-    own seconds are not known; and where the cluster is not known, which the first rank says. ``plan_for``
-    plans again on the first rank, in about so many seconds, where a plan of another form may follow."""
+    """The balancer of a run; ``costs`` gives the first rank the cluster and its profile. Collective.
+
+    None if it is not wanted, if one device trains alone, and on GPUs, where a rank's own seconds are not
+    known; also if the cluster is not known, and then the first rank prints that. ``plan_for`` plans again on
+    the first rank, with the seconds that this takes; with it a plan of another form may follow.
+    """
     if not is_wanted or plan.program.world_size == 1:
         return None
     from ..frontend.job import optimizer_states
@@ -59,10 +62,10 @@ def balancer_of(
         if is_first:
             print(f"mixmesh: {text}", file=sys.stderr, flush=True)
 
-    solvers: list[Solver] = []  # on the first rank only, which solves for all
+    solvers: list[Solver] = []  # one, on the first rank, which solves for all
 
     def find() -> bool:
-        cluster, profile = known()
+        cluster, profile = costs()
         if cluster is not None and cluster.fingerprint == plan.cluster_fingerprint:
             solvers.append(Solver(cluster, profile, optimizer_states(job.optimizer)))
         return bool(solvers)
@@ -80,18 +83,15 @@ def balancer_of(
     )
 
 
-def planning_again(
-    job: str, prepared: Prepared, planner: str, profile_s: float, batch_norm: str
-) -> tuple[PlanFor, float]:
+def planning_again(job: str, prepared: Prepared, preparing: Preparing) -> tuple[PlanFor, float]:
     """A function that plans the job again for a cluster and a profile, on the first rank, and the seconds
-    that this took at the start, as far as it was not kept."""
+    that planning took at the start (without results from the cache)."""
 
     def plan_for(cluster: Cluster, profile: Profile | None) -> Plan:
         from ..frontend.job import load_job
-        from ..training.preparation import Options, plan_again, same_random_numbers
+        from ..training.preparation import plan_again, same_random_numbers
 
         with same_random_numbers():
-            options = Options(profile_s, planner, batch_norm=batch_norm)
-            return plan_again(load_job(job), cluster, profile, options)
+            return plan_again(load_job(job), cluster, profile, preparing.options())
 
     return plan_for, sum(phase.time_s for phase in prepared.phases if phase.name in PLANNING)

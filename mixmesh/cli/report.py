@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,7 +56,7 @@ def report(
     for anything."""
     from ..api import load_profile
     from ..explain.report import bench_page, run_page, save_page
-    from ..explain.report.recognise import EXPECTED, recognise
+    from ..explain.report.recognise import EXPECTED, Bench, Run, recognise
 
     if len(given) > 2:
         raise InputError("a page shows one or two", expected=EXPECTED, got=f"{len(given)} of them")
@@ -69,13 +69,15 @@ def report(
             got=" and ".join(kinds),
         )
     names = names_of(given)
-    if isinstance(recognised[0], Plan):
-        options = (clusters or [], load_profile(profile), measured, asks_what_if)
-        page = page_of_plans(given, names, recognised, *options)
+    if plans := [each for each in recognised if isinstance(each, Plan)]:
+        options = PageOptions(clusters or [], load_profile(profile), measured, asks_what_if)
+        page = page_of_plans(given, names, plans, options)
     else:
         check_no_options(kinds[0], clusters, profile, measured, asks_what_if)
-        recognised = [replace(each, name=name) for each, name in zip(recognised, names)]
-        page = run_page(recognised) if kinds[0] == KINDS["Run"] else bench_page(recognised)
+        named = list(zip(recognised, names))
+        runs = [replace(each, name=name) for each, name in named if isinstance(each, Run)]
+        benches = [replace(each, name=name) for each, name in named if isinstance(each, Bench)]
+        page = run_page(runs) if runs else bench_page(benches)
     save_page(page, out)
     if as_json:
         print_json({"report": str(out), "size_bytes": out.stat().st_size, "sentences": list(page.sentences)})
@@ -85,14 +87,14 @@ def report(
     print(f"\nwritten to {out}")
 
 
-def names_of(given: list[Path]) -> list[str]:
-    """The names of files, or their paths where names are the same."""
-    names = [path.resolve().name for path in given]
-    return names if len(set(names)) == len(names) else [str(path) for path in given]
+def names_of(paths: list[Path]) -> list[str]:
+    """The names of files, or their paths if the names are equal."""
+    names = [path.resolve().name for path in paths]
+    return names if len(set(names)) == len(names) else [str(path) for path in paths]
 
 
 def check_no_options(kind: str, *options: Any) -> None:
-    """Raises InputError for options that say something of a plan, where none is shown."""
+    """Raises InputError for options that are only for plans."""
     if any(options):
         raise InputError(
             f"--cluster, --profile, --measured and --what-if belong to a plan, and this is {kind}",
@@ -100,26 +102,29 @@ def check_no_options(kind: str, *options: Any) -> None:
         )
 
 
-def page_of_plans(
-    given: list[Path],
-    names: list[str],
-    plans: list[Plan],
-    clusters: list[Path],
-    profile: Profile | None,
-    measured: Path | None,
-    asks_what_if: bool,
-) -> Page:
+@dataclass(frozen=True)
+class PageOptions:
+    """The options for pages of plans."""
+
+    clusters: list[Path]
+    profile: Profile | None
+    measured: Path | None
+    asks_what_if: bool
+
+
+def page_of_plans(paths: list[Path], names: list[str], plans: list[Plan], options: PageOptions) -> Page:
     """The page of a plan, or of two side by side."""
     from ..explain.report import facts_of, plan_page
     from ..explain.report.measured import read_trace
     from ..explain.report.pair import differences, side_by_side
 
+    clusters, measured = options.clusters, options.measured
     if len(clusters) > len(plans):
         raise InputError("more clusters than plans", expected="--cluster once for each plan")
     if measured is not None and len(plans) > 1:
         raise InputError("a measured timeline is of one plan", expected="one plan with --measured")
     shown = []
-    for n, (path, plan) in enumerate(zip(given, plans)):
+    for n, (path, plan) in enumerate(zip(paths, plans)):
         check_loaded(plan, str(path))
         described = cluster_of(plan, path, None, clusters[min(n, len(clusters) - 1)] if clusters else None)
         timeline = None if measured is None else read_trace(measured, described.world_size)
@@ -128,11 +133,11 @@ def page_of_plans(
             facts_of(
                 plan,
                 described,
-                profile=profile,
+                profile=options.profile,
                 measured=timeline,
                 name=names[n] if len(plans) > 1 else "",
                 is_compared=is_first,
-                asks_what_if=asks_what_if and is_first,
+                asks_what_if=options.asks_what_if and is_first,
             )
         )
     if len(shown) == 1:

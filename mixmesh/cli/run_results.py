@@ -1,4 +1,4 @@
-"""The results of a training as ``mixmesh run`` tells them."""
+"""The results of a training, as ``mixmesh run`` prints them."""
 
 from __future__ import annotations
 
@@ -10,73 +10,62 @@ from typing import TYPE_CHECKING, Any
 from ..base.timeline import Comparison, Timeline, compare, save_trace, to_chrome_trace
 from ..cluster import Cluster
 from ..errors import JobError
-from ..lang.plan_file import Plan
 from .output import seconds, size, table
+from .run_training import RunOptions, Trained
 
 if TYPE_CHECKING:
-    from ..checkpoint.run import RunCheckpoints
     from ..runtime.train import RunReport
-    from ..training.rebalance import RunBalancer
 
 
 @dataclass(frozen=True)
 class Results:
-    """The report of a run, with what was kept and changed in it. ``save`` is the file of weights and
-    ``trace`` that of the timeline, if there is one; ``is_stopped``: a signal has ended it."""
+    """The results of a training. ``is_stopped``: a signal has ended it."""
 
-    plan: Plan
-    report: RunReport
-    keeper: RunCheckpoints | None
-    balancer: RunBalancer | None
-    save: Path | None
-    trace: Path | None
+    options: RunOptions
+    trained: Trained
     compared: Comparison | None
     is_stopped: bool
 
-    @property
-    def median_s(self) -> float | None:
-        """The median step; None where no step was made."""
-        return self.report.step_s_median if self.report.step_s else None
-
     def object(self) -> dict[str, Any]:
         """The object that ``--json`` prints."""
+        plan, report = self.trained.plan, self.trained.report
+        keeper, balancer = self.trained.keeper, self.trained.balancer
         return {
-            "step_s_median": self.median_s,
-            "predicted_step_s": self.plan.predicted_step_s,
-            "losses": list(self.report.losses),
-            "peak_memory_bytes": list(self.report.peak_memory_bytes),
-            "step_s": list(self.report.step_s),
-            "world_size": self.plan.program.world_size,
-            "skipped_steps": self.report.num_skipped,
+            "step_s_median": report.step_s_median if report.step_s else None,
+            "predicted_step_s": plan.predicted_step_s,
+            "losses": list(report.losses),
+            "peak_memory_bytes": list(report.peak_memory_bytes),
+            "step_s": list(report.step_s),
+            "world_size": plan.program.world_size,
+            "skipped_steps": report.num_skipped,
             "emulation": os.environ.get("MIXMESH_EMULATION"),
-            **({} if self.keeper is None else self.keeper.figures()),
-            **({} if self.balancer is None else self.balancer.figures()),
+            **({} if keeper is None else keeper.figures()),
+            **({} if balancer is None else balancer.figures()),
             **({} if self.compared is None else {"comparison": asdict(self.compared)}),
         }
 
     def lines(self) -> list[str]:
         """The same for people."""
-        report, keeper = self.report, self.keeper
+        report, keeper, save = self.trained.report, self.trained.keeper, self.options.save
         lines = [] if keeper is None else [keeper.summary()]
         if not report.losses:
             return lines
         lines.append(f"{len(report.losses)} steps, loss {report.losses[0]:.5g} -> {report.losses[-1]:.5g}")
         if report.num_skipped:
             lines.append(f"{report.num_skipped} steps left out, whose loss or gradients were not finite")
-        lines.append(
-            f"step {seconds(self.median_s)} (median), predicted {seconds(self.plan.predicted_step_s)}"
-        )
-        if self.save is not None and not self.is_stopped:
-            lines.append(f"weights written to {self.save}")
+        median_s, predicted_s = report.step_s_median, self.trained.plan.predicted_step_s
+        lines.append(f"step {seconds(median_s)} (median), predicted {seconds(predicted_s)}")
+        if save is not None and not self.is_stopped:
+            lines.append(f"weights written to {save}")
         elif keeper is None and not self.is_stopped:
             lines.append("the weights are not kept: --save FILE")
         lines.append("peak memory " + ", ".join(size(b) if b else "-" for b in report.peak_memory_bytes))
         return lines + self._trace_lines()
 
     def _trace_lines(self) -> list[str]:
-        if self.trace is None:
+        if self.options.trace is None:
             return []
-        written = f"timeline of one step written to {self.trace}"
+        written = f"timeline of one step written to {self.options.trace}"
         if self.compared is None:
             return [written, "what was predicted of it needs the cluster: --cluster C.toml"]
         return [written, comparison_table(self.compared)]
@@ -85,8 +74,7 @@ class Results:
 def save_measured(
     report: RunReport, trace: Path, cluster: Cluster | None, predicted: Timeline | None
 ) -> Comparison | None:
-    """Writes the measured step to ``trace``, and compares it with what was ``predicted``, if that is
-    known."""
+    """Writes the measured step to ``trace``, and compares it with the predicted one, if there is one."""
     measured = measured_step(report, trace)
     devices = [] if cluster is None else [device.name for device in cluster.devices]
     save_trace(to_chrome_trace(measured, name="measured", devices=devices), trace)
@@ -102,7 +90,7 @@ def measured_step(report: RunReport, trace: Path) -> Timeline:
 
 
 def comparison_table(compared: Comparison) -> str:
-    """The step, the streams, and the events that differ most."""
+    """A table of the step, the streams, and the events that differ most."""
     rows = []
     for d in (compared.step, *compared.streams, *compared.largest):
         one, two = d.predicted_s, d.measured_s

@@ -10,7 +10,7 @@ import typer
 
 from ..cost.micro_steps import costed_micro_step
 from ..lang.check import check_loaded
-from ..lang.ir import print_program, samples_of
+from ..lang.ir import Ratio, print_program, samples_of
 from ..lang.plan_file import Plan, accumulates
 from ..step import print_step
 from .output import seconds, size
@@ -49,15 +49,15 @@ def diff(
 ) -> None:
     """Compare two plans: the lines of their programs, their ratios and predictions."""
     one, two = Plan.load(a), Plan.load(b)
-    texts = [print_program(p.program).splitlines() for p in (one, two)]
-    changed = list(difflib.unified_diff(*texts, str(a), str(b), n=1, lineterm=""))
+    before, after = (print_program(p.program).splitlines() for p in (one, two))
+    changed = list(difflib.unified_diff(before, after, str(a), str(b), n=1, lineterm=""))
     print("\n".join(changed) if changed else "the programs are the same")
     print()
     print("\n".join(changes(one, two)) or "ratios and predictions are the same")
 
 
 def changes(a: Plan, b: Plan) -> list[str]:
-    """One line for each ratio and prediction that differs."""
+    """A line for each ratio and prediction that differs."""
     pairs = [
         ("planner", a.planner, b.planner),
         (
@@ -82,12 +82,12 @@ def changes(a: Plan, b: Plan) -> list[str]:
     return out
 
 
-def _shares(ratio) -> str:
+def _shares(ratio: Ratio | None) -> str:
     return " ".join(f"{share:.4g}" for share in ratio) if ratio else "none"
 
 
 def _micro_batches(plan: Plan) -> str:
-    """Per rank: micro-steps x samples, samples of the last."""
+    """For each rank, micro-batches x samples, and the samples of the last."""
     return ", ".join(f"{m.steps} x {m.micro_batch}, {m.last}" for m in plan.micro_batches or ()) or "none"
 
 

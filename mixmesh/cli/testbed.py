@@ -11,7 +11,7 @@ from ..cluster import Cluster
 from .output import seconds, size, table
 from .plan import ClusterFile
 
-CLUSTER_VARIABLE = "MIXMESH_CLUSTER"  # the cluster file, for what runs inside
+CLUSTER_VARIABLE = "MIXMESH_CLUSTER"  # tells commands inside of the testbed the cluster file
 
 
 def testbed(
@@ -27,7 +27,7 @@ def testbed(
 
     described = Cluster.load(cluster)
     environment = {CLUSTER_VARIABLE: str(cluster.resolve())}
-    result = run(described, resolved(command), env=environment, timeout_s=timeout)
+    result = run(described, resolve(command), env=environment, timeout_s=timeout)
     rows = [
         (str(r.rank), described.devices[r.rank].name, seconds(r.cpu_s),
          size(r.memory_peak_bytes) if r.memory_peak_bytes else "-",
@@ -38,8 +38,8 @@ def testbed(
     print(f"mixmesh testbed: {seconds(result.time_s)}, emulation: {result.emulation}", file=sys.stderr)
 
 
-def resolved(command: list[str]) -> list[str]:
-    """``mixmesh ...`` inside is this very installation, wherever PATH points."""
+def resolve(command: list[str]) -> list[str]:
+    """Has ``mixmesh ...`` in the testbed be this installation, whatever PATH is."""
     if command[0] == "mixmesh":
         return [sys.executable, "-m", "mixmesh", *command[1:]]
     return list(command)

@@ -61,35 +61,35 @@ def tune(
     print(f"\nwritten to {out}")
 
 
-def tuned_object(found: Tuned) -> dict[str, Any]:
+def tuned_object(tuned: Tuned) -> dict[str, Any]:
     from ..measure.tuning import kind_text, same
 
     return {
-        "planner": found.plan.planner,
-        "measured_step_s": found.plan.measured_step_s,
-        "predicted_step_s": found.plan.predicted_step_s,
+        "planner": tuned.plan.planner,
+        "measured_step_s": tuned.plan.measured_step_s,
+        "predicted_step_s": tuned.plan.predicted_step_s,
         "trials": [
             {
                 "plan": kind_text(t.plan),
-                "chosen": same(t.plan, found.plan),
+                "chosen": same(t.plan, tuned.plan),
                 "costs": t.plan.cost_source,
                 "predicted_step_s": t.plan.predicted_step_s,
                 "step_s": t.step_s if t.turns_s else None,
                 "turns_s": list(t.turns_s),
                 "failed": t.failed or None,
             }
-            for t in found.trials
+            for t in tuned.trials
         ],
     }
 
 
-def trials_table(found: Tuned) -> str:
+def trials_table(tuned: Tuned) -> str:
     from ..measure.tuning import kind_text, same
 
     def row(t: Trial) -> tuple[str, ...]:
         spread = f"{seconds(min(t.turns_s))} - {seconds(max(t.turns_s))}" if t.turns_s else "-"
         measured = t.failed or seconds(t.step_s)
-        star = "*" if same(t.plan, found.plan) else ""
+        star = "*" if same(t.plan, tuned.plan) else ""
         return (
             star,
             kind_text(t.plan),
@@ -99,4 +99,4 @@ def trials_table(found: Tuned) -> str:
             str(len(t.turns_s)),
         )
 
-    return table(("", "plan", "predicted", "measured", "turns", ""), [row(t) for t in found.trials])
+    return table(("", "plan", "predicted", "measured", "turns", ""), [row(t) for t in tuned.trials])

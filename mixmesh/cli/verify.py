@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,7 +13,10 @@ from ..errors import InputError
 from ..lang.check import check_plan
 from ..lang.plan_file import Plan
 from .output import Json, print_json, working
-from .plan import BatchNorm, JobName, PlannerName, ProfileFile, plan_job
+from .plan import BatchNorm, JobName, PlannerName, PlanOptions, ProfileFile, plan_job
+
+if TYPE_CHECKING:
+    from ..frontend.trace import Traced
 
 
 def verify(
@@ -32,19 +35,19 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Run all ranks of a plan in one process and compare with the single device."""
-    if plan is None and cluster is None:
-        raise InputError("verify needs a cluster or a plan", expected="--cluster C.toml, or --plan X.plan")
-    if plan is None:
-        loaded, traced, verified_plan = plan_job(
-            job, Cluster.load(cluster), planner, profile, batch_norm=batch_norm
-        )
-    else:
-        verified_plan, traced = Plan.load(plan), None
+    traced: Traced | None = None
+    if plan is not None:
+        verified_plan = Plan.load(plan)
         if cluster is not None:
             check_plan(verified_plan, Cluster.load(cluster), where=str(plan))
         from ..frontend.job import load_job
 
         loaded = load_job(job)
+    elif cluster is not None:
+        options = PlanOptions(planner, profile, batch_norm=batch_norm)
+        loaded, traced, verified_plan = plan_job(job, Cluster.load(cluster), options)
+    else:
+        raise InputError("verify needs a cluster or a plan", expected="--cluster C.toml, or --plan X.plan")
     with working("verifying") as say:
         from ..measure.verification import verify as run
 

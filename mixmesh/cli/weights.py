@@ -25,16 +25,16 @@ InitialWeights = Annotated[
 
 
 def initial_weights(path: Path | None, timeout_s: float) -> Callable[[ParallelModel], object]:
-    """A function that gives a parallel model the weights of ``path``; it does nothing without one. Collective
-    with one. Raises InputError on all ranks if the first one cannot read the weights: before anything is
-    planned, not after it."""
+    """A function that loads the weights of ``path`` into a parallel model; it does nothing without a path.
+    Collective with one. Raises InputError on all ranks if the first one cannot read the weights, before
+    planning begins."""
     if path is None:
         return lambda model: None
     from ..checkpoint import load_weights
     from ..checkpoint.weight_files import held_tensors
     from ..runtime.first_rank import from_first_rank
 
-    def check() -> None:  # its result is not sent to the other ranks
+    def check() -> None:  # without a result, which would be sent to the other ranks
         held_tensors(path)
 
     meet(timeout_s)

@@ -45,6 +45,7 @@ def what_if(
     from ..explain.whatif import Change, answers, changes
     from ..explain.whatif.answers import advice, ranked
     from ..explain.whatif.changes import KINDS
+    from ..frontend.job import load_job, samples_of_data
     from ..planner import check_planner
 
     described = Cluster.load(cluster)
@@ -55,7 +56,9 @@ def what_if(
     asked = [c for c in changes(described, swaps or ()) if not only or c.kind in only]
     now = Change("now", "as it is", described)
     with working("loading the job") as say:
-        rows = list(answers(now, asked, *prepared(job, planner, profile), progress=say))
+        loaded = load_job(job, weights=False)
+        sources = prepared(loaded, planner, profile)
+        rows = list(answers(now, asked, *sources, progress=say, epoch_samples=samples_of_data(loaded.data)))
     if as_json:
         print_json(what_if_object(rows))
         return
@@ -67,14 +70,13 @@ def what_if(
         print("links are taken from the cluster file, not from the profile")
 
 
-def prepared(job: str, planner: str, profile: Path | None) -> tuple[Any, int, Any, Any]:
-    """The sources of answers: the traced model for a multiple of the batch, the samples of a batch, the
-    planner with the job's optimizer, and the profile."""
+def prepared(loaded: Job, planner: str, profile: Path | None) -> tuple[Any, int, Any, Any]:
+    """Returns a function that traces the model for a multiple of the batch, the samples of a batch, a
+    function that plans with the job's optimizer, and the profile."""
     from ..api import load_profile, plan_traced
-    from ..frontend.job import batch_size, load_job, needs_whole_parameters, optimizer_states
+    from ..frontend.job import batch_size, needs_whole_parameters, optimizer_states
     from ..frontend.trace import trace
 
-    loaded = load_job(job, weights=False)
     states, whole = optimizer_states(loaded.optimizer), needs_whole_parameters(loaded.optimizer)
 
     @cache
@@ -90,7 +92,7 @@ def prepared(job: str, planner: str, profile: Path | None) -> tuple[Any, int, An
 
 
 def repeated(job: Job, times: int) -> Any:
-    """The job's batch with its samples repeated ``times`` times."""
+    """Repeats the samples of the job's batch."""
     if times == 1:
         return job.batch
     import torch
@@ -101,12 +103,15 @@ def repeated(job: Job, times: int) -> Any:
     )
 
 
-def what_if_table(found: list[Answer], rows: list[Answer]) -> str:
-    now = found[0]
+def what_if_table(answers: list[Answer], rows: list[Answer]) -> str:
+    now = answers[0]
     is_priced = now.price_per_hour is not None
     header = ["change", "step", "per sample", "samples/s", "planned by"]
+    is_epoch_known = is_priced and now.epoch_samples is not None
     if is_priced:
         header.append("a million samples")
+    if is_epoch_known:
+        header.append("an epoch")
     cells = []
     for answer in (now, *rows):
         gain = answer.speedup(now)
@@ -115,14 +120,16 @@ def what_if_table(found: list[Answer], rows: list[Answer]) -> str:
         if is_priced:
             price = answer.sample_price
             row.append("-" if price is None else f"{MILLION * price:.2f}")
+        if is_epoch_known:
+            row.append("-" if answer.epoch_price is None else f"{answer.epoch_price:.3g}")
         cells.append(row)
     return table(header, cells)
 
 
-def what_if_object(found: list[Answer]) -> dict[str, Any]:
+def what_if_object(answers: list[Answer]) -> dict[str, Any]:
     from ..explain.whatif.answers import advice
 
-    now = found[0]
+    now = answers[0]
     rows = [
         {
             "kind": a.change.kind,
@@ -134,7 +141,8 @@ def what_if_object(found: list[Answer]) -> dict[str, Any]:
             "planner": a.planner,
             "price_per_hour": a.price_per_hour,
             "price_per_million_samples": None if a.sample_price is None else MILLION * a.sample_price,
+            "price_per_epoch": a.epoch_price,
         }
-        for a in found
+        for a in answers
     ]
-    return {"now": rows[0], "changes": rows[1:], "advice": advice(found)}
+    return {"now": rows[0], "changes": rows[1:], "advice": advice(answers)}

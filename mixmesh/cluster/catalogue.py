@@ -1,10 +1,11 @@
 """Datasheet figures of the devices a cluster file may name.
 
-All figures are *dense* peaks as printed by the vendor, at the reference clocks; a roofline divides them by
-what a real kernel reaches. Three conventions:
+All figures are *dense* peaks as printed by the vendor, at the reference clocks; a roofline multiplies them by
+what a real kernel reaches (``mixmesh.cost.efficiency``). Four conventions:
 
-- ``tflop_per_s`` is plain fp32 (PyTorch trains fp32 with TF32 off), ``half_tflop_per_s`` is fp16 with fp32
-  accumulation on the tensor cores. Consumer cards are often quoted at twice that, with fp16 accumulation.
+- ``tflop_per_s`` is plain fp32, ``half_tflop_per_s`` is fp16 with fp32 accumulation on the tensor cores.
+  Consumer cards are often quoted at twice that, with fp16 accumulation.
+- ``tf32_tflop_per_s`` is fp32 on the tensor cores (Ampere and later), 0 where there is none.
 - Cards without tensor cores: the P100 has native fp16 at twice fp32. The GTX 1080 Ti has it at 1/64, which
   nobody uses: cuBLAS computes fp16 products in fp32 there, so its half figure is its fp32 figure.
 - ``memory_gib`` is the nominal size; the driver, ECC and the CUDA context take their part of it.
@@ -26,12 +27,27 @@ class CatalogueRow:
     supports_bf16: bool
     source: str
 
+    @property
+    def tf32_tflop_per_s(self) -> float:
+        """The TF32 peak, from the same document as the other figures; 0 for cards without TF32."""
+        if self.name in TF32_TFLOP_PER_S:
+            return TF32_TFLOP_PER_S[self.name]
+        return self.tflop_per_s if self.name.startswith(("RTX30", "RTX40", "RTX50")) else 0.0
+
+    @property
+    def sustained(self) -> float:
+        """The share of the arithmetic peaks that the card's power limit leaves of them under load."""
+        return SUSTAINED[self.name][0] if self.name in SUSTAINED else 1.0
+
 
 _ROWS = (
     # name            fp32   half   GiB   GB/s  bf16   source
     ("V100-16GB",     15.7,  125.0,  16,  900, False, "NVIDIA V100 datasheet, SXM2"),
     ("V100-32GB",     15.7,  125.0,  32,  900, False, "NVIDIA V100 datasheet, SXM2"),
     ("V100S-32GB",    16.4,  130.0,  32, 1134, False, "NVIDIA V100 datasheet, V100S PCIe"),
+    ("V100PCIE-16GB", 14.0,  112.0,  16,  900, False, "NVIDIA V100 datasheet, PCIe"),
+    ("V100PCIE-32GB", 14.0,  112.0,  32,  900, False, "NVIDIA V100 datasheet, PCIe"),
+    ("P100SXM2-16GB", 10.6,   21.2,  16,  732, False, "NVIDIA Tesla P100 datasheet, SXM2"),
     ("P100-12GB",      9.3,   18.7,  12,  549, False, "NVIDIA Tesla P100 PCIe datasheet, 12 GB"),
     ("P100-16GB",      9.3,   18.7,  16,  732, False, "NVIDIA Tesla P100 PCIe datasheet, 16 GB"),
     ("T4-16GB",        8.1,   65.0,  16,  320, False, "NVIDIA T4 product brief (datasheet: 300 GB/s)"),
@@ -40,6 +56,7 @@ _ROWS = (
     ("A800-80GB",     19.5,  312.0,  80, 2039, True,  "NVIDIA A800 datasheet, 80 GB SXM"),
     ("H100-80GB",     67.0,  989.0,  80, 3350, True,  "NVIDIA H100 datasheet, SXM (half of sparse)"),
     ("H100PCIe-80GB", 51.0, 756.0,  80, 2000, True,  "NVIDIA H100 datasheet, PCIe (half of sparse)"),
+    ("GH200-96GB",    67.0,  989.0,  96, 4000, True,  "NVIDIA GH200 datasheet, 96 GB HBM3"),
     ("H200-141GB",    67.0,  989.0, 141, 4800, True,  "NVIDIA H200 datasheet, SXM (half of sparse)"),
     ("L4-24GB",       30.3,  121.0,  24,  300, True,  "NVIDIA L4 datasheet (half of sparse)"),
     ("A10-24GB",      31.2,  125.0,  24,  600, True,  "NVIDIA A10 datasheet"),
@@ -51,6 +68,7 @@ _ROWS = (
     ("RTX2070-8GB",    7.5,   29.9,   8,  448, False, "NVIDIA Turing architecture whitepaper, reference"),
     ("RTX2080-8GB",   10.1,   40.3,   8,  448, False, "NVIDIA Turing architecture whitepaper, reference"),
     ("RTX2080Ti-11GB", 13.4,  53.8,  11,  616, False, "NVIDIA Turing architecture whitepaper, reference"),
+    ("TITANRTX-24GB", 16.3,  130.5,  24,  672, False, "NVIDIA TITAN RTX specifications"),
     ("RTX3050-8GB",    9.1,   18.2,   8,  224, True,  "NVIDIA GeForce RTX 3050 specifications, 8 GB"),
     ("RTX3060-12GB",  12.7,   25.5,  12,  360, True,  "NVIDIA GeForce RTX 3060 specifications"),
     ("RTX3060Ti-8GB", 16.2,   32.4,   8,  448, True,  "NVIDIA GeForce RTX 3060 Ti specifications"),
@@ -94,6 +112,24 @@ _ROWS = (
 )  # fmt: skip
 
 CATALOGUE: dict[str, CatalogueRow] = {row[0]: CatalogueRow(*row) for row in _ROWS}
+
+# Dense peaks of TF32 of cards for data centres and workstations. On GeForce cards it is no faster than plain
+# fp32 (NVIDIA's whitepapers of GA102, Ada and RTX Blackwell): their row's figure.
+TF32_TFLOP_PER_S = {
+    "A100-40GB": 156.0, "A100-80GB": 156.0, "A800-80GB": 156.0, "H100-80GB": 494.7, "H100PCIe-80GB": 378.0,
+    "GH200-96GB": 494.7, "H200-141GB": 494.7, "L4-24GB": 60.5, "A10-24GB": 62.5, "L40S-48GB": 183.0,
+    "A30-24GB": 82.0, "A40-48GB": 74.8, "L40-48GB": 90.5, "RTXA4000-16GB": 38.3, "RTXA5000-24GB": 55.6,
+    "RTXA6000-48GB": 77.4, "RTX6000Ada-48GB": 182.1, "MI300X-192GB": 653.7,
+}  # fmt: skip
+
+# Cards whose power limit keeps them far below their boost clock under load: share of the peaks, and source.
+# Others reach their clock, or nearly; a GeForce card often passes it.
+SUSTAINED: dict[str, tuple[float, str]] = {
+    "T4-16GB": (0.6, "70 W: cuBLAS reaches 24 of 65 TFLOP/s in fp16 (forums.developer.nvidia.com/t/264462); "
+                "throttling: Jia et al., Dissecting the NVidia Turing T4 GPU via Microbenchmarking, 2019"),
+    "L4-24GB": (0.65, "72 W, base clock 795 and boost clock 2040 MHz (NVIDIA L4 product brief): a guess"),
+    "A10-24GB": (0.7, "150 W, base clock 885 and boost clock 1695 MHz (NVIDIA A10 product brief): a guess"),
+}  # fmt: skip
 
 # words of a reported name that say who made the card
 _MAKERS = {"NVIDIA", "TESLA", "GEFORCE", "AMD", "INSTINCT", "RADEON", "GENERATION"}

@@ -39,53 +39,37 @@ from pathlib import Path
 from typing import Literal
 
 from ..base.lazy import lazy
-from ..base.units import GBIT, GBYTE, GIB, MICRO, ONE, TFLOP, in_gib, in_unit, plural, si, si_bytes
+from ..base.units import GBIT, GIB, MICRO, ONE, in_unit, plural, si
 from ..errors import ClusterError
-from .catalogue import CATALOGUE
-from .file import ClusterTable, DeviceTable, MachineTable, machine_name, read_tables
-
-# One core of a current server CPU with AVX2, as a matrix product in PyTorch uses it.
-CPU_CORETFLOP_PER_S = Decimal("0.05")
-CPU_CORE_MEMORYGBYTE_PER_S = Decimal(10)
-CPU_DEVICE_MEMORY_GIB = Decimal(2)
+from .device import Device, device_of, device_toml, first, require_positive, toml_string
+from .file import ClusterTable, MachineTable, machine_name, read_tables
 
 PCIE_LINK = (Decimal(100), Decimal(10))  # Gbit/s, us
 LOOPBACK_LINK = (Decimal(20), Decimal(30))
 
 PRESETS = Path(__file__).parent / "presets"
+LATER_FIELDS = ("tf32_flop_per_s", "issue_s", "sustained", "efficiency")
+# Cards behind one host bridge without peer-to-peer access were measured to share 1.6 to 5 GB/s
+BRIDGE_GBIT_PER_S = Decimal(24)
 
 
 @dataclass(frozen=True)
-class Device:
-    """One accelerator. Devices of equal ``name`` are of one type: what was measured on one holds for all.
+class DeviceLink:
+    """A link of some devices of a machine with each other, such as NVLink between two: their numbers within
+    the machine. Each device has a way of its own onto it."""
 
-    ``flop_per_s`` is the fp32 peak without TF32, ``half_flop_per_s`` the fp16/bf16 peak. ``cpu_share`` is
-    set on devices that the testbed emulates; ``kind`` says where the computing happens.
-    """
-
-    name: str
-    flop_per_s: float
-    memory_bytes: int
-    memory_bytes_per_s: float
-    cpu_share: float | None = None
-    kind: Literal["gpu", "cpu"] = "gpu"
-    half_flop_per_s: float = 0.0  # 0: as flop_per_s
-    supports_bf16: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.half_flop_per_s:
-            object.__setattr__(self, "half_flop_per_s", self.flop_per_s)
-        _require_positive(
-            self, "flop_per_s", "half_flop_per_s", "memory_bytes", "memory_bytes_per_s", "cpu_share"
-        )
-        if self.cpu_share is not None and self.cpu_share > 1:
-            raise ClusterError("cpu_share is above 1", expected="at most one core", got=str(self.cpu_share))
+    devices: tuple[int, ...]
+    bytes_per_s: float
+    latency_s: float
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Devices joined by one link; ``nic_bytes_per_s`` limits what they exchange with other machines.
-    ``price_per_hour`` is in any currency, that of the other machines."""
+    """Devices joined by links; ``nic_bytes_per_s`` limits what they exchange with other machines.
+
+    Two devices have a link of their own (``links``), or else reach each other at ``link_bytes_per_s``. All
+    that do the latter share ``bridge_bytes_per_s``, where there is such a limit: a host bridge without
+    peer-to-peer access (``p2p``). ``price_per_hour`` is in any currency, that of the other machines."""
 
     name: str
     devices: tuple[Device, ...]
@@ -93,24 +77,43 @@ class Machine:
     link_latency_s: float
     nic_bytes_per_s: float
     price_per_hour: float | None = None
+    links: tuple[DeviceLink, ...] = ()
+    p2p: bool = True
+    bridge_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
-        _require_positive(self, "link_bytes_per_s", "nic_bytes_per_s")
+        require_positive(self, "link_bytes_per_s", "nic_bytes_per_s", "bridge_bytes_per_s")
         if not self.devices:
             raise ClusterError(f'machine "{self.name}" has no devices', expected="at least one device")
+
+    @property
+    def wiring(self) -> tuple[float, float, float, str]:
+        """All that machines of equal devices may differ in, to be compared and sorted by."""
+        more = str((self.links, self.bridge_bytes_per_s))
+        return self.link_bytes_per_s, self.link_latency_s, self.nic_bytes_per_s, more
+
+    @lazy
+    def _link_of(self) -> dict[tuple[int, int], int]:
+        return {(a, b): n for n, link in enumerate(self.links) for a in link.devices for b in link.devices}
+
+    def link_between(self, a: int, b: int) -> int | None:
+        """The number of the link that two of its devices have of their own; None without one."""
+        return self._link_of.get((a, b))
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Machines on one network, whose bandwidth is that of a path between two of them."""
+    """Machines on one network, whose bandwidth is that of a path between two of them. ``network_kind`` says
+    how GPUs use it: what collectives reach of the wire depends on that."""
 
     name: str
     machines: tuple[Machine, ...]
     bandwidth_bytes_per_s: float
     latency_s: float
+    network_kind: Literal["tcp", "rdma"] = "tcp"
 
     def __post_init__(self) -> None:
-        _require_positive(self, "bandwidth_bytes_per_s")
+        require_positive(self, "bandwidth_bytes_per_s")
         if not self.machines:
             raise ClusterError(f'cluster "{self.name}" has no machines', expected="at least one machine")
 
@@ -182,7 +185,10 @@ class Cluster:
             return math.inf
         a, b = self.machine_index_of(rank_a), self.machine_index_of(rank_b)
         if a == b:
-            return self.machines[a].link_bytes_per_s
+            machine, link = self.machines[a], self.link_between(rank_a, rank_b)
+            if link is not None:
+                return link.bytes_per_s
+            return min(machine.link_bytes_per_s, machine.bridge_bytes_per_s or math.inf)
         nics = (self.machines[a].nic_bytes_per_s, self.machines[b].nic_bytes_per_s)
         return min(self.bandwidth_bytes_per_s, *nics)
 
@@ -191,15 +197,29 @@ class Cluster:
         if rank_a == rank_b:
             return 0.0
         a, b = self.machine_index_of(rank_a), self.machine_index_of(rank_b)
-        return self.machines[a].link_latency_s if a == b else self.latency_s
+        if a != b:
+            return self.latency_s
+        link = self.link_between(rank_a, rank_b)
+        return self.machines[a].link_latency_s if link is None else link.latency_s
+
+    def link_between(self, rank_a: int, rank_b: int) -> DeviceLink | None:
+        """The link that two ranks of one machine have of their own; None without one."""
+        m = self.machine_index_of(rank_a)
+        machine, first = self.machines[m], self.ranks_of(m)[0]
+        number = machine.link_between(rank_a - first, rank_b - first) if machine.links else None
+        return None if number is None else machine.links[number]
 
     @lazy
     def fingerprint(self) -> str:
         """12 hex digits of everything that affects a plan: all but names and prices."""
         facts = dataclasses.asdict(self)
         del facts["name"]
+        _without_defaults(facts, Cluster, "network_kind")
         for machine in facts["machines"]:
             del machine["name"], machine["price_per_hour"]
+            _without_defaults(machine, Machine, "links", "p2p", "bridge_bytes_per_s")
+            for device in machine["devices"]:
+                _without_defaults(device, Device, *LATER_FIELDS)
         return hashlib.sha256(json.dumps(_as_floats(facts), sort_keys=True).encode()).hexdigest()[:12]
 
     def describe(self) -> str:
@@ -213,7 +233,7 @@ class Cluster:
         for index, machine in enumerate(self.machines):
             lines.append(
                 f"  {machine.name}: link {machine.link_bytes_per_s * gbit:.3g} Gbit/s, "
-                f"nic {machine.nic_bytes_per_s * gbit:.3g} Gbit/s"
+                f"nic {machine.nic_bytes_per_s * gbit:.3g} Gbit/s" + _inside_text(machine)
             )
             for rank, device in zip(self.ranks_of(index), machine.devices):
                 share = f", {device.cpu_share:g} of a CPU core" if device.cpu_share else ""
@@ -225,38 +245,64 @@ class Cluster:
     def to_toml(self) -> str:
         """The cluster file, every figure written out: ``Cluster.parse(c.to_toml()) == c``."""
         lines = [
-            f"name = {_toml_string(self.name)}",
+            f"name = {toml_string(self.name)}",
             "[network]",
             f"bandwidth_gbit_per_s = {in_unit(self.bandwidth_bytes_per_s, GBIT)}",
             f"latency_us = {in_unit(self.latency_s, MICRO)}",
+            *([f'kind = "{self.network_kind}"'] if self.network_kind != "tcp" else []),
         ]
         for machine in self.machines:
             lines += [
                 "[[machine]]",
-                f"name = {_toml_string(machine.name)}",
+                f"name = {toml_string(machine.name)}",
                 f"link_gbit_per_s = {in_unit(machine.link_bytes_per_s, GBIT)}",
                 f"link_latency_us = {in_unit(machine.link_latency_s, MICRO)}",
                 f"nic_gbit_per_s = {in_unit(machine.nic_bytes_per_s, GBIT)}",
+                *_inside_toml(machine),
                 *_price_toml(machine),
                 "devices = [",
-                *(f"  {_device_toml(device)}," for device in machine.devices),
+                *(f"  {device_toml(device)}," for device in machine.devices),
                 "]",
             ]
         return "\n".join(lines) + "\n"
 
 
+def _inside_text(machine: Machine) -> str:
+    gbit = 8e-9
+    links = (f", {link.devices} {link.bytes_per_s * gbit:.3g} Gbit/s" for link in machine.links)
+    shared = machine.bridge_bytes_per_s
+    return "".join(links) + ("" if shared is None else f", all others share {shared * gbit:.3g} Gbit/s")
+
+
 def with_faster_links(cluster: Cluster, *, inside: float = 1.0, between: float = 1.0) -> Cluster:
     """``cluster`` with links inside machines, and those between them, faster by these factors."""
-    machines = tuple(
-        dataclasses.replace(
-            machine,
-            link_bytes_per_s=inside * machine.link_bytes_per_s,
-            nic_bytes_per_s=between * machine.nic_bytes_per_s,
-        )
-        for machine in cluster.machines
+    machines = (with_faster_inside(machine, inside) for machine in cluster.machines)
+    return dataclasses.replace(
+        cluster,
+        machines=tuple(dataclasses.replace(m, nic_bytes_per_s=between * m.nic_bytes_per_s) for m in machines),
+        bandwidth_bytes_per_s=between * cluster.bandwidth_bytes_per_s,
     )
-    bandwidth = between * cluster.bandwidth_bytes_per_s
-    return dataclasses.replace(cluster, machines=machines, bandwidth_bytes_per_s=bandwidth)
+
+
+def with_faster_inside(machine: Machine, factor: float) -> Machine:
+    """A machine whose devices reach each other faster by this factor."""
+    bridge = machine.bridge_bytes_per_s
+    return dataclasses.replace(
+        machine,
+        link_bytes_per_s=factor * machine.link_bytes_per_s,
+        links=tuple(dataclasses.replace(x, bytes_per_s=factor * x.bytes_per_s) for x in machine.links),
+        bridge_bytes_per_s=None if bridge is None else factor * bridge,
+    )
+
+
+def without_device(machine: Machine, number: int) -> Machine:
+    """A machine less one device, and what links that one had."""
+    devices = (*machine.devices[:number], *machine.devices[number + 1 :])
+    kept = (
+        dataclasses.replace(link, devices=tuple(n - (n > number) for n in link.devices if n != number))
+        for link in machine.links
+    )
+    return dataclasses.replace(machine, devices=devices, links=tuple(x for x in kept if len(x.devices) > 1))
 
 
 def presets() -> tuple[str, ...]:
@@ -272,50 +318,36 @@ def _build(tables: ClusterTable) -> Cluster:
         network = _link(tables.machine[0])
     machines = tuple(_machine(table, i, network[0]) for i, table in enumerate(tables.machine))
     name = tables.name if tables.name is not None else "cluster"
-    return Cluster(name, machines, si(network[0], GBIT), si(network[1], MICRO))
+    kind = "tcp" if tables.network is None else tables.network.kind
+    return Cluster(name, machines, si(network[0], GBIT), si(network[1], MICRO), kind)
 
 
 def _link(table: MachineTable) -> tuple[Decimal, Decimal]:
     emulated = any(device.cpu_share is not None for device in table.devices)
     bandwidth, latency = LOOPBACK_LINK if emulated else PCIE_LINK
-    return _first(table.link_gbit_per_s, bandwidth), _first(table.link_latency_us, latency)
+    return first(table.link_gbit_per_s, bandwidth), first(table.link_latency_us, latency)
 
 
 def _machine(table: MachineTable, index: int, network_gbit_per_s: Decimal) -> Machine:
     bandwidth, latency = _link(table)
+    bridge = table.bridge_gbit_per_s
+    if bridge is None and not table.p2p:
+        bridge = min(bandwidth, BRIDGE_GBIT_PER_S)
     return Machine(
         name=machine_name(table, index),
-        devices=tuple(_device(device) for device in table.devices for _ in range(device.count)),
+        devices=tuple(device_of(device) for device in table.devices for _ in range(device.count)),
         link_bytes_per_s=si(bandwidth, GBIT),
         link_latency_s=si(latency, MICRO),
-        nic_bytes_per_s=si(_first(table.nic_gbit_per_s, network_gbit_per_s), GBIT),
+        nic_bytes_per_s=si(first(table.nic_gbit_per_s, network_gbit_per_s), GBIT),
         price_per_hour=None if table.price_per_hour is None else float(table.price_per_hour),
-    )
-
-
-def _device(table: DeviceTable) -> Device:
-    row = CATALOGUE[table.device] if table.device is not None else None
-    share = table.cpu_share if table.cpu_share is not None else Decimal(1)
-    tflop_per_s = _first(table.tflop_per_s, row and row.tflop_per_s, CPU_CORETFLOP_PER_S * share)
-    half = _first(
-        table.half_tflop_per_s, row.half_tflop_per_s if row and table.tflop_per_s is None else tflop_per_s
-    )
-    memory_gib = _first(table.memory_gib, row and row.memory_gib, CPU_DEVICE_MEMORY_GIB)
-    memory_gbyte_per_s = _first(
-        table.memory_gbyte_per_s, row and row.memory_gbyte_per_s, CPU_CORE_MEMORYGBYTE_PER_S * share
-    )
-    name = row.name if row else "cpu"
-    if table.cpu_share is not None:
-        name += f"@{table.cpu_share}"
-    return Device(
-        name=_first(table.name, name),
-        flop_per_s=si(tflop_per_s, TFLOP),
-        memory_bytes=si_bytes(memory_gib),
-        memory_bytes_per_s=si(memory_gbyte_per_s, GBYTE),
-        cpu_share=None if table.cpu_share is None else float(table.cpu_share),
-        kind=_first(table.kind, "gpu" if table.cpu_share is None else "cpu"),
-        half_flop_per_s=si(half, TFLOP),
-        supports_bf16=_first(table.supports_bf16, row is not None and row.supports_bf16),
+        links=tuple(
+            DeviceLink(
+                tuple(link.devices), si(link.gbit_per_s, GBIT), si(first(link.latency_us, latency), MICRO)
+            )
+            for link in table.links or ()
+        ),
+        p2p=table.p2p,
+        bridge_bytes_per_s=None if bridge is None else si(bridge, GBIT),
     )
 
 
@@ -342,19 +374,16 @@ def _check_types_agree(cluster: Cluster, tables: ClusterTable, where: str) -> No
                 )
 
 
-def _device_toml(device: Device) -> str:
-    pairs = {
-        "name": _toml_string(device.name),
-        "kind": _toml_string(device.kind),
-        "tflop_per_s": in_unit(device.flop_per_s, TFLOP),
-        "half_tflop_per_s": in_unit(device.half_flop_per_s, TFLOP),
-        "supports_bf16": json.dumps(device.supports_bf16),
-        "memory_gib": in_gib(device.memory_bytes),
-        "memory_gbyte_per_s": in_unit(device.memory_bytes_per_s, GBYTE),
-    }
-    if device.cpu_share is not None:
-        pairs["cpu_share"] = in_unit(device.cpu_share, ONE)
-    return "{ " + ", ".join(f"{key} = {value}" for key, value in pairs.items()) + " }"
+def _inside_toml(machine: Machine) -> list[str]:
+    lines = [] if machine.p2p else ["p2p = false"]
+    if machine.bridge_bytes_per_s is not None:
+        lines.append(f"bridge_gbit_per_s = {in_unit(machine.bridge_bytes_per_s, GBIT)}")
+    tables = [
+        f"{{ devices = {list(link.devices)}, gbit_per_s = {in_unit(link.bytes_per_s, GBIT)}, "
+        f"latency_us = {in_unit(link.latency_s, MICRO)} }}"
+        for link in machine.links
+    ]
+    return [*lines, *([f"links = [{', '.join(tables)}]"] if tables else [])]
 
 
 def _price_toml(machine: Machine) -> list[str]:
@@ -362,24 +391,11 @@ def _price_toml(machine: Machine) -> list[str]:
     return [] if price is None else [f"price_per_hour = {in_unit(price, ONE)}"]
 
 
-def _toml_string(text: str) -> str:
-    # JSON's escapes are TOML's, but for characters above U+FFFF, and for U+007F, which TOML wants escaped
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _first(*values):
-    return next(value for value in values if value is not None)
-
-
-def _require_positive(owner: Device | Machine | Cluster, *names: str) -> None:
-    for name in names:
-        value = getattr(owner, name)
-        if value is not None and not (math.isfinite(value) and value > 0):
-            raise ClusterError(
-                f'{name} of {type(owner).__name__.lower()} "{owner.name}" is not usable',
-                expected="a finite number above 0",
-                got=str(value),
-            )
+def _without_defaults(facts: dict, owner: type[Cluster | Machine | Device], *names: str) -> None:
+    """Takes out what files did not have at first, where it says nothing else: fingerprints are as before."""
+    for field in dataclasses.fields(owner):
+        if field.name in names and facts[field.name] == field.default:
+            del facts[field.name]
 
 
 def _as_floats(value):

@@ -13,11 +13,20 @@ from collections.abc import Callable, Iterable
 from decimal import Decimal
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from ..errors import ClusterError
 from .catalogue import CATALOGUE, rows_named
+from .classes import ROWS
 
 _FIGURES = ("tflop_per_s", "memory_gib", "memory_gbyte_per_s")
 
@@ -42,7 +51,25 @@ def _number(accepts: Callable[[Decimal], bool], expected: str) -> BeforeValidato
 Positive = Annotated[Decimal, _number(lambda x: x > 0, "a finite number above 0")]
 NotNegative = Annotated[Decimal, _number(lambda x: x >= 0, "a finite number, 0 or more")]
 Share = Annotated[Decimal, _number(lambda x: 0 < x <= 1, "a share of one CPU core, above 0 and at most 1")]
+Part = Annotated[Decimal, _number(lambda x: 0 < x <= 1, "a share of the peaks, above 0 and at most 1")]
 Name = Annotated[str, Field(min_length=1)]
+EfficiencyRow = Annotated[
+    list[Any], AfterValidator(lambda row: _efficiency_row(row))  # class, dtype, share, ramp in us, backward
+]
+
+
+def _efficiency_row(row: list[Any]) -> list[Any]:
+    numbers = [Decimal(x) for x in row[2:] if isinstance(x, int | Decimal) and not isinstance(x, bool)]
+    if not 4 <= len(row) <= 5 or len(numbers) != len(row) - 2 or not all(isinstance(x, str) for x in row[:2]):
+        raise _problem('rows of a class, a dtype, a share and a ramp in us: ["product", "tf32", 0.7, 5]')
+    if tuple(row[:2]) not in ROWS:
+        raise _problem(
+            "one of " + ", ".join(f"{name} {dtype}" for name, dtype in ROWS), hint="see the reference"
+        )
+    share, ramp_us, backward = (*numbers, Decimal(1))[:3]
+    if not (0 < share <= 2 and 0 <= ramp_us <= 10**6 and 0 < backward <= 100):
+        raise _problem("a share above 0 and at most 2, a ramp of 0 us or more, a factor above 0")
+    return [*row[:2], share, ramp_us, backward]
 
 
 class _Table(BaseModel):
@@ -55,10 +82,14 @@ class DeviceTable(_Table):
     kind: Literal["gpu", "cpu"] | None = None
     tflop_per_s: Positive | None = None
     half_tflop_per_s: Positive | None = None
+    tf32_tflop_per_s: NotNegative | None = None
     supports_bf16: bool | None = None
     memory_gib: Positive | None = None
     memory_gbyte_per_s: Positive | None = None
     cpu_share: Share | None = None
+    issue_us: Positive | None = None
+    sustained: Part | None = None
+    efficiency: list[EfficiencyRow] | None = None
     count: Annotated[int, Field(ge=1, le=1024)] = 1
 
     @model_validator(mode="before")
@@ -96,11 +127,20 @@ class DeviceTable(_Table):
         return self
 
 
+class LinkTable(_Table):
+    devices: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=2)]
+    gbit_per_s: Positive
+    latency_us: NotNegative | None = None
+
+
 class MachineTable(_Table):
     name: Name | None = None
     devices: Annotated[list[DeviceTable], Field(min_length=1)]
     link_gbit_per_s: Positive | None = None
     link_latency_us: NotNegative | None = None
+    links: list[LinkTable] | None = None
+    p2p: bool = True
+    bridge_gbit_per_s: Positive | None = None
     nic_gbit_per_s: Positive | None = None
     price_per_hour: NotNegative | None = None
 
@@ -108,6 +148,7 @@ class MachineTable(_Table):
 class NetworkTable(_Table):
     bandwidth_gbit_per_s: Positive
     latency_us: NotNegative = Decimal(50)  # for TCP over one switch
+    kind: Literal["tcp", "rdma"] = "tcp"
 
 
 class ClusterTable(_Table):
@@ -152,6 +193,32 @@ def _check_together(tables: ClusterTable, where: str) -> None:
                 hint=f'name = "{name}-2"',
             )
         seen[name] = index
+        _check_links(machine, f"{where}: machine[{index}]")
+
+
+def _check_links(machine: MachineTable, where: str) -> None:
+    """Links join devices that the machine has, and no two devices have two links."""
+    count = sum(table.count for table in machine.devices)
+    pairs: set[tuple[int, int]] = set()
+    for number, link in enumerate(machine.links or ()):
+        place = f"{where}.links[{number}].devices"
+        absent = [n for n in link.devices if n >= count]
+        if absent or len(set(link.devices)) < len(link.devices):
+            raise ClusterError(
+                "a link joins devices that are not there" if absent else "a link joins a device with itself",
+                expected=f"numbers of the machine's devices, 0 to {count - 1}, each once",
+                got=str(link.devices),
+                where=place,
+            )
+        mine = {(a, b) for a in link.devices for b in link.devices if a < b}
+        if mine & pairs:
+            raise ClusterError(
+                "two links join the same devices",
+                expected="one link between two devices",
+                got=f"another one between {' and '.join(map(str, min(mine & pairs)))}",
+                where=place,
+            )
+        pairs |= mine
 
 
 def machine_name(machine: MachineTable, index: int) -> str:
@@ -211,7 +278,7 @@ def _explain(problem: ErrorDetails) -> tuple[str, str, str]:
         return message, "a list of at least one device", 'devices = ["V100-16GB"]'
     if kind == "missing":
         return f"{path} is missing", _EXPECTED.get(last, "a value"), ""
-    return f"{path} is not usable", _EXPECTED.get(last, problem["msg"]), ""
+    return f"{path} is not usable", _EXPECTED.get(path) or _EXPECTED.get(last, problem["msg"]), ""
 
 
 _EXPECTED = {
@@ -220,7 +287,10 @@ _EXPECTED = {
     "name": "a string that is not empty",
     "device": "the name of a device in the catalogue",
     "network": "a [network] table",
+    "network.kind": '"tcp" or "rdma"',
     "kind": '"gpu" or "cpu"',
+    "links": "a list of { devices = [0, 1], gbit_per_s = 400 }",
+    "p2p": "true or false",
     "supports_bf16": "true or false",
     "count": "a whole number from 1 to 1024",
 }
@@ -232,6 +302,7 @@ def _keys_at(loc: tuple[int | str, ...]) -> tuple[str, ...]:
         (): ClusterTable,
         ("network",): NetworkTable,
         ("machine",): MachineTable,
+        ("machine", "links"): LinkTable,
     }
     return tuple(table.get(tuple(names), DeviceTable).model_fields)
 

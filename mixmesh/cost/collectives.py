@@ -16,19 +16,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..cluster import Cluster
+from .names import COLLECTIVES, DIRECT, FLAT, LEVELLED, USUAL
+from .resources import bridge_s_per_byte, ring_order
 
-# collectives of gradients and parameters to a rank of each machine, between these, and back, by what they do
-LEVELLED = {
-    "all_reduce": "levelled_all_reduce",
-    "reduce_scatter": "levelled_reduce_scatter",  # to owners, each of whom speaks for its machine
-    "all_gather": "levelled_all_gather",
-}
-FLAT = {levelled: name for name, levelled in LEVELLED.items()}
-DIRECT = "direct_all_reduce"  # every rank sends its addend to every other one, and adds up what it gets
-USUAL = {**FLAT, DIRECT: "all_reduce"}  # the library's own collective, by the name of another way to do it
-COLLECTIVES = (
-    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send", *USUAL,
-)  # fmt: skip
+__all__ = [
+    "COLLECTIVES", "DIRECT", "FLAT", "LEVELLED", "USUAL", "CollectiveFit", "default_algorithm", "fastest_of",
+    "in_turn", "level_fits", "on_gpus", "ring_fit",
+]  # fmt: skip
 # The seconds that a hop of a small collective takes beside the wire's latency. gloo on the emulated testbed,
 # four ranks in two machines: 1.2 ms for a broadcast, 2-4 for an all_to_all, 5-12 for an all_reduce of 4 KB.
 # Elsewhere waking a thread takes some tens of microseconds, and NCCL's kernels wait without sleeping.
@@ -38,6 +32,14 @@ MESSAGE_S = 5e-6  # a sender takes this for each further message at once: NCCL p
 NCCL_TREE_RATE = (
     0.9  # share of the link's that NCCL's own model gives its trees (``busBw * .9``, src/graph/tuning.cc)
 )
+# What collectives of GPUs in several machines reach of the wire. Over TCP, where NCCL moves bytes by threads
+# of the host (NCCL_SOCKET_NTHREADS, NCCL_NSOCKS_PERTHREAD), 0.7 to 0.85 in published measurements, the more
+# the larger the tensor, the less the more machines: HAP's artifact has 0.72 for an all_reduce between eight.
+# By RDMA 0.9 (nccl-tests on InfiniBand, as they are usually reported).
+RDMA_SHARE = 0.9
+TCP_SMALL_SHARE, TCP_LARGE_SHARE = 0.7, 0.85
+TCP_SHARE_OF_DOUBLING = 0.05  # less for each doubling of the machines beyond two
+TCP_LARGE_BYTES = 2**24  # from so many on a tensor is large
 NCCL_MAX_SKEW = 2.0  # padding sends max/mean as much as needed; beyond this, one transfer per piece
 
 
@@ -96,12 +98,45 @@ def in_turn(stages: Iterable[CollectiveFit]) -> CollectiveFit:
 
 def ring_fit(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> CollectiveFit:
     """The estimate for ``collective`` over ``ranks`` from the links of the cluster: a ring, and between GPUs,
-    for sums of few bytes, trees. ``send`` is from the first of two ranks to the second."""
+    for sums of few bytes, trees. ``send`` is from the first of two ranks to the second. Between the GPUs of
+    several machines it has a share of the wire (``on_wire``)."""
     n = len(ranks)
     if n < 2:
         return CollectiveFit(0.0, 0.0)
     if collective in FLAT:
         return in_turn(level_fits(cluster, FLAT[collective], ranks))
+    lines = _lines(cluster, collective, ranks)
+    if on_gpus(cluster, ranks):
+        machines = len({cluster.machine_index_of(r) for r in ranks})
+        lines = [line for each in lines for line in on_wire(cluster, machines, *each)]
+    return fastest_of(lines)
+
+
+def on_wire(
+    cluster: Cluster, machines: int, latency_s: float, s_per_byte: float
+) -> tuple[tuple[float, float], ...]:
+    """The line of a collective at the wire's whole rate as what GPUs in so many machines reach: over TCP one
+    line for small tensors and one for large ones."""
+    if machines == 1:
+        return ((latency_s, s_per_byte),)
+    if cluster.network_kind == "rdma":
+        return ((latency_s, s_per_byte / RDMA_SHARE),)
+    large = max(TCP_LARGE_SHARE - TCP_SHARE_OF_DOUBLING * math.log2(machines / 2), TCP_SMALL_SHARE)
+    slow, fast = s_per_byte / TCP_SMALL_SHARE, s_per_byte / large
+    return (latency_s, slow), (latency_s + TCP_LARGE_BYTES * (slow - fast), fast)
+
+
+def _lines(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> list[tuple[float, float]]:
+    """Latency and seconds per byte of the algorithms, with what passes a host bridge at its rate."""
+    name = "broadcast" if collective == "send" else collective
+    bridge_s = bridge_s_per_byte(cluster, name, ranks)
+    lines = _wire_lines(cluster, collective, ring_order(cluster, ranks))
+    return [(latency_s, max(s_per_byte, bridge_s)) for latency_s, s_per_byte in lines]
+
+
+def _wire_lines(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> list[tuple[float, float]]:
+    """The same, each hop at the rate of its own link."""
+    n = len(ranks)
     slowest = min(cluster.bandwidth_between(a, b) for a, b in ring_of(ranks))
     through = through_s(cluster, ranks)
     machines = {cluster.machine_index_of(r) for r in ranks}
@@ -109,24 +144,21 @@ def ring_fit(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> Colle
         case "direct_all_reduce":
             latency_s = slowest_hop_s(cluster, ranks) + (n - 2) * MESSAGE_S
             if len(machines) == 1:
-                return CollectiveFit(latency_s, (n - 1) / slowest)
+                return [(latency_s, (n - 1) / slowest)]
             loads = _sent_out(cluster, ranks).items()
-            return CollectiveFit(
-                latency_s, max(count / cluster.machines[m].nic_bytes_per_s for m, count in loads)
-            )
+            return [(latency_s, max(count / cluster.machines[m].nic_bytes_per_s for m, count in loads))]
         case "all_reduce":
             ring = (2 * through, 2 * (n - 1) / n / slowest)
-            trees = [tree_line(cluster, ranks, slowest)] if on_gpus(cluster, ranks) else []
-            return fastest_of([ring, *trees])
+            return [ring, tree_line(cluster, ranks, slowest)] if on_gpus(cluster, ranks) else [ring]
         case "all_gather" | "reduce_scatter":
-            return CollectiveFit(through, (n - 1) / n / slowest)
+            return [(through, (n - 1) / n / slowest)]
         case "broadcast" | "reduce" | "send":
-            return CollectiveFit(through, 1 / slowest)
+            return [(through, 1 / slowest)]
         case "all_to_all":
             if len(machines) == 1:
-                return CollectiveFit(through, (n - 1) / n**2 / slowest)
+                return [(through, (n - 1) / n**2 / slowest)]
             load = max(_sent_out(cluster, ranks).values())
-            return CollectiveFit((n - 1) * slowest_hop_s(cluster, ranks), load / n**2 / slowest)
+            return [((n - 1) * slowest_hop_s(cluster, ranks), load / n**2 / slowest)]
     raise ValueError(f"unknown collective {collective!r}")
 
 

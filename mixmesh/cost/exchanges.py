@@ -21,8 +21,9 @@ from ..lang.ir import (
     shard_sizes,
     support,
 )
-from .collectives import DIRECT, LEVELLED, CollectiveFit, level_fits
+from .collectives import CollectiveFit, level_fits
 from .model import CostModel
+from .names import DIRECT, LEVELLED
 from .resources import Link, Sent, link_s_per_byte, sent_s_per_byte
 
 # the redistribution that a redistribution's gradient is, by name

@@ -13,9 +13,10 @@ from ..lang.rules import call_of
 from .calls import is_computation, work_type
 from .exchanges import Exchange, exchange_of, held_share
 from .links import MeasuredCollective
-from .model import VIEWS, CostModel
+from .model import CostModel
 from .profile import device_key
 from .sums import gradient_sums
+from .work import VIEWS
 
 NAMED = 3  # operators that a warning names
 

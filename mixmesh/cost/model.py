@@ -8,48 +8,37 @@ rates scaled to what the profile saw of the same class on that device, if it saw
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from ..base.lazy import lazy
 from ..cluster import Cluster, Device
 from ..lang.ir import Placement
-from ..lang.rules import RULES, Call, PatternMismatch, multiply_adds
-from . import gpu_memory
+from ..lang.rules import Call
+from . import gpu_memory, scales
 from .collectives import LEVELLED, USUAL, CollectiveFit, ring_fit
 from .curve import ZERO, Curve, affine_curve, issued_curve
+from .efficiency import ANY, ELEMENTWISE, efficiency
+from .kernels import Kernels, kernels
 from .links import MeasuredCollective, measured_collective
 from .profile import DeviceProfile, OpMeasurement, Profile, cut_inputs, device_key, host_key, op_key
 from .resized import Measured
-from .unmeasured import OVERLAPPED_ISSUE, check_unmeasured
+from .unmeasured import check_unmeasured
+from .work import HALF, MEMORY_BOUND_OWN, VIEWS, call_flop, is_product, moved_bytes
 
-# operators that only make a new view of the same bytes
-VIEWS = frozenset(
-    f"aten.{op}"
-    for op in (
-        "view expand transpose.int t permute unsqueeze squeeze squeeze.dim squeeze.dims split.Tensor "
-        "split_with_sizes chunk slice.Tensor select.int unbind.int detach alias"
-    ).split()
-)
 CPU_PROCESS_BYTES = (340 * 2**20, 290 * 2**20)  # for `mixmesh run` with PyTorch 2.13: working, idle
-GPU_LAUNCH_S = 8e-6  # a kernel launch from eager PyTorch
-# With OVERLAPPED_ISSUE eager PyTorch issues the next kernels while a GPU computes: an operator takes the
-# longer of its issue and its run. That a queue of issued kernels hides a slow issue is not counted on.
-GPU_VIEW_S = 2e-6  # the issue of a view, which has no kernel
-GPU_KERNEL_S = 2e-6  # from the end of a kernel to the beginning of the next one's work
+# What the host takes to issue an operator of eager PyTorch to a GPU, where the cluster file does not say
+# (``issue_us``). Plain loops take 5 to 25 us, the training frameworks that were measured 30 to 60 a kernel;
+# ours interprets a program, without modules and hooks. The GPU computes meanwhile, so that an operator takes
+# the longer of its issue and its run: the measured layers (``python -m benchmarks layer-times``) do not add
+# them up. That a queue of issued kernels hides one slow issue is not counted on.
+GPU_ISSUE_S = 30e-6
+BACKWARD_ISSUE = 0.5  # of that for a kernel of the backward pass, which PyTorch issues without Python
+VIEW_ISSUE = 0.1  # of that for a view, which has no kernel
 CPU_LAUNCH_S = 4e-6  # dispatch of one operator on one full core
-EFFICIENCY = 0.5  # share of the datasheet's peak that dense layers reach in practice (Poplar, HAP: 0.3-0.6)
-HALF = ("f16", "bf16")
-# seconds of operators bound by memory, forward and backward, over those of reading and writing what they are
-# given and give, by tensors of the data's size that are read and written: of moments the gradient is written
-# and then added to that of normalise; batch norm by PyTorch's kernels reads its data once more in either pass
-# for the statistics; cross entropy looks at one logit of a row in the forward pass
+# seconds forward and backward of operators bound by memory on a CPU, over those of reading and writing what
+# they are given and give
 MEMORY_BOUND = (1.0, 1.5)
-MEMORY_BOUND_OWN = {
-    "mixmesh.local_batch_norm": (1.5, 2.5), "mixmesh.moments": (1.0, 5.0), "mixmesh.normalise": (1.0, 2.0),
-    "mixmesh.sum_exp": (1.0, 0.0), "mixmesh.cross_entropy": (0.0, 1.5),
-}  # fmt: skip
 CALL_PER_PIECE = ("broadcasts", "reduces")  # algorithms with a call for every rank of the group
 
 
@@ -65,18 +54,26 @@ class CostModel:
     """Costs on one cluster, from a profile or, without one, from the catalogue's figures.
 
     ``unmeasured`` names mechanisms of ``UNMEASURED`` to count on although no GPU has shown that they hold.
-    Raises InputError for another name.
+    ``tf32``: whether the job lets matrix products of fp32 run in TF32
+    (``torch.backends.cuda.matmul.allow_tf32``). Raises InputError for another name.
     """
 
     def __init__(
-        self, cluster: Cluster, profile: Profile | None = None, unmeasured: Collection[str] = ()
+        self,
+        cluster: Cluster,
+        profile: Profile | None = None,
+        unmeasured: Collection[str] = (),
+        *,
+        tf32: bool = False,
     ) -> None:
         self.cluster = cluster
         self.profile = profile
+        self.tf32 = tf32
         self.unmeasured = check_unmeasured(unmeasured)
         self._ops: dict[tuple, OpTime] = {}
         self._fits: dict[tuple, CollectiveFit | MeasuredCollective] = {}
         self._scales: dict[tuple, float] = {}
+        self._issues: dict[Device, float] = {}
         self._books: dict[Device, Measured] = {}
 
     @lazy
@@ -157,23 +154,36 @@ class CostModel:
 
     def _estimated(self, call: Call, grads: int, device: Device) -> OpTime:
         scale = self._class_scale(device, is_product(call))
-        work = roofline_s(call, device) * scale
-        forward, backward = passes(call, grads)
+        if device.kind == "cpu":
+            work = roofline_s(call, device) * scale
+            launch_s = CPU_LAUNCH_S / (device.cpu_share or 1)
+            ahead, back = passes(call, grads)
+            gradient = affine_curve(2 * launch_s, work * back) if grads and back else ZERO
+            return OpTime(affine_curve(launch_s, work * ahead), gradient)
+        issue_s = self.issue_s(device)
+        if call.op in VIEWS:
+            view = affine_curve(VIEW_ISSUE * issue_s, 0.0)
+            return OpTime(view, view if grads else ZERO)
 
-        def curve(kernels: int, full_s: float) -> Curve:
-            if device.kind == "cpu":
-                return affine_curve(kernels * CPU_LAUNCH_S / (device.cpu_share or 1), full_s)
-            if OVERLAPPED_ISSUE not in self.unmeasured:
-                return affine_curve(kernels * GPU_LAUNCH_S, full_s)
-            if call.op in VIEWS:
-                return affine_curve(kernels * GPU_VIEW_S, full_s)
-            return issued_curve(kernels * GPU_LAUNCH_S, kernels * GPU_KERNEL_S, full_s)
+        def curve(made: Kernels, each_s: float) -> Curve:
+            if not made.count:
+                return ZERO
+            return issued_curve(made.count * each_s, made.ramp_s, made.full_s * scale)
 
-        return OpTime(curve(1, work * forward), curve(2, work * backward) if grads and backward else ZERO)
+        forward, backward = kernels(call, grads, device, tf32=self.tf32)
+        return OpTime(curve(forward, issue_s), curve(backward, BACKWARD_ISSUE * issue_s))
+
+    def issue_s(self, device: Device) -> float:
+        """Seconds that the host of a GPU takes to issue an operator."""
+        if device not in self._issues:
+            usual_s = GPU_ISSUE_S if device.issue_s is None else device.issue_s
+            measured = self._measured(device)
+            self._issues[device] = usual_s if measured is None else scales.issue_s(measured, usual_s)
+        return self._issues[device]
 
     def _class_scale(self, device: Device, product: bool) -> float:
-        """Measured over roofline seconds of the same class of operators on this device, or of the other class
-        where nothing of this one was measured; 1 where nothing was."""
+        """Measured over estimated seconds of the same class of operators on this device, or of the other
+        class where nothing of this one was measured; 1 where nothing was."""
         key = (device, product)
         if key not in self._scales:
             of_class = (self._measure_scale(device, kind) for kind in (product, not product))
@@ -182,12 +192,9 @@ class CostModel:
 
     def _measure_scale(self, device: Device, product: bool) -> float | None:
         measured = self._measured(device)
-        ratios = []
-        for op in measured.ops.values() if measured else ():
-            estimate = work_s(op.flop, op.moved_bytes, device, half=False)
-            if (op.flop > 0) == product and estimate > 0:
-                ratios.append(op.forward.affine[1] * measured.step_scale / estimate)
-        return statistics.median(ratios) if ratios else None
+        if measured is None:
+            return None
+        return scales.slope(measured, device, product=product, tf32=self.tf32)
 
     def collective(self, name: str, ranks: tuple[int, ...]) -> CollectiveFit | MeasuredCollective:
         """The cost of a collective between ``ranks``, by its fastest algorithm where it was measured."""
@@ -225,13 +232,13 @@ class CostModel:
         if measured is not None:
             return measured.optimizer_s_per_byte * size_bytes
         # Adam reads weight, gradient and two moments and writes three of them
-        return 7 * size_bytes / device.memory_bytes_per_s
+        return 7 * size_bytes / memory_rate(device)
 
     def accumulation_s(self, rank: int, size_bytes: float) -> float:
         """Seconds of adding gradients of ``size_bytes`` to what is there of earlier micro-steps: two are read
         and one is written, as fast as operators bound by memory."""
         device = self.cluster.devices[rank]
-        return work_s(0, 3 * size_bytes, device, half=False) * self._class_scale(device, product=False)
+        return 3 * size_bytes / memory_rate(device) * self._class_scale(device, product=False)
 
     def slowdown(self, rank: int) -> float:
         """By how much of itself computing on ``rank`` takes longer while a collective is under way."""
@@ -300,42 +307,24 @@ def _ratio(a: float, b: float) -> float:
     return a / b if b else 1.0
 
 
-def is_product(call: Call) -> bool:
-    return call.op in RULES and bool(RULES[call.op].flops)
-
-
-def call_flop(call: Call) -> int:
-    """Floating point operations of the whole call (2 per multiply-add); 0 if bound by memory."""
-    rule = RULES.get(call.op)
-    if rule is None or not rule.flops:
-        return 0
-    try:
-        return 2 * multiply_adds(rule, call)
-    except PatternMismatch:
-        return 0
-
-
 def roofline_s(call: Call, device: Device) -> float:
-    """Seconds of the whole call on ``device`` without launch cost."""
+    """Seconds of the forward pass of the whole call on ``device`` without launch cost."""
     if call.op in VIEWS:
         return 0.0
+    if device.kind == "gpu":
+        return kernels(call, 0, device, tf32=False)[0].full_s
     half = any(t.dtype in HALF for t in call.outputs)
-    return work_s(call_flop(call), moved_bytes(call), device, half=half)
+    return scales.cpu_work_s(call_flop(call), moved_bytes(call), device, half=half)
 
 
-def work_s(flop: int, moved: float, device: Device, *, half: bool) -> float:
-    rate = device.half_flop_per_s if half and device.half_flop_per_s else device.flop_per_s
-    return max(flop / (rate * EFFICIENCY), moved / device.memory_bytes_per_s)
-
-
-def moved_bytes(call: Call) -> int:
-    """Bytes read and written by the whole call."""
-    return sum(t.size_bytes for t in call.inputs) + sum(t.size_bytes for t in call.outputs)
+def memory_rate(device: Device) -> float:
+    """Bytes per second of operators bound by memory."""
+    return device.memory_bytes_per_s * (device.kind == "cpu" or efficiency(ELEMENTWISE, ANY, device).share)
 
 
 def passes(call: Call, grads: int) -> tuple[float, float]:
-    """Forward and backward time over the roofline's: a product is repeated once per factor that takes a
-    gradient.
+    """Forward and backward time over the roofline's, on a CPU: a product is repeated once per factor that
+    takes a gradient.
 
     A bias takes a sum and no product, and attention's backward is two to two and a half forward passes
     (Dao, FlashAttention-2, 2023, section 4), so no operator counts more than two.

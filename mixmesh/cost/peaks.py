@@ -11,20 +11,23 @@ import math
 from ..cluster import Device
 from ..lang.optimizer_states import OptimizerStates
 from ..lang.rules import Call
-from .model import HALF, call_flop, moved_bytes
+from .efficiency import F32, HALF, TF32
+from .kernels import arithmetic
+from .work import call_flop, moved_bytes
 
 CONVOLUTIONS = "aten.conv"
 WINOGRAD = 4.0  # times fewer multiplications of F(4x4, 3x3), which cuDNN has for fp32 and fp16
 
 
-def peak_op_s(call: Call, grads: int, device: Device) -> float:
+def peak_op_s(call: Call, grads: int, device: Device, *, tf32: bool = False) -> float:
     """Seconds of the whole call, forward and backward, at the peaks. ``grads`` is how many of its inputs take
     a gradient: a product is repeated for each of two at most, as a bias takes a sum. Operators bound by
-    memory count nothing: a compiler may make them part of a product that reads or writes the same tensor."""
+    memory count nothing: a compiler may make them part of a product that reads or writes the same tensor.
+    ``tf32``: whether the job lets matrix products use it."""
     flop = least_flop(call)
     if not flop:
         return 0.0
-    least_s = max(flop / peak_flop_per_s(call, device), moved_bytes(call) / device.memory_bytes_per_s)
+    least_s = max(flop / peak_flop_per_s(call, device, tf32), moved_bytes(call) / device.memory_bytes_per_s)
     return least_s * (1 + min(grads, 2))
 
 
@@ -35,10 +38,10 @@ def least_flop(call: Call) -> float:
     return call_flop(call) / (WINOGRAD if has_windows else 1)
 
 
-def peak_flop_per_s(call: Call, device: Device) -> float:
-    """The fastest arithmetic that the device has for the dtype of the call."""
-    half = any(t.dtype in HALF for t in call.outputs)
-    return max(device.half_flop_per_s, device.flop_per_s) if half else device.flop_per_s
+def peak_flop_per_s(call: Call, device: Device, tf32: bool) -> float:
+    """The fastest arithmetic that the device has for the dtype of the call, on tensor cores where it may."""
+    peaks = {F32: 0.0, TF32: device.tf32_flop_per_s, HALF: device.half_flop_per_s}
+    return max(device.flop_per_s, peaks[arithmetic(call, device, tf32)])
 
 
 def peak_optimizer_s(states: OptimizerStates, size_bytes: float, device: Device) -> float:

@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 import pydantic
 
 from ..base.files import read_text
-from ..cluster import Cluster, Device
+from ..cluster import Cluster, Device, Machine
 from ..errors import InputError
 from ..lang.ir import Placement, Shard, refs
 from ..lang.ir.bounds import MAX_RANKS
@@ -321,10 +321,15 @@ def links_fingerprint(cluster: Cluster) -> str:
     """12 hex digits of what a measurement of links depends on: who sits where, on which links, how much of
     a core each process has. Neither names nor memories."""
     facts = [cluster.bandwidth_bytes_per_s, cluster.latency_s] + [
-        [m.link_bytes_per_s, m.link_latency_s, m.nic_bytes_per_s, [(d.kind, d.cpu_share) for d in m.devices]]
+        [*m.wiring[:3], [(d.kind, d.cpu_share) for d in m.devices], *_more_wiring(m)]
         for m in cluster.machines
     ]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
+
+
+def _more_wiring(machine: Machine) -> tuple[str, ...]:
+    """The further wiring of a machine with other links than one for all; empty without, as in old files."""
+    return machine.wiring[3:] if machine.links or machine.bridge_bytes_per_s is not None else ()
 
 
 def _curve(points: list[tuple[float, float]]) -> Curve:

@@ -1,33 +1,63 @@
-"""The links that collectives share: the NIC of every machine, out and in, and the link inside each machine.
+"""The links that collectives share: the NIC of every machine, out and in, and the links inside each machine.
 
-A collective crosses the NICs of its machines if they are several, and the link of every machine in which
-two of its ranks sit. The traffic is that of the algorithms behind ``ring_fit``: a ring over the ranks in
-order, a chain for broadcast and reduce, every pair on its own for all_to_all and direct sums.
+A collective crosses the NICs of its machines if they are several, and inside each machine the links between
+those of its ranks that follow each other. The traffic is that of the algorithms behind ``ring_fit``: a ring
+over the ranks (``ring_order``), a chain for broadcast and reduce, every pair on its own for all_to_all and
+direct sums. Two devices of a machine have a link of their own, or a way through the machine: all ways through
+a host bridge, if it has one, share its rate.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 
 from ..cluster import Cluster
-from .collectives import DIRECT, FLAT
+from .names import DIRECT, FLAT
 
-Link = tuple[str, int]  # "out", "in" or "inside", and the machine
+# "out" or "in" (of the NIC), "inside", "bridge" or "link N" (one that some devices have of their own), and
+# the machine
+Link = tuple[str, int]
+BRIDGE, INSIDE = "bridge", "inside"
+OWN = "link "
 
 
 def links_of(cluster: Cluster, ranks: tuple[int, ...]) -> frozenset[Link]:
     """All that collectives between ``ranks`` may cross."""
     sizes = Counter(map(cluster.machine_index_of, ranks))
-    inside = {("inside", m) for m, count in sizes.items() if count > 1}
+    inside = {
+        way_of(cluster, a, b)
+        for m, count in sizes.items()
+        if count > 1
+        for a, b in _every_pair([r for r in ranks if cluster.machine_index_of(r) == m], cluster, m)
+    }
     nics = {(way, m) for m in sizes for way in ("out", "in")} if len(sizes) > 1 else set()
     return frozenset(inside | nics)
+
+
+def _every_pair(ranks: Sequence[int], cluster: Cluster, m: int) -> Iterable[tuple[int, int]]:
+    """Two ranks of a machine, once for each way that there may be between any two."""
+    if not cluster.machines[m].links:
+        return [(ranks[0], ranks[1])]
+    return [(a, b) for a in ranks for b in ranks if a < b]
+
+
+def way_of(cluster: Cluster, a: int, b: int) -> Link:
+    """The link through which two ranks of a machine reach each other."""
+    m = cluster.machine_index_of(a)
+    machine, first = cluster.machines[m], cluster.ranks_of(m)[0]
+    number = machine.link_between(a - first, b - first) if machine.links else None
+    if number is not None:
+        return f"{OWN}{number}", m
+    return (INSIDE if machine.bridge_bytes_per_s is None else BRIDGE), m
 
 
 def link_s_per_byte(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> dict[Link, float]:
     """Seconds for which a collective occupies each link, per byte of the whole tensor.
 
     Inside a machine every device has a way of its own to its neighbour, so that one collective's hops do
-    not add up there; those of different collectives do. Raises ValueError for an unknown collective.
+    not add up there, but for those through one host bridge; those of different collectives do. Raises
+    ValueError for an unknown collective.
     """
     if len(ranks) < 2:
         return {}
@@ -38,12 +68,42 @@ def link_s_per_byte(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -
         load = _by_levels(cluster, FLAT[collective], ranks)
     else:
         load = _hops(cluster, collective, ranks)
-    return {link: share / _bytes_per_s(cluster, link) for link, share in load.items()}
+    return {link: share / bytes_per_s_of(cluster, link) for link, share in load.items()}
+
+
+def bridge_s_per_byte(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> float:
+    """The seconds on the busiest host bridge among these; 0 without any."""
+    if all(cluster.machines[m].bridge_bytes_per_s is None for m in {*map(cluster.machine_index_of, ranks)}):
+        return 0.0
+    busy = link_s_per_byte(cluster, collective, ranks)
+    return max((s for (way, _), s in busy.items() if way == BRIDGE), default=0.0)
+
+
+def ring_order(cluster: Cluster, ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """The ranks in the order of a ring: those of a machine that have a link of their own follow each other,
+    as libraries look for the ring with the fewest slow hops."""
+    if not any(cluster.machines[m].links for m in {*map(cluster.machine_index_of, ranks)}):
+        return ranks
+    left, out = list(ranks), [ranks[0]]
+    left.remove(ranks[0])
+    while left:
+        here = cluster.machine_index_of(out[-1])
+        near = [r for r in left if cluster.machine_index_of(r) == here]
+        linked = [r for r in near if cluster.link_between(out[-1], r) is not None]
+        out.append((linked or near or left)[0])
+        left.remove(out[-1])
+    return tuple(out)
+
+
+def _add(load: dict[Link, float], cluster: Cluster, a: int, b: int, share: float) -> None:
+    """Adds the load of one hop of a ring or a chain inside a machine."""
+    way = way_of(cluster, a, b)
+    load[way] = load.get(way, 0.0) + share if way[0] == BRIDGE else max(load.get(way, 0.0), share)
 
 
 def _hops(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> dict[Link, float]:
-    n = len(ranks)
-    hops = list(zip(ranks, ranks[1:] + ranks[:1]))
+    n, order = len(ranks), ring_order(cluster, ranks)
+    hops = list(zip(order, order[1:] + order[:1]))
     match collective:
         case "all_reduce":
             carried = 2 * (n - 1) / n
@@ -57,7 +117,7 @@ def _hops(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> dict[Lin
     for a, b in hops:
         here, there = cluster.machine_index_of(a), cluster.machine_index_of(b)
         if here == there:
-            load["inside", here] = carried
+            _add(load, cluster, a, b, carried)
         else:
             load["out", here] += carried
             load["in", there] += carried
@@ -66,11 +126,17 @@ def _hops(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> dict[Lin
 
 def _by_levels(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> dict[Link, float]:
     """All bytes to the first rank of each machine, between these, and back; or one way, between owners."""
-    sizes = Counter(map(cluster.machine_index_of, ranks))
+    by_machine: dict[int, list[int]] = {}
+    for r in ranks:
+        by_machine.setdefault(cluster.machine_index_of(r), []).append(r)
     ways = 2.0 if collective == "all_reduce" else 1.0
-    load: dict[Link, float] = {("inside", m): ways for m, count in sizes.items() if count > 1}
-    between = ways * (len(sizes) - 1) / len(sizes)
-    return load | {(way, m): between for m in sizes for way in ("out", "in") if len(sizes) > 1}
+    load: dict[Link, float] = {}
+    for mine in by_machine.values():
+        order = ring_order(cluster, tuple(mine))
+        for a, b in zip(order, order[1:]):
+            _add(load, cluster, a, b, ways)
+    between = ways * (len(by_machine) - 1) / len(by_machine)
+    return load | {(way, m): between for m in by_machine for way in ("out", "in") if len(by_machine) > 1}
 
 
 def _pairs(cluster: Cluster, ranks: tuple[int, ...], part: float) -> dict[Link, float]:
@@ -78,11 +144,18 @@ def _pairs(cluster: Cluster, ranks: tuple[int, ...], part: float) -> dict[Link, 
     n = len(ranks)
     load: dict[Link, float] = {}
     for m, count in Counter(map(cluster.machine_index_of, ranks)).items():
-        if count > 1:
-            load["inside", m] = (count - 1) * part
+        if count > 1 and _is_plain(cluster, m):
+            load[INSIDE, m] = (count - 1) * part
+        elif count > 1:
+            mine = [r for r in ranks if cluster.machine_index_of(r) == m]
+            load |= _sent_inside(cluster, ((a, b, part) for a in mine for b in mine if a != b))
         if count < n:
             load["out", m] = load["in", m] = count * (n - count) * part
     return load
+
+
+def _is_plain(cluster: Cluster, m: int) -> bool:
+    return not cluster.machines[m].links and cluster.machines[m].bridge_bytes_per_s is None
 
 
 Sent = tuple[tuple[int, int, float], ...]  # from rank, to rank, share of the whole tensor
@@ -91,21 +164,41 @@ Sent = tuple[tuple[int, int, float], ...]  # from rank, to rank, share of the wh
 def sent_s_per_byte(cluster: Cluster, sent: Sent) -> dict[Link, float]:
     """As ``link_s_per_byte``, where ranks send each other what is ``sent``."""
     load: dict[Link, float] = defaultdict(float)
-    ways: dict[tuple[str, int], float] = defaultdict(float)  # for each device, within its machine
+    inside = []
     for a, b, share in sent:
         here, there = cluster.machine_index_of(a), cluster.machine_index_of(b)
         if here == there:
-            ways["out", a] += share
-            ways["in", b] += share
+            inside.append((a, b, share))
         else:
             load["out", here] += share
             load["in", there] += share
-    for (_, rank), share in ways.items():
-        link = ("inside", cluster.machine_index_of(rank))
+    load |= _sent_inside(cluster, inside)
+    return {link: share / bytes_per_s_of(cluster, link) for link, share in load.items()}
+
+
+def _sent_inside(cluster: Cluster, sent: Iterable[tuple[int, int, float]]) -> dict[Link, float]:
+    """Loads by what is sent within machines: each device has its own way onto a link, all share a bridge."""
+    ways: dict[tuple[Link, str, int], float] = defaultdict(float)
+    load: dict[Link, float] = defaultdict(float)
+    for a, b, share in sent:
+        link = way_of(cluster, a, b)
+        if link[0] == BRIDGE:
+            load[link] += share
+        else:
+            ways[link, "out", a] += share
+            ways[link, "in", b] += share
+    for (link, _, _), share in ways.items():
         load[link] = max(load[link], share)
-    return {link: share / _bytes_per_s(cluster, link) for link, share in load.items()}
+    return load
 
 
-def _bytes_per_s(cluster: Cluster, link: Link) -> float:
-    machine = cluster.machines[link[1]]
-    return machine.link_bytes_per_s if link[0] == "inside" else machine.nic_bytes_per_s
+def bytes_per_s_of(cluster: Cluster, link: Link) -> float:
+    """The rate of a link."""
+    way, number = link
+    machine = cluster.machines[number]
+    if way.startswith(OWN):
+        return machine.links[int(way.removeprefix(OWN))].bytes_per_s
+    if way == BRIDGE:
+        assert machine.bridge_bytes_per_s is not None  # as way_of says
+        return machine.bridge_bytes_per_s
+    return machine.link_bytes_per_s if way == INSIDE else machine.nic_bytes_per_s

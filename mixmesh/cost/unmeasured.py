@@ -1,7 +1,7 @@
 """Mechanisms of GPUs that no measurement stands behind: nothing here has run on one.
 
 Plans do not count on them unless they are asked for by name (``mixmesh plan --unmeasured NAME``). A profile
-of the cluster replaces both: what it has measured is used as it is.
+of the cluster replaces the first: what it has measured is used as it is.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ from ..errors import InputError
 
 # sums of few bytes by one message between each two ranks (``direct``): a hop in place of the library's many
 ONE_SHOT_SUMS = "one-shot-sums"
-# kernels are issued while earlier ones run: an operator takes the longer of both, not their sum
-OVERLAPPED_ISSUE = "overlapped-issue"
 # a stage of a pipeline computes nothing while it sends, as in systems that were measured; ours is to go on
 BLOCKING_SENDS = "blocking-sends"
-UNMEASURED = (ONE_SHOT_SUMS, OVERLAPPED_ISSUE, BLOCKING_SENDS)
+UNMEASURED = (ONE_SHOT_SUMS, BLOCKING_SENDS)
 
 
 def check_unmeasured(names: Collection[str]) -> frozenset[str]:

@@ -1,14 +1,14 @@
-"""Why is a tensor placed as it is? Every other placement, with the cheapest program that uses it.
+"""Explains why a tensor is placed as it is: by every other placement, with the cheapest program that uses it.
 
-names         which tensor is meant, and what stands in its place in other layers
+names         the tensor that a user means, and its counterparts in other layers
 places        the search with the tensor's placement forced
-views         how the question is put to a plan over one ratio, over several, and to one per machine
-judge         what the simulator says of a program, in the plan's micro-steps
+views         the question for a plan over one ratio, over several, or with a program per machine
+judge         the simulator's result for a program, with the plan's micro-batches
 alternatives  every placement with the best of its programs
-reasons       why a placement is in no program at all
-changes       what differs between two programs: instructions, collectives
+reasons       the reason why no program has a placement
+changes       the differences between two programs: instructions, collectives
 summary       the answer in a sentence
-overview      a plan as a whole: who computes what, and what passes between them
+overview      a plan as a whole: the work of each rank, and the communication between ranks
 """
 
 from .alternatives import explain_tensor

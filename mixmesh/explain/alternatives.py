@@ -1,4 +1,4 @@
-"""Each placement of one tensor with the cheapest program that has it: searched, bucketed, simulated."""
+"""Finds the cheapest program for each placement of one tensor: searches, chooses buckets, simulates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..lang.ir import Instruction, Program
 from ..lang.optimizer_states import ADAM, OptimizerStates
 from ..lang.plan_file import Plan
 from ..passes.factors import best_factors
-from .changes import collectives_between, differing
+from .changes import collectives_between, num_differing
 from .explanation import SAME, Alternative, Explanation
 from .judge import Judge, Judged
 from .summary import summary_of
@@ -27,28 +27,28 @@ def explain_tensor(
     all_layers: bool = False,
     optimizer_states: OptimizerStates = ADAM,
 ) -> Explanation:
-    """The cost of every placement of a tensor of ``plan``, its own included.
+    """Returns the cost of every placement of a tensor of ``plan``, its own included.
 
-    ``tensor`` is a value of the program, the path of a parameter, or the end of one of them; of a plan of two
-    levels a value of one machine (``h.m0``), or a path or value without a machine, which means it in all.
-    Forces the placement of this tensor alone, or with ``all_layers`` of all that stand in its place in other
+    ``tensor`` is a value of the program, the path of a parameter, or the end of one of them. In a plan of two
+    levels it is a value of one machine (``h.m0``), or a path or value without a machine, for all of them. The
+    placement of this tensor alone is forced, or with ``all_layers`` also that of its counterparts in other
     layers. Raises InputError for a tensor that is not there, PlanError for a plan of another cluster.
     """
     check_plan(plan, cluster)
-    costs = CostModel(cluster, profile)
+    costs = CostModel(cluster, profile, tf32=plan.tf32)
     view = view_of(plan.program, costs, tensor, all_layers, optimizer_states)
     question = Question(plan, view, costs, optimizer_states)
     alternatives = tuple(question.alternatives())
     planned = question.planned
     least_s = min((a.step_s for a in alternatives if a.fits or not planned.fits), default=float("inf"))
-    maker, *others = (plan.program.producers[name] for name in dict.fromkeys(view.made))
-    used = [i for name in view.made for i in _uses(plan.program, name)]
+    maker, *others = (plan.program.producers[name] for name in dict.fromkeys(view.values))
+    used = [i for name in view.values for i in _uses(plan.program, name)]
     return Explanation(
         tensors=view.tensors,
         op=maker.op,
         location=maker.location,
         placement=view.text(view.own),
-        made=maker,
+        maker=maker,
         used=tuple(dict.fromkeys((*others, *used))),
         step_s=planned.step_s,
         alternatives=alternatives,
@@ -59,17 +59,17 @@ def explain_tensor(
 
 
 class Question:
-    """A tensor of a plan: every placement with the best of its programs."""
+    """Compares the placements of a tensor of a plan, each with the best of its programs."""
 
     def __init__(self, plan: Plan, view: View, costs: CostModel, optimizer_states: OptimizerStates) -> None:
         self.view, self.costs = view, costs
         self.judge = Judge(plan, costs, optimizer_states)
         self.planned = self.judge.planned()
-        self.at_once: dict[str, str] = {}  # by placement, why its program takes no micro-steps
+        self.at_once: dict[str, str] = {}  # by placement, why its program takes no micro-batches
 
     def alternatives(self) -> Iterator[Alternative]:
-        """One alternative for every placement where the tensor is (R, S(d) for every dim, P), then on other
-        ranks."""
+        """Yields an alternative for every placement on the tensor's ranks (R, S(d) for every dim, P), then
+        for other ranks."""
         view, own = self.view, self._own()
         rows: list[Alternative] = []
         for code in view.places[0].codes:
@@ -87,52 +87,53 @@ class Question:
                 rows.append(Alternative(view.text(codes), False, impossible=view.nothing))
             else:
                 rows.append(self._alternative(view.text(codes), candidate, own))
-        if not any(a.is_plan for a in rows):  # machines hold it in different ways
+        if not any(a.is_plan for a in rows):  # machines hold it with different placements
             rows.insert(0, self._alternative(view.text(view.own), own, own, is_plan=True))
         yield from rows
         elsewhere: dict[str, list[Program]] = {}
         for text, program in view.elsewhere():
             elsewhere.setdefault(text, []).append(program)
         for text, programs in elsewhere.items():
-            yield self._alternative(text, self.cheapest(programs), own)
+            if (candidate := self.cheapest(programs)) is not None:
+                yield self._alternative(text, candidate, own)
 
     def _own(self) -> Judged:
-        """The cheapest program with the plan's own placement: the plan's, or what the search finds now."""
+        """The cheapest program with the plan's own placement: the plan's, or the search's result."""
         searched, planned = self.cheapest(self.view.programs(self.view.own)), self.planned
         if searched is not None and searched.key < planned.key:
             if searched.step_s < planned.step_s * (1 - SAME) or not planned.fits:
                 return searched
         return planned
 
-    def _alternative(self, text: str, found: Judged, own: Judged, is_plan: bool = False) -> Alternative:
-        added, removed = collectives_between(own.program, found.program, self.costs)
-        peaks = (j.proposal.peak_memory_bytes for j in (found, own))
-        if found.at_once:
-            self.at_once[text] = found.at_once
+    def _alternative(self, text: str, candidate: Judged, own: Judged, is_plan: bool = False) -> Alternative:
+        added, removed = collectives_between(own.program, candidate.program, self.costs)
+        peaks = (j.proposal.peak_memory_bytes for j in (candidate, own))
+        if candidate.at_once:
+            self.at_once[text] = candidate.at_once
         return Alternative(
             placement=text,
             is_plan=is_plan,
-            program=found.program,
-            step_s=found.step_s,
-            fits=found.fits,
-            difference_s=found.step_s - self.planned.step_s,
-            num_differing=differing(own.program, found.program),
+            program=candidate.program,
+            step_s=candidate.step_s,
+            fits=candidate.fits,
+            difference_s=candidate.step_s - self.planned.step_s,
+            num_differing=num_differing(own.program, candidate.program),
             added=added,
             removed=removed,
             memory_difference_bytes=tuple(a - b for a, b in zip(*peaks)),
         )
 
     def cheapest(self, programs: Iterable[Program]) -> Judged | None:
-        """The best of some programs; None of none."""
+        """The best of some programs, or None without any."""
         judged = [self.judge.best(p) for p in dict.fromkeys(programs)]
         if judged and not any(j.fits for j in judged):
-            # other parameters may be stored in shards where memory is short
+            # if none fits in memory, try storing the other parameters in shards
             stored = (self.view.in_shards(j.program) for j in tuple(judged))
             judged += [self.judge.best(p) for p in stored if p is not None]
         best = min(judged, key=lambda j: j.key, default=None)
         if best is None:
             return None
-        # no factors are gathered in a program of micro-steps, or of several ratios
+        # programs with micro-batches or several ratios gather no factors
         if isinstance(self.view, Flat) and not self.judge.accumulates:
             factored = best_factors(best.program, self.costs, lambda p: self.judge.best(p).key)
             if factored is not None:

@@ -1,4 +1,4 @@
-"""The differences between two programs of one graph: their instructions, and the collectives of a step."""
+"""The differences between two programs of one graph: in instructions, and in the collectives of a step."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ HOW = ("bucket", "algorithm", "gradient_algorithm")  # attributes that follow fr
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective that one program has and another has not.
+    """A collective that only one of two programs has.
 
-    ``value`` is a tensor of the graph, a parameter by its path. ``phase``: ``forward``, ``backward``,
-    ``again`` (a gather that the backward pass repeats), ``gradient`` (a parameter's part in the sum of a
-    bucket, with as much of its seconds as it has of its bytes) or ``stepped`` (its part in the gather of what
-    owners have stepped).
+    ``value`` is a tensor of the graph; a parameter has its path. ``phase`` is ``forward``, ``backward``,
+    ``again`` (a gather that the backward pass repeats), ``gradient`` (a parameter's part in the reduction of
+    a bucket, with its share of the seconds by bytes) or ``stepped`` (its part in the gather of parameters
+    that their shard owners stepped).
     """
 
     name: str
@@ -37,9 +37,9 @@ class Collective:
         return (self.name, self.value, self.phase, self.size_bytes, self.num_ranks)
 
 
-def differing(a: Program, b: Program) -> int:
-    """How many instructions one of the programs has that the other has not: the larger of both numbers.
-    Names of values that hold the same tensor in the same way are alike, and so are buckets."""
+def num_differing(a: Program, b: Program) -> int:
+    """The number of instructions that only one of the programs has, the larger of both numbers. The names of
+    values do not count if they hold the same tensor with the same placement, nor do buckets."""
     one, two = Counter(_instructions(a)), Counter(_instructions(b))
     return max((one - two).total(), (two - one).total())
 
@@ -47,7 +47,7 @@ def differing(a: Program, b: Program) -> int:
 def collectives_between(
     before: Program, after: Program, costs: CostModel
 ) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
-    """The collectives that ``after`` has and ``before`` has not, and the reverse; the longest first."""
+    """The collectives that only ``after`` has, and those that only ``before`` has; the longest first."""
     one, two = tuple(collectives(before, costs)), tuple(collectives(after, costs))
     return _without(two, one), _without(one, two)
 
@@ -64,13 +64,13 @@ def _without(these: tuple[Collective, ...], those: tuple[Collective, ...]) -> tu
 
 
 def collectives(program: Program, costs: CostModel) -> Iterator[Collective]:
-    """All collectives of a step but the sum of the loss, with their seconds as the simulator has them."""
-    called = _called(program)
+    """All collectives of a step except that of the loss, with their seconds in the simulator."""
+    tensor_of = _tensors(program)
 
-    def made(exchange: Exchange, value: str, phase: str) -> Collective:
+    def collective(exchange: Exchange, value: str, phase: str) -> Collective:
         return Collective(
             exchange.name,
-            called[value],
+            tensor_of[value],
             phase,
             exchange.size_bytes,
             len(exchange.ranks),
@@ -80,23 +80,25 @@ def collectives(program: Program, costs: CostModel) -> Iterator[Collective]:
     for i in program.instructions:
         exchange = exchange_of(program, i)
         if exchange is not None:
-            yield made(exchange, i.result, "forward")
+            yield collective(exchange, i.result, "forward")
             if i.result in program.requires_grad and is_resharded(program, i):
-                yield made(exchange, i.result, "again")
+                yield collective(exchange, i.result, "again")
         if i.is_redistribution and i.result in program.requires_grad:
             exchange = exchange_of(program, i, backward=True)
             if exchange is not None:
-                yield made(exchange, i.result, "backward")
+                yield collective(exchange, i.result, "backward")
         if is_factored(i) and len(ranks := program.participants(i.type)) > 1:
-            has_weight = i.inputs[1] in program.requires_grad  # otherwise the bias alone takes a gradient
+            has_weight = i.inputs[1] in program.requires_grad  # otherwise only the bias gets a gradient
             for value in (i.result, i.inputs[0])[: 1 + has_weight]:
                 size = program.types[value].value.size_bytes
-                yield made(Exchange("all_gather", size, ranks), value, "backward")
-    yield from _of_gradients(program, costs, called)
+                yield collective(Exchange("all_gather", size, ranks), value, "backward")
+    yield from _gradient_collectives(program, costs, tensor_of)
 
 
-def _of_gradients(program: Program, costs: CostModel, called: dict[str, str]) -> Iterator[Collective]:
-    """The sums of gradients, parameter by parameter: each has its part of the bucket's seconds."""
+def _gradient_collectives(
+    program: Program, costs: CostModel, tensor_of: dict[str, str]
+) -> Iterator[Collective]:
+    """The collectives of gradients, parameter by parameter: each has its part of the bucket's seconds."""
     for bucket in gradient_sums(program):
         passed = [(bucket.exchange, "gradient"), *([(bucket.gather, "stepped")] if bucket.owned else [])]
         for p, cell in zip(bucket.params, bucket.cells or (None,) * len(bucket.params)):
@@ -104,11 +106,11 @@ def _of_gradients(program: Program, costs: CostModel, called: dict[str, str]) ->
             part = size / bucket.size_bytes if bucket.size_bytes else 0.0
             for exchange, phase in passed:
                 part_s = exchange.seconds(costs) * part
-                yield Collective(exchange.name, called[p.result], phase, size, len(bucket.ranks), part_s)
+                yield Collective(exchange.name, tensor_of[p.result], phase, size, len(bucket.ranks), part_s)
 
 
-def _called(program: Program) -> dict[str, str]:
-    """Values -> what they hold: the value of the graph, a leaf by its path."""
+def _tensors(program: Program) -> dict[str, str]:
+    """Maps each value to the tensor of the graph that it holds; a leaf has its path."""
     out: dict[str, str] = {}
     for i in program.instructions:
         for name in i.results:
@@ -122,18 +124,18 @@ def _called(program: Program) -> dict[str, str]:
 
 
 def _instructions(program: Program) -> Iterator[tuple]:
-    """Instructions without names: a use is the tensor and how it is held."""
-    called = _called(program)
+    """Yields instructions without the names of values: a use is the tensor and its placement."""
+    tensor_of = _tensors(program)
 
-    def held(ref: Ref) -> tuple:
-        return ("%", called[ref.name], program.types[ref.name].placement)
+    def held(ref: Ref) -> tuple[object, ...]:
+        return ("%", tensor_of[ref.name], program.types[ref.name].placement)
 
     for i in program.instructions:
         yield (
             i.op,
             map_refs(i.args, held),
             tuple((k, map_refs(v, held)) for k, v in i.kwargs),
-            tuple(called[r] if r is not None else None for r in i.results),
+            tuple(tensor_of[r] if r is not None else None for r in i.results),
             tuple((t.value, t.placement) for t in i.types),
             _attributes(i),
         )

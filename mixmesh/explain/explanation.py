@@ -1,4 +1,4 @@
-"""The answer to what a placement costs: the tensor's alternatives, beside the plan's own."""
+"""The answer to a question about a placement: the alternatives to it with their costs."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from dataclasses import dataclass, field
 from ..lang.ir import Instruction, Program, print_instruction
 from .changes import Collective
 
-SAME = 1e-6  # share of a step: less is rounding
+SAME = 1e-6  # share of a step; smaller differences are rounding
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """One placement of the tensor, with where it holds if that is not the whole plan: ``S(0)@r1`` under a
-    ratio, ``R@m0`` in a machine. Where ``program`` is None there is none, and ``impossible`` says why.
+    """One placement of the tensor. If it holds only in a part of the plan, it names that: ``S(0)@r1`` under a
+    ratio, ``R@m0`` in a machine. ``program`` is None if no program has the placement; ``impossible`` says
+    why.
 
-    ``difference_s`` is to the plan's step. ``num_differing``, ``added``, ``removed`` and
-    ``memory_difference_bytes`` (per rank, of the peak) are to the program of the plan's own placement.
+    ``difference_s`` compares with the plan's step. ``num_differing``, ``added``, ``removed`` and
+    ``memory_difference_bytes`` (the peak of each rank) compare with the program of the plan's own placement.
     """
 
     placement: str
@@ -34,19 +35,19 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Where a tensor stands in a plan, and what other placements of it would cost.
+    """The place of a tensor in a plan, and the costs of its other placements.
 
-    ``tensors``: the tensor asked for, and with it those of the other layers that were forced alike.
-    ``made`` and ``used`` are instructions of the plan; of a tensor in several machines, ``made`` is that of
-    the first and ``used`` has those of the others too. ``can_be_improved``: one of
-    the programs is faster than the plan's, by more than rounding.
+    ``tensors`` are the tensor itself, and its counterparts in other layers that were forced with it.
+    ``maker`` and ``used`` are the instructions of the plan that make it and use it; for a tensor in several
+    machines, ``maker`` is that of the first, and ``used`` begins with those of the others.
+    ``can_be_improved``: one of the programs is faster than the plan's, by more than rounding.
     """
 
     tensors: tuple[str, ...]
     op: str
     location: str
     placement: str
-    made: Instruction
+    maker: Instruction
     used: tuple[Instruction, ...]
     step_s: float
     alternatives: tuple[Alternative, ...]
@@ -61,4 +62,4 @@ class Explanation:
     @property
     def lines(self) -> tuple[str, ...]:
         """The instructions of the plan that make, move and use the tensor."""
-        return tuple(map(print_instruction, (self.made, *self.used)))
+        return tuple(map(print_instruction, (self.maker, *self.used)))

@@ -1,4 +1,4 @@
-"""A plan in one line."""
+"""Describes a plan in one line."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ BASELINES = (("single", "the fastest device alone"), ("ddp-even", "DDP"))
 
 
 def headline(plan: Plan, cluster: Cluster) -> str:
-    """One line for people: ``3 devices in 2 machines: hap, 22 / 7 / 3 samples, 118 ms, 1.4x of DDP``, by what
-    the plan predicts of itself and of the baselines that fit. Several devices are never said to be faster
-    than one by more than their speeds come to: a prediction that says so has seen one of them at its worst.
-    """
+    """Formats a plan's own predictions, and those of the baselines that fit, for people:
+    ``3 devices in 2 machines: hap, 22 / 7 / 3 samples, 118 ms, 1.4x of DDP``. Several devices are never
+    said to be faster than one by more than the sum of their speeds: a prediction that says so has seen one of
+    them at its worst."""
     devices = f"{plural(cluster.world_size, 'device')} in {plural(len(cluster.machines), 'machine')}"
     samples = samples_per_rank(plan)
     parts = [plan.planner]
@@ -59,7 +59,7 @@ def summed_speeds(devices: Sequence[Device], part: Sequence[Device]) -> float:
 
 
 def samples_per_rank(plan: Plan) -> tuple[int, ...]:
-    """The samples of a global batch that each rank computes; all 0 where the program cuts no samples."""
+    """The samples of a global batch that each rank computes; zeros if the program does not cut samples."""
     program = plan.program
     if plan.micro_batches is not None:
         return tuple(sum(m.sizes) for m in plan.micro_batches)

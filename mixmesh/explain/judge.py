@@ -1,4 +1,4 @@
-"""Seconds of an alternative's step: simulated as the plan runs, in its micro-steps and with its owners."""
+"""Judges alternatives by the simulator, with the micro-batches and the shard owners of the plan."""
 
 from __future__ import annotations
 
@@ -6,7 +6,17 @@ from dataclasses import dataclass, replace
 
 from ..cost import CostModel
 from ..errors import PlanError
-from ..lang.ir import Program, Replicate, Samples, separable, support, wgrad_of, with_wgrads, with_whole_rows
+from ..lang.ir import (
+    Instruction,
+    Program,
+    Replicate,
+    Samples,
+    separable,
+    support,
+    wgrad_of,
+    with_wgrads,
+    with_whole_rows,
+)
 from ..lang.optimizer_states import OptimizerStates
 from ..lang.plan_file import MicroBatch, Plan, accumulates, accumulation
 from ..passes.recomputation import recomputed
@@ -21,7 +31,8 @@ from ..search.placement.split import is_joined
 
 @dataclass(frozen=True)
 class Judged:
-    """A program as the simulator sees it. ``at_once``: why it takes no micro-steps where the plan does."""
+    """A program with the simulator's result. ``at_once`` is the reason why it takes no micro-batches although
+    the plan does."""
 
     proposal: Proposal
     at_once: str = ""
@@ -44,13 +55,13 @@ class Judged:
 
 
 class Judge:
-    """The simulator for one plan."""
+    """Simulates programs in place of that of one plan."""
 
     def __init__(self, plan: Plan, costs: CostModel, optimizer_states: OptimizerStates) -> None:
         self.plan = plan
         self.task = Task(plan.program.graph, costs, optimizer_states, lambda _: None)
         self.task.dtypes = plan.program.dtypes
-        # sums are made as in the plan
+        # reductions use the plan's algorithms
         self.task.levels, self.task.direct_bytes = plan.program.levels, plan.program.direct_bytes
         self.accumulates = accumulates(plan.micro_batches)
 
@@ -61,8 +72,9 @@ class Judge:
         return Judged(self.task.judge("plan", self.plan.program, simulation, micro_batches=rows))
 
     def best(self, program: Program) -> Judged:
-        """The program in its best buckets, with owners and weight gradients as in the plan, in as many
-        micro-steps if it can run in them; if it does not fit, with regions that are computed again."""
+        """Judges a program with its best buckets, and with the plan's shard owners, split weight gradients
+        and number of micro-batches, as far as it can have these; if it does not fit, with rematerialised
+        regions."""
         candidate = self.in_micro_steps(self.as_planned(replace(program, dtypes=self.plan.program.dtypes)))
         if not candidate.fits:
             recompute = recomputed_within if is_joined(program) else recomputed
@@ -75,7 +87,7 @@ class Judge:
         return with_wgrads_of(self.plan.program, with_owners_of(self.plan.program, program))
 
     def ordered(self, judged: Judged) -> Judged:
-        """In the fastest of its orders, as plans are that take the batch at once."""
+        """Puts the program into its fastest order, as planning does for plans without micro-batches."""
         if self.accumulates:
             return judged
         return replace(judged, proposal=flat(self.task, ordered(self.task, judged.proposal)))
@@ -86,6 +98,7 @@ class Judge:
             try:
                 program = with_whole_rows(program)
                 simulation = self.task.simulation(program, accumulating=True)
+                assert simulation.samples is not None  # it accumulates
                 rows = self.micro_batches(program, simulation.samples)
                 return Judged(self.task.best_buckets("explain", program, simulation, rows))
             except PlanError as error:
@@ -93,8 +106,9 @@ class Judge:
         return Judged(self.task.best_buckets("explain", program), refused)
 
     def micro_batches(self, program: Program, samples: Samples) -> tuple[MicroBatch, ...]:
-        """The plan's, or as many equal ones of other shares. Raises PlanError if these are not whole."""
-        planned = self.plan.micro_batches
+        """The plan's micro-batches, or the same number of equal ones for other shares. Raises PlanError if
+        these shares cannot be divided."""
+        planned = self.plan.micro_batches or ()
         if samples.counts != tuple(sum(m.sizes) for m in planned):
             steps = max(m.steps for m in planned)
             rows = (n // steps for n in samples.counts)
@@ -103,14 +117,14 @@ class Judge:
         return planned
 
 
-def with_owners_of(plan: Program, made: Program) -> Program:
-    """``made`` with those owners of gradients that the plan has, of parameters that are held as there."""
+def with_owners_of(plan: Program, program: Program) -> Program:
+    """``program`` with the plan's shard owners of the parameters that both hold alike."""
     held = {i.result: i for i in plan.params if i.attr("owned") is not None}
-    ratios = dict(made.ratios)
+    ratios = dict(program.ratios)
     out = []
-    for i in made.instructions:
-        like = held.get(i.results[0]) if i.op == "param" else None
-        if like is None or not alike(plan, like, made, i):
+    for i in program.instructions:
+        like = held.get(i.result) if i.op == "param" else None
+        if like is None or not can_have_owners(plan, like, program, i):
             out.append(i)
             continue
         shares = plan.ratio_of[like.attr("owned")]
@@ -122,19 +136,20 @@ def with_owners_of(plan: Program, made: Program) -> Program:
         attrs = tuple((k, v) for k, v in i.attrs if k not in ("owned", "stage"))
         attrs += (("owned", name), ("stage", like.attr("stage")))
         out.append(replace(i, attrs=attrs))
-    return replace(made, ratios=tuple(ratios.items()), instructions=tuple(out)) if held else made
+    return replace(program, ratios=tuple(ratios.items()), instructions=tuple(out)) if held else program
 
 
-def with_wgrads_of(plan: Program, made: Program) -> Program:
-    """``made`` with those gradients of weights apart that the plan has apart, where they can be."""
+def with_wgrads_of(plan: Program, program: Program) -> Program:
+    """``program`` with the plan's split weight gradients, where they can be split."""
     when = {i.results[0]: wgrad for i in plan.instructions if (wgrad := wgrad_of(i)) is not None}
-    named = ((n, made.instructions[n].result) for n in (separable(made) if when else ()))
-    return with_wgrads(made, {n: when[name] for n, name in named if name in when})
+    named = ((n, program.instructions[n].result) for n in (separable(program) if when else ()))
+    return with_wgrads(program, {n: when[name] for n, name in named if name in when})
 
 
-def alike(plan: Program, one, made: Program, other) -> bool:
-    """Whether two programs hold a parameter whole on the same ranks, with gradients that are summed."""
-    whole = isinstance(one.type.placement, Replicate) and isinstance(other.type.placement, Replicate)
-    owners = support(plan.ratio_of[one.attr("owned")])
-    summed = other.result not in made.factored and other.args[0] not in made.copies
-    return whole and summed and {*owners} <= {*made.participants(other.type)}
+def can_have_owners(plan: Program, owned: Instruction, program: Program, param: Instruction) -> bool:
+    """Whether ``param`` of a program can have the shard owners of ``owned``, the same parameter in the plan:
+    both hold it whole, the owners hold it, and its gradient is reduced."""
+    whole = isinstance(owned.type.placement, Replicate) and isinstance(param.type.placement, Replicate)
+    owners = support(plan.ratio_of[owned.attr("owned")])
+    is_reduced = param.result not in program.factored and param.args[0] not in program.copies
+    return whole and is_reduced and {*owners} <= {*program.participants(param.type)}

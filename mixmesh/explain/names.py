@@ -1,4 +1,4 @@
-"""Which tensor of a program is meant."""
+"""Finds the tensor of a program that a user means."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ SHOWN = 4
 
 
 def find_tensor(program: Program, text: str) -> str:
-    """The name, in ``program.graph``, of the tensor that a user means: a value (``%h``, or what one of its
-    redistributions is called), a path of the model (``blocks.0.fc1.weight``), or the end of just one of
-    them. Raises InputError with the names that come close."""
+    """The name in ``program.graph`` of the tensor that ``text`` names: a value (``%h``, or the result of one
+    of its redistributions), a path of the model (``blocks.0.fc1.weight``), or the end of exactly one of
+    these. Raises InputError with similar names."""
     names = logical_names(program)
     asked = text.strip().removeprefix("%")
     if asked in names:
         return names[asked]
     matching = {name: of for name, of in names.items() if asked and name.endswith(f".{asked}")}
-    distinct = {of: name for name, of in reversed(matching.items())}  # each by the first of its names
+    distinct = {of: name for name, of in reversed(matching.items())}  # each with the first of its names
     if len(distinct) == 1:
         return next(iter(distinct))
     if distinct:
@@ -43,7 +43,7 @@ def find_tensor(program: Program, text: str) -> str:
 
 
 def logical_names(program: Program) -> dict[str, str]:
-    """Everything that a tensor may be called -> its name in ``program.graph``: values first, then paths."""
+    """Maps every name of a tensor to its name in ``program.graph``: values first, then paths."""
     out: dict[str, str] = {}
     paths: dict[str, str] = {}
     for i in program.instructions:
@@ -56,8 +56,8 @@ def logical_names(program: Program) -> dict[str, str]:
 
 
 def in_all_layers(graph: Graph, name: str) -> tuple[str, ...]:
-    """``name`` and what stands in its place in other layers: parameters whose paths differ in numbers only,
-    and values made by the same operator as many steps behind such a parameter."""
+    """``name`` and its counterparts in other layers: parameters whose paths differ only in numbers, and
+    values of the same operator that follow such a parameter at the same distance."""
     keys = _keys(graph)
     return tuple(other for other in graph.types if keys[other] == keys[name])
 

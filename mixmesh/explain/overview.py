@@ -1,4 +1,4 @@
-"""A plan as a whole: who computes what, and what passes between them."""
+"""Describes a plan as a whole: the work of each rank, and the communication between ranks."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Unit:
-    """Ranks that compute the same operators: all of them, a machine's, a stage's, or those under a ratio.
+    """Ranks that compute the same operators: all ranks, those of a machine or a stage, or those under a
+    ratio.
 
-    ``samples``: by rank of ``ranks``, of the whole batch; of a machine all that it has, for each of its
-    ranks, as its own program cuts them. ``placements``: how many parameters are stored in which way;
-    ``params``: the first and the last. ``parameter_bytes``: the most that one of the ranks stores of them.
+    ``samples`` are those of each of ``ranks``, out of the whole batch; for a machine they are all its
+    samples, repeated for each rank, as its own program cuts them. ``placements`` counts the parameters of
+    each placement; ``params`` are the first and the last. ``parameter_bytes`` is the most that a rank stores.
     """
 
     name: str
@@ -54,8 +55,9 @@ class Unit:
 
 @dataclass(frozen=True)
 class Overview:
-    """``kind``: ``one program``, ``machines``, ``stages`` or ``groups``. ``exchanged``: the collectives of a
-    step by kind, in words, with their seconds. ``sentences``: what is special, and the next best plans."""
+    """A plan in words. ``kind`` is ``one program``, ``machines``, ``stages`` or ``groups``. ``exchanged`` has
+    the collectives of a step by kind, in words, with their seconds. ``sentences`` name special features, and
+    the next best plans."""
 
     kind: str
     units: tuple[Unit, ...]
@@ -68,9 +70,9 @@ class Overview:
 def explain_plan(
     plan: Plan, cluster: Cluster, *, profile: Profile | None = None, optimizer_states: OptimizerStates = ADAM
 ) -> Overview:
-    """Raises PlanError for a plan of another cluster."""
+    """Describes a plan. Raises PlanError for a plan of another cluster."""
     check_plan(plan, cluster)
-    costs = CostModel(cluster, profile)
+    costs = CostModel(cluster, profile, tf32=plan.tf32)
     kind = kind_of(plan)
     timeline = Judge(plan, costs, optimizer_states).planned().proposal.timeline
     return Overview(
@@ -127,12 +129,12 @@ def _machines(plan: Plan) -> Iterator[Unit]:
 
 
 def _stages(plan: Plan) -> Iterator[Unit]:
-    program = plan.program
+    program, micro_batches = plan.program, plan.micro_batches or ()
     ratios = ratios_of(program)
     for n, ranks in enumerate(stages_of(program)):
         names = {name for name, ratio in ratios.items() if support(ratio) == ranks}
         operators = [i for i in program.instructions if is_computation(i) and operator_name(i) in names]
-        samples = tuple(sum(plan.micro_batches[r].sizes) for r in ranks)
+        samples = tuple(sum(micro_batches[r].sizes) for r in ranks)
         yield _unit(f"stage {n}", program, ranks, samples, operators)
 
 
@@ -160,7 +162,8 @@ UNITS: dict[str, Callable[[Plan], Iterator[Unit]]] = {
 def _unit(
     name: str, program: Program, ranks: Ranks, samples: tuple[int, ...], operators: list[Instruction]
 ) -> Unit:
-    """``params`` are those that its operators use, be they gathered or moved."""
+    """Describes the ranks that compute ``operators``. Their parameters are all that these use, also by way of
+    redistributions."""
     source: dict[str, str] = {}
     for i in program.instructions:
         if i.op == "param":
@@ -210,11 +213,12 @@ def _about_sums(program: Program) -> Iterator[str]:
 
 
 def _about_passes(plan: Plan) -> Iterator[str]:
-    program = plan.program
+    program, micro_batches = plan.program, plan.micro_batches or ()
+    most = max((m.steps for m in micro_batches), default=0)
     if plan.order is not None:
-        yield f"Micro-steps run in {plan.order} order: {max(m.steps for m in plan.micro_batches)} of them."
-    elif plan.micro_batches is not None and max(m.steps for m in plan.micro_batches) > 1:
-        steps = ", ".join(str(m.steps) for m in plan.micro_batches)
+        yield f"Micro-steps run in {plan.order} order: {most} of them."
+    elif most > 1:
+        steps = ", ".join(str(m.steps) for m in micro_batches)
         yield f"Ranks take their samples in {steps} micro-steps."
     if parts := regions(program):
         count, every = sum(map(len, parts.values())), sum(map(is_computation, program.instructions))

@@ -1,14 +1,15 @@
-"""Where a tensor stands in a program over one ratio, and the search with its placement forced.
+"""A tensor in a program over one ratio, and the search with its placement forced.
 
-The search is the planner's, at the same prices and under the plan's ratio, with one difference: a value may
-only be made, a leaf only be loaded, as it is asked to be. The consequences for the rest of the program
-are the search's to find; later redistributions of the tensor are free to it. It is also asked for the program
-in which all other tensors stay as they are.
+The search is the planner's, with its prices and the plan's ratio. But an operator may give the tensor, or a
+leaf be loaded, only with the forced placement. The search adapts the rest of the program, and may
+redistribute the tensor later. One more program is searched in which all other tensors keep their placements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
 
 from ..cost import CostModel
 from ..lang.ir import Graph, Program, Ratio, support
@@ -20,44 +21,57 @@ from ..search.synthesis import Choices, NoProgram, Prices, Problem, emit, search
 from ..search.synthesis.choices import P, R, code_of
 from .reasons import why_not
 
-PRICES = (None, *GRADIENT_PRICES)  # for a second of gradient sums; None is data parallelism
-KEPT = "kept"  # in place of a price: everything else as in the plan
+PRICES = (None, *GRADIENT_PRICES)  # of a second of gradient reductions; None is data parallelism
 Programs = dict[Hashable, Program]  # by price
 
 
+class Kept(Enum):
+    """In place of a price: all other tensors keep their placements."""
+
+    KEPT = "kept"
+
+
+KEPT = Kept.KEPT
+Price = float | None | Kept
+
+
+@dataclass(frozen=True)
+class Search:
+    """The settings of a search: costs, the prices to try, and the values that are ``fixed``, which keep their
+    placements in all programs."""
+
+    costs: CostModel
+    optimizer_states: OptimizerStates
+    prices: tuple[float | None, ...] = PRICES
+    fixed: frozenset[str] = frozenset()
+
+
 class Place:
-    """A tensor of a program (``names``: with those in its place in other layers), on the ranks of a ratio.
-    Of the program's values those that are ``fixed`` are made as they are, whatever is asked."""
+    """A tensor of a program on the ranks of a ratio; ``names`` also has its counterparts in other layers."""
 
     def __init__(
         self,
         program: Program,
         ratio: Ratio,
-        costs: CostModel,
         names: tuple[str, ...],
-        optimizer_states: OptimizerStates,
-        prices: Iterable[float | None] = PRICES,
-        fixed: Collection[str] = (),
+        search: Search,
         like: Place | None = None,
     ) -> None:
         """``like`` is a place of the same tensors in an equal program on as many equal ranks."""
-        self.graph, self.ratio, self.costs = program.graph, ratio, costs
-        self.optimizer_states, self.prices = optimizer_states, prices
-        self.like = like
-        # a value of one layer alone is forced in that layer alone: then no two layers are equal
-        self.choices = (
-            like.choices
-            if like is not None
-            else Choices(self.graph, costs, folded=len(names) > 1 and not fixed)
+        self.graph, self.ratio, self.settings, self.like = program.graph, ratio, search, like
+        # a value that is forced in one layer alone makes that layer differ from the others: no folding then
+        folded = len(names) > 1 and not search.fixed
+        self.choices: Choices = (
+            Choices(self.graph, search.costs, folded=folded) if like is None else like.choices
         )
         ids = self.choices.ids
         self.values = tuple(ids[n] for n in names if n in ids)
         self.names, self.name = names, names[0]
-        if self.name not in ids:  # its layer is folded: another stands for it
+        if self.name not in ids:  # its layer is folded, and another represents it
             self.name = self.choices.names[self.values[0]]
         self.own = held_as(program, self.graph, names[0])
         self.kept = {ids[n]: code for n, code in all_held(program).items() if n in ids}
-        self.fixed = {ids[n]: self.kept[ids[n]] for n in fixed}
+        self.fixed = {ids[n]: self.kept[ids[n]] for n in search.fixed}
         self._searched: dict[int, Programs] = {}
 
     @property
@@ -70,7 +84,7 @@ class Place:
         return self.graph.producers[self.name].op == "param"
 
     def searched(self, code: int) -> Programs:
-        """The cheapest program at every price that has one with the tensor as ``code``."""
+        """The cheapest program with the tensor's placement ``code`` at each price, where there is one."""
         if code not in self._searched and self.like is not None:
             alike = self.like.searched(code).items()
             self._searched[code] = {key: with_ratio(p, "r0", self.ratio) for key, p in alike}
@@ -79,7 +93,7 @@ class Place:
         return self._searched[code]
 
     def _search(self, code: int) -> Iterator[tuple[Hashable, Program]]:
-        for price in (KEPT, *self.prices):
+        for price in (KEPT, *self.settings.prices):
             problem = self.problem(code, price)
             leaves = [value for value in self.values if value in problem.leaves]
             if not all(problem.options) or any(problem.load(value, code) is None for value in leaves):
@@ -91,7 +105,7 @@ class Place:
                 continue
 
     def stored(self, code: int) -> Programs:
-        """Programs that use a parameter whole, gathered ahead of that, where it is asked for in rows."""
+        """Programs that store a parameter in rows and gather it before they use it whole."""
         if code != 2 or not self.is_param or len(support(self.ratio)) == 1:
             return {}
         sharded = {price: fully_sharded(p, self.names) for price, p in self.searched(R).items()}
@@ -100,22 +114,25 @@ class Place:
     def possible(self, code: int) -> bool:
         return bool(self.searched(code) or self.stored(code))
 
-    def problem(self, code: int, price: float | str | None) -> Problem:
+    def problem(self, code: int, price: Price) -> Problem:
         """The search problem with the placement forced; without a price that of data parallelism."""
+        prices = DATA_PARALLEL
+        if price is not None:
+            prices = Prices(gradient_sync=1.0 if isinstance(price, Kept) else price)
         return Problem(
             self.graph,
-            self.costs,
+            self.settings.costs,
             self.ratio,
-            prices=DATA_PARALLEL if price is None else Prices(gradient_sync=1.0 if price == KEPT else price),
-            optimizer_states=self.optimizer_states,
+            prices=prices,
+            optimizer_states=self.settings.optimizer_states,
             shard_params=price is not None,
             batch_only=price is None,
             choices=self.choices,
-            forced={**(self.kept if price == KEPT else self.fixed), **dict.fromkeys(self.values, code)},
+            forced={**(self.kept if price is KEPT else self.fixed), **dict.fromkeys(self.values, code)},
         )
 
     def impossible(self, code: int) -> str:
-        """Why no program holds the tensor so."""
+        """The reason why no program has this placement."""
         ranks = support(self.ratio)
         if len(ranks) == 1 and code != self.own:
             return f"rank {ranks[0]} works alone: there is nothing to share out"
@@ -125,7 +142,7 @@ class Place:
 
 
 def held_as(program: Program, graph: Graph, name: str) -> int:
-    """How a program makes or loads a tensor of its graph."""
+    """The placement with which a program makes or loads a tensor of its graph."""
     node = graph.producers[name]
     if not node.is_leaf:
         return code_of(program.types[name].placement)
@@ -134,6 +151,6 @@ def held_as(program: Program, graph: Graph, name: str) -> int:
 
 
 def all_held(program: Program) -> dict[str, int]:
-    """``held_as`` of all tensors of the program's graph."""
+    """``held_as`` for all tensors of the program's graph."""
     makers = [i for i in program.instructions if not i.is_redistribution]
     return {r: code_of(t.placement) for i in makers for r, t in zip(i.results, i.types) if r is not None}

@@ -1,4 +1,4 @@
-"""Why no program holds a value in a certain way."""
+"""Reasons why no program has a certain placement of a value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from ..search.synthesis.choices import P, R, code_of
 
 
 def why_not(problem: Problem, name: str, code: int) -> str:
-    """The reason why ``name`` cannot be made (or, a leaf, be loaded) as ``code``; empty if there is none."""
+    """The reason why ``name`` cannot be made (or loaded, if it is a leaf) as ``code``; empty if there is
+    none."""
     value = problem.ids[name]
     if len(problem.ranks) == 1 and code != R:
         return f"rank {problem.ranks[0]} works alone: there is nothing to share out"
@@ -26,14 +27,14 @@ def why_not(problem: Problem, name: str, code: int) -> str:
     step = problem.steps.index(node)
     if any((value, code) in choice.gives for choice in problem.choices.choices[step]):
         return ""
-    return _not_given(problem, node, node.results.index(name), code)
+    return _why_no_strategy(problem, node, node.results.index(name), code)
 
 
 LEAF_WORDS = {"param": "a parameter", "buffer": "a buffer", "input": "an input", "const": "a constant"}
 
 
 def uncut(problem: Problem, name: str, dim: int) -> str:
-    """Why a dim cannot be cut in two."""
+    """The reason why a dim cannot be cut in two."""
     value = problem.ids[name]
     size, unit = problem.types[value].shape[dim], problem.choices.unit(value, dim)
     if size < 2:
@@ -46,7 +47,7 @@ def uncut(problem: Problem, name: str, dim: int) -> str:
     return f"dim {dim}, of {size}, cannot be cut in two"
 
 
-def _not_given(problem: Problem, node: Node, result: int, code: int) -> str:
+def _why_no_strategy(problem: Problem, node: Node, result: int, code: int) -> str:
     rule = problem.choices.rules.get(node.op)
     printed = placement_text(code)
     if rule is None:
@@ -74,5 +75,5 @@ def _not_given(problem: Problem, node: Node, result: int, code: int) -> str:
 
 
 def placement_text(code: int) -> str:
-    """As programs print it, without the unit."""
+    """A placement as programs print it, without the unit."""
     return "R" if code == R else "P(sum)" if code == P else f"S({code - 2})"

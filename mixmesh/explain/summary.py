@@ -12,7 +12,7 @@ SHOWN = 3  # kinds of collectives in a sentence
 
 
 def summary_of(alternatives: Sequence[Alternative], planned_s: float, num_tensors: int) -> str:
-    """Why the tensor is held as it is: what the next best placement would need and what it would save."""
+    """Explains a placement by the next best one: what that would need, and what it would save."""
     own = next(a for a in alternatives if a.is_plan)
     others = [a for a in alternatives if a.program is not None and not a.is_plan]
     out = []
@@ -51,8 +51,8 @@ def _effect(a: Alternative, own: Alternative) -> str:
     return f": the step takes {seconds_text(abs(more))} {word}"
 
 
-def _listed(found: Iterable[Collective]) -> str:
-    parts = kinds(found)
+def _listed(collectives: Iterable[Collective]) -> str:
+    parts = kinds(collectives)
     shown = [text for text, _ in parts[:SHOWN]]
     if len(parts) > SHOWN:
         rest_s = sum(seconds for _, seconds in parts[SHOWN:])
@@ -69,10 +69,10 @@ PHASES = {
 }
 
 
-def kinds(found: Iterable[Collective]) -> list[tuple[str, float]]:
-    """Collectives of one name and phase together, in words, with their seconds; the longest first."""
+def kinds(collectives: Iterable[Collective]) -> list[tuple[str, float]]:
+    """Groups collectives by name and phase: each group in words, with its seconds; the longest first."""
     groups: dict[tuple[str, str], list[Collective]] = {}
-    for c in found:
+    for c in collectives:
         groups.setdefault((c.name, c.phase), []).append(c)
     out = []
     for (name, phase), members in groups.items():

@@ -1,11 +1,12 @@
-"""Three kinds of plans, and how a question about one tensor is put to each.
+"""The question about a tensor for each of three kinds of plans.
 
 A plan over one ratio is searched as a whole. For a plan with several ratios (stages, segments, groups of
-operators) the search is given the ratio that the tensor's operator runs under; what runs under others stays
-as it is, and the two are lowered again. For a plan with a program per machine the search is given that
-machine's own program, and what it finds is joined with the others.
+operators), the search uses the ratio of the tensor's operator; operators under other ratios stay as they are,
+and both parts are lowered again. For a plan with a program per machine, the search is over the program of
+that machine, and its result is joined with the others.
 
-A placement may be written with where it holds: ``S(0)@r1`` under the ratio r1, ``R@m0`` in machine 0.
+A placement may name the part of the plan where it holds: ``S(0)@r1`` under the ratio r1, ``R@m0`` in machine
+0.
 """
 
 from __future__ import annotations
@@ -29,26 +30,26 @@ from ..search.placement.lower import Placed, lower
 from ..search.placement.split import is_joined, split
 from ..search.synthesis.choices import R
 from .names import find_tensor, in_all_layers
-from .places import Place, held_as
+from .places import Place, Search, held_as
 from .reasons import placement_text
 
 
 class View(ABC):
-    """A tensor of a plan. ``tensors``: the one asked for, and with it those of other layers; ``made``: what
-    the plan calls it, in every machine that is asked about."""
+    """A tensor of a plan. ``tensors`` are the tensor and its counterparts in other layers; ``values`` are its
+    values in the plan's program, one for every machine in question."""
 
     tensors: tuple[str, ...]
-    made: tuple[str, ...]
+    values: tuple[str, ...]
     places: tuple[Place, ...]
     nothing = "no program of the whole model has it so"
 
     @property
     @abstractmethod
     def own(self) -> tuple[int, ...]:
-        """How the plan holds the tensor, by place."""
+        """The plan's placement of the tensor, by place."""
 
     def forced(self, code: int) -> tuple[int, ...]:
-        """How it is to be held for ``code`` to be tried: where that cannot be it stays as it is."""
+        """The placements that are tried for ``code``: places where it is impossible keep their own."""
         return tuple(code if place.possible(code) else place.own for place in self.places)
 
     def text(self, codes: Sequence[int]) -> str:
@@ -56,28 +57,30 @@ class View(ABC):
         return placement_text(codes[0])
 
     def impossible(self, code: int) -> str:
-        """Why no program has it; empty if one may."""
+        """The reason why no program has the placement; empty if one may have it."""
         if any(place.possible(code) for place in self.places):
             return ""
         return next(filter(None, (place.impossible(code) for place in self.places)))
 
     @abstractmethod
     def programs(self, codes: tuple[int, ...]) -> Iterator[Program]:
-        """Whole programs with the tensor held so: at every price, and stored in rows."""
+        """Yields whole programs with these placements: at every price, and stored in rows."""
 
     def in_shards(self, program: Program) -> Program | None:
-        """The program with what is not asked about stored in shards; None where that is not tried."""
+        """The program with all other parameters stored in shards; None where that is not tried."""
         return None
 
     def elsewhere(self) -> Iterator[tuple[str, Program]]:
-        """Programs with the tensor's operator on other ranks of the plan, each with how it is held there."""
+        """Yields programs with the tensor's operator on other ranks of the plan, each with its placement
+        there."""
         yield from ()
 
 
 def view_of(
     program: Program, costs: CostModel, tensor: str, all_layers: bool, optimizer_states: OptimizerStates
 ) -> View:
-    """Raises InputError for a tensor that is not there, or for copies that no planner makes."""
+    """The view for the kind of a plan. Raises InputError for a tensor that is not there, and for a program
+    with copies that no planner makes."""
     if is_joined(program):
         return Joined(program, costs, tensor, all_layers, optimizer_states)
     if program.copies:
@@ -99,10 +102,10 @@ class Flat(View):
     def __init__(
         self, program: Program, costs: CostModel, names: tuple[str, ...], optimizer_states: OptimizerStates
     ) -> None:
-        self.program, self.tensors, self.made = program, names, names[:1]
+        self.program, self.tensors, self.values = program, names, names[:1]
         ratios = [*ratios_of(program).values(), *(ratio for _, ratio in program.ratios)]
         ratio = next(iter(ratios), even_ratio(program.world_size))
-        self.place = Place(program, ratio, costs, names, optimizer_states)
+        self.place = Place(program, ratio, names, Search(costs, optimizer_states))
         self.places = (self.place,)
 
     @property
@@ -119,29 +122,29 @@ class Flat(View):
 
 
 class Lowered(View):
-    """A plan of operators under several ratios. The question is asked under that of the tensor's operator; of
-    a leaf, of the first that uses it."""
+    """A plan with operators under several ratios. The search uses that of the tensor's operator; for a leaf,
+    of the first operator that uses it."""
 
     nothing = "where ratios meet, a leaf is loaded as its operators take it"
 
     def __init__(
         self, program: Program, costs: CostModel, names: tuple[str, ...], optimizer_states: OptimizerStates
     ) -> None:
-        self.program, self.made = program, names[:1]
+        self.program, self.values = program, names[:1]
         self.graph = program.graph
         self.ratios = ratios_of(program)
         first = self.operators_of(names[0])
         self.ratio = next((self.ratios[o] for o in first if o in self.ratios), program.ratios[0][1])
-        # the tensors in its place in layers under other ratios are left as they are
+        # its counterparts in layers under other ratios stay as they are
         names = tuple(n for n in names if n == names[0] or self.ratio in self.ratios_of(n))
         self.tensors = names
         others = [n for n in self.graph.nodes if self.ratios.get(operator_name(n)) != self.ratio]
-        fixed = {r for n in others if not n.is_leaf for r in n.results if r is not None}
-        self.place = Place(program, self.ratio, costs, names, optimizer_states, fixed=fixed)
+        fixed = frozenset(r for n in others if not n.is_leaf for r in n.results if r is not None)
+        self.place = Place(program, self.ratio, names, Search(costs, optimizer_states, fixed=fixed))
         self.places = (self.place,)
 
     def operators_of(self, name: str) -> list[str]:
-        """The operator that makes a value, those that use a leaf."""
+        """The operator that makes a value, or those that use a leaf."""
         node = self.graph.producers[name]
         if not node.is_leaf:
             return [operator_name(node)]
@@ -187,13 +190,13 @@ class Lowered(View):
                 if owners and names:
                     yield from self.held_so(code, stored_by_owners(lowered, names, owners[0]))
 
-    def held_so(self, code: int, made: Program) -> Iterator[Program]:
-        """The program, if lowering has left the tensor as it was to be."""
-        if all(held_as(made, self.graph, name) == code for name in self.tensors):
-            yield made
+    def held_so(self, code: int, lowered: Program) -> Iterator[Program]:
+        """Yields the program, if the tensor has the placement after lowering."""
+        if all(held_as(lowered, self.graph, name) == code for name in self.tensors):
+            yield lowered
 
     def elsewhere(self) -> Iterator[tuple[str, Program]]:
-        """Alone, with all that comes before or after it under its ratio, or with all of that."""
+        """Moves the operator alone, with all operators before or after it under its ratio, or with both."""
         plain = lifted(self.program)
         mine = [name for name, ratio in self.ratios.items() if ratio == self.ratio]
         asked = [o for name in self.tensors for o in self.operators_of(name) if o in mine]
@@ -211,8 +214,8 @@ class Lowered(View):
 
 
 class Joined(View):
-    """A plan with a program per machine. A value of a machine's program (``h.m0``) is asked about in that
-    machine, a parameter's path or a bare name in all that have it."""
+    """A plan with a program per machine. The question about a value of a machine's program (``h.m0``) is for
+    that machine; for the path of a parameter or a plain name, it is for all machines that have it."""
 
     def __init__(
         self,
@@ -230,8 +233,11 @@ class Joined(View):
         if machine and int(machine[2]) in numbers:
             asked, numbers = machine[1], (int(machine[2]),)
         self.numbers = tuple(numbers)
-        places, tensors, makers = [], [], []
-        place_of: dict[tuple, Place] = {}  # machines of equal devices with as many samples have one search
+        places: list[Place] = []
+        tensors: list[str] = []
+        values: list[str] = []
+        place_of: dict[tuple, Place] = {}  # machines of equal devices with equal samples share a search
+        settings = Search(costs, optimizer_states, PRICES)
         for m in self.numbers:
             graph = self.sets[m].program.graph
             name = find_tensor(self.sets[m].program, asked)
@@ -241,14 +247,12 @@ class Joined(View):
             shares = tuple((costs.class_of[r], ratio[r]) for r in support(ratio))
             types = tuple(i.types for i in self.sets[m].program.instructions)
             key = (graph.fingerprint, names, shares, types)
-            place = Place(
-                self.sets[m].program, ratio, costs, names, optimizer_states, PRICES, like=place_of.get(key)
-            )
+            place = Place(self.sets[m].program, ratio, names, settings, like=place_of.get(key))
             place_of.setdefault(key, place)
             places.append(place)
             tensors += names if m == self.numbers[0] else ()
-            makers.append(f"{name}.m{m}" if f"{name}.m{m}" in program.producers else name)
-        self.places, self.tensors, self.made = tuple(places), tuple(tensors), tuple(makers)
+            values.append(f"{name}.m{m}" if f"{name}.m{m}" in program.producers else name)
+        self.places, self.tensors, self.values = tuple(places), tuple(tensors), tuple(values)
         if len(self.numbers) == 1:
             self.tensors = tuple(f"{name}.m{self.numbers[0]}" for name in tensors)
 
@@ -257,15 +261,15 @@ class Joined(View):
         return tuple(place.own for place in self.places)
 
     def text(self, codes: Sequence[int]) -> str:
-        """One placement if it is the same in all machines, else that of each."""
+        """The placement if it is the same in all machines, else that of each."""
         if len(codes) == len(self.sets) and len(set(codes)) == 1:
             return placement_text(codes[0])
         return ", ".join(f"{placement_text(code)}@m{m}" for m, code in zip(self.numbers, codes))
 
     def programs(self, codes: tuple[int, ...]) -> Iterator[Program]:
-        """All machines at one price, as far as they have a program at it; those that are not asked as they
-        are."""
-        found = [
+        """Joins the machines' programs at one price each; a machine without a program at that price uses its
+        first one, and machines that are not in question keep theirs."""
+        options_of = [
             {
                 **({"plan": self.sets[m].program} if code == place.own else {}),
                 **place.searched(code),
@@ -273,9 +277,10 @@ class Joined(View):
             }
             for m, place, code in zip(self.numbers, self.places, codes)
         ]
-        for key in dict.fromkeys(key for options in found for key in options) if all(found) else ():
+        keys = dict.fromkeys(key for options in options_of for key in options)
+        for key in keys if all(options_of) else ():
             chosen = [s.program for s in self.sets]
-            for m, options in zip(self.numbers, found):
+            for m, options in zip(self.numbers, options_of):
                 chosen[m] = options[key] if key in options else next(iter(options.values()))
             yield self.joined(chosen)
 

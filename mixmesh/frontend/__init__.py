@@ -1,1 +1,1 @@
-"""From what a person wrote to a graph: jobs and the trace of their models."""
+"""From the user's code to a graph: jobs, and the trace of their models."""

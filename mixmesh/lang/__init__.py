@@ -1,1 +1,1 @@
-"""The language of programs: types, text, rules of operators, checks, and the plan that holds a program."""
+"""The language of programs: types, text, sharding rules, checks, and the plan that holds a program."""

@@ -1,4 +1,4 @@
-"""The tensors that an optimizer holds for every parameter, each of its size."""
+"""The number of tensors that an optimizer holds for each parameter."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 
 class OptimizerStates(NamedTuple):
-    """``kept`` are held from one step to the next (Adam: 2). ``beside`` are made while one parameter steps;
-    on a GPU, which steps all parameters at once, one of all. A fused kernel makes none."""
+    """Tensors of a parameter's size that its optimizer holds. ``kept`` live from one step to the next (Adam:
+    2). ``beside`` are workspace while a parameter steps; a GPU steps all parameters at once, and needs the
+    workspace of all of them. A fused kernel needs none."""
 
     kept: int
     beside: int = 0
 
 
-ADAM = OptimizerStates(2)  # for a job that names no optimizer, fused as ``runtime.optimizers`` has it
+ADAM = OptimizerStates(2)  # for a job that names no optimizer: ``runtime.optimizers`` uses a fused one

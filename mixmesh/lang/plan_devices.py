@@ -1,8 +1,7 @@
-"""The devices that a plan was made for, one a rank, as the plan file holds them."""
+"""The devices that a plan was made for, one per rank, as the plan file holds them."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -12,8 +11,8 @@ from ..cluster import Cluster, Machine
 
 @dataclass(frozen=True)
 class PlannedDevice:
-    """One rank's device in the cluster that was planned for. ``like`` is the first machine that equals
-    ``machine`` in all figures of devices and links: a plan runs as well when the two are swapped."""
+    """One rank's device in the cluster of the plan. ``like`` is the first machine whose devices and links
+    have the same figures as those of ``machine``: the plan runs as well with the two machines swapped."""
 
     machine: str
     like: str
@@ -26,7 +25,7 @@ class PlannedDevice:
 
 
 def planned_devices(cluster: Cluster) -> tuple[PlannedDevice, ...]:
-    """The devices of ``cluster`` in rank order."""
+    """Returns the devices of ``cluster`` in rank order."""
     first: dict[Machine, str] = {}
     rows = []
     for machine in cluster.machines:
@@ -36,18 +35,13 @@ def planned_devices(cluster: Cluster) -> tuple[PlannedDevice, ...]:
 
 
 def is_row(value: Any) -> bool:
-    """Whether a value of a plan's header is one device."""
+    """Whether a value of a plan's header describes one device."""
     if not isinstance(value, list) or len(value) != len(fields(PlannedDevice)):
         return False
     *texts, memory_bytes = value
     return all(isinstance(text, str) for text in texts) and type(memory_bytes) is int and memory_bytes > 0
 
 
-def rows_text(devices: Sequence[PlannedDevice]) -> str:
-    """A list of rows in TOML."""
-    rows = ([d.machine, d.like, d.device, d.kind, d.memory_bytes] for d in devices)
-    return "[" + ", ".join(json.dumps(row).replace("\x7f", "\\u007f") for row in rows) + "]"
-
-
-def devices_of_rows(rows: list[list] | None) -> tuple[PlannedDevice, ...] | None:
-    return None if rows is None else tuple(PlannedDevice(*row) for row in rows)
+def rows_of(devices: Sequence[PlannedDevice]) -> list[list[str | int]]:
+    """Returns a row of a plan's header for each device."""
+    return [[d.machine, d.like, d.device, d.kind, d.memory_bytes] for d in devices]

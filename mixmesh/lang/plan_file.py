@@ -1,18 +1,19 @@
 """A plan: one program with everything that belongs to it, as one value and one text file.
 
-The file is a TOML header and the program text. It can be read, compared and edited; what is read back is
-checked against the cluster and the model before it runs.
+The file is a TOML header and the program text. People can read, compare and edit it; before a plan runs, it
+is checked against the cluster and the model.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
-from ..base.files import read_text
+from ..base.files import read_text, write_text
 from ..errors import PlanError
 from .ir import (
     Program,
@@ -28,16 +29,18 @@ from .ir import (
 )
 from .ir.bounds import MAX_TEXT_BYTES
 from .ir.local_norms import LOCAL
-from .plan_devices import PlannedDevice, devices_of_rows, rows_text
+from .plan_devices import PlannedDevice, rows_of
 from .plan_header import check_per_rank, read_header
 
+T = TypeVar("T")
+
 FORMAT = 1
-PIPELINE = "1f1b"  # the one order in which a chain of stages runs its micro-steps
+PIPELINE = "1f1b"  # the one order in which a pipeline runs its micro-batches
 
 
 @dataclass(frozen=True)
 class PassResult:
-    """The cost and the gain of a pass of planning: seconds of planning, and seconds of the plan's step."""
+    """One pass of planning: the seconds that it spent, and the seconds of the plan's step that it saved."""
 
     name: str
     about: str
@@ -47,7 +50,7 @@ class PassResult:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One plan that was considered, as the simulator saw it."""
+    """One plan that was considered, with the simulator's result."""
 
     planner: str
     feasible: bool
@@ -56,8 +59,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """How one rank takes its share of the batch: ``steps - 1`` times ``micro_batch`` samples, then ``last``.
-    All three are 0 for a rank without samples."""
+    """How one rank splits its share of the batch into micro-batches: ``steps - 1`` of ``micro_batch``
+    samples, then one of ``last``. All three are 0 for a rank without samples."""
 
     micro_batch: int
     steps: int
@@ -65,29 +68,35 @@ class MicroBatch:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Samples of every micro-step."""
+        """The samples of every micro-batch."""
         return (self.micro_batch,) * (self.steps - 1) + (self.last,) if self.steps else ()
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A program, what it is predicted to cost, and where it comes from.
+    """A program with its predicted cost and its origin.
 
-    ``predicted_peak_memory_bytes`` has one entry per rank. ``cluster_fingerprint`` and ``graph_fingerprint``
-    tie the plan to the devices and the model that it was made for. ``timings_s``: the steps of planning.
-    ``gap``: by how much, as a share, the program may be dearer than the cheapest under the search's own cost;
-    None where that is not known. ``bound_s``: seconds that no plan for the job on these devices is faster
-    than, if that is known; ``ideal_s``: those of all devices computing all the time, as the cost model
-    estimates them. ``micro_batches``: per rank, how it accumulates gradients within a step; None
-    where everyone takes its share at once. A chain of stages that accumulates is a pipeline, and says so by
-    its ``order``. ``measured_step_s``: of a trial on the cluster, where ``mixmesh tune`` held one.
-    ``arguments`` are those of the model's call, by name: "tensor", or the text of a constant; None where that
-    is not known. ``returned`` says what the model returns where it does not return the loss itself.
-    ``devices``: what was planned for, per rank; None where that is not known, and then nothing is compared at
-    the start. ``usable_bytes``: per rank, the memory that the plan may use, if that is known; batches of
-    other shapes may take no more. ``autocast``: a type of device and a dtype, of the context that the model
-    is called under; None for none. ``edited``: the program was read from a file and is not as mixmesh wrote
-    it, so that its types are not known to be those that PyTorch gives.
+    - ``predicted_peak_memory_bytes``: one entry per rank.
+    - ``cluster_fingerprint``, ``graph_fingerprint``: the devices and the model that the plan was made for.
+    - ``timings_s``: seconds of each step of planning.
+    - ``gap``: the most by which the program may cost more than the cheapest one, by the search's own costs
+      and as a share of it; None where that is not known.
+    - ``bound_s``: seconds that no plan for the job on these devices can beat; None where they are not known.
+    - ``ideal_s``: seconds of all devices computing all the time, as the cost model estimates them.
+    - ``micro_batches``: per rank, how it accumulates gradients within a step; None where every rank takes its
+      share at once. A chain of stages that accumulates is a pipeline: its ``order`` says so.
+    - ``measured_step_s``: measured in a trial by ``mixmesh tune``; None without one.
+    - ``arguments``: the arguments of the model's call by name, each "tensor" or the text of a constant; None
+      where they are not known.
+    - ``returned``: what the model returns, where it does not return the loss itself.
+    - ``devices``: the planned device of each rank; None where they are not known, and then a start compares
+      nothing.
+    - ``usable_bytes``: per rank, the memory that the plan may use, also with batches of other shapes; empty
+      where it is not known.
+    - ``autocast``: the type of device and the dtype of the autocast context around the model's call, or None.
+    - ``tf32``: matrix products of float32 may run in TF32, and costs and bounds count on it.
+    - ``edited``: the program comes from a file and differs from what mixmesh wrote, so that its types may not
+      be those of PyTorch.
     """
 
     program: Program
@@ -115,14 +124,15 @@ class Plan:
     returned: Returned = Returned()
     usable_bytes: tuple[int, ...] = ()
     autocast: tuple[str, str] | None = None
+    tf32: bool = False
     edited: bool = field(default=False, compare=False)
     notes: dict[int, str] = field(default_factory=dict, compare=False, repr=False)
-    passes: tuple[PassResult, ...] = field(default=(), compare=False, repr=False)  # where it was just made
+    passes: tuple[PassResult, ...] = field(default=(), compare=False, repr=False)  # only of a new plan
 
     @property
     def is_bound_measured(self) -> bool:
-        """Whether ``bound_s`` rests on a profile of all devices. Elsewhere it rests on the peaks of their
-        figures, which no kernel reaches in whole."""
+        """Whether ``bound_s`` comes from a profile of all devices, rather than from their peak figures, which
+        no kernel quite reaches."""
         return is_measured(self.cost_source)
 
     def __str__(self) -> str:
@@ -131,26 +141,22 @@ class Plan:
 
     @property
     def order(self) -> str | None:
-        """``PIPELINE`` if stages run their micro-steps in that order, None for a plan without."""
+        """``PIPELINE`` for a plan whose stages run micro-batches in that order, else None."""
         if not accumulates(self.micro_batches) or not any(transfers_of(self.program)):
             return None
         return PIPELINE
 
     @property
     def batch_norm(self) -> str:
-        """The statistics that batch norm takes: "exact", over the whole batch, or "local", over each rank's
-        own samples. The program says so."""
+        """The samples that the program's batch norms take their statistics over: "exact", the whole batch, or
+        "local", each rank's own samples."""
         return batch_norm_of(self.program)
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan; the file is either whole or not there."""
-        path = Path(path)
-        partial = path.with_name(f"{path.name}.partial{os.getpid()}")
+        """Writes the plan completely or not at all. Raises PlanError if it cannot be written."""
         try:
-            partial.write_text(str(self))
-            partial.replace(path)
+            write_text(path, str(self))
         except OSError as err:
-            partial.unlink(missing_ok=True)
             raise PlanError(f"cannot write the plan: {err.strerror}", where=str(path)) from None
 
     @classmethod
@@ -186,6 +192,7 @@ class Plan:
         return _from_header(header, program, where, edited=header.get("program_digest") != digest(below))
 
 
+# keys that every header has, named as the fields of a plan
 _KEYS = (
     "planner", "predicted_step_s", "cluster_fingerprint", "cluster_name", "graph_fingerprint",
     "output_has_loss", "feasible", "planning_s", "states_expanded", "cost_source",
@@ -194,62 +201,63 @@ _KEYS = (
 
 def _header(plan: Plan, program_digest: str) -> str:
     lines = [f"mixmesh_plan = {FORMAT}"]
-    for key in _KEYS:
-        value = getattr(plan, key)
-        lines.append(f"{key} = {_toml(value)}")
-    lines.append(f"predicted_peak_memory_bytes = {list(plan.predicted_peak_memory_bytes)}")
-    if plan.usable_bytes:
-        lines.append(f"usable_bytes = {list(plan.usable_bytes)}  # of memory, per rank")
-    if plan.gap is not None:
-        lines.append(f"gap = {_toml(plan.gap)}")
-    if plan.bound_s is not None:
-        basis = "as measured" if plan.is_bound_measured else "at the peaks of the devices' figures"
-        lines.append(f"bound_s = {_toml(plan.bound_s)}  # no plan is faster, {basis}")
-    if plan.ideal_s is not None:
-        lines.append(f"ideal_s = {_toml(plan.ideal_s)}  # all devices computing all the time, as estimated")
-    if plan.measured_step_s is not None:
-        lines.append(f"measured_step_s = {_toml(plan.measured_step_s)}  # in a trial on the cluster")
-    if plan.timings_s:
-        steps = ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in plan.timings_s.items())
-        lines.append(f"timings_s = {{ {steps} }}")
-    if plan.micro_batches is not None:
-        rows = ", ".join(f"[{m.micro_batch}, {m.steps}, {m.last}]" for m in plan.micro_batches)
-        lines.append(f"micro_batches = [{rows}]  # per rank: samples, steps, samples of the last step")
-    if plan.order is not None:
-        lines.append(f"order = {_toml(plan.order)}  # of forward and backward passes, from stage to stage")
-    if plan.arguments is not None:
-        pairs = ", ".join(f"[{json.dumps(name)}, {json.dumps(text)}]" for name, text in plan.arguments)
-        lines.append(f"arguments = [{pairs}]  # of the model's call")
-    if plan.devices is not None:
-        lines.append(
-            f"devices = {rows_text(plan.devices)}  # per rank: machine, its like, device, kind, bytes"
-        )
-    if plan.returned.names:
-        lines.append(f"returns = [{', '.join(map(json.dumps, plan.returned.names))}]  # by the model")
-        lines.append(f"loss_name = {_toml(plan.returned.loss)}  # of these")
-        lines.append(f"returns_tuple = {_toml(plan.returned.is_tuple)}")
-    if plan.autocast is not None:
-        lines.append(f"autocast = {_toml(list(plan.autocast))}  # around the model's call")
-    if not plan.edited:  # an edited program stays one when it is saved again
-        lines.append(f"program_digest = {_toml(program_digest)}  # of the program below")
-    if plan.batch_norm == LOCAL:
-        lines.append(
-            f"batch_norm = {_toml(LOCAL)}  # each rank's own samples: not the single device's numbers"
-        )
-    if plan.warnings:
-        lines.append(f"warnings = [{', '.join(map(json.dumps, plan.warnings))}]")
+    lines += [f"{key} = {_toml(getattr(plan, key))}" for key in _KEYS]
+    lines.append(f"predicted_peak_memory_bytes = {_toml(plan.predicted_peak_memory_bytes)}")
+    for key, value, comment in _optional_values(plan, program_digest):
+        if value is not None:
+            lines.append(f"{key} = {_toml(value)}" + (f"  # {comment}" if comment else ""))
     for c in plan.candidates:
         lines += ["[[candidates]]", f"planner = {_toml(c.planner)}", f"feasible = {_toml(c.feasible)}"]
         lines.append(f"predicted_step_s = {_toml(c.predicted_step_s)}")
     return "\n".join(lines) + "\n"
 
 
-def _toml(value) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
+def _optional_values(plan: Plan, program_digest: str) -> tuple[tuple[str, object, str], ...]:
+    """The keys that only some headers have, each with its value (None: left out) and a comment."""
+    rows = (
+        None if plan.micro_batches is None else [[m.micro_batch, m.steps, m.last] for m in plan.micro_batches]
+    )
+    returned = plan.returned if plan.returned.names else None
+    basis = "as measured" if plan.is_bound_measured else "at the peaks of the devices' figures"
+    return (
+        ("usable_bytes", plan.usable_bytes or None, "of memory, per rank"),
+        ("gap", plan.gap, ""),
+        ("bound_s", plan.bound_s, f"no plan is faster, {basis}"),
+        ("ideal_s", plan.ideal_s, "all devices computing all the time, as estimated"),
+        ("measured_step_s", plan.measured_step_s, "in a trial on the cluster"),
+        ("timings_s", plan.timings_s or None, ""),
+        ("micro_batches", rows, "per rank: samples, steps, samples of the last step"),
+        ("order", plan.order, "of forward and backward passes, from stage to stage"),
+        ("arguments", plan.arguments, "of the model's call"),
+        (
+            "devices",
+            None if plan.devices is None else rows_of(plan.devices),
+            "per rank: machine, its like, device, kind, bytes",
+        ),
+        ("returns", returned and returned.names, "by the model"),
+        ("loss_name", returned and returned.loss, "of these"),
+        ("returns_tuple", returned and returned.is_tuple, ""),
+        ("autocast", plan.autocast, "around the model's call"),
+        ("tf32", plan.tf32 or None, "in matrix products of float32"),
+        # an edited program stays one when it is saved again
+        ("program_digest", None if plan.edited else program_digest, "of the program below"),
+        (
+            "batch_norm",
+            LOCAL if plan.batch_norm == LOCAL else None,
+            "each rank's own samples: not the single device's numbers",
+        ),
+        ("warnings", plan.warnings or None, ""),
+    )
+
+
+def _toml(value: object) -> str:
     if isinstance(value, float):
         return repr(value)
-    return json.dumps(value)
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in value.items()) + " }"
+    return json.dumps(value).replace(
+        "\x7f", "\\u007f"
+    )  # the one character that JSON allows and TOML does not
 
 
 def is_measured(cost_source: str) -> bool:
@@ -262,7 +270,7 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _from_header(header: dict, program: Program, where: str, *, edited: bool) -> Plan:
+def _from_header(header: dict[str, Any], program: Program, where: str, *, edited: bool) -> Plan:
     values = {key: header[key] for key in _KEYS}
     values["predicted_step_s"] = float(values["predicted_step_s"])
     plan = Plan(
@@ -278,9 +286,9 @@ def _from_header(header: dict, program: Program, where: str, *, edited: bool) ->
         measured_step_s=_number(header.get("measured_step_s")),
         timings_s={k: float(v) for k, v in header.get("timings_s", {}).items()},
         warnings=tuple(header.get("warnings", ())),
-        micro_batches=_micro_batches(header.get("micro_batches")),
-        arguments=_arguments(header.get("arguments")),
-        devices=devices_of_rows(header.get("devices")),
+        micro_batches=_rows(MicroBatch, header.get("micro_batches")),
+        arguments=_rows(lambda name, text: (name, text), header.get("arguments")),
+        devices=_rows(PlannedDevice, header.get("devices")),
         returned=Returned(
             tuple(header.get("returns", ())),
             header.get("loss_name", "loss"),
@@ -288,6 +296,7 @@ def _from_header(header: dict, program: Program, where: str, *, edited: bool) ->
         ),
         usable_bytes=tuple(header.get("usable_bytes", ())),
         autocast=tuple(header["autocast"]) if "autocast" in header else None,
+        tf32=header.get("tf32", False),
         edited=edited,
         **values,
     )
@@ -314,20 +323,14 @@ def _number(value: float | None) -> float | None:
     return None if value is None else float(value)
 
 
-def _arguments(pairs: list | None) -> tuple[tuple[str, str], ...] | None:
-    return None if pairs is None else tuple((name, text) for name, text in pairs)
-
-
-def _micro_batches(rows: list | None) -> tuple[MicroBatch, ...] | None:
-    if rows is None:
-        return None
-    return tuple(MicroBatch(*row) for row in rows)
+def _rows(value_of: Callable[..., T], rows: list[list[Any]] | None) -> tuple[T, ...] | None:
+    return None if rows is None else tuple(value_of(*row) for row in rows)
 
 
 def accumulation(plan: Plan) -> Samples | None:
-    """The samples that the micro-steps of a plan take; None if no rank takes more than one.
+    """How the micro-batches of a plan take its samples; None if no rank takes more than one micro-batch.
 
-    Raises PlanError if they do not fit the shares of the program, or the program cannot run in micro-steps.
+    Raises PlanError if they do not fit the shares of the program, or the program cannot run in micro-batches.
     """
     if plan.micro_batches is None or not accumulates(plan.micro_batches):
         return None
@@ -338,9 +341,7 @@ def accumulation(plan: Plan) -> Samples | None:
         raise PlanError(
             "the micro-batches are not the ranks' shares of the batch",
             expected=f"{', '.join(map(str, samples.counts))} samples, none more in the last step",
-            got=", ".join(
-                f"{m.steps} steps of {m.micro_batch}, the last of {m.last}" for m in plan.micro_batches
-            ),
+            got=_sizes_text(plan.micro_batches),
         )
     counts = {m.steps for m in plan.micro_batches if m.steps}
     without = any(not plan.micro_batches[r].steps for ranks in samples.stages for r in ranks)
@@ -349,9 +350,7 @@ def accumulation(plan: Plan) -> Samples | None:
         raise PlanError(
             "the micro-batches of a pipeline are not alike",
             expected="one number of steps, and as many samples of a rank in each",
-            got=", ".join(
-                f"{m.steps} steps of {m.micro_batch}, the last of {m.last}" for m in plan.micro_batches
-            ),
+            got=_sizes_text(plan.micro_batches),
             hint="shares of whole multiples of the number of steps",
         )
     if samples.meets and len(counts) > 1:
@@ -364,24 +363,31 @@ def accumulation(plan: Plan) -> Samples | None:
     return samples
 
 
+def _sizes_text(micro_batches: tuple[MicroBatch, ...]) -> str:
+    return ", ".join(f"{m.steps} steps of {m.micro_batch}, the last of {m.last}" for m in micro_batches)
+
+
 def accumulates(micro_batches: tuple[MicroBatch, ...] | None) -> bool:
-    """Whether any rank takes more than one micro-step."""
+    """Whether any rank takes more than one micro-batch."""
     return micro_batches is not None and any(m.steps > 1 for m in micro_batches)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Samples of every micro-step, per rank. ``scatters``: gradients of ZeRO stage 2 are summed in every one
-    of them, so that no whole gradient lives in between."""
+    """The samples of every micro-batch, per rank. ``scatters``: each of them sums the gradients of ZeRO stage
+    2, so that no whole gradient lives in between."""
 
     sizes: tuple[tuple[int, ...], ...]
     scatters: bool
 
 
 def schedule(program: Program, micro_batches: tuple[MicroBatch, ...], samples: Samples) -> Schedule:
-    """Where ranks meet in every micro-step all take as many, those without samples too; so they do in stage 2
-    if their numbers are equal. Otherwise each takes those that have samples, and at least one. Stages of
-    a pipeline sum when all micro-steps are through."""
+    """Returns the sizes of all micro-batches.
+
+    Where ranks meet in every micro-batch, all ranks run the same number, those without samples too; so they
+    do in ZeRO stage 2 if their numbers are equal anyway. Otherwise each rank runs only micro-batches with
+    samples, but at least one. A pipeline sums its gradients after all of its micro-batches.
+    """
     counts = {m.steps for m in micro_batches if m.steps}
     scattered = any(stage_of(i) == 2 and owned_type(program, i) is not None for i in program.params)
     together = samples.meets or (scattered and len(counts) == 1 and not samples.stages)

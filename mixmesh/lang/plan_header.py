@@ -1,6 +1,6 @@
-"""The TOML header of a plan file: a row for each key with what its value must be.
+"""The TOML header of a plan file: a table of its keys and of the values that each allows.
 
-Fields that belong together (a number per rank) are checked with the program's number of ranks.
+Lists with one entry per rank are checked once the program, and with it the number of ranks, has been read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SHOWN = 60  # characters of a value in an error
 
 
 class Row(NamedTuple):
-    """Whether a value may stand there, which ones may, and whether the key may be absent."""
+    """What a key allows: a test of its value, the same in words, and whether the key may be absent."""
 
     accepts: Callable[[Any], bool]
     expected: str
@@ -40,7 +40,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_seconds(value: Any) -> bool:
-    """Infinite ones too: of a candidate that was not simulated."""
+    """Whether a value is a number of seconds; infinity is that of a candidate that was not simulated."""
     return type(value) in (int, float) and not math.isnan(value) and 0 <= value
 
 
@@ -118,6 +118,7 @@ ROWS: dict[str, Row] = {
         'a type of device and a dtype: ["cuda", "bf16"]',
         optional=True,
     ),
+    "tf32": FLAG._replace(optional=True),
     "batch_norm": TEXT._replace(optional=True),
     "program_digest": TEXT._replace(optional=True),
     "warnings": Row(lambda v: _is_list(v, _is_text), "a list of strings", optional=True),
@@ -131,7 +132,7 @@ PER_RANK = ("predicted_peak_memory_bytes", "usable_bytes", "micro_batches", "dev
 
 
 def read_header(text: str, where: str, file_format: int) -> dict[str, Any]:
-    """The checked values of a header. Raises PlanError with the line and the key."""
+    """Reads a header and checks its values. Raises PlanError with the line and the key."""
     try:
         header = tomllib.loads(text)
     except (ValueError, RecursionError) as err:
@@ -152,7 +153,8 @@ def read_header(text: str, where: str, file_format: int) -> dict[str, Any]:
 
 
 def check_per_rank(header: dict[str, Any], text: str, where: str, world_size: int) -> None:
-    """Raises PlanError for a list that has not one entry per rank (or none, where that is not known)."""
+    """Raises PlanError for a list without one entry per rank. All but ``micro_batches`` may be empty, which
+    says that the values are not known."""
     for key in PER_RANK:
         entries = header.get(key)
         least = world_size if key == "micro_batches" else 0

@@ -27,8 +27,8 @@ def machine_sets(task: Task) -> list[Ranks]:
     kinds: dict[tuple, list[Ranks]] = {}
     for machine, ranks in zip(cluster.machines, machines):
         if ranks:
-            links = machine.link_bytes_per_s, machine.link_latency_s, machine.nic_bytes_per_s
-            kinds.setdefault((tuple(task.costs.class_of[r] for r in ranks), *links), []).append(ranks)
+            classes = tuple(task.costs.class_of[r] for r in ranks)
+            kinds.setdefault((classes, *machine.wiring), []).append(ranks)
     alike = list(kinds.values())
     if prod(len(some) + 1 for some in alike) <= MOST_SETS:
         counts = product(*[range(len(some), -1, -1) for some in alike])
@@ -44,7 +44,7 @@ def _orders(task: Task, kinds: dict[tuple, list[Ranks]]) -> Iterator[list[Ranks]
     every = [(kind, ranks) for kind, some in kinds.items() for ranks in some]
     speed: Callable[[Ranks], float] = lambda ranks: -sum(task.proportional[r] for r in ranks)  # noqa: E731
     yield [ranks for _, ranks in sorted(every, key=lambda pair: speed(pair[1]))]
-    yield [ranks for _, ranks in sorted(every, key=lambda pair: (-pair[0][-1], speed(pair[1])))]
+    yield [ranks for _, ranks in sorted(every, key=lambda pair: (-pair[0][-2], speed(pair[1])))]
     yield from kinds.values()
 
 
@@ -87,11 +87,12 @@ def _unlike(task: Task, sets: Sequence[Ranks]) -> list[Ranks]:
     for ranks in sets:
         held: dict[int, list[int]] = {}
         for r in ranks:
-            held.setdefault(cluster.machine_index_of(r), []).append(class_of[r])
+            held.setdefault(cluster.machine_index_of(r), []).append(r)
         parts = []
-        for m, classes in held.items():
-            machine = cluster.machines[m]
-            links = machine.link_bytes_per_s, machine.link_latency_s, machine.nic_bytes_per_s
+        for m, mine in held.items():
+            machine, classes = cluster.machines[m], [class_of[r] for r in mine]
+            # where some devices have links of their own, which devices they are matters
+            links = (*machine.wiring, str(mine) if machine.links else "")
             parts.append((tuple(classes), *(links if len(held) > 1 or len(classes) > 1 else ())))
         unlike.setdefault(tuple(sorted(parts)), ranks)
     return list(unlike.values())

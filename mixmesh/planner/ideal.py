@@ -65,7 +65,7 @@ def operator_s(choices: Choices, at_peaks: bool) -> list[list[float]]:
     def least_s(call: Call, grads: int, device_class: int) -> float:
         device = costs.classes[device_class]
         if at_peaks and costs.measured_op(call, device) is None:
-            return peak_op_s(call, grads, device)
+            return peak_op_s(call, grads, device, tf32=costs.tf32)
         return costs.least_op_s(call, grads, device_class, parts=parts)
 
     weights: dict[int, float] = {}

@@ -14,6 +14,7 @@ from ..cluster import Cluster
 from ..cost import CostModel, Profile
 from ..cost.gaps import gaps
 from ..cost.placed import Sheet
+from ..cost.tf32 import tf32_warnings
 from ..errors import InputError
 from ..lang.ir import Graph, Returned, regions
 from ..lang.optimizer_states import ADAM, OptimizerStates
@@ -91,6 +92,8 @@ class Traced(Protocol):
     def autocast(self) -> tuple[str, str] | None: ...
     @property
     def returned(self) -> Returned: ...
+    @property
+    def tf32(self) -> bool: ...
 
 
 def check_planner(planner: str) -> None:
@@ -117,6 +120,7 @@ def make_plan(
     search_s: float | None = None,
     exact_s: float | None = None,
     unmeasured: Collection[str] = (),
+    tf32: bool | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """The best plan that ``planner`` finds. ``optimizer_states`` are tensors per parameter, and
@@ -125,6 +129,8 @@ def make_plan(
     ``SEARCH_S`` by default); ``auto`` asks these and other slow ones only where it is given, within it.
     ``exact_s`` is how long HiGHS may prove how far from the cheapest the chosen program is.
     ``unmeasured`` names mechanisms of GPUs to count on that were never measured (``cost.UNMEASURED``).
+    ``tf32``: whether matrix products of float32 may run in TF32; None for what the job had when it was
+    traced. A bare graph does not say, and then it is not counted on.
 
     With fewer samples than devices data parallelism leaves some out; tensor parallelism needs none.
     Raises InputError for an unknown planner, Infeasible if nothing fits.
@@ -139,6 +145,7 @@ def make_plan(
         search_s=search_s,
         exact_s=exact_s,
         unmeasured=unmeasured,
+        tf32=tf32,
         progress=progress,
     )
     return plan
@@ -156,6 +163,7 @@ def make_plans(
     search_s: float | None = None,
     exact_s: float | None = None,
     unmeasured: Collection[str] = (),
+    tf32: bool | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> tuple[Plan, ...]:
     """The plan of ``make_plan``, and up to ``count - 1`` of other kinds that may be as fast, the fastest by
@@ -164,7 +172,8 @@ def make_plans(
     check_limit(exact_s)
     with untouched():
         optimizer = optimizer_states, whole_parameters
-        costs = CostModel(cluster, profile, unmeasured)
+        tf32 = traced.tf32 if tf32 is None and not isinstance(traced, Graph) else bool(tf32)
+        costs = CostModel(cluster, profile, unmeasured, tf32=tf32)
         return _make_plans(traced, costs, count, planner, optimizer, search_s, exact_s, progress)
 
 
@@ -356,9 +365,11 @@ def plan_of(task: Task, proposal: Proposal, planning_s: float) -> Plan:
             *whole_batch_warnings(graph, program),
             *dtype_warnings(task, program),
             *gaps(program, task.costs),
+            *tf32_warnings(task.costs, graph),
         ),
         micro_batches=proposal.micro_batches,
         devices=planned_devices(cluster),
         usable_bytes=tuple(int(size) for size in task.usable_bytes),
+        tf32=task.costs.tf32,
         notes=notes_of(program, sheet),
     )

@@ -155,21 +155,24 @@ class Comm:
         instruction: Instruction | str,
         purpose: str = "data",
         part: str = "",
+        *,
+        is_call: bool = True,
     ) -> Channel:
         """The group of ``ranks`` on behalf of an instruction (or of what a string says), or of a ``part``
-        of it: its gradient."""
+        of it: its gradient. ``is_call`` is False where some ranks start within a call what others start after
+        it."""
         if isinstance(instruction, str):
             what, where = instruction, ""
         else:
             what = f"{part} of {instruction.op}" if part else instruction.op
             where = f"{print_instruction(instruction)}  {instruction.location}".rstrip()
         group = None if len(ranks) == 1 else self.groups[purpose, ranks]
-        return Channel(self, group, ranks, what, where)
+        return Channel(self, group, ranks, what, where, is_call)
 
 
 @dataclass(frozen=True)
 class Channel:
-    """A process group in use for one purpose. Its errors name this rank and that purpose. ``is_in_step`` is
+    """A process group in use for one purpose. Its errors name this rank and that purpose. ``is_call`` is
     False where ranks start its collectives at other moments between their calls."""
 
     comm: Comm
@@ -177,7 +180,7 @@ class Channel:
     ranks: tuple[int, ...]
     what: str
     where: str
-    is_in_step: bool = field(default=True, kw_only=True)
+    is_call: bool
 
     @property
     def me(self) -> int:
@@ -198,7 +201,7 @@ class Channel:
 
     def start(self, call: Callable, *args, **kwargs) -> dist.Work | None:
         """Starts a collective. One of all ranks is a call that the watch knows, whoever starts it."""
-        if self.comm.watch is not None and self.is_in_step and len(self.ranks) == self.comm.world_size:
+        if self.is_call and self.comm.watch is not None and len(self.ranks) == self.comm.world_size:
             self.comm.watch.meet(self.what)
         try:
             return call(*args, group=self.group, async_op=True, **kwargs)

@@ -287,7 +287,7 @@ class _Writer:
             self._line(f"shown[{name!r}] = {self._name(value.name)}{graph}", i)
 
     def _local(self, n: int, i: Instruction) -> None:
-        if i.op == "aten.native_dropout" and not self.training:
+        if i.op == "aten.native_dropout" and not (self.training and i.args[2]):
             self.bound[f"op{n}"] = _PASS[len(i.results)]
         elif is_sfb(i):
             self.bound[f"op{n}"] = sfb_op(self.program, i, self.comm, self.sink or wait_now, self.factors)

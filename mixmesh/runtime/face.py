@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import InputError
+from .modes import modes_of, set_modes
 from .shells import check_attribute, dress
 from .whole_model import Lending, copy_tensors, own_module
 
@@ -83,7 +84,8 @@ class Face(nn.Module):
         copy_of_self = memo[id(self)] = self._runtime.again(twin)
         for mine, its in zip(self.parameters(), copy_of_self.parameters()):
             its.requires_grad_(mine.requires_grad)
-        return copy_of_self.train(self.training)
+        set_modes(copy_of_self.modules(), modes_of(self.modules()))
+        return copy_of_self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InputError(

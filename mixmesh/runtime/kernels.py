@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from ..frontend.trace.dtypes import TORCH_DTYPE
 from ..lang.ir import Instruction, Program, Shard, TensorType, shard_offsets, shard_sizes
 from ..lang.ir.samples import DRAWS
-from ..lang.operators import cross_entropy_of_part, experts_of_part, sum_exp_of_part
+from ..lang.operators import Operands, cross_entropy_of_part, experts_of_part, sum_exp_of_part
 from ..lang.rules import MEANS, LocalCall, mean_share
 from .device_random import seeded
 from .random import RandomPolicy
@@ -330,7 +330,8 @@ def experts_kernel(site: Site) -> LocalOp | None:
     def run(ids, *tensors):
         rest = iter(tensors)
         groups = [[next(rest) for _ in range(length)] for length in lengths]
-        return (experts_of_part(ids, *groups, dtypes, body, site.span(table)[0], table.value.shape[0]),)
+        operands = Operands(*groups, dtypes=dtypes)
+        return (experts_of_part(ids, operands, body, site.span(table)[0], table.value.shape[0]),)
 
     return run
 

@@ -6,8 +6,6 @@ they talk among themselves, and the first of them tells the others, without wait
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -32,8 +30,8 @@ class Listeners:
         dtype. Collective in the group of this ``purpose``, and so is ``wait`` of the handle."""
         if comm.rank not in self.told:
             return known
-        channel = comm.channel(self.told, f"broadcast of {what}", purpose)
-        channel = replace(channel, is_in_step=False)  # who tells does so when it knows itself
+        # the first of those that compute tells later than the others begin to listen
+        channel = comm.channel(self.told, f"broadcast of {what}", purpose, is_call=False)
         if comm.rank != self.working[0]:
             return broadcast(channel, known.wait(), self.working[0], async_op=True)
 

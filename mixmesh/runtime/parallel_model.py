@@ -26,6 +26,7 @@ from .guards import wrapped_twice
 from .hooks import HookWatch
 from .input_gradients import given_inputs, wanted_gradients
 from .inspection import Inspector
+from .modes import Modes, modes_of
 from .outputs import Output
 from .passes import Forward, Runtime, accumulate, code_of, rooted, rooted_pieces, zero
 from .pipeline import stage_inputs
@@ -45,6 +46,7 @@ class ParallelModel(Face):
     """
 
     _runtime: Runtime
+    _in_order: tuple[nn.Module, ...]  # its modules
 
     def __init__(
         self,
@@ -56,7 +58,7 @@ class ParallelModel(Face):
         nn.Module.__init__(self)
         self.__dict__["_runtime"] = runtime
         self._wear(model, params, buffers)
-        self.train(model.training)
+        self.__dict__["_in_order"] = tuple(self.modules())
         self.register_load_state_dict_post_hook(lambda *_: runtime.wholes.changed())
         self._hooks_seen = HookWatch(self)
 
@@ -67,6 +69,11 @@ class ParallelModel(Face):
     @property
     def comm(self) -> Comm:
         return self._runtime.comm
+
+    @property
+    def modes(self) -> Modes:
+        """Whether each of its modules trains, in their order."""
+        return modes_of(self._in_order)
 
     @property
     def source(self) -> str:
@@ -120,7 +127,7 @@ class ParallelModel(Face):
         tensors = run.calls.tensors(args, kwargs, evaluates=not self.training)
         # a rank reports errors that it sees by itself before it waits for others
         wanted = wanted_gradients(run.program, tensors)
-        form = run.forms.form(tensors, args, kwargs, training=self.training, wanted=wanted)
+        form = run.forms.form(tensors, args, kwargs, modes=self.modes, wanted=wanted)
         steps = form.steps
         if steps is not None and steps.is_pipeline:
             inputs = stage_inputs(form.program, steps.samples, tensors, run.comm, len(steps.sizes))
@@ -139,15 +146,16 @@ class ParallelModel(Face):
             read = buffers | {name: buffers[name].clone() for name in form.kept_buffers}
         run.random.step += 1
         run.wholes.start()
+        training = self.training or form.is_traced
         if steps is None:
             shown: dict[str, Tensor] = {}
-            local, updated, tokens = code_of(run, form, training=self.training).run(
+            local, updated, tokens = code_of(run, form, training=training).run(
                 params, read, inputs, shown=shown
             )
             value = zero(run, form) if local is None else local.detach()
             result = Forward(local, tokens, value, shown={name: [x] for name, x in shown.items()})
         else:
-            result, updated = accumulate(run, form, params, read, inputs, training=self.training)
+            result, updated = accumulate(run, form, params, read, inputs, training=training)
         run.wholes.finish()
         with torch.no_grad():
             for name, value in updated.items():
@@ -287,8 +295,8 @@ class ParallelModel(Face):
         self._runtime.drop_gradients()
 
     def train(self, mode: bool = True) -> ParallelModel:
-        """As of any module; also of the whole model, while it is lent."""
-        nn.Module.train(self, mode)
+        """As the original's own, where it has one; also of the whole model, while it is lent."""
+        super().train(mode)
         if (lent := self._runtime.lent) is not None:
             lent.train(mode)
         return self

@@ -200,8 +200,8 @@ class RecordedComm(Comm):
         plain = {f.name: getattr(comm, f.name) for f in fields(Comm)}
         return cls(**plain, recorder=recorder)
 
-    def channel(self, ranks, instruction, purpose="data", part="") -> RecordedChannel:
-        plain = super().channel(ranks, instruction, purpose, part)
+    def channel(self, ranks, instruction, purpose="data", part="", *, is_call=True) -> RecordedChannel:
+        plain = super().channel(ranks, instruction, purpose, part, is_call=is_call)
         if isinstance(instruction, str):
             return recorded(plain, self.recorder, instruction, instruction.split()[0])
         result = next(r for r in instruction.results if r is not None)
@@ -246,7 +246,7 @@ def recorded(
     in_backward: str = "",
 ) -> RecordedChannel:
     of = (recorder, name, in_backward or name, op, size_bytes)
-    return RecordedChannel(c.comm, c.group, c.ranks, c.what, c.where, *of)
+    return RecordedChannel(c.comm, c.group, c.ranks, c.what, c.where, c.is_call, *of)
 
 
 # --- from the spans of all ranks to steps -----------------------------------------------------------------

@@ -99,7 +99,7 @@ def change_shares(model: ParallelModel, optimizer: optim.Optimizer, plan: Plan) 
             kept_shapes=run.forms.limit,
             compiles=run.compiles,
         )
-        runtime.forms = replace(runtime.forms, training=run.forms.training, modes=run.forms.modes)
+        runtime.forms = replace(runtime.forms, modes=run.forms.modes)
         runtime.seed, runtime.unchecked = run.seed, run.unchecked
         runtime.before_call, runtime.num_zeroed = run.before_call, run.num_zeroed
         vars(run).update(vars(runtime))

@@ -29,7 +29,7 @@ _OF_STATES = ("get_extra_state", "set_extra_state", "_save_to_state_dict", "_loa
 _OF_THE_WHOLE = (
     "__call__", "__delattr__", "__setstate__", "state_dict", "load_state_dict", "parameters",
     "named_parameters", "buffers", "named_buffers", "children", "named_children", "modules", "named_modules",
-    "train", "eval", *_OF_STATES,
+    *_OF_STATES,
 )  # fmt: skip
 _REFUSED = ("generate", "save_pretrained", "push_to_hub")
 

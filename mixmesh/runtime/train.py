@@ -45,7 +45,9 @@ Span = Callable[[str], AbstractContextManager]
 class Keeper(Protocol):
     """Keeps the state of a training, so that another start goes on with it. All calls are collective."""
 
-    def begin(self, model: ParallelModel, optimizer: torch.optim.Optimizer, job: Any) -> tuple[Feed, int]:
+    def begin(
+        self, model: ParallelModel, optimizer: torch.optim.Optimizer, scheduler: Any, job: Any
+    ) -> tuple[Feed, int]:
         """This rank's batches, and how many steps were made before this start."""
 
     def after_step(self, num_steps: int) -> bool:
@@ -211,6 +213,22 @@ def default_optimizer(params: Iterable) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-3)
 
 
+def scheduler_of(job: Any, optimizer: Any) -> tuple[Any, Callable[[], object]]:
+    """The scheduler of a job, None without one, and its step. Raises JobError for one that is stepped by a
+    metric, which a run does not have."""
+    if job.scheduler is None:
+        return None, lambda: None
+    scheduler = job.scheduler(optimizer)
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise JobError(
+            "the job's scheduler is stepped by a metric, and a run has none",
+            expected="a scheduler whose step() takes nothing",
+            got=type(scheduler).__name__,
+            hint="in a loop of your own: mixmesh.prepare, and scheduler.step(loss)",
+        )
+    return scheduler, scheduler.step
+
+
 @taking_part("the training")
 @memory_errors_named()
 def train(
@@ -263,13 +281,14 @@ def train(
     )
     parallel.check_planned(job.batch)
     comm = parallel.comm
+    scheduler, step_scheduler = scheduler_of(job, optimizer)
     first = 0
     if keeper is None:
         initial(parallel)
         look, may_follow = ComparesFirst(parallel), balancer is not None
         batches = own_batches(job, plan, comm.rank, epochs, look, may_follow=may_follow)
     else:
-        batches, first = keeper.begin(parallel, optimizer, job)
+        batches, first = keeper.begin(parallel, optimizer, scheduler, job)
     del job, model  # frees what this rank does not need of them
     if balancer is not None:
         balancer.begin(parallel, optimizer, batches)
@@ -295,6 +314,7 @@ def train(
         with span("optimizer"):
             if may_step:
                 optimizer.step()
+                step_scheduler()
             optimizer.zero_grad()
         if recording is not None:
             span = recording.after_optimizer(number - first)

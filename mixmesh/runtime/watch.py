@@ -69,6 +69,7 @@ class Watch:
         self.waiting: Waiting | None = None
         self.position = Position()
         self._counted: Callable[[], Any] = lambda: None  # the optimizer whose steps count, while it is there
+        self.on_lost: Callable[[Lost, Position], object] = lambda lost, position: None
         self.is_told_to_stop: Callable[[], bool] = lambda: False  # by a signal that was noted
         self._calls: dict[int, str] = {}
         self._lines: dict[int, str] = {}  # of the script, by the number of the call
@@ -334,6 +335,7 @@ class Watch:
         self._lost, self._verdict, self._decided_at = lost, error, self._clock.now_s
         if lost is not None:
             self._peers.end_stopped(lost.rank)
+            self.on_lost(lost, self.position)
         if not self._is_taking_part:
             text = f"mixmesh: {error.message}; the next call on this rank raises it"
             print(text, file=sys.stderr, flush=True)

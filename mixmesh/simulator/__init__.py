@@ -1,32 +1,34 @@
-"""The event simulator: a program's step as it unfolds on every rank.
+"""The event simulator: predicts the timeline of a program's step on every rank.
 
-Per rank a computing thread; per process group a channel on which collectives follow each other; per machine
-a NIC out and in and a link inside, which the channels that cross them share. Gradient sums have channels of
-their own, as in the runtime.
+Every rank has a computing thread, every process group a channel on which its collectives run one after
+another, and every machine a NIC out, a NIC in and a link inside, which all channels that cross them share.
+Gradient reductions have channels of their own, as in the runtime.
 
-Forward, a redistribution starts at its place and is awaited at its first use. In the backward pass it starts
-after that use and is awaited at its place; the gradients of stored parameters, and the sums of buckets, go on
-beside the computing and are awaited when the pass ends, before the optimizer. Nothing else makes ranks wait
-for each other, so the step is a steady-state period: from one end of the waiting to the next, beginning with
-the optimizer. Where ranks do not all wait for the same last collective, that is no shorter than the period.
+In the forward pass a redistribution starts at its place in the program and is awaited at its first use. In
+the backward pass it starts after that use and is awaited at its place. The gradients of stored parameters,
+and the reductions of buckets, overlap with computing and are awaited at the end of the pass, before the
+optimizer. Nothing else makes ranks wait for each other. So the step is a steady-state period that begins with
+the optimizer: from the end of one such wait to the end of the next. Where ranks do not all wait for the same
+last collective, the prediction is at least that period.
 
-A second of computing takes ``1 + slowdown`` while a collective that the rank has issued is under way, and a
-collective keeps the computing thread busy for some time, half where it starts and half where it is awaited.
+A second of computing takes ``1 + slowdown`` seconds while a collective of the rank is under way. A collective
+also keeps the computing thread busy for some time, half of it at its start and half where it is awaited.
 
-Every time is a composition of sums, maxima and minima that grows with each duration, so that no device or
-link that gets faster can make the predicted step longer. That decides what is approximated:
+Every time is a composition of sums, maxima and minima that grows with each duration, so that no faster device
+or link can make the predicted step longer. This decides the approximations:
 
-- Channels share a link fairly: a collective takes as much longer as the others, while they are busy there,
-  take of it. Those that stand earlier in the program are not slowed by it. Their loss is made up for by
-  the gradient sums that follow, which end when the link has carried all that it was given before, and by the
-  end of the pass. A link that served by time of arrival would have anomalies.
-- By the same rule a collective that stands earlier in the program but starts later is taken to be in the
-  way: at the most this doubles the time of the other, once per channel; only a gradient sum is held up by it.
-- A gradient sum that some rank joins only at the end of its pass slows nobody's computing meanwhile.
-- Gradients that arrive during the pass are taken in at its end, those out of gathered factors computed then.
-- A rank of a pipeline computes a pass whole before it sends what other stages need of it (``pipeline``).
-- The sum of the loss is awaited with the gradients; the runtime waits for it after the optimizer. Ranks that
-  compute nothing are told it by one of the others, which waits for none of them: that takes no time here.
+- Channels share a link fairly: a collective is delayed by the time that the others occupy the link meanwhile.
+  Those that stand earlier in the program are not delayed in turn. In exchange, the gradient reductions that
+  follow end only when the link has carried all earlier traffic, and so does the pass. A link that served in
+  order of arrival would have anomalies.
+- By the same rule, a collective that stands earlier in the program but starts later delays the other one.
+  This at most doubles the time of the other, once per channel, and holds up only gradient reductions.
+- A gradient reduction that some rank joins only at the end of its pass slows no computing until then.
+- Gradients that arrive during the pass are accepted at its end, and those from gathered factors computed
+  then.
+- A rank of a pipeline completes a pass before it sends results to other stages (``pipeline``).
+- The all-reduce of the loss is awaited with the gradients, although the runtime waits for it after the
+  optimizer. Ranks that compute nothing receive the loss from another rank, which takes no time here.
 """
 
 from ..base.timeline import Timeline

@@ -1,4 +1,4 @@
-"""Process groups of a simulated step, the links that they share, and their calls."""
+"""The process groups of a simulated step, the links that they share, and their calls."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from .values import Call
 
 
 class Channels:
-    """The channels of a step, one per process group, by number; and the links that they cross, by number."""
+    """The channels of a step, one per process group, and the links that they cross; both have numbers."""
 
     def __init__(self, costs: CostModel, rests: Sequence[tuple[float, float]]) -> None:
-        """``rests``: per rank its burst credit in seconds, and its speed while that lasts."""
+        """``rests`` has, for each rank, its burst credit in seconds and its speed while that lasts."""
         self.costs, self.rests = costs, rests
         self.numbers: dict[tuple[str, tuple[int, ...]], int] = {}  # by purpose and ranks
-        self.rivals: list[list[tuple[int, frozenset[int]]]] = []  # per channel: others, and what they share
+        self.rivals: list[
+            list[tuple[int, frozenset[int]]]
+        ] = []  # per channel: others, and the links they share
         self.crossed: list[frozenset[int]] = []  # per channel: links
         self.links: dict[Link, int] = {}
         self._calls: dict[tuple[str, Exchange], Call] = {}
@@ -35,14 +37,14 @@ class Channels:
             self._s_per_byte[kind] = exchange.link_s_per_byte(self.costs.cluster)
         name, ranks, size_bytes = exchange.performed, exchange.ranks, exchange.size_bytes
         alone = max((self.costs.exchange_alone_s(r, name, ranks, size_bytes) for r in ranks), default=0.0)
-        # the part of its seconds that takes the computing threads is counted there, slower
+        # seconds that the computing threads spend on it are counted there
         lag_s = exchange.lag_s(self.costs)
         seconds = max(exchange.seconds(self.costs) - lag_s - alone, 0.0)
-        # where a collective was measured to be faster than the cluster file allows, it holds no link longer
+        # it may have been measured faster than the cluster file allows: then it occupies links no longer
         links = [(link, min(s * size_bytes, seconds)) for link, s in self._s_per_byte[kind].items()]
         host = tuple(self.costs.exchange_host_s(r, name, ranks, size_bytes) / 2 for r in ranks)
-        # a device that computes on while gradients travel saves nothing up that this could take
-        beside = tuple(
+        # a device that computes while gradients travel gains no burst credit that this could use up
+        overlapped = tuple(
             self.costs.exchange_beside_s(r, name, ranks, size_bytes) / 2 if self.rests[r][0] else 0.0
             for r in (ranks if purpose != "gradient" else ())
         )
@@ -55,13 +57,13 @@ class Channels:
             max((s for _, s in links), default=0.0),
             purpose == "gradient",
             host if any(host) else (),
-            beside if any(beside) else (),
+            overlapped if any(overlapped) else (),
             lag_s,
         )
 
     def channel(self, purpose: str, ranks: tuple[int, ...], one_way: Exchange | None = None) -> int:
-        """The number of a process group. All are known before the first step is simulated. One that is only
-        used for exchanges like ``one_way`` crosses no other links than that."""
+        """The number of a process group; all are numbered before the first step is simulated. With
+        ``one_way`` the group crosses only the links of that exchange."""
         key = (purpose, ranks)
         if key not in self.numbers:
             number = self.numbers[key] = len(self.numbers)

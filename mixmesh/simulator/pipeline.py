@@ -1,11 +1,10 @@
-"""A pipeline: the passes of its stages in 1F1B order, on the clocks of a run.
+"""Simulates a pipeline: the passes of its stages in 1F1B order.
 
-As in the runtime (``runtime.pipeline``): a stage sends when a pass ends and asks for what it receives one
-micro-step ahead, so a transfer begins when its last rank has done either. A transfer under way holds links,
-and only its receiver waits for it; the senders do when all their passes are through. With ``BLOCKING_SENDS``
-a transfer begins when its sender's pass ends, and holds the sender until it is over. Passes are gone through
-in an order that does not depend on how long they take, so that nothing that gets faster can make a step
-longer.
+As in the runtime (``runtime.pipeline``), a stage sends when a pass ends and posts its receives one
+micro-batch ahead, so a transfer begins when all its ranks have posted their part. A transfer occupies links,
+and only its receiver waits for it; senders wait after all of their passes. With ``BLOCKING_SENDS`` a transfer
+begins at the end of its sender's pass and blocks the sender until it is over. The order in which passes are
+simulated does not depend on their durations, so that nothing faster can make a step longer.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ ACTIVATIONS, GRADIENTS = "activations", "gradients of activations"
 
 @dataclass(frozen=True)
 class _Move:
-    """From a stage to another, or the gradient back; ``exchange`` is of the whole batch."""
+    """A transfer between stages, or that of its gradient; ``exchange`` is that of the whole batch."""
 
     name: str
     sender: int
@@ -47,7 +46,7 @@ class _Move:
 
 @dataclass(frozen=True)
 class _Works:
-    """The works of a pass in order, and the computations that they are of."""
+    """The works of a pass in order, and their computations."""
 
     timed: TimedPass
     works: tuple[int, ...]
@@ -63,7 +62,7 @@ class _Works:
 
 
 class Pipeline:
-    """All that does not depend on ratios and the number of micro-steps."""
+    """The parts of a pipeline that do not depend on ratios or the number of micro-batches."""
 
     def __init__(self, parts: Parts, samples: Samples) -> None:
         self.parts, self.stages = parts, samples.stages
@@ -76,17 +75,18 @@ class Pipeline:
         sheet, program = self.parts.sheet, self.parts.sheet.program
         for i in transfers_of(program):
             held, wanted = map(program.participants, (program.types[i.inputs[0]], i.type))
-            ends = self.stages.index(held), self.stages.index(wanted)
+            sender, receiver = self.stages.index(held), self.stages.index(wanted)
             there, back = (sheet.exchanges[i.result, backward] for backward in (False, True))
-            yield _Move(i.result, *ends, False, there)
-            if i.result in program.requires_grad:
-                yield _Move(gradient_name(i.result), *reversed(ends), True, back)
+            if there is not None:
+                yield _Move(i.result, sender, receiver, False, there)
+            if back is not None and i.result in program.requires_grad:
+                yield _Move(gradient_name(i.result), receiver, sender, True, back)
 
     def run(self, run: Run, micro_steps: int, seconds: tuple[Seconds, Seconds], sums: Sums) -> None:
-        """All passes of a step, the sum of the loss and those of gradients: each starts in the last backward
-        pass of every stage, or at the end if it is for owners or copies."""
+        """Simulates all passes of a step, and the all-reduces of the loss and of gradients. The latter start
+        in the last backward pass of every stage, or at the end if they are for shard owners or copies."""
         run.begin(sums)
-        _Clocks(self, run, micro_steps, seconds).passes()
+        _Clocks(self, run, micro_steps, seconds).run_passes()
         if self.parts.loss is not None:
             run.start(self.parts.loss, LOSS_SUM)
         late = [
@@ -126,43 +126,41 @@ class _Clocks:
         part = replace(move.exchange, size_bytes=move.exchange.size_bytes // self.micro_steps)
         return self.pipeline.parts.network.call(part, move.purpose)
 
-    def passes(self) -> None:
-        run, pipeline = self.run, self.pipeline
-        for stage, backward, k in together(len(pipeline.stages), self.micro_steps):
-            kinds = self.kinds[stage]
-            run.active = [kind in kinds for kind in range(len(run.clock))]
-            if run.gathers and not backward and k == 0:
-                run.fetch(len(run.gathers) - 1)
-            mine = [m for m in pipeline.moves if m.backward == backward]
-            for m in mine:
-                if m.receiver == stage:
-                    self._receive(m, k)
-            if backward:
-                run.accumulate(kinds)
-            if backward and k == self.micro_steps - 1:
-                self._last_backward(stage)
-            else:
-                self._work(self.pipeline.backward if backward else self.pipeline.forward, stage, backward)
-            for m in mine:
-                if m.sender == stage:
-                    self._occupy(m, kinds)
-                    self.offered[m, k] = self._clock(stage)
-                    self._fly(m, k)
-                    if self.is_blocking:
-                        run.until(self.ends[m, k], kinds)
+    def run_passes(self) -> None:
+        for stage, backward, k in order_of_passes(len(self.pipeline.stages), self.micro_steps):
+            self._run_pass(stage, backward, k)
         for (m, _), end in self.ends.items():
             self.run.until(end, self.kinds[m.sender])
 
-    def _work(self, made: _Works, stage: int, backward: bool) -> None:
+    def _run_pass(self, stage: int, backward: bool, k: int) -> None:
+        run, kinds = self.run, self.kinds[stage]
+        run.active = [kind in kinds for kind in range(len(run.clock))]
+        if run.gathers and not backward and k == 0:
+            run.fetch(len(run.gathers) - 1)
+        moves = [m for m in self.pipeline.moves if m.backward == backward]
+        for m in moves:
+            if m.receiver == stage:
+                self._receive(m, k)
+        if backward:
+            run.accumulate(kinds)
+        if backward and k == self.micro_steps - 1:
+            self._last_backward(stage)
+        else:
+            self._work(self.pipeline.backward if backward else self.pipeline.forward, stage, backward)
+        for m in moves:
+            if m.sender == stage:
+                self._send(m, k)
+
+    def _work(self, works: _Works, stage: int, backward: bool) -> None:
         total, table = self.work[stage, backward]
         if self.run.keep_events:
-            self.run.work_in_turn(made.timed, made.works, made.computes, table)
+            self.run.work_in_turn(works.timed, works.works, works.computes, table)
         else:
             self.run.work(total)
 
     def _last_backward(self, stage: int) -> None:
-        """Every rank of the stage starts sums where its gradients are complete, those that are left when the
-        pass is over."""
+        """A backward pass in which every rank of the stage starts all-reduces as soon as its gradients are
+        complete, and the others at the end."""
         run, timed, (_, table) = self.run, self.pipeline.backward.timed, self.work[stage, True]
         mine = {*self.pipeline.stages[stage]}
         busy = iter((timed.counts @ np.array(table).reshape(len(table), -1)).tolist())
@@ -183,6 +181,14 @@ class _Clocks:
             if here and n in self.run.sums.reductions.plain:
                 self.run.issue(n, here)
 
+    def _send(self, m: _Move, k: int) -> None:
+        kinds = self.kinds[m.sender]
+        self._occupy(m, kinds)
+        self.offered[m, k] = self._clock(m.sender)
+        self._fly(m, k)
+        if self.is_blocking:
+            self.run.until(self.ends[m, k], kinds)
+
     def _receive(self, m: _Move, k: int) -> None:
         self.run.until(self.ends[m, k], self.kinds[m.receiver])
         self._occupy(m, self.kinds[m.receiver])
@@ -194,8 +200,8 @@ class _Clocks:
             self._fly(m, k)
 
     def _fly(self, m: _Move, k: int) -> None:
-        """Begins where both sides are there; a sender that is held has not to be asked, as what it sends is
-        kept for the receiver."""
+        """Begins a transfer once both sides have posted it. A blocking send does not wait for the receiver,
+        as its data is kept for it."""
         if self.is_blocking:
             self.asked[m, k] = 0.0
         if (m, k) in self.offered and (m, k) in self.asked and (m, k) not in self.ends:
@@ -211,11 +217,12 @@ class _Clocks:
 
 
 @lru_cache(maxsize=256)
-def together(stages: int, micro_steps: int) -> tuple[tuple[int, bool, int], ...]:
-    """The passes of all stages, (stage, backward, micro-step), each after those that it needs: as they would
-    begin if a backward pass took two forward ones."""
+def order_of_passes(stages: int, micro_steps: int) -> tuple[tuple[int, bool, int], ...]:
+    """The passes of all stages as (stage, backward, micro-batch), each after those that it depends on: in the
+    order in which they would begin if a backward pass took as long as two forward passes."""
     left = [list(reversed(passes_of(stage, stages, micro_steps))) for stage in range(stages)]
-    free, ends, out = [0] * stages, {}, []
+    free, out = [0] * stages, []
+    ends: dict[tuple[int, bool, int], int] = {}
     while any(left):
         ready = []
         for stage, passes in enumerate(left):

@@ -18,12 +18,16 @@ from .sums import Sums
 from .timed import Parts, TimedPass
 from .values import Call, Seconds
 
-# the parts of a run that change while it goes on without events, beside numbers
-MOVING = "arriving busy carrying clock free has_gradients paced ready served under_way".split()
+# the containers that change in a run without events
+CHANGING = "arriving busy carrying clock free has_gradients ready served under_way usual_clock".split()
 
 
 class Run:
-    """The clocks of one simulated step, by kind of rank."""
+    """The clocks of one simulated step, by kind of rank.
+
+    A device under a quota has burst credit (a token bucket): after a wait it runs faster until its clock is
+    as far as at its usual pace. ``usual_clock`` is its clock less its credit.
+    """
 
     def __init__(
         self,
@@ -32,44 +36,43 @@ class Run:
         sums: Sums,
         alike: Alike,
         keep_events: bool,
-        leads: Sequence[float] = (),
+        credit_s: Sequence[float] = (),
     ) -> None:
-        """``leads``: by kind, how far ahead of its usual pace it begins."""
+        """``credit_s`` is the burst credit of each kind at the beginning."""
         self.parts, self.program, self.keep_events = parts, program, keep_events
         self.alike, count = alike, len(alike.firsts)
         self.clock = [0.0] * count
         network = parts.network
         rests = [network.rests[r] for r in alike.firsts]
-        self.rested_s = [s for s, _ in rests]
-        self.briskly = [1 / speed for _, speed in rests]  # seconds after a rest of one that is usual
-        self.can_rest = any(self.rested_s)
-        self.began_with = list(leads) or [0.0] * count
-        # when each kind would be as far at its usual pace, if it may be as far ahead as it is
-        self.paced = [-lead for lead in self.began_with]
+        self.most_credit_s = [s for s, _ in rests]
+        self.burst_s = [1 / speed for _, speed in rests]  # seconds for a second of usual work, with credit
+        self.has_credit = any(self.most_credit_s)
+        self.first_credit_s = list(credit_s) or [0.0] * count
+        self.usual_clock = [-credit for credit in self.first_credit_s]
         self.busy = [0.0] * count
-        self.under_way = [0.0] * count  # until when a collective of the kind is
-        self.kinds = [alike.of(ranks) for _, ranks in network.numbers]  # that are on each channel
+        self.under_way = [0.0] * count  # the end of the last collective of each kind
+        self.kinds = [alike.of(ranks) for _, ranks in network.numbers]  # those on each channel
         self.slowdown = [parts.slowdown[r] for r in alike.firsts]
         self.slowed = [(k, s) for k, s in enumerate(self.slowdown) if s > 0]
-        self.free = [0.0] * len(network.numbers)  # when each channel is
-        self.carrying = [0.0] * len(network.numbers)  # until when each occupies links
-        self.served = [0.0] * len(network.links)  # when each link has carried all that it was given
+        self.free = [0.0] * len(network.numbers)  # the end of the last collective on each channel
+        self.carrying = [0.0] * len(network.numbers)  # the time until which each channel occupies links
+        self.served = [0.0] * len(network.links)  # the time at which each link has carried all its traffic
         self.link_busy_s = [0.0] * len(network.links)  # counted with events
-        self.ready: dict[str, tuple[float, Call]] = {}  # results that nobody has waited for yet
-        self.arriving: list[tuple[float, Call, int, str]] = []  # gradients to be taken in at the end
+        self.ready: dict[str, tuple[float, Call]] = {}  # results that are not awaited yet
+        self.arriving: list[tuple[float, Call, int, str]] = []  # gradients that are accepted at the end
         self.communication = 0.0
-        self.turn_s = 0.0  # when the first rank ends its forward pass
+        self.turn_s = 0.0  # the time at which the first rank ends its forward pass
         self.events: list[Event] = []
-        self.active = [True] * count  # whether the kind takes this micro-step
+        self.active = [True] * count  # the kinds that run this micro-batch
         self.has_gradients = [False] * count
         self.gathers, self.gather_of = sums.gathers, sums.reductions.gather_of
         self.gathered: list[tuple[float, Call, set[int]]] = []  # with the kinds that have not awaited it
-        self.landed = 0  # how many of them somebody has awaited
-        self.fetched = 0  # and how many everybody has
+        self.landed = 0  # the number of gathers that any kind has awaited
+        self.fetched = 0  # the number of gathers that all kinds have awaited
         self.begin(sums)
 
     def begin(self, sums: Sums) -> None:
-        """The next backward pass makes these sums."""
+        """Prepares for the reductions of the next backward pass."""
         self.sums = sums
         self.left = [len(call.exchange.ranks) for call in sums.calls]
         self.issued = [0.0] * len(self.left)
@@ -78,11 +81,10 @@ class Run:
     def micro_steps(
         self, one: Pass, sums: Sums, active: list[bool], forward_s: Seconds, backward_s: Seconds
     ) -> None:
-        """Micro-steps that are alike. Once they take equally long, so do all that follow."""
+        """Runs equal micro-batches. When two in a row take equally long, so will all that follow."""
         self.active = active
-        forward_s, backward_s = (
-            [np.multiply(row, active) for row in rows] for rows in (forward_s, backward_s)
-        )
+        forward_s = [np.multiply(row, active).tolist() for row in forward_s]
+        backward_s = [np.multiply(row, active).tolist() for row in backward_s]
         before: list[float] = []
         for n in range(one.repeats):
             start = [*self.clock, *self.busy, self.communication]
@@ -93,14 +95,14 @@ class Run:
                 rest = one.repeats - 1 - n
                 count = len(self.clock)
                 self.clock = [t + rest * d for t, d in zip(self.clock, took)]
-                self.paced = [t + rest * d for t, d in zip(self.paced, took)]
+                self.usual_clock = [t + rest * d for t, d in zip(self.usual_clock, took)]
                 self.busy = [t + rest * d for t, d in zip(self.busy, took[count:])]
                 self.communication += rest * took[-1]
                 break
             before = took
 
     def micro_step(self, forward_s: Seconds, backward_s: Seconds, *, is_last: bool = True) -> None:
-        """A forward and a backward pass; of the last one the loss is summed."""
+        """Runs a forward and a backward pass; the last micro-batch also sums the loss."""
         self.forward_pass(forward_s, is_last=is_last)
         self.backward_pass(backward_s)
 
@@ -118,15 +120,15 @@ class Run:
         self.end_of_backward(seconds)
 
     def with_sums(self, sums: Sums) -> Run:
-        """The same step up to here, going on with other sums; none of them gathers what owners stepped."""
-        made = copy(self)
-        for name in MOVING:
-            setattr(made, name, copy(getattr(self, name)))
-        made.begin(sums)
-        return made
+        """A copy of this run that goes on with other reductions; none of them gathers parameters."""
+        twin = copy(self)
+        for name in CHANGING:
+            setattr(twin, name, copy(getattr(self, name)))
+        twin.begin(sums)
+        return twin
 
     def accumulate(self, kinds: Iterable[int]) -> None:
-        """A backward pass: every one but the first of a rank adds to gradients that are there."""
+        """Adds the gradients of a backward pass to earlier ones, if there are any."""
         for kind in kinds:
             if self.active[kind]:
                 if self.has_gradients[kind]:
@@ -135,12 +137,13 @@ class Run:
 
     @lazy
     def added_s(self) -> list[float]:
-        """By kind, seconds of adding a micro-step's gradients to earlier ones."""
+        """By kind, the seconds of adding a micro-batch's gradients to earlier ones."""
         seconds = self.parts.sheet.accumulation_s(self.program)
         return [seconds[rank] for rank in self.alike.firsts]
 
     def start_gathers(self) -> None:
-        """Begins to gather what the owners have stepped, no more at a time than the runtime does."""
+        """Starts gathers of the parameters that shard owners stepped, as many at a time as the runtime
+        does."""
         under_way = sum(call.exchange.size_bytes for _, call, _ in self.gathered[self.landed :])
         for name, call in self.gathers[len(self.gathered) :]:
             if under_way >= IN_FLIGHT_BYTES:
@@ -150,7 +153,7 @@ class Run:
             under_way += call.exchange.size_bytes
 
     def fetch(self, last: int) -> None:
-        """Ranks await the gathers up to the ``last``, in order; with each that is there others may start."""
+        """Awaits the gathers up to the ``last``, in order; the end of each may start others."""
         for n in range(self.fetched, last + 1):
             end, call, waiting = self.gathered[n]
             kinds = [k for k in waiting if self.active[k]]
@@ -170,39 +173,39 @@ class Run:
 
     def compute(self, kind: int, name: str, seconds: float, op: str = "") -> None:
         start = self.clock[kind]
-        self.advance(kind, self.computed(kind, self.slowdown[kind], seconds) - start)
+        self.advance(kind, self.end_of_work(kind, self.slowdown[kind], seconds) - start)
         end = self.clock[kind]
         self.busy[kind] += end - start
         if self.keep_events and seconds > 0:
             self.events.append(Event(self.alike.firsts[kind], "compute", name, start, end, op))
 
     def advance(self, kind: int, seconds: float) -> None:
-        """A kind works for what are ``seconds`` at its usual pace: faster while it is rested.
+        """Runs work of ``seconds`` at the usual pace, which is shorter while there is burst credit.
 
-        With u the time at which it would be as far at its usual pace, t its clock and v its speed after a
-        rest, work of s seconds is done at ``max(u + s, t + s / v)``, and who waits until t has a u of
-        ``t - rested_s`` at least. Both grow with all that they depend on: nothing gets slower by what gets
-        faster.
+        With t the clock, u the usual clock and v the speed with credit, work of s seconds ends at ``max(u +
+        s, t + s / v)``. After a wait until t, u is at least ``t - most_credit_s``. Both grow with all that
+        they depend on, so nothing that gets faster makes them later.
         """
-        self.paced[kind] += seconds
-        self.clock[kind] = max(self.paced[kind], self.clock[kind] + seconds * self.briskly[kind])
+        self.usual_clock[kind] += seconds
+        self.clock[kind] = max(self.usual_clock[kind], self.clock[kind] + seconds * self.burst_s[kind])
 
     def until(self, end: float, kinds: Iterable[int]) -> None:
-        """Kinds that are there before wait, and rest."""
+        """Has kinds wait until ``end``, if they are earlier, and gain burst credit."""
         for k in kinds:
             if self.clock[k] < end:
                 self.clock[k] = end
-                self.paced[k] = max(self.paced[k], end - self.rested_s[k])
+                self.usual_clock[k] = max(self.usual_clock[k], end - self.most_credit_s[k])
 
     @property
-    def leads(self) -> list[float]:
-        """By kind, how far ahead of its usual pace it is."""
-        if not self.can_rest:
-            return self.began_with
-        return [max(clock - paced, 0.0) for clock, paced in zip(self.clock, self.paced)]
+    def credit_s(self) -> list[float]:
+        """The burst credit of each kind now."""
+        if not self.has_credit:
+            return self.first_credit_s
+        return [max(clock - usual, 0.0) for clock, usual in zip(self.clock, self.usual_clock)]
 
-    def computed(self, kind: int, slowdown: float, seconds: float) -> float:
-        """When a rank has computed for ``seconds``, slower while a collective of its own is under way."""
+    def end_of_work(self, kind: int, slowdown: float, seconds: float) -> float:
+        """The end of ``seconds`` of computing, which is slower while a collective of the rank is under
+        way."""
         start, until = self.clock[kind], self.under_way[kind]
         if slowdown <= 0 or until <= start:
             return start + seconds
@@ -210,28 +213,28 @@ class Run:
         return slow if slow <= until else until + seconds - (until - start) / (1 + slowdown)
 
     def last(self, ranks: tuple[int, ...]) -> float:
-        """When the last of these ranks is there."""
+        """The clock of the last of these ranks."""
         return max([self.clock[k] for k in self.alike.of(ranks)])
 
     def occupy(self, call: Call, kinds: Iterable[int]) -> None:
-        """Half of what a collective takes of the computing threads, and of what devices may compute."""
+        """Spends half of the computing time that a collective takes, and of the burst credit."""
         if call.host:
             where = call.exchange.ranks
             for k in kinds:
                 self.advance(k, call.host[where.index(self.alike.firsts[k])])
-        if call.beside:
+        if call.overlapped:
             where = call.exchange.ranks
             for k in kinds:
-                self.paced[k] += call.beside[where.index(self.alike.firsts[k])]
+                self.usual_clock[k] += call.overlapped[where.index(self.alike.firsts[k])]
 
     def start(self, call: Call, name: str) -> float:
-        """All ranks issue a collective here; returns its end."""
+        """Has all ranks issue a collective now, and returns its end."""
         kinds, clock = self.kinds[call.channel], self.clock
         self.occupy(call, kinds)
         return self.communicate(call, name, max([clock[k] for k in kinds]))
 
     def communicate(self, call: Call, name: str, issued: float) -> float:
-        """A collective that the last rank has issued; returns its end."""
+        """Runs a collective that all ranks have issued, the last one at ``issued``, and returns its end."""
         channel, exchange = call.channel, call.exchange
         start = max(issued, self.free[channel])
         carrying = start + call.longest
@@ -255,12 +258,14 @@ class Run:
         if self.keep_events:
             for link, seconds in call.links:
                 self.link_busy_s[link] += seconds
-            what = (name, start, end, exchange.name, exchange.size_bytes)
-            self.events += [Event(r, "communication", *what) for r in exchange.ranks]
+            self.events += [
+                Event(r, "communication", name, start, end, exchange.name, exchange.size_bytes)
+                for r in exchange.ranks
+            ]
         return end
 
     def shared(self, call: Call, start: float) -> float:
-        """Until when a collective occupies links that others are using."""
+        """The time until which a collective occupies links that others are using."""
         rivals = [
             (self.carrying[other] - start, links)
             for other, links in self.parts.network.rivals[call.channel]
@@ -280,11 +285,11 @@ class Run:
         self.occupy(call, kinds)
 
     def go_through(self, timed: TimedPass, work_s: Seconds) -> None:
-        """All events of a pass, in order."""
+        """Runs all events of a pass, in order."""
         table = np.array(work_s).reshape(len(work_s), len(self.clock))
         seconds = timed.counts @ table
         rows = iter(seconds.tolist())
-        is_plain = not (self.keep_events or self.can_rest or self.slowed)
+        is_plain = not (self.keep_events or self.has_credit or self.slowed)
         if is_plain:
             self.busy = (seconds.sum(axis=0) + self.busy).tolist()
         for works, computes, end in timed.segments:
@@ -296,19 +301,18 @@ class Run:
                     self.work_in_turn(timed, works, computes, work_s)
                 else:
                     self.work(next(rows))
-            kind = type(end)
-            if kind is Await:
+            if isinstance(end, Await):
                 self.wait(*self.ready.pop(end.name))
-            elif kind is Start:
+            elif isinstance(end, Start):
                 self.begin_call(timed, end)
-            elif kind is Ready:
+            elif isinstance(end, Ready):
                 for k, ranks in self.sums.reductions.issues.get(end.point, ()):
                     self.issue(k, ranks)
             elif end is not None and end.name in self.gather_of:
                 self.fetch(self.gather_of[end.name])
 
     def begin_call(self, timed: TimedPass, start: Start) -> None:
-        """All ranks issue a collective, which is awaited by name or taken in at the end."""
+        """Has all ranks issue a collective, which is awaited by name or accepted at the end."""
         call = timed.calls[start.number]
         end_s = self.start(call, start.name)
         if start.value:
@@ -319,20 +323,20 @@ class Run:
     def work_in_turn(
         self, timed: TimedPass, works: Iterable[int], computes: Iterable[Compute], work_s: Seconds
     ) -> None:
-        """As ``work``, with an event for each of them."""
+        """As ``work``, with an event for each computation."""
         for work, compute in zip(works, computes):
             name, op = timed.order.name_of(compute)
             for kind, s in enumerate(work_s[work]):
                 self.compute(kind, name, s, op)
 
     def work(self, seconds: list[float]) -> None:
-        """A run of computations that takes so long on each kind."""
+        """Runs several computations, with their total seconds on each kind."""
         clock, busy = self.clock, self.busy
-        if self.can_rest:
+        if self.has_credit:
             for kind, s in enumerate(seconds):
                 self.compute(kind, "", s)
             return
-        slow_ends = [(k, self.computed(k, slowdown, seconds[k])) for k, slowdown in self.slowed]
+        slow_ends = [(k, self.end_of_work(k, slowdown, seconds[k])) for k, slowdown in self.slowed]
         for kind, s in enumerate(seconds):
             clock[kind] += s
             busy[kind] += s
@@ -341,7 +345,7 @@ class Run:
             clock[k] = end
 
     def issue(self, k: int, ranks: tuple[int, ...]) -> None:
-        """These ranks' part in a gradient sum is there."""
+        """Has these ranks issue a gradient reduction."""
         call = self.sums.calls[k]
         self.occupy(call, self.alike.of(ranks))
         self.issued[k] = max(self.issued[k], self.last(ranks))
@@ -350,7 +354,7 @@ class Run:
             self.sum_end[k] = self.communicate(call, self.sums.reductions.names[k], self.issued[k])
 
     def end_of_backward(self, work_s: Seconds) -> None:
-        """Issues what is left; then every rank takes in what arrives, and waits for its sums."""
+        """Issues the remaining reductions; then every rank accepts arriving gradients and waits for all."""
         at_the_end = self.sums.reductions.issues.get(AT_THE_END, ())
         for k, ranks in at_the_end:
             if k not in self.sums.reductions.late:

@@ -1,4 +1,4 @@
-"""A program ready to be simulated."""
+"""Simulates a program's step under ratios, buckets and micro-batches."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from .channels import Channels
 from .pipeline import Pipeline
 from .run import Run
 from .sums import NO_SUMS, Sums, sums_of
-from .timed import Parts, timed
+from .timed import Parts, TimedPass, time_pass
 from .values import Call, MicroBatches, Seconds
 
-MAX_STEPS = 5  # until devices are as rested as a step before
+MAX_STEPS = 5  # simulated until burst credit at the end is that of the beginning
 
 
 def simulate(
@@ -39,15 +39,15 @@ def simulate(
     micro_batches: MicroBatches = None,
     events: bool = False,
 ) -> Timeline:
-    """Predicts one step of ``program``. ``optimizer_states`` are what its memory counts;
-    ``micro_batches`` are those of a plan. Raises PlanError for a program that cannot run in micro-steps."""
+    """Predicts one step of ``program``. ``optimizer_states`` count in its memory; ``micro_batches`` are those
+    of a plan. Raises PlanError for a program that cannot run in micro-batches."""
     simulation = Simulation(program, costs, optimizer_states, accumulating=accumulates(micro_batches))
     return simulation.run(program, micro_batches, events=events)
 
 
 class Simulation:
-    """A program ready to be simulated under other ratios and buckets, and if ``accumulating`` in whatever
-    micro-steps: the order of what happens, with all times that do not depend on them."""
+    """A program prepared for simulation under any ratios and buckets, and if ``accumulating`` any
+    micro-batches: the order of its events, with all times that do not depend on these."""
 
     def __init__(
         self,
@@ -58,11 +58,12 @@ class Simulation:
         accumulating: bool = False,
         like: Simulation | None = None,
     ) -> None:
-        """``like`` is of the same instructions on other ranks: several there if they are several here."""
+        """``like`` is a simulation of the same instructions on other ranks, whose results are reused; where
+        several ranks take part here, several do there."""
         self.costs = costs
         self.samples = samples_of(program) if accumulating else None
         self.program = program if self.samples is None else costed_micro_step(program, self.samples)
-        self.sheet: Sheet = Sheet(self.program, costs, like and like.sheet)
+        self.sheet: Sheet = Sheet(self.program, costs, None if like is None else like.sheet)
         rests = [costs.rest(r) for r in range(program.world_size)]
         self.network = Channels(costs, rests)
         self._sums: dict[tuple, Sums] = {}
@@ -73,49 +74,53 @@ class Simulation:
             self.step: Step[Sheet] = step_of(self.sheet, program)
         else:
             self.step = model.step.on(self.sheet, self.sheet.ranks)
-        self.memory: PeakMemory = PeakMemory(
-            costs, optimizer_states, self.samples, like and like.memory, self.step
-        )
+        memory = None if like is None else like.memory
+        self.memory: PeakMemory = PeakMemory(costs, optimizer_states, self.samples, memory, self.step)
         for group in dict.fromkeys(s.kind.ranks for s in self.step.summed):
             self.network.channel("gradient", group)
-        # where a device has so much computing to spend, what communication takes of it is counted in that
+        # communication takes its share of the burst credit of devices that have some, in place of a slowdown
         slowdown = tuple(0.0 if s > 0 else costs.slowdown(r) for r, (s, _) in enumerate(rests))
         if model is None:
-            forward = timed(self.step.forward, self.sheet, self.network)
-            backward = timed(self.step.backward, self.sheet, self.network)
+            forward = time_pass(self.step.forward, self.sheet, self.network)
+            backward = time_pass(self.step.backward, self.sheet, self.network)
         else:
             forward = model.parts.forward.on(self.step.forward, self.network)
             backward = model.parts.backward.on(self.step.backward, self.network)
         self.parts: Parts = Parts(self.sheet, self.network, slowdown, forward, backward, loss)
+        self._once = self._once_per_step(program)
+        self.pipeline = None
+        if self.samples is not None and self.samples.stages:
+            self.pipeline = Pipeline(self.parts, self.samples)
+
+    def _once_per_step(self, program: Program) -> tuple[Sheet, TimedPass] | None:
+        """The part of the step that comes once before all micro-batches."""
         once = None if self.samples is None else once_program(program, self.samples)
-        self.once = None if once is None else Sheet(once, costs)
-        self.once_forward = (
-            None if self.once is None else timed(forward_pass(self.once), self.once, self.network)
-        )
-        is_pipeline = self.samples is not None and bool(self.samples.stages)
-        self.pipeline = Pipeline(self.parts, self.samples) if is_pipeline else None
+        if once is None:
+            return None
+        sheet = Sheet(once, self.costs)
+        return sheet, time_pass(forward_pass(sheet), sheet, self.network)
 
     def differs_in_owners(self, program: Program) -> bool:
-        """Whether ``program``, whose computations must be those of this one, has the same ranks in them, and
-        in all parameters."""
+        """Whether ``program``, which must have the same computations, differs from this one in the shard
+        owners of parameters at most."""
         names = [name for name in self.sheet.ratio_names if name is not None]
         if any(support(program.ratio_of[n]) != support(self.program.ratio_of[n]) for n in names):
             return False
         return all(a.types == b.types for a, b in zip(program.params, self.program.params))
 
     def with_owners(self, program: Program) -> Simulation:
-        """The simulation of the same program with other owners of its parameters, whose gradients are there
-        when they were. Not in micro-steps."""
-        made = copy(self)
-        made.program = program
-        made.sheet = self.sheet.with_owners(program)
-        made.step = self.step.with_owners(made.sheet)
-        made.memory = PeakMemory(self.costs, self.memory.optimizer_states, step=made.step)
-        made._sums = {}
-        made._last_turn = None
-        forward = timed(made.step.forward, made.sheet, made.network)
-        made.parts = replace(self.parts, sheet=made.sheet, forward=forward)
-        return made
+        """The simulation of the same program with other shard owners, whose gradients are complete at the
+        same times. Not for micro-batches."""
+        twin = copy(self)
+        twin.program = program
+        twin.sheet = self.sheet.with_owners(program)
+        twin.step = self.step.with_owners(twin.sheet)
+        twin.memory = PeakMemory(self.costs, self.memory.optimizer_states, step=twin.step)
+        twin._sums = {}
+        twin._last_turn = None
+        forward = time_pass(twin.step.forward, twin.sheet, twin.network)
+        twin.parts = replace(self.parts, sheet=twin.sheet, forward=forward)
+        return twin
 
     def run(
         self,
@@ -125,9 +130,9 @@ class Simulation:
         events: bool = False,
         usable_bytes: Sequence[float] = (),
     ) -> Timeline:
-        """One step under the ratios and buckets of ``program``, whose instructions must be those that the
-        simulation was made from, in these micro-steps. Where every rank surely needs less than
-        ``usable_bytes``, the timeline has no peaks (see ``peak_memory_bytes``)."""
+        """Simulates one step under the ratios and buckets of ``program``, which must have the instructions of
+        this simulation, in these micro-batches. If an upper bound shows that every rank needs less than
+        ``usable_bytes``, the timeline has no memory peaks (see ``peak_memory_bytes``)."""
         planned = self._schedule(program, micro_batches)
         run = self._run(program, program.buckets, planned, events=events)
         most = self.memory.at_most(program) if usable_bytes else None
@@ -142,32 +147,33 @@ class Simulation:
         )
 
     def peak_memory_bytes(self, program: Program, micro_batches: MicroBatches = None) -> tuple[int, ...]:
-        """Per rank."""
+        """The peak memory of each rank."""
         return self.memory.peaks(program, self._schedule(program, micro_batches))
 
     def held_bytes(
         self, program: Program, micro_batches: MicroBatches = None
     ) -> tuple[tuple[tuple[str, int], ...], ...]:
-        """Per rank, the bytes held at every moment of a step (``PeakMemory.moments``)."""
+        """The bytes that each rank holds at every moment of a step (``PeakMemory.moments``)."""
         return self.memory.moments(program, self._schedule(program, micro_batches))
 
     def step_s(
         self, program: Program, micro_batches: MicroBatches = None, buckets: Buckets | None = None
     ) -> float:
-        """The step's seconds alone; under ``buckets``, if they are other than those of ``program``."""
+        """The seconds of a step; ``buckets`` replace those of ``program``."""
         buckets = program.buckets if buckets is None else buckets
         return max(self._run(program, buckets, self._schedule(program, micro_batches)).clock)
 
     @lazy
     def exchanged_s(self) -> float:
-        """Seconds of all exchanges within the passes, one after the other; of a micro-step, if it is one."""
+        """The seconds of all exchanges within the passes, one after another; those of a micro-batch when
+        accumulating."""
         exchanges = [e for e in self.sheet.exchanges.values() if e is not None]
         unlike = {id(e): e for e in exchanges}
         each_s = {number: e.seconds(self.costs) for number, e in unlike.items()}
         return sum(each_s[id(e)] for e in exchanges)
 
     def passes_s(self, device_class: int, share: float) -> float:
-        """Seconds of a forward and a backward pass over a share of the batch, on a device of a class."""
+        """The seconds of a forward and a backward pass over a share of the batch, on a device of a class."""
         total = 0.0
         counts = zip(
             *(order.counts.sum(axis=0).tolist() for order in (self.parts.forward, self.parts.backward))
@@ -180,11 +186,13 @@ class Simulation:
     def _schedule(self, program: Program, micro_batches: MicroBatches) -> Schedule | None:
         if self.samples is None:
             return None
+        if micro_batches is None:
+            raise ValueError("a simulation that accumulates needs micro-batches")
         return schedule(program, micro_batches, self.samples)
 
     def least_s(self, program: Program) -> tuple[float, float]:
-        """Two lower bounds of the step under these ratios, in seconds: with free sums of gradients, and
-        whatever the buckets, where each group of ranks makes one sum right after the forward pass. Shares are
+        """Two lower bounds of the step under these ratios, in seconds: without gradient reductions, and for
+        any buckets, as if each group of ranks had a single reduction right after the forward pass. Shares are
         not rounded to whole samples."""
         run = self._run(program, None, whole=False)
         sizes: dict[tuple[int, ...], int] = {}
@@ -204,14 +212,14 @@ class Simulation:
         events: bool = False,
         whole: bool = True,
     ) -> Run:
-        """A step, of devices that are as rested at its end as at its beginning. Without ``buckets`` nothing
-        is summed."""
+        """Simulates a step with equal burst credit at its beginning and its end. Without ``buckets``,
+        gradients are not reduced."""
         run = self._step(program, buckets, planned, events=events, whole=whole)
         for _ in range(MAX_STEPS):
-            leads = run.leads
-            if np.allclose(leads, run.began_with, rtol=0.0, atol=1e-9):
+            credit_s = run.credit_s
+            if np.allclose(credit_s, run.first_credit_s, rtol=0.0, atol=1e-9):
                 break
-            run = self._step(program, buckets, planned, events=events, whole=whole, leads=leads)
+            run = self._step(program, buckets, planned, events=events, whole=whole, credit_s=credit_s)
         return run
 
     def _step(
@@ -222,19 +230,19 @@ class Simulation:
         *,
         events: bool,
         whole: bool,
-        leads: Sequence[float] = (),
+        credit_s: Sequence[float] = (),
     ) -> Run:
         sums = NO_SUMS if buckets is None else self.sums(program, buckets)
         if planned is None and not (events or sums.gathers):
-            turn, backward_s = self._turn(program, whole, leads)
+            turn, backward_s = self._turn(program, whole, credit_s)
             run = turn.with_sums(sums)
             run.backward_pass(backward_s)
             return run
         step = program if planned is None else with_ratios_of(self.program, program)
         self._check_pattern(step)
-        # events tell equal ranks apart
+        # events are recorded for each rank, so equal ranks are not grouped
         alike = Alike(range(program.world_size) if events else self._kinds(step, whole, planned))
-        run = self._begun(program, step, sums, alike, events, leads)
+        run = self._begin(program, step, sums, alike, events, credit_s)
         if planned is None:
             run.micro_step(*self.sheet.seconds(step, whole=whole, ranks=alike.firsts))
             return run
@@ -243,40 +251,42 @@ class Simulation:
             seconds = self.sheet.seconds(step, ranks=alike.firsts, part=part)
             self.pipeline.run(run, max(map(len, planned.sizes)), seconds, sums)
             return run
-        scatters = planned.scatters and buckets is not None
-        in_each = self.sums(program, buckets, scattered=True) if scatters else NO_SUMS
+        in_each = NO_SUMS
+        if planned.scatters and buckets is not None:
+            in_each = self.sums(program, buckets, scattered=True)
         for one in passes(planned):
             seconds = self.sheet.seconds(step, ranks=alike.firsts, part=one.part)
             active = [one.part[rank] is not None for rank in alike.firsts]
             run.micro_steps(one, sums if one.is_last else in_each, active, *seconds)
         return run
 
-    def _begun(
+    def _begin(
         self,
         program: Program,
         step: Program,
         sums: Sums,
         alike: Alike,
         events: bool = False,
-        leads: Sequence[float] = (),
+        credit_s: Sequence[float] = (),
     ) -> Run:
-        """A step of which the optimizer has run, and what comes once before all micro-steps."""
-        run = Run(self.parts, step, sums, alike, events, leads)
+        """Begins a step: runs the optimizer, and the part that comes once before all micro-batches."""
+        run = Run(self.parts, step, sums, alike, events, credit_s)
         run.optimizer()
         run.start_gathers()
-        if self.once_forward is not None:
-            run.go_through(self.once_forward, self.once.seconds(program, ranks=alike.firsts)[0])
+        if self._once is not None:
+            sheet, forward = self._once
+            run.go_through(forward, sheet.seconds(program, ranks=alike.firsts)[0])
         return run
 
-    def _turn(self, program: Program, whole: bool, leads: Sequence[float]) -> tuple[Run, Seconds]:
-        """A step up to its backward pass, with the seconds of that. It is the same in all buckets, one of
-        which is usually tried after another: the last one is kept."""
-        key = (program.ratios, whole, tuple(leads))
+    def _turn(self, program: Program, whole: bool, credit_s: Sequence[float]) -> tuple[Run, Seconds]:
+        """A step up to its backward pass, and the seconds of the latter. The last result is kept: it is the
+        same for all buckets, which planning tries one after another."""
+        key = (program.ratios, whole, tuple(credit_s))
         if self._last_turn is None or self._last_turn[0] != key:
             self._check_pattern(program)
             alike = Alike(self._kinds(program, whole, None))
             forward_s, backward_s = self.sheet.seconds(program, whole=whole, ranks=alike.firsts)
-            run = self._begun(program, program, NO_SUMS, alike, leads=leads)
+            run = self._begin(program, program, NO_SUMS, alike, credit_s=credit_s)
             run.forward_pass(forward_s)
             self._last_turn = key, run, backward_s
         return self._last_turn[1:]
@@ -286,11 +296,11 @@ class Simulation:
             raise ValueError("other ranks take part, or other ones communicate: make another Simulation")
 
     def _kinds(self, program: Program, whole: bool, planned: Schedule | None) -> Iterable[Hashable]:
-        """Per rank what its clock depends on: the device, what it holds of everything, with whom it meets,
-        and its micro-steps."""
+        """Per rank, all that its clock depends on: its device, its shares of all values, the channels that it
+        is on, and its micro-batches."""
         ratios = [ratio for _, ratio in program.ratios]
         if whole:
-            # with no size, whether it takes part
+            # a cut without a size tells whether a rank participates
             held = [cut_shares((0, 1, None), ratio, program.world_size) for ratio in ratios]
             held += [self.sheet.shares(cut, program) for cut in self.sheet.cuts]
         else:
@@ -300,13 +310,13 @@ class Simulation:
 
     @lazy
     def _met(self) -> list[int]:
-        """Per rank a number for the channels that it is on; all of them are known after ``__init__``."""
+        """Per rank, a number for the set of channels that it is on; all channels exist after ``__init__``."""
         groups = dict.fromkeys(ranks for _, ranks in self.network.numbers)
         return Alike(membership(groups, self.sheet.world_size)).kind_of
 
     def sums(self, program: Program, buckets: Buckets, *, scattered: bool = False) -> Sums:
-        """The sums of gradients under these buckets, or those of them that every micro-step of ZeRO stage 2
-        makes."""
+        """The gradient reductions under these buckets; if ``scattered``, only those that ZeRO stage 2 makes
+        in every micro-batch."""
         key = (scattered, buckets, program.levels)
         if key not in self._sums:
             self._sums[key] = sums_of(
@@ -315,8 +325,8 @@ class Simulation:
         return self._sums[key]
 
     def _loss(self, program: Program) -> Call | None:
-        """The sum of the loss over the ranks that compute, for the user to see: in no instruction, but in
-        every step."""
+        """The all-reduce of the loss over all computing ranks, for the user: every step has one, although it
+        is no instruction."""
         if len(program.working_ranks) < 2:
             return None
         width = 8 if program.types[program.loss].value.dtype == "f64" else 4

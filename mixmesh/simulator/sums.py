@@ -1,4 +1,4 @@
-"""Reductions of gradients with their calls."""
+"""Gradient reductions with their calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .values import Call
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Reductions of gradients, and gathers of what owners stepped, with a call for each."""
+    """Gradient reductions, and gathers of parameters that shard owners stepped, with a call for each."""
 
     reductions: Reductions
     calls: tuple[Call, ...]
@@ -22,7 +22,7 @@ NO_SUMS = Sums(Reductions(), (), ())
 
 
 def sums_of(reductions: Reductions, network: Channels) -> Sums:
-    """The calls of these reductions on their process groups."""
+    """Adds the calls of these reductions, on their process groups."""
     calls = tuple([network.call(exchange, "gradient") for exchange in reductions.exchanges])
     gathers = tuple([(name, network.call(exchange, "gradient")) for name, exchange in reductions.gathers])
     return Sums(reductions, calls, gathers)

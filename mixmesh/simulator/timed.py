@@ -1,4 +1,4 @@
-"""Passes of a step with what times them: their works, and a call for each of their collectives."""
+"""Passes of a step with the facts that time them: a work for each computation, a call for each collective."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .values import Call
 
 
 class TimedSegment(NamedTuple):
-    """As ``Segment``, with the number of each computation's work in the sheet."""
+    """As ``Segment``, with the number of each computation's work in the cost table."""
 
     works: tuple[int, ...]
     computes: tuple[Compute, ...]
@@ -25,8 +25,8 @@ class TimedSegment(NamedTuple):
 
 @dataclass(frozen=True)
 class TimedPass:
-    """A pass with the works of its computations and the ``calls`` of its collectives, by their numbers.
-    ``counts`` is how often each work stands in each segment that has any."""
+    """A pass with the works of its computations and the ``calls`` of its collectives, by number. ``counts``
+    has, for each segment with computations, how often it has each work."""
 
     order: Pass
     segments: tuple[TimedSegment, ...]
@@ -36,12 +36,13 @@ class TimedPass:
 
     @property
     def started(self) -> tuple[Call, ...]:
-        """All calls, as often as the pass makes them."""
+        """The calls that the pass starts, in order and repeated."""
         starts = (segment.end for segment in self.segments if isinstance(segment.end, Start))
         return tuple(self.calls[start.number] for start in starts)
 
     def product_of(self, start: Start) -> tuple[int, str]:
-        """The work of what is computed when a collective is taken in, -1 without any, and its name."""
+        """The work of the computation that follows the arrival of a collective's result, and its name; -1 if
+        there is none."""
         if start.product is None:
             return -1, start.name
         return self.product_work_of[start.product.at], self.order.name_of(start.product)[0]
@@ -51,8 +52,8 @@ class TimedPass:
         return TimedPass(order, self.segments, self.counts, calls_of(order, network), self.product_work_of)
 
 
-def timed(order: Pass, sheet: Sheet, network: Channels) -> TimedPass:
-    """A pass with the works of ``sheet``."""
+def time_pass(order: Pass, sheet: Sheet, network: Channels) -> TimedPass:
+    """Looks up the works of a pass in a cost table, and adds its calls to the network."""
     work_of = works_by_part(sheet)
     segments = tuple(
         [
@@ -69,14 +70,14 @@ def timed(order: Pass, sheet: Sheet, network: Channels) -> TimedPass:
 
 
 def calls_of(order: Pass, network: Channels) -> tuple[Call, ...]:
-    """A call for each collective of a pass."""
+    """Adds a call for each collective of a pass."""
     return tuple([network.call(exchange, purpose) for exchange, purpose in order.exchanges])
 
 
 @dataclass(frozen=True)
 class Parts:
-    """All of a simulated step that its clocks do not change. ``slowdown`` is how much slower
-    each rank computes while a collective is under way; ``loss`` is the reduction of the loss."""
+    """The constant parts of a simulated step. ``slowdown`` is by how much each rank computes slower while a
+    collective is under way; ``loss`` is the all-reduce of the loss."""
 
     sheet: Sheet
     network: Channels

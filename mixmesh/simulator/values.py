@@ -1,4 +1,4 @@
-"""A collective of a simulated step, with all that does not depend on when it starts."""
+"""The values that a simulated step is made of."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ from dataclasses import dataclass
 from ..cost.exchanges import Exchange
 from ..lang.plan_file import MicroBatch
 
-MicroBatches = tuple[MicroBatch, ...] | None  # per rank; None, or one each, is a step without micro-steps
+MicroBatches = tuple[MicroBatch, ...] | None  # per rank; None, or one each, is a step without accumulation
 Seconds = Sequence[Sequence[float]]  # by work and kind of rank
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A collective with all that does not depend on when it starts."""
+    """A collective with all facts that do not depend on its start."""
 
     exchange: Exchange
     channel: int
     seconds: float
-    links: tuple[tuple[int, float], ...]  # by number, seconds for which it occupies each
-    longest: float  # among these
-    yields: bool  # a gradient sum, which nobody waits for soon
-    host: tuple[float, ...]  # per rank of the exchange: half of what it costs the computing thread, or empty
-    beside: tuple[float, ...]  # the same of the threads that communicate, where devices rest
-    lag_s: float = 0.0  # after its end, until what it brings is there
+    links: tuple[tuple[int, float], ...]  # the number of each link, and the seconds for which it is occupied
+    longest: float  # of these seconds
+    yields: bool  # a gradient reduction, which lets earlier traffic pass
+    host: tuple[float, ...]  # half of the computing thread's seconds, per rank of the exchange, or empty
+    overlapped: tuple[
+        float, ...
+    ]  # half of the communicating threads' seconds, where devices have burst credit
+    lag_s: float = 0.0  # from its end until the result can be used

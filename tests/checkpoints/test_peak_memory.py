@@ -76,6 +76,11 @@ def check_peak(_) -> None:
     optimizer.zero_grad()
     with Peak() as saving:
         checkpoint.save(folder, step=1, model=model, optimizer=optimizer)
+    trim_heap()
+    with Peak() as in_background:  # copies of the shard's parameters and both states of AdamW
+        checkpoint.save_async(folder, step=2, model=model, optimizer=optimizer).result()
+    with Peak() as in_background_again:  # into the same memory
+        checkpoint.save_async(folder, step=3, model=model, optimizer=optimizer).result()
     expected = [float(p.to_local().double().sum()) for p in model.parameters()]
     del model, optimizer
     model, optimizer = make()
@@ -111,6 +116,8 @@ def check_peak(_) -> None:
     shard_bytes = 2 * MODEL_BYTES // WORLD  # the optimizer's state, which was not there
     peaks = {
         "saving": saving,
+        "saving in the background": in_background,
+        "saving in the background again": in_background_again,
         "loading": loading,
         "exporting": exporting,
         "weights": reading,
@@ -121,6 +128,9 @@ def check_peak(_) -> None:
     assert reading.size_bytes < SLACK_BYTES, told  # the shard is there, and less than a tensor comes beside
     assert on_meta.size_bytes < MODEL_BYTES // WORLD + TENSOR_BYTES + SLACK_BYTES, told
     assert saving.size_bytes < TENSOR_BYTES + SLACK_BYTES, told
+    copies_bytes = 3 * MODEL_BYTES // WORLD
+    assert copies_bytes // 2 < in_background.size_bytes < copies_bytes + TENSOR_BYTES + SLACK_BYTES, told
+    assert in_background_again.size_bytes < TENSOR_BYTES + SLACK_BYTES, told
     assert loading.size_bytes < shard_bytes + TENSOR_BYTES + SLACK_BYTES, told
     if "SHOW_PEAK" in os.environ:
         print(f"rank {os.environ['RANK']}: {told}", flush=True)

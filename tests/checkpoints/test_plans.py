@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,7 @@ from mixmesh.errors import InputError, PlanError
 from mixmesh.runtime.comm import initialise
 from mixmesh.runtime.first_rank import everyones
 from mixmesh.runtime.parallel import load_full_optimizer_state_dict
+from mixmesh.runtime.scaler import GradScaler
 from mixmesh.runtime.shard_tensor import plain
 
 WORLD = 3
@@ -85,6 +88,46 @@ def check_the_same_plan_goes_on_to_the_last_digit(_) -> None:
         found = checkpoint.load(folder, model=other, optimizer=resumed, scheduler=again)
         assert found.step == 2
         assert train(other, resumed, again, range(2, 5)) == expected, name
+        expect_equal(pieces(model, optimizer), pieces(other, resumed))
+
+
+def train_scaled(model, optimizer, scheduler, scaler, steps) -> list[float]:
+    """Steps of a loop with a GradScaler; in the one after next its scale is too large, and none is made."""
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = model(**batch(step))
+        scaler.scale(loss).backward()
+        if step == 1:
+            for grad in [p.grad for p in model.parameters() if p.grad is not None][:1]:
+                grad.mul_(math.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def check_a_scaler_and_a_scheduler_go_on_to_the_last_digit(_) -> None:
+    """The scale fell at an overflow and rises after two steps without one, which are counted across the
+    stop."""
+    make_scaler = partial(GradScaler, "cpu", init_scale=64.0, growth_interval=2)
+    for name in PLANS:
+        folder = shared_folder()
+        _, _, model, optimizer = build(name)
+        kept = scheduler_of(optimizer), make_scaler()
+        train_scaled(model, optimizer, *kept, range(3))
+        state = dict(scheduler=kept[0], scaler=kept[1])
+        checkpoint.save(folder, step=3, model=model, optimizer=optimizer, **state)
+        assert kept[1].get_scale() == 32.0, name
+        expected = train_scaled(model, optimizer, *kept, range(3, 6))
+        _, _, other, resumed = build(name)
+        again = scheduler_of(resumed), make_scaler()
+        checkpoint.load(folder, model=other, optimizer=resumed, scheduler=again[0], scaler=again[1])
+        assert again[1].get_scale() == 32.0 and again[0].state_dict() != scheduler_of(resumed).state_dict()
+        assert train_scaled(other, resumed, *again, range(3, 6)) == expected, name
+        assert [s.state_dict() for s in again] == [s.state_dict() for s in kept]
+        assert again[1].get_scale() == 128.0, name
         expect_equal(pieces(model, optimizer), pieces(other, resumed))
 
 
@@ -284,6 +327,7 @@ def check_a_file_that_is_damaged_for_one_rank_is_passed_over_by_all(_) -> None:
 
 CHECKS = named(
     check_the_same_plan_goes_on_to_the_last_digit,
+    check_a_scaler_and_a_scheduler_go_on_to_the_last_digit,
     check_another_plan_goes_on_alike,
     check_a_whole_state_of_momentum_goes_on_under_every_plan,
     check_weights_go_out_and_in_under_every_plan,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from mixmesh.checkpoint.run import Every, RunCheckpoints, Settings
 from mixmesh.checkpoint.signals import SAME_S
 from mixmesh.cli.weights import initial_weights
 from mixmesh.cluster import Cluster
-from mixmesh.errors import InputError
+from mixmesh.errors import InputError, JobError, PlanError
 from mixmesh.frontend.job import load_job
 from mixmesh.runtime.comm import initialise
 from mixmesh.runtime.train import train
@@ -182,13 +183,14 @@ def losses_of(
     planner: str = "fsdp-even",
     data: Any = "shuffled",
     initial: Any = lambda model: None,
+    scheduler: Any = None,
     **settings,
 ) -> list[float]:
     """The losses of one start of ``mixmesh run``."""
     torch.manual_seed(5)
     if data == "shuffled":
         data = DataLoader(TensorDataset(*rows(40)), batch_size=8, shuffle=True)
-    job, plan = mixmesh.Job(Model(), rows(8), data=data), planned(planner)
+    job, plan = mixmesh.Job(Model(), rows(8), data=data, scheduler=scheduler), planned(planner)
     limits = {name: settings.pop(name, None) for name in ("steps", "epochs")}
     keeper = RunCheckpoints(
         Settings(folder, **{"every": Every(steps=2), "keep": 2, **settings}),
@@ -223,6 +225,36 @@ def check_parts(_) -> None:
         parts = [losses_of(folder, data=data, steps=steps) for steps in (3, 9)]
         assert parts[0] + parts[1] == whole and len(whole) == 9
         assert steps_in(folder) == [8, 9]
+
+
+def quickly_lower(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.3)
+
+
+def check_a_scheduler_goes_on(_) -> None:
+    """To the last digit under the same plan, and alike under another one; without its state the rate would
+    begin anew after the third step."""
+    whole = losses_of(shared_folder(), steps=8, scheduler=quickly_lower)
+    assert whole[:2] == losses_of(shared_folder(), steps=8)[:2] != whole[2:4]
+    folder = shared_folder()
+    first = losses_of(folder, steps=3, scheduler=quickly_lower)
+    other = shared_folder()
+    if dist.get_rank() == 0:
+        shutil.copytree(folder, other, dirs_exist_ok=True)
+    dist.barrier()
+    assert first + losses_of(folder, steps=8, scheduler=quickly_lower) == whole
+    got = first + losses_of(other, "ddp-proportional", steps=8, scheduler=quickly_lower)
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(whole), rtol=1e-9, atol=1e-9)
+    with pytest.raises(PlanError, match="no scheduler"):
+        made_without = shared_folder()
+        losses_of(made_without, steps=2)
+        losses_of(made_without, steps=4, scheduler=quickly_lower)
+
+
+def check_a_scheduler_by_a_metric_is_refused(_) -> None:
+    job = mixmesh.Job(Model(), rows(8), scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
+    with pytest.raises(JobError, match="stepped by a metric"):
+        train(job, planned("fsdp-even"), steps=2, device="cpu", timeout_s=30)
 
 
 def check_another_plan(_) -> None:
@@ -380,6 +412,8 @@ def check_an_iterator_is_refused(_) -> None:
 
 CHECKS = named(
     check_parts,
+    check_a_scheduler_goes_on,
+    check_a_scheduler_by_a_metric_is_refused,
     check_another_plan,
     check_steps_that_were_made_and_a_fresh_start,
     check_epochs,

@@ -7,7 +7,7 @@ from test_gloo import Mlp, batch, build, close, program
 
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
-from mixmesh.frontend.trace import trace
+from mixmesh.frontend.trace import LossSource, trace
 from mixmesh.lang.plan_file import MicroBatch, Plan
 from mixmesh.passes.zero import with_stage
 from mixmesh.runtime.parallel import parallelize
@@ -72,7 +72,8 @@ def output_plan(
     kind: str, model: torch.nn.Module, inputs: dict | tuple, outputs: tuple = (), *, is_outside: bool = False
 ) -> Plan:
     """A plan with outputs beside the loss, or of a model without one, over three uneven ranks."""
-    traced = trace(model, inputs, outputs=outputs, may_be_outside=is_outside)
+    loss = LossSource.MAYBE_CALLER if is_outside else LossSource.RETURNED
+    traced = trace(model, inputs, outputs=outputs, loss=loss)
     costs = CostModel(Cluster.parse(THREE))
     program = {
         "data_parallel": lambda: data_parallel(traced.graph, costs, UNEVEN),

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from mixmesh.errors import InputError, TraceError
-from mixmesh.frontend.trace import trace
+from mixmesh.frontend.trace import LossSource, trace
 from mixmesh.runtime.parallel import parallelize
 from mixmesh.training.preparation.outside_loss import with_loss
 
@@ -101,7 +101,7 @@ def test_a_loss_outside_is_left_out_with_its_targets():
     given = batch(4)
     assert model(given["x"]).loss is None and model(given["x"]).logits.shape == (4, 5)
     assert model(given["x"], given["labels"]).loss.ndim == 0
-    traced = trace(model, (given["x"],), outputs=("logits",), needs_loss=False)
+    traced = trace(model, (given["x"],), outputs=("logits",), loss=LossSource.OPTIONAL)
     assert traced.returned.loss == "" and [n.op for n in traced.graph.batch_inputs] == ["input"]
     with pytest.raises(TraceError, match="scalar loss"):
         trace(model, (given["x"],), outputs=("logits",))

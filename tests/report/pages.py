@@ -10,16 +10,21 @@ from mixmesh.explain.report.facts import Facts, what_if
 from mixmesh.explain.report.pair import differences, side_by_side
 from mixmesh.explain.report.recognise import Bench, Run
 
+WHY = "has ended without a word: it was killed, for instance as it took too much memory"
+CAUSE = "beside the others device 2 takes 1.90x of what was planned"
 LOG = "".join(
     [
         mark_line("start", 0, 1.0, world_size=2),
         *(step_line(n, 3.0 - n / 10, 0.2 + n / 100, 160, 1.0) for n in range(1, 40)),
         mark_line("checkpoint", 20, 1.0),
         mark_line("own", 30, 1.0, own_s=[0.1, 0.15]),
-        mark_line("start", 20, 1.0, world_size=2),
+        mark_line("fault", 39, 1.0, rank=1, device='T4-16GB of machine "old"', why=WHY),
+        mark_line("start", 20, 1.0, world_size=1, planner="single", predicted_step_s=0.2),
         *(step_line(n, 3.0 - n / 10, 0.2, 160, 1.0) for n in range(21, 60)),
         mark_line("own", 50, 1.0, own_s=[0.1, 0.15]),
-        mark_line("shares", 55, 1.0, pause_s=0.5),
+        mark_line("shares", 55, 1.0, pause_s=0.5, cause=CAUSE),
+        mark_line("plan", 57, 1.0, world_size=2, planner="hap", cause=CAUSE),
+        mark_line("stop", 59, 1.0, cause="SIGTERM"),
     ]
 )
 RUN = Run("run", parse_log(LOG), (2,))

@@ -12,6 +12,7 @@ from mixmesh.base.run_log import mark_line, step_line
 from mixmesh.errors import InputError
 from mixmesh.explain.report import bench_page, page_text, run_page
 from mixmesh.explain.report.recognise import Bench, Run, recognise
+from mixmesh.explain.report.run_page import mark_rows
 
 ROWS = [
     {"case": "a", "gpus": 2, "step_s": 0.5, "speedup": {"ddp": 1.5}, "met": True, "rounds_s": [1, 2]},
@@ -58,6 +59,46 @@ def test_a_folder_of_checkpoints(tmp_path):
     assert "2 steps made again" in text and "still there" in text and "@@" not in text
     assert page.data["runs"][0]["marks"] == [["start", 0], ["checkpoint", 2], ["start", 2], ["shares", 6]]
     assert [point[0] for point in page.data["runs"][0]["points"]] == [1, 2, 3, 4, 5, 6]
+
+
+def test_faults_and_plans_are_marked_with_their_cause(tmp_path):
+    """Rank 1 is lost in step 4, which two survivors tell; three devices go on, and later follow a speed."""
+    four = {"world_size": 4, "planner": "hap", "predicted_step_s": 0.1}
+    three = {"world_size": 3, "planner": "ddp-tuned", "predicted_step_s": 0.12}
+    why = "has ended without a word: no sign of life"
+    cause = "beside the others device 2 takes 1.90x of what was planned"
+    lines = [mark_line("start", 0, 1.0, **four)]
+    lines += [step_line(n, 3.0, 0.2, 160, 1.0) for n in range(1, 4)]
+    lines += [mark_line("fault", 3, 1.0, rank=1, device='T4-16GB of machine "b"', why=why)] * 2
+    lines += [mark_line("fault", 3, 1.0, why="rank 1 has ended, and the others wait for it")]
+    lines += [mark_line("start", 2, 2.0, **three)]
+    lines += [step_line(n, 3.0, 0.2, 160, 1.0) for n in range(3, 7)]
+    lines += [mark_line("plan", 6, 2.0, **three | {"planner": "hap"}, cause=cause)]
+    lines += [
+        mark_line("shares", 6, 2.0, pause_s=0.4, cause=cause),
+        mark_line("stop", 6, 2.0, cause="SIGTERM"),
+    ]
+    (tmp_path / "run.jsonl").write_text("".join(lines))
+    page = run_page([recognise(tmp_path / "run.jsonl")])
+    lost = 'rank 1 (T4-16GB of machine "b")'
+    assert page.sentences[2:] == [
+        f"After step 3 {lost} was lost: {why}.",
+        "It was started again after step 2; 1 step was made twice.",
+        "It was stopped by SIGTERM after step 6.",
+        f"Another plan was gone on with after step 6: {cause}.",
+        f"Shares followed the devices' speeds after step 6: {cause}.",
+    ]
+    marks = page.data["runs"][0]["marks"]
+    assert [event for event, _ in marks] == ["start", "fault", "start", "plan", "shares", "stop"]
+    assert mark_rows(recognise(tmp_path / "run.jsonl")) == [
+        ("0", "start", "4 devices, planned by hap, 100 ms a step predicted"),
+        ("3", "fault", f"{lost}: {why}"),
+        ("2", "start", "3 devices (before: 4), planned by ddp-tuned (before: hap), 120 ms a step predicted "
+         "(before: 100 ms), 1 step made again"),
+        ("6", "new plan", f"3 devices, planned by hap (before: ddp-tuned), 120 ms a step predicted, {cause}"),
+        ("6", "new shares", f"{cause}, took 400 ms"),
+        ("6", "stopped", "SIGTERM"),
+    ]  # fmt: skip
 
 
 def test_two_trainings(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from mixmesh.base.timeline import Event, Timeline, save_trace, to_chrome_trace
 from mixmesh.base.units import seconds_text
 from mixmesh.cli.plan import bound
 from mixmesh.cluster import Cluster
-from mixmesh.cost import CostModel
+from mixmesh.cost import CostModel, Profile
 from mixmesh.errors import InputError
 from mixmesh.explain.report import facts_of, page_text, plan_page
 from mixmesh.explain.report.facts import Facts, bounds_of
@@ -84,6 +85,13 @@ DEMO = [
     "The plan is 2.1x as fast as data parallelism with equal parts (11.7 s), mostly because rank 3 "
     "(cpu-18, machine b) would compute for 11.6 s on an equal part, and computes for 4.95 s here.",
     "With links 2x as fast this program would take 5.51 s a step: nothing is gained by faster links.",
+]
+DEMO_PROFILE = Path(__file__).with_name("demo_profile.json")
+DEMO_MEASURED = [
+    "The bottleneck is rank 0 (cpu-70, machine a): it computes for 98% of the step of 1.68 s.",
+    "The plan is 2.1x as fast as data parallelism with equal parts (3.47 s), mostly because rank 3 "
+    "(cpu-18, machine b) would compute for 3.4 s on an equal part, and computes for 1.48 s here.",
+    "With links 2x as fast this program would take 1.68 s a step: nothing is gained by faster links.",
 ]
 
 
@@ -319,3 +327,13 @@ def test_the_sentences_of_the_demo():
     cluster = Cluster.parse(DEMO_CLUSTER)
     plan = make_plan(demo_trace(), cluster)
     assert sentences(facts_of(plan, cluster)) == DEMO
+
+
+def test_the_sentences_of_the_demo_by_what_was_measured():
+    """The same from a profile that the demo measured (``python -m benchmarks.demo --profile P.json``, figures
+    rounded to four digits): another device sets the pace, by the kernels that each really has."""
+    cluster, profile = Cluster.parse(DEMO_CLUSTER), Profile.load(DEMO_PROFILE)
+    plan = make_plan(demo_trace(), cluster, profile=profile)
+    facts = facts_of(plan, cluster, profile=profile)
+    assert plan.cost_source == "profile" and facts.parts.step_s == pytest.approx(facts.timeline.step_s)
+    assert sentences(facts) == DEMO_MEASURED

@@ -299,7 +299,7 @@ def executed(tmp_path_factory):
     folders = {name: tmp_path_factory.mktemp("ranks") for name in cases}
     checks = {name: Executed(*case, str(folders[name])) for name, case in cases.items()}
     for name, failures in run_world(WORLD, checks).items():
-        assert not any(failures), (name, failures)
+        assert not any(failures), name + "\n" + "\n".join(f for f in failures if f)
     return {
         name: (
             parse_program(text),

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from mixmesh.__main__ import execute
 from mixmesh.cli.output import seconds, table
-from mixmesh.cli.plan import plan_job
+from mixmesh.cli.plan import PlanOptions, plan_job
 from mixmesh.cluster import Cluster
 from mixmesh.explain.headline import headline
 from mixmesh.lang.plan_file import Plan
@@ -60,7 +60,7 @@ def plan_file(entry: Entry) -> Path:
 def make_plan(entry: Entry) -> None:
     """Plans as ``mixmesh plan`` does, and writes the plan."""
     job = entry.job if entry.job.startswith("workload:") else str(ROOT / entry.job)
-    _, _, plan = plan_job(job, Cluster.load(ROOT / entry.cluster), "auto", None, weights=False)
+    _, _, plan = plan_job(job, Cluster.load(ROOT / entry.cluster), PlanOptions(), weights=False)
     OUT.mkdir(parents=True, exist_ok=True)
     plan.save(plan_file(entry))
 

@@ -108,6 +108,8 @@ def merged_device(
             row.memory_gbyte_per_s * 1e9,
             half_flop_per_s=row.half_tflop_per_s * 1e12,
             supports_bf16=row.supports_bf16,
+            tf32_flop_per_s=row.tf32_tflop_per_s * 1e12,
+            sustained=row.sustained,
         )
     measured = [speed for rank in ranks if (speed := speeds[rank]) is not None]
     return Device(

@@ -75,9 +75,9 @@ def is_quick(plan: Plan, name: str) -> bool:
 
 def remake(plan: Plan, cluster: Cluster, name: str, profile: Profile | None, bounds: Bounds) -> Remade | None:
     """The plan of one planner, also one that does not fit; None if it has none."""
-    costs, graph = CostModel(cluster, profile), plan.program.graph
+    costs, graph = CostModel(cluster, profile, tf32=plan.tf32), plan.program.graph
     try:
-        remade = make_plan(graph, cluster, planner=name, profile=profile)
+        remade = make_plan(graph, cluster, planner=name, profile=profile, tf32=plan.tf32)
         program, micro_batches = remade.program, remade.micro_batches
     except MixmeshError:  # it does not fit: what would not is asked
         proposals = list(PROPOSERS[name](Task(graph, costs, ADAM, lambda _: None)))

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 from ...base.timeline import Timeline
 from ...base.units import size_text
-from ...cluster import Cluster
+from ...cluster import Cluster, Machine
+from ...cost.resources import BRIDGE, INSIDE, OWN, bytes_per_s_of
 from ...lang.plan_file import Plan
 
-INSIDE, WAYS = "inside", ("out", "in")
+WAYS = "out", "in"
 
 
 def device_name(cluster: Cluster, rank: int) -> str:
@@ -29,8 +30,9 @@ def busiest_link(cluster: Cluster, timeline: Timeline) -> str:
         return ""
     way, number, _ = max(timeline.link_busy_s, key=lambda link: link[2])
     machine = cluster.machines[number]
-    if way == INSIDE:
-        return f"{gbit(machine.link_bytes_per_s)} link inside machine {machine.name}"
+    if way not in WAYS:
+        what = "host bridge of" if way == BRIDGE else "link inside"
+        return f"{gbit(bytes_per_s_of(cluster, (way, number)))} {what} machine {machine.name}"
     return f"{gbit(machine.nic_bytes_per_s)} link of machine {machine.name}"
 
 
@@ -56,8 +58,10 @@ def machine_html(
     devices = "".join(device_html(cluster, r, plan, timeline, samples) for r in cluster.ranks_of(number))
     links = ""
     if len(machine.devices) > 1:
-        share = busy.get((INSIDE, number), 0.0)
-        links += link_html(f"link inside, {gbit(machine.link_bytes_per_s)}", share)
+        links += "".join(
+            link_html(f"{text}, {gbit(bytes_per_s_of(cluster, (way, number)))}", busy.get((way, number), 0.0))
+            for way, text in ways_inside(machine)
+        )
     if len(cluster.machines) > 1:
         speed = gbit(min(machine.nic_bytes_per_s, cluster.bandwidth_bytes_per_s))
         links += "".join(
@@ -69,6 +73,16 @@ def machine_html(
         f'<section class="machine"><h3>{html.escape(machine.name)}</h3>'
         f'<ul class="devices">{devices}</ul><ul class="links">{links}</ul></section>'
     )
+
+
+def ways_inside(machine: Machine) -> list[tuple[str, str]]:
+    """The links between devices of a machine, each with what it is called."""
+    own = [
+        (f"{OWN}{n}", f"link of devices {', '.join(map(str, link.devices))}")
+        for n, link in enumerate(machine.links)
+    ]
+    rest = (INSIDE, "link inside") if machine.bridge_bytes_per_s is None else (BRIDGE, "shared host bridge")
+    return [*own, rest]
 
 
 def device_html(cluster: Cluster, rank: int, plan: Plan, timeline: Timeline, samples: Sequence[int]) -> str:

@@ -93,7 +93,7 @@ def facts_of(
     if plan.edited:
         check_loaded(plan)
     check_plan(plan, cluster)
-    costs = CostModel(cluster, profile)
+    costs = CostModel(cluster, profile, tf32=plan.tf32)
     simulation = Simulation(plan.program, costs, accumulating=accumulates(plan.micro_batches))
     bounds = bounds_of(plan, costs)
     timeline = simulation.run(plan.program, plan.micro_batches, events=True)
@@ -131,10 +131,10 @@ def with_faster(plan: Plan, cluster: Cluster, profile: Profile | None, step_s: f
     if cluster.world_size == 1:
         return None
     faster = with_faster_links(cluster, inside=FASTER_LINKS, between=FASTER_LINKS)
-    costs = CostModel(faster, None if profile is None else profile.without_links())
+    costs = CostModel(faster, None if profile is None else profile.without_links(), tf32=plan.tf32)
     faster_s = run(plan.program, costs, micro_batches=plan.micro_batches).step_s
     if profile is not None:  # a gain of faster links is told by the same costs of links
-        now = CostModel(cluster, profile.without_links())
+        now = CostModel(cluster, profile.without_links(), tf32=plan.tf32)
         faster_s *= step_s / run(plan.program, now, micro_batches=plan.micro_batches).step_s
     return faster_s
 

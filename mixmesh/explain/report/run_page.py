@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ...base.run_log import CHECKPOINT, OWN, SHARES, START, Mark, RunLog
+from ...base.run_log import CHECKPOINT, FAULT, OWN, PLAN, SHARES, START, STOP, Mark, RunLog
 from ...base.units import plural, seconds_text
 from .page import Page, asset, filled, section_html, table_html
 from .recognise import Run
 
 WARM_UP_STEPS = 2  # after a start: allocators and connections fill
 POINTS = 4000  # points of a curve
-NAMES = {START: "start", CHECKPOINT: "checkpoint", SHARES: "new shares"}
+NAMES = {
+    START: "start",
+    FAULT: "fault",
+    PLAN: "new plan",
+    SHARES: "new shares",
+    CHECKPOINT: "checkpoint",
+    STOP: "stopped",
+}
+CHANGES = {PLAN: "Another plan was gone on with", SHARES: "Shares followed the devices' speeds"}
 SAME = 0.01  # share of a step
+MOST_TOLD = 3  # faults
 
 
 def run_page(runs: Sequence[Run]) -> Page:
@@ -55,7 +64,7 @@ def headline(run: Run) -> str:
 
 def usual_step_s(log: RunLog) -> float | None:
     """The median step, without those that warm up; None without steps."""
-    starts = {mark.step for mark in log.of(START)} | {0}
+    starts = {mark.step for mark in log.marks if mark.event in (START, PLAN)} | {0}
     warm = [s.step_s for s in log.steps if not any(0 < s.step - n <= WARM_UP_STEPS for n in starts)]
     times = warm or [s.step_s for s in log.steps]
     return statistics.median(times) if times else None
@@ -63,34 +72,55 @@ def usual_step_s(log: RunLog) -> float | None:
 
 def sentences(run: Run) -> list[str]:
     """The training in a few sentences: how far it is, how fast, what went wrong, and who is waited for."""
-    log, lines = run.log, []
+    log = run.log
     if not log.steps:
         return ["No step was made."]
-    losses = [s.loss for s in log.steps if s.loss is not None]
-    step_s = usual_step_s(log)
-    course = f", loss {losses[0]:.4g} to {losses[-1]:.4g}" if losses else ""
-    lines.append(f"{plural(len(log.steps), 'step')}{course}; a step takes {seconds_text(step_s)} (median).")
-    starts = log.of(START)
-    predicted_s = starts[-1].facts.get("predicted_step_s") if starts else None
-    if predicted_s:
-        bound_s = starts[-1].facts.get("bound_s")
-        share = f", and {bound_s / step_s:.0%} of what no plan can pass is reached" if bound_s else ""
-        lines.append(f"{seconds_text(predicted_s)} were predicted ({step_s / predicted_s:.2f}x){share}.")
-    again = [mark for mark in starts if mark.step or mark.num_undone]
-    if again:
-        undone = sum(mark.num_undone for mark in again)
-        where = ", ".join(str(mark.step) for mark in again)
-        lines.append(f"It was started again after step {where}; {plural(undone, 'step')} were made twice.")
-    else:
-        lines.append("It was never interrupted.")
-    if saved := log.of(CHECKPOINT):
-        lines.append(f"{plural(len(saved), 'checkpoint')}, the newest after step {saved[-1].step}.")
-    if changed := log.of(SHARES):
-        where = ", ".join(str(mark.step) for mark in changed)
-        lines.append(f"Shares followed the devices' speeds after step {where}.")
+    lines = [*progress_texts(log), *interruption_texts(log), *kept_texts(log)]
     if own := log.of(OWN):
         lines.append(slowest_text(own[-1].facts["own_s"]))
     return lines
+
+
+def progress_texts(log: RunLog) -> Iterator[str]:
+    """How many steps, and their time beside that which was predicted last."""
+    losses = [s.loss for s in log.steps if s.loss is not None]
+    step_s = usual_step_s(log)
+    course = f", loss {losses[0]:.4g} to {losses[-1]:.4g}" if losses else ""
+    yield f"{plural(len(log.steps), 'step')}{course}; a step takes {seconds_text(step_s)} (median)."
+    planned = [mark for mark in log.marks if mark.event in (START, PLAN)]
+    predicted_s = planned[-1].facts.get("predicted_step_s") if planned else None
+    if predicted_s:
+        bound_s = planned[-1].facts.get("bound_s")
+        share = f", and {bound_s / step_s:.0%} of what no plan can pass is reached" if bound_s else ""
+        yield f"{seconds_text(predicted_s)} were predicted ({step_s / predicted_s:.2f}x){share}."
+
+
+def interruption_texts(log: RunLog) -> Iterator[str]:
+    """The faults, the starts after them, and the stop by a signal; or that there was none of them."""
+    faults, stops = log.of(FAULT), log.of(STOP)
+    again = [mark for mark in log.of(START) if mark.step or mark.num_undone]
+    yield from (f"{fault_text(mark)}." for mark in faults[-MOST_TOLD:])
+    if again:
+        undone = sum(mark.num_undone for mark in again)
+        where = ", ".join(str(mark.step) for mark in again)
+        twice = f"{plural(undone, 'step')} {'was' if undone == 1 else 'were'} made twice"
+        yield f"It was started again after step {where}; {twice}."
+    if stops:
+        cause = stops[-1].facts.get("cause", "a signal")
+        yield f"It was stopped by {cause} after step {stops[-1].step}."
+    if not (again or faults or stops):
+        yield "It was never interrupted."
+
+
+def kept_texts(log: RunLog) -> Iterator[str]:
+    """How many checkpoints, and where the plan or its shares changed in mid-run."""
+    if saved := log.of(CHECKPOINT):
+        yield f"{plural(len(saved), 'checkpoint')}, the newest after step {saved[-1].step}."
+    for event, text in CHANGES.items():
+        if changed := log.of(event):
+            where = ", ".join(str(mark.step) for mark in changed)
+            cause = changed[-1].facts.get("cause")
+            yield f"{text} after step {where}{f': {cause}' if cause else ''}."
 
 
 def slowest_text(own_s: Sequence[float]) -> str:
@@ -120,21 +150,59 @@ def differences(one: Run, two: Run) -> list[str]:
     return lines
 
 
+def rank_text(facts: dict[str, Any]) -> str:
+    """``rank 1 (T4-16GB of machine "b")``; empty for what is of all ranks."""
+    if "rank" not in facts:
+        return ""
+    return f"rank {facts['rank']}" + (f" ({facts['device']})" if "device" in facts else "")
+
+
+def fault_text(mark: Mark) -> str:
+    """``After step 20 rank 1 (cpu-35) was lost: its process is stopped``."""
+    who = rank_text(mark.facts)
+    why = mark.facts.get("why", "for no reason that is known")
+    return f"After step {mark.step} {f'{who} was lost' if who else 'an error ended it'}: {why}"
+
+
 def mark_rows(run: Run) -> list[tuple[str, str, str]]:
     """The table of what happened: after which step, what, and more of it."""
-    kept = set(run.kept_steps)
-    return [(str(m.step), NAMES[m.event], more(m, kept)) for m in run.log.marks if m.event in NAMES]
+    kept, rows = set(run.kept_steps), []
+    before: dict[str, Any] = {}  # the facts of the plan until then
+    for mark in run.log.marks:
+        if mark.event in NAMES:
+            rows.append((str(mark.step), NAMES[mark.event], more(mark, kept, before)))
+        if mark.event in (START, PLAN):
+            before = mark.facts
+    return rows
 
 
-def more(mark: Mark, kept: set[int]) -> str:
-    """The rest of what is known of a mark."""
-    if mark.event == START:
-        devices = plural(mark.facts["world_size"], "device") if "world_size" in mark.facts else ""
+def more(mark: Mark, kept: set[int], before: dict[str, Any]) -> str:
+    """The rest of what is known of a mark; ``before`` are the facts of the plan until then."""
+    facts = mark.facts
+    if mark.event in (START, PLAN):
         undone = f"{plural(mark.num_undone, 'step')} made again" if mark.num_undone else ""
-        return ", ".join(filter(None, (devices, undone)))
+        return ", ".join(filter(None, (*plan_texts(facts, before), facts.get("cause", ""), undone)))
     if mark.event == CHECKPOINT:
         return "still there" if mark.step in kept else ""
-    return f"took {seconds_text(mark.facts['pause_s'])}" if "pause_s" in mark.facts else ""
+    if mark.event == FAULT:
+        return ": ".join(filter(None, (rank_text(facts), facts.get("why", ""))))
+    pause = f"took {seconds_text(facts['pause_s'])}" if "pause_s" in facts else ""
+    return ", ".join(filter(None, (facts.get("cause", ""), pause)))
+
+
+def plan_texts(facts: dict[str, Any], before: dict[str, Any]) -> Iterator[str]:
+    """The devices of a plan, its planner and its step, each beside that of the plan ``before`` where it is
+    another one."""
+    shown = (
+        ("world_size", lambda count: plural(count, "device")),
+        ("planner", lambda planner: f"planned by {planner}"),
+        ("predicted_step_s", lambda step_s: f"{seconds_text(step_s)} a step predicted"),
+    )
+    for name, text in shown:
+        if name in facts:
+            is_other = name in before and before[name] != facts[name]
+            was = seconds_text(before[name]) if is_other and name.endswith("_s") else before.get(name)
+            yield text(facts[name]) + (f" (before: {was})" if is_other else "")
 
 
 def run_object(run: Run) -> dict[str, Any]:

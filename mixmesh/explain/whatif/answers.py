@@ -22,13 +22,15 @@ Planned = Callable[[Any, Cluster, Profile | None], Plan]
 @dataclass(frozen=True)
 class Answer:
     """The effect of a change. ``step_s`` is infinite where nothing fits; ``price_per_hour`` of all machines,
-    None where it is not known. ``samples`` are those of one step."""
+    None where it is not known. ``samples`` are those of one step, ``epoch_samples`` of the job's data, None
+    where it does not say how many it has."""
 
     change: Change
     step_s: float
     samples: int
     planner: str
     price_per_hour: float | None
+    epoch_samples: int | None = None
 
     @property
     def sample_s(self) -> float:
@@ -40,6 +42,13 @@ class Answer:
         if self.price_per_hour is None or not math.isfinite(self.step_s):
             return None
         return self.price_per_hour * self.sample_s / HOUR_S
+
+    @property
+    def epoch_price(self) -> float | None:
+        """The price of the job's data once, in the currency of the cluster file."""
+        if self.sample_price is None or self.epoch_samples is None:
+            return None
+        return self.epoch_samples * self.sample_price
 
     def speedup(self, now: Answer) -> float:
         """How many times as many samples per second as ``now``; 0 where nothing fits."""
@@ -54,12 +63,13 @@ def answers(
     planned: Planned,
     profile: Profile | None = None,
     progress: Callable[[str], None] = lambda _: None,
+    epoch_samples: int | None = None,
 ) -> Iterator[Answer]:
     """The answer for the cluster as it is, and for each change in its order.
 
     ``traced(n)`` is the model traced with ``n`` times the batch, whose samples are ``samples`` once.
     ``planned`` makes a plan. Of ``profile`` what devices take counts; links are those that the cluster says,
-    as nothing was measured on changed ones.
+    as nothing was measured on changed ones. ``epoch_samples`` are those of an epoch, for its price.
     """
     devices_only = None if profile is None else profile.without_links()
     for change in (now, *asked):
@@ -71,7 +81,7 @@ def answers(
         except Infeasible:
             pass
         price = None if change.adds_price else price_of(change.cluster)
-        yield Answer(change, step_s, samples * change.batches, planner, price)
+        yield Answer(change, step_s, samples * change.batches, planner, price, epoch_samples)
 
 
 def price_of(cluster: Cluster) -> float | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ...base.units import GIB
-from ...cluster import Cluster, Device, Machine, with_faster_links
+from ...cluster import Cluster, Device, Machine, with_faster_inside, with_faster_links, without_device
 from ...cluster.catalogue import CATALOGUE, rows_named
 from ...errors import InputError
 
@@ -61,11 +61,10 @@ def without_devices(cluster: Cluster, others: Sequence[Device]) -> Iterator[Chan
     for index, machine in enumerate(cluster.machines):
         for device in dict.fromkeys(machine.devices):
             if len(machine.devices) > 1:
-                rest = list(machine.devices)
-                rest.remove(device)
                 count = machine.devices.count(device)
                 which = device.name if count == 1 else f"one of {count} {device.name}"
-                changed = _with_machine(cluster, index, replace(machine, devices=tuple(rest)))
+                rest = without_device(machine, machine.devices.index(device))
+                changed = _with_machine(cluster, index, rest)
                 yield Change("device", f"without {which} of {machine.name}", changed)
 
 
@@ -98,7 +97,7 @@ def faster_links(cluster: Cluster, others: Sequence[Device]) -> Iterator[Change]
     """Links inside machines of several devices twice as fast."""
     for index, machine in enumerate(cluster.machines):
         if len(machine.devices) > 1:
-            faster = replace(machine, link_bytes_per_s=FASTER * machine.link_bytes_per_s)
+            faster = with_faster_inside(machine, FASTER)
             text = f"links inside {machine.name} {FASTER}x as fast"
             yield Change("link", text, _with_machine(cluster, index, faster), adds_price=True)
 

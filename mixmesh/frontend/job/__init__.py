@@ -1,12 +1,12 @@
-"""A job: the user's own file, a function in it, and what that function returns.
+"""A job: a function in the user's file that returns a model, a batch, an optimizer and data.
 
-job         what it returns                     loading     the file and the function
-checks      what is wrong with it               optimizers  its optimizer: states, kernels, what may be cut
+job         the returned value                  loading     the file and the function
+checks      errors in the returned value        optimizers  its optimizer: states, kernels, what may be cut
 workloads   the package's own jobs, the only ones that import torch at once
 """
 
 from .checks import check_job
-from .job import WORKLOAD, Job, batch_size
+from .job import WORKLOAD, Job, batch_size, samples_of_data
 from .loading import load_job, split_name
 from .optimizers import (
     ELEMENTWISE,
@@ -29,5 +29,6 @@ __all__ = [
     "load_job",
     "needs_whole_parameters",
     "optimizer_states",
+    "samples_of_data",
     "split_name",
 ]

@@ -1,8 +1,8 @@
-"""Checks of what the user's function returned."""
+"""Checks of the value that the user's function returned."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ...errors import JobError
@@ -12,44 +12,49 @@ DEFAULT_FUNCTION = "job"
 EXAMPLE = "return mixmesh.Job(model, batch)"
 
 
-def check_job(made: Any, function_name: str = DEFAULT_FUNCTION, where: str = "") -> None:
-    """Raises JobError if ``made`` is not a job that can be planned."""
+def check_job(job: Any, function_name: str = DEFAULT_FUNCTION, where: str = "") -> None:
+    """Raises JobError if ``job`` is not a job that can be planned."""
     import torch
     from torch import nn
 
-    def fail(message: str, expected: str, got: str, *hint: str):
+    def fail(message: str, expected: str, got: str, *hint: str) -> JobError:
         return JobError(f"{function_name}() {message}", expected=expected, got=got, where=where, hint=hint)
 
-    if not isinstance(made, Job):
+    if not isinstance(job, Job):
         hint = EXAMPLE
-        if isinstance(made, tuple | list) and made and isinstance(made[0], nn.Module):
-            hint = "return mixmesh.Job(*those values)" if len(made) > 1 else EXAMPLE
-        elif made is None:
+        if isinstance(job, tuple | list) and job and isinstance(job[0], nn.Module):
+            hint = "return mixmesh.Job(*those values)" if len(job) > 1 else EXAMPLE
+        elif job is None:
             hint = f"end {function_name} with:  {EXAMPLE}"
-        raise fail("does not return a job", "a mixmesh.Job(model, batch, ...)", _describe(made), hint)
-    if not isinstance(made.model, nn.Module):
-        given = made.model
-        hint = "an instance, not the class: Model(...)" if isinstance(given, type) else ""
-        raise fail("returns a job whose model is no module", "a torch.nn.Module", _describe(given), hint)
-    if not any(True for _ in made.model.parameters()):
-        raise fail("returns a model without parameters", "something to train", _describe(made.model))
-    if made.optimizer is not None and (
-        not callable(made.optimizer) or isinstance(made.optimizer, torch.optim.Optimizer)
+        raise fail("does not return a job", "a mixmesh.Job(model, batch, ...)", _describe(job), hint)
+    model = job.model
+    if not isinstance(model, nn.Module):
+        hint = "an instance, not the class: Model(...)" if isinstance(model, type) else ""
+        raise fail("returns a job whose model is no module", "a torch.nn.Module", _describe(model), hint)
+    if not any(True for _ in model.parameters()):
+        raise fail("returns a model without parameters", "something to train", _describe(model))
+    if job.optimizer is not None and (
+        not callable(job.optimizer) or isinstance(job.optimizer, torch.optim.Optimizer)
     ):
         raise fail(
             "returns a job whose optimizer cannot be called",
             "a function from parameters to an optimizer",
-            _describe(made.optimizer),
+            _describe(job.optimizer),
             "optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)",
         )
-    if made.data is not None and not isinstance(made.data, Iterable):
+    if job.scheduler is not None and not callable(job.scheduler):
         raise fail(
-            "returns data that cannot be iterated over", "an iterable of batches", _describe(made.data)
+            "returns a job whose scheduler cannot be called",
+            "a function from the optimizer to a learning rate scheduler",
+            _describe(job.scheduler),
+            "scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1000)",
         )
-    _check_batch(made.batch, fail)
+    if job.data is not None and not isinstance(job.data, Iterable):
+        raise fail("returns data that cannot be iterated over", "an iterable of batches", _describe(job.data))
+    _check_batch(job.batch, fail)
 
 
-def _check_batch(batch: Any, fail) -> None:
+def _check_batch(batch: Any, fail: Callable[..., JobError]) -> None:
     import torch
     from torch.utils import _pytree as pytree
 

@@ -1,4 +1,4 @@
-"""A job as a value: what the user's function returns."""
+"""The job: the value that the user's function returns."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ WORKLOAD = "workload:"
 class Job:
     """A model to train, with its batch and optimizer.
 
-    ``model(**batch)`` (or ``model(*batch)`` for a tuple) returns a scalar loss or an object with
-    ``.loss``. ``batch`` is one global example batch, the samples in dim 0 of its tensors; tensors without
-    dims stand for themselves. ``optimizer`` maps parameters to a ``torch.optim`` optimizer, ``data`` is
-    iterated over for batches like ``batch``. ``outputs`` names what the parallel model returns beside the
-    loss, of what the model does (``("logits",)``, or ``(1,)`` of a tuple).
+    ``model(**batch)`` (or ``model(*batch)`` for a tuple) returns a scalar loss or an object with ``.loss``.
+    ``batch`` is one global example batch, with the samples in dim 0 of its tensors; tensors without dims are
+    the same for all samples. ``optimizer`` maps parameters to a ``torch.optim`` optimizer; ``data`` is an
+    iterable of batches like ``batch``. ``scheduler`` maps the optimizer to a learning rate scheduler, which
+    is stepped after each of the optimizer's steps. ``outputs`` names what the parallel model returns in
+    addition to the loss, from what the model returns (``("logits",)``, or ``(1,)`` for a tuple).
     """
 
     model: Any
@@ -25,12 +26,33 @@ class Job:
     optimizer: Callable[[Iterable], Any] | None = None
     data: Iterable | None = None
     outputs: tuple[str | int, ...] = ()
+    scheduler: Callable[[Any], Any] | None = None
 
 
 def batch_size(batch: Mapping[str, Any] | tuple) -> int | None:
-    """Samples in a batch; None if no tensor of it has dims."""
+    """The number of samples in a batch; None if none of its tensors has dims."""
     import torch
     from torch.utils import _pytree as pytree
 
     leaves = pytree.tree_leaves(dict(batch) if isinstance(batch, Mapping) else tuple(batch))
     return next((x.shape[0] for x in leaves if isinstance(x, torch.Tensor) and x.ndim), None)
+
+
+def samples_of_data(data: Any) -> int | None:
+    """Samples of an epoch of a job's data: those that the sampler of a DataLoader draws, or all rows of a
+    list of batches. None where the data does not say how many it has, as an iterator; nothing is read."""
+    from torch.utils.data import DataLoader, IterableDataset
+
+    if isinstance(data, list | tuple):
+        sizes = [batch_size(batch if isinstance(batch, Mapping) else (batch,)) for batch in data]
+        known_sizes = [size for size in sizes if size is not None]
+        return sum(known_sizes) if len(known_sizes) == len(sizes) else None
+    if not isinstance(data, DataLoader):
+        return None
+    drawn: Any = data.dataset if isinstance(data.dataset, IterableDataset) else data.sampler
+    try:
+        if data.drop_last and data.batch_size is not None:
+            return len(data) * data.batch_size
+        return len(drawn) if data.batch_size is not None else None
+    except TypeError:  # a dataset or a sampler without a length
+        return None

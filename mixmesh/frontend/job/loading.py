@@ -1,7 +1,7 @@
-"""Loading of a job: the user's own file, and a function in it.
+"""Loads a job: imports the user's file and calls a function in it.
 
-A job is named ``path/to/file.py:function`` (``job`` if no function is named). The function takes nothing
-and returns a ``Job``. ``workload:NAME:SAMPLES`` is one of the package's own (``workloads``).
+A job has the name ``path/to/file.py:function``; the default function is ``job``. It takes no arguments and
+returns a ``Job``. ``workload:NAME:SAMPLES`` is one of the package's own (``workloads``).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from .job import WORKLOAD, Job
 
 
 def load_job(text: str, *, weights: bool = True) -> Job:
-    """The job that ``path/to/file.py:function`` or ``workload:NAME:SAMPLES`` names. Raises JobError, and
-    nothing else. Without ``weights`` a workload is made of shapes alone, which is enough to plan it."""
+    """Loads the job that ``path/to/file.py:function`` or ``workload:NAME:SAMPLES`` names. Raises JobError for
+    all failures. Without ``weights``, a workload has shapes only, which is enough to plan it."""
     if text.startswith(WORKLOAD):
         from .workloads import make
 
@@ -50,7 +50,7 @@ def load_job(text: str, *, weights: bool = True) -> Job:
 
 
 def split_name(text: str) -> tuple[Path, str]:
-    """``gpt.py:small`` -> its path and function. Raises JobError if there is no such file."""
+    """Splits ``gpt.py:small`` into path and function. Raises JobError if there is no such file."""
     file, _, function = text.rpartition(":")
     if not file or (not function.isidentifier() and Path(text).exists()):
         file, function = (text, "") if not file else (text, "")
@@ -89,14 +89,14 @@ def _similar_files(path: Path) -> tuple[str, ...]:
 
 
 def _import(path: Path) -> ModuleType:
-    # the name holds the path, so that two files called job.py are two modules
+    # the name contains the path, so that two files called job.py are two modules
     name = f"mixmesh_job_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
-    # with the loader named, a file that does not end in .py is read as well
+    # an explicit loader also reads files that do not end in .py
     loader = importlib.machinery.SourceFileLoader(name, str(path.resolve()))
     spec = importlib.util.spec_from_file_location(name, path.resolve(), loader=loader)
-    assert spec is not None  # the loader is given
+    assert spec is not None  # there is a loader
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look their module up
+    sys.modules[name] = module  # dataclasses and pickle look it up there
     try:
         loader.exec_module(module)
     except SyntaxError as error:
@@ -117,7 +117,7 @@ def _import(path: Path) -> ModuleType:
 
 @contextmanager
 def _importing_beside(path: Path) -> Iterator[None]:
-    """The job may import the files next to it."""
+    """Within it, the job may import the files next to its own."""
     folder = str(path.resolve().parent)
     sys.path.insert(0, folder)
     try:
@@ -184,7 +184,7 @@ def _place(function: Callable, path: Path) -> str:
 
 
 def _place_in(error: BaseException, path: Path) -> str:
-    """The last line of the user's own folder on the way to the error, with its text."""
+    """The last line in the user's folder of the error's traceback, with its text."""
     folder = str(path.resolve().parent) + os.sep
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.filename.startswith(folder) and "site-packages" not in frame.filename:

@@ -1,4 +1,4 @@
-"""The optimizers that a job may have: their states, and how their steps are made."""
+"""The optimizers that a job may have: their states, and how they step."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ...lang.optimizer_states import ADAM, OptimizerStates
 
 
 def optimizer_states(optimizer: Callable[[Iterable], Any] | None) -> OptimizerStates:
-    """Tensors of state per parameter: 2 for Adam, 0 for plain SGD; and of those that its steps make. As an
-    Adam that is not fused if that cannot be found out."""
+    """The tensors of state per parameter (2 for Adam, 0 for plain SGD), and the workspace of a step. An
+    optimizer that fails on a probe is taken for an Adam that is not fused."""
     import torch
 
     if optimizer is None:
@@ -25,22 +25,22 @@ def optimizer_states(optimizer: Callable[[Iterable], Any] | None) -> OptimizerSt
         kept = sum(isinstance(s, torch.Tensor) and s.shape == p.shape for s in on_sample.state[p].values())
     except Exception:  # the user's own function, on parameters that are not the model's
         kept, is_fused = 2, False
-    return OptimizerStates(kept, 0 if is_fused else _made_beside(kept))
+    return OptimizerStates(kept, 0 if is_fused else _workspace(kept))
 
 
-def _made_beside(kept: int) -> int:
-    """Adam makes the root of its second moment and the quotient (torch.optim); the others one tensor at
-    most, for the weight decay."""
+def _workspace(kept: int) -> int:
+    """The tensors that a step needs for a while: Adam computes the root of its second moment and the quotient
+    (torch.optim), the others at most one tensor, for weight decay."""
     return 2 if kept > 1 else 1
 
 
-# kinds with a kernel that reads and writes everything once; Adagrad has its states from the start
+# optimizers with a fused kernel that ``fuse`` may turn on later; Adagrad needs it when it is constructed
 FUSED = ("SGD", "Adam", "AdamW")
 
 
 def can_be_fused(optimizer: Any) -> bool:
-    """Whether an optimizer that is new and says nothing of how its steps are made can have PyTorch's fused
-    kernel make them (``runtime.optimizers.fuse``)."""
+    """Whether PyTorch's fused kernel can step an optimizer (``runtime.optimizers.fuse``): the optimizer is
+    new, and the user has not chosen how it steps."""
     import torch
     from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
@@ -48,7 +48,7 @@ def can_be_fused(optimizer: Any) -> bool:
     if type(optimizer) not in [getattr(torch.optim, name) for name in FUSED] or optimizer.state:
         return False
     for group in groups:
-        # None is nobody's choice, False is one
+        # False would be the user's choice, None is none
         free = all(group.get(name, False) is None for name in ("fused", "foreach"))
         if not free or group.get("differentiable") or group.get("capturable"):
             return False
@@ -57,21 +57,21 @@ def can_be_fused(optimizer: Any) -> bool:
     return all(p.is_floating_point() and p.device.type in devices for p in params)
 
 
-# optimizers of which each element of the update depends on the same element of gradient and state only
+# optimizers that compute each element of an update from the same element of gradient and state alone
 ELEMENTWISE = (
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD",
 )  # fmt: skip
 
 
 def is_elementwise(optimizer: Any) -> bool:
-    """Whether an optimizer may step a part of a parameter by itself."""
+    """Whether an optimizer can step a part of a parameter alone."""
     import torch
 
     return isinstance(optimizer, tuple(getattr(torch.optim, name) for name in ELEMENTWISE))
 
 
 def check_supported(optimizer: Any) -> None:
-    """Raises InputError for an optimizer that steps under no plan."""
+    """Raises InputError for an optimizer that no plan can step."""
     import torch
 
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -87,8 +87,8 @@ def check_supported(optimizer: Any) -> None:
 
 
 def needs_whole_parameters(optimizer: Callable[[Iterable], Any] | None) -> bool:
-    """Whether a job's optimizer looks at whole parameters (LAMB, Adafactor). False if that cannot be found
-    out. Raises InputError for one that steps under no plan."""
+    """Whether a job's optimizer computes with whole parameters (LAMB, Adafactor); False if it fails on a
+    probe. Raises InputError for one that no plan can step."""
     import torch
 
     if optimizer is None:

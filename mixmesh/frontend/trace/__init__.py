@@ -1,24 +1,24 @@
-"""Layer 2: from an ordinary PyTorch model and one batch to its graph, without running the model.
+"""Traces an ordinary PyTorch model and one batch to a graph, without running the model.
 
-Reading order: capture (torch.export), convert (its nodes as ours), then the passes of ``PASSES``.
+Reading order: capture (torch.export), convert (its nodes to ours), then the passes of ``PASSES``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from ...errors import InputError, TraceError
-from ...lang.ir import BATCH_NORMS, Graph, Returned
+from ...lang.ir import BATCH_NORMS, Graph, Node, Returned
 from ...lang.ir.local_norms import EXACT, LOCAL
 from ...lang.rules import RULES
 from .attention import ATTENTION_RULES
 from .autocast import Autocast
 from .build import Builder, Rule, rewrite
-from .capture import capture
+from .capture import LossSource, Request, capture
 from .compiled import uncompiled
 from .convert import convert, graph_name
 from .draws import DRAW_RULES
@@ -46,19 +46,24 @@ from .simplify import (
     static_shapes,
     updates_at_once,
 )
+from .tf32 import tf32_now
 
 __all__ = [
-    "DTYPE_NAME", "PASSES", "TORCH_DTYPE", "Builder", "Rule", "Traced",
+    "DTYPE_NAME", "PASSES", "TORCH_DTYPE", "Builder", "LossSource", "Rule", "Traced",
     "bound", "check_batch_norm", "normalise", "on_meta", "overload", "rewrite", "trace",
 ]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Traced:
-    """``output_has_loss``: the model returns an object or dict with the loss, not the loss itself.
-    ``warnings`` say what about the model is unlikely to be meant; ``arguments`` are those of the call that
-    was traced, by name: "tensor", or a constant's text. ``returned`` says what the model returns where
-    it does not return the loss itself. ``autocast`` is the context of that call."""
+    """The graph of a model with facts about the traced call.
+
+    ``output_has_loss``: the model returns an object or dict with the loss, not the loss itself. ``warnings``
+    point out what is probably a mistake in the model. ``arguments`` are those of the call, by name: "tensor",
+    or the text of a constant. ``returned`` is what the model returns, where it does not return the loss
+    itself. ``autocast`` is the context of the call; ``tf32``: whether the process let
+    matrix products of float32 run in TF32 (``torch.backends.cuda.matmul.allow_tf32``).
+    """
 
     graph: Graph
     output_has_loss: bool
@@ -66,9 +71,10 @@ class Traced:
     arguments: tuple[tuple[str, str], ...] | None = None
     returned: Returned = Returned()
     autocast: Autocast | None = None
+    tf32: bool = False
 
 
-# operators that have a rule, or are written out by a pass
+# operators that have a rule, or that a pass replaces
 KNOWN = frozenset().union(
     RULES, ATTENTION_RULES, DRAW_RULES, LOOKUP_RULES, LOSS_RULES, NORM_RULES[EXACT], RECURRENT_RULES, ALIASES,
     IDENTITY_RULES, RESHAPES, ("aten.broadcast_tensors", "aten.expand_copy"),
@@ -96,7 +102,7 @@ def exact_batch_norms(graph: Graph) -> Graph:
 
 
 def local_batch_norms(graph: Graph) -> Graph:
-    """The graph whose batch norms take each rank's own statistics."""
+    """Has batch norms take each rank's own statistics."""
     return rewrite(graph, NORM_RULES[LOCAL])
 
 
@@ -126,37 +132,40 @@ PASSES: tuple[Pass, ...] = (
 def trace(
     model: nn.Module,
     batch: Mapping[str, Any] | tuple | list,
-    name: str | None = None,
     passes: Sequence[Pass] = PASSES,
     *,
     batch_norm: str = EXACT,
     outputs: Collection[str | int] = (),
     autocast: Autocast | None = None,
-    needs_loss: bool = True,
-    may_be_outside: bool = False,
+    loss: LossSource = LossSource.RETURNED,
 ) -> Traced:
-    """The graph of ``model(**batch)`` (or ``model(*batch)``), up to its scalar loss.
+    """Traces ``model(**batch)`` (or ``model(*batch)``) up to its scalar loss.
 
-    Shapes are the batch's, which is one whole global batch. The model is traced in its current mode,
-    training or not, on fake tensors: nothing is computed and no random number is drawn. ``passes`` make the
-    graph of what was exported, for a bench that leaves one out. ``batch_norm`` says whose statistics batch
+    ``batch`` is one whole global batch, and gives the graph its shapes. The model is traced in its current
+    mode, training or not, on fake tensors: nothing is computed and no random number is drawn. ``passes`` turn
+    what was exported into the graph; benches leave some out. ``batch_norm`` decides which statistics batch
     norm takes in training: those of the whole batch ("exact") or of each rank's own samples ("local").
-    ``outputs`` names what else of the model's output is kept: an attribute, a key, or a place in a tuple.
-    The model is called under ``autocast``, a type of device and a dtype's name, and under no other such
-    context. Unless it ``needs_loss``, a number stands in the place of a loss that the call does not give, and
-    ``returned.loss`` is "". So it is where the loss ``may_be_outside`` and the model returns none: then all
-    tensors that it returns are outputs whose gradient comes from the caller. Raises TraceError if PyTorch
-    cannot export the model, or if it does not return a loss, InputError for another kind of batch norm.
+    ``outputs`` names what else is kept of the model's output: an attribute, a key, or an index in a tuple.
+    The model is called under ``autocast``, a type of device and the name of a dtype, and under no other such
+    context.
+
+    ``loss`` says where the loss comes from. Where the call returns none, ``returned.loss`` is "" and a number
+    takes its place; if the caller computes the loss, all tensors that the model returns become outputs with a
+    gradient.
+
+    Raises TraceError if PyTorch cannot export the model or there is no loss, InputError for another kind of
+    batch norm.
     """
     check_batch_norm(batch_norm)
     model = uncompiled(model)
-    has_loss = None if may_be_outside else True
-    captured = capture(model, batch, KNOWN, outputs, autocast, needs_loss, has_loss)
-    graph = convert(captured, model, name or graph_name(model))
+    request = Request(outputs, autocast, loss)
+    captured = capture(model, batch, KNOWN, request)
+    graph = convert(captured, model, graph_name(model))
+    may_be_outside = loss is LossSource.MAYBE_CALLER
     if may_be_outside and captured.returned.names and not depends_on_batch(graph):
-        # a scale among features, that is no loss
-        captured = capture(model, batch, KNOWN, outputs, autocast, needs_loss, has_loss=False)
-        graph = convert(captured, model, name or graph_name(model))
+        # a scalar among the outputs that is no loss, such as a scale
+        captured = capture(model, batch, KNOWN, replace(request, loss=LossSource.CALLER))
+        graph = convert(captured, model, graph_name(model))
     for step in passes:
         step = local_batch_norms if step is exact_batch_norms and batch_norm == LOCAL else step
         graph = step(graph)
@@ -164,11 +173,12 @@ def trace(
     if captured.outputs:
         graph = mark_outputs(graph, is_outside=may_be_outside and not captured.returned.has_loss)
     warnings = (*captured.warnings, *_warnings(graph))
-    return Traced(graph, captured.output_has_loss, warnings, captured.arguments, captured.returned, autocast)
+    call = captured.arguments, captured.returned, autocast
+    return Traced(graph, captured.output_has_loss, warnings, *call, tf32_now())
 
 
 def depends_on_batch(graph: Graph) -> bool:
-    """Whether the loss is made of any input."""
+    """Whether the loss depends on any input."""
     dependent = {n.result for n in graph.batch_inputs}
     for node in graph.nodes:
         if not dependent.isdisjoint(node.inputs):
@@ -177,12 +187,11 @@ def depends_on_batch(graph: Graph) -> bool:
 
 
 def mark_outputs(graph: Graph, *, is_outside: bool) -> Graph:
-    """The graph in which outputs say whether their rows are samples, and, where the loss ``is_outside``,
-    whether they have a gradient."""
+    """Marks the outputs whose rows are samples, and, where the loss ``is_outside``, those with a gradient."""
     rows = values_with_rows(graph)
     flowing = graph.requires_grad if is_outside else frozenset()
 
-    def marked(node):
+    def marked(node: Node) -> Node:
         (source,) = node.inputs
         options = (("rows", source in rows), ("grad", source in flowing))
         return replace(node, kwargs=tuple((name, True) for name, holds in options if holds))
@@ -191,7 +200,7 @@ def mark_outputs(graph: Graph, *, is_outside: bool) -> Graph:
 
 
 def check_batch_norm(kind: str) -> None:
-    """Raises InputError for what is no kind of batch norm."""
+    """Raises InputError for an unknown kind of batch norm."""
     if kind not in BATCH_NORMS:
         raise InputError(
             f"there is no batch norm {kind!r}",
@@ -216,7 +225,7 @@ def check_trainable(graph: Graph) -> None:
     )
 
 
-def _warnings(graph: Graph):
+def _warnings(graph: Graph) -> Iterator[str]:
     flowing = graph.requires_grad
     for node in graph.params:
         if node.result not in flowing and dict(node.kwargs).get("trainable", True):

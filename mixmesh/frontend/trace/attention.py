@@ -1,10 +1,10 @@
-"""Scaled dot product attention: one name for all its kernels, and written out where it draws numbers."""
+"""Scaled dot product attention: one name for all its kernels, and separate operators where it has dropout."""
 
 from __future__ import annotations
 
 import math
 
-from ...lang.ir import DType, Node, Ref
+from ...lang.ir import Arg, DType, Node, Ref
 from .build import Builder, Rule
 from .schema import bound
 
@@ -12,31 +12,30 @@ SDPA = "aten.scaled_dot_product_attention"
 
 
 def attention(b: Builder, node: Node) -> tuple[Ref | None, ...] | None:
-    """A kernel's own name -> ``SDPA``; with dropout, the formula of PyTorch's documentation of it."""
+    """Replaces the name of a kernel by ``SDPA``; with dropout, writes out the formula of PyTorch's
+    documentation."""
     if any(r is not None for r in node.results[1:]):
         return None
     arg = bound(node)
-    q, k, v = arg["query"], arg["key"], arg["value"]
     mask = arg.get("attn_mask", arg.get("attn_bias"))
-    p, causal, scale = arg["dropout_p"], arg["is_causal"], arg["scale"]
-    gqa = arg.get("enable_gqa", False)
-    if p == 0 and node.op == SDPA:
+    if arg["dropout_p"]:
+        out = explicit_attention(b, arg, mask)
+    elif node.op == SDPA:
         return None
-    if p == 0:
-        out = b(SDPA, q, k, v, mask, 0.0, causal, scale=scale)
     else:
-        out = explicit_attention(b, q, k, v, mask, p, causal, scale, gqa)
+        inputs = arg["query"], arg["key"], arg["value"], mask
+        out = b(SDPA, *inputs, 0.0, arg["is_causal"], scale=arg["scale"])
     return (out,) + (None,) * (len(node.results) - 1)
 
 
-def explicit_attention(
-    b: Builder, q: Ref, k: Ref, v: Ref, mask: Ref | None, p: float, causal: bool, scale, gqa: bool
-) -> Ref:
-    if gqa:
+def explicit_attention(b: Builder, arg: dict[str, Arg], mask: Ref | None) -> Ref:
+    """Attention with dropout in separate operators."""
+    q, k, v, scale = arg["query"], arg["key"], arg["value"], arg["scale"]
+    if arg.get("enable_gqa", False):
         k, v = repeat_heads(b, k, q), repeat_heads(b, v, q)
     scaled = b("aten.mul.Tensor", q, scale if scale is not None else 1 / math.sqrt(b.type(q).shape[-1]))
     scores = b("aten.matmul", scaled, b("aten.transpose.int", k, -2, -1))
-    if causal:
+    if arg["is_causal"]:
         shape = b.type(scores).shape[-2:]
         past = b("aten.tril", b("aten.full", shape, True, dtype=DType("bool")))
         scores = _masked(b, scores, past)
@@ -44,9 +43,9 @@ def explicit_attention(
         scores = _masked(b, scores, mask)
     elif mask is not None:
         scores = b("aten.add.Tensor", scores, mask)
-    # a row whose keys are all masked gives zeros, as the kernels do, where a plain softmax gives NaN
+    # where all keys of a row are masked, the kernels give zeros and a plain softmax NaN
     weights = b("aten.softmax.int" if mask is None else "aten._safe_softmax", scores, -1)
-    return b("aten.matmul", b("aten.native_dropout", weights, p, True), v)
+    return b("aten.matmul", b("aten.native_dropout", weights, arg["dropout_p"], True), v)
 
 
 def _masked(b: Builder, scores: Ref, keep: Ref) -> Ref:
@@ -54,7 +53,7 @@ def _masked(b: Builder, scores: Ref, keep: Ref) -> Ref:
 
 
 def repeat_heads(b: Builder, x: Ref, like: Ref) -> Ref:
-    """[..., h, s, d] -> [..., H, s, d], every head H/h times in a row (grouped-query attention)."""
+    """Repeats each head of [..., h, s, d] to get the H heads of ``like`` (grouped-query attention)."""
     *outer, heads, length, width = b.type(x).shape
     times = b.type(like).shape[-3] // heads
     if times == 1:

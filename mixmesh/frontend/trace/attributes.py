@@ -1,8 +1,8 @@
-"""State that a model keeps between calls outside of what a program can update: attributes that its forward
-pass replaces. Export takes them as they are while the model is traced: every step would begin with these.
+"""Attributes that a model's forward pass replaces: state that a program cannot update.
 
-A buffer is updated in place, and so becomes part of the program. A tensor that is replaced is refused if the
-forward pass reads what was there before, or a checkpoint would hold it; a number gets a warning.
+Export takes their values at the time of tracing, and every step would begin with these. A buffer that is
+updated in place becomes part of the program. A tensor that is replaced is refused if the forward pass reads
+the old one, or a checkpoint would save it; a replaced number gets a warning.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KEPT = (InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 @dataclass(frozen=True)
 class Replaced:
-    """An attribute that a forward pass has replaced. ``place`` is the forward pass of its module."""
+    """An attribute that a forward pass replaced. ``place`` is the forward method of its module."""
 
     name: str
     is_number: bool
@@ -36,8 +36,8 @@ Key = tuple[str, str]  # path of a module, name of its attribute
 
 
 class Attributes:
-    """The tensors and numbers that a model's modules have as attributes, and those that its last forward pass
-    has ``replaced``. An object of its own, as export takes back what is assigned to modules."""
+    """The tensors and numbers that modules have as attributes; ``replaced`` are those that the last forward
+    pass replaced. They cannot be kept on a module, whose attributes export resets."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -45,8 +45,8 @@ class Attributes:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Within it runs a forward pass. The tensors that it leaves on modules are of no use afterwards, so
-        those that were there before are put back."""
+        """Watches a forward pass that runs within it, and then puts back the tensors that it replaced: the
+        new ones are of no use outside of the export."""
         modules = dict(self._model.named_modules())
         before = dict(_held(modules))
         yield
@@ -57,7 +57,7 @@ class Attributes:
 
 
 def _held(modules: Mapping[str, nn.Module]) -> Iterator[tuple[Key, tuple[Any, ...]]]:
-    """Each tensor with its memory, and each number."""
+    """Yields each tensor with its memory, and each number."""
     for path, module in modules.items():
         for name, value in (*vars(module).items(), *module._buffers.items()):
             if isinstance(value, Tensor):
@@ -67,7 +67,7 @@ def _held(modules: Mapping[str, nn.Module]) -> Iterator[tuple[Key, tuple[Any, ..
 
 
 def _replaced(modules: Mapping[str, nn.Module], before: Mapping[Key, tuple[Any, ...]]) -> Iterator[Replaced]:
-    """The attributes that are others by now. Those that were not there before have no past to lose."""
+    """Yields the attributes that have changed; new attributes do not count."""
     for (path, name), value in _held(modules):
         was = before.get((path, name), value)
         if len(was) != len(value) or not all(map(_same, was, value)):
@@ -78,13 +78,13 @@ def _replaced(modules: Mapping[str, nn.Module], before: Mapping[Key, tuple[Any, 
 
 
 def check_replaced(replaced: Sequence[Replaced], program: ExportedProgram, prefix: str) -> None:
-    """Raises TraceError for a tensor that the forward pass replaces and reads, or that checkpoints hold.
+    """Raises TraceError for a tensor that the forward pass replaces and reads, or that checkpoints save.
     ``prefix`` stands before the model's names in the exported program."""
     placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
     read = {
         spec.target.removeprefix(prefix)
         for spec, node in zip(program.graph_signature.input_specs, placeholders)
-        if spec.kind in KEPT and node.users
+        if spec.kind in KEPT and node.users and spec.target is not None
     }
     for each in replaced:
         if not each.is_number and (each.is_saved or each.name in read):
@@ -103,7 +103,7 @@ def check_replaced(replaced: Sequence[Replaced], program: ExportedProgram, prefi
 
 
 def warnings_of(replaced: Sequence[Replaced]) -> list[str]:
-    """A line for each number that the forward pass changes."""
+    """Returns a warning for each number that the forward pass changes."""
     return [
         f"the forward pass changes the number {each.name} ({each.place}): every step computes with what it "
         "was while the model was traced; keep it in a buffer if the loss depends on it"

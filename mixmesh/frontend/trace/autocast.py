@@ -1,4 +1,4 @@
-"""``torch.autocast`` around a model's call: the casts that it makes are traced and planned with the model."""
+"""``torch.autocast`` around a model's call: its casts are traced and planned with the model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEVICES = tuple(
 
 
 def autocast_now(device: str) -> Autocast | None:
-    """The context in effect for devices of a type; None without one."""
+    """The context that is in effect for a type of device, or None."""
     if not torch.is_autocast_enabled(device):
         return None
     return device, DTYPE_NAME[torch.get_autocast_dtype(device)]
@@ -33,10 +33,12 @@ def device_of(model: nn.Module) -> str:
 
 
 def autocast_for(model: nn.Module, wanted: Any = None) -> Autocast | None:
-    """The context that a model is to be traced under: the one ``wanted``, a ``torch.autocast``, a dtype for
-    the model's own device, False or an empty context (``nullcontext()`` or ``suppress()``, which scripts use
-    where nothing is to be cast) for none, or else the one in effect. Raises InputError for another
-    device's, whose casts are others."""
+    """The context that a model is traced under, or None.
+
+    ``wanted`` is a ``torch.autocast``, a dtype for the model's device, or None for the context that is in
+    effect. False stands for no context, and so does an empty one (``nullcontext()`` or ``suppress()``, which
+    some scripts use). Raises InputError for the context of another type of device, whose casts differ.
+    """
     device = device_of(model)
     if wanted is None:
         return autocast_now(device)
@@ -62,7 +64,7 @@ def autocast_for(model: nn.Module, wanted: Any = None) -> Autocast | None:
 
 
 def under(autocast: Autocast | None) -> Any:
-    """The context of that kind; nothing for None."""
+    """Makes the context; an empty one for None."""
     if autocast is None:
         return nullcontext()
     device, dtype = autocast
@@ -71,7 +73,7 @@ def under(autocast: Autocast | None) -> Any:
 
 @contextmanager
 def no_autocast() -> Iterator[None]:
-    """Within it nothing is cast, whatever context the caller is in."""
+    """Within it nothing is cast, whatever the caller's context."""
     with ExitStack() as stack:
         for device in DEVICES:
             if torch.is_autocast_enabled(device):
@@ -80,7 +82,7 @@ def no_autocast() -> Iterator[None]:
 
 
 def autocast_text(autocast: Autocast | None) -> str:
-    """How a context is written."""
+    """The code that makes a context."""
     if autocast is None:
         return "no autocast"
     device, dtype = autocast

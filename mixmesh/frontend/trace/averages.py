@@ -1,41 +1,37 @@
-"""Batch norm with ``momentum=None`` while it is exported: running statistics that are means over all batches.
+"""Export of batch norm with ``momentum=None``, whose running statistics are means over all batches.
 
-PyTorch reads the number of batches out of its buffer for the factor of the newest one, and a graph holds no
-numbers that change. Here the factor stays a tensor.
+PyTorch reads the number of batches from a buffer to compute the weight of the newest batch, but a graph
+cannot hold a number that changes. Here the weight stays a tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ...base.patch import patched
 
-@contextmanager
-def means_over_batches() -> Iterator[None]:
+
+def means_over_batches() -> AbstractContextManager[None]:
     """Within it such layers can be exported."""
     original = _BatchNorm.forward
 
     def forward(module: _BatchNorm, input: Tensor) -> Tensor:
-        count = module.num_batches_tracked
-        follows = module.training and module.track_running_stats and count is not None
-        if module.momentum is not None or not follows:
+        count, mean, var = module.num_batches_tracked, module.running_mean, module.running_var
+        if module.momentum is not None or not (module.training and module.track_running_stats):
+            return original(module, input)
+        if count is None or mean is None or var is None:
             return original(module, input)
         module._check_input_dim(input)
         count.add_(1)
-        running = module.running_mean, module.running_var
-        before = [t.clone() for t in running]
-        # with a momentum of 1 they become those of this batch
-        y = F.batch_norm(input, *running, module.weight, module.bias, True, 1.0, module.eps)
-        for now, old in zip(running, before):
+        before = [mean.clone(), var.clone()]
+        # with a momentum of 1 they become the statistics of this batch
+        y = F.batch_norm(input, mean, var, module.weight, module.bias, True, 1.0, module.eps)
+        for now, old in zip((mean, var), before):
             now.copy_(old + (now - old) / count)
         return y
 
-    _BatchNorm.forward = forward
-    try:
-        yield
-    finally:
-        _BatchNorm.forward = original
+    return patched(_BatchNorm, "forward", forward)

@@ -1,8 +1,8 @@
-"""Checks of values while a model is exported: ``if labels.max() >= n: raise ...``
+"""Export of models that check values: ``if labels.max() >= n: raise ...``
 
-A traced graph holds one path, so an ``if`` on a tensor's value cannot be traced, with one exception: where
-one of the two paths does nothing but raise, it is a check, and the other is the path. Which one that is, is
-found by taking both.
+A graph holds one path, so an ``if`` on a tensor's value cannot be traced, unless one of the two paths only
+raises an error. Then the ``if`` is a check, and the graph takes the other path. To learn which one raises,
+both are tried.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from types import CodeType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -33,29 +33,30 @@ class Undecided(Exception):
 
 
 class _Paths(TorchFunctionMode):
-    """Takes the branches that were decided on, leaves those with None to PyTorch, reports the others."""
+    """Follows ``branch_of`` at each branch on a value, leaves those with None to PyTorch, and reports the
+    others as Undecided."""
 
-    def __init__(self, taken: Mapping[Site, bool | None]) -> None:
+    def __init__(self, branch_of: Mapping[Site, bool | None]) -> None:
         super().__init__()
-        self.taken = taken
+        self.branch_of = branch_of
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         truth = func is torch.Tensor.__bool__
         if not truth and not (func is torch.Tensor.item and args[0].dtype == torch.bool):
             return func(*args, **(kwargs or {}))
         site = _site()
-        path = self.taken.get(site)
+        path = self.branch_of.get(site)
         if path is not None:
             return path
         try:
             value = func(*args)
         except GuardOnDataDependentSymNode as error:
-            if site in self.taken:
+            if site in self.branch_of:
                 raise
             raise Undecided(site) from error
-        if isinstance(value, bool) or site in self.taken:
+        if isinstance(value, bool) or site in self.branch_of:
             return value
-        raise Undecided(site)  # by item(): a number known only at run time
+        raise Undecided(site)  # item() gave a number that is known only at run time
 
 
 def _site() -> Site:
@@ -66,13 +67,14 @@ def _site() -> Site:
 
 
 def _may_check(file: str) -> bool:
-    """A file whose branches are looked at: the model's, or a distribution's, which checks what it gets."""
+    """Whether the branches of a file may be checks: the model's, or a distribution's, which checks
+    arguments."""
     return is_users(file) or file.startswith(_DISTRIBUTIONS)
 
 
 def past_checks(export: Callable[[], T]) -> T:
-    """``export()``, along the paths on which no check raises. Raises what ``export`` raises, which is
-    PyTorch's own error for a branch of which both paths go on."""
+    """Runs ``export()`` along the paths on which no check raises. For a branch of which neither path raises,
+    the error is PyTorch's own."""
     branch_of: dict[Site, bool | None] = {}
     while True:
         try:
@@ -83,11 +85,12 @@ def past_checks(export: Callable[[], T]) -> T:
 
 
 def _other_than_raising(
-    export: Callable[[], object], taken: Mapping[Site, bool | None], site: Site
+    export: Callable[[], object], branch_of: Mapping[Site, bool | None], site: Site
 ) -> bool | None:
+    """The path at ``site`` that is left if the other one only raises; None if neither does."""
     for path in (True, False):
         try:
-            with _Paths({**taken, site: path}):
+            with _Paths({**branch_of, site: path}):
                 export()
         except Undecided:
             continue

@@ -1,14 +1,15 @@
-"""Rewriting: one algorithm, and a table of rules from an operator to what stands for it.
+"""Rewrites graphs by a table of rules from operators to their replacements.
 
-A rule is a function of a ``Builder`` and a node that gives, for each of the node's results, a ``Ref`` to
-use in its place, or None to keep the node. The nodes that it builds carry the node's place in the user's file
-and a name that begins with the node's.
+A rule is a function of a ``Builder`` and a node. It returns a ``Ref`` to use in place of each of the node's
+results, or None to keep the node. The nodes that it builds have the place of the node in the user's file, and
+names that begin with the node's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -20,49 +21,56 @@ from .locate import Place
 from .schema import normalise, on_meta, overload
 
 Rule = Callable[["Builder", Node], "tuple[Ref | None, ...] | None"]
+NOWHERE = Node((), (), "")  # the node that is replaced, before there is one
 
 
 class Builder:
+    """The nodes of a graph that is being built."""
+
     def __init__(self, graph: Graph) -> None:
         self.types: dict[str, ValueType] = dict(graph.types)
         self.nodes: list[Node] = []
         self._names = Names(graph.types)
-        self._near: Node | None = None
+        self._replaced = NOWHERE
 
     def __call__(self, op: str, *args: Arg, **kwargs: Arg) -> Ref:
-        """Append the operator and return its first result. Its type is what PyTorch infers."""
+        """Appends an operator, with the types that PyTorch infers, and returns its first result."""
         return self._append(op, args, kwargs, 1)[0]
 
     def all(self, op: str, *args: Arg, **kwargs: Arg) -> tuple[Ref, ...]:
-        """Append the operator and return all its results."""
+        """Appends an operator and returns all its results."""
         return self._append(op, args, kwargs, None)
 
-    def _append(self, op: str, args: tuple[Arg, ...], kwargs: dict[str, Arg], count: int | None):
+    def _append(
+        self, op: str, args: tuple[Arg, ...], kwargs: dict[str, Arg], count: int | None
+    ) -> tuple[Ref, ...]:
         value = self._infer(op, args, kwargs)
         values = tuple(value) if isinstance(value, tuple | list) else (value,)
         types = tuple(ValueType(DTYPE_NAME[v.dtype], tuple(v.shape)) for v in values)
-        stem = next((r for r in self._near.results if r is not None), "")
+        near = self._replaced
+        stem = next((r for r in near.results if r is not None), "")
         base = f"{stem}.{op.split('.')[1].strip('_')}"
         names = tuple(self._names.new(base) for _ in types[:count])
         results = names + (None,) * (len(types) - len(names))
         self.types.update(zip(names, types))
-        near = self._near
-        place = dict(location=near.location, source=near.source, region=near.region)
-        self.nodes.append(normalise(Node(results, types, op, args, tuple(kwargs.items()), **place)))
+        options = tuple(kwargs.items())
+        node = Node(results, types, op, args, options, near.location, near.source, near.region)
+        self.nodes.append(normalise(node))
         return tuple(map(Ref, names))
 
-    def made(self, ref: Ref) -> Node:
-        """The node that gives a value."""
+    def producer(self, ref: Ref) -> Node:
+        """The node that has a value as its result."""
         return next(n for n in reversed(self.nodes) if ref.name in n.results)
 
     def type(self, ref: Ref) -> ValueType:
         return self.types[ref.name]
 
     def begin(self, node: Node) -> None:
-        self._near = node
+        """Begins the replacement of a node, which gives later ones their place."""
+        self._replaced = node
 
-    def _infer(self, op: str, args: tuple[Arg, ...], kwargs: dict[str, Arg]):
-        def meta(arg: Arg):
+    def _infer(self, op: str, args: tuple[Arg, ...], kwargs: dict[str, Arg]) -> Any:
+        def meta(arg: Arg) -> Any:
             match arg:
                 case Ref():
                     value = self.type(arg)
@@ -82,6 +90,7 @@ class Builder:
 
 
 def rewrite(graph: Graph, rules: Mapping[str, Rule]) -> Graph:
+    """Applies ``rules``, by operator. Raises TraceError for a replacement of another type."""
     build = Builder(graph)
     alias: dict[str, Ref] = {}
     for node in graph.nodes:
@@ -94,25 +103,26 @@ def rewrite(graph: Graph, rules: Mapping[str, Rule]) -> Graph:
             continue
         for result, ref in zip(node.results, instead):
             if result is not None:
-                _check(node, ref, build.types[result], build)
-                alias[result] = ref
+                alias[result] = _checked(node, ref, build.types[result], build)
     loss = alias.get(graph.loss, Ref(graph.loss)).name
     return Graph(graph.name, tuple(build.nodes), loss)
 
 
-def _check(node: Node, ref: Ref | None, expected: ValueType, build: Builder) -> None:
-    got = None if ref is None else build.type(ref)
-    if got != expected:
-        raise TraceError(
-            f"{node.op} cannot be written out exactly",
-            expected=str(expected),
-            got=str(got),
-            where=str(Place(node.location, node.source)),
-            hint="do all inputs of this operator have one dtype?",
-        )
+def _checked(node: Node, ref: Ref | None, expected: ValueType, build: Builder) -> Ref:
+    """Returns a replacement of the expected type. Raises TraceError for another."""
+    if ref is not None and build.type(ref) == expected:
+        return ref
+    raise TraceError(
+        f"{node.op} cannot be written out exactly",
+        expected=str(expected),
+        got=str(None if ref is None else build.type(ref)),
+        where=str(Place(node.location, node.source)),
+        hint="do all inputs of this operator have one dtype?",
+    )
 
 
 def substitute(node: Node, alias: Mapping[str, Ref]) -> Node:
+    """Returns ``node`` with other values in place of those in ``alias``."""
     if not any(name in alias for name in node.inputs):
         return node
 

@@ -1,4 +1,4 @@
-"""From a module and a batch to an exported program whose only output is the loss."""
+"""Exports a model's call with a batch, as a program that gives the loss and some outputs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Collection, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -41,14 +42,32 @@ from .synced_norms import synced_norms_as_plain
 from .words import WORDS, Unread, is_words
 
 TENSOR = "tensor"
-WRAPPED = "model."  # before the model's names in what is exported
+WRAPPED = "model."  # before the model's names in the exported program
+
+
+class LossSource(Enum):
+    """The origin of the loss of a traced call."""
+
+    RETURNED = "the model returns it"
+    OPTIONAL = "the model returns it, or None, in a call that is not trained on"
+    MAYBE_CALLER = "the caller computes it, if the model returns none"
+    CALLER = "the caller computes it"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to trace of a call: its ``outputs`` beside the loss, its context, and the origin of its loss."""
+
+    outputs: Collection[str | int] = ()
+    autocast: Autocast | None = None
+    loss: LossSource = LossSource.RETURNED
 
 
 @dataclass(frozen=True)
 class Capture:
-    """``inputs`` names the batch's tensors, in the order of the program's user inputs; ``arguments`` are all
-    leaves of the batch. ``outputs`` names what the program gives behind the loss, of what the model
-    ``returned``."""
+    """An exported call. ``inputs`` names the batch's tensors, in the order of the program's user inputs;
+    ``arguments`` are all leaves of the batch. ``outputs`` names what the program gives after the loss, out of
+    what the model ``returned``."""
 
     program: ExportedProgram
     inputs: tuple[str, ...]
@@ -61,7 +80,7 @@ class Capture:
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch as a flat list. Tensors are traced, everything else is a constant."""
+    """A batch as a flat list of leaves. Tensors are traced, all others are constants."""
 
     names: tuple[str, ...]
     leaves: tuple[Any, ...]
@@ -84,7 +103,7 @@ class Batch:
 
     @property
     def arguments(self) -> tuple[tuple[str, str], ...]:
-        """All leaves by name, as ``describe_argument`` has them."""
+        """All leaves by name, each described (``describe_argument``)."""
         return tuple((name, describe_argument(leaf)) for name, leaf in zip(self.names, self.leaves))
 
     @property
@@ -92,7 +111,7 @@ class Batch:
         return tuple(n for n, x in zip(self.names, self.leaves) if isinstance(x, torch.Tensor))
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        # copies: export merges inputs that are one and the same tensor
+        # copies, because export merges inputs that are one and the same tensor
         return tuple(x.detach().clone() for x in self.leaves if isinstance(x, torch.Tensor))
 
     def call(self, model: nn.Module, tensors: tuple[torch.Tensor, ...]) -> Any:
@@ -106,7 +125,8 @@ class Batch:
 
 
 def describe_argument(value: Any) -> str:
-    """A leaf of a call as a plan records it: a tensor, a constant by its value, or a thing by its type."""
+    """Describes a leaf of a call as a plan records it: a constant by its value, any other object by its
+    type."""
     if isinstance(value, torch.Tensor):
         return TENSOR
     if is_words(value):
@@ -117,7 +137,7 @@ def describe_argument(value: Any) -> str:
 
 
 def key_text(key: Any) -> str:
-    """One step of a leaf's path in a batch, as it stands in the name of an input."""
+    """The text, in the name of an input, of one step of its path in the batch."""
     match key:
         case pytree.MappingKey():
             return str(key.key)
@@ -129,10 +149,10 @@ def key_text(key: Any) -> str:
 
 
 @dataclass
-class Found:
-    """The output of a model, as it was seen: whether it is an object with the loss, what it is then, and the
-    names of the ``outputs`` that follow the loss. A class of its own, as an export puts
-    plain attributes of a module back."""
+class SeenOutput:
+    """The output of a model's last call: whether it is an object with the loss, the names of the ``outputs``
+    that follow the loss, and what was ``returned``. It is an object of its own because export resets the
+    plain attributes of a module."""
 
     has_loss: bool = False
     outputs: tuple[str, ...] = ()
@@ -147,64 +167,56 @@ def _is_tuple(output: Any) -> bool:
 
 
 class LossAndOutputs(nn.Module):
-    """``model`` called with a batch's tensors, returning the loss and what is ``wanted`` of the rest."""
+    """Calls ``model`` with a batch's tensors and returns the loss and the requested outputs."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        batch: Batch,
-        wanted: Collection[str | int] = (),
-        autocast: Autocast | None = None,
-        needs_loss: bool = True,
-        has_loss: bool | None = True,
-    ) -> None:
+    def __init__(self, model: nn.Module, batch: Batch, request: Request) -> None:
         super().__init__()
-        self._needs_loss, self._has_loss = needs_loss, has_loss
         self.model = model
-        self._autocast = autocast
         self.training = model.training
         self._batch = batch
-        self._wanted = wanted
-        self.found = Found()
+        self._request = request
+        self.seen = SeenOutput()
         self.attributes = Attributes(model)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        with under(self._autocast), self.attributes.watched():
+        source = self._request.loss
+        with under(self._request.autocast), self.attributes.watched():
             output = self._batch.call(self.model, tensors)
         where = str(place_of_function(type(self.model).forward))
-        if not (self._has_loss or (self._has_loss is None and is_loss(loss_of(output)))):
+        loss = loss_of(output)
+        if source is LossSource.CALLER or (source is LossSource.MAYBE_CALLER and not is_loss(loss)):
             return self._all_outputs(output, where)
-        if not self._needs_loss and loss_of(output) is None:
+        if source is LossSource.OPTIONAL and loss is None:
             return self._outputs(output, where)
-        loss = check_loss(loss_of(output), output, where)
+        loss = check_loss(loss, output, where)
         named = {} if loss is output else dict(named_tensors(output))
         its_name = next((name for name, value in named.items() if value is loss), "loss")
-        chosen = selected(tuple(named), its_name, self._wanted, where)
-        self.found.set(loss is not output, chosen, Returned(tuple(named), its_name, _is_tuple(output)))
+        chosen = selected(tuple(named), its_name, self._request.outputs, where)
+        self.seen.set(loss is not output, chosen, Returned(tuple(named), its_name, _is_tuple(output)))
         return loss, *(named[name] for name in chosen)
 
     def _outputs(self, output: Any, where: str) -> tuple[torch.Tensor, ...]:
-        """The outputs of a call that gives no loss, after a number that stands in its place."""
+        """The outputs of a call without a loss, after a number that takes its place."""
         named = dict(named_tensors(output))
-        chosen = selected(tuple(named), "", self._wanted, where)
+        chosen = selected(tuple(named), "", self._request.outputs, where)
         floating = next((named[name] for name in chosen if named[name].is_floating_point()), None)
         instead = check_loss(None if floating is None else floating.sum() * 0, output, where)
-        self.found.set(True, chosen, Returned(tuple(named), "", _is_tuple(output)))
+        self.seen.set(True, chosen, Returned(tuple(named), "", _is_tuple(output)))
         return instead, *(named[name] for name in chosen)
 
     def _all_outputs(self, output: Any, where: str) -> tuple[torch.Tensor, ...]:
-        """All tensors that the caller may make a loss of, after a number that they all go into."""
+        """All tensors that the caller may compute a loss from, after a number that depends on all of them."""
         named = dict(named_tensors(output))
         floating = [x.sum() * 0 for x in named.values() if x.is_floating_point()]
         instead = check_loss(sum(floating[1:], floating[0]) if floating else None, output, where)
         returned = Returned(names_of_all(output, where), "", _is_tuple(output))
-        self.found.set(True, tuple(named), returned)
+        self.seen.set(True, tuple(named), returned)
         return instead, *named.values()
 
 
 def loss_of(output: Any) -> Any:
-    """The loss in what a model returned: itself, its "loss" entry or its ``loss`` attribute, or of a tuple
-    its one floating-point scalar."""
+    """The loss in a model's return value: the value itself, its "loss" entry or ``loss`` attribute, or the
+    only floating-point scalar of a tuple. None without one."""
     if isinstance(output, torch.Tensor):
         return output
     if isinstance(output, Mapping):
@@ -217,11 +229,12 @@ def loss_of(output: Any) -> Any:
 
 
 def is_loss(x: Any) -> bool:
-    """Whether a value is a scalar that a gradient may flow from."""
+    """Whether a value is a floating-point scalar."""
     return isinstance(x, torch.Tensor) and x.ndim == 0 and x.dtype.is_floating_point
 
 
 def check_loss(loss: Any, output: Any, where: str) -> torch.Tensor:
+    """Returns ``loss``. Raises TraceError, with advice for this ``output``, if it is no scalar loss."""
     if is_loss(loss):
         return loss
     hint = "return the loss of the whole batch, for example nn.functional.cross_entropy(logits, labels)"
@@ -260,23 +273,12 @@ def _describe(x: Any) -> str:
 
 
 def capture(
-    model: nn.Module,
-    batch: Mapping[str, Any] | tuple | list,
-    known: Container[str],
-    outputs: Collection[str | int] = (),
-    autocast: Autocast | None = None,
-    needs_loss: bool = True,
-    has_loss: bool | None = True,
+    model: nn.Module, batch: Mapping[str, Any] | tuple | list, known: Container[str], request: Request
 ) -> Capture:
-    """The model's forward pass at the batch's shapes, functional, ``known`` composite operators kept whole,
-    called under ``autocast``. Beside the loss it gives those ``outputs`` that are asked for by name; unless
-    it ``needs_loss``, a call without one gives a number in its place. ``has_loss`` says whether the model
-    returns its loss, None that it is not known: one that returns none gives all its tensors.
-
-    Raises TraceError with PyTorch's own reason and the user's file and line.
-    """
+    """Exports the model's forward pass at the batch's shapes, in functional form; composite operators that
+    are ``known`` stay whole. Raises TraceError with PyTorch's own reason and the user's file and line."""
     flat = Batch.of(batch)
-    wrapper = LossAndOutputs(model, flat, outputs, autocast, needs_loss, has_loss)
+    wrapper = LossAndOutputs(model, flat, request)
     try:
         with _quiet(), _as_it_is_traced(), hooks_traced(model), torch.enable_grad():
             program = past_checks(lambda: _export(wrapper, flat.tensors()))
@@ -290,10 +292,10 @@ def capture(
     return Capture(
         program,
         flat.tensor_names,
-        wrapper.found.has_loss,
+        wrapper.seen.has_loss,
         flat.arguments,
-        wrapper.found.outputs,
-        wrapper.found.returned,
+        wrapper.seen.outputs,
+        wrapper.seen.returned,
         tuple(warnings_of(wrapper.attributes.replaced)),
     )
 
@@ -315,8 +317,8 @@ def _as_it_is_traced() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the log lines of torch and transformers, which belong to their own debugging, nor the
-    half-traced graph that torch.fx prints when an export fails."""
+    """Suppresses the log lines of torch and transformers, which serve their own debugging, and the incomplete
+    graph that torch.fx prints when an export fails."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -331,8 +333,8 @@ CALL_ONCE = "call the model once on this batch without mixmesh"
 BRANCH_HINT = (
     "replace an `if` or loop on a tensor's value by torch.where, and x[mask] by a multiplication by the mask"
 )
-TIED = "expected compiled_fn to be GraphModule"  # said of inputs that share memory and are updated
-# PyTorch's message -> the remedy
+TIED = "expected compiled_fn to be GraphModule"  # PyTorch's message for updated inputs that share memory
+# a part of PyTorch's message -> the remedy
 HINTS = (
     ("GuardOnDataDependent", BRANCH_HINT),
     ("data-dependent", BRANCH_HINT),
@@ -355,7 +357,7 @@ HINTS = (
 
 
 OTHER_DEVICE = "FakeTensorDeviceMismatchError"
-# PyTorch's name of an error -> what it means in the model
+# PyTorch's name for an error -> its cause in the model
 MEANINGS = {
     "SpecViolationError": "an update of a buffer whose value is another result too",
     "GuardOnDataDependentSymNode": "a branch, a loop or an index that depends on a tensor's values",
@@ -364,21 +366,21 @@ MEANINGS = {
 
 
 def explain(error: Exception, model: nn.Module) -> TraceError:
-    """``error`` as a TraceError: the reason in a line or two, the user's line, and a way out."""
+    """Turns ``error`` into a TraceError with the reason in a line or two, the user's line, and a remedy."""
     if TIED in str(error) and (tied := _buffers_of_one_memory(model)) is not None:
         return _of_tied_buffers(*tied)
     place = place_of_error(error)
     if type(error).__name__ == OTHER_DEVICE and (lost := lost_constant(model)) is not None:
         error = lost
     if isinstance(error, MixmeshError):
-        fields = dict(expected=error.expected, got=error.got, hint=error.hint)
-        return TraceError(error.message, where=error.where or str(place), **fields)
+        where = error.where or str(place)
+        return TraceError(error.message, expected=error.expected, got=error.got, where=where, hint=error.hint)
     kind = type(error).__name__
     text = f"{kind} {error}"
     hints = dict.fromkeys(hint for key, hint in HINTS if key in text)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     got = f"{MEANINGS.get(kind, kind)}: {' '.join(lines[:2])}" if lines else kind
-    if kind == "GuardOnDataDependentSymNode":  # its text names symbols that the user has never seen
+    if kind == "GuardOnDataDependentSymNode":  # its text names symbols that the user does not know
         got = MEANINGS[kind]
     message = "the model cannot be traced" if hints else "the model's forward pass failed while it was traced"
     return TraceError(
@@ -390,7 +392,7 @@ def explain(error: Exception, model: nn.Module) -> TraceError:
 
 
 def _buffers_of_one_memory(model: nn.Module) -> tuple[str, str] | None:
-    """The names of the first two buffers that share memory."""
+    """The names of the first two buffers that share memory, if there are any."""
     names: dict[int, str] = {}
     for name, buffer in model.named_buffers(remove_duplicate=False):
         first = names.setdefault(buffer.untyped_storage()._cdata, name)

@@ -1,30 +1,23 @@
-"""Masks that are handed to ``nn.Transformer`` and its stacks, while a model is exported.
+"""Export of ``nn.Transformer`` and its stacks with masks.
 
-Without ``is_causal`` the stacks compare the mask that they are given with a causal one, to choose a faster
-kernel for the same results. Its values are not there while a model is exported.
+Without ``is_causal`` the stacks compare their mask with a causal one, to choose a faster kernel for the same
+results. During export the mask has no values to compare.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 from torch import Tensor
 from torch.nn.modules import transformer
 
+from ...base.patch import patched
 
-@contextmanager
-def masks_as_given() -> Iterator[None]:
-    """Within it attention uses every mask as it is given, and none is read."""
-    original = transformer._detect_is_causal_mask
 
-    def is_said_to_be_causal(
-        mask: Tensor | None, is_causal: bool | None = None, size: int | None = None
-    ) -> bool:
+def masks_as_given() -> AbstractContextManager[None]:
+    """Within it no mask is read: it is causal only if ``is_causal`` says so."""
+
+    def is_causal_mask(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
         return is_causal is True
 
-    transformer._detect_is_causal_mask = is_said_to_be_causal
-    try:
-        yield
-    finally:
-        transformer._detect_is_causal_mask = original
+    return patched(transformer, "_detect_is_causal_mask", is_causal_mask)

@@ -1,8 +1,8 @@
-"""``gaussian_nll_loss`` while a model is exported.
+"""Export of ``gaussian_nll_loss``.
 
-It raises an error for a negative variance, which needs the values, and clamps variances in place under
-``no_grad``, so that their gradient passes. Here it is the same loss without the write, and NaN in place of
-the error: no rank can raise one alone, and a loss that is NaN is seen on all.
+PyTorch's function raises an error for a negative variance, which needs values, and clamps variances in place
+under ``no_grad``, which keeps their gradient. This one computes the same loss without the write, and gives
+NaN in place of the error: a rank cannot raise an error alone, but all ranks see a loss that is NaN.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def gaussian_nll_loss(
     eps: float = 1e-6,
     reduction: str = "mean",
 ) -> Tensor:
-    """The loss of ``torch.nn.functional.gaussian_nll_loss``: variances of less than ``eps`` count as ``eps``,
-    with the gradient of themselves, and a negative one makes it NaN. Shapes, and errors for wrong ones, are
+    """Computes ``torch.nn.functional.gaussian_nll_loss``: a variance below ``eps`` counts as ``eps`` but
+    keeps its own gradient, and a negative one makes the loss NaN. Shapes, and errors for wrong ones, are
     those of PyTorch's function."""
     if not isinstance(var, Tensor):
         return F.gaussian_nll_loss(input, target, var, full=full, eps=eps, reduction=reduction)
@@ -43,14 +43,16 @@ def gaussian_nll_loss(
     loss = 0.5 * (torch.log(clamped) + (input - target) ** 2 / clamped)
     if full:
         loss = loss + 0.5 * math.log(2 * math.pi)
-    return {"none": lambda: loss, "mean": loss.mean, "sum": loss.sum}[reduction]()
+    if reduction == "none":
+        return loss
+    return loss.mean() if reduction == "mean" else loss.sum()
 
 
 STAND_INS: dict[Callable, Callable] = {F.gaussian_nll_loss: gaussian_nll_loss}
 
 
 class LossesWithoutChecks(TorchFunctionMode):
-    """Within it the functions in ``STAND_INS`` are computed by what stands there."""
+    """Within it the functions in ``STAND_INS`` are replaced."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         return STAND_INS.get(func, func)(*args, **(kwargs or {}))

@@ -1,8 +1,8 @@
-"""Regions that the user checkpointed (``torch.utils.checkpoint``), kept while a model is exported.
+"""Keeps the regions that the user checkpointed (``torch.utils.checkpoint``) during export.
 
-Export runs through them and forgets them. Here every such call runs its function within a frame whose file
-name is the number of the region, so that all nodes made there carry it in their stacks, through every later
-decomposition.
+Export itself forgets them. Here every such call runs its function within a frame whose file name has the
+number of the region, so that all nodes of the region carry the number in their stack traces, through every
+later decomposition.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _DISABLED = "__dynamo_disable"  # torch runs this in place of a function that it
 
 
 def region_of_stack(text: str | None) -> int | None:
-    """The outermost region that a node was made in."""
+    """The number of the outermost region of a node's stack trace, or None."""
     match = _NUMBER.search(text or "")
     return int(match[1]) if match else None
 
 
 @contextmanager
 def regions_kept() -> Iterator[None]:
-    """Within it, checkpointed functions, reentrant or not, run once, as regions with numbers from 0."""
+    """Within it, checkpointed functions (reentrant or not) run once, as regions with numbers from 0."""
     numbers = itertools.count()
 
     def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -38,8 +38,8 @@ def regions_kept() -> Iterator[None]:
         exec(code, names)
         return names["run"](function, args, kwargs)
 
-    # models hold references to the function, so what it calls is what is replaced
-    original = checkpoints.checkpoint.__wrapped__
+    # models hold references to the function itself, so the one that it calls is replaced
+    original = vars(checkpoints.checkpoint)["__wrapped__"]
     before = getattr(original, _DISABLED, None)
     setattr(original, _DISABLED, checkpoint)
     try:

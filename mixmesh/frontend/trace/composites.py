@@ -1,4 +1,4 @@
-"""Composite operators that have no rule of their own, as the operators that they are made of."""
+"""Decomposes composite operators that have no rule of their own."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch.export.exported_program import _get_decomp_for_cia
 
 from .schema import op_name
 
-MAX_ROUNDS = 4  # composites may be made of composites
+MAX_ROUNDS = 4  # composites may consist of composites
 
 
 def with_known_operators(program: ExportedProgram, known: Container[str]) -> ExportedProgram:
-    """The program with composites written out that are not ``known`` and would run whole on every device.
-    A composite that cannot be traced so (a check of values inside) stays as it is."""
+    """Decomposes the composites that are not ``known``, which would run whole on every device. A composite
+    whose decomposition cannot be traced (it checks values) stays as it is."""
     refused: set[OpOverload] = set()
     for _ in range(MAX_ROUNDS):
         targets = {n.target for n in program.graph.nodes if n.op == "call_function"} - refused

@@ -1,4 +1,4 @@
-"""From an exported program to nodes: leaves under the model's own names, operators under ATen's."""
+"""Converts an exported program to nodes: leaves have the model's own names, operators those of ATen."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import operator
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
@@ -17,7 +17,8 @@ from ...lang.ir import Arg, DType, Graph, Node, Ref, ValueType
 from .capture import Capture
 from .checkpoints import region_of_stack
 from .dtypes import DTYPE_NAME
-from .locate import Place, place_of_stack
+from .fx_nodes import node_argument
+from .locate import place_of_stack
 from .schema import op_name
 from .stand_ins import without_values
 
@@ -26,7 +27,7 @@ WRAPPED = "model."  # the prefix that LossAndOutputs gives to names
 
 
 def convert(captured: Capture, model: nn.Module, name: str) -> Graph:
-    """The program's nodes in its own order, leaves first, updates of buffers and outputs last."""
+    """Converts the program in its own order: leaves first, updates of buffers and outputs last."""
     return _Converter(captured, model).graph(name)
 
 
@@ -37,20 +38,24 @@ def graph_name(model: nn.Module) -> str:
 class Names:
     """Unique names of values, made of letters, digits, underscores and dots."""
 
-    def __init__(self, taken: Iterable[str] = ()) -> None:
-        self.taken = set(taken)
+    def __init__(self, used: Iterable[str] = ()) -> None:
+        self.used = set(used)
 
     def new(self, wanted: str) -> str:
+        """Returns ``wanted``, or else a name that begins with it, and reserves it."""
         base = re.sub(r"[^A-Za-z0-9_.]", "_", wanted) or "value"
         name, n = base, 0
-        while name in self.taken:
+        while name in self.used:
             n += 1
             name = f"{base}_{n}"
-        self.taken.add(name)
+        self.used.add(name)
         return name
 
 
 class _Converter:
+    """``single`` maps fx nodes to the names of their values; ``several`` those with several values, of which
+    unused ones are None."""
+
     def __init__(self, captured: Capture, model: nn.Module) -> None:
         self.program = captured.program
         self.inputs = iter(captured.inputs)
@@ -58,13 +63,13 @@ class _Converter:
         self.model = model
         self.names = Names()
         self.nodes: list[Node] = []
-        # the values of an fx node: one, or several with None for those that nobody uses
-        self.values: dict[fx.Node, str | tuple[str | None, ...]] = {}
+        self.single: dict[fx.Node, str] = {}
+        self.several: dict[fx.Node, tuple[str | None, ...]] = {}
         self.leaf_of: dict[tuple[str, str], str] = {}
         parameters = dict(model.named_parameters(remove_duplicate=False))
         buffers = dict(model.named_buffers(remove_duplicate=False))
         self.tensors = parameters | buffers
-        # a tensor held under several names goes by the first
+        # a tensor that is held under several names has the first
         self.first_name: dict[int, str] = {}
         for name, tensor in self.tensors.items():
             self.first_name.setdefault(id(tensor), name)
@@ -85,17 +90,19 @@ class _Converter:
         return Graph(name, tuple(self.nodes), loss)
 
     def leaf(self, node: fx.Node, spec: InputSpec) -> None:
+        target = spec.target or ""  # the name of what is no input of the user's
+        kwargs: tuple[tuple[str, Arg], ...] = ()
         match spec.kind:
             case InputKind.PARAMETER | InputKind.BUFFER:
                 op = "param" if spec.kind is InputKind.PARAMETER else "buffer"
-                tensor = self.tensors[spec.target.removeprefix(WRAPPED)]
+                tensor = self.tensors[target.removeprefix(WRAPPED)]
                 key = self.first_name[id(tensor)]
-                frozen = op == "param" and not tensor.requires_grad
-                kwargs = (("trainable", False),) if frozen else ()
+                if op == "param" and not tensor.requires_grad:
+                    kwargs = (("trainable", False),)
             case InputKind.USER_INPUT:
-                op, key, kwargs = "input", next(self.inputs), ()
+                op, key = "input", next(self.inputs)
             case InputKind.CONSTANT_TENSOR:
-                op, key, kwargs = "const", spec.target.split(".")[-1], ()
+                op, key = "const", target.split(".")[-1]
             case _:
                 raise TraceError(f"the model needs {spec.kind.name.lower()} {spec.target}, not a tensor")
         value = node.meta["val"]
@@ -103,10 +110,10 @@ class _Converter:
             return  # a constant of the batch
         if (op, key) not in self.leaf_of:
             self.leaf_of[op, key] = self.names.new(key)
-            args = (self.constant(spec.target),) if op == "const" else (key,)
+            args = (self.constant(target),) if op == "const" else (key,)
             result = self.leaf_of[op, key]
             self.nodes.append(Node((result,), (self.type(value, node),), op, args, kwargs))
-        self.values[node] = self.leaf_of[op, key]
+        self.single[node] = self.leaf_of[op, key]
 
     def constant(self, target: str) -> Arg:
         tensor = self.program.constants[target]
@@ -125,23 +132,22 @@ class _Converter:
 
     def call(self, node: fx.Node) -> None:
         if node.target is operator.getitem:
-            source, index = node.args
-            self.values[node] = self.values[source][index]
+            name = self.several[node_argument(node, 0)][_index(node)]
+            if name is not None:
+                self.single[node] = name
             return
         if not isinstance(node.target, torch._ops.OpOverload):
             self.refuse(node, str(getattr(node.target, "__name__", node.target)), "plain operators")
         value = node.meta.get("val")
-        single = isinstance(value, torch.Tensor)
-        if value is None:  # an assertion: no results
-            results, types = (), ()
-        elif single:
-            results, types = (self.names.new(node.name),), (self.type(value, node),)
-            self.values[node] = results[0]
+        results: tuple[str | None, ...] = ()
+        types: tuple[ValueType, ...] = ()
+        if isinstance(value, torch.Tensor):
+            self.single[node] = self.names.new(node.name)
+            results, types = (self.single[node],), (self.type(value, node),)
         elif isinstance(value, tuple | list):
-            results = self.several(node, len(value))
+            results = self.several[node] = self.names_of_several(node, len(value))
             types = tuple(self.type(v, node) for v in value)
-            self.values[node] = results
-        else:
+        elif value is not None:  # None is an assertion's
             self.refuse(node, f"{op_name(node.target)} reads a tensor's value", "shapes and numbers fixed")
         stack = node.meta.get("stack_trace")
         place, region = place_of_stack(stack), region_of_stack(stack)
@@ -151,10 +157,10 @@ class _Converter:
             Node(results, types, op_name(node.target), args, kwargs, place.location, place.source, region)
         )
 
-    def several(self, node: fx.Node, count: int) -> tuple[str | None, ...]:
+    def names_of_several(self, node: fx.Node, count: int) -> tuple[str | None, ...]:
         picks = [u for u in node.users if u.target is operator.getitem]
-        whole = len(picks) < len(node.users)  # a list of tensors handed on as it is
-        used = {u.args[1] % count for u in picks if u.users}
+        whole = len(picks) < len(node.users)  # some operator takes the list itself
+        used = {_index(u) % count for u in picks if u.users}
         one = len(used) == 1 and not whole
         return tuple(
             self.names.new(node.name if one else f"{node.name}.{i}") if whole or i in used else None
@@ -164,18 +170,17 @@ class _Converter:
     def arg(self, arg: Any, node: fx.Node) -> Arg:
         match arg:
             case fx.Node():
-                value = self.values.get(arg)
-                if isinstance(value, tuple):
-                    return tuple(Ref(v) for v in value)
-                if value is None:
+                if arg in self.several:
+                    return tuple(Ref(v) for v in self.several[arg] if v is not None)
+                if arg not in self.single:
                     self.refuse(node, f"{arg.name}, a number known only at run time", "fixed numbers")
-                return Ref(value)
+                return Ref(self.single[arg])
             case torch.dtype():
                 return DType(DTYPE_NAME[arg])
             case None | torch.device() | torch.layout() | torch.memory_format():
                 return None
             case float() if arg != arg:
-                return math.nan  # one object: what has it equals itself
+                return math.nan  # always this object, so that nodes with it compare equal
             case bool() | int() | float() | str():
                 return arg
             case tuple() | list():
@@ -198,14 +203,15 @@ class _Converter:
 
     def outputs(self, node: fx.Node) -> str:
         shown: list[str] = []
-        for value, spec in zip(node.args[0], self.program.graph_signature.output_specs):
+        values: Any = node.args[0]
+        for value, spec in zip(values, self.program.graph_signature.output_specs):
             match spec.kind:
                 case OutputKind.USER_OUTPUT:
-                    shown.append(self.values[value])
+                    shown.append(self.single[value])
                 case OutputKind.BUFFER_MUTATION:
-                    tensor = self.tensors[spec.target.removeprefix(WRAPPED)]
+                    tensor = self.tensors[(spec.target or "").removeprefix(WRAPPED)]
                     name = self.first_name[id(tensor)]
-                    fitting = self.fitted(self.values[value], self.type(value.meta["val"], value), tensor)
+                    fitting = self.fit(self.single[value], self.type(value.meta["val"], value), tensor)
                     self.nodes.append(Node((), (), "update", (name, fitting)))
                 case _:
                     kind = spec.kind.name.lower().replace("_", " ")
@@ -219,9 +225,9 @@ class _Converter:
             self.nodes.append(Node((), (), "output", (name, Ref(value))))
         return loss
 
-    def fitted(self, value: str, held: ValueType, buffer: torch.Tensor) -> Ref:
-        """``value`` in the dtype and the shape of a buffer. ``buffer.copy_(value)`` casts and broadcasts, and
-        what export says of it is the value as it was."""
+    def fit(self, value: str, held: ValueType, buffer: torch.Tensor) -> Ref:
+        """Casts and broadcasts ``value`` to the dtype and shape of a buffer, as ``buffer.copy_(value)`` does:
+        export gives the value as it was before."""
         wanted = ValueType(DTYPE_NAME[buffer.dtype], tuple(buffer.shape))
         if held.dtype != wanted.dtype:
             cast = ValueType(wanted.dtype, held.shape)
@@ -235,8 +241,12 @@ class _Converter:
             value = name
         return Ref(value)
 
-    def refuse(self, node: fx.Node, got: str, expected: str, hint: str = "") -> None:
-        place = place_of_stack(node.meta.get("stack_trace"))
-        raise TraceError(
-            "the model cannot be traced", expected=expected, got=got, where=str(place or Place()), hint=hint
-        )
+    def refuse(self, node: fx.Node, got: str, expected: str, hint: str = "") -> NoReturn:
+        where = str(place_of_stack(node.meta.get("stack_trace")))
+        raise TraceError("the model cannot be traced", expected=expected, got=got, where=where, hint=hint)
+
+
+def _index(getitem: fx.Node) -> int:
+    index = getitem.args[1]
+    assert isinstance(index, int)
+    return index

@@ -1,4 +1,4 @@
-"""Random operators in terms of ``rand`` and ``randn``, whose numbers the runtime defines on any device."""
+"""Rewrites random operators to ``rand`` and ``randn``, whose numbers the runtime defines on any device."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from .build import Builder, Rule
 from .dtypes import TORCH_DTYPE
 from .schema import bound
 
-MAX_SPAN = 2**53  # integers that a uniform number in f64 tells apart
+MAX_SPAN = 2**53  # the integers that a uniform number in f64 can distinguish
 
 
 def randint(b: Builder, node: Node) -> tuple[Ref] | None:
-    """Integers from ``low`` to ``high``, which is excluded: floor(u * (high - low)) + low."""
+    """Integers from ``low`` up to but not including ``high``: floor(u * (high - low)) + low."""
     arg = bound(node)
     low, high = arg.get("low") or 0, arg["high"]
     if isinstance(high, Ref) or high - low > MAX_SPAN:
@@ -31,7 +31,7 @@ def randperm(b: Builder, node: Node) -> tuple[Ref] | None:
 
 
 def normal(b: Builder, node: Node) -> tuple[Ref] | None:
-    """mean + std * z, each of them a number or a tensor."""
+    """mean + std * z; mean and std are numbers or tensors."""
     (kind,) = node.types
     arg = bound(node)
     z = b("aten.randn", kind.shape, dtype=DType(kind.dtype))
@@ -45,13 +45,13 @@ def uniform(b: Builder, node: Node) -> tuple[Ref]:
 
 
 def exponential(b: Builder, node: Node) -> tuple[Ref]:
-    """-log(1 - u) / lambda, and never 0, which samplers divide by and take the logarithm of."""
+    """-log(1 - u) / lambda, but never 0: samplers divide by it and take its logarithm."""
     return (b("aten.div.Tensor", _exponential(b, _rand(b, node)), bound(node)["lambd"]),)
 
 
 def multinomial(b: Builder, node: Node) -> tuple[Ref]:
-    """Classes by their weights: the largest of weight / exponential. The largest few are a draw without
-    replacement; with replacement every draw is one of its own."""
+    """Draws classes by their weights: the class with the largest weight / exponential. The classes with the
+    largest few are a draw without replacement; with replacement, every draw has exponentials of its own."""
     arg = bound(node)
     weights, count = arg["self"], arg["num_samples"]
     if arg["replacement"] and count > 1:
@@ -67,7 +67,7 @@ def multinomial(b: Builder, node: Node) -> tuple[Ref]:
 
 
 def rrelu(b: Builder, node: Node) -> tuple[Ref]:
-    """Multiplies what is below zero by a random slope in training, else by the mean of the slopes."""
+    """Multiplies values below zero by a random slope in training, and by the mean slope otherwise."""
     arg = bound(node)
     x, low, high = arg["self"], arg["lower"], arg["upper"]
     if not arg["training"]:

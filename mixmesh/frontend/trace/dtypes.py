@@ -1,4 +1,4 @@
-"""Names of dtypes in program text, and PyTorch's own."""
+"""The dtypes of PyTorch and their names in program text."""
 
 from __future__ import annotations
 

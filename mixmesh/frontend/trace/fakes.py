@@ -1,17 +1,22 @@
-"""Shapes of results that PyTorch holds to depend on values, though the shapes of the inputs decide them."""
+"""Export of operators whose result shapes follow from input shapes, although PyTorch takes them for data."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses import fake_impls
 
 
-def _ctc_loss(fake_mode, op, log_probs, targets, *lengths, **options):
-    """The loss of every sample, and log_alpha: by time and by position in the targets with blanks between.
-    Targets of one dim stand in a row, the longest one is then not known; nobody but the backward reads it."""
+def _ctc_loss(
+    fake_mode: Any, op: Any, log_probs: Tensor, targets: Tensor, *lengths: Any, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """The loss of every sample, and log_alpha by time and by position in the targets with blanks between
+    them. The size of log_alpha is wrong for targets in one row, whose longest is not known, but only the
+    backward reads it."""
     time, samples, _ = log_probs.shape
     return log_probs.new_empty(samples), log_probs.new_empty((samples, time, 2 * targets.shape[-1] + 1))
 

@@ -1,28 +1,30 @@
-"""``torch.autograd.Function`` while a model is exported.
+"""Export of ``torch.autograd.Function``.
 
-Export keeps the forward and silently drops the backward. So a Function is let through where its backward
-is what autograd makes of its forward anyway, which is proved by execution, and refused where it is not:
-straight-through estimators, clipped or reversed gradients.
+Export keeps the forward and silently drops the backward. So a Function is allowed only if its backward equals
+what autograd derives from its forward, which is proved by execution. Others are refused: straight-through
+estimators, clipped or reversed gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.utils import _python_dispatch as dispatch
 
+from ...base.patch import patched
 from ...errors import TraceError
 
-SCALES = (1e-2, 1.0, 30.0)  # for inputs and gradients in turn: a backward that clips shows at one of them
-MAX_DIM = 7  # for a probe; the gradients of an operator do not depend on its size
+SCALES = (1e-2, 1.0, 30.0)  # of inputs and gradients: a backward that clips differs at one of them
+MAX_DIM = 7  # of a probe: the gradients of an operator do not depend on its size
 TOLERANCE = 1e-6
+
+Function = type[torch.autograd.Function]
 
 
 class _Context:
-    """The ctx of a forward pass whose backward nobody will ask for."""
+    """The ctx of a forward pass whose backward is never called."""
 
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad
@@ -40,23 +42,19 @@ class _Context:
         pass
 
 
-@contextmanager
-def exact_functions() -> Iterator[None]:
-    """Replace a Function by its forward, or raise TraceError if its backward is not the forward's own."""
+def exact_functions() -> AbstractContextManager[None]:
+    """Within it a Function runs its forward, or raises TraceError if its backward is not that of the
+    forward."""
     original = torch.autograd.Function.__dict__["apply"]
 
-    def apply(cls, *args, **kwargs):
-        if cls.__module__.startswith("torch._library"):  # an operator registered with its own gradient
+    def apply(cls: Function, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__.startswith("torch._library"):  # an operator that is registered with a gradient
             return original.__func__(cls, *args, **kwargs)
         if kwargs or not _backward_is_autograd(cls, original.__func__, args):
             raise refusal(cls)
         return _forward(cls, args)
 
-    torch.autograd.Function.apply = classmethod(apply)
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = original
+    return patched(torch.autograd.Function, "apply", classmethod(apply))
 
 
 def refusal(cls: type) -> TraceError:
@@ -71,8 +69,8 @@ def refusal(cls: type) -> TraceError:
     )
 
 
-def _forward(cls: type, args: tuple) -> Any:
-    """The forward with ordinary autograd."""
+def _forward(cls: Function, args: tuple) -> Any:
+    """Runs the forward with ordinary autograd."""
     if cls.setup_context is not torch.autograd.Function.setup_context:
         return cls.forward(*args)
     return cls.forward(_Context(tuple(_differentiable(a) for a in args)), *args)
@@ -82,19 +80,19 @@ def _differentiable(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.is_floating_point()
 
 
-def _backward_is_autograd(cls: type, apply: Any, args: tuple) -> bool:
-    """Both gradients agree at random points of small and large size, in float64."""
+def _backward_is_autograd(cls: Function, apply: Any, args: tuple) -> bool:
+    """Whether both gradients agree at random points, small and large, in float64."""
     if not any(map(_differentiable, args)):
         return False
     try:
-        # real tensors, seen by neither the export nor its fake tensors
+        # real tensors, outside of the export and its fake tensors
         with dispatch._disable_current_modes(), torch._C.DisableTorchFunction(), torch.enable_grad():
             return all(_agree(cls, apply, args, size, grad) for size in SCALES for grad in SCALES)
-    except Exception:  # a Function that does not run on a probe proves nothing
+    except Exception:  # it does not run on a probe, so nothing is proved
         return False
 
 
-def _agree(cls: type, apply: Any, args: tuple, size: float, grad_size: float) -> bool:
+def _agree(cls: Function, apply: Any, args: tuple, size: float, grad_size: float) -> bool:
     draw = torch.Generator().manual_seed(0)
     probes = [_probe(a, size, draw) for a in args]
     own = _gradients(apply(cls, *probes), probes, grad_size)

@@ -1,21 +1,21 @@
-"""Hooks, which export drops: those that change what is computed are traced, all others are refused.
+"""Hooks, which export drops: forward hooks that only change tensors are traced, all others are refused.
 
-A forward hook runs while the model is traced, so what it does to tensors becomes part of the program, and
-what it does besides (looking, printing, collecting) would be done once and never in a step. So a hook that
-changes no tensor is refused, and one that collects beside. A hook on a gradient is no operator, so nothing
-of it can be traced.
+A forward hook runs while the model is traced, so its changes to tensors become part of the program. All else
+that it does (inspecting, printing, collecting) would happen once and never in a step. So a hook is refused if
+it changes no tensor, or if it also collects. A hook on a gradient is no operator and cannot be traced.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 from torch.utils import _pytree as pytree
 
+from ...base.patch import patched
 from ...errors import TraceError
 from .locate import Place, place_of_function
 from .reach import changed, reach
@@ -33,7 +33,8 @@ OF_MODULES = {
     "_backward_hooks": "register_full_backward_hook",
     "_backward_pre_hooks": "register_full_backward_pre_hook",
 }
-# weight norm, pruning; outputs of inner layers (router logits): what these hooks make is kept for the forward
+# hooks whose results the forward pass itself uses: weight norm, pruning, outputs of inner layers (router
+# logits)
 FOR_THE_FORWARD = ("torch.nn.utils.", "transformers.utils.output_capturing")
 FORWARD = ("_forward_hooks", "_forward_pre_hooks")
 OF_ALL_MODULES = {
@@ -51,20 +52,20 @@ def check_gradient_hooks(model: nn.Module) -> None:
     _refuse_any(modules, OF_ALL_MODULES, "all modules")
 
 
-def _refuse_any(held: Any, kinds: dict[str, str], what: str) -> None:
-    for attribute, how in kinds.items():
-        for hook in (getattr(held, attribute, None) or {}).values():
+def _refuse_any(owner: Any, kinds: dict[str, str], name: str) -> None:
+    for attribute, method in kinds.items():
+        for hook in (getattr(owner, attribute, None) or {}).values():
             raise TraceError(
                 "a hook on a gradient cannot be traced, and would not run",
                 expected="gradients as autograd makes them",
-                got=f"{how} on {what}",
+                got=f"{method} on {name}",
                 where=str(place_of_hook(hook)),
                 hint=GRADIENT_HINT,
             )
 
 
 def place_of_hook(hook: Any) -> Place:
-    """Where a hook is written."""
+    """The place where a hook is defined."""
     return place_of_function(_function(hook))
 
 
@@ -76,33 +77,31 @@ def _function(hook: Any) -> Any:
 @contextmanager
 def hooks_traced(model: nn.Module) -> Iterator[None]:
     """Within it, a hook that the forward pass puts on a gradient raises TraceError, and so does a forward
-    hook that changes nothing."""
+    hook that changes nothing or collects."""
     check_gradient_hooks(model)
-    originals = {name: getattr(Tensor, name) for name in OF_PARAMETERS.values()}
     held = [
         (hooks, key) for m in model.modules() for at in FORWARD for hooks in [getattr(m, at)] for key in hooks
     ]
     before = [hooks[key] for hooks, key in held]
-    for name in originals:
-        setattr(Tensor, name, _refusing(name))
-    for (hooks, key), hook in zip(held, before):
-        hooks[key] = _observed(hook)
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(Tensor, name, original)
+    with ExitStack() as stack:
+        for method in OF_PARAMETERS.values():
+            stack.enter_context(patched(Tensor, method, _refusal_of(method)))
         for (hooks, key), hook in zip(held, before):
-            if key in hooks:
-                hooks[key] = hook
+            hooks[key] = _observed(hook)
+        try:
+            yield
+        finally:
+            for (hooks, key), hook in zip(held, before):
+                if key in hooks:
+                    hooks[key] = hook
 
 
-def _refusing(how: str) -> Callable[..., Any]:
+def _refusal_of(method: str) -> Callable[..., Any]:
     def register(tensor: Tensor, hook: Any) -> Any:
         raise TraceError(
             "a hook on a gradient cannot be traced, and would not run",
             expected="gradients as autograd makes them",
-            got=f"{how} on a tensor of the forward pass",
+            got=f"{method} on a tensor of the forward pass",
             hint=GRADIENT_HINT[1],
         )
 
@@ -110,15 +109,15 @@ def _refusing(how: str) -> Callable[..., Any]:
 
 
 def _observed(hook: Any) -> Any:
-    """The hook, which raises TraceError if nothing that it does is seen in tensors."""
+    """Wraps a hook so that it raises TraceError if it changes no tensor, or collects."""
     if _function(hook).__module__.startswith(FOR_THE_FORWARD):
         return hook
 
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         before, kept = _state(module, args, kwargs), reach(_function(hook), hook, module)
-        with _asking_for_gradients() as asked:
+        with _gradients_required() as required:
             result = hook(module, *args, **kwargs)
-        if result is None and not asked and _state(module, args, kwargs) == before:
+        if result is None and not required and _state(module, args, kwargs) == before:
             raise TraceError(
                 "a forward hook that changes nothing would run once, while the model is traced, and never in "
                 "a step",
@@ -127,11 +126,11 @@ def _observed(hook: Any) -> Any:
                 where=str(place_of_hook(hook)),
                 hint="take the hook off (handle.remove()) before planning, and look at the original model",
             )
-        if (what := changed(kept, reach(_function(hook), hook, module))) is not None:
+        if (name := changed(kept, reach(_function(hook), hook, module))) is not None:
             raise TraceError(
                 "a forward hook that collects would do so once, while the model is traced, never in a step",
                 expected="forward hooks that change tensors, and keep nothing",
-                got=f"a forward hook on {type(module).__name__} that changes {what}",
+                got=f"a forward hook on {type(module).__name__} that changes {name}",
                 where=str(place_of_hook(hook)),
                 hint="take out of the hook what collects, and look at the original model for that",
             )
@@ -141,24 +140,22 @@ def _observed(hook: Any) -> Any:
 
 
 @contextmanager
-def _asking_for_gradients() -> Iterator[list[Tensor]]:
-    """Tensors that ``requires_grad_`` is called on within it: what is kept of a hook that does so (reentrant
-    checkpoints need one) is that nothing else changes."""
-    original, asked = Tensor.requires_grad_, []
+def _gradients_required() -> Iterator[list[Tensor]]:
+    """Collects the tensors that ``requires_grad_`` is called on within it. A hook that calls it is allowed,
+    although it changes no value: reentrant checkpoints need one."""
+    original = Tensor.requires_grad_
+    required: list[Tensor] = []
 
     def requires_grad_(tensor: Tensor, requires_grad: bool = True) -> Tensor:
-        asked.append(tensor)
+        required.append(tensor)
         return original(tensor, requires_grad)
 
-    Tensor.requires_grad_ = requires_grad_
-    try:
-        yield asked
-    finally:
-        Tensor.requires_grad_ = original
+    with patched(Tensor, "requires_grad_", requires_grad_):
+        yield required
 
 
 def _state(module: nn.Module, args: tuple, kwargs: dict) -> list[Any]:
-    """The tensors that a hook may change: those that it is given, and those that its module is made of."""
+    """The state of the tensors that a hook may change: its arguments, and those of its module."""
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     held = [(name, id(x)) for each in (module._parameters, module._buffers) for name, x in each.items()]
     return [*((id(t), t._version, t.requires_grad) for t in tensors), *held]

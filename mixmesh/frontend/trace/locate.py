@@ -1,4 +1,4 @@
-"""The user's own file and line: for a node of a graph, and for an exception."""
+"""Finds the user's own file and line, for a node of a graph and for an exception."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ import os
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from torch.fx.proxy import TracerBase
 
 from ...base.files import PACKAGE
+from ...base.patch import patched
 
 Frame = tuple[str, int, str]  # file, line, function
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)(?:, in (\S+))?')
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _OURS = str(PACKAGE) + os.sep
-# our files whose functions stand in for torch's while a model is traced: their frames lie inside the model
+# our files that replace functions of torch during tracing: their frames lie inside of the model's
 _WITHIN = tuple(
     os.path.join(_OURS, "frontend", "trace", name)
     for name in (
@@ -33,7 +34,8 @@ _STDLIB = os.path.abspath(sysconfig.get_paths()["stdlib"]) + os.sep
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """``location`` as it is printed ("model.py:41"), ``source`` the text of that line, if it is known."""
+    """A line of code: ``location`` as it is printed ("model.py:41"), and ``source``, its text, if it is
+    known."""
 
     location: str = ""
     source: str = ""
@@ -44,7 +46,7 @@ class Place:
 
 
 def place_of_stack(text: str | None) -> Place:
-    """The innermost of the frames in ``text`` that is the user's, or else a library's, never torch's."""
+    """The innermost frame in a stack trace that is the user's, or else a library's, but never torch's."""
     return _pick(_frames_in(text or ""))
 
 
@@ -53,7 +55,8 @@ def _frames_in(text: str) -> list[Frame]:
 
 
 def place_of_error(error: BaseException) -> Place:
-    """Where the user's code was when ``error`` was raised: by its traceback, or the stack in its text."""
+    """The place in the user's code where ``error`` was raised, by its traceback or the stack trace in its
+    text."""
     library = Place()
     seen: BaseException | None = error
     while seen is not None:
@@ -66,14 +69,14 @@ def place_of_error(error: BaseException) -> Place:
     return library
 
 
-def place_of_function(function) -> Place:
-    """Where a function of the user's is defined."""
+def place_of_function(function: object) -> Place:
+    """The place where a function of the user's is defined."""
     code = getattr(function, "__code__", None)
     return _pick([(code.co_filename, code.co_firstlineno, code.co_name)]) if code else Place()
 
 
 def _inside_model(frames: list[Frame]) -> list[Frame]:
-    """The frames below our call of the model: the caller of ``trace`` is no place inside it."""
+    """The frames after our call of the model, without those of the caller of ``trace``."""
     frames = [f for f in frames if f[0] not in _WITHIN]
     while frames and frames[-1][0].startswith(_OURS):
         frames = frames[:-1]
@@ -89,7 +92,7 @@ def _pick(frames: Iterable[Frame]) -> Place:
             continue
         if "site-packages" not in path and not path.startswith(_STDLIB):
             return _place(path, line)
-        # among a library's frames, one of a module's forward says more than a helper's below it
+        # of a library's frames, the forward method of a module says more than a helper that it calls
         better = library is None or (function == "forward" != library[2])
         if better and not path.startswith(_STDLIB):
             library = (path, line, function)
@@ -97,26 +100,21 @@ def _pick(frames: Iterable[Frame]) -> Place:
 
 
 def is_users(file: str) -> bool:
-    """Not torch's file, nor ours: the model's own, or a library's that the model is made of."""
+    """Whether a file is neither torch's nor ours: the model's own, or that of a library which the model
+    uses."""
     return not file.startswith(("<", _TORCH, _OURS))
 
 
-@contextmanager
-def whole_stacks() -> Iterator[None]:
-    """While tracing, have nodes remember every frame of the model, not only those of ``forward``."""
-    original = TracerBase._filter_traceback_frames
+def whole_stacks() -> AbstractContextManager[None]:
+    """Within it, traced nodes keep every frame of the model, not only those of ``forward`` methods."""
 
-    def frames_of_model(tracer, stack: traceback.StackSummary) -> traceback.StackSummary:
+    def frames_of_model(tracer: TracerBase, stack: traceback.StackSummary) -> traceback.StackSummary:
         first = next((i for i, f in enumerate(stack) if f.name == "forward"), len(stack))
         return traceback.StackSummary.from_list(
             [f for f in stack[first:] if not f.filename.startswith((_TORCH, _OURS))]
         )
 
-    TracerBase._filter_traceback_frames = frames_of_model
-    try:
-        yield
-    finally:
-        TracerBase._filter_traceback_frames = original
+    return patched(TracerBase, "_filter_traceback_frames", frames_of_model)
 
 
 def _place(path: str, line: int) -> Place:

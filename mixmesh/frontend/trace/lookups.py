@@ -1,4 +1,4 @@
-"""Bags of look-ups as look-ups and sums, which have rules."""
+"""Rewrites embedding bags to look-ups and sums, which have rules."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ SUM, MEAN, MAX = 0, 1, 2  # at::native::EmbeddingBagMode
 
 
 def embedding_bag(b: Builder, node: Node) -> tuple[Ref | None, ...] | None:
-    """Bags of equal length (a batch of index rows) -> embedding, then the sum, mean or maximum of each bag.
+    """Rewrites bags of equal length (a batch of index rows) to an embedding, and the sum, mean or maximum of
+    each bag.
 
-    Entries of ``padding_idx`` count for nothing. Bags at offsets that are data stay one operator.
+    Entries of ``padding_idx`` do not count. Bags whose offsets are data stay one operator.
     """
     arg = bound(node)
     weight, ids, padding = arg["weight"], arg["indices"], arg.get("padding_idx")
     padding = -1 if padding is None else padding % b.type(weight).shape[0] if padding >= 0 else padding
     total = b.type(ids).num_elements
-    starts = b.made(arg["offsets"])
+    starts = b.producer(arg["offsets"])
     bags = b.type(arg["offsets"]).num_elements
     length = total // bags if bags else 0
     equal = starts.op.startswith("aten.arange") and bags * length == total and starts.args[-1] == length
     if any(r is not None for r in node.results[1:]) or not equal or arg["include_last_offset"]:
         return None
     if arg["mode"] == MAX and padding >= 0:
-        return None  # an empty bag is a case of its own
+        return None  # the maximum of an empty bag is a special case
     ids = b("aten.view", ids, (bags, length))
     rows = b("aten.embedding", weight, ids, padding, arg["scale_grad_by_freq"])
     if arg["per_sample_weights"] is not None:
@@ -39,7 +40,7 @@ def embedding_bag(b: Builder, node: Node) -> tuple[Ref | None, ...] | None:
 
 
 def _pooled(b: Builder, mode: int, rows: Ref, counted: Ref | None) -> Ref:
-    """The sum, mean or maximum over dim 1 of ``rows``, of which only those count that ``counted`` marks."""
+    """The sum, mean or maximum over dim 1 of those ``rows`` that ``counted`` marks; None marks all."""
     if mode == MAX:
         return b("aten.max.dim", rows, 1)
     if mode == MEAN and counted is None:

@@ -1,30 +1,25 @@
-"""Loops over experts, which cannot be exported: how many rows an expert has is data."""
+"""Export of loops over experts: the number of rows of each expert is data, which a graph cannot hold."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
-LOOPS = (None, "eager")  # implementations of ``transformers`` that loop over the experts which are chosen
+from ...base.patch import patched
+
+LOOPS = (None, "eager")  # implementations of ``transformers`` that loop over the chosen experts
 GROUPED = "grouped_mm"
 
 
-@contextmanager
-def experts_in_groups() -> Iterator[None]:
-    """Has experts of ``transformers`` that would loop compute the same in groups of rows while a model is
-    traced. A model that is trained with the loop is none the worse: the program stands for its results."""
+def experts_in_groups() -> AbstractContextManager[None]:
+    """Within it, experts of ``transformers`` that would loop compute the same results in groups of rows."""
     moe = sys.modules.get("transformers.integrations.moe")
-    if moe is None:  # then no model of the library is there
-        yield
-        return
+    if moe is None:  # there is no model of the library
+        return nullcontext()
     original = moe.ExpertsInterface.get_interface
 
-    def get_interface(self, implementation, default):
+    def get_interface(self: Any, implementation: str | None, default: Any) -> Any:
         return original(self, GROUPED if implementation in LOOPS else implementation, default)
 
-    moe.ExpertsInterface.get_interface = get_interface
-    try:
-        yield
-    finally:
-        moe.ExpertsInterface.get_interface = original
+    return patched(moe.ExpertsInterface, "get_interface", get_interface)

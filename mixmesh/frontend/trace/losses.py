@@ -1,4 +1,4 @@
-"""Losses as sums and counts, so that a shard of the batch contributes an exact addend."""
+"""Rewrites losses to sums and counts, so that each shard of the batch contributes an exact addend."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from .build import Builder, Rule
 from .schema import bound, changed
 
 NONE, MEAN, SUM = 0, 1, 2  # at::Reduction
-MANY_CLASSES = 1024  # from which on a row's sum is less than 0.2 % of its logits, in f32
+MANY_CLASSES = 1024  # from here on, a row's sum has less than 0.2 % of the bytes of its logits, in f32
 HALF = frozenset({"bf16", "f16", "f8e4m3", "f8e5m2"})
 
 
 def pointwise_loss(b: Builder, node: Node) -> tuple[Ref] | None:
-    """mean or sum -> the loss of every element, then its mean or sum."""
+    """Rewrites a mean or sum to the loss of every element, and the mean or sum of these."""
     reduction = bound(node)["reduction"]
     if reduction == NONE:
         return None
@@ -21,10 +21,10 @@ def pointwise_loss(b: Builder, node: Node) -> tuple[Ref] | None:
 
 
 def cross_entropy(b: Builder, node: Node) -> tuple[Ref] | None:
-    """A mean over what counts -> the sum, divided by the count (or by the weights that count).
+    """Rewrites a mean over the targets that count to a sum, divided by their number or their weights.
 
-    With probabilities as targets every row counts. The smoothed loss has the same denominator as the
-    plain one (torch.nn.functional.cross_entropy), so smoothing stays inside the sum.
+    With probabilities as targets, every row counts. The smoothed loss has the same denominator as the plain
+    one (torch.nn.functional.cross_entropy), so smoothing stays inside the sum.
     """
     arg = bound(node)
     if _has_many_classes(b, arg):
@@ -40,45 +40,45 @@ def cross_entropy(b: Builder, node: Node) -> tuple[Ref] | None:
     else:
         count = counted(b, arg["target"], weight, arg["ignore_index"], b.type(total).dtype)
         loss = b("aten.div.Tensor", total, count)
-    return (_cast(b, loss, dtype),)
+    return (cast(b, loss, dtype),)
 
 
 def _has_many_classes(b: Builder, arg: dict) -> bool:
-    """Whether it may pay to cut the classes, of labels that all count alike."""
+    """Whether cutting the classes may pay; all labels have the same weight then."""
     shape = b.type(arg["self"]).shape
     labels = not b.type(arg["target"]).is_floating
     return len(shape) > 1 and shape[1] >= MANY_CLASSES and labels and arg["weight"] is None
 
 
 def _by_sums(b: Builder, arg: dict) -> Ref:
-    """The loss in two operators between which the classes may be summed over ranks (``operators.losses``)."""
+    """The loss in two operators, between which ranks sum over their classes (``operators.losses``)."""
     x, target, ignore_index = arg["self"], arg["target"], arg["ignore_index"]
     reduction = NONE if arg["reduction"] == NONE else SUM
     options = (reduction, ignore_index, arg["label_smoothing"])
     loss = b("mixmesh.cross_entropy", x, b("mixmesh.sum_exp", x), target, *options)
     if arg["reduction"] == MEAN:
         loss = b("aten.div.Tensor", loss, counted(b, target, None, ignore_index, b.type(loss).dtype))
-    return _cast(b, loss, b.type(x).dtype)
+    return cast(b, loss, b.type(x).dtype)
 
 
 def nll(b: Builder, node: Node) -> tuple[Ref, ...] | None:
-    """As ``cross_entropy``, for all spellings of the negative log likelihood."""
+    """As ``cross_entropy``, for all variants of the negative log likelihood."""
     arg = bound(node)
     if arg["reduction"] != MEAN:
         return None
     x, weight, dtype = _in_f32(b, arg["self"], arg["weight"])
     total = b("aten.nll_loss_nd", x, arg["target"], weight, SUM, arg["ignore_index"])
     count = counted(b, arg["target"], weight, arg["ignore_index"], b.type(total).dtype)
-    loss = _cast(b, b("aten.div.Tensor", total, count), dtype)
-    return (loss, _cast(b, count, dtype))[: len(node.results)]
+    loss = cast(b, b("aten.div.Tensor", total, count), dtype)
+    return (loss, cast(b, count, dtype))[: len(node.results)]
 
 
 def counted(b: Builder, target: Ref, weight: Ref | None, ignore_index: int, dtype: str) -> Ref:
-    """How many targets are not ignored, or the sum of their weights."""
+    """The number of targets that are not ignored, or the sum of their weights."""
     valid = b("aten.ne.Scalar", target, ignore_index)
     if weight is None:
         return b("aten._to_copy", b("aten.sum", valid), dtype=DType(dtype))
-    # an ignored target need not be a class: look up class 0 for it, and drop the result
+    # the ignored target may lie outside of the classes: look up class 0 instead, and drop the result
     safe = b("aten.masked_fill.Scalar", target, b("aten.logical_not", valid), 0)
     table = b("aten.view", weight, (*b.type(weight).shape, 1))
     looked_up = b("aten.squeeze.dim", b("aten.embedding", table, safe), -1)
@@ -86,7 +86,8 @@ def counted(b: Builder, target: Ref, weight: Ref | None, ignore_index: int, dtyp
 
 
 def ctc(b: Builder, node: Node) -> tuple[Ref] | None:
-    """mean -> every sample's loss by its number of targets, then their mean; sum -> the sum."""
+    """Rewrites a mean to every sample's loss divided by its number of targets, and the mean of these; a sum
+    to every sample's loss and their sum."""
     arg = bound(node)
     if arg["reduction"] == NONE or not isinstance(arg["target_lengths"], Ref):
         return None
@@ -97,19 +98,19 @@ def ctc(b: Builder, node: Node) -> tuple[Ref] | None:
     if arg["reduction"] == SUM:
         return (b("aten.sum", each),)
     count = b("aten.clamp_min", arg["target_lengths"], 1)
-    count = _cast(b, count, b.type(each).dtype)
+    count = cast(b, count, b.type(each).dtype)
     return (b("aten.mean", b("aten.div.Tensor", each, count)),)
 
 
 def _in_f32(b: Builder, x: Ref, weight: Ref | None) -> tuple[Ref, Ref | None, str]:
-    """A sum over a batch does not fit a half type, though the mean does."""
+    """Casts half types to f32: a sum over the batch may overflow them where the mean does not."""
     dtype = b.type(x).dtype
     if dtype not in HALF:
         return x, weight, dtype
-    return _cast(b, x, "f32"), None if weight is None else _cast(b, weight, "f32"), dtype
+    return cast(b, x, "f32"), None if weight is None else cast(b, weight, "f32"), dtype
 
 
-def _cast(b: Builder, x: Ref, dtype: str) -> Ref:
+def cast(b: Builder, x: Ref, dtype: str) -> Ref:
     return x if b.type(x).dtype == dtype else b("aten._to_copy", x, dtype=DType(dtype))
 
 

@@ -1,11 +1,11 @@
-"""Readers of the operators in a mixture of experts: each gives what is known of a node's results, or None for
-a node that is not of its kind."""
+"""Readers of the operators in a mixture of experts. Each returns the facts about a node's results, or None
+for a node of another kind."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...lang.ir import REPLICATE, Arg, DType, Node, Ref, Shard, ValueType
+from ...lang.ir import REPLICATE, Arg, DType, Node, Ref, Shard
 from ...lang.ir.dtypes import LARGEST
 from ...lang.ir.samples import draws_numbers
 from ...lang.rules import RULES, Call, call_of, strategies
@@ -27,66 +27,79 @@ from .schema import bound
 
 GROUPED = ("transformers.grouped_mm_fallback", "aten._grouped_mm")
 
-
-def readers_of(region: Region) -> tuple[Callable[[Node], tuple[Held, ...] | None], ...]:
-    return tuple(
-        (lambda node, read=read: read(region, node))
-        for read in (_read_positions, _read_rows, _read_products, _read_end, _read_row_operator)
-    )
+Facts = tuple[Held, ...] | None
 
 
-def kinds_of(region: Region, node: Node) -> list[str]:
-    return [region.known[name].kind if name in region.known else "" for name in node.inputs]
-
-
-def _integer(value: ValueType) -> bool:
-    return value.dtype in ("i64", "i32")
-
-
-def _read_positions(region: Region, node: Node) -> tuple[Held, ...] | None:
-    """Reads an operator on values that are worked out of the ids alone."""
-    kinds = kinds_of(region, node)
-    first = region.known.get(node.inputs[0])
-    match node.op, kinds:
-        case ("aten.sort" | "aten.sort.stable", [k]) if node.inputs[0] == region.ids:
-            arg = bound(node)
-            if arg.get("descending"):
-                return None
-            return Held(IDS, "sorted"), Held(PERMUTATION)
-        case ("aten.argsort" | "aten.argsort.stable" | "aten.sort", [k]) if k == PERMUTATION:
-            inverse = Held(INVERSE)
-            return (inverse,) if len(node.types) == 1 else (Held(TOKEN, "order"), inverse)
-        case ("aten.argsort" | "aten.argsort.stable", [k]) if node.inputs[0] == region.ids:
-            return None if bound(node).get("descending") else (Held(PERMUTATION),)
-        case ("aten.floor_divide" | "aten.floor_divide.Scalar", [k]) if k == PERMUTATION:
-            return _tokens_of(region, node.args[1])
-        case ("aten.div.Tensor_mode" | "aten.div.Scalar_mode", [k]) if k == PERMUTATION:
-            rounds = bound(node)["rounding_mode"]
-            return _tokens_of(region, node.args[1]) if rounds in ("floor", "trunc") else None
-        case ("aten._to_copy", [k]) if k in (IDS, COUNTS, ENDS):
-            whole = _integer(node.types[0]) or node.types[0].dtype in ("f32", "f64")
-            return (first,) if whole else None
-        case ("aten.histc", [k]) if k == IDS:
-            arg = bound(node)
-            if (arg["min"], arg["max"]) != (0, arg["bins"] - 1):
-                return None
-            return _counts(region, arg["bins"])
-        case ("aten.cumsum", [k]) if k == COUNTS:
-            return (Held(ENDS),)
-        case ("aten.index_put", kinds) if kinds.count(PERMUTATION) == 1:
-            return _read_inverse(region, node)
-        case ("aten.index.Tensor", ["", k]) if k == IDS:
-            return _read_entry(region, node)
-        case ("aten.index_select", ["", k]) if k == IDS and bound(node)["dim"] == 0:
-            return _read_entry(region, node)
+def read_node(region: Region, node: Node) -> Facts:
+    """The facts about the results of a node that reads values of the region; None if no reader knows it."""
+    for read in (_read_positions, _read_rows, _read_products, _read_end, _read_row_operator):
+        held = read(region, node)
+        if held is not None:
+            return held
     return None
 
 
-def _tokens_of(region: Region, choices: Arg) -> tuple[Held, ...] | None:
+def kinds_of(region: Region, node: Node) -> list[str]:
+    """The kinds of a node's inputs, "" for those from outside of the region."""
+    return [region.facts[name].kind if name in region.facts else "" for name in node.inputs]
+
+
+def _only_kind(region: Region, node: Node) -> str:
+    """The kind of the input of a node with a single one, else ""."""
+    kinds = kinds_of(region, node)
+    return kinds[0] if len(kinds) == 1 else ""
+
+
+# --- values that follow from the ids alone --------------------------------------------------------------
+
+
+def _read_positions(region: Region, node: Node) -> Facts:
+    read = POSITIONS.get(node.op)
+    return None if read is None else read(region, node)
+
+
+def _read_sort(region: Region, node: Node) -> Facts:
+    kind = _only_kind(region, node)
+    if kind and node.inputs[0] == region.ids:
+        permutation = Held(PERMUTATION)
+        if bound(node).get("descending"):
+            return None
+        return (permutation,) if len(node.types) == 1 else (Held(IDS, "sorted"), permutation)
+    if kind == PERMUTATION and node.op != "aten.sort.stable":
+        inverse = Held(INVERSE)
+        return (inverse,) if len(node.types) == 1 else (Held(TOKEN, "order"), inverse)
+    return None
+
+
+def _read_division(region: Region, node: Node) -> Facts:
+    """The tokens of choices: their positions, divided by the choices of a token."""
+    if _only_kind(region, node) != PERMUTATION:
+        return None
+    if bound(node).get("rounding_mode", "floor") not in ("floor", "trunc"):
+        return None
+    choices = node.args[1]
     if not isinstance(choices, int) or choices < 1 or region.num_choices % choices:
         return None
     region.choices_of(region.num_choices // choices)
     return (Held(TOKEN),)
+
+
+def _read_cast(region: Region, node: Node) -> Facts:
+    is_exact = node.types[0].dtype in ("i64", "i32", "f32", "f64")
+    if _only_kind(region, node) not in (IDS, COUNTS, ENDS) or not is_exact:
+        return None
+    return (region.facts[node.inputs[0]],)
+
+
+def _read_histogram(region: Region, node: Node) -> Facts:
+    arg = bound(node)
+    if _only_kind(region, node) != IDS or (arg["min"], arg["max"]) != (0, arg["bins"] - 1):
+        return None
+    return _counts(region, arg["bins"])
+
+
+def _read_cumsum(region: Region, node: Node) -> Facts:
+    return (Held(ENDS),) if _only_kind(region, node) == COUNTS else None
 
 
 def _counts(region: Region, bins: int) -> tuple[Held, ...]:
@@ -96,8 +109,10 @@ def _counts(region: Region, bins: int) -> tuple[Held, ...]:
     return (Held(COUNTS),)
 
 
-def _read_inverse(region: Region, node: Node) -> tuple[Held, ...] | None:
-    """Positions written where the permutation says: its inverse."""
+def _read_inverse(region: Region, node: Node) -> Facts:
+    """The inverse of a permutation: positions that are written at its indices."""
+    if kinds_of(region, node).count(PERMUTATION) != 1:
+        return None
     arg = bound(node)
     positions = region.graph.producers[arg["values"].name] if isinstance(arg["values"], Ref) else None
     indices = arg["indices"]
@@ -109,15 +124,37 @@ def _read_inverse(region: Region, node: Node) -> tuple[Held, ...] | None:
     return (Held(INVERSE),)
 
 
-def _read_entry(region: Region, node: Node) -> tuple[Held, ...] | None:
-    """Each choice's own entry of a table; in sorted order where the ids are sorted."""
+def _read_entry(region: Region, node: Node) -> Facts:
+    """The entry of each choice's expert in a table, in sorted order if the ids are sorted."""
+    if kinds_of(region, node) != ["", IDS]:
+        return None
+    if node.op == "aten.index_select" and bound(node)["dim"] != 0:
+        return None
     table = region.table(node.inputs[0])
-    kind = SORTED if region.known[node.inputs[1]].name == "sorted" else ROWS
+    kind = SORTED if region.facts[node.inputs[1]].name == "sorted" else ROWS
     return (Held(kind, entry=table),)
 
 
-def _read_rows(region: Region, node: Node) -> tuple[Held, ...] | None:
-    """Rows of choices: of a token's values, of the choices' own, or put back in order."""
+POSITIONS: dict[str, Callable[[Region, Node], Facts]] = {
+    **{f"aten.{name}": _read_sort for name in ("sort", "sort.stable", "argsort", "argsort.stable")},
+    **{
+        f"aten.{name}": _read_division
+        for name in ("floor_divide", "floor_divide.Scalar", "div.Tensor_mode", "div.Scalar_mode")
+    },
+    "aten._to_copy": _read_cast,
+    "aten.histc": _read_histogram,
+    "aten.cumsum": _read_cumsum,
+    "aten.index_put": _read_inverse,
+    "aten.index.Tensor": _read_entry,
+    "aten.index_select": _read_entry,
+}
+
+
+# --- rows of choices and their products -----------------------------------------------------------------
+
+
+def _read_rows(region: Region, node: Node) -> Facts:
+    """Rows of choices: the values of their tokens, values of their own, or sorted rows put back in order."""
     source = node.inputs[0]
     if node.op == "aten.index.Tensor":
         indices = node.args[1]
@@ -128,8 +165,8 @@ def _read_rows(region: Region, node: Node) -> tuple[Held, ...] | None:
         by = bound(node)["index"].name
     else:
         return None
-    kind = region.known[by].kind if by in region.known else ""
-    held, length = region.known.get(source), region.graph.types[source].shape[0]
+    kind = region.facts[by].kind if by in region.facts else ""
+    held, length = region.facts.get(source), region.graph.types[source].shape[0]
     if kind == INVERSE and held is not None and held.kind == SORTED and not held.entry:
         return (Held(ROWS, held.name),)
     if held is not None or kind not in (TOKEN, PERMUTATION):
@@ -140,8 +177,8 @@ def _read_rows(region: Region, node: Node) -> tuple[Held, ...] | None:
     return (Held(SORTED, region.input("s", source)),) if length == region.num_choices else None
 
 
-def _read_products(region: Region, node: Node) -> tuple[Held, ...] | None:
-    """Every row times its expert's matrix: in pieces of sorted rows, or as a product of many matrices."""
+def _read_products(region: Region, node: Node) -> Facts:
+    """Every row times its expert's matrix: in groups of sorted rows, or as a batched product."""
     if node.op in GROUPED:
         return _read_grouped(region, node)
     if node.op == "aten.bmm":
@@ -149,23 +186,24 @@ def _read_products(region: Region, node: Node) -> tuple[Held, ...] | None:
     return None
 
 
-def _read_grouped(region: Region, node: Node) -> tuple[Held, ...] | None:
+def _read_grouped(region: Region, node: Node) -> Facts:
     arg = bound(node)
-    rows, matrices = arg.get("input", arg.get("self")), arg.get("weight", arg.get("mat2"))
+    rows = arg["input" if "input" in arg else "self"]
+    matrices = arg["weight" if "weight" in arg else "mat2"]
     ends = arg.get("offs")
-    held = region.known.get(rows.name)
+    held = region.facts.get(rows.name)
     if any(arg.get(name) is not None for name in ("bias", "out_dtype")) or ends is None:
         return None
-    if ends.name not in region.known or region.known[ends.name].kind != ENDS:
+    if ends.name not in region.facts or region.facts[ends.name].kind != ENDS:
         return None
-    if held is None or held.kind != SORTED or held.entry or matrices.name in region.known:
+    if held is None or held.kind != SORTED or held.entry or matrices.name in region.facts:
         return None
     (product,) = region.step(1, f"{held.name} @ {region.table(matrices.name)}")
     return (Held(SORTED, product),)
 
 
-def _read_batched(region: Region, node: Node) -> tuple[Held, ...] | None:
-    """bmm(W[ids], x as columns) or bmm(x as rows, W[ids])."""
+def _read_batched(region: Region, node: Node) -> Facts:
+    """bmm(W[ids], columns) or bmm(rows, W[ids])."""
     left, right = (_row_value(region, name) for name in node.inputs)
     if left is None or right is None or (left.kind, bool(left.entry)) == (right.kind, bool(right.entry)):
         return None
@@ -186,16 +224,19 @@ def _read_batched(region: Region, node: Node) -> tuple[Held, ...] | None:
 
 
 def _row_value(region: Region, name: str) -> Held | None:
-    """A value as rows of choices: one of the region, or one from outside with a row for each choice."""
-    held = region.known.get(name)
-    if held is not None:
-        return held if held.kind in (SORTED, ROWS) else None
-    outside = _repeated_tokens(region, name)
-    return outside or Held(ROWS, region.input("s", name))
+    """A value as rows of choices: one of the region, or one from outside. None for values without rows."""
+    held = region.facts.get(name)
+    if held is None:
+        return _outside_rows(region, name)
+    return held if held.kind in (SORTED, ROWS) else None
+
+
+def _outside_rows(region: Region, name: str) -> Held:
+    return _repeated_tokens(region, name) or Held(ROWS, region.input("s", name))
 
 
 def _repeated_tokens(region: Region, name: str) -> Held | None:
-    """Rows from outside that are rows of tokens, each as often as it has choices."""
+    """Rows of tokens from outside, each repeated for its choices."""
     node = region.graph.producers[name]
     views = []
     while node.op in ("aten.unsqueeze", "aten.squeeze.dim") and node.args[1] != 0:
@@ -214,51 +255,64 @@ def _repeated_tokens(region: Region, name: str) -> Held | None:
     return Held(ROWS, rows)
 
 
-def _read_end(region: Region, node: Node) -> tuple[Held, ...] | None:
-    """The rows in order as [tokens, choices, ...], and their sum over the choices; or sorted rows added to
-    zeros at their tokens."""
-    held = region.known.get(node.inputs[0])
-    if node.op == "aten.view" and held is not None and held.kind == ROWS and not held.entry:
-        shape, old = node.types[0].shape, region.graph.types[node.inputs[0]].shape
-        if len(shape) != len(old) + 1 or shape[2:] != old[1:] or shape[0] * shape[1] != old[0]:
-            return None
-        region.choices_of(shape[0])
-        return (Held(BY_TOKEN, held.name),)
-    if node.op == "aten.sum.dim_IntList" and held is not None and held.kind == BY_TOKEN:
-        arg = bound(node)
-        if tuple(arg["dim"]) != (1,) or arg["keepdim"] or node.types[0].dtype != _dtype(region, node):
-            return None
+# --- the sum over choices -------------------------------------------------------------------------------
+
+
+def _read_end(region: Region, node: Node) -> Facts:
+    """The end of a mixture: rows in order as [tokens, choices, ...] and their sum over the choices, or sorted
+    rows that are added to zeros at their tokens."""
+    if node.op == "aten.view":
+        return _read_rows_by_token(region, node)
+    if node.op == "aten.sum.dim_IntList":
+        summed = _sum_over_choices(region, node)
     elif node.op == "aten.index_add":
-        held = _added_at_tokens(region, node)
-        if held is None:
-            return None
+        summed = _sum_at_tokens(region, node)
     else:
         return None
-    if region.result or not held.name.startswith("v") or region.body[-1].split(" = ")[0] != held.name:
+    if summed is None:
+        return None
+    if region.result or not summed.name.startswith("v") or region.body[-1].split(" = ")[0] != summed.name:
         raise NoMixture("the sum is not of the last value")
-    region.result = node.results[0]
+    region.result = node.result
     return (Held("result"),)
 
 
-def _dtype(region: Region, node: Node) -> str:
-    return region.graph.types[node.inputs[0]].dtype
+def _read_rows_by_token(region: Region, node: Node) -> Facts:
+    held = region.facts.get(node.inputs[0])
+    if held is None or held.kind != ROWS or held.entry:
+        return None
+    shape, old = node.types[0].shape, region.graph.types[node.inputs[0]].shape
+    if len(shape) != len(old) + 1 or shape[2:] != old[1:] or shape[0] * shape[1] != old[0]:
+        return None
+    region.choices_of(shape[0])
+    return (Held(BY_TOKEN, held.name),)
 
 
-def _added_at_tokens(region: Region, node: Node) -> Held | None:
+def _sum_over_choices(region: Region, node: Node) -> Held | None:
+    """The rows that a node sums over the choices of each token, or None."""
+    arg, held = bound(node), region.facts.get(node.inputs[0])
+    keeps_dtype = node.types[0].dtype == region.graph.types[node.inputs[0]].dtype
+    if held is None or held.kind != BY_TOKEN or not keeps_dtype:
+        return None
+    return held if tuple(arg["dim"]) == (1,) and not arg["keepdim"] else None
+
+
+def _sum_at_tokens(region: Region, node: Node) -> Held | None:
+    """The sorted rows that a node adds to zeros at their tokens, or None."""
     arg = bound(node)
     start = region.graph.producers[arg["self"].name]
-    held, at = region.known.get(arg["source"].name), region.known.get(arg["index"].name)
+    held, at = region.facts.get(arg["source"].name), region.facts.get(arg["index"].name)
     fits = held is not None and held.kind == SORTED and not held.entry and at == Held(TOKEN)
     zeros = start.op == "aten.full" and start.args[1] == 0
     fits = fits and start.types[0].shape[:1] == (region.num_tokens,)
     return held if fits and zeros and arg["dim"] == 0 and arg["alpha"] == 1 else None
 
 
-# --- what treats every row by itself -------------------------------------------------------------------
+# --- operators that treat every row by itself -----------------------------------------------------------
 
 
-def _read_row_operator(region: Region, node: Node) -> tuple[Held, ...] | None:
-    """An operator whose rule lets dim 0 of all rows be cut, and nothing else: it treats any rows alike."""
+def _read_row_operator(region: Region, node: Node) -> Facts:
+    """An operator that treats every row by itself: its rule allows dim 0 of all rows to be cut."""
     kinds = {k for k in kinds_of(region, node) if k}
     if len(kinds) != 1 or not kinds <= {SORTED, ROWS} or not node.op.startswith("aten."):
         return None
@@ -279,7 +333,7 @@ def _read_row_operator(region: Region, node: Node) -> tuple[Held, ...] | None:
 
 
 def _is_by_row(region: Region, call: Call, node: Node) -> bool:
-    """Whether nothing in the call depends on where a row stands or how many there are."""
+    """Whether a call does not depend on the position of a row or on the number of rows."""
     rule = RULES.get(call.op)
     if rule is None or draws_numbers(call.op) or call.op == "aten.squeeze":
         return False
@@ -287,11 +341,12 @@ def _is_by_row(region: Region, call: Call, node: Node) -> bool:
 
 
 def _row_inputs(region: Region, call: Call, node: Node) -> list[bool] | None:
-    """Which inputs have a row for each choice, by the strategy that cuts dim 0 of those of the region."""
+    """For each input whether it has a row for each choice, by the strategy that cuts dim 0 of the region's
+    values. None if there is no such strategy."""
     for strategy in strategies(RULES[call.op], call):
         cut = [placement == Shard(0) for placement in strategy.inputs]
         others = all(is_cut or placement == REPLICATE for is_cut, placement in zip(cut, strategy.inputs))
-        inside = all(is_cut for is_cut, name in zip(cut, node.inputs) if name in region.known)
+        inside = all(is_cut for is_cut, name in zip(cut, node.inputs) if name in region.facts)
         rows = all(value.shape[0] == region.num_choices for is_cut, value in zip(cut, call.inputs) if is_cut)
         cuts_results = all(placement == Shard(0) for placement in strategy.outputs)
         if strategy.is_sharded and others and inside and rows and cuts_results:
@@ -300,10 +355,10 @@ def _row_inputs(region: Region, call: Call, node: Node) -> list[bool] | None:
 
 
 def _name_in_body(region: Region, name: str, is_row: bool, kind: str) -> str:
-    held = region.known.get(name)
+    held = region.facts.get(name)
     if held is not None and held.entry:
         (in_body,) = region.step(1, f"{held.entry}[e]")
-        region.known[name] = Held(held.kind, in_body)
+        region.facts[name] = Held(held.kind, in_body)
         return in_body
     if held is not None:
         return held.name
@@ -311,11 +366,11 @@ def _name_in_body(region: Region, name: str, is_row: bool, kind: str) -> str:
         return region.input("w", name)
     if kind == SORTED:
         raise NoMixture("rows in their own order beside sorted ones")
-    return _row_value(region, name).name
+    return _outside_rows(region, name).name
 
 
 def _without_count(node: Node, num_choices: int) -> tuple[Arg, ...]:
-    """Arguments without the number of choices: ``view`` and ``expand`` keep what rows there are."""
+    """The arguments with -1 in place of the number of choices, in ``view`` and ``expand``."""
     if node.op not in ("aten.view", "aten.expand"):
         return node.args
     shape = node.args[1]
@@ -341,5 +396,6 @@ def _text(region: Region, arg: Arg, names: dict[str, str]) -> str:
         case float() if arg in (float("inf"), -float("inf")):
             return "inf" if arg > 0 else "-inf"
         case float() if not abs(arg) <= LARGEST["f16"]:
-            raise NoMixture(f"{arg}, which a device without bf16 could not hold")  # nor see it in a text
+            # the checks of a program for such a device do not look into a body
+            raise NoMixture(f"{arg}, which a device without bf16 could not hold")
     return repr(arg)

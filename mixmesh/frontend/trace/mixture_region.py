@@ -1,4 +1,4 @@
-"""A mixture of experts while it is read: what is known of its values, and the text of its experts' body."""
+"""A mixture of experts while it is read: facts about its values, and the text of its experts' body."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from dataclasses import dataclass, field
 
 from ...lang.ir import Graph
 
-# kinds of a region's values: ids and positions of choices, and what follows from them
+# the kinds of a region's values: ids and positions of choices, and values that follow from these
 IDS, PERMUTATION, TOKEN, COUNTS, ENDS, INVERSE = "ids", "permutation", "token", "counts", "ends", "inverse"
 POSITIONS = frozenset({IDS, PERMUTATION, TOKEN, COUNTS, ENDS, INVERSE})
-# rows of choices in sorted order, in their own, and these as [tokens, choices, ...]
+# rows of choices in sorted order, in their own order, and the latter as [tokens, choices, ...]
 SORTED, ROWS, BY_TOKEN = "sorted", "rows", "by token"
 
 
 class NoMixture(Exception):
-    """A region that is no mixture of experts, or none that can be read."""
+    """The region is no mixture of experts, or none that can be read."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """The facts known of a value: its kind, and for rows the name that it has in the body; ``entry`` names
-    the table of which it is every row's own entry."""
+    """The facts about a value: its kind, and for rows its name in the body. ``entry`` is the table, if the
+    rows are the entries of each row's expert in one."""
 
     kind: str
     name: str = ""
@@ -29,13 +29,14 @@ class Held:
 
 @dataclass
 class Region:
-    """A mixture while it is read. ``inputs``: its groups of tensors by their prefix in the body."""
+    """A mixture while it is read. ``facts`` are those about its values; ``inputs`` are its groups of tensors,
+    by their prefix in the body."""
 
     graph: Graph
     ids: str
     num_experts: int = 0
     num_tokens: int = 0
-    known: dict[str, Held] = field(default_factory=dict)
+    facts: dict[str, Held] = field(default_factory=dict)
     body: list[str] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
     inputs: dict[str, list[str]] = field(default_factory=lambda: {"x": [], "s": [], "t": [], "w": []})
@@ -47,8 +48,8 @@ class Region:
         return self.graph.types[self.ids].shape[0]
 
     def input(self, prefix: str, value: str) -> str:
-        """The name that a tensor from outside has in the body."""
-        if value in self.known:
+        """The name in the body of a tensor from outside."""
+        if value in self.facts:
             raise NoMixture("a value of the region is used as one from outside")
         names = self.inputs[prefix]
         if value not in names:
@@ -56,7 +57,7 @@ class Region:
         return f"{prefix}{names.index(value)}"
 
     def step(self, count: int, text: str) -> list[str]:
-        """Appends an assignment of ``count`` values; their names."""
+        """Appends an assignment of ``count`` values, and returns their names."""
         names = [f"v{len(self.body)}"] if count == 1 else [f"v{len(self.body)}_{n}" for n in range(count)]
         self.body.append(f"{', '.join(names)} = {text}")
         return names
@@ -69,7 +70,8 @@ class Region:
         return self.input("t", value)
 
     def choices_of(self, num_tokens: int) -> int:
-        """How many choices each of ``num_tokens`` has: the same number wherever it is asked."""
+        """The number of choices of each of ``num_tokens`` tokens. Raises NoMixture for another number of
+        tokens than before."""
         if not num_tokens or self.num_choices % num_tokens or self.num_tokens not in (0, num_tokens):
             raise NoMixture("different numbers of tokens")
         self.num_tokens = num_tokens

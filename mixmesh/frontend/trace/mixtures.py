@@ -1,32 +1,30 @@
-"""Mixtures of experts as models write them, found by what they do and put into one operator
-(``operators.mixtures``).
+"""Finds mixtures of experts by their computations, and puts each into one operator (``operators.mixtures``).
 
-A model flattens the choices of its router and either sorts them by expert, multiplies each piece by its
-expert's matrix and puts the results back in order, or looks up a matrix for every choice. Both are read in
-the order of the choices: a value of the sorted rows is remembered as what it would be without sorting, and
-whatever treats each row by itself, as its own sharding rule says, does the same to rows in any order. A
-region that is read to its end, the sum over the choices of each token, and that nothing else looks into, is
-replaced; any other stays as it is.
+A model flattens the choices of its router. Then it either sorts them by expert, multiplies each group by its
+expert's matrix and restores the order, or it looks up a matrix for every choice. Both are read in the order
+of the choices: for a value of sorted rows, the reader keeps the value without the sorting, and operators
+whose sharding rule says that they treat every row by itself do the same in any order. A region is replaced if
+it ends in the sum over the choices of each token, and nothing outside reads its inner values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
 from ...lang.ir import DType, Graph, Node, Ref, ValueType
-from ...lang.operators import count_kept_bytes
+from ...lang.operators import Operands, count_kept_bytes
 from .build import Builder, rewrite
 from .dtypes import TORCH_DTYPE
-from .mixture_readers import kinds_of, readers_of
+from .mixture_readers import kinds_of, read_node
 from .mixture_region import IDS, POSITIONS, Held, NoMixture, Region
 
 SORTS = ("aten.sort", "aten.sort.stable")
 
 
 def mixtures_as_operators(graph: Graph) -> Graph:
-    """The graph with each mixture of experts as one operator; others are left as they are."""
+    """Puts each mixture of experts that can be read into one operator."""
     region_of: dict[int, Region] = {}
     for ids in dict.fromkeys(_ids_of_mixtures(graph)):
         try:
@@ -42,25 +40,15 @@ def mixtures_as_operators(graph: Graph) -> Graph:
         region = last.get(id(node))
         return None if region is None else (_operator(b, region),)
 
-    return rewrite(graph, _Always(rule))
-
-
-class _Always(dict):
-    """One rule for all operators."""
-
-    def __init__(self, rule: Callable) -> None:
-        self._rule = rule
-
-    def get(self, key, default=None):
-        return self._rule
+    return rewrite(graph, {graph.nodes[n].op: rule for n in region_of})
 
 
 def _operator(b: Builder, region: Region) -> Ref:
     groups = [tuple(map(Ref, region.inputs[prefix])) for prefix in "xstw"]
     body = "; ".join(region.body)
-    meta = [[_meta(b.type(r)) for r in group] for group in groups]
-    dtypes = [TORCH_DTYPE[name] for name in region.dtypes]
-    kept_bytes = count_kept_bytes(body, *meta, dtypes, region.num_choices)
+    tokens, values, tables, whole = ([_meta(b.type(r)) for r in group] for group in groups)
+    operands = Operands(tokens, values, tables, whole, [TORCH_DTYPE[name] for name in region.dtypes])
+    kept_bytes = count_kept_bytes(body, operands, region.num_choices)
     return b("mixmesh.experts", Ref(region.ids), *groups, tuple(map(DType, region.dtypes)), body, kept_bytes)
 
 
@@ -72,7 +60,7 @@ def _meta(value: ValueType) -> torch.Tensor:
 
 
 def _ids_of_mixtures(graph: Graph) -> Iterator[str]:
-    """Flat integers that are sorted, or by which matrices are looked up."""
+    """Yields flat integers that are sorted, or that index a table of matrices."""
     for node in graph.nodes:
         if node.op in SORTS:
             name = node.inputs[0]
@@ -89,28 +77,27 @@ def _ids_of_mixtures(graph: Graph) -> Iterator[str]:
 
 
 def read_region(graph: Graph, ids: str) -> Region:
-    """All that follows from ``ids`` up to the sum over choices. Raises NoMixture."""
+    """Reads all nodes that depend on ``ids``, up to the sum over choices. Raises NoMixture."""
     region = Region(graph, ids)
-    region.known[ids] = Held(IDS)
-    readers = readers_of(region)
+    region.facts[ids] = Held(IDS)
     for n, node in enumerate(graph.nodes):
-        if node.is_leaf or not any(name in region.known for name in node.inputs):
+        if node.is_leaf or not any(name in region.facts for name in node.inputs):
             continue
         if region.result and region.result in node.inputs and not _others(region, node):
-            continue  # behind the region
-        held = next((held for read in readers if (held := read(node)) is not None), None)
+            continue  # after the region
+        held = read_node(region, node)
         if held is None:
             if set(filter(None, kinds_of(region, node))) <= POSITIONS:
-                continue  # values worked out of ids alone may be looked at from outside
+                continue  # nodes outside may read values that follow from the ids alone
             raise NoMixture(f"{node.op} at {node.location}")
         region.nodes.add(n)
-        region.known.update((r, h) for r, h in zip(node.results, held) if r is not None)
+        region.facts.update((r, h) for r, h in zip(node.results, held) if r is not None)
     _check(region)
     return region
 
 
 def _others(region: Region, node: Node) -> bool:
-    return any(name in region.known and name != region.result for name in node.inputs)
+    return any(name in region.facts and name != region.result for name in node.inputs)
 
 
 def _check(region: Region) -> None:

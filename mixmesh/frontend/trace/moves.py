@@ -1,20 +1,21 @@
-"""``module.to(...)`` inside a forward pass, while it is exported."""
+"""Export of ``module.to(...)`` inside a forward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import nn
 
+from ...base.patch import patched
 
-@contextmanager
-def moves_in_place() -> Iterator[None]:
-    """``module.to(...)`` of a module that is there already does nothing: export cannot swap parameters."""
+
+def moves_in_place() -> AbstractContextManager[None]:
+    """Within it, ``module.to(...)`` that changes nothing does nothing: export cannot replace parameters."""
     original = nn.Module.to
 
-    def to(module: nn.Module, *args, **kwargs):
+    def to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
         tensors = [*module.parameters(), *module.buffers()]
         same = all(
@@ -24,8 +25,4 @@ def moves_in_place() -> Iterator[None]:
         )
         return module if same else original(module, *args, **kwargs)
 
-    nn.Module.to = to
-    try:
-        yield
-    finally:
-        nn.Module.to = original
+    return patched(nn.Module, "to", to)

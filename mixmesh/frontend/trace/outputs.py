@@ -1,8 +1,7 @@
-"""The outputs of a forward pass beside the loss: its tensors by name, and which of them hold a row per
-sample.
+"""The outputs of a forward pass beside the loss: their names, and which of them have a row per sample.
 
-The name of a tensor is its path: ``logits``, ``hidden_states.2``, or ``1`` in a tuple. The first part of it
-is what a user asks for.
+The name of a tensor is its path: ``logits``, ``hidden_states.2``, or ``1`` in a tuple. Users select outputs
+by the first part of the path.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ from typing import Any
 import torch
 
 from ...errors import TraceError
-from ...lang.ir import Graph, Shard, batch_size_of
+from ...lang.ir import Graph, Node, Shard, batch_size_of
 from ...lang.rules import RULES, call_of, strategies
 
-NOTHING = "?"  # behind the name of what a model returned None for
+NOTHING = "?"  # follows the name of an output that was None
 
 
 def named_tensors(output: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in what a model returned, with their paths. Within an object only its attributes, and
-    lists, tuples, mappings and dataclasses in these, are looked at."""
+    """Yields the tensors in a model's return value, with their paths. Of an object, it looks at the
+    attributes, and at lists, tuples, mappings and dataclasses within these."""
     if isinstance(output, torch.Tensor):
         yield path, output
         return
@@ -31,7 +30,8 @@ def named_tensors(output: Any, path: str = "") -> Iterator[tuple[str, torch.Tens
 
 
 def parts_of(output: Any, *, top: bool = True) -> Iterator[tuple[Any, Any]]:
-    """Names and values in what a model returned; of what is no container its attributes, at the ``top``."""
+    """Yields the names and values in a part of a model's return value; those of an object without items are
+    its attributes, but only at the ``top``."""
     if isinstance(output, Mapping) or hasattr(output, "items"):
         yield from output.items()
     elif isinstance(output, tuple) and hasattr(output, "_fields"):
@@ -45,14 +45,14 @@ def parts_of(output: Any, *, top: bool = True) -> Iterator[tuple[Any, Any]]:
 
 
 def names_of_all(output: Any, where: str) -> tuple[str, ...]:
-    """The names of all tensors that a model returned, and of each None at its top, with NOTHING behind it.
-    Raises TraceError for a tuple with anything else in it, whose places could not be kept."""
+    """The names of all tensors that a model returned, and of each None at the top, followed by NOTHING.
+    Raises TraceError for a tuple with other values, whose positions could not be kept."""
     if isinstance(output, torch.Tensor):
         return ("",)
     names: list[str] = []
     for name, part in parts_of(output):
-        found = [f"{name}{NOTHING}"] if part is None else [path for path, _ in named_tensors(part, str(name))]
-        if not found and isinstance(output, tuple | list):
+        paths = [f"{name}{NOTHING}"] if part is None else [path for path, _ in named_tensors(part, str(name))]
+        if not paths and isinstance(output, tuple | list):
             raise TraceError(
                 "the model returns something that is no tensor",
                 expected="a tensor, or tensors in a tuple, a dict or an object",
@@ -60,22 +60,22 @@ def names_of_all(output: Any, where: str) -> tuple[str, ...]:
                 where=where,
                 hint="mixmesh.prepare(..., loss=function of (outputs, targets))",
             )
-        names += found
+        names += paths
     return tuple(names)
 
 
 def first_part(name: str) -> str:
-    """The part of a tensor's path that a user asks for."""
+    """The part of a tensor's path that users select it by."""
     return name.partition(".")[0]
 
 
 class IfGiven(str):
-    """The name of an output that is kept where the model gives one, and else not missed."""
+    """The name of an output that the model may leave out."""
 
 
 def selected(returns: Sequence[str], loss: str, wanted: Collection[str | int], where: str) -> tuple[str, ...]:
-    """The ``wanted`` ones of the tensors named ``returns``. Raises TraceError for a name that stands for none
-    of them."""
+    """Selects the ``wanted`` names from those of the returned tensors. Raises TraceError for a name that
+    selects none."""
     optional = {str(name) for name in wanted if isinstance(name, IfGiven)}
     wanted = tuple(map(str, wanted))
     offered = tuple(dict.fromkeys(first_part(name) for name in returns if name != loss))
@@ -92,8 +92,8 @@ def selected(returns: Sequence[str], loss: str, wanted: Collection[str | int], w
 
 
 def values_with_rows(graph: Graph) -> frozenset[str]:
-    """Values whose dim 0 counts samples: those that operators tie to dim 0 of an input, and those that are
-    made of inputs and of the batch's size."""
+    """The values whose dim 0 counts samples: operators tie it to dim 0 of an input, or the value depends on
+    inputs and dim 0 has the size of the batch."""
     batch_size = batch_size_of(n.types[0] for n in graph.batch_inputs)
     tied = {(n.result, 0) for n in graph.batch_inputs if n.types[0].shape[:1] == (batch_size,)}
     with_rows, from_inputs = {name for name, _ in tied}, {n.result for n in graph.batch_inputs}
@@ -108,15 +108,15 @@ def values_with_rows(graph: Graph) -> frozenset[str]:
             ties_of[key] = _ties(graph, node)
         values = (*node.inputs, *node.results)
         for tie in ties_of[key]:
-            ends = {(values[n], dim) for n, dim in tie}
+            ends = {(name, dim) for n, dim in tie if (name := values[n]) is not None}
             if not tied.isdisjoint(ends):
                 tied |= ends
         with_rows.update(r for r in results if (r, 0) in tied or graph.types[r].shape[:1] == (batch_size,))
     return frozenset(with_rows)
 
 
-def _ties(graph: Graph, node) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """For each way to cut an operator, the (position, dim) of the inputs and results that are cut."""
+def _ties(graph: Graph, node: Node) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """The (position, dim) of the inputs and results that are cut, for each way to cut an operator."""
     rule = RULES.get(node.op)
     if rule is None:
         return ()

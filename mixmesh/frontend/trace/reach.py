@@ -1,5 +1,5 @@
-"""The things that a function can write to beside its arguments: what it closes over, the globals that it
-names, and the attributes of objects that it is a method of.
+"""The objects that a function can write to besides its arguments: those that it closes over, the globals that
+it names, and the attributes of its object, if it is a method.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-DEPTH = 3  # containers within each other that are looked into
-MOST = 2000  # things that are looked at
+DEPTH = 3  # of containers within each other
+MOST = 2000  # objects that are visited
 PLAIN = (int, float, complex, str, bytes, bool, type(None))
 CLOSED = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, Tensor)
-OF_MODULES = ("_parameters", "_buffers", "_modules")  # which tell on their own
+OF_MODULES = ("_parameters", "_buffers", "_modules")  # whose changes are seen otherwise
 
-Reached = dict[str, Any]  # by how it is written
+Reached = dict[str, Any]  # by the expression that leads there
 
 
 def reach(function: Any, hook: Any, module: nn.Module) -> Reached:
-    """Everything that a hook on ``module`` can write to, by its name. ``function`` is what the hook runs."""
+    """Collects all that a hook on ``module`` can write to. ``function`` is the one that the hook runs."""
     reached: Reached = {}
     for name, root in _roots(function, hook):
         _visit(name, root, DEPTH, reached)
@@ -30,7 +30,7 @@ def reach(function: Any, hook: Any, module: nn.Module) -> Reached:
 
 
 def changed(before: Reached, after: Reached) -> str | None:
-    """The name of the first thing that is another one; None if all is as it was."""
+    """The name of the first object that was replaced; None if there is none."""
     for name in {**before, **after}:
         if name not in before or name not in after or not _is_same(before[name], after[name]):
             return name
@@ -62,14 +62,14 @@ def _roots(function: Any, hook: Any) -> Iterator[tuple[str, Any]]:
         yield "arguments", (getattr(hook, "args", ()), getattr(hook, "keywords", {}))
 
 
-def _visit(name: str, value: Any, depth: int, found: Reached) -> None:
-    if len(found) >= MOST:
+def _visit(name: str, value: Any, depth: int, reached: Reached) -> None:
+    if len(reached) >= MOST:
         return
-    found[name] = value
+    reached[name] = value
     if depth == 0 or isinstance(value, (*PLAIN, *CLOSED)):
         return
     for part, inner in _parts(value):
-        _visit(f"{name}{part}", inner, depth - 1, found)
+        _visit(f"{name}{part}", inner, depth - 1, reached)
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""Recurrent layers with dropout between them, written out: the fused operator draws numbers of its own."""
+"""Splits recurrent layers with dropout between them: the fused operator would draw numbers of its own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .schema import bound
 
 
 def layers(b: Builder, node: Node) -> tuple[Ref | None, ...] | None:
-    """One operator per layer, and ``native_dropout`` on what all but the last give."""
+    """One operator per layer, and ``native_dropout`` on the results of all but the last."""
     arg = bound(node)
     if not (arg["dropout"] and arg["train"]):
         return None
@@ -27,12 +27,12 @@ def layers(b: Builder, node: Node) -> tuple[Ref | None, ...] | None:
         x, *left = b.all(node.op, x, hx, params[layer * each : (layer + 1) * each], *options)
         last.append(left)
     kept = (b("aten.cat", tuple(s), 0) if count > 1 else s[0] for s in zip(*last))
-    # results that nobody reads are dropped later
+    # a later pass drops results that are not used
     return (x, *kept)
 
 
 def _dropout(b: Builder, x: Ref, p: float, batch_first: bool) -> Ref:
-    """Numbers are drawn with time first, as PyTorch draws them."""
+    """Dropout that draws its numbers with time first, as PyTorch does."""
     if not batch_first:
         return b("aten.native_dropout", x, p, True)
     dropped = b("aten.native_dropout", b("aten.transpose.int", x, 0, 1), p, True)

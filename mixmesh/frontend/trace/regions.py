@@ -1,62 +1,59 @@
-"""Regions of an exported program: ``no_grad`` and ``autocast`` blocks.
+"""``no_grad`` and ``autocast`` blocks of an exported program.
 
-Export keeps such a block as one higher-order operator, and decomposing merely inlines it: the gradients
-that ``no_grad`` stops would flow again, and the lines of the user's file are lost. So blocks are inlined
-here first: what enters a ``no_grad`` block is detached. An enabled ``autocast`` block stays, because its
-casts are made by decomposing inside it.
+Export keeps such a block as one higher-order operator, and decomposing merely inlines it: gradients would
+flow through ``no_grad`` again, and the lines of the user's file would be lost. So blocks are inlined here
+first, with a ``detach`` of all that enters a ``no_grad`` block. An enabled ``autocast`` block stays, because
+decomposing inserts its casts.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import fx
 from torch._export.passes import replace_set_grad_with_hop_pass as grad_pass
 from torch.amp.autocast_mode import _enter_autocast
 
+from ...base.patch import patched
+from .fx_nodes import block_of, node_argument
+
 SET_GRAD = "wrap_with_set_grad_enabled"
 AUTOCAST = "wrap_with_autocast"
 
 
-@contextmanager
-def no_grad_within_autocast() -> Iterator[None]:
-    """Has export keep a ``no_grad`` block that stands in an ``autocast`` block. PyTorch knows a part of a
-    graph as such a block by its first node, which is there the ``autocast`` that the part is put under: it
-    takes the part for an ordinary one, and the gradients that ``no_grad`` stops would flow."""
-    original = grad_pass._is_set_grad_enabled_sub_mod
+def no_grad_within_autocast() -> AbstractContextManager[None]:
+    """Within it, export keeps a ``no_grad`` block in an ``autocast`` block. PyTorch recognises a ``no_grad``
+    block by its first node, but there it is the ``autocast``: without this, gradients would flow through."""
 
     def is_block(node: fx.Node, omit_if_same_with_ambient: bool = False) -> bool:
-        if node.op != "call_module":
+        if node.op != "call_module" or node.graph.owning_module is None:
             return False
-        nodes = getattr(node.graph.owning_module, node.target).graph.nodes
+        nodes = block_of(node.graph.owning_module, node).graph.nodes
         first = next((n for n in nodes if n.op != "placeholder" and n.target is not _enter_autocast), None)
         if first is None or first.target is not torch._C._set_grad_enabled:
             return False
         return not omit_if_same_with_ambient or first.args[0] != torch.is_grad_enabled()
 
-    grad_pass._is_set_grad_enabled_sub_mod = is_block
-    try:
-        yield
-    finally:
-        grad_pass._is_set_grad_enabled_sub_mod = original
+    return patched(grad_pass, "_is_set_grad_enabled_sub_mod", is_block)
 
 
 def inline_regions(module: fx.GraphModule) -> None:
-    """Replace blocks by their contents, in place, at every depth."""
+    """Replaces blocks by their contents, in place and at every depth."""
     for node in list(module.graph.nodes):
         if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
             continue
         at = {SET_GRAD: 1, AUTOCAST: 4}.get(node.target.name())
         if at is None:
             continue
-        block = getattr(module, node.args[at].target)
+        block = block_of(module, node_argument(node, at))
         inline_regions(block)
         if node.target.name() == SET_GRAD:
             _inline(module, node, block, node.args[at + 1 :], detach=not node.args[0])
-        elif not node.args[2]:  # autocast, disabled
+        elif not node.args[2]:  # a disabled autocast
             _inline(module, node, block, node.args[at + 1 :], detach=False)
     for node in list(module.graph.nodes):
         if node.op == "get_attr" and not node.users:
@@ -64,10 +61,12 @@ def inline_regions(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-def _inline(module: fx.GraphModule, node: fx.Node, block: fx.GraphModule, args, detach: bool) -> None:
-    copies: dict[fx.Node, object] = {}
+def _inline(
+    module: fx.GraphModule, node: fx.Node, block: fx.GraphModule, args: Sequence[Any], detach: bool
+) -> None:
+    copies: dict[fx.Node, Any] = {}
     arguments = iter(args)
-    outputs: tuple = ()
+    outputs: Any = ()
     with module.graph.inserting_before(node):
         for inner in block.graph.nodes:
             if inner.op == "placeholder":
@@ -78,16 +77,20 @@ def _inline(module: fx.GraphModule, node: fx.Node, block: fx.GraphModule, args, 
             else:
                 copies[inner] = module.graph.node_copy(inner, lambda n: copies[n])
                 if inner.op == "get_attr":
-                    copies[inner].target = _adopt(module, getattr(block, inner.target), inner.target)
+                    copies[inner].target = _adopt(
+                        module, getattr(block, str(inner.target)), str(inner.target)
+                    )
     for user in list(node.users):
+        index: Any = user.args[1]
         if user.target is not operator.getitem:
-            raise NotImplementedError(f"{node.target.name()} is used whole")
-        user.replace_all_uses_with(copies.get(outputs[user.args[1]]))
+            raise NotImplementedError(f"{node.target} is used whole")
+        user.replace_all_uses_with(copies[outputs[index]])
         module.graph.erase_node(user)
     module.graph.erase_node(node)
 
 
 def _detached(graph: fx.Graph, value: fx.Node) -> fx.Node:
+    """Returns a detached copy of a floating-point tensor; any other value itself."""
     example = value.meta.get("val")
     if not isinstance(example, torch.Tensor) or not example.dtype.is_floating_point:
         return value
@@ -97,6 +100,7 @@ def _detached(graph: fx.Graph, value: fx.Node) -> fx.Node:
 
 
 def _adopt(module: fx.GraphModule, block: torch.nn.Module, name: str) -> str:
+    """Adds a submodule under a free name that begins with ``name``, and returns the name."""
     free_name = name
     while free_name in module._modules:
         free_name += "_"

@@ -1,4 +1,4 @@
-"""ATen's schemas: from an operator's name in a graph to its overload, and arguments in one normal form."""
+"""The schemas of operators: their overloads by name, and a normal form of their arguments."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ...errors import UnsupportedOp
 from ...lang import operators  # noqa: F401  registers our own
 from ...lang.ir import Arg, DType, Node, refs
 
-# arguments that say where and how a result lies in memory, never what it is; None stands for them
+# arguments that decide where and how a result lies in memory, but not its value; they are None in a graph
 PLACEMENT_ARGS = frozenset({"device", "layout", "memory_format", "pin_memory", "non_blocking"})
-# switches between kernels of one meaning
+# arguments that only choose a kernel
 KERNEL_ARGS = frozenset({"cudnn_enable", "cudnn_enabled"})
 
 
-# operators of PyTorch that do not compute a value from values: files, threads, other processes
+# operators with other effects than computing their results: files, threads, other processes
 NO_COMPUTATIONS = frozenset(
     """
     _c10d_functional _c10d_functional_autograd _dtensor _native _quantized _test c10d cuda debug_mode_ops
@@ -31,10 +31,10 @@ NO_COMPUTATIONS = frozenset(
 
 @cache
 def overload(op: str) -> torch._ops.OpOverload:
-    """``aten.linear`` -> ``torch.ops.aten.linear.default``. Raises UnsupportedOp for an unknown name.
+    """Maps ``aten.linear`` to ``torch.ops.aten.linear.default``. Raises UnsupportedOp for an unknown name.
 
-    A name may come from any file, so it is looked up in the dispatcher's list and not among attributes, and
-    must be of a function of tensors: no operator that writes to its arguments or reads a file.
+    A name may come from any file. So it is looked up in the dispatcher's list, not among attributes, and it
+    must name a function of tensors, which neither writes to its arguments nor reads a file.
     """
     namespace, _, rest = op.partition(".")
     qualified = f"{namespace}::{rest}"
@@ -48,17 +48,20 @@ def overload(op: str) -> torch._ops.OpOverload:
 
 
 def _is_computation(schema: torch._C.FunctionSchema) -> bool:
-    """Whether an operator has no effects. One that makes tensors out of a string and no tensors reads a
-    file."""
+    """Whether an operator has no side effects. One with strings but no tensors among its arguments would read
+    a file."""
     kinds = [str(a.type) for a in schema.arguments]
     return not schema.is_mutable and ("str" not in kinds or any("Tensor" in kind for kind in kinds))
 
 
-def ctc_loss_on_meta(log_probs, targets, input_lengths, target_lengths, blank=0, reduction=1, *rest):
+def ctc_loss_on_meta(
+    log_probs: torch.Tensor, targets: Any, input_lengths: Any, target_lengths: Any,
+    blank: int = 0, reduction: int = 1, *rest: Any,
+) -> torch.Tensor:  # fmt: skip
     return log_probs.new_empty(log_probs.shape[1:2] if reduction == 0 else ())
 
 
-# where PyTorch has no kernel for meta tensors
+# operators without a kernel for meta tensors in PyTorch
 ON_META = {"aten.ctc_loss.Tensor": ctc_loss_on_meta}
 
 
@@ -69,13 +72,14 @@ def on_meta(op: str) -> Callable[..., Any]:
 
 
 def op_name(target: torch._ops.OpOverload) -> str:
+    """The name of an overload in a graph."""
     namespace, name = target._schema.name.split("::")
     suffix = "" if target._overloadname == "default" else f".{target._overloadname}"
     return f"{namespace}.{name}{suffix}"
 
 
 def bound(node: Node) -> dict[str, Arg]:
-    """Every argument of ``node`` by its name in the schema, defaults included."""
+    """The arguments of ``node`` by their names in the schema, defaults included."""
     out: dict[str, Arg] = {}
     named = dict(node.kwargs)
     for position, argument in enumerate(overload(node.op)._schema.arguments):
@@ -95,7 +99,7 @@ def changed(node: Node, **changes: Arg) -> tuple[tuple[Arg, ...], dict[str, Arg]
 
 
 def normalise(node: Node) -> Node:
-    """Arguments by position where the schema has them so, without defaults at the tail or by name."""
+    """Passes arguments by position where the schema allows it, and drops defaults at the end and by name."""
     if "." not in node.op:
         return node
     schema = overload(node.op)._schema.arguments
@@ -110,7 +114,7 @@ def normalise(node: Node) -> Node:
 
 
 def _by_position(node: Node, positional: list, kwargs: dict[str, Arg]) -> list[Arg]:
-    """The arguments by position, without defaults at the tail; those that were named leave ``kwargs``."""
+    """The arguments by position, without defaults at the end; named ones are moved here out of ``kwargs``."""
     args = list(node.args)
     for argument in positional[len(args) :]:
         if argument.name not in kwargs and not argument.has_default_value():
@@ -139,7 +143,7 @@ def _is_default(argument: Any, value: Arg) -> bool:
 
 
 def _is_factory(node: Node, schema: Any) -> bool:
-    """An operator without tensors whose dtype would follow the process's default dtype."""
+    """Whether an operator has no tensors among its arguments, so that the default dtype decides its own."""
     return any(a.name == "dtype" for a in schema) and not any(refs(node.args))
 
 

@@ -1,21 +1,26 @@
-"""The targets of a CTC loss that a mask selects from rows, which PyTorch puts into one row of unknown length.
+"""Targets of a CTC loss that a mask selects: PyTorch puts them into one row, whose length is data.
 
-``ctc_loss(scores, labels[mask], lengths, mask.sum(-1))`` reads of every sample as many targets as its row of
-the mask selects. Given the rows themselves, each with what is selected first, it reads the same, and shapes
-stay known.
+``ctc_loss(scores, labels[mask], lengths, mask.sum(-1))`` reads as many targets of every sample as the mask
+selects in its row. It reads the same from the rows themselves, if the selected targets come first in each,
+and then all shapes are known.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from ...errors import TraceError
+from .fx_nodes import node_argument
 from .locate import place_of_stack
 
 aten = torch.ops.aten
 SELECT = (aten.masked_select.default, aten.index.Tensor)
-# export says this of a length that it does not know
+# export adds these for a length that it does not know
 SIZES = (
     aten.sym_size.int, aten._assert_scalar.default, aten.sym_constrain_range_for_size.default,
     aten.sym_constrain_range.default,
@@ -23,12 +28,12 @@ SIZES = (
 
 
 def targets_by_sample(module: fx.GraphModule) -> None:
-    """Replaces such targets, in place. All else that selects by a mask stays. Raises TraceError for targets
-    of unknown length that are made in another way."""
+    """Replaces such targets, in place; other selections by a mask stay. Raises TraceError for targets of
+    unknown length from another source."""
     for node in list(module.graph.nodes):
-        if node.target is not aten.ctc_loss.Tensor or _is_known(node.args[1]):
+        if node.target is not aten.ctc_loss.Tensor or _is_known(node_argument(node, 1)):
             continue
-        selected = node.args[1]
+        selected = node_argument(node, 1)
         selected_rows = _selected(selected)
         if selected_rows is None or not _counts(node.args[3], selected_rows[1]):
             raise TraceError(
@@ -50,7 +55,7 @@ def _is_known(targets: fx.Node) -> bool:
 
 
 def _selected(targets: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The rows and the mask that targets were selected with."""
+    """The rows and the mask that targets were selected with, or None."""
     if targets.target not in SELECT:
         return None
     rows, mask = targets.args[:2]
@@ -58,24 +63,25 @@ def _selected(targets: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         if len(mask) != 1:
             return None
         (mask,) = mask
-    values = [n.meta.get("val") for n in (rows, mask) if isinstance(n, fx.Node)]
-    fits = len(values) == 2 and values[0].ndim == 2 and values[0].shape == values[1].shape
-    return (rows, mask) if fits and values[1].dtype == torch.bool else None
+    if not isinstance(rows, fx.Node) or not isinstance(mask, fx.Node):
+        return None
+    values, selection = rows.meta["val"], mask.meta["val"]
+    fits = values.ndim == 2 and values.shape == selection.shape and selection.dtype == torch.bool
+    return (rows, mask) if fits else None
 
 
-def _counts(lengths: fx.Node, mask: fx.Node) -> bool:
-    """Whether lengths are how many each row of a mask selects."""
-    return (
-        isinstance(lengths, fx.Node)
-        and lengths.target is aten.sum.dim_IntList
-        and lengths.args[0] is mask
-        and list(lengths.args[1]) in ([-1], [1])
-        and len(lengths.args) < 3
-    )
+def _counts(lengths: object, mask: fx.Node) -> bool:
+    """Whether lengths are the numbers of targets that each row of a mask selects."""
+    if not isinstance(lengths, fx.Node) or lengths.target is not aten.sum.dim_IntList:
+        return False
+    source, dims, *others = lengths.args
+    return source is mask and isinstance(dims, Sequence) and list(dims) in ([-1], [1]) and not others
 
 
 def _selected_first(graph: fx.Graph, rows: fx.Node, mask: fx.Node) -> fx.Node:
-    def call(op, *args, **kwargs) -> fx.Node:
+    """Builds the rows with their selected values first."""
+
+    def call(op: OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
         new = graph.call_function(op, args, kwargs)
         values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         new.meta = {"val": op(*values[0], **values[1]), "stack_trace": rows.meta.get("stack_trace")}
@@ -87,7 +93,7 @@ def _selected_first(graph: fx.Graph, rows: fx.Node, mask: fx.Node) -> fx.Node:
 
 
 def _erase(selected: fx.Node) -> None:
-    """Takes away a value that is not used any more, with what is said of its length."""
+    """Erases a value that is not used any more, with the nodes about its length."""
     users = [selected]
     for node in users:
         users += [user for user in node.users if user not in users]

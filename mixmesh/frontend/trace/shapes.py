@@ -1,22 +1,25 @@
-"""Passes for a model that is traced once more, for another shape of its batch than it was planned with."""
+"""Passes for a planned model that is traced again, for another shape of its batch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...lang.ir import Graph, Program
+from ...lang.ir import Graph, Node, Program, Ref
 from . import PASSES
-from .build import rewrite
+from .build import Builder, Rule, rewrite
 from .simplify import IDENTITY_RULES, drop_identities
 
 
 def passes_for(planned: Program) -> tuple[Callable[[Graph], Graph], ...]:
-    """The usual passes, but what the planned program computes stays though it does nothing for this shape (an
-    ``expand`` of one row to one): so that both have the same operators."""
+    """The usual passes, except that they keep the operators of the planned program that do nothing for this
+    shape, such as an ``expand`` of one row to one: so both have the same operators."""
     planned_names = planned.types.keys()
 
-    def kept(rule):
-        return lambda build, node: None if planned_names & {*node.results} else rule(build, node)
+    def kept(rule: Rule) -> Rule:
+        def apply(build: Builder, node: Node) -> tuple[Ref | None, ...] | None:
+            return None if planned_names & {*node.results} else rule(build, node)
+
+        return apply
 
     rules = {op: kept(rule) for op, rule in IDENTITY_RULES.items()}
 

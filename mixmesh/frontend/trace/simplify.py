@@ -1,10 +1,10 @@
-"""Small passes from graph to graph: one spelling for each meaning, and nothing that does nothing."""
+"""Small passes from graph to graph: one name for each operator, and no operators without an effect."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from ...lang.ir import DType, Graph, Node, Ref
+from ...lang.ir import Arg, DType, Graph, Node, Ref
 from .build import Builder, Rule, rewrite
 from .schema import bound, normalise
 
@@ -18,7 +18,7 @@ def normal_arguments(graph: Graph) -> Graph:
 
 
 def one_spelling(graph: Graph) -> Graph:
-    """``multiply`` -> ``mul`` and the like: names that PyTorch keeps for the same operator."""
+    """Replaces aliases in PyTorch, such as ``multiply`` for ``mul``."""
     return replace(graph, nodes=tuple(replace(n, op=ALIASES.get(n.op, n.op)) for n in graph.nodes))
 
 
@@ -37,7 +37,7 @@ ALIASES: dict[str, str] = {
 
 
 def static_shapes(graph: Graph) -> Graph:
-    """``view`` and ``expand`` with the whole shape that results, no -1."""
+    """Gives ``view`` and ``expand`` the shape of their result, without a -1."""
     return replace(graph, nodes=tuple(map(_static_shape, graph.nodes)))
 
 
@@ -53,7 +53,7 @@ def _static_shape(node: Node) -> Node:
 
 
 def broadcasts_written_out(graph: Graph) -> Graph:
-    """``broadcast_tensors``, which the losses of torch.nn.functional begin with, -> an ``expand`` of each."""
+    """Replaces ``broadcast_tensors``, which the losses of torch.nn.functional begin with, by ``expand``."""
     return rewrite(graph, {"aten.broadcast_tensors": _broadcast_tensors})
 
 
@@ -63,8 +63,8 @@ def _broadcast_tensors(b: Builder, node: Node) -> tuple[Ref | None, ...]:
 
 
 def one_factory(graph: Graph) -> Graph:
-    """``zeros``, ``ones_like``, ``new_full``, ``empty`` and the like -> ``aten.full``; no memory stays
-    without a defined value."""
+    """Replaces ``zeros``, ``ones_like``, ``new_full``, ``empty`` and the like by ``aten.full``, so that all
+    memory has a defined value."""
     return replace(graph, nodes=tuple(map(_factory, graph.nodes)))
 
 
@@ -72,13 +72,12 @@ def _factory(node: Node) -> Node:
     stem = node.op.removeprefix("aten.").split(".")[0].removeprefix("new_").removesuffix("_like")
     if not node.op.startswith("aten.") or stem not in ("zeros", "ones", "empty", "full", "scalar_tensor"):
         return node
+    value: Arg = 1 if stem == "ones" else 0
     if stem in ("full", "scalar_tensor"):
         arguments = bound(node)
-        value = arguments.get("fill_value", arguments.get("s"))
+        value = arguments["fill_value" if "fill_value" in arguments else "s"]
         if isinstance(value, Ref):
             return node
-    else:
-        value = 1 if stem == "ones" else 0
     (kind,) = node.types
     value = float(value) if kind.is_floating else bool(value) if kind.dtype == "bool" else int(value)
     kwargs = (("dtype", DType(kind.dtype)),)
@@ -86,7 +85,7 @@ def _factory(node: Node) -> Node:
 
 
 def drop_identities(graph: Graph) -> Graph:
-    """Operators whose result is their argument: copies, casts to the same dtype, whole slices, ..."""
+    """Drops operators whose result is their argument: copies, casts to the same dtype, whole slices, ..."""
     return rewrite(graph, IDENTITY_RULES)
 
 
@@ -157,7 +156,7 @@ IDENTITY_RULES: dict[str, Rule] = {
 
 
 def drop_useless_detach(graph: Graph) -> Graph:
-    """A ``detach`` of what has no gradient anyway (``no_grad`` around a mask) does nothing."""
+    """Drops a ``detach`` of a value without a gradient, as from ``no_grad`` around a mask."""
     flowing: set[str] = set()
     for node in graph.nodes:
         trainable = node.op == "param" and dict(node.kwargs).get("trainable", True)
@@ -171,7 +170,7 @@ def drop_useless_detach(graph: Graph) -> Graph:
 
 
 def drop_dead(graph: Graph) -> Graph:
-    """Keep what the loss, an update or an output needs, and every parameter."""
+    """Keeps only nodes that the loss, an update or an output depends on, and every parameter."""
     needed = {graph.loss}
     kept = []
     for node in reversed(graph.nodes):
@@ -183,7 +182,7 @@ def drop_dead(graph: Graph) -> Graph:
 
 
 def leaves_at_first_use(graph: Graph) -> Graph:
-    """Each leaf directly before the first node that uses it; unused parameters at the end."""
+    """Moves each leaf directly before the first node that uses it, and unused parameters to the end."""
     waiting = {n.result: n for n in graph.nodes if n.is_leaf}
     out: list[Node] = []
     for node in graph.nodes:
@@ -195,8 +194,8 @@ def leaves_at_first_use(graph: Graph) -> Graph:
 
 
 def updates_at_once(graph: Graph) -> Graph:
-    """Each update of a buffer directly behind what makes its new value: then it is part of its layer, and
-    layers that are alike are so with their updates."""
+    """Moves each update of a buffer directly behind the node of its new value, and so into its layer:
+    repeated layers stay alike with their updates."""
     waiting: dict[str, list[Node]] = {}
     for node in graph.nodes:
         if node.op == "update":

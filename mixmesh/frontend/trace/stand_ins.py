@@ -1,8 +1,8 @@
-"""Models made on the device ``meta``, traced as if they had values.
+"""Export of models on the device ``meta``.
 
-Where an operator is dispatched to follows its tensors' device, and a constant that is made on ``meta`` has no
-value left. So while such a model is exported its tensors are fake ones of a real device: shapes without
-memory, beside which ``torch.tensor(0.5)`` is a half.
+The device of its tensors decides an operator's kernel, and a constant that is created on ``meta`` has no
+value. So during export the tensors of such a model are replaced by fake ones on a real device: they have no
+memory either, but ``torch.tensor(0.5)`` among them keeps its value.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from ...errors import TraceError
 
 @contextmanager
 def meta_on_device(model: nn.Module, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-    """``tensors``, an export's arguments, where neither they nor ``model`` are on ``meta``. Else, within it,
-    the model's tensors on ``meta`` are fake ones on the device of the others, and so are the ``tensors`` that
-    are given."""
+    """Gives the arguments of an export: ``tensors`` themselves, where neither they nor ``model`` are on
+    ``meta``. Otherwise they are fake ones, and within the context so are the model's tensors on ``meta``,
+    with the device of the others."""
     every = (*model.parameters(), *model.buffers(), *tensors)
     if not any(x.is_meta for x in every):
         yield tuple(tensors)
         return
     device = next((x.device for x in every if not x.is_meta), torch.device("cpu"))
-    # as export makes it; a mode for each export, which counts the sizes that depend on values
+    # as export makes its own; one for each export, as it counts the sizes that depend on values
     shapes = ShapeEnv(tracked_fakes=[], prefer_deferred_runtime_asserts_over_guards=False, trace_asserts=True)
     mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True, export=True)
 
@@ -38,7 +38,7 @@ def meta_on_device(model: nn.Module, tensors: Sequence[Tensor]) -> Iterator[tupl
         stand_in = FakeTensor(mode, x.detach(), device)
         return nn.Parameter(stand_in, x.requires_grad) if isinstance(x, nn.Parameter) else stand_in
 
-    stand_in_of: dict[int, Tensor] = {}  # by the original, of which modules may share one
+    stand_in_of: dict[int, Tensor] = {}  # by the original, which modules may share
     held = list(_held(model))
     try:
         for table, name, x in held:
@@ -52,7 +52,7 @@ def meta_on_device(model: nn.Module, tensors: Sequence[Tensor]) -> Iterator[tupl
 
 
 def _held(model: nn.Module) -> Iterator[tuple[dict, str, Tensor]]:
-    """Each tensor of the modules on ``meta``, with the table that holds it."""
+    """Yields each tensor of the modules on ``meta``, with the table that holds it."""
     for module in model.modules():
         for table in (module._parameters, module._buffers):
             for name, x in table.items():
@@ -61,8 +61,8 @@ def _held(model: nn.Module) -> Iterator[tuple[dict, str, Tensor]]:
 
 
 def lost_constant(model: nn.Module) -> TraceError | None:
-    """The error of a forward pass that uses a tensor on ``meta`` that is neither parameter nor buffer, naming
-    the first that the model has; None if it has none."""
+    """The error for the model's first tensor on ``meta`` that is neither parameter nor buffer; None if there
+    is no such tensor."""
     for prefix, module in model.named_modules():
         for name, x in vars(module).items():
             if isinstance(x, Tensor) and x.is_meta:

@@ -1,8 +1,8 @@
-"""Writes in place to a value whose gradient was stopped for the write alone.
+"""Refuses writes in place to a value whose gradient is stopped only for the write.
 
-``with torch.no_grad(): y.clamp_(min=0)`` and ``y.detach().clamp_(min=0)`` change the values of ``y`` and
-leave its gradient as if nothing had happened. A graph without writes has one value after the write, which is
-made of the stopped one: the gradient would be lost without a word.
+``with torch.no_grad(): y.clamp_(min=0)`` and ``y.detach().clamp_(min=0)`` change the values of ``y`` but not
+its gradient. In a graph without writes, the value after the write depends on the detached one: the gradient
+would silently be lost.
 """
 
 from __future__ import annotations
@@ -13,28 +13,29 @@ import torch
 from torch import fx
 
 from ...errors import TraceError
+from .fx_nodes import node_argument
 from .locate import place_of_stack
 
 DETACH = torch.ops.aten.detach.default
 
 
 def check_stopped_writes(module: fx.GraphModule) -> None:
-    """Raises TraceError, with its line, for such a write to a value that a gradient flows from. ``module``
-    has no blocks of ``no_grad`` any more, and may have blocks of ``autocast``."""
+    """Raises TraceError, with the line, for such a write to a value with a gradient. ``module`` has no
+    ``no_grad`` blocks any more, but may have ``autocast`` blocks."""
     seen = _Seen({n for n in module.graph.nodes if getattr(n.meta.get("val"), "requires_grad", False)})
     _check(module, seen)
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """The values that a gradient ``flows`` from, and by each placeholder of a block what stands for it
-    ``outside``."""
+    """The values through which a gradient ``flows``; ``outside`` maps each placeholder of a block to the
+    value that it stands for."""
 
     flows: set[fx.Node]
     outside: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def same_memory(self, node: fx.Node) -> list[fx.Node]:
-        """``node`` and what it is a view of, up to a value whose gradient was stopped."""
+        """``node`` and the values that it is a view of, up to one whose gradient was stopped."""
         chain = [node]
         while chain[-1].target is not DETACH:
             last = chain[-1]
@@ -45,12 +46,12 @@ class _Seen:
         return chain
 
     def stopped(self, written: fx.Node) -> fx.Node | None:
-        """The value that shares its memory with ``written``, but no gradient. None where there is none, and
-        for parameters, whose writes are refused as such."""
+        """The value that shares memory with ``written``, but not its gradient. None if there is none, or it
+        is a parameter: writes to those are refused anyway."""
         last = self.same_memory(written)[-1]
         if last.target is not DETACH:
             return None
-        origin = last.args[0]
+        origin = node_argument(last, 0)
         return None if self.same_memory(origin)[-1].op == "placeholder" else origin
 
 
@@ -68,7 +69,9 @@ def _check(module: fx.GraphModule, seen: _Seen) -> None:
 
 def _enter_blocks(module: fx.GraphModule, node: fx.Node, seen: _Seen) -> None:
     for place, block in enumerate(node.args):
-        inner = getattr(module, block.target) if getattr(block, "op", "") == "get_attr" else None
+        if not isinstance(block, fx.Node) or block.op != "get_attr":
+            continue
+        inner = getattr(module, str(block.target))
         if not isinstance(inner, fx.GraphModule):
             continue
         for held, value in zip(inner.graph.find_nodes(op="placeholder"), node.args[place + 1 :]):
@@ -85,7 +88,8 @@ def _is_float(node: fx.Node) -> bool:
 
 
 def _argument(node: fx.Node, *, is_write: bool) -> fx.Node | None:
-    """The first argument that an operator writes to, or that its result shares memory with."""
+    """The first argument that an operator writes to (or whose memory its result shares, unless
+    ``is_write``)."""
     schema = getattr(node.target, "_schema", None)
     for value, argument in zip(node.args, schema.arguments if schema else ()):
         alias = argument.alias_info

@@ -1,4 +1,4 @@
-"""Lists of words in a batch, such as names of files: a model may be given them as long as it reads none."""
+"""Lists of words in a batch, such as file names: a model may take them as arguments, but not read them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ WORDS = "words"  # the kind that a plan records for such an argument
 
 
 def is_words(value: Any) -> bool:
-    """Whether a value is a list or tuple of words alone, as a column of words is in a batch."""
+    """Whether a value is a list or tuple of words only, like a column of words in a batch."""
     return isinstance(value, list | tuple) and bool(value) and all(isinstance(x, str) for x in value)
 
 
 class Unread:
-    """A stand-in for words while a model is traced: reading it raises TraceError, as a program reads none
-    and would compute with those of the batch that was planned with."""
+    """A stand-in for words while a model is traced. Reading it raises TraceError: the program would compute
+    with the words of the traced batch in every step."""
 
     def __init__(self, name: str) -> None:
         self.__dict__["of"] = name

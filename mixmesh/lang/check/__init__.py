@@ -1,14 +1,14 @@
-"""Layer 3: is this program a program, and is this plan for this cluster and this model?
+"""Checks of programs (is this one valid?) and of plans (do they belong to this cluster and this model?).
 
 A program that a person has edited is checked before anything runs. Invariants of a valid program:
 
 - a value is defined once, before it is used;
-- the owners of a replicated parameter (ZeRO-1/2) hold it;
+- the shard owners of a replicated parameter (ZeRO-1/2) hold it;
 - a parameter, buffer or input is held as R or S, a constant as R;
 - an operator's placements are a strategy of its rule; without a rule all are R;
-- the values of one operator are held by the same ranks, its shards cut by the same shares;
-- a redistribution keeps the value type, and its name is the one that its placements have;
-- what is computed again in the backward pass are computations that read and draw the same then;
+- the values of one operator are held by the same ranks, and its shards are cut by the same shares;
+- a redistribution keeps the value type, and its name follows from its placements;
+- a rematerialised computation reads the same values and draws the same random numbers in its second run;
 - results have the types that PyTorch gives them;
 - the loss is a floating-point scalar held as P(sum).
 """
@@ -17,15 +17,15 @@ from __future__ import annotations
 
 from ..ir import Program
 from ..plan_file import Plan
-from .placements import check_names, check_placements, check_placements_of_known
+from .placements import check_names, check_placements, check_placements_only
 from .plans import check_plan
 
 __all__ = ["check_loaded", "check_placements", "check_plan", "check_program"]
 
 
 def check_loaded(plan: Plan, where: str = "") -> None:
-    """Checks a plan's program for reading and simulating: without PyTorch where the program is as mixmesh
-    wrote it, as its types are then PyTorch's own. Raises VerificationError."""
+    """Checks a plan's program before it is shown or simulated. An unedited program has PyTorch's own types:
+    only the others are held against PyTorch, which takes long to import. Raises VerificationError."""
     if plan.edited:
         check_program(plan.program, where)
     else:
@@ -37,5 +37,5 @@ def check_program(program: Program, where: str = "") -> None:
     from .types import check_types  # torch
 
     check_names(program, where)
-    check_types(program, where)  # first: a wrong shape also fits no rule
-    check_placements_of_known(program, where)
+    check_types(program, where)  # before placements: a wrong shape fits no rule either
+    check_placements_only(program, where)

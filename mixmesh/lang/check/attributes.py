@@ -1,4 +1,4 @@
-"""The attributes that an instruction may have, a row each: what the value must be."""
+"""The attributes that an instruction may have: a table with the values that each allows."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from ..ir import Instruction
 from ..ir.bounds import MAX_INSTRUCTIONS
 from ..ir.printing import print_arg
 from ..ir.samples import DRAWS
+from .failure import Fail
 
 
 class Attribute(NamedTuple):
-    """Whether a value may stand there, which ones may, in words, and whether one fits its instruction."""
+    """What an attribute allows: a test of the value alone, the same in words, and a test of the value
+    together with its instruction."""
 
     is_value: Callable[[Any], bool]
     expected: str
@@ -32,7 +34,7 @@ def _are_sizes(value: Any) -> bool:
 
 
 def _is_part_of(i: Instruction, drawn: tuple[int, ...]) -> bool:
-    """Whether the result of an operator that draws may be a part, cut along one dim, of what is drawn."""
+    """Whether an operator that draws may give a part, cut along one dim, of the drawn tensor."""
     _, dim, start, *whole = drawn
     shape = i.types[0].value.shape
     if i.op not in DRAWS or len(whole) != len(shape) or dim >= max(len(shape), 1):
@@ -44,7 +46,7 @@ def _is_part_of(i: Instruction, drawn: tuple[int, ...]) -> bool:
 COUNT = Attribute(_is_count, f"a whole number from 0 to {MAX_INSTRUCTIONS}")
 FLAG = Attribute(lambda value: isinstance(value, bool), "true or false")
 TEXT = Attribute(lambda value: isinstance(value, str), 'a string, such as "padded"')
-ELSEWHERE = Attribute(lambda value: True, "")  # checked with what it belongs to
+ELSEWHERE = Attribute(lambda value: True, "")  # checked together with other facts, in a module of its own
 
 ATTRIBUTES: dict[str, Attribute] = {
     "algorithm": TEXT,
@@ -64,9 +66,9 @@ ATTRIBUTES: dict[str, Attribute] = {
 }
 
 
-def check_attributes(i: Instruction, fail) -> None:
-    """Raises what ``fail`` makes for an attribute that is unknown, said twice, or of another kind."""
-    seen = set()
+def check_attributes(i: Instruction, fail: Fail) -> None:
+    """Raises VerificationError for an attribute that is unknown, repeated, or has a value of another kind."""
+    seen: set[str] = set()
     for name, value in i.attrs:
         row = ATTRIBUTES.get(name)
         if row is None:

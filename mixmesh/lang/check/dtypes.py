@@ -1,4 +1,4 @@
-"""The dtypes that ranks compute in. No torch."""
+"""Checks of the ranks' own dtypes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from .failure import invalid
 
 
 def check_dtypes(program: Program, where: str = "") -> None:
-    """Raises VerificationError naming a dtype, or the first line that cannot run in it."""
+    """Raises VerificationError for a ``dtype`` line that is wrong, or the first instruction that cannot run
+    in these dtypes."""
     for name, row in program.dtypes:
         allowed_dtypes = STAND_INS.get(name)
         if allowed_dtypes is None:

@@ -1,13 +1,14 @@
-"""Weight gradients that are made of gathered factors (``sfb``). No torch."""
+"""Checks of weight gradients that are computed from gathered factors (``sfb``)."""
 
 from __future__ import annotations
 
 from ..ir import Instruction, Program, Replicate, Shard
+from .failure import Fail
 
 
-def check_factors(program: Program, i: Instruction, fail) -> None:
-    """Raises what ``fail`` makes for an instruction with ``sfb`` whose weight's gradient is no product of two
-    factors that ranks hold by samples, or whose parameters other instructions use without it."""
+def check_factors(program: Program, i: Instruction, fail: Fail) -> None:
+    """Raises VerificationError for an ``sfb`` on an instruction whose weight gradient is no product of two
+    factors cut by samples, or whose parameters another instruction uses without ``sfb``."""
     if not i.attr("sfb", False):
         return
     if i.op != "aten.linear":

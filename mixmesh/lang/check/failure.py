@@ -1,9 +1,14 @@
-"""An error that names the line of a program."""
+"""The error that names the line of a program."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ...errors import VerificationError
 from ..ir import Instruction, Program, print_instruction
+
+# makes the error for one instruction: of a message, and perhaps what was expected, what was got, and hints
+Fail = Callable[..., VerificationError]
 
 
 def invalid(

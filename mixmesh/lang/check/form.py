@@ -1,4 +1,4 @@
-"""The form of a leaf, an update and a redistribution: how many values of which kind each takes and gives.
+"""The form of leaves, sinks and redistributions: the number and kind of their arguments and results.
 
 All later checks read arguments by position and rely on this one.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 from ..ir import Instruction, Ref
+from .failure import Fail
 
 OPERATOR = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*){1,2}")
 LEAF_OPTIONS = {"param": ("trainable",)}
@@ -18,8 +19,8 @@ SINK_FORMS = {
 OUTPUT_OPTIONS = "rows", "grad"
 
 
-def check_form(i: Instruction, fail) -> None:
-    """Raises what ``fail`` makes for an instruction that is not of the form of its kind."""
+def check_form(i: Instruction, fail: Fail) -> None:
+    """Raises VerificationError for an instruction without the form of its kind."""
     if i.is_leaf:
         _check_leaf(i, fail)
     elif i.is_sink:
@@ -33,7 +34,7 @@ def check_form(i: Instruction, fail) -> None:
         raise fail(f"{i.op} takes no argument by name", "none", i.kwargs[0][0])
 
 
-def _check_sink(i: Instruction, fail) -> None:
+def _check_sink(i: Instruction, fail: Fail) -> None:
     if i.results or len(i.args) != 2 or not isinstance(i.args[0], str) or not isinstance(i.args[1], Ref):
         raise fail(f"this is no {i.op}", SINK_FORMS[i.op])
     if i.op == "output" and any(
@@ -42,7 +43,7 @@ def _check_sink(i: Instruction, fail) -> None:
         raise fail("an output says of itself only whether it has rows and a gradient", SINK_FORMS[i.op])
 
 
-def _check_leaf(i: Instruction, fail) -> None:
+def _check_leaf(i: Instruction, fail: Fail) -> None:
     kind = tuple if i.op == "const" else str
     if len(i.results) != 1 or not i.results[0] or len(i.args) != 1 or not isinstance(i.args[0], kind):
         form = "const([...]) : TYPE" if i.op == "const" else f'%x = {i.op}("name") : TYPE'
@@ -55,7 +56,7 @@ def _check_leaf(i: Instruction, fail) -> None:
         _check_numbers(i, fail)
 
 
-def _check_numbers(i: Instruction, fail) -> None:
+def _check_numbers(i: Instruction, fail: Fail) -> None:
     dtype = i.types[0].value.dtype
     for number in i.args[0]:
         if not isinstance(number, int | float):

@@ -1,12 +1,13 @@
-"""Checks outputs that are shown beside the loss: whole, or the rows of each rank's own samples. No torch."""
+"""Checks of outputs beside the loss, which ranks show whole or by the rows of their own samples."""
 
 from __future__ import annotations
 
 from ..ir import Instruction, Partial, Program, Shard, dealt_rows, has_rows, held_rows, outputs_of, shown_rows
+from .failure import Fail
 
 
-def check_output(program: Program, i: Instruction, fail) -> None:
-    """Raises what ``fail`` makes for an output that ranks cannot show as they hold it."""
+def check_output(program: Program, i: Instruction, fail: Fail) -> None:
+    """Raises VerificationError for an output that ranks cannot show as they hold it."""
     name, source = i.args[0], i.inputs[0]
     t = program.types[source]
     if outputs_of(program)[name] is not i:

@@ -1,8 +1,9 @@
-"""Names, placements and ratios of a program. No torch."""
+"""Checks of the names, placements and ratios of a program."""
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from functools import partial
 
 from ...errors import VerificationError
@@ -12,6 +13,7 @@ from ..ir import (
     SINKS,
     Instruction,
     Partial,
+    Placement,
     Program,
     Replicate,
     Shard,
@@ -25,11 +27,11 @@ from ..ir import (
 )
 from ..ir.ownership import STAGES
 from ..ir.recompute import updated_buffers
-from ..rules import RULES, PatternMismatch, Rule, call_of, find_strategy, strategies
+from ..rules import RULES, Call, PatternMismatch, Rule, call_of, find_strategy, strategies
 from .attributes import check_attributes
 from .dtypes import check_dtypes
 from .factors import check_factors
-from .failure import invalid
+from .failure import Fail, invalid
 from .form import check_form
 from .outputs import check_output
 from .recomputed import check_region
@@ -39,7 +41,7 @@ SHOWN = 8  # strategies listed in a message
 
 
 def check_names(program: Program, where: str = "") -> None:
-    """Raises VerificationError naming the first line with a name that is unknown or used twice."""
+    """Raises VerificationError naming the first line with a name that is unknown or defined twice."""
     for name, ratio in program.ratios:
         if len(ratio) != program.world_size:
             raise VerificationError(
@@ -67,15 +69,15 @@ def check_names(program: Program, where: str = "") -> None:
 def check_placements(program: Program, where: str = "") -> None:
     """Raises VerificationError naming the first line whose placements are not allowed."""
     check_names(program, where)
-    check_placements_of_known(program, where)
+    check_placements_only(program, where)
 
 
-def check_placements_of_known(program: Program, where: str = "") -> None:
-    """As ``check_placements``, of a program whose names were checked."""
+def check_placements_only(program: Program, where: str = "") -> None:
+    """As ``check_placements``, for a program whose names were checked before."""
     check_dtypes(program, where)
     stale = updated_buffers(program)
     able = frozenset(separable(program) if any(map(wgrad_of, program.instructions)) else ())
-    allowed: set[tuple] = set()  # calls, without the names of values: repeated layers make the same ones
+    allowed: set[tuple] = set()  # calls without the names of their values: repeated layers make equal ones
     for n, i in enumerate(program.instructions):
         fail = partial(invalid, program, i, where)
         check_region(i, stale, fail)
@@ -109,18 +111,18 @@ def _check_local_norms(program: Program, where: str) -> None:
         raise invalid(program, lonely.instruction, where, what, expected, got, hint)
 
 
-def _check_names(i: Instruction, known: dict[str, Instruction], fail) -> None:
+def _check_names(i: Instruction, defined: dict[str, Instruction], fail: Fail) -> None:
     if len(i.types) != len(i.results):
         raise fail(f"{len(i.results)} results but {len(i.types)} types", "one type per result")
     for name in i.inputs:
-        if name not in known:
+        if name not in defined:
             raise fail(f"%{name} is used before it is defined")
     for result in i.results:
-        if result in known:
+        if result in defined:
             raise fail(f"%{result} is defined twice")
 
 
-def _check_type(program: Program, t: TensorType, fail) -> None:
+def _check_type(program: Program, t: TensorType, fail: Fail) -> None:
     if len(t.placements) != 1:
         raise fail(f"{t} has {len(t.placements)} placements", "one: the cluster has one mesh axis")
     if t.ratio is not None and t.ratio not in program.ratio_of:
@@ -138,7 +140,7 @@ def _check_type(program: Program, t: TensorType, fail) -> None:
             raise fail(f"dim {p.dim} of {t.value} cannot be cut in units of {p.unit}", f"a divisor of {size}")
 
 
-def _check_leaf(i: Instruction, fail) -> None:
+def _check_leaf(i: Instruction, fail: Fail) -> None:
     p = i.type.placement
     if isinstance(p, Partial):
         raise fail(f"{_article(i.op)} {i.op} cannot be held as {p}", "R or S(dim)", str(p))
@@ -146,7 +148,7 @@ def _check_leaf(i: Instruction, fail) -> None:
         raise fail("a constant is held whole by everyone", "R", str(p), "hold it as R and add a local_slice")
 
 
-def _check_owners(program: Program, i: Instruction, fail) -> None:
+def _check_owners(program: Program, i: Instruction, fail: Fail) -> None:
     ratio = i.attr("owned")
     if ratio is None:
         return
@@ -167,7 +169,7 @@ def _check_owners(program: Program, i: Instruction, fail) -> None:
         raise fail("a gradient out of factors (sfb) is not summed, and has no owner", "one of owned and sfb")
 
 
-def _check_copies(program: Program, i: Instruction, fail) -> None:
+def _check_copies(program: Program, i: Instruction, fail: Fail) -> None:
     copies = program.copies.get(i.args[0], ()) if i.op == "param" else ()
     mine = program.participants(i.type)
     for other in copies:
@@ -184,7 +186,7 @@ def _check_copies(program: Program, i: Instruction, fail) -> None:
         raise fail("a gradient out of factors (sfb) is not summed between copies", "one of sfb and copies")
 
 
-def _check_update(program: Program, i: Instruction, fail) -> None:
+def _check_update(program: Program, i: Instruction, fail: Fail) -> None:
     t = program.types[i.inputs[0]]
     if not isinstance(t.placement, Replicate):
         hint = "all_reduce" if isinstance(t.placement, Partial) else "all_gather"
@@ -195,35 +197,37 @@ def _check_update(program: Program, i: Instruction, fail) -> None:
     _check_reach(program, i, fail)
 
 
-def _check_reach(program: Program, i: Instruction, fail) -> None:
+def _check_reach(program: Program, i: Instruction, fail: Fail) -> None:
     """All ranks that read a buffer in the next step need its new value."""
     updates = [u for u in program.instructions if u.op == "update" and u.args[:1] == i.args[:1]]
-    told = {rank for u in updates for name in u.inputs for rank in program.participants(program.types[name])}
+    reached = {
+        rank for u in updates for name in u.inputs for rank in program.participants(program.types[name])
+    }
     for leaf in program.instructions:
         if leaf.op == "buffer" and leaf.args == i.args[:1]:
-            stale = sorted({*program.participants(leaf.type)} - told)
+            stale = sorted({*program.participants(leaf.type)} - reached)
             if stale:
                 got = f"rank {stale[0]} reads %{leaf.result} and keeps its old value"
                 hint = "move the value to all ranks that read the buffer"
                 raise fail("not all ranks that read a buffer get its new value", "", got, hint)
 
 
-def check_same_value(program: Program, i: Instruction, fail) -> None:
+def check_same_value(program: Program, i: Instruction, fail: Fail) -> None:
     src, dst = program.types[i.inputs[0]], i.type
     if src.value != dst.value:
         raise fail(f"{i.op} does not change the value", str(src.value), str(dst.value))
 
 
-def _check_redistribution(program: Program, i: Instruction, fail) -> None:
+def _check_redistribution(program: Program, i: Instruction, fail: Fail) -> None:
     check_same_value(program, i, fail)
     src, dst = program.types[i.inputs[0]], i.type
     change = f"{_placed(src)} -> {_placed(dst)}"
     same_ranks = program.participants(src) == program.participants(dst)
-    cuts = [program.ratio_of[t.ratio] for t in (src, dst) if isinstance(t.placement, Shard)]
+    cuts = [program.ratio(t.ratio) for t in (src, dst) if isinstance(t.placement, Shard)]
     if isinstance(src.placement, Partial) and isinstance(dst.placement, Partial) and same_ranks:
         raise fail("a partial sum stays where it is", "R or S(dim) as the result", change)
     if not same_ranks or len(set(cuts)) > 1:
-        # pieces may be gathered by ranks that own none of them
+        # ranks that hold no piece may gather all of them
         gathered = isinstance(src.placement, Shard) and isinstance(dst.placement, Replicate)
         if i.op != "move" and not (i.op == "all_gather" and gathered):
             raise fail(f"{i.op} does not change the ratio", "move", change)
@@ -238,7 +242,7 @@ def _check_redistribution(program: Program, i: Instruction, fail) -> None:
         raise fail(f"{i.op} does not turn {src.placement} into {dst.placement}", name, i.op)
 
 
-def _check_operator(program: Program, i: Instruction, fail) -> None:
+def _check_operator(program: Program, i: Instruction, fail: Fail) -> None:
     rule = RULES.get(i.op)
     inputs = [(f"%{name}", program.types[name]) for name in i.inputs]
     placed = inputs + [(f"%{r}" if r is not None else "_", t) for r, t in zip(i.results, i.types)]
@@ -256,22 +260,22 @@ def _check_operator(program: Program, i: Instruction, fail) -> None:
     except PatternMismatch as error:
         raise fail(f"the shapes do not fit {i.op}: {error}") from None
     except (TypeError, ValueError, LookupError, AttributeError) as error:
-        # rules read arguments as PyTorch's exporter writes them, and text may have anything in their place
+        # rules expect arguments as PyTorch's exporter writes them, but edited text may hold anything
         raise fail(f"the arguments do not fit {i.op}: {error}") from error
     if strategy is None:
         got = f"{_signature(ins)} -> {_signature(outs)}"
         raise fail(f"{i.op} cannot be computed with these placements", _allowed(rule, call, ins), got)
 
 
-def _check_agreement(program: Program, placed: list[tuple[str, TensorType]], fail) -> None:
-    """One set of ranks, and one way to cut, for all values of an operator."""
+def _check_agreement(program: Program, placed: list[tuple[str, TensorType]], fail: Fail) -> None:
+    """All values of an operator are held by one set of ranks, and cut in one way."""
     for (name, t), (other, u) in zip(placed, placed[1:]):
         if program.participants(t) != program.participants(u):
             got = f"{name} on ranks {_ranks(program, t)}, {other} on ranks {_ranks(program, u)}"
             raise fail("the values of one operator are held by the same ranks", "one set of ranks", got)
     cuts = [(name, t) for name, t in placed if isinstance(t.placement, Shard)]
     for (name, t), (other, u) in zip(cuts, cuts[1:]):
-        if program.ratio_of[t.ratio] != program.ratio_of[u.ratio]:
+        if program.ratio(t.ratio) != program.ratio(u.ratio):
             got = f"{name} {_placed(t)}, {other} {_placed(u)}"
             raise fail("the shards of one operator are cut by one ratio", f"@{t.ratio} everywhere", got)
 
@@ -286,7 +290,7 @@ def _check_loss(program: Program, where: str) -> None:
         raise invalid(program, i, where, "the loss is not held as a sum", "P(sum)", str(t.placement), hint)
 
 
-def _allowed(rule: Rule, call, ins) -> str:
+def _allowed(rule: Rule, call: Call, ins: Sequence[Placement]) -> str:
     options = strategies(rule, call)
     fitting = [o for o in options if _bare(ins) == _bare(o.inputs)]
     shown = [f"{_signature(o.inputs)} -> {_signature(o.outputs)}" for o in fitting or options]
@@ -298,11 +302,11 @@ def _allowed(rule: Rule, call, ins) -> str:
     return text or "nothing"
 
 
-def _bare(placements) -> tuple:
+def _bare(placements: Sequence[Placement]) -> tuple[object, ...]:
     return tuple(p.dim if isinstance(p, Shard) else type(p) for p in placements)
 
 
-def _signature(placements) -> str:
+def _signature(placements: Sequence[Placement]) -> str:
     inner = ", ".join(map(str, placements))
     return inner if len(placements) == 1 else f"({inner})"
 

@@ -1,4 +1,4 @@
-"""Does a plan belong to this cluster, and to this model?"""
+"""Checks that a plan belongs to this cluster and to this model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ...cluster import Cluster
 from ...errors import PlanError
-from ..ir import Graph
+from ..ir import Graph, ValueType
 from ..plan_file import Plan, accumulation
 
 SHOWN = 4
@@ -16,8 +16,8 @@ SHOWN = 4
 def check_plan(
     plan: Plan, cluster: Cluster | None = None, graph: Graph | None = None, where: str = ""
 ) -> None:
-    """Raises PlanError, with what differs, if the plan was made for another cluster or another model, or if
-    its micro-batches do not fit its program."""
+    """Raises PlanError if the plan was made for another cluster or another model (with the differences), or
+    if its micro-batches do not fit its program."""
     accumulation(plan)
     if cluster is not None:
         _check_cluster(plan, cluster, where)
@@ -43,7 +43,7 @@ def _check_cluster(plan: Plan, cluster: Cluster, where: str) -> None:
 
 def _check_graph(plan: Plan, graph: Graph, where: str) -> None:
     if plan.graph_fingerprint and plan.graph_fingerprint == graph.fingerprint:
-        _check_leaves(plan, graph, where)  # the program may have been edited
+        _check_leaves(plan, graph, where)  # an edit may have changed them all the same
         return
     differences = list(_differences(plan.program.graph, graph))
     if not differences:
@@ -72,20 +72,20 @@ def _check_leaves(plan: Plan, graph: Graph, where: str) -> None:
             )
 
 
-def _differences(planned: Graph, given: Graph) -> Iterator[tuple[str, str]]:
-    """Pairs of what was planned and what was given: leaves by name first, then the first operator that
-    differs."""
+def _differences(planned: Graph, actual: Graph) -> Iterator[tuple[str, str]]:
+    """Yields pairs of texts, planned and actual: all leaves that differ, or else the first operator that
+    does."""
     differs = False
     for op, label in (("param", "parameter"), ("buffer", "buffer"), ("input", "input")):
         ours = {n.args[0]: n.types[0] for n in planned.nodes if n.op == op}
-        theirs = {n.args[0]: n.types[0] for n in given.nodes if n.op == op}
+        theirs = {n.args[0]: n.types[0] for n in actual.nodes if n.op == op}
         for name in {**ours, **theirs}:
             if ours.get(name) != theirs.get(name):
                 differs = True
                 yield _shown(label, name, ours.get(name)), _shown(label, name, theirs.get(name))
     if differs:
         return
-    own_operators, other_operators = _operators(planned), _operators(given)
+    own_operators, other_operators = _operators(planned), _operators(actual)
     for mine, other in zip(own_operators, other_operators):
         if mine != other:
             yield _line(mine), _line(other)
@@ -94,7 +94,7 @@ def _differences(planned: Graph, given: Graph) -> Iterator[tuple[str, str]]:
         yield f"{len(own_operators)} operators", f"{len(other_operators)} operators"
 
 
-def _shown(label: str, name: str, value) -> str:
+def _shown(label: str, name: str, value: ValueType | None) -> str:
     return f"{label} {name} {value}" if value is not None else f"no {label} {name}"
 
 

@@ -1,14 +1,15 @@
-"""Regions that are computed again in the backward pass. No torch."""
+"""Checks of regions that the backward pass rematerialises."""
 
 from __future__ import annotations
 
 from ..ir import Instruction, region_of
 from ..ir.samples import draws_once
+from .failure import Fail
 
 
-def check_region(i: Instruction, stale: frozenset[str], fail) -> None:
-    """Raises what ``fail`` makes if an instruction cannot be computed again; ``stale`` as of
-    ``updated_buffers``."""
+def check_region(i: Instruction, stale: frozenset[str], fail: Fail) -> None:
+    """Raises VerificationError for an instruction of a region that cannot run again in the backward pass.
+    ``stale`` are the values of ``updated_buffers``."""
     number = region_of(i)
     if number is None:
         return

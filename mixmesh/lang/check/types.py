@@ -1,4 +1,4 @@
-"""Result types of a program, as PyTorch gives them: every operator on meta tensors at global shapes."""
+"""Checks of a program's types: runs every operator on meta tensors at global shapes and compares."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Signature = tuple[ValueType | None, ...]
 
 
 def check_types(program: Program, where: str = "") -> None:
-    """Raises VerificationError naming the first line whose printed types are not its results' types."""
+    """Raises VerificationError naming the first line whose printed types differ from those of its results."""
     seen: dict[tuple, Signature] = {}
     for i in program.instructions:
         if i.op == "const":
@@ -36,7 +36,7 @@ def check_types(program: Program, where: str = "") -> None:
                 program, i, where, f"{i.op} gives {len(result_types)} results", str(len(result_types)), many
             )
         for name, printed, actual in zip(i.results, i.types, result_types):
-            # kernels on meta tensors need not know the size of a result that nobody reads
+            # a meta kernel need not know the size of a result that nothing reads
             if name is not None and actual is not None and actual != printed.value:
                 message = f"{i.op} gives another type"
                 raise invalid(program, i, where, message, str(actual), str(printed.value))
@@ -48,8 +48,8 @@ def _check_const(program: Program, i: Instruction, where: str) -> None:
         raise invalid(program, i, where, f"{got} numbers for {i.type.value}", str(want), str(got))
 
 
-def _typed(arg: Arg, program: Program):
-    """An argument with types in place of names: equal for calls with equal results."""
+def _typed(arg: Arg, program: Program) -> object:
+    """An argument with types in place of names, so that calls with equal results compare equal."""
     if isinstance(arg, Ref):
         return program.types[arg.name].value
     if isinstance(arg, tuple):
@@ -79,13 +79,13 @@ def _results(program: Program, i: Instruction, where: str) -> Signature:
     return tuple(_type_of(x) for x in outs)
 
 
-def _type_of(x) -> ValueType | None:
+def _type_of(x: object) -> ValueType | None:
     if not isinstance(x, torch.Tensor):
         return None
     return ValueType(DTYPE_NAME[x.dtype], tuple(x.shape)) if x.dtype in DTYPE_NAME else None
 
 
-def _meta(arg: Arg, program: Program):
+def _meta(arg: Arg, program: Program) -> object:
     match arg:
         case Ref():
             t = program.types[arg.name].value

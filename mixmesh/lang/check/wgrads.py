@@ -1,12 +1,14 @@
-"""Weight gradients that are computed apart. No torch."""
+"""Checks of split weight gradients (``wgrad``)."""
 
 from __future__ import annotations
 
 from ..ir import WGRADS, Instruction, wgrad_of
+from .failure import Fail
 
 
-def check_wgrad(i: Instruction, able: bool, fail) -> None:
-    """Raises what ``fail`` makes if an instruction has its weight's gradient apart and is not ``able`` to."""
+def check_wgrad(i: Instruction, able: bool, fail: Fail) -> None:
+    """Raises VerificationError for a ``wgrad`` that is unknown, or on an instruction that is not ``able`` to
+    split its gradient."""
     when = wgrad_of(i)
     if when is None:
         return

@@ -1,4 +1,4 @@
-"""Layer 1: the nouns. Placements, types, the logical graph, the program and its text. No torch."""
+"""The values that programs consist of: placements, types, the logical graph, the program and its text."""
 
 from .copies import Cell, cell_bytes, cells, piece
 from .graph import (
@@ -58,7 +58,7 @@ from .samples import Samples, local_kind, micro_step_program, once_program, samp
 from .slices import with_whole_rows
 from .stages import in_flight, passes_of, stages_of, transfers_of
 from .text import parse_program
-from .types import DTYPE_BYTES, Cut, TensorType, ValueType, local_bytes, local_shape, participants
+from .types import DTYPE_BYTES, Cut, TensorType, ValueType, local_bytes, local_shape, participants, rank_sizes
 from .wgrad import (
     NEVER,
     WGRADS,
@@ -79,9 +79,9 @@ __all__ = [
     "Replicate", "Returned", "Samples", "Shard", "TensorType", "ValueType", "batch_norm_of", "batch_size_of",
     "beside_points", "cell_bytes", "cells", "dealt_rows", "dual", "even_ratio", "has_gradient", "has_rows",
     "held_rows", "in_flight", "last_points", "leaders", "local_bytes", "local_kind", "local_norms",
-    "local_shape", "lonely_norms", "make_ratio", "map_refs", "micro_step_program", "nameless",
-    "once_program", "outputs_of", "own_samples", "owned_type", "parse_program", "participants", "passes_of",
-    "piece", "print_instruction", "print_program", "redistribution", "refs", "region_of", "regions",
+    "local_shape", "lonely_norms", "make_ratio", "map_refs", "micro_step_program", "nameless", "once_program",
+    "outputs_of", "own_samples", "owned_type", "parse_program", "participants", "passes_of", "piece",
+    "print_instruction", "print_program", "rank_sizes", "redistribution", "refs", "region_of", "regions",
     "release_points", "returned", "samples_of", "separable", "shard_offsets", "shard_sizes", "shown_rows",
     "stage_of", "stages_of", "support", "transfers_of", "weight_points", "wgrad_of", "with_attrs",
     "with_regions", "with_rows_as_dealt", "with_wgrads", "with_whole_rows", "without_needless_names",

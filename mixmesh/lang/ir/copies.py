@@ -1,10 +1,10 @@
-"""Copies of a parameter: held by several sets of ranks, each in a way of its own.
+"""Copies of a parameter, which several sets of ranks hold, each with a placement of its own.
 
-A parameter that several ``param`` instructions load is copied: each loads it for other ranks, as R or in
-shards under a ratio of its own, and the gradients of all copies are summed. The common part of two copies is
-cut into *cells*, boxes of the tensor that are held by the same ranks: if two machines cut 12 rows between two
-and three devices, in rows 0-6, 6-12 and 0-4, 4-8, 8-12, four cells are summed, 0-4, 4-6, 6-8 and 8-12, each
-between two ranks.
+If several ``param`` instructions load one parameter, each loads a copy for other ranks, as R or in shards
+under a ratio of its own, and the gradients of all copies are summed. For the sum, the common part of two
+copies is cut into *cells*, boxes of the tensor that the same ranks hold. Say two machines cut 12 rows between
+two and three devices, in rows 0-6, 6-12 and 0-4, 4-8, 8-12: there are four cells, 0-4, 4-6, 6-8 and 8-12, and
+two ranks sum each.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from functools import lru_cache
 from itertools import pairwise, product
 
 from .instruction import Instruction
-from .placement import Shard, shard_offsets, shard_sizes
+from .placement import Shard, shard_offsets
 from .program import Program
-from .types import DTYPE_BYTES, ValueType
+from .types import DTYPE_BYTES, ValueType, rank_sizes
 
-Box = tuple[tuple[int, int], ...]  # per dim, first element and number of elements
+Box = tuple[tuple[int, int], ...]  # per dim, the first element and the number of elements
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Boxes of one tensor that ``ranks`` hold, and nobody else. ``keeper`` is the one of them that counts,
-    where what all of them hold is to count once: it holds the first copy."""
+    """Boxes of one tensor that ``ranks`` hold, and no others. ``keeper`` is the one of these ranks that
+    counts where the boxes must be counted once: it holds the first copy."""
 
     ranks: tuple[int, ...]
     keeper: int
@@ -37,7 +37,7 @@ class Cell:
 
 
 def cells(program: Program, param: Instruction) -> tuple[Cell, ...]:
-    """The boxes that ranks of a parameter with copies hold in common. ``param`` is the first of them."""
+    """Returns the cells of a parameter with copies, of which ``param`` is the first."""
     name = param.args[0]
     if name not in program.cells:
         held = []
@@ -49,13 +49,12 @@ def cells(program: Program, param: Instruction) -> tuple[Cell, ...]:
 
 
 def piece(program: Program, param: Instruction, rank: int) -> Box:
-    """The box of a parameter that a rank which takes part holds."""
+    """Returns the box of a parameter that ``rank``, one of its participants, holds."""
     t = param.type
     box = [(0, size) for size in t.value.shape]
     if isinstance(t.placement, Shard):
-        dim, unit = t.placement.dim, t.placement.unit
-        sizes = shard_sizes(t.value.shape[dim], program.ratio_of[t.ratio], unit)
-        box[dim] = (shard_offsets(sizes)[rank], sizes[rank])
+        sizes = rank_sizes(t, program.ratio(t.ratio))
+        box[t.placement.dim] = (shard_offsets(sizes)[rank], sizes[rank])
     return tuple(box)
 
 

@@ -1,7 +1,8 @@
-"""A dtype per device: ``dtype bf16 = [bf16, f16]`` in a program says in which dtype each rank computes bf16.
+"""A dtype per rank: ``dtype bf16 = [bf16, f16]`` in a program names the dtype in which each computes bf16.
 
-A device without bf16 runs such values in f16, of as many bytes. Only what a rank makes for itself may differ
-so: leaves have the dtype that the user gave them, and ranks that meet in a collective hold one dtype.
+A device without bf16 computes such values in f16, which has as many bytes. Only values that a rank computes
+for itself may differ in that way: leaves keep the dtype that the user gave them, and all ranks of a
+collective hold one dtype.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from .instruction import Instruction
 from .program import Program
 from .types import ValueType
 
-STAND_INS = {"bf16": ("bf16", "f16")}  # dtypes of as many bytes: costs and memory stay as they are
-COMPUTES = ("const", "fill", "full", "Scalar", "clamp")  # with whole numbers
+STAND_INS = {"bf16": ("bf16", "f16")}  # dtypes of as many bytes, so that costs and memory stay as they are
+COMPUTES = ("const", "fill", "full", "Scalar", "clamp")  # operators that compute with whole numbers
 LARGEST = {"bf16": 3.3895313892515355e38, "f16": 65504.0}
 
 
 def on_rank(program: Program, rank: int) -> Program:
-    """The program that ``rank`` runs, in the dtypes that it computes in."""
+    """Returns the program that ``rank`` runs, with its own dtypes put in."""
     instead = {name: row[rank] for name, row in program.dtypes if row[rank] != name}
     if not instead:
         return program
@@ -44,7 +45,7 @@ def on_rank(program: Program, rank: int) -> Program:
 
 
 def dtype_conflicts(program: Program) -> Iterator[tuple[Instruction, str]]:
-    """Instructions that cannot run in these dtypes, with the reason."""
+    """Yields the instructions that cannot run in the program's dtypes, each with the reason."""
     rows = {name: row for name, row in program.dtypes if set(row) != {name}}
     for i in program.instructions if rows else ():
         held = [*i.types, *(program.types[name] for name in i.inputs)]
@@ -68,13 +69,14 @@ def dtype_conflicts(program: Program) -> Iterator[tuple[Instruction, str]]:
 
 
 def overflow(i: Instruction, dtypes: set[str]) -> float | None:
-    """A number among the arguments that one of these dtypes cannot hold, if there is one."""
+    """Returns the first number among the arguments that one of these dtypes cannot hold, or None."""
     largest = min(LARGEST[dtype] for dtype in dtypes)
     return next((a for a in _numbers(i) if largest < abs(a) < float("inf")), None)
 
 
 def _numbers(node: Node | Instruction) -> Iterator[float]:
-    """Arguments that are numbers to compute with; whole ones are sizes and places but in a few operators."""
+    """Yields the arguments that are numbers to compute with. Whole numbers are sizes and positions, except in
+    a few operators."""
     whole = any(word in node.op for word in COMPUTES)
     for a in (*node.args, *(v for _, v in node.kwargs)):
         for number in a if node.op == "const" and isinstance(a, tuple) else (a,):
@@ -83,15 +85,18 @@ def _numbers(node: Node | Instruction) -> Iterator[float]:
 
 
 def half_dtypes(graph: Graph, computes_bf16: tuple[bool, ...]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """The line of a program for ranks of which some do not compute bf16. Empty where nothing in the graph
-    asks for it, where all do, and where f16 cannot stand in, as parameters are bf16 themselves or a number in
-    the graph is one that bf16 can hold and f16 cannot: then such a device emulates bf16."""
+    """Returns the ``dtype`` rows of a program for ranks of which some cannot compute bf16.
+
+    Empty where the graph has no bf16, where all ranks compute it, and where f16 cannot replace it: because
+    parameters are bf16 themselves, or the graph has a number that bf16 can hold and f16 cannot. Devices
+    without bf16 emulate it then.
+    """
     computed = [n for n in graph.nodes if any(t.dtype == "bf16" for t in n.types)]
     if all(computes_bf16) or not computed:
         return ()
     if any(n.is_leaf or n.is_sink for n in computed) or graph.types[graph.loss].dtype == "bf16":
         return ()
-    # for any node, as a value made in f32 may be cast
+    # any node counts, as values computed in f32 may be cast to bf16 later
     floating = (n for n in graph.nodes if any(t.is_floating for t in n.types))
     if any(LARGEST["f16"] < abs(a) <= LARGEST["bf16"] for n in floating for a in _numbers(n)):
         return ()

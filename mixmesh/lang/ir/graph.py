@@ -1,11 +1,11 @@
-"""The logical graph: what a model computes, at global shapes, with no word on who computes it."""
+"""The logical graph: what a model computes, at global shapes, without placements."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from ...base.lazy import lazy
 from .types import ValueType
@@ -35,12 +35,27 @@ class DType:
 Arg = Any
 
 LEAVES = ("input", "param", "buffer", "const")
-# take a value and give none: the new value of a buffer, a value that the caller is shown
+# instructions without results: they give a buffer its new value, or show a value to the caller
 SINKS = ("update", "output")
 
 
+class Operation(Protocol):
+    """What nodes of a graph and instructions of a program have in common."""
+
+    @property
+    def op(self) -> str: ...
+    @property
+    def results(self) -> tuple[str | None, ...]: ...
+    @property
+    def args(self) -> tuple[Arg, ...]: ...
+    @property
+    def kwargs(self) -> tuple[tuple[str, Arg], ...]: ...
+    @property
+    def inputs(self) -> tuple[str, ...]: ...
+
+
 def refs(args: Arg) -> Iterator[Ref]:
-    """Every use in an argument tree, in order, repeated uses included."""
+    """Yields every use in an argument tree, in order, repeated uses included."""
     if isinstance(args, Ref):
         yield args
     elif isinstance(args, tuple):
@@ -48,7 +63,8 @@ def refs(args: Arg) -> Iterator[Ref]:
             yield from refs(arg)
 
 
-def map_refs(args: Arg, fn) -> Arg:
+def map_refs(args: Arg, fn: Callable[[Ref], Arg]) -> Arg:
+    """Replaces every use in an argument tree by ``fn`` of it."""
     if isinstance(args, Ref):
         return fn(args)
     if isinstance(args, tuple):
@@ -57,7 +73,8 @@ def map_refs(args: Arg, fn) -> Arg:
 
 
 def nameless(arg: Arg) -> Arg:
-    """An argument without the names of values, to compare; types keep 1, 1.0 and True apart."""
+    """Returns an argument without the names of values, for comparisons; the types tell 1, 1.0 and True
+    apart."""
     if isinstance(arg, Ref):
         return "%"
     if isinstance(arg, tuple):
@@ -65,13 +82,14 @@ def nameless(arg: Arg) -> Arg:
     return (type(arg), arg)
 
 
-@dataclass(frozen=True)  # no slots: what it reads is worked out once
+@dataclass(frozen=True)  # no slots: ``lazy`` values are kept
 class Node:
     """One operator, or a leaf (``input``, ``param``, ``buffer``, ``const``), an ``update`` of a buffer, or
     an ``output`` (see ``outputs``).
 
-    ``results`` has a None for a result that nobody uses. Operators are named as in ATen, the overload
-    left out where it is ``default``: ``aten.linear``, ``aten.add.Tensor``.
+    ``results`` has None for a result that is not used. Operators have their names in ATen, without the
+    overload ``default``: ``aten.linear``, ``aten.add.Tensor``. ``region`` is the number of the region that
+    the user checkpointed.
     """
 
     results: tuple[str | None, ...]
@@ -81,16 +99,16 @@ class Node:
     kwargs: tuple[tuple[str, Arg], ...] = ()
     location: str = field(default="", compare=False)
     source: str = field(default="", compare=False)
-    region: int | None = field(default=None, compare=False)  # that the user checkpointed
+    region: int | None = field(default=None, compare=False)
 
     @lazy
     def inputs(self) -> tuple[str, ...]:
-        """Names of the values used, in order of appearance, repeated uses included."""
+        """The names of the values used, in order of appearance, repeated uses included."""
         return tuple(r.name for r in refs((self.args, tuple(v for _, v in self.kwargs))))
 
     @lazy
     def plain(self) -> tuple:
-        """Operator and arguments without the names of values, to compare."""
+        """Operator and arguments without the names of values, for comparisons."""
         return self.op, nameless(self.args), nameless(self.kwargs)
 
     @property
@@ -104,7 +122,7 @@ class Node:
     @property
     def result(self) -> str:
         (name,) = self.results
-        return name  # type: ignore[return-value]  # only one of several results is left out
+        return name  # type: ignore[return-value]  # only one of several results can be None
 
 
 @dataclass(frozen=True)
@@ -124,17 +142,8 @@ class Graph:
         return {r: n for n in self.nodes for r in n.results if r is not None}
 
     @lazy
-    def consumers(self) -> dict[str, tuple[Node, ...]]:
-        out: dict[str, list[Node]] = {name: [] for name in self.types}
-        for node in self.nodes:
-            for name in dict.fromkeys(node.inputs):
-                out[name].append(node)
-        return {name: tuple(nodes) for name, nodes in out.items()}
-
-    @lazy
     def requires_grad(self) -> frozenset[str]:
-        """Values through which a gradient flows: floating, descended from a trainable parameter and
-        able to reach the loss."""
+        """The values through which a gradient flows (see ``gradient_flow``)."""
         return gradient_flow(self.nodes, self.loss, self.types)
 
     @lazy
@@ -147,14 +156,13 @@ class Graph:
 
     @lazy
     def fingerprint(self) -> str:
-        """12 hex digits of everything that decides what is computed."""
+        """12 hex digits that stand for all that the graph computes."""
         text = "\n".join(repr((n.results, n.types, n.op, n.args, n.kwargs)) for n in self.nodes)
         return hashlib.sha256((text + self.loss).encode()).hexdigest()[:12]
 
 
-# results of these have no gradient, though they may be floating: PyTorch leaves the gradients of their inputs
-# alone, and an optimizer does not even decay a parameter without one
-# (tests/rules/test_differentiable.py holds it against PyTorch's table of derivatives)
+# Operators without a derivative: their inputs get no gradient from them, not even zeros, so that an optimizer
+# skips parameters that nothing else uses (tests/rules/test_differentiable.py compares with PyTorch's table)
 _POLYNOMIALS = (
     "chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w "
     "hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p "
@@ -168,37 +176,39 @@ _BESSEL = (
 ).split()
 NOT_DIFFERENTIABLE = frozenset(
     {"aten.detach", "aten.histc", "aten.view.dtype", "mixmesh.sum_exp", *SINKS}
-    | {f"aten.special_{what}" for what in _BESSEL}
-    | {f"aten.special_{what}{form}" for what in _POLYNOMIALS for form in ("", ".x_scalar", ".n_scalar")}
-    | {f"aten.{what}_like" for what in ("zeros", "ones", "full", "empty", "rand", "randn")}
-    | {f"aten.new_{what}" for what in ("zeros", "ones", "full", "empty")}
+    | {f"aten.special_{name}" for name in _BESSEL}
+    | {f"aten.special_{name}{form}" for name in _POLYNOMIALS for form in ("", ".x_scalar", ".n_scalar")}
+    | {f"aten.{name}_like" for name in ("zeros", "ones", "full", "empty", "rand", "randn")}
+    | {f"aten.new_{name}" for name in ("zeros", "ones", "full", "empty")}
 )
 
 
-def has_gradient(node) -> bool:
+def has_gradient(node: Operation) -> bool:
     """Whether an input gets a gradient, or an output has one."""
     return bool(dict(node.kwargs).get("grad", False)) if node.kwargs else False
 
 
-def begins_gradient(node) -> bool:
-    """Whether a gradient is asked for of what the node itself brings in."""
+def begins_gradient(node: Operation) -> bool:
+    """Whether the value of a leaf needs a gradient: a trainable parameter, or an input with ``grad=true``."""
     if node.op == "param":
         return dict(node.kwargs).get("trainable", True)
     return node.op == "input" and has_gradient(node)
 
 
-def gradient_flow(nodes, loss: str, types: dict[str, ValueType]) -> frozenset[str]:
-    """Values between what gets a gradient (trainable parameters, and inputs with ``grad=true``) and what has
-    one: the loss, and outputs with ``grad=true``, whose gradient comes from outside of the program."""
-    down: set[str] = set()
+def gradient_flow(nodes: Iterable[Operation], loss: str, types: Mapping[str, ValueType]) -> frozenset[str]:
+    """The values through which a gradient flows: they are floating, descend from a leaf that needs a gradient
+    (``begins_gradient``), and lead to the loss or to an output with ``grad=true``, whose gradient comes from
+    outside of the program."""
+    nodes = list(nodes)
     up: set[str] = {loss, *(n.inputs[0] for n in nodes if n.op == "output" and has_gradient(n))}
+    down: set[str] = set()
     nodes = [node for node in nodes if node.op not in NOT_DIFFERENTIABLE]
     for node in nodes:
         if begins_gradient(node) or not down.isdisjoint(node.inputs):
             down.update([r for r in node.results if r is not None and types[r].is_floating])
     for node in reversed(nodes):
         for r in node.results:
-            if r in up and r in down:  # it descends from a parameter: no comparison, and no choice
+            if r in up and r in down:  # comparisons and the like are not in ``down``
                 up.update(node.inputs)
                 break
     return frozenset(down & up)

@@ -9,16 +9,17 @@ from .graph import LEAVES, SINKS, Arg, Ref, nameless, refs
 from .placement import Partial, Placement, Replicate, Shard
 from .types import TensorType
 
-# redistributions, by name; the name follows from the two placements
+# the names of redistributions; which one it is follows from the two placements
 REDISTRIBUTIONS = (
     "all_gather", "reduce_scatter", "all_reduce", "all_to_all",
     "local_slice", "as_partial", "pad_partial", "move",
 )  # fmt: skip
-_REDISTRIBUTIONS, _LEAVES = frozenset(REDISTRIBUTIONS), frozenset(LEAVES)  # asked for all the time
+_REDISTRIBUTIONS, _LEAVES = frozenset(REDISTRIBUTIONS), frozenset(LEAVES)  # sets, as they are looked up often
 
 
 def redistribution(src: Placement, dst: Placement) -> str:
-    """The name of what turns ``src`` into ``dst`` under one ratio. Raises ValueError for R -> R."""
+    """Names the redistribution from ``src`` to ``dst`` under one ratio. Raises ValueError where there is
+    none: for R -> R and P -> P."""
     match src, dst:
         case Shard(), Replicate():
             return "all_gather"
@@ -31,22 +32,21 @@ def redistribution(src: Placement, dst: Placement) -> str:
         case Replicate(), Shard():
             return "local_slice"
         case Replicate(), Partial():
-            return "as_partial"  # one rank keeps its copy, the others hold zeros
+            return "as_partial"  # one rank keeps its copy, the others take zeros
         case Shard(), Partial():
             return "pad_partial"  # every rank pads its piece with zeros
     raise ValueError(f"nothing turns {src} into {dst}")
 
 
-@dataclass(frozen=True)  # no slots: what it reads is worked out once
+@dataclass(frozen=True)  # no slots: ``lazy`` values are kept
 class Instruction:
-    """One step of a program. As ``Node``, with placed types and attributes.
+    """One line of a program: as ``Node``, with placed types and attributes.
 
-    ``attrs`` say how, never what: the algorithm of a collective, the gradient bucket of a parameter,
-    ``sfb`` for a weight gradient computed from gathered factors, ``wgrad`` for one that is
-    computed apart (see ``wgrad``), ``owned`` and ``stage`` for a gradient
-    that belongs to some ranks (see ``ownership``), ``recompute`` for what is computed again in the backward
-    pass (see ``recompute``). ``location`` is the user's file and line, ``line`` the
-    line of the program text that this was read from (0: it was not).
+    ``attrs`` say how something is computed, never what: the algorithm of a collective, the gradient bucket of
+    a parameter, ``sfb`` for a weight gradient computed from gathered factors, ``wgrad`` for a split one (see
+    ``wgrad``), ``owned`` and ``stage`` for a gradient with shard owners (see ``ownership``), ``recompute``
+    for a rematerialised region (see ``recompute``). ``location`` is the user's file and line, ``line`` the
+    line of the program text that the instruction was read from, or 0.
     """
 
     results: tuple[str | None, ...]
@@ -62,7 +62,7 @@ class Instruction:
     def inputs(self) -> tuple[str, ...]:
         names = []
         for arg in (*self.args, *[v for _, v in self.kwargs]):
-            if isinstance(arg, Ref):  # nearly always; asked for so often that a generator would be felt
+            if isinstance(arg, Ref):  # nearly always: a generator would cost much of planning's time
                 names.append(arg.name)
             elif isinstance(arg, tuple):
                 names += [r.name for r in refs(arg)]
@@ -70,7 +70,7 @@ class Instruction:
 
     @lazy
     def plain(self) -> tuple:
-        """As of ``Node``."""
+        """Operator and arguments without the names of values, for comparisons."""
         return self.op, nameless(self.args), nameless(self.kwargs)
 
     @property
@@ -88,7 +88,7 @@ class Instruction:
     @property
     def result(self) -> str:
         (name,) = self.results
-        return name  # type: ignore[return-value]  # only one of several results is left out
+        return name  # type: ignore[return-value]  # only one of several results can be None
 
     @property
     def type(self) -> TensorType:
@@ -96,6 +96,7 @@ class Instruction:
         return only
 
     def attr(self, name: str, default: Arg = None) -> Arg:
+        """The value of an attribute, or ``default`` without it."""
         for key, value in self.attrs:
             if key == name:
                 return value
@@ -103,5 +104,5 @@ class Instruction:
 
 
 def with_attrs(i: Instruction, attrs: tuple[tuple[str, Arg], ...]) -> Instruction:
-    """``i`` with other attributes: planning makes many, and ``dataclasses.replace`` is slow."""
+    """Returns ``i`` with other attributes: ``dataclasses.replace`` is slow, and planning does this often."""
     return Instruction(i.results, i.types, i.op, i.args, i.kwargs, attrs, i.location, i.line)

@@ -1,7 +1,7 @@
-"""Sums of gradients by levels: within each machine first, between machines then, and back.
+"""Hierarchical all-reduce of gradients: sums within each machine, then between machines, and back.
 
-A flat sum of n ranks in m machines passes 2 (n - 1) / n times through every machine's NIC; summed within the
-machines first it passes 2 (m - 1) / m times. With two devices in each of two machines that is two thirds.
+A flat all-reduce of n ranks in m machines sends 2 (n - 1) / n times the tensor through every machine's NIC, a
+hierarchical one 2 (m - 1) / m times. With two devices in each of two machines that is two thirds as much.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 
-Parts = tuple[tuple[int, ...], ...]  # some ranks by machine
+Parts = tuple[tuple[int, ...], ...]  # ranks by machine
 
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """``sizes`` are the consecutive ranks of each machine. Sums of less than ``least_bytes`` go flat: they
-    are a matter of latency, of which levels have three."""
+    """``sizes`` are the numbers of consecutive ranks of each machine. All-reduces of less than
+    ``least_bytes`` stay flat: they take little but latency, which a hierarchical one pays three times."""
 
     sizes: tuple[int, ...]
     least_bytes: int = 0
 
     def parts(self, ranks: tuple[int, ...], size_bytes: int) -> Parts:
-        """The ranks of a sum, in order, by machine; none where it goes flat: if it is small, or has one rank
-        of each machine, or one machine."""
+        """Splits the ranks of an all-reduce, in order, by machine. Empty where it stays flat: if it is small,
+        lies within one machine, or has one rank of each."""
         return () if size_bytes < self.least_bytes else _parts(self.sizes, ranks)
 
 
@@ -35,5 +35,5 @@ def _parts(sizes: tuple[int, ...], ranks: tuple[int, ...]) -> Parts:
 
 
 def leaders(parts: Parts) -> tuple[int, ...]:
-    """The rank of each machine that speaks for it: its first."""
+    """The first rank of each machine, which takes part in the sum between machines."""
     return tuple(part[0] for part in parts)

@@ -1,40 +1,45 @@
-"""Batch norm whose statistics are each rank's own: what a model computes under DistributedDataParallel.
+"""Batch norm with statistics of each rank's own samples, as a model has it under DistributedDataParallel.
 
-``exact`` batch norm is two operators with a sum between all ranks, and equals the single device. ``local``
-batch norm is ``LOCAL_NORM``: a rank normalises the samples that it holds by their own mean and variance. Its
-running statistics are held as R and are each rank's own; those of the first rank that holds samples count,
-as DistributedDataParallel keeps rank 0's.
+``exact`` batch norm is two operators with an all-reduce in between, and equals the single device. ``local``
+batch norm is ``LOCAL_NORM``: a rank normalises its samples by their own mean and variance. Its running
+statistics have the placement R although they differ from rank to rank; those of the first rank with samples
+are saved, as DistributedDataParallel saves those of rank 0.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
-from .graph import Graph, Node
+from .graph import Graph, Operation
 from .instruction import Instruction
-from .placement import Shard, shard_sizes
+from .placement import Shard
 from .program import Program
+from .types import rank_sizes
+
+T = TypeVar("T", bound=Operation)
 
 EXACT, LOCAL = "exact", "local"
 BATCH_NORMS = (EXACT, LOCAL)
 LOCAL_NORM = "mixmesh.local_batch_norm"
 
 
-def local_norms(steps: Iterable[Node | Instruction]) -> list[Node | Instruction]:
-    """The nodes or instructions that normalise each rank's samples by themselves, in order."""
-    return [step for step in steps if step.op == LOCAL_NORM]
+def local_norms(operations: Iterable[T]) -> list[T]:
+    """The local batch norms among nodes or instructions, in order."""
+    return [operation for operation in operations if operation.op == LOCAL_NORM]
 
 
-def batch_norm_of(made: Program | Graph) -> str:
+def batch_norm_of(source: Program | Graph) -> str:
     """``LOCAL`` if any batch norm takes each rank's own statistics, else ``EXACT``."""
-    steps = made.instructions if isinstance(made, Program) else made.nodes
-    return LOCAL if local_norms(steps) else EXACT
+    norms = local_norms(source.instructions) if isinstance(source, Program) else local_norms(source.nodes)
+    return LOCAL if norms else EXACT
 
 
 @dataclass(frozen=True)
 class LonelyNorm:
-    """A rank that has fewer than two values of a channel to take statistics of."""
+    """A batch norm of which a rank has fewer than two values per channel, too few for statistics."""
 
     instruction: Instruction
     rank: int
@@ -42,32 +47,27 @@ class LonelyNorm:
 
 
 def lonely_norms(program: Program) -> Iterator[LonelyNorm]:
-    """Ranks whose own samples are too few for a local batch norm."""
+    """Yields each rank whose samples are too few for a local batch norm."""
     for i in local_norms(program.instructions):
         data = i.inputs[0]
         channels = program.types[data].value.shape[1]
         for rank in program.participants(program.types[data]):
-            shape = program.local_shape(data, rank)
-            values = shape[0]
-            for size in shape[2:]:
-                values *= size
+            samples, _, *space = program.local_shape(data, rank) or (0, 0)
+            values = samples * math.prod(space)
             if values < 2 and channels:
                 yield LonelyNorm(i, rank, values)
 
 
 def own_samples(program: Program) -> dict[str, tuple[int, ...]]:
-    """By the result of each local batch norm, the samples of every rank that are normalised by themselves, in
-    the order of the batch: one entry where all ranks have all samples.
-
-    A norm that several instructions compute, each for some ranks, is left out.
-    """
+    """Maps the result of each local batch norm to the numbers of samples that it normalises together, in the
+    order of the batch: one per rank with samples, or a single one where all ranks hold all samples."""
     sizes: dict[str, tuple[int, ...]] = {}
     for i in local_norms(program.instructions):
-        data = program.types[i.inputs[0]]
-        samples = data.value.shape[0]
+        data, name = program.types[i.inputs[0]], i.results[0]
+        if name is None:  # only its statistics are used
+            continue
         if isinstance(data.placement, Shard) and data.placement.dim == 0:
-            cut = shard_sizes(samples, program.ratio_of[data.ratio], data.placement.unit)
-            sizes[i.results[0]] = tuple(n for n in cut if n)
+            sizes[name] = tuple(n for n in rank_sizes(data, program.ratio(data.ratio)) if n)
         else:
-            sizes[i.results[0]] = (samples,)
+            sizes[name] = (data.value.shape[0],)
     return sizes

@@ -1,8 +1,8 @@
-"""Values that the caller is shown beside the loss: ``output("logits", %x, rows=true)``.
+"""Outputs, the values that the caller sees beside the loss: ``output("logits", %x, rows=true)``.
 
-The rows of such a value are samples, or k of them each sample; without ``rows`` every rank shows all of it.
-A rank shows the rows of its own samples, the ones that a loader gives it: where the inputs are cut along
-dim 0 by one ratio, the value is cut alike or held whole, and where they are not it is held whole.
+With ``rows``, each sample has one row of the value, or k rows, and a rank shows the rows of its own samples,
+those that its loader reads. Such a value is held whole, or cut like the inputs if these are all cut along dim
+0 by one ratio. Without ``rows`` every rank shows the whole value.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 
 from .graph import Node, Ref
 from .instruction import Instruction
-from .placement import REPLICATE, Shard, shard_sizes
+from .placement import REPLICATE, Shard
 from .program import Program
-from .types import TensorType, ValueType
+from .types import TensorType, ValueType, rank_sizes
 
 
 @dataclass(frozen=True)
 class Returned:
-    """A model's return value in place of its loss: the ``names`` of the tensors in it, the one called
-    ``loss`` among them, and whether it is a tuple, which unpacks to values. Without names it is the loss
-    itself. Where ``loss`` is "" there is none among them, and a lone tensor has the name ""."""
+    """The return value of a model: the ``names`` of the tensors in it, which of them is the ``loss``, and
+    whether it is a tuple, which unpacks to values. Without names it is the loss itself. ``loss`` is "" for a
+    model without a loss; a single tensor that is no loss has the name ""."""
 
     names: tuple[str, ...] = ()
     loss: str = "loss"
@@ -30,7 +30,7 @@ class Returned:
 
     @property
     def has_loss(self) -> bool:
-        """Whether the model computes its loss itself. Else the caller does, from all that it returns."""
+        """Whether the model computes its loss itself; otherwise the caller does, from what it returns."""
         return bool(self.loss)
 
 
@@ -45,27 +45,28 @@ def outputs_of(program: Program) -> dict[str, Instruction]:
 
 
 def batch_size_of(inputs: Iterable[ValueType]) -> int:
-    """The size of dim 0 that most inputs of a batch have, of equally frequent ones the first; 0 without."""
+    """The size of dim 0 that most inputs of a batch have; of equally frequent sizes the first, 0 without
+    any."""
     sizes = Counter(t.shape[0] for t in inputs if t.shape)
     return max(sizes, key=sizes.__getitem__, default=0)
 
 
 def dealt_rows(program: Program) -> tuple[int, ...] | None:
-    """How many samples each rank is given; None if inputs that hold samples are not cut alike along dim 0."""
+    """The number of samples of each rank; None unless all inputs with samples are cut alike along dim 0."""
     inputs = [i.type for i in program.instructions if i.op == "input" and i.type.value.shape]
     batch_size = batch_size_of(t.value for t in inputs)
-    found = set()
+    cuts = set()
     for t in inputs:
         if t.value.shape[0] != batch_size:
-            continue  # one for all samples: a mask, a table
+            continue  # all samples share it: a mask, a table
         if not isinstance(t.placement, Shard) or t.placement.dim:
             return None
-        found.add(shard_sizes(batch_size, program.ratio(t.ratio), t.placement.unit))
-    return found.pop() if len(found) == 1 else None
+        cuts.add(rank_sizes(t, program.ratio(t.ratio)))
+    return cuts.pop() if len(cuts) == 1 else None
 
 
 def shown_rows(program: Program, i: Instruction) -> tuple[int, ...] | None:
-    """How many rows of an output each rank shows; None if each rank that takes part shows all of it."""
+    """The number of rows of an output that each rank shows; None if all participants show the whole value."""
     samples = dealt_rows(program) if has_rows(i) else None
     if samples is None:
         return None
@@ -74,34 +75,33 @@ def shown_rows(program: Program, i: Instruction) -> tuple[int, ...] | None:
 
 
 def held_rows(program: Program, i: Instruction) -> tuple[int, ...] | None:
-    """How many rows of an output each rank holds; None if it is held whole."""
+    """The number of rows of an output, along the cut dim, that each rank holds; None if it is held whole."""
     t = program.types[i.inputs[0]]
-    if not isinstance(t.placement, Shard):
-        return None
-    return shard_sizes(t.value.shape[0], program.ratio(t.ratio), t.placement.unit)
+    return rank_sizes(t, program.ratio(t.ratio)) if isinstance(t.placement, Shard) else None
 
 
 def with_rows_as_dealt(program: Program) -> Program:
-    """The program in which ranks hold what they show of every output: rows as the inputs are cut, or all.
+    """Returns the program in which every rank holds what it shows of the outputs.
 
-    Rows that are cut otherwise are gathered, and what has no rows is held by all ranks, those without
-    samples too. The same object if nothing is to be done."""
-    marked: list[Instruction] = []
+    Rows that are cut in another way than the inputs are gathered, and values without rows are moved to all
+    ranks, also to those without samples. The same object if nothing is to be changed.
+    """
+    instructions: list[Instruction] = []
     for i in program.instructions:
-        for op, t in _on_the_way(program, i) if i.op == "output" else ():
+        for op, t in _redistribution_to_show(program, i) if i.op == "output" else ():
             name = f"{i.inputs[0]}.shown"
             while name in program.types:
                 name += "2"
-            marked.append(Instruction((name,), (t,), op, (Ref(i.inputs[0]),)))
+            instructions.append(Instruction((name,), (t,), op, (Ref(i.inputs[0]),)))
             i = replace(i, args=(i.args[0], Ref(name)))
-        marked.append(i)
-    return (
-        program if len(marked) == len(program.instructions) else replace(program, instructions=tuple(marked))
-    )
+        instructions.append(i)
+    if len(instructions) == len(program.instructions):
+        return program
+    return replace(program, instructions=tuple(instructions))
 
 
-def _on_the_way(program: Program, i: Instruction) -> Iterator[tuple[str, TensorType]]:
-    """The redistribution, if there has to be one, from an output's value to what ranks show."""
+def _redistribution_to_show(program: Program, i: Instruction) -> Iterator[tuple[str, TensorType]]:
+    """Yields the redistribution that an output needs so that ranks hold what they show, if it needs one."""
     t = program.types[i.inputs[0]]
     if held_rows(program, i) not in (None, shown_rows(program, i)):
         yield "all_gather", replace(t, placements=(REPLICATE,))

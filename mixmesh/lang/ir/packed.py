@@ -1,4 +1,5 @@
-"""Sums that stand for several small ones, which planning packs together (``order.coalesced``)."""
+"""Packed sums: one all-reduce in place of several small ones, which planning puts together
+(``passes.order``)."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from .program import Program
 
 
 class PackedSum(NamedTuple):
-    """Instructions that put the addends together, sum them, and take the sum apart again."""
+    """The three instructions of a packed sum: they concatenate the addends, sum, and split the result."""
 
     cat: Instruction
     sum: Instruction
@@ -19,6 +20,7 @@ class PackedSum(NamedTuple):
 
 
 def packed_sums(program: Program) -> Iterator[PackedSum]:
+    """Yields the packed sums of a program, in order."""
     users: dict[str, list[Instruction]] = defaultdict(list)
     sums = [i for i in program.instructions if i.op == "all_reduce"]
     sums = [i for i in sums if program.producers[i.inputs[0]].op == "aten.cat"]
@@ -33,7 +35,7 @@ def packed_sums(program: Program) -> Iterator[PackedSum]:
 
 
 def _undoes(program: Program, split: Instruction, cat: Instruction) -> bool:
-    """Whether the pieces of one are what the other put together."""
+    """Whether ``split`` gives the pieces that ``cat`` put together."""
     if split.op != "aten.split_with_sizes" or len(cat.inputs) < 2:
         return False
     return [program.types[name].value for name in cat.inputs] == [t.value for t in split.types]

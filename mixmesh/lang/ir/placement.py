@@ -1,12 +1,13 @@
 """Placements: how one tensor is held across the ranks of one mesh axis.
 
-Sizes are decided here and nowhere else: a dim of ``size`` elements, cut in multiples of ``unit``
-elements by ratio ``r``, gives rank j ``shard_sizes(size, r, unit)[j]`` elements, by largest remainder.
+The sizes of shards are decided only here: of a dim of ``size`` elements, cut in multiples of ``unit``
+elements by ratio ``r``, rank j holds ``shard_sizes(size, r, unit)[j]`` elements, by largest remainder.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -19,8 +20,8 @@ RATIO_DIGITS = 6
 class Shard:
     """Rank j holds a contiguous piece of ``dim``, in multiples of ``unit`` elements.
 
-    The unit is what a compound dim needs: heads of an attention layer are cut in multiples of the head
-    size, a flattened (batch, time) dim in multiples of the time.
+    Compound dims need a unit: an attention layer is cut in multiples of the head size, a flattened
+    (batch, time) dim in multiples of the time.
     """
 
     dim: int
@@ -40,7 +41,7 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Every rank holds an addend (or candidate, for ``max``) of the whole shape."""
+    """Every rank holds an addend of the whole shape (or a candidate, for ``max``)."""
 
     op: str = "sum"
 
@@ -56,7 +57,7 @@ PARTIAL = Partial()
 def dual(placement: Placement) -> Placement:
     """The placement of the gradient of a tensor held as ``placement``.
 
-    For ``src -> dst`` autograd issues the redistribution ``dual(dst) -> dual(src)``.
+    The gradient of a redistribution ``src -> dst`` is the redistribution ``dual(dst) -> dual(src)``.
     """
     if isinstance(placement, Replicate):
         return PARTIAL
@@ -65,8 +66,8 @@ def dual(placement: Placement) -> Placement:
     return placement
 
 
-def make_ratio(shares) -> Ratio:
-    """Shares scaled to sum to 1 and rounded so that their text is exact.
+def make_ratio(shares: Iterable[float]) -> Ratio:
+    """Scales shares to sum to 1 and rounds them, so that their text is exact.
 
     The rounding residue goes to the largest share. Raises ValueError for negative or non-finite shares.
     """
@@ -86,21 +87,21 @@ def even_ratio(world_size: int) -> Ratio:
 
 @lru_cache(maxsize=4096)
 def support(ratio: Ratio) -> tuple[int, ...]:
-    """The ranks that take part: those with a share above zero."""
+    """The participating ranks: those with a share above zero."""
     return tuple(j for j, share in enumerate(ratio) if share > 0)
 
 
 @lru_cache(maxsize=65536)
 def shard_sizes(size: int, ratio: Ratio, unit: int = 1) -> tuple[int, ...]:
-    """Elements per rank: ``size`` cut in units by ``ratio``, rounded by largest remainder.
+    """The elements of each rank: ``size`` cut in units by ``ratio``, rounded by largest remainder.
 
-    Ties go to the lower rank. A rank with a share of zero gets nothing. Raises ValueError if ``unit``
-    does not divide ``size``.
+    Ties go to the lower rank. A rank with a share of zero gets none. Raises ValueError if ``unit`` does not
+    divide ``size``.
     """
     if size % unit:
         raise ValueError(f"a dim of {size} cannot be cut in units of {unit}")
     num_units = size // unit
-    # a share of 0.333333 for a third must not lose a unit: forgive the ratio's own rounding
+    # 0.333333 must be worth a third: tolerate the rounding of the ratio itself
     exact = [num_units * share for share in ratio]
     near = [round(x) if abs(x - round(x)) <= num_units * 10**-RATIO_DIGITS else x for x in exact]
     floors = [math.floor(x) for x in near]

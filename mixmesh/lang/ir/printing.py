@@ -1,4 +1,4 @@
-"""Printing: the text of an instruction. ``text`` says what the grammar is and reads it back."""
+"""Prints instructions; ``text`` has the grammar and reads them back."""
 
 from __future__ import annotations
 

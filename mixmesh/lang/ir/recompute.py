@@ -1,9 +1,9 @@
-"""Regions of a program that the backward pass computes again instead of keeping what they made.
+"""Rematerialised regions: the backward pass computes their values again instead of keeping them.
 
-Computations with the attribute ``recompute=N`` form region N. Everything that a region reads and does not
-make itself is kept, be it the result of a collective: so no collective is ever repeated, whatever stands
-between two computations of a region. Right before the backward of its last computation the region runs again
-on every rank by itself, up to what is needed.
+Computations with the attribute ``recompute=N`` form region N. All values that a region reads but does not
+compute are kept, also the results of collectives: so no collective is ever repeated, whatever stands between
+two computations of a region. Every rank runs the region again by itself, right before the backward of its
+last computation, and as far as the backward needs it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from .program import Program
 
 
 def region_of(i: Instruction) -> int | None:
+    """The number of an instruction's region, or None."""
     return i.attr("recompute") if i.attrs else None
 
 
 def regions(program: Program) -> dict[int, tuple[int, ...]]:
-    """Indices of the computations of each region, in order."""
+    """The indices of the computations of each region, in order."""
     out: dict[int, list[int]] = {}
     for n, i in enumerate(program.instructions):
         if (number := region_of(i)) is not None:
@@ -29,10 +30,11 @@ def regions(program: Program) -> dict[int, tuple[int, ...]]:
 
 
 def with_regions(program: Program, numbers: Mapping[int, int]) -> Program:
-    """``program`` in which the computations at these indices, and no others, are in regions, by number.
+    """Returns ``program`` with these regions and no others; ``numbers`` maps indices of computations to
+    regions.
 
-    A region runs again as a whole right before its backward, so no gradient of a weight in it has a time of
-    its own (``wgrad``)."""
+    A region runs again as a whole right before its backward, so the weight gradients in it cannot be split:
+    their ``wgrad`` is dropped."""
 
     def marked(n: int, i: Instruction) -> Instruction:
         if (number := numbers.get(n)) == region_of(i):
@@ -46,17 +48,15 @@ def with_regions(program: Program, numbers: Mapping[int, int]) -> Program:
 
 
 def region_end(program: Program, members: Iterable[int]) -> int | None:
-    """The last computation of a region that a gradient comes to; None if none does."""
+    """The index of the last computation of a region that gets a gradient, or None."""
     grad = program.requires_grad
     return max((n for n in members if program.instructions[n].results[0] in grad), default=None)
 
 
 def release_points(program: Program, names: Iterable[str]) -> dict[str, int]:
-    """By value that is made again for the backward pass, the index of the instruction before whose backward
-    that begins: the last that uses it, or the end of the last region that reads it, if that is later.
-
-    A region is computed again right before the backward of its last computation, and then needs all that it
-    reads."""
+    """Maps each of ``names``, values that the backward pass makes again, to the index of the instruction
+    before whose backward they are needed: the last one that uses the value, or the end of the last region
+    that reads it, if that is later, since a region reads all its inputs when it runs again."""
     wanted = set(names)
     last: dict[str, int] = {}
     read: dict[int, set[str]] = {}
@@ -75,7 +75,8 @@ def release_points(program: Program, names: Iterable[str]) -> dict[str, int]:
 
 
 def updated_buffers(program: Program) -> frozenset[str]:
-    """Buffers that the step updates in place, and what is made of them alone, which may be views of them."""
+    """The buffers that the step updates in place, and the values that depend on these alone: they may be
+    views."""
     updated = {u.args[0] for u in program.instructions if u.op == "update"}
     buffers: set[str] = set()
     for i in program.instructions if updated else ():
@@ -85,7 +86,8 @@ def updated_buffers(program: Program) -> frozenset[str]:
 
 
 def buffers_kept_for_backward(program: Program) -> frozenset[str]:
-    """Names of the buffers that the step updates in place and whose old values the backward pass may read."""
+    """The names of buffers that the step updates in place while the backward pass may read their old
+    values."""
     stale = updated_buffers(program)
     sources: dict[str, frozenset[str]] = {}  # the buffers that a value may be a view of
     kept: set[str] = set()

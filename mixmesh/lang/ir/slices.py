@@ -1,7 +1,7 @@
-"""Rows of a parameter or of a constant, one for each sample of the batch: cut like samples, and no samples.
+"""Parameters and constants with a row for each sample of the batch, which are cut like samples.
 
-A micro-step takes the rows of its own samples, so a rank has to hold all of them: samples of a rank do not
-follow each other in the batch where a pipeline cuts every micro-batch between the ranks of a stage.
+A micro-batch takes the rows of its own samples. A rank therefore has to hold all rows: its samples are not
+consecutive in the batch where a pipeline cuts every micro-batch between the ranks of a stage.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ from .samples import cut_between_samples, is_cut_without_samples
 
 
 def with_whole_rows(program: Program) -> Program:
-    """The program in which parameters, buffers and what moves once per step are held whole by the ranks that
-    use rows of them for their samples, each of which slices its own. The same object if there are none."""
+    """Returns the program in which ranks hold such parameters, buffers and values that move once per step
+    whole, and slice the rows of their samples. The same object if there are none."""
     values = cut_between_samples(program)
     slices: dict[str, str] = {}  # by leaf; leaves keep their names
-    made: list[Instruction] = []
+    instructions: list[Instruction] = []
     for i in program.instructions:
         if not is_cut_without_samples(program, i, values):
-            made.append(_renamed(i, slices) if slices else i)
+            instructions.append(_renamed(i, slices) if slices else i)
             continue
         part = whole = i.result
         if i.is_leaf:
-            part = slices[whole] = _fresh(program, f"{whole}.s{i.type.placement.dim}")
+            part = slices[whole] = _fresh(program, f"{whole}.s{i.type.shard.dim}")
         else:
             whole = _fresh(program, f"{part}.whole")
         t = replace(i.type, placements=(REPLICATE,))
-        made.append(replace(_renamed(i, slices), results=(whole,), types=(t,), op=_op_of_whole(program, i)))
-        made.append(Instruction((part,), i.types, "local_slice", (Ref(whole),)))
-    if len(made) == len(program.instructions):
+        op = _op_of_whole(program, i)
+        instructions.append(replace(_renamed(i, slices), results=(whole,), types=(t,), op=op))
+        instructions.append(Instruction((part,), i.types, "local_slice", (Ref(whole),)))
+    if len(instructions) == len(program.instructions):
         return program
-    return replace(program, instructions=tuple(made))
+    return replace(program, instructions=tuple(instructions))
 
 
 def _op_of_whole(program: Program, i: Instruction) -> str:

@@ -1,9 +1,8 @@
-"""The stages of a pipeline: parts of a program on ranks of their own, between which samples move.
+"""Pipeline stages: parts of a program on disjoint sets of ranks, between which samples move.
 
-A program whose samples move between ranks that have nothing in common is a chain of such stages. In
-micro-steps it runs as a pipeline in 1F1B order: a stage takes so many micro-batches forward as there are
-stages from it to the last, and from then on one backward for each one forward. So it never keeps the
-activations of more micro-batches than that.
+With micro-batches, such a chain of stages runs as a pipeline in 1F1B order: a stage first runs as many
+forward passes as there are stages from it to the last, then alternates one backward and one forward pass. So
+it never keeps the activations of more micro-batches than that.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ Ranks = tuple[int, ...]
 
 
 def transfers_of(program: Program) -> Iterator[Instruction]:
-    """The instructions that move shards from some ranks to others, with none in common."""
+    """Yields the instructions that move shards between disjoint sets of ranks."""
     for i in program.instructions:
-        if i.op == "move" and len(i.inputs) == len(i.types) == 1:  # others are refused when they are checked
+        if i.op == "move" and len(i.inputs) == len(i.types) == 1:  # checks refuse any other move
             source = program.types[i.inputs[0]]
             if _is_cut(source) and _is_cut(i.type):
                 if not {*program.participants(source)} & {*program.participants(i.type)}:
@@ -35,9 +34,9 @@ def _is_cut(t: TensorType) -> bool:
 
 
 def stages_of(program: Program) -> tuple[Ranks, ...]:
-    """The ranks of every stage, in the order in which samples go through them; none without transfers.
+    """The ranks of every stage, in the order in which samples pass through them; empty without transfers.
 
-    Raises PlanError where stages share a rank, or samples come back to one.
+    Raises PlanError where stages share a rank, or samples return to an earlier stage.
     """
     after: dict[Ranks, dict[Ranks, Instruction]] = {}
     for i in transfers_of(program):
@@ -65,8 +64,8 @@ def stages_of(program: Program) -> tuple[Ranks, ...]:
 
 
 def passes_of(stage: int, stages: int, micro_steps: int) -> tuple[tuple[bool, int], ...]:
-    """The passes of the ``stage``-th of some stages, in order: for each whether it is a backward pass, and
-    its micro-step."""
+    """The passes of one of ``stages``, in order: each is whether it is a backward pass, and its
+    micro-batch."""
     warm = min(stages - stage, micro_steps)
     out = [(False, k) for k in range(warm)]
     for k in range(micro_steps):
@@ -77,7 +76,7 @@ def passes_of(stage: int, stages: int, micro_steps: int) -> tuple[tuple[bool, in
 
 
 def in_flight(stage: int, stages: int, micro_steps: int) -> int:
-    """The most micro-steps of which a stage keeps activations at a time."""
+    """The most micro-batches whose activations a stage keeps at a time."""
     return min(stages - stage, micro_steps)
 
 

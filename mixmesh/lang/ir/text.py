@@ -3,18 +3,18 @@
     program    = "program" NAME "world" "=" INT "{" head instruction* "return" VALUE "}"
     head       = ratio* dtype* [levels] [direct]
     ratio      = "ratio" NAME "=" "[" NUMBER,* "]"
-    dtype      = "dtype" DTYPE "=" "[" DTYPE,* "]"     what each rank computes it in
-    levels     = "levels" "=" "[" INT,* "]" "from" INT   ranks per machine, and the least bytes of a sum
-    direct     = "direct" "to" INT           the most bytes of a value whose addends ranks send each other
+    dtype      = "dtype" DTYPE "=" "[" DTYPE,* "]"     the dtype in which each rank computes it
+    levels     = "levels" "=" "[" INT,* "]" "from" INT   hierarchical: ranks per machine, least bytes of a sum
+    direct     = "direct" "to" INT           one-shot: the most bytes of a sum
     instruction = [result,+ "="] OP "(" argument,* ")" ["{" NAME "=" value,* "}"] [":" type,+]
-    result     = VALUE | "_"                     a result that nobody uses is "_"
+    result     = VALUE | "_"                     "_" is a result that is not used
     argument   = value | NAME "=" value
     value      = VALUE | NUMBER | STRING | DTYPE | "true" | "false" | "none" | "[" value,* "]"
     type       = DTYPE "[" INT,* "]" placement ["@" NAME]
     placement  = "R" | "P(" NAME ")" | "S(" INT ["," INT] ")" | "(" placement,+ ")"
 
-A comment runs from # to the end of the line and never carries meaning. Where one ends with a file and line
-of the user's, as those that are printed do, errors of its instruction show it.
+A comment runs from # to the end of the line and never carries meaning. If it ends with a file and line of the
+user's code, as printed comments do, errors of the instruction show these.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from . import bounds
 from .graph import Arg, DType, Ref
 from .instruction import Instruction
 from .levels import Levels
-from .placement import REPLICATE, Partial, Placement, Shard, make_ratio
+from .placement import REPLICATE, Partial, Placement, Ratio, Shard, make_ratio
 from .program import Program
 from .tokens import Tokens
 from .types import DTYPE_BYTES, TensorType, ValueType
 
 
 def parse_program(text: str, where: str = "<program>") -> Program:
-    """The program that ``text`` prints. Raises ParseError with the line and a caret under the place."""
+    """Reads program text. Raises ParseError with the line and a caret under the error."""
     return _Parser(text, where).program()
 
 
@@ -52,7 +52,7 @@ class _Parser(Tokens):
         if not 1 <= world_size <= bounds.MAX_RANKS:
             self.fail(place, f"a program of {world_size} ranks", f"1 to {bounds.MAX_RANKS} ranks")
         self.take("mark", "{")
-        ratios: dict[str, tuple[float, ...]] = {}
+        ratios: dict[str, Ratio] = {}
         while self.accept("ratio"):
             self.ratio(world_size, ratios)
         dtypes: dict[str, tuple[str, ...]] = {}
@@ -61,13 +61,13 @@ class _Parser(Tokens):
         levels = self.levels(world_size) if self.accept("levels") else None
         direct_bytes = self.direct() if self.accept("direct") else 0
         instructions: list[Instruction] = []
-        known: dict[str, int] = {}
+        line_of: dict[str, int] = {}  # by value, the line that defines it
         while not self.sees("return"):
             if len(instructions) == bounds.MAX_INSTRUCTIONS:
                 self.fail(self.token[2], "too many instructions", f"at most {bounds.MAX_INSTRUCTIONS}")
-            instructions.append(self.instruction(ratios, known))
+            instructions.append(self.instruction(ratios, line_of))
         self.take("name", "return")
-        loss = self.use(known)
+        loss = self.use(line_of)
         self.take("mark", "}")
         self.take("end", what="nothing after the closing brace")
         parsed = tuple(ratios.items()), tuple(instructions), loss
@@ -80,7 +80,7 @@ class _Parser(Tokens):
             direct_bytes=direct_bytes,
         )
 
-    def ratio(self, world_size: int, ratios: dict) -> None:
+    def ratio(self, world_size: int, ratios: dict[str, Ratio]) -> None:
         place = self.token[2]
         name = self.take("name", what="a name for the ratio")
         if name in ratios:
@@ -96,7 +96,7 @@ class _Parser(Tokens):
             self.fail(place, got, "shares between 0 and 1 that sum to 1")
         ratios[name] = make_ratio(shares)
 
-    def dtype_row(self, world_size: int, dtypes: dict) -> None:
+    def dtype_row(self, world_size: int, dtypes: dict[str, tuple[str, ...]]) -> None:
         place = self.token[2]
         name = self.dtype_name()
         if name in dtypes:
@@ -131,7 +131,7 @@ class _Parser(Tokens):
             self.fail(place, f"there is no dtype {name}", ", ".join(DTYPE_BYTES))
         return name
 
-    def instruction(self, ratios: dict, known: dict[str, int]) -> Instruction:
+    def instruction(self, ratios: dict[str, Ratio], line_of: dict[str, int]) -> Instruction:
         line = self.token[2][0]
         results: list[str | None] = []
         places = []
@@ -147,40 +147,40 @@ class _Parser(Tokens):
         args: list[Arg] = []
         kwargs: list[tuple[str, Arg]] = []
 
-        def argument():
+        def argument() -> None:
             if self.token[0] == "name" and self.tokens[self.at + 1][1] == "=":
                 place = self.token[2]
                 key = self.take("name")
                 self.at += 1
                 if any(key == other for other, _ in kwargs):
                     self.fail(place, f"{key} is given twice", "every argument once")
-                kwargs.append((key, self.value(known)))
+                kwargs.append((key, self.value(line_of)))
             else:
-                args.append(self.value(known))
+                args.append(self.value(line_of))
 
         self.separated(")", argument)
-        attrs = self.separated("}", lambda: self.pair(known)) if self.accept("{") else []
+        attrs = self.separated("}", lambda: self.pair(line_of)) if self.accept("{") else []
         types = self.types(ratios) if self.accept(":") else ()
         if len(types) != len(results):
             self.fail((line, 1), f"{len(results)} results but {len(types)} types", "one type per result")
         for name, place in zip(results, places):
             if name is None:
                 continue
-            if name in known:
-                self.fail(place, f"%{name} is defined twice (first on line {known[name]})")
-            known[name] = line
+            if name in line_of:
+                self.fail(place, f"%{name} is defined twice (first on line {line_of[name]})")
+            line_of[name] = line
         parts = tuple(results), types, op, tuple(args), tuple(kwargs), tuple(attrs)
         return Instruction(*parts, self.location(), line)
 
-    def pair(self, known) -> tuple[str, Arg]:
+    def pair(self, line_of: dict[str, int]) -> tuple[str, Arg]:
         key = self.take("name", what="the name of an attribute")
         self.take("mark", "=")
-        return key, self.value(known)
+        return key, self.value(line_of)
 
-    def value(self, known: dict[str, int]) -> Arg:
+    def value(self, line_of: dict[str, int]) -> Arg:
         kind, text, place = self.token
         if kind == "value":
-            return Ref(self.use(known))
+            return Ref(self.use(line_of))
         self.at += 1
         if kind == "number":
             return self.convert(text, place)
@@ -194,25 +194,25 @@ class _Parser(Tokens):
             if self.depth == bounds.MAX_DEPTH:
                 self.fail(place, "lists within lists", f"at most {bounds.MAX_DEPTH} deep")
             self.depth += 1
-            items = tuple(self.separated("]", lambda: self.value(known)))
+            items = tuple(self.separated("]", lambda: self.value(line_of)))
             self.depth -= 1
             return items
         self.fail(place, f"unexpected {text!r}", expected="a value, number, string, dtype or list")
 
-    def use(self, known: dict[str, int]) -> str:
+    def use(self, line_of: dict[str, int]) -> str:
         place = self.token[2]
         name = self.take("value", what="a value such as %x")[1:]
-        if name not in known:
+        if name not in line_of:
             self.fail(place, f"%{name} is used before it is defined")
         return name
 
-    def types(self, ratios: dict) -> tuple[TensorType, ...]:
+    def types(self, ratios: dict[str, Ratio]) -> tuple[TensorType, ...]:
         types = [self.type(ratios)]
         while self.accept(","):
             types.append(self.type(ratios))
         return tuple(types)
 
-    def type(self, ratios: dict) -> TensorType:
+    def type(self, ratios: dict[str, Ratio]) -> TensorType:
         place = self.token[2]
         dtype = self.take("name", what="a type such as f32[8, 16] S(0)@r0")
         if dtype not in DTYPE_BYTES:
@@ -222,7 +222,7 @@ class _Parser(Tokens):
         value = ValueType(dtype, shape)
         if len(shape) > bounds.MAX_DIMS:
             self.fail(place, f"a tensor of {len(shape)} dims", f"at most {bounds.MAX_DIMS}")
-        # also for empty values: where a size of 0 is summed away, the others remain
+        # a size of 0 counts as 1: a sum over that dim leaves a tensor of all other sizes
         if math.prod(size or 1 for size in shape) > bounds.MAX_ELEMENTS:
             self.fail(place, f"{value} is too large", f"at most {bounds.MAX_ELEMENTS} elements")
         place = self.token[2]

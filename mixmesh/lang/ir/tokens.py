@@ -1,4 +1,4 @@
-"""The tokens of program text, taken one by one; errors show the line with a caret under the place."""
+"""The tokens of program text, read one by one; errors show the line with a caret under the place."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from ...errors import ParseError
 from . import bounds
 
+T = TypeVar("T")
 Place = tuple[int, int]  # line and column, from 1
+Token = tuple[str, str, Place]  # kind, text, place
 SHOWN_BEFORE, SHOWN_AFTER = 150, 50  # characters of a long line around a place
 
 _TOKEN = re.compile(
@@ -31,7 +33,7 @@ _LOCATION = re.compile(r"\s*#(?:.*\s)?(\S+:[0-9]+)\s*")
 
 
 class Tokens:
-    """Tokens as (kind, text, place), of which the one at ``at`` is looked at."""
+    """The tokens of a text and a position, ``at``, among them."""
 
     def __init__(self, text: str, where: str) -> None:
         self.text, self.where = text, where
@@ -41,7 +43,7 @@ class Tokens:
         self.tokens = list(self._tokenise())
         self.at = 0
 
-    def _tokenise(self) -> Iterator[tuple[str, str, Place]]:
+    def _tokenise(self) -> Iterator[Token]:
         line, start, pos = 1, 0, 0
         while pos < len(self.text):
             token = _TOKEN.match(self.text, pos)
@@ -66,14 +68,13 @@ class Tokens:
         )
 
     def location(self) -> str:
-        """The file and line at the end of the comment behind the token that was taken last, if there is
-        one."""
+        """The file and line at the end of the comment behind the previous token, or ""."""
         _, text, (line, column) = self.tokens[self.at - 1]
         match = _LOCATION.fullmatch(self.lines[line - 1][column - 1 + len(text) :])
         return match[1] if match else ""
 
     @property
-    def token(self):
+    def token(self) -> Token:
         return self.tokens[self.at]
 
     def take(self, kind: str, text: str | None = None, what: str = "") -> str:
@@ -92,9 +93,9 @@ class Tokens:
             return True
         return False
 
-    def separated(self, close: str, item: Callable) -> list:
-        """Items separated by commas, up to and with ``close``."""
-        items: list = []
+    def separated(self, close: str, item: Callable[[], T]) -> list[T]:
+        """Reads items separated by commas, and the ``close`` behind them."""
+        items: list[T] = []
         while not self.accept(close):
             if items:
                 self.take("mark", ",", what=f"',' or '{close}'")
@@ -103,10 +104,10 @@ class Tokens:
 
     def convert(self, text: str, place: Place) -> int | float:
         if text.endswith("nan"):
-            return math.nan  # one object, as printed and read programs are compared
+            return math.nan  # always this object, so that programs with it compare equal
         if not re.fullmatch(r"-?[0-9]+", text):
             return float(text)
-        # by its digits first: Python refuses to read a number of thousands of them
+        # the length first: Python refuses to convert thousands of digits
         if len(text) > 20 or not -bounds.MAX_INTEGER - 1 <= int(text) <= bounds.MAX_INTEGER:
             self.fail(place, "the number is too large", f"at most {bounds.MAX_INTEGER}")
         return int(text)

@@ -1,4 +1,4 @@
-"""Types of values: a global shape, a dtype, and how the value is held."""
+"""Types of values: a dtype, a global shape, and a placement."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 
 from ...base.lazy import lazy
-from .placement import REPLICATE, Partial, Placement, Ratio, Shard, shard_sizes, support
+from .placement import REPLICATE, Placement, Ratio, Shard, shard_sizes, support
 
-# printed name -> bytes per element; the names are those of MLIR and of DESIGN.md's program text
+# printed name -> bytes per element; the names are those of MLIR
 DTYPE_BYTES = {
     "f64": 8, "f32": 4, "bf16": 2, "f16": 2, "f8e4m3": 1, "f8e5m2": 1,
     "c64": 8, "c128": 16,
@@ -16,12 +16,12 @@ DTYPE_BYTES = {
 }  # fmt: skip
 FLOATING = frozenset({"f64", "f32", "bf16", "f16", "f8e4m3", "f8e5m2", "c64", "c128"})
 
-Cut = tuple[int, int, str | None]  # (size, unit, ratio name) of what is sharded; size 0 where nothing is
+Cut = tuple[int, int, str | None]  # size and unit of the cut dim (0 and 1 without one), name of the ratio
 
 
-@dataclass(frozen=True)  # no slots: what it takes is worked out once
+@dataclass(frozen=True)  # no slots: ``lazy`` values are kept
 class ValueType:
-    """The logical type of a value: dtype and global shape, no word on placement."""
+    """The logical type of a value: dtype and global shape, without a placement."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -46,8 +46,8 @@ class ValueType:
 class TensorType:
     """A value type with one placement per mesh axis and the name of the ratio that it is cut by.
 
-    ``ratio`` also says who takes part: ranks whose share is zero hold nothing of the tensor. It may be
-    None only where nothing is sharded, and then every rank takes part.
+    ``ratio`` also decides the participants: ranks whose share is zero hold nothing of the tensor. It may be
+    None only where nothing is sharded, and then every rank participates.
     """
 
     value: ValueType
@@ -60,9 +60,16 @@ class TensorType:
         (only,) = self.placements
         return only
 
+    @property
+    def shard(self) -> Shard:
+        """The placement of a type that is known to be cut. Raises TypeError for another."""
+        if not isinstance(self.placement, Shard):
+            raise TypeError(f"{self} is not cut")
+        return self.placement
+
     @lazy
     def cut(self) -> Cut:
-        """The facts that decide which share a rank holds."""
+        """The facts that decide how much of the value each rank holds."""
         if isinstance(self.placement, Shard):
             return self.value.shape[self.placement.dim], self.placement.unit, self.ratio
         return 0, 1, self.ratio
@@ -71,6 +78,15 @@ class TensorType:
         inner = ", ".join(map(str, self.placements))
         text = inner if len(self.placements) == 1 else f"({inner})"
         return f"{self.value} {text}" + (f"@{self.ratio}" if self.ratio else "")
+
+
+def rank_sizes(t: TensorType, ratio: Ratio | None) -> tuple[int, ...]:
+    """The elements of the cut dim that each rank holds; ``ratio`` is the one that ``t`` names. Raises
+    TypeError for a type that is not cut, ValueError without a ratio."""
+    shard = t.shard
+    if ratio is None:
+        raise ValueError(f"{t} has no ratio")
+    return shard_sizes(t.value.shape[shard.dim], ratio, shard.unit)
 
 
 def local_shape(
@@ -93,12 +109,5 @@ def local_bytes(value: ValueType, placement: Placement, ratio: Ratio | None, ran
 
 
 def participants(ratio: Ratio | None, world_size: int) -> tuple[int, ...]:
+    """The ranks that hold something of a tensor under ``ratio``: all of them without one."""
     return tuple(range(world_size)) if ratio is None else support(ratio)
-
-
-def is_partial(placement: Placement) -> bool:
-    return isinstance(placement, Partial)
-
-
-def is_shard(placement: Placement) -> bool:
-    return isinstance(placement, Shard)

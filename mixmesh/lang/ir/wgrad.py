@@ -1,16 +1,17 @@
-"""When in the backward pass the gradient of a weight is computed.
+"""Split weight gradients: when in the backward pass the gradient of a weight is computed.
 
-The backward pass of ``y = linear(x, w)`` makes two products: the gradient of x, for which what comes next
-waits, and that of w, for which only a sum over ranks does. PyTorch makes both before anything else goes on.
-The attribute ``wgrad`` of the instruction has them apart:
+The backward pass of ``y = linear(x, w)`` has two products: the gradient of x (dgrad), which the preceding
+layers wait for, and the gradient of w (wgrad), which only its all-reduce waits for. PyTorch computes both
+before it goes on. The attribute ``wgrad`` of the instruction splits them:
 
-- ``first``: that of w is made first, and its sum may begin while that of x is computed;
-- ``last``: it is made after all that is not ``last``, in the same order. So what the backward pass completes
-  last, such as a large table of words, is complete earlier, and summed while these products are computed
-  (pipelines without bubbles do so too: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR'24, section 2);
-- ``beside``: it is made when the next gradient that a redistribution sends back, and that the pass will have
-  to wait for, is on its way: beside it (as Megatron-LM does, which hides the sums of tensor parallelism
-  behind these products). A gradient that waits for no such collective is made ``first``.
+- ``first``: wgrad is computed before dgrad, and its all-reduce may overlap with dgrad;
+- ``last``: it is computed after all products that are not ``last``, which keep their order. So gradients that
+  the backward pass completes last, such as that of a large embedding, are complete earlier, and their
+  all-reduce overlaps with these products (as in pipelines without bubbles: Qi et al., "Zero Bubble Pipeline
+  Parallelism", ICLR'24, section 2);
+- ``beside``: it is overlapped with the next collective of the backward pass that dgrads wait for (as in
+  Megatron-LM, which hides the all-reduces of tensor parallelism behind these products). Where no such
+  collective follows, it is computed ``first``.
 """
 
 from __future__ import annotations
@@ -26,34 +27,34 @@ from .recompute import region_of
 
 WGRADS = ("first", "last", "beside")
 PRODUCTS = ("aten.linear", "aten.conv1d", "aten.conv2d", "aten.conv3d")
-NEVER = -(10**9)  # before which every gradient is complete
+NEVER = -(10**9)  # a point after the end of every backward pass
 
 
 def wgrad_of(i: Instruction) -> str | None:
-    """``first``, ``last`` or ``beside``, if that is apart."""
+    """``first``, ``last`` or ``beside`` for an instruction with a split weight gradient, else None."""
     return i.attr("wgrad") if i.attrs else None
 
 
 def late_point(program: Program, n: int) -> int:
-    """Where in the backward pass what instruction ``n`` leaves for last is done. All else is done at its own
-    index, and the pass goes from high ones to low ones."""
+    """The point in the backward pass where the weight gradient of instruction ``n`` is computed if it is
+    ``last``. All else happens at the index of its instruction, and the pass goes from high to low points."""
     return n - len(program.instructions) - 1
 
 
 class Beside(NamedTuple):
     """The place of a weight gradient with ``beside``: the result of the redistribution whose gradient travels
-    meanwhile, and where in the backward pass that is: after what is done at the index above, before what is
-    at the one below."""
+    meanwhile, and the point in the backward pass, a number between two indices of instructions."""
 
     collective: str
     point: float
 
 
 def beside_points(program: Program) -> dict[int, Beside]:
-    """By index of the products with ``beside`` before a collective that they can be computed beside; the
-    others are ``first``. All that waits when a collective is sent is computed then, in the order of the pass.
+    """Maps the indices of products with ``beside`` to their places, if a collective follows that they can be
+    overlapped with; the others are ``first``. When a collective starts, all products that wait are computed,
+    in the order of the backward pass.
 
-    A function of the program alone: the same on all ranks, as sums of gradients keep one order.
+    It follows from the program alone, so it is the same on all ranks: gradient all-reduces need one order.
     """
     if "beside" not in program.wgrads.values():
         return {}
@@ -65,7 +66,7 @@ def beside_points(program: Program) -> dict[int, Beside]:
             waiting.append(n)
         if n not in sent or not waiting:
             continue
-        # the last one that all ranks of a product have a part in: what is sent before it is on its way too
+        # the last collective with all ranks of the product: those that started before it overlap as well
         carries: dict[str, list[int]] = {i.result: [] for i in sent[n]}
         for product in waiting:
             ranks = {*program.participants(program.instructions[product].type)}
@@ -80,9 +81,9 @@ def beside_points(program: Program) -> dict[int, Beside]:
 
 
 def returned(program: Program) -> dict[int, list[Instruction]]:
-    """Redistributions whose gradients the backward pass sends, in the order in which it does, by the index of
-    the instruction after whose backward that is: the first that uses what they bring, as there the forward
-    pass awaits them, and autograd goes back in the order in which it came. That of the loss is behind all."""
+    """The redistributions whose gradients the backward pass sends, by the index of the instruction after
+    whose backward it sends them, in order. That is the first instruction that uses the result: the forward
+    pass waits for it there, and autograd runs in reverse. The index of the loss's is that of the end."""
     out: dict[int, list[Instruction]] = {}
     first: dict[str, int] = {}
     for n, i in enumerate(program.instructions):
@@ -101,8 +102,8 @@ def returned(program: Program) -> dict[int, list[Instruction]]:
 
 
 def _waits_for(program: Program, i: Instruction) -> set[int]:
-    """The ranks that have a part in a redistribution's gradient and wait for what it brings: none where it
-    goes straight to a parameter, nothing is sent, or it only moves the borders between ranks."""
+    """The ranks that take part in the gradient of a redistribution and wait for its result. Empty where the
+    result goes straight to a parameter, nothing is sent, or only the borders between ranks move."""
     source = program.types[i.inputs[0]]
     if program.producers[i.inputs[0]].op == "param" or not i.type.value.size_bytes:
         return set()
@@ -118,8 +119,8 @@ def _waits_for(program: Program, i: Instruction) -> set[int]:
 
 
 def weight_points(program: Program) -> dict[int, float]:
-    """By index of what computes its weight's gradient after its input's, where in the backward pass that is;
-    all else is at the index."""
+    """Maps the indices of instructions whose weight gradient comes later than their own backward to the point
+    in the backward pass where it is computed."""
     out: dict[int, float] = {n: b.point for n, b in beside_points(program).items()}
     for n, when in program.wgrads.items():
         if when == "last":
@@ -128,7 +129,7 @@ def weight_points(program: Program) -> dict[int, float]:
 
 
 def last_points(program: Program) -> dict[str, float]:
-    """By value that is used, where in the backward pass its gradient is complete."""
+    """Maps every value that is used to the point in the backward pass where its gradient is complete."""
     out: dict[str, float] = {}
     later = weight_points(program)
     for n, i in enumerate(program.instructions):
@@ -142,8 +143,8 @@ def last_points(program: Program) -> dict[str, float]:
 
 
 def separable(program: Program) -> tuple[int, ...]:
-    """Indices of the instructions that may have a ``wgrad``: products of something that takes a gradient
-    too with parameters that nothing else uses."""
+    """The indices of instructions that may have a ``wgrad``: products of a value that needs a gradient with
+    parameters that nothing else uses."""
     users = Counter(name for i in program.instructions for name in dict.fromkeys(i.inputs))
     return tuple(n for n, i in enumerate(program.instructions) if _fits(program, i, users))
 
@@ -162,7 +163,7 @@ def _fits(program: Program, i: Instruction, users: Counter[str]) -> bool:
 
 
 def with_wgrads(program: Program, chosen: Mapping[int, str]) -> Program:
-    """``program`` with these ``wgrad`` on instructions by index, and on no others."""
+    """Returns ``program`` with these values of ``wgrad``, by index of instruction, and no others."""
 
     def marked(n: int, i: Instruction) -> Instruction:
         if chosen.get(n) == wgrad_of(i):

@@ -1,7 +1,7 @@
 """Operators of our own, in PyTorch's registry under ``torch.ops.mixmesh``.
 
-They are operators of PyTorch's cut in two, with what ranks have to tell each other between the parts, and
-regions of several put into one, whose inside no sharding could be told of.
+Some are one operator of PyTorch cut in two, with a collective between the parts. Others put a region of
+several operators into one, because no sharding rule could describe what is inside.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import torch
 
 from . import losses, mixtures, norms
 from .losses import cross_entropy, cross_entropy_of_part, sum_exp, sum_exp_of_part
-from .mixtures import count_kept_bytes, experts, experts_of_part
+from .mixtures import Operands, count_kept_bytes, experts, experts_of_part
 from .norms import local_batch_norm, moments, normalise, running_statistics
 from .pieces import PIECE_BYTES
 
 __all__ = [
-    "PIECE_BYTES", "count_kept_bytes", "cross_entropy", "cross_entropy_of_part", "experts", "experts_of_part",
-    "local_batch_norm", "moments", "normalise", "running_statistics", "sum_exp", "sum_exp_of_part",
+    "PIECE_BYTES", "Operands", "count_kept_bytes", "cross_entropy", "cross_entropy_of_part", "experts",
+    "experts_of_part", "local_batch_norm", "moments", "normalise", "running_statistics", "sum_exp",
+    "sum_exp_of_part",
 ]  # fmt: skip
 
 LIBRARY = torch.library.Library("mixmesh", "DEF")

@@ -1,13 +1,13 @@
 """Cross entropy in two operators, so that its classes may be cut.
 
-``sum_exp`` adds up the exponentials of every row's logits; where classes are cut these are partial sums, and
-one sum between the ranks makes them whole. ``cross_entropy`` is then local: a rank adds what it knows of its
-own classes, and its gradient is softmax minus target there. Only the sums travel, once per step, where
-Megatron-LM (Shoeybi et al., 2019, section 3) moves a maximum, a sum and a logit.
+``sum_exp`` sums the exponentials of every row's logits; where classes are cut these are partial sums, and one
+all-reduce completes them. ``cross_entropy`` is then local: a rank adds the part of its own classes, and its
+gradient is softmax minus target there. Only these sums travel, once per step; Megatron-LM (Shoeybi et al.,
+2019, section 3) sends a maximum, a sum and a logit.
 
-Sums are f64 and of the logits themselves, not of their differences to a maximum that ranks would have to
-agree on first: exp is finite up to 709 in f64, and above zero from -745 on. Inside a piece differences to its
-own maximum are added up. Whole rows have no such bound (``_positive``).
+The sums are f64 and of the logits themselves, not of their differences to a maximum that ranks would have to
+agree on first: in f64, exp is finite up to 709 and above zero from -745 on. Within a piece, differences to
+its own maximum are summed. Whole rows have no such limits (``_positive``).
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from torch.autograd.function import once_differentiable
 from .pieces import PIECE_BYTES, wide
 
 NONE, SUM = 0, 2  # at::Reduction
-# logarithms up to which a sum is exp of it: a sum over ranks can be e^10 times its largest addend
+# up to these logarithms a sum is stored as its exponential; a sum over ranks can be e^10 times its largest
+# addend
 EDGE, EDGE_OF_PART = 600.0, 590.0
-GPU_PIECE_BYTES = 2**26  # as PIECE_BYTES: enough for a GPU's memory to be what takes the time
+GPU_PIECE_BYTES = 2**26  # as PIECE_BYTES, for a GPU: so large that memory bandwidth decides, not launches
 
 
 def _check(x: Tensor, *of_rows: Tensor) -> None:
@@ -38,7 +39,7 @@ def _check(x: Tensor, *of_rows: Tensor) -> None:
 
 
 def _pieces(x: Tensor) -> int:
-    """How many samples of ``x`` to work on at a time."""
+    """The number of samples of ``x`` to work on at a time."""
     piece = GPU_PIECE_BYTES if x.is_cuda else PIECE_BYTES
     each = x.numel() * wide(x).itemsize // max(len(x), 1)
     return max(1, piece // max(each, 1))
@@ -48,27 +49,28 @@ def _pieces(x: Tensor) -> int:
 
 
 def _log_sums(x: Tensor) -> Tensor:
-    """Logarithms of the sums of exponentials over dim 1: f64 [N, ...]."""
+    """The logarithms of the sums of exponentials over dim 1: f64 [N, ...]."""
     parts = []
     rows = _pieces(x)
     work = x.new_empty((min(rows, len(x)), *x.shape[1:]), dtype=wide(x))
     for piece in x.split(rows):
         top = piece.amax(1, keepdim=True).to(work.dtype)
-        top.masked_fill_(top == -math.inf, 0.0)  # nothing but classes that are ruled out
+        top.masked_fill_(top == -math.inf, 0.0)  # all classes are masked out
         total = torch.sub(piece, top, out=work[: len(piece)]).exp_().sum(1)
         parts.append(total.double().log_().add_(top.squeeze(1)))
     return torch.cat(parts)
 
 
 def _positive(logs: Tensor) -> Tensor:
-    """exp up to EDGE either way, from there on a line, or one over a line: of no f32 too large or small."""
+    """exp between -EDGE and EDGE; above that a linear function, below it the inverse of one, so that the sum
+    of no f32 logits overflows or vanishes."""
     beyond = (logs - EDGE).clamp_(min=0).add_(1)
     below = (-EDGE - logs).clamp_(min=0).add_(1)
     return logs.clamp(-EDGE, EDGE).exp_().mul_(beyond).div_(below)
 
 
 def _log(sums: Tensor) -> Tensor:
-    """The inverse of ``_positive``; infinite where a sum over ranks is (``sum_exp_of_part``)."""
+    """The inverse of ``_positive``; infinite where a sum over ranks is infinite (``sum_exp_of_part``)."""
     large = math.exp(EDGE)
     logs = sums.log()
     logs = torch.where(sums > large, EDGE - 1 + sums / large, logs)
@@ -77,9 +79,9 @@ def _log(sums: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sum_exp(x: Tensor) -> Tensor:
-    """Sums of the exponentials of logits ``x`` [N, C, ...] over their classes, f64 [N, ...]. No gradient
-    passes: ``cross_entropy`` has all of it. For rows whose sum f64 cannot hold, a number that tells its
-    logarithm."""
+    """Sums the exponentials of logits ``x`` [N, C, ...] over their classes: f64 [N, ...]. It has no gradient:
+    that of ``cross_entropy`` is complete. Where f64 cannot hold a sum, the result encodes its logarithm
+    (``_positive``)."""
     _check(x)
     if x.is_meta or not x.numel():
         return x.new_zeros((x.shape[0], *x.shape[2:]), dtype=torch.float64)
@@ -88,8 +90,8 @@ def sum_exp(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sum_exp_of_part(x: Tensor) -> Tensor:
-    """As ``sum_exp``, of some of the classes, to be summed with those of the others. A sum beyond e^590 is
-    infinite and so is the loss; one below e^-590 counts as nothing."""
+    """As ``sum_exp``, for some of the classes; the results of all parts are then summed. A sum above e^590
+    becomes infinite, and so does the loss; one below e^-590 becomes zero."""
     logs = _log_sums(x)
     sums = logs.exp()
     return sums.masked_fill_(logs > EDGE_OF_PART, math.inf).masked_fill_(logs < -EDGE_OF_PART, 0.0)
@@ -99,14 +101,14 @@ def sum_exp_of_part(x: Tensor) -> Tensor:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """``first`` and ``num_classes``: which classes ``x`` is of, and of how many."""
+    """``x`` has the classes from ``first`` on, of ``num_classes``."""
 
     @staticmethod
     def forward(ctx, x, sums, target, reduction, ignore_index, label_smoothing, first, num_classes):
         logs = _log(sums)
         counts = target != ignore_index
         target = target.long()
-        label = torch.where(counts, target, first)  # an ignored label need not be a class
+        label = torch.where(counts, target, first)  # the ignored label may lie outside of the classes
         if first or x.shape[1] < num_classes:
             fits = (label >= 0) & (label < num_classes)
             torch._assert_async(fits.all(), f"a target is none of {num_classes} classes")
@@ -135,7 +137,7 @@ class _CrossEntropy(torch.autograd.Function):
         parts = zip(x.split(rows), dx.split(rows), grad.split(rows), *(t.split(rows) for t in of_rows))
         for piece, out, g, logs, counts, own, label in parts:
             g = torch.where(counts, g, 0.0).unsqueeze(1)
-            # exp(x - log) is the softmax; a factor makes up for what a logarithm loses in the precision of x
+            # exp(x - log) is the softmax; ``rest`` corrects for rounding the logarithm to the dtype of x
             near = logs.to(g.dtype)
             rest = (near - logs).exp_().to(g.dtype)
             gradient = torch.sub(piece, near.unsqueeze(1), out=out if piece.dtype == g.dtype else None).exp_()
@@ -151,8 +153,8 @@ class _CrossEntropy(torch.autograd.Function):
 def cross_entropy(
     x: Tensor, sums: Tensor, target: Tensor, reduction: int, ignore_index: int, label_smoothing: float
 ) -> Tensor:
-    """torch.nn.functional.cross_entropy of logits ``x`` [N, C, ...] whose ``sum_exp`` are known, reduction by
-    ATen's number: the sum, or every row's. In f32 at least."""
+    """torch.nn.functional.cross_entropy of logits ``x`` [N, C, ...] with their ``sum_exp``. ``reduction`` is
+    ATen's number: the sum, or the loss of every row. The result is f32 or wider."""
     return cross_entropy_of_part(x, sums, target, reduction, ignore_index, label_smoothing, 0, x.shape[1])
 
 
@@ -160,8 +162,8 @@ def cross_entropy_of_part(
     x: Tensor, sums: Tensor, target: Tensor, reduction: int, ignore_index: int, label_smoothing: float,
     first: int, num_classes: int,
 ) -> Tensor:  # fmt: skip
-    """The addend of the classes from ``first`` on to the ``cross_entropy`` over all ``num_classes``, by
-    ``sums`` over all. ``target`` counts from the first class of all."""
+    """The part of ``cross_entropy`` that belongs to the classes of ``x``, which begin at ``first``. ``sums``
+    are over all ``num_classes``, and ``target`` counts from the first of all."""
     _check(x, sums, target)
     if reduction not in (NONE, SUM):
         raise RuntimeError(f"a sum or the loss of every row, not reduction {reduction}")

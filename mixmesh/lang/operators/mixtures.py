@@ -1,27 +1,27 @@
 """A mixture of experts in one operator, so that its tokens or its experts may be cut.
 
-Models sort the choices of their tokens by expert, so that every expert has its rows in one piece; where a
-piece ends is data, and no sharding of the sorted rows is known beforehand. Here the rows stay in the order of
-the tokens outside of the operator, and the sorting happens inside, on what a rank has: all experts for some
-of the tokens, or some of the experts for all tokens. A token's choice is computed by the expert that the
-router gave it, wherever that is: no choice is dropped and none is padded.
+Models sort the choices of their tokens by expert, so that the rows of every expert are contiguous. The sizes
+of these groups are data, so the sorted rows cannot be sharded in advance. With this operator, rows keep the
+order of the tokens outside, and are sorted inside, on each rank: it has all experts for some of the tokens,
+or some of the experts for all tokens. Every choice of the router is computed: none is dropped or padded.
 
-``body`` says what an expert does with its rows, in assignments that read as Python:
+``body`` describes what an expert computes for its rows, in assignments with the syntax of Python:
 
     h = x0 @ t0; g, u = split.Tensor(h, 24, -1); a = silu(g); m = mul.Tensor(a, u); y = m @ t1.mT
 
-``x0`` are a token's values for each of its choices, ``s0`` values of a choice, ``t0`` tables with an entry
-per expert, ``w0`` tensors that all rows share, ``d0`` dtypes. ``rows @ t0`` multiplies every row by its
-expert's matrix, ``t0[e]`` is every row's own entry. All else are operators of ATen that treat every row by
-itself. The last value is summed over the choices of each token.
+``x0`` are a token's values, repeated for each of its choices, ``s0`` values of a choice, ``t0`` tables with
+an entry per expert, ``w0`` tensors that all rows share, ``d0`` dtypes. ``rows @ t0`` multiplies every row by
+the matrix of its expert, ``t0[e]`` is the entry of each row's expert. All other operators are those of ATen
+that treat every row by itself. The last value is summed over the choices of each token.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,19 +32,19 @@ PRODUCT, PRODUCT_OF_TRANSPOSED, ENTRY = "@", "@ mT", "[e]"
 
 @dataclass(frozen=True)
 class Value:
-    """A use of a value by its name."""
+    """A use of a value, by name."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Step:
-    """One assignment of a body. ``operator`` is PRODUCT, PRODUCT_OF_TRANSPOSED or ENTRY, of a row value and a
-    table or of a table, or an operator of ATen."""
+    """One assignment of a body. ``operator`` is PRODUCT or PRODUCT_OF_TRANSPOSED (of a row value and a
+    table), ENTRY (of a table), or the name of an operator of ATen."""
 
     results: tuple[str, ...]
     operator: str
-    arguments: tuple
+    arguments: tuple[object, ...]
     options: tuple[tuple[str, object], ...] = ()
 
 
@@ -53,7 +53,7 @@ class Step:
 
 @cache
 def parse_body(text: str) -> tuple[Step, ...]:
-    """The steps of a body. Raises RuntimeError for what is no body."""
+    """Reads the steps of a body. Raises RuntimeError for other text."""
     try:
         return tuple(map(_step, ast.parse(text.replace("; ", "\n")).body))
     except (SyntaxError, ValueError, AttributeError) as error:
@@ -64,7 +64,7 @@ def _step(statement: ast.stmt) -> Step:
     if not isinstance(statement, ast.Assign):
         raise ValueError(f"an assignment is wanted, not {ast.unparse(statement)}")
     (target,) = statement.targets
-    results = tuple(t.id for t in target.elts) if isinstance(target, ast.Tuple) else (target.id,)
+    results = tuple(map(_name, target.elts if isinstance(target, ast.Tuple) else (target,)))
     match statement.value:
         case ast.BinOp(left, ast.MatMult(), ast.Attribute(table, "mT")):
             return Step(results, PRODUCT_OF_TRANSPOSED, (_argument(left), _argument(table)))
@@ -73,9 +73,15 @@ def _step(statement: ast.stmt) -> Step:
         case ast.Subscript(table, ast.Name("e")):
             return Step(results, ENTRY, (_argument(table),))
         case ast.Call(function, arguments, options):
-            named = tuple((o.arg, _argument(o.value)) for o in options)
+            named = tuple((str(o.arg), _argument(o.value)) for o in options)
             return Step(results, ast.unparse(function), tuple(map(_argument, arguments)), named)
     raise ValueError(f"an operator is wanted, not {ast.unparse(statement.value)}")
+
+
+def _name(target: ast.expr) -> str:
+    if not isinstance(target, ast.Name):
+        raise ValueError(f"a name is wanted, not {ast.unparse(target)}")
+    return target.id
 
 
 def _argument(node: ast.expr) -> object:
@@ -86,8 +92,8 @@ def _argument(node: ast.expr) -> object:
             return Value(name)
         case ast.Tuple(items) | ast.List(items):
             return tuple(map(_argument, items))
-        case ast.UnaryOp(ast.USub(), operand):
-            return -_argument(operand)
+        case ast.UnaryOp(ast.USub(), ast.Name("inf")):
+            return -float("inf")
     return ast.literal_eval(node)
 
 
@@ -101,8 +107,8 @@ def _function(name: str) -> Callable:
 
 
 class _Product(torch.autograd.Function):
-    """Rows in consecutive groups of ``counts``, each times the matrix of its group. Without counts, on meta
-    tensors, only shapes are worked out."""
+    """Multiplies rows, in consecutive groups of ``counts``, by the matrix of their group. On meta tensors,
+    which have no counts, only the shapes are right."""
 
     @staticmethod
     def forward(ctx, rows, matrices, counts):
@@ -129,12 +135,12 @@ class _Product(torch.autograd.Function):
         return of_rows, of_matrices, None
 
 
-def _groups(counts: Sequence[int] | None, matrices: Tensor, *of_rows: Tensor):
-    """Each matrix whose group has rows, with its rows."""
+def _groups(counts: Sequence[int] | None, matrices: Tensor, *of_rows: Tensor) -> Iterator[list[Tensor]]:
+    """Yields each matrix whose group has rows, with these rows of each other tensor."""
     start = 0
     for matrix, count in zip(matrices, counts or ()):
         if count:
-            yield (matrix, *(rows.narrow(0, start, count) for rows in of_rows))
+            yield [matrix, *(rows.narrow(0, start, count) for rows in of_rows)]
         start += count
 
 
@@ -143,8 +149,8 @@ def _groups(counts: Sequence[int] | None, matrices: Tensor, *of_rows: Tensor):
 
 @dataclass(frozen=True)
 class _Rows:
-    """Choices sorted by expert: where each stands among all choices, its expert in the tables, and how many
-    choices each expert has (None on meta tensors)."""
+    """Choices sorted by expert: the index of each among all choices, the index of its expert in the tables,
+    and the number of choices of each expert (None on meta tensors)."""
 
     order: Tensor
     experts: Tensor
@@ -152,10 +158,11 @@ class _Rows:
 
 
 def _sort(ids: Tensor, first: int, num_held: int, num_experts: int) -> _Rows:
-    """The choices of the experts from ``first`` on. Raises IndexError for a choice of no expert."""
+    """Sorts the choices of ``num_held`` experts from ``first`` on. Raises IndexError for a choice that is
+    none of ``num_experts``."""
     if ids.is_meta:
         return _Rows(ids, ids, None)
-    # counted on the host, as where the rows of an expert end decides what is multiplied
+    # counted on the host, which slices the rows of each expert
     counts = torch.bincount(ids.clamp(-1, num_experts) + 1, minlength=num_experts + 2).tolist()
     if counts[0] or counts[-1]:
         raise IndexError(f"a token chose an expert that is none of {num_experts}")
@@ -166,39 +173,44 @@ def _sort(ids: Tensor, first: int, num_held: int, num_experts: int) -> _Rows:
     return _Rows(order[here], sorted_ids[here] - first, held)
 
 
-def run_body(
-    body: str,
-    rows: _Rows,
-    choices: int,
-    tokens: Sequence[Tensor],
-    values: Sequence[Tensor],
-    tables: Sequence[Tensor],
-    whole: Sequence[Tensor],
-    dtypes: Sequence[torch.dtype],
-) -> Tensor:
-    """The last value of ``body`` for each of ``rows``. Raises RuntimeError where a name of the body has no
-    value: an argument that is not given, or a result of an operator that makes another number of them."""
-    token_of = rows.order if rows.counts is None else rows.order // choices
-    values_by_name: dict[str, Tensor | torch.dtype] = {}
-    values_by_name |= {f"x{n}": t.index_select(0, token_of) for n, t in enumerate(tokens)}
-    values_by_name |= {f"s{n}": t.index_select(0, rows.order) for n, t in enumerate(values)}
-    values_by_name |= {f"t{n}": t for n, t in enumerate(tables)}
-    values_by_name |= {f"w{n}": t for n, t in enumerate(whole)}
-    values_by_name |= {f"d{n}": dtype for n, dtype in enumerate(dtypes)}
+@dataclass(frozen=True)
+class Operands:
+    """The tensors and dtypes that a body names, with the prefixes x, s, t, w and d."""
 
-    def given(argument):
+    tokens: Sequence[Tensor]
+    values: Sequence[Tensor]
+    tables: Sequence[Tensor]
+    whole: Sequence[Tensor]
+    dtypes: Sequence[torch.dtype]
+
+    def by_name(self, rows: _Rows, choices: int) -> dict[str, Any]:
+        token_of = rows.order if rows.counts is None else rows.order // choices
+        return {
+            **{f"x{n}": t.index_select(0, token_of) for n, t in enumerate(self.tokens)},
+            **{f"s{n}": t.index_select(0, rows.order) for n, t in enumerate(self.values)},
+            **{f"t{n}": t for n, t in enumerate(self.tables)},
+            **{f"w{n}": t for n, t in enumerate(self.whole)},
+            **{f"d{n}": dtype for n, dtype in enumerate(self.dtypes)},
+        }
+
+
+def run_body(body: str, rows: _Rows, choices: int, operands: Operands) -> Tensor:
+    """Computes the last value of ``body`` for each of ``rows``. Raises RuntimeError for a name without a
+    value, and for an operator whose number of results is not that of its names."""
+    values_by_name = operands.by_name(rows, choices)
+
+    def value_of(argument: object) -> Any:
         match argument:
             case Value(name):
                 if name not in values_by_name:
                     raise RuntimeError(f"no value for {name} in the body of experts {body!r}")
                 return values_by_name[name]
             case tuple():
-                return [given(a) for a in argument]
+                return [value_of(a) for a in argument]
         return argument
 
-    result = None
     for step in parse_body(body):
-        arguments = [given(a) for a in step.arguments]
+        arguments = [value_of(a) for a in step.arguments]
         if step.operator == PRODUCT:
             result = _Product.apply(*arguments, rows.counts)
         elif step.operator == PRODUCT_OF_TRANSPOSED:
@@ -206,7 +218,7 @@ def run_body(
         elif step.operator == ENTRY:
             result = arguments[0].index_select(0, rows.experts)
         else:
-            result = _function(step.operator)(*arguments, **{k: given(v) for k, v in step.options})
+            result = _function(step.operator)(*arguments, **{k: value_of(v) for k, v in step.options})
         results = result if isinstance(result, tuple | list) else (result,)
         if len(results) != len(step.results):
             raise RuntimeError(
@@ -220,44 +232,41 @@ def experts(
     ids: Tensor, tokens: list[Tensor], values: list[Tensor], tables: list[Tensor], whole: list[Tensor],
     dtypes: list[torch.dtype], body: str, kept_bytes: int,
 ) -> Tensor:  # fmt: skip
-    """For each token of ``tokens`` [T, ...] the sum over its choices of what the chosen experts make of it.
+    """Runs a mixture of experts: sums what the chosen experts compute for each token of ``tokens`` [T, ...].
 
-    ``ids`` [T * choices] are experts, a token's choices in a row; ``values`` [T * choices, ...], ``tables``
-    [E, ...]. ``kept_bytes`` is what the body keeps of a choice for its gradient (for the memory model alone).
-    Raises IndexError for an id that is no expert, as operators of PyTorch that look up do, and RuntimeError
-    for tensors that do not fit together.
+    ``ids`` [T * choices] are the chosen experts, those of a token next to each other; ``values`` [T *
+    choices, ...], ``tables`` [E, ...]. ``kept_bytes`` are the bytes per choice that the body keeps for its
+    gradient; only the memory model reads them. Raises IndexError for an id that is no expert, as PyTorch's
+    look-ups do, and RuntimeError for tensors that do not fit together.
     """
-    num_experts = tables[0].shape[0]
-    return experts_of_part(ids, tokens, values, tables, whole, dtypes, body, 0, num_experts)
+    operands = Operands(tokens, values, tables, whole, dtypes)
+    return experts_of_part(ids, operands, body, 0, tables[0].shape[0])
 
 
-def experts_of_part(
-    ids: Tensor, tokens: Sequence[Tensor], values: Sequence[Tensor], tables: Sequence[Tensor],
-    whole: Sequence[Tensor], dtypes: Sequence[torch.dtype], body: str, first: int, num_experts: int,
-) -> Tensor:  # fmt: skip
-    """The addend of the experts from ``first`` on, those of ``tables``, to ``experts`` of all
-    ``num_experts``."""
-    num_tokens, num_choices = tokens[0].shape[0], ids.shape[0]
+def experts_of_part(ids: Tensor, operands: Operands, body: str, first: int, num_experts: int) -> Tensor:
+    """The part of ``experts`` that belongs to the experts of ``operands.tables``, which begin at ``first`` of
+    all ``num_experts``."""
+    tables = operands.tables
+    num_tokens, num_choices = operands.tokens[0].shape[0], ids.shape[0]
     if not num_tokens or num_choices % num_tokens:
         raise RuntimeError(f"{num_choices} choices are not as many for each of {num_tokens} tokens")
     if len(lengths := {t.shape[0] for t in tables}) > 1:
         raise RuntimeError(f"tables have different numbers of experts: {sorted(lengths)}")
     choices = num_choices // num_tokens
     rows = _sort(ids, first, tables[0].shape[0], num_experts)
-    out = run_body(body, rows, choices, tokens, values, tables, whole, dtypes)
-    # in order and then summed, as models do: an index_add of a GPU adds in no order
+    out = run_body(body, rows, choices, operands)
+    # put in order and then summed, as models do: a GPU's index_add sums in random order
     back = out.new_zeros((num_choices, *out.shape[1:])).index_copy(0, rows.order, out)
     return back.view(num_tokens, choices, *out.shape[1:]).sum(1)
 
 
-def count_kept_bytes(
-    body: str, tokens: Sequence[Tensor], values: Sequence[Tensor], tables: Sequence[Tensor],
-    whole: Sequence[Tensor], dtypes: Sequence[torch.dtype], num_choices: int,
-) -> int:  # fmt: skip
-    """Bytes per choice that the body keeps for its gradient, by running it on meta tensors."""
+def count_kept_bytes(body: str, operands: Operands, num_choices: int) -> int:
+    """The bytes per choice that the body keeps for its gradient, measured on meta tensors."""
     with torch.device("meta"), torch.enable_grad():
         ids = torch.empty(num_choices, dtype=torch.int64)
-        leaves = [[t.detach().to("meta") for t in group] for group in (tokens, values, tables, whole)]
+        groups = operands.tokens, operands.values, operands.tables, operands.whole
+        leaves = [[t.detach().to("meta") for t in group] for group in groups]
+        tokens, values, tables, whole = leaves
         for t in (t for group in leaves for t in group if t.is_floating_point()):
             t.requires_grad_()
         leaf_storages = {t.untyped_storage()._cdata for group in leaves for t in group}
@@ -270,7 +279,8 @@ def count_kept_bytes(
             return t
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            out = run_body(body, _Rows(ids, ids, None), 1, *leaves, dtypes)
+            meta = Operands(tokens, values, tables, whole, operands.dtypes)
+            out = run_body(body, _Rows(ids, ids, None), 1, meta)
     total = sum(storage.nbytes() for storage in kept.values())
     del out
     return -(-total // max(num_choices, 1))

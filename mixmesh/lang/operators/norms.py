@@ -1,12 +1,14 @@
-"""Batch normalisation in two operators.
+"""Batch normalisation in two operators, so that its samples may be cut.
 
-Over samples that several ranks hold there is one sum between the ranks in each pass: ``moments`` adds up,
-``normalise`` is elementwise once the sums are known, and the gradient of the sums is again a sum. PyTorch's
-SyncBatchNorm moves as much. Sums are f64, so that a variance is the difference of two of them without loss;
-no squares of numbers far from zero are added up in the precision of the data.
+``moments`` sums over samples, and an all-reduce completes the sums; ``normalise`` is then elementwise. The
+backward pass has one all-reduce too, for the gradient of the sums, so as much is sent as with PyTorch's
+SyncBatchNorm. The sums are f64, so that a variance can be the difference of two of them without loss; squares
+of numbers far from zero are never summed in the precision of the data.
 """
 
 from __future__ import annotations
+
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -31,16 +33,16 @@ def _check(x: Tensor, moments: Tensor, *of_channels: Tensor | None) -> None:
 
 
 def _statistics(moments: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance [C], f64."""
+    """The mean and the biased variance [C], f64."""
     mean, square = moments / count
     return mean, torch.addcmul(square, mean, mean, value=-1).clamp_(min=0)
 
 
 def _sums(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """About the mean of each channel, and the sums of x and of x^2: f64 [C].
+    """The approximate mean of each channel, and the sums of x and of x^2: f64 [C].
 
-    On a CPU ``x`` minus about its mean is summed, a few samples at a time: PyTorch's kernel for mean and
-    variance adds one number after the other there and takes twice as long.
+    On a CPU, ``x`` minus its approximate mean is summed, a few samples at a time: PyTorch's kernel for mean
+    and variance takes twice as long there, as it adds one number after another.
     """
     count = x.numel() // x.shape[1]
     if x.is_cuda:
@@ -49,20 +51,24 @@ def _sums(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     dims = [d for d in range(x.ndim) if d != 1]
     about = x.mean(dims, keepdim=True, dtype=wide(x))
     rows = max(1, PIECE_BYTES * len(x) // (x.numel() * about.element_size()))
-    parts = []
+    sums, sums_of_squares = [], []
     for piece in x.split(rows):
-        beside = piece - about
-        parts.append((beside.sum(dims).double(), beside.square_().sum(dims).double()))
-    of_beside, of_square = parts[0] if len(parts) == 1 else map(sum, zip(*parts))
+        difference = piece - about
+        sums.append(difference.sum(dims).double())
+        sums_of_squares.append(difference.square_().sum(dims).double())
+    of_difference, of_square = reduce(torch.add, sums), reduce(torch.add, sums_of_squares)
     mean = about.flatten().double()
     total = mean * count
-    return mean, total + of_beside, torch.addcmul(of_square, mean, total.add(of_beside, alpha=2))
+    return mean, total + of_difference, torch.addcmul(of_square, mean, total.add(of_difference, alpha=2))
 
 
-def _scaled(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float):
+def _scaled(
+    x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias, per channel, in one pass."""
-    weight, bias, mean, var = (None if t is None else t.to(wide(x)) for t in (weight, bias, mean, var))
-    return torch.native_batch_norm(x, weight, bias, mean, var, False, 0.0, eps)[0]
+    dtype = wide(x)
+    weight, bias = (None if t is None else t.to(dtype) for t in (weight, bias))
+    return torch.native_batch_norm(x, weight, bias, mean.to(dtype), var.to(dtype), False, 0.0, eps)[0]
 
 
 # --- the operators -------------------------------------------------------------------------------------
@@ -79,7 +85,7 @@ class _Moments(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         x, mean = ctx.saved_tensors
-        # g1 + 2 g2 x, around the mean: its terms are large and of opposite signs
+        # g1 + 2 g2 x, computed around the mean, as its terms are large and of opposite signs
         slope = 2 * grad[1]
         level = torch.addcmul(grad[0], slope, mean)
         return _scaled(x, mean, torch.ones_like(mean), slope, level, 0.0)
@@ -99,14 +105,15 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx, grad):
         x, mean, var, weight = ctx.saved_tensors
         if grad.stride() != x.stride():
-            # PyTorch 2.13's CPU kernel errs where one sample is laid out in two ways, as rows and as an image
+            # PyTorch 2.13's CPU kernel errs where x and grad have different memory formats
             grad, x = grad.contiguous(), x.contiguous()
         dtype = wide(x)
         scale = (var + ctx.eps).rsqrt_()
         local = [t.to(dtype) for t in (mean, var, scale)]
-        # a GPU's kernel makes no sums without a weight
+        # a GPU's kernel returns no sums without a weight
         weight = torch.ones_like(local[0]) if weight is None else weight.to(dtype)
-        # with given statistics: dy * weight * scale, and the sums of dy * xhat and of dy
+        # for statistics that are not its own, it returns dy * weight * scale, and the sums of dy * xhat and
+        # dy
         dx, of_xhat, of_y = torch.ops.aten.native_batch_norm_backward(
             grad, x, weight, *local[:2], local[0], local[2], False, ctx.eps,
             [ctx.needs_input_grad[0], True, True],
@@ -122,7 +129,7 @@ class _Normalise(torch.autograd.Function):
 
 
 def moments(x: Tensor) -> Tensor:
-    """The sums of x and of x^2 over all dims of ``x`` [N, C, ...] but the second: f64 [2, C]."""
+    """Sums x and x^2 over all dims of ``x`` [N, C, ...] but the second: f64 [2, C]."""
     _channels(x)
     if x.is_meta or not x.numel():
         return x.new_zeros((2, x.shape[1]), dtype=torch.float64)
@@ -132,8 +139,8 @@ def moments(x: Tensor) -> Tensor:
 def normalise(
     x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None, count: int, eps: float
 ) -> Tensor:
-    """(x - mean) / sqrt(var + eps) * weight + bias, mean and variance [C] by ``moments`` of ``count``
-    elements per channel: those of all ranks, where ``x`` is what one of them has."""
+    """(x - mean) / sqrt(var + eps) * weight + bias, with mean and variance [C] from the ``moments`` of
+    ``count`` elements per channel. These are the elements of all ranks, ``x`` those of one of them."""
     _check(x, moments, weight, bias)
     return _Normalise.apply(x, moments, weight, bias, count, eps)
 
@@ -141,15 +148,18 @@ def normalise(
 def running_statistics(
     moments: Tensor, mean: Tensor, var: Tensor, count: int, momentum: float
 ) -> tuple[Tensor, Tensor]:
-    """``mean`` and ``var`` [C] moved by ``momentum`` towards the mean and the unbiased variance, each in its
-    own type. No gradient passes."""
+    """Moves ``mean`` and ``var`` [C] by ``momentum`` towards the mean and the unbiased variance; each keeps
+    its dtype. It has no gradient."""
     if not tuple(mean.shape) == tuple(var.shape) == tuple(moments.shape[1:]):
         raise RuntimeError(f"moments {list(moments.shape)} for {list(mean.shape)} and {list(var.shape)}")
     with torch.no_grad():
         now, biased = _statistics(moments, count)
         unbiased = biased * (count / max(count - 1, 1))
-        pairs = ((mean, now), (var, unbiased))
-        return tuple(torch.lerp(old.double(), new, momentum).to(old.dtype) for old, new in pairs)
+        return _move(mean, now, momentum), _move(var, unbiased, momentum)
+
+
+def _move(old: Tensor, new: Tensor, momentum: float) -> Tensor:
+    return torch.lerp(old.double(), new, momentum).to(old.dtype)
 
 
 def local_batch_norm(
@@ -161,14 +171,15 @@ def local_batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """PyTorch's own batch norm in training over the samples that this process has, as in a model under
-    DistributedDataParallel: the result, and ``mean`` and ``var`` [C] moved towards these samples' (empty
-    where there are none). ``x`` is [N, C, ...] with two values of a channel at least."""
+    """PyTorch's own batch norm in training over the samples of this process, as in a model under
+    DistributedDataParallel. Returns the result, and ``mean`` and ``var`` [C] moved towards these samples'
+    statistics (empty where they are None). ``x`` is [N, C, ...] with at least two values per channel."""
     if _channels(x) and x.numel() // x.shape[1] < 2:
         raise RuntimeError(f"batch norm wants more than one value of a channel, got data {list(x.shape)}")
-    moved = [None if t is None else t.detach().clone() for t in (mean, var)]
-    y = torch.batch_norm(x, weight, bias, *moved, True, momentum, eps, torch.backends.cudnn.enabled)
-    return y, *(x.new_empty(0) if t is None else t for t in moved)
+    mean, var = (None if t is None else t.detach().clone() for t in (mean, var))
+    y = torch.batch_norm(x, weight, bias, mean, var, True, momentum, eps, torch.backends.cudnn.enabled)
+    nothing = x.new_empty(0)
+    return y, nothing if mean is None else mean, nothing if var is None else var
 
 
 SCHEMAS = (

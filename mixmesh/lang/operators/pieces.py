@@ -1,11 +1,11 @@
-"""Helpers that the kernels of our own operators share."""
+"""What the kernels of our own operators share."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-PIECE_BYTES = 2**21  # worked on at a time on a CPU: it stays in the second-level cache
+PIECE_BYTES = 2**21  # the bytes that a CPU works on at a time: they stay in its second-level cache
 HALF = (torch.float16, torch.bfloat16)
 
 

@@ -1,4 +1,4 @@
-"""Layer 2: how operators may be sharded. No torch."""
+"""Sharding rules: the strategies by which each operator may be sharded."""
 
 from .aten import RULES
 from .mixtures import EXPERTS, count_experts

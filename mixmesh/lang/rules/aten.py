@@ -1,7 +1,9 @@
-"""The table: one row per operator, of ATen and of our own (``operators``). ``python -m tools.rule_table``
-prints it with examples."""
+"""The table of rules: one row per operator of ATen, and of our own (``operators``).
+``python -m tools.rule_table`` prints it with examples."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from . import factories as f
 from . import lookups as i
@@ -9,7 +11,7 @@ from . import losses as n
 from . import mixtures as m
 from . import products as p
 from . import shapes as s
-from .rule import Call, Rule
+from .rule import Call, Linear, Rule
 
 ELEMENTWISE = Rule(s.same)
 LINEAR_ELEMENTWISE = Rule(s.same, linear="first")
@@ -17,25 +19,25 @@ SPACE_WHOLE = Rule(s.space_whole)
 RESAMPLED = Rule(s.space_whole, linear="first")
 
 
-ALL = 99  # no argument names the dims: a reduction over all of them
+ALL = 99  # the position of a missing argument: such a reduction is over all dims
 
 
-def if_zero(position: int, name: str, group: tuple[int, ...] = (0,)):
-    """The linear inputs of an operator that fills in a constant: those of ``group`` where the constant is
+def if_zero(position: int, name: str, group: tuple[int, ...] = (0,)) -> Callable[[Call], Linear]:
+    """Returns ``linear`` for an operator that fills in a constant: linear in ``group`` if the constant is
     zero."""
 
-    def linear(call: Call) -> tuple[tuple[int, ...], ...]:
+    def linear(call: Call) -> Linear:
         return (group,) if not call.arg(position, name, 0) else ()
 
     return linear
 
 
-def terms(call: Call) -> tuple[tuple[int, ...], ...]:
-    """A sum of two tensors is linear in both together; a number would be added once by every rank."""
+def terms(call: Call) -> Linear:
+    """A sum of two tensors is linear in both together. A number is not: every rank would add it."""
     return ((0, 1),) if len(call.inputs) == 2 else ()
 
 
-def pad_linear(call: Call) -> tuple[tuple[int, ...], ...]:
+def pad_linear(call: Call) -> Linear:
     constant = call.arg(2, "mode", "constant") == "constant"
     return () if constant and call.arg(3, "value") else ((0,),)
 
@@ -81,7 +83,7 @@ RESAMPLERS = """
     _upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa _upsample_bicubic2d_aa.vec
     reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d
 """.split()
-# reductions whose dims must be whole: the position of the argument that names them
+# reductions whose dims must be whole, with the position of the argument that names these
 WHOLE_DIMS = {
     "amax": 1, "amin": 1, "max": ALL, "min": ALL, "any": ALL, "all": ALL, "any.dim": 1, "all.dim": 1,
     "any.dims": 1, "all.dims": 1, "max.dim": 1, "min.dim": 1, "argmax": 1, "argmin": 1, "logsumexp": 1,
@@ -337,7 +339,7 @@ RULES: dict[str, Rule] = {
     "aten.tril_indices": Rule("-> a! b!"),
     "aten.triu_indices": Rule("-> a! b!"),
     "aten.scalar_tensor": Rule("->"),
-    # random numbers: the runtime's policy decides what a shard draws
+    # random numbers: the runtime decides what a shard draws
     "aten.native_dropout": LINEAR_ELEMENTWISE,
     "aten.bernoulli": ELEMENTWISE,
     "aten.bernoulli.p": ELEMENTWISE,

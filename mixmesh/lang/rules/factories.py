@@ -1,9 +1,9 @@
-"""Rules of tensors made from arguments: any dim of a constant may be cut, its size made local."""
+"""Rules of factories: any dim of a constant may be cut, if its size is made local."""
 
 from __future__ import annotations
 
 from . import shapes as s
-from .rule import Call, LocalCall
+from .rule import Arguments, Call, LocalCall
 
 
 def factory(call: Call) -> str:
@@ -11,14 +11,14 @@ def factory(call: Call) -> str:
 
 
 def factory_like(call: Call) -> str:
-    """A new tensor whose size is an argument; the input only lends its dtype."""
+    """A new tensor whose size is an argument; of the input only the dtype is read."""
     left = " ".join(f"x{i}!" for i in range(s.rank_of(call)))
     return f"{left} -> " + " ".join(s.names(len(call.outputs[0].shape)))
 
 
-def local_size(local: LocalCall):
+def local_size(local: LocalCall) -> Arguments:
     return (local.out_shapes[0], *local.call.args[1:]), local.call.kwargs
 
 
-def local_size_second(local: LocalCall):
+def local_size_second(local: LocalCall) -> Arguments:
     return (local.call.args[0], local.out_shapes[0], *local.call.args[2:]), local.call.kwargs

@@ -1,6 +1,8 @@
-"""Rules of look-ups and of their inverses: gather, index, scatter, and what sorts."""
+"""Rules of look-ups, of their inverses, and of sorting: gather, index, scatter, topk."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from . import shapes as s
 from .pattern import PatternMismatch
@@ -8,7 +10,7 @@ from .rule import Call
 
 
 def embedding(call: Call) -> str:
-    """embedding(weight, ids): a piece of the vocabulary gives a partial sum (a local kernel masks)."""
+    """embedding(weight, ids): a piece of the vocabulary gives a partial sum (the local kernel masks)."""
     if not call.arg(3, "scale_grad_by_freq", False):
         return "v d, ... -> ... d"
     ids = " ".join(f"x{k}!" for k in range(s.rank_of(call, 1)))  # counted over all ids
@@ -16,7 +18,7 @@ def embedding(call: Call) -> str:
 
 
 def gather(call: Call) -> str:
-    """gather(self, dim, index): picked with any part of the index, or from a piece of the dim."""
+    """gather(self, dim, index): the index may be cut, or the dim that it picks from."""
     rank = s.rank_of(call)
     dim = s.wrap(call.arg(1, "dim"), rank)
     pairs = list(zip(call.inputs[0].shape, call.inputs[1].shape))
@@ -28,7 +30,7 @@ def gather(call: Call) -> str:
         elif a == b:
             left.append(f"d{i}")
             index.append(f"d{i}")
-        else:  # only the head of the dim is read
+        else:  # only the beginning of the dim is read
             left.append(f"a{i}!")
             index.append(f"b{i}!")
     return f"{' '.join(left)}, {' '.join(index)} -> {' '.join(index)}"
@@ -46,16 +48,16 @@ def index_select(call: Call) -> str:
 def index(call: Call) -> str:
     """self[indices]: the dims of the indices and the dims that are not indexed are free.
 
-    One indexed dim may also be cut, with a partial sum as the result (a local kernel masks).
+    A single indexed dim may be cut too, with a partial sum as the result (the local kernel masks).
     """
-    at, right, indices, rank, places = index_parts(call, 1, first_index=1)
+    right, indices, rank, places = index_parts(call, 1, first_index=1)
     dims = [("v" if len(places) == 1 else f"x{i}!") if i in places else f"d{i}" for i in range(rank)]
     return ", ".join([" ".join(dims), *indices]) + " -> " + " ".join(right)
 
 
 def index_put(call: Call) -> str:
-    """index_put(self, indices, values, accumulate): as ``index``, backwards."""
-    at, right, indices, rank, places = index_parts(call, 1, first_index=1, last_index=-1)
+    """index_put(self, indices, values, accumulate): the inverse of ``index``."""
+    right, indices, rank, places = index_parts(call, 1, first_index=1, last_index=-1)
     dims = " ".join(f"x{i}!" if i in places else f"d{i}" for i in range(rank))
     values = right[len(right) - len(call.inputs[-1].shape) :]
     if call.arg(3, "accumulate", False):
@@ -65,7 +67,10 @@ def index_put(call: Call) -> str:
     return f"{dims}, {', '.join(whole)}, {' '.join(mark)} -> {dims}"
 
 
-def index_parts(call: Call, position: int, *, first_index: int, last_index: int | None = None):
+def index_parts(
+    call: Call, position: int, *, first_index: int, last_index: int | None = None
+) -> tuple[list[str], list[str], int, list[int]]:
+    """The dims of ``self[indices]`` and of each index, the rank of ``self``, and the indexed dims."""
     tensors = call.inputs[first_index:last_index]
     if any(t.dtype in ("bool", "u8") for t in tensors):
         raise PatternMismatch("a boolean index: the size of the result is data")
@@ -78,13 +83,13 @@ def index_parts(call: Call, position: int, *, first_index: int, last_index: int 
     at = places[0] if adjacent else 0
     right = kept[:at] + new + kept[at:]
     indices = [" ".join(new[count - len(t.shape) :]) for t in tensors]
-    return at, right, indices, rank, places
+    return right, indices, rank, places
 
 
-def scatter(*, adds: bool = False):
+def scatter(*, adds: bool = False) -> Callable[[Call], str]:
     """scatter, scatter_add(self, dim, index[, src]): the written dim is whole.
 
-    An operator that only adds may take a part of the index and source, and then gives a partial sum.
+    Index and source of an operator that only adds may be cut too, with a partial sum as the result.
     """
 
     def rule(call: Call) -> str:
@@ -98,7 +103,7 @@ def scatter(*, adds: bool = False):
             names = []
             for i in range(rank):
                 own = "" if len(shapes) < 3 or shapes[1][i] == shapes[2][i] else f"s{n}"
-                # along another dim a row of the index stands for that row of what is written
+                # along the other dims, an index writes at its own position
                 mark = "" if adds and i == dim and not own else "!"
                 names.append(f"d{i}" if free[i] else f"k{i}{own}{mark}")
             terms.append(" ".join(names))
@@ -107,30 +112,33 @@ def scatter(*, adds: bool = False):
     return rule
 
 
-def index_add(call: Call) -> str:
-    """index_add(self, dim, index, source)."""
+def _written(call: Call) -> str:
+    """The dims of a tensor that is written along dim ``x``."""
     rank = s.rank_of(call)
     dim = s.wrap(call.arg(1, "dim"), rank)
-    left = " ".join("x!" if i == dim else f"d{i}" for i in range(rank))
+    return " ".join("x!" if i == dim else f"d{i}" for i in range(rank))
+
+
+def index_add(call: Call) -> str:
+    """index_add(self, dim, index, source)."""
+    left = _written(call)
     return f"+{left}, k, {left.replace('x!', 'k')} -> {left}"
 
 
 def index_copy(call: Call) -> str:
-    rank = s.rank_of(call)
-    dim = s.wrap(call.arg(1, "dim"), rank)
-    left = " ".join("x!" if i == dim else f"d{i}" for i in range(rank))
+    """index_copy(self, dim, index, source)."""
+    left = _written(call)
     return f"{left}, k!, {left.replace('x!', 'k!')} -> {left}"
 
 
 def index_fill(call: Call) -> str:
-    rank = s.rank_of(call)
-    dim = s.wrap(call.arg(1, "dim"), rank)
-    left = " ".join("x!" if i == dim else f"d{i}" for i in range(rank))
+    """index_fill(self, dim, index, value)."""
+    left = _written(call)
     return f"{left}, {'k!' if call.inputs[1].shape else ''} -> {left}"
 
 
 def topk(call: Call) -> str:
-    """topk, kthvalue(self, k, dim): the dim is whole, also where all of it is asked for."""
+    """topk(self, k, dim): the dim is whole, even where k is its size."""
     rank = s.rank_of(call)
     dim = s.wrap(call.arg(2, "dim", -1), rank) if rank else 0
     left = " ".join("a!" if i == dim else f"d{i}" for i in range(rank))
@@ -144,7 +152,7 @@ def isin(call: Call) -> str:
 
 
 def bucketize(call: Call) -> str:
-    """How many boundaries lie below: pieces of the boundaries count their own."""
+    """bucketize(values, boundaries): counts boundaries, so that counts of pieces of them add up."""
     return "..., b -> ..."
 
 

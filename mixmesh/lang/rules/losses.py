@@ -1,16 +1,19 @@
-"""Rules of normalisations and losses."""
+"""Rules of normalisations, losses and recurrent layers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from . import shapes as s
 from .pattern import PatternMismatch
-from .rule import Call, LocalCall
+from .rule import Arguments, Call, LocalCall
 
 NONE, MEAN, SUM = 0, 1, 2  # ATen's numbers for ``reduction``
 
 
 def normalized(call: Call) -> str:
-    """layer_norm(x, shape, weight, bias): the normalized dims are whole. Statistics may follow."""
+    """layer_norm(x, shape, weight, bias): the normalized dims are whole. Some variants also return
+    statistics."""
     count = len(call.args[1])
     tail = " ".join(f"n{i}!" for i in range(count))
     statistics = "".join([f", ... {' '.join(['1'] * count)}"] * (len(call.outputs) - 1))
@@ -18,13 +21,13 @@ def normalized(call: Call) -> str:
 
 
 def group_norm(call: Call) -> tuple[str, dict[str, int]]:
-    """group_norm(x, num_groups, weight, bias): samples are free, and so are whole groups."""
+    """group_norm(x, num_groups, weight, bias): samples and whole groups are free."""
     groups = call.args[1]
     rest = " ".join(f"h{i}!" for i in range(s.rank_of(call) - 2))
     return f"n (g c!) {rest}, (g c!), (g c!) -> n (g c!) {rest}", {"g": groups}
 
 
-def local_group_norm(local: LocalCall):
+def local_group_norm(local: LocalCall) -> Arguments:
     args = local.call.args
     held = args[1] * local.in_shapes[0][1] // local.call.inputs[0].shape[1]
     return (args[0], held, *args[2:]), local.call.kwargs
@@ -36,16 +39,16 @@ def native_group_norm(call: Call) -> tuple[str, dict[str, int]]:
     return f"n (g c!) {rest}, (g c!), (g c!) -> n (g c!) {rest}, n g, n g", {"g": call.args[6]}
 
 
-def local_native_group_norm(local: LocalCall):
+def local_native_group_norm(local: LocalCall) -> Arguments:
     args, (samples, channels) = local.call.args, local.in_shapes[0][:2]
     held = args[6] * channels // args[4]
     return (*args[:3], samples, channels, args[5], held, *args[7:]), local.call.kwargs
 
 
-def batch_norm(*, training: int | None):
-    """batch_norm(x, weight, bias, mean, var, ...): channels are free; samples too with fixed statistics.
+def batch_norm(*, training: int | None) -> Callable[[Call], str]:
+    """batch_norm(x, weight, bias, mean, var, ...): channels are free; with fixed statistics samples are too.
 
-    ``training`` is the position of the flag that says so, None where statistics are always fixed.
+    ``training`` is the position of the flag, None for an operator whose statistics are always fixed.
     """
 
     def rule(call: Call) -> str:
@@ -67,7 +70,7 @@ def _of_channels(call: Call) -> str:
 
 
 def local_batch_norm(call: Call) -> str:
-    """local_batch_norm(x, weight, bias, mean, var, ...): each rank normalises its samples by themselves."""
+    """local_batch_norm(x, weight, bias, mean, var, ...): each rank normalises its samples on their own."""
     rest = " ".join(f"h{i}!" for i in range(s.rank_of(call) - 2))
     kept = "c" if call.outputs[1].shape != (0,) else "z!"
     return f"n c {rest}{', c' * (len(call.inputs) - 1)} -> n c {rest}, {kept}, {kept}"
@@ -79,13 +82,13 @@ def moments(call: Call) -> str:
 
 
 def normalise(call: Call) -> str:
-    """normalise(x, moments, weight, bias, count, eps): elementwise where moments are known."""
+    """normalise(x, moments, weight, bias, count, eps): elementwise, with the moments whole."""
     x = _of_channels(call)
     return f"{x}, s! c, c, c -> {x}"
 
 
 def instance_norm(call: Call) -> str:
-    """instance_norm(x, weight, bias, mean, var, use_input_stats): every sample and channel alone."""
+    """instance_norm(x, weight, bias, mean, var, use_input_stats): samples and channels are free."""
     rest = " ".join(f"h{i}!" for i in range(s.rank_of(call) - 2))
     affine = ", c" * (len(call.inputs) - 1)
     samples = "n!" if call.args[3] is not None else "n"  # running statistics are means over the samples
@@ -101,11 +104,11 @@ def weight_norm(call: Call) -> str:
     return f"{v}, {g} -> {v}" if len(call.outputs) == 1 else f"{v}, {g} -> {v}, {g}"
 
 
-def elementwise_loss(index: int):
-    """A loss of equal shapes whose ``reduction`` is argument ``index``.
+def elementwise_loss(index: int) -> Callable[[Call], str]:
+    """A loss of inputs of equal shapes whose ``reduction`` is argument ``index``.
 
-    A mean over a cut dim is the local mean scaled by the local share (a local kernel). PyTorch's gradient of
-    a mean divides by the elements of the first input, so a loss that broadcasts it is not cut.
+    The local kernel scales the mean of a shard by the rank's share. PyTorch's gradient of a mean divides by
+    the elements of the first input, so a loss that broadcasts it is not cut.
     """
 
     def rule(call: Call) -> str:
@@ -118,10 +121,10 @@ def elementwise_loss(index: int):
     return rule
 
 
-def row_loss(index: int):
-    """A loss of rows, whole, whose ``reduction`` is argument ``index``: one target or one row of them each.
+def row_loss(index: int) -> Callable[[Call], str]:
+    """A loss of whole rows, each with one target or a row of them, whose ``reduction`` is argument ``index``.
 
-    A mean is whole too: tracing writes it as the mean of the rows' losses.
+    A mean is not cut: tracing replaces it by the mean of the rows' losses.
     """
 
     def rule(call: Call) -> str:
@@ -139,8 +142,8 @@ def row_loss(index: int):
 def cross_entropy(call: Call) -> str:
     """cross_entropy_loss, nll_loss(x, target, weight, reduction): classes are whole, samples free.
 
-    A mean divides by a count that depends on all targets: it is whole (tracing decomposes it into a
-    sum over a globally summed count).
+    A mean divides by a count of all targets, so it is not cut: tracing replaces it by a sum divided by a
+    count that is summed over all ranks.
     """
     reduction = call.arg(3, "reduction", MEAN)
     mark = "!" if reduction == MEAN else ""
@@ -153,7 +156,7 @@ def cross_entropy(call: Call) -> str:
 
 
 def _rows(call: Call) -> str:
-    """The dims of logits [N, C, ...] but their classes."""
+    """The dims of logits [N, C, ...] without their classes."""
     return " ".join(["n", *(f"x{i}" for i in range(s.rank_of(call) - 2))])
 
 
@@ -164,14 +167,14 @@ def sum_exp(call: Call) -> str:
 
 
 def cross_entropy_by_sums(call: Call) -> str:
-    """cross_entropy(x, sums, target, reduction): classes are free where the sums of all are known."""
+    """cross_entropy(x, sums, target, reduction): classes are free, as ``sums`` are over all of them."""
     rows = _rows(call)
     out = rows if call.arg(3) == NONE else ""
     return f"{rows.replace('n', 'n c', 1)}, {rows}, {rows} -> {out}"
 
 
 def nll_loss_forward(call: Call) -> str:
-    """As ``nll_loss``, with the sum of the weights as a second result: defined for a sum only."""
+    """As ``nll_loss``, with the sum of the weights as a second result; only a sum may be cut."""
     text = cross_entropy(call)
     if call.arg(3, "reduction", MEAN) != SUM:
         whole = " ".join(f"d{i}!" for i in range(s.rank_of(call)))
@@ -200,19 +203,19 @@ def cosine_similarity(call: Call) -> str:
 
 
 def pairwise_distance(call: Call) -> str:
-    """pairwise_distance(a, b, p, eps, keepdim): a norm over the last dim, where p is 1 a sum."""
+    """pairwise_distance(a, b, p, eps, keepdim): a norm over the last dim, which is a sum for p = 1."""
     out = "... 1" if call.arg(4, "keepdim", False) else "..."
     term = "... d" if call.arg(2, "p", 2) == 1 else "... d!"
     return f"{term}, {term} -> {out}"
 
 
 def recurrent_flops(call: Call) -> str:
-    """Every step and sample times every matrix."""
+    """A product with every matrix for each step and sample."""
     matrices = [k for k, t in enumerate(call.inputs[1:]) if len(t.shape) == 2]
     return " + ".join(f"t n p{k}_0 p{k}_1" for k in matrices)
 
 
-def recurrent_cell(states: int):
+def recurrent_cell(states: int) -> Callable[[Call], str]:
     """lstm_cell, gru_cell, rnn_tanh_cell(input, state, weights, biases): only the batch is free."""
 
     def rule(call: Call) -> str:
@@ -225,7 +228,7 @@ def recurrent_cell(states: int):
     return rule
 
 
-def recurrent(states: int):
+def recurrent(states: int) -> Callable[[Call], str]:
     """lstm, gru, rnn(input, state, params, ..., batch_first): only the batch is free."""
 
     def rule(call: Call) -> str:

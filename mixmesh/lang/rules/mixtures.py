@@ -7,24 +7,24 @@ import re
 from .rule import Call
 
 EXPERTS = "mixmesh.experts"
-# the arguments behind the ids, each a tuple of tensors; then dtypes and the body
+# the arguments after the ids, each a tuple of tensors; after them come dtypes and the body
 GROUPS = ("tokens", "values", "tables", "whole")
 BODY = 2 + len(GROUPS)
 
 
 def groups_of(call: Call) -> dict[str, int]:
-    """How many tensors each group of arguments has."""
+    """The number of tensors in each group of arguments."""
     return {name: len(call.args[1 + n]) for n, name in enumerate(GROUPS)}
 
 
 def count_experts(call: Call) -> int:
-    """How many experts a mixture has: ids are below that."""
+    """The number of experts of a mixture; ids are below it."""
     return call.inputs[1 + len(call.args[1]) + len(call.args[2])].shape[0]
 
 
 def experts(call: Call) -> tuple[str, dict[str, int]]:
-    """experts(ids, tokens, values, tables, whole, dtypes, body, kept_bytes): tokens may be cut, each with all
-    of its choices; or experts, with a sum over them as the result."""
+    """experts(ids, tokens, values, tables, whole, dtypes, body, kept_bytes): tokens may be cut, each together
+    with its choices, or experts, with a partial sum as the result."""
     heads = {"tokens": "t", "values": "(t c)", "tables": "e", "whole": ""}
     terms = ["(t c)"]
     at = 1
@@ -40,6 +40,6 @@ def experts(call: Call) -> tuple[str, dict[str, int]]:
 
 
 def experts_flops(call: Call) -> str:
-    """Every choice times its expert's matrices."""
+    """A product with each of the expert's matrices for every choice."""
     matrices = re.findall(r"@ t(\d+)", call.args[BODY])
     return " + ".join(f"t c ta{n}_1 ta{n}_2" for n in matrices)

@@ -1,13 +1,13 @@
-"""Rule text: einsum-like patterns with named factors, read once and bound to shapes.
+"""Rule text: einsum-like patterns with named factors, parsed once and bound to shapes.
 
     "... k, n k, +n -> ... n"       linear with a bias
     "... d! -> ... d!"              softmax over the last dim: d must be whole
     "n (c h! w!) -> n c h! w!"      a compound dim; only its leading factor can be sharded
 
 A factor that an input and the output share can be sharded on both. A factor missing from an output is
-contracted by a sum, so sharding it leaves that output partial. ``!`` needs the factor whole. ``+`` marks
-an additive term (a bias): where the output is partial, so must the term be. ``1`` is a dim without a
-factor (a broadcast one). ``...`` stands for any number of dims, aligned to the right as in broadcasting.
+contracted by a sum, so sharding it leaves that output partial. ``!`` requires the factor to be whole. ``+``
+marks an additive term (a bias), which must be partial where the output is. ``1`` is a dim without a factor (a
+broadcast one). ``...`` stands for any number of dims, aligned to the right as in broadcasting.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ Dim = tuple[str, ...]  # factors of one tensor dim, leading first; () where the 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One tensor of a pattern. A dim is a tuple of factors, or ``"..."``."""
+    """One tensor of a pattern: its dims, before the ellipsis and after it. ``after`` is None without one."""
 
-    dims: tuple[Dim | str, ...]
+    dims: tuple[Dim, ...]
+    after: tuple[Dim, ...] | None = None
     additive: bool = False
 
 
@@ -39,7 +40,7 @@ class Pattern:
 
 @cache
 def parse_pattern(text: str) -> Pattern:
-    """Reads rule text. Raises ValueError with the text and the part that is wrong."""
+    """Parses rule text. Raises ValueError with the text and the part that is wrong."""
     if text.count("->") != 1:
         raise ValueError(f"a rule needs one '->', got {text!r}")
     whole: set[str] = set()
@@ -53,23 +54,22 @@ def _term(text: str, whole: set[str], rule: str) -> Term:
     text = text.strip()
     additive = text.startswith("+")
     rest = text[1:] if additive else text
-    dims: list[Dim | str] = []
+    sides: list[list[Dim]] = [[]]
     for match in _TERM.finditer(rest):
         compound, ellipsis, single = match.groups()
-        names = compound.split() if compound is not None else [single or ellipsis]
         if ellipsis:
-            dims.append("...")
+            sides.append([])
             continue
         factors = []
-        for name in names:
+        for name in compound.split() if compound is not None else [single]:
             if name.endswith("!"):
                 whole.add(name[:-1])
             if name != "1":
                 factors.append(name.rstrip("!"))
-        dims.append(tuple(factors))
-    if _TERM.sub("", rest).strip():
-        raise ValueError(f"cannot read {_TERM.sub('', rest).strip()!r} in rule {rule!r}")
-    return Term(tuple(dims), additive)
+        sides[-1].append(tuple(factors))
+    if len(sides) > 2 or _TERM.sub("", rest).strip():
+        raise ValueError(f"cannot read {_TERM.sub('', rest).strip() or '...'!r} in rule {rule!r}")
+    return Term(tuple(sides[0]), tuple(sides[1]) if len(sides) > 1 else None, additive)
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,12 @@ class Bound:
     additive: frozenset[int]
 
     def trailing(self, dim: Dim) -> int:
-        """Elements per step of a dim's leading factor."""
+        """The elements of a dim for one step of its leading factor."""
         return math.prod(self.sizes[f] for f in dim[1:])
 
     def shardable(self) -> tuple[str, ...]:
-        """Factors that may be sharded: not whole, longer than 1, and leading wherever they stand."""
+        """The factors that may be sharded: not whole, longer than 1, and leading in every dim that has
+        them."""
         out = []
         for factor, size in self.sizes.items():
             if size <= 1 or factor in self.whole:
@@ -108,15 +109,15 @@ def bind(
     out_shapes: tuple[tuple[int, ...], ...],
     sizes: dict[str, int] | None = None,
 ) -> Bound:
-    """Gives every factor its size. Extra input terms at the end are optional inputs that are absent.
+    """Assigns a size to every factor. Extra input terms at the end are optional inputs that are absent.
 
-    ``sizes`` names factors that the shapes leave open (inside compound dims). Raises PatternMismatch.
-    A factor that stands behind another one in a compound dim is whole, also where the one before it is 1:
-    the row says nothing of what an operator does with a part of a window, a patch or a repetition.
+    ``sizes`` has those of factors within compound dims that the shapes leave open. Raises PatternMismatch. A
+    factor behind another one in a compound dim is whole, even if the size of the one before it is 1: the row
+    does not say what an operator does with a part of a window, a patch or a repetition.
     """
     terms = pattern.inputs
     if not terms and in_shapes == ((),):
-        terms = (Term(()),)  # nothing to the left of the arrow is also how a scalar is written
+        terms = (Term(()),)  # a single scalar input leaves the left of the arrow empty too
     if len(in_shapes) > len(terms) or len(out_shapes) > len(pattern.outputs):
         raise PatternMismatch(
             f"{len(in_shapes)} inputs and {len(out_shapes)} outputs for a rule of "
@@ -138,7 +139,7 @@ def bind(
 
 
 def _factor_sizes(pairs: list[tuple[Dim, int]], sizes: dict[str, int]) -> dict[str, int]:
-    """The size of every factor of dims whose sizes are known, those of ``sizes`` included."""
+    """The size of every factor in ``pairs`` of a dim and its size, those of ``sizes`` included."""
     size_of = dict(sizes)
     for dim, n in pairs:
         if len(dim) == 1:
@@ -155,10 +156,10 @@ def _factor_sizes(pairs: list[tuple[Dim, int]], sizes: dict[str, int]) -> dict[s
 
 
 def _without_broadcast(dims: list[Dim], shape: tuple[int, ...], size_of: dict[str, int]) -> tuple[Dim, ...]:
-    """The dims without the factors that a size of 1 stands for."""
+    """The dims without the factors of size 1 and those that are broadcast."""
     kept: list[Dim] = []
     for dim, n in zip(dims, shape):
-        # size-1 factors inside a compound never lead; a dim of 1 against a longer factor broadcasts
+        # a factor of size 1 cannot be cut; a dim of size 1 with a longer factor is broadcast
         slim = tuple(f for f in dim if size_of[f] != 1)
         if math.prod(size_of[f] for f in slim) == n:
             kept.append(slim)
@@ -170,14 +171,13 @@ def _without_broadcast(dims: list[Dim], shape: tuple[int, ...], size_of: dict[st
 
 
 def _expand(term: Term, shape: tuple[int, ...]) -> list[Dim]:
-    """The dims of a term with its ellipsis written out as factors counted from the right."""
-    if "..." not in term.dims:
+    """The dims of a term, with its ellipsis replaced by factors that are counted from the right."""
+    if term.after is None:
         if len(term.dims) != len(shape):
             raise PatternMismatch(f"shape {shape} for {len(term.dims)} dims")
         return list(term.dims)
-    at = term.dims.index("...")
-    count = len(shape) - (len(term.dims) - 1)
+    named = len(term.dims) + len(term.after)
+    count = len(shape) - named
     if count < 0:
-        raise PatternMismatch(f"shape {shape} is too short for {len(term.dims) - 1} named dims")
-    filled: list[Dim] = [(f"_{count - 1 - i}",) for i in range(count)]
-    return list(term.dims[:at]) + filled + list(term.dims[at + 1 :])
+        raise PatternMismatch(f"shape {shape} is too short for {named} named dims")
+    return [*term.dims, *((f"_{count - 1 - i}",) for i in range(count)), *term.after]

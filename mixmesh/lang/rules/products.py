@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from . import shapes as s
-from .rule import Call, LocalCall
+from .rule import Arguments, Call, LocalCall
 
 
 def matmul(call: Call) -> str:
@@ -17,13 +18,13 @@ def matmul(call: Call) -> str:
 
 
 def cdist(call: Call) -> str:
-    """Distances of all rows to all rows: a sum of magnitudes adds up, other norms do not."""
+    """cdist(a, b, p): distances between all rows; the sum for p = 1 may be cut, other norms may not."""
     m = "m" if call.arg(2, "p", 2) == 1 else "m!"
     return f"... p {m}, ... r {m} -> ... p r"
 
 
-def with_addend(product: str):
-    """addmm, baddbmm, addmv: a term of fewer or shorter dims is added to a product."""
+def with_addend(product: str) -> Callable[[Call], str]:
+    """addmm, baddbmm, addmv: adds a term that may be broadcast to a product."""
     out = product.split("->")[1].split()
 
     def rule(call: Call) -> str:
@@ -50,7 +51,7 @@ def einsum(call: Call) -> str:
 
 
 def einsum_flops(call: Call) -> str:
-    """Every letter once: what a single loop nest would do (a product of two tensors does just that)."""
+    """A single loop over all letters, which is exact for a product of two tensors."""
     if len(call.inputs) < 2:
         return ""
     letters = dict.fromkeys(re.findall(r"[A-Za-z]", call.args[0].partition("->")[0]))
@@ -62,11 +63,11 @@ def einsum_flops(call: Call) -> str:
 GROUPS = 6  # the position of ``groups`` in convNd and conv_transposeNd
 
 
-def convolution(transposed: bool = False):
-    """convNd(x, weight, bias, stride, padding, dilation, groups), any number of spatial dims.
+def convolution(transposed: bool = False) -> Callable[[Call], tuple[str, dict[str, int]]]:
+    """convNd(x, weight, bias, stride, padding, dilation, groups) with any number of spatial dims.
 
-    With groups, channels are compound: whole groups may be cut. A transposed weight has its input
-    channels first.
+    With groups, the channels are a compound dim, of which whole groups may be cut. A transposed convolution
+    has the input channels first in its weight.
     """
 
     def rule(call: Call) -> tuple[str, dict[str, int]]:
@@ -90,10 +91,10 @@ def convolution(transposed: bool = False):
     return rule
 
 
-def tiled_dims(call: Call, size, kernel) -> list[int]:
-    """Spatial dims that a convolution cuts into patches that neither overlap nor leave a gap.
+def tiled_dims(call: Call, size: tuple[int, ...], kernel: tuple[int, ...]) -> list[int]:
+    """The spatial dims in which the patches of a convolution neither overlap nor leave a gap.
 
-    Those may be cut between patches: pointwise convolutions and patch embeddings.
+    These may be cut between patches, as in pointwise convolutions and patch embeddings.
     """
 
     def of(position: int, name: str, default: int) -> tuple[int, ...]:
@@ -112,8 +113,8 @@ def tiled_dims(call: Call, size, kernel) -> list[int]:
     ]
 
 
-def local_groups(local: LocalCall):
-    """The number of groups that a rank holds: in proportion to its input channels."""
+def local_groups(local: LocalCall) -> Arguments:
+    """Arguments with the number of groups that a rank holds, in proportion to its input channels."""
     args, kwargs = local.call.args, local.call.kwargs
     groups = local.call.arg(GROUPS, "groups", 1)
     if groups == 1:
@@ -126,13 +127,13 @@ def local_groups(local: LocalCall):
 
 
 def attention(call: Call) -> str:
-    """q, k, v, mask: batch and heads are free; with grouped queries the groups are what is cut.
+    """attention(q, k, v, mask): batch and heads are free; with grouped queries, the groups are.
 
-    Queries may be cut too, each with all keys. Where the mask is the implied causal one, which depends on
-    their position, a local kernel counts from the first of them.
+    Queries may be cut too, each with all keys. The implied causal mask depends on their positions, which the
+    local kernel counts from the first query of all.
     """
     query, key = call.inputs[0].shape, call.inputs[1].shape
-    # one head of keys serves all queries, as in broadcasting: then any of them may be elsewhere
+    # a single head of keys is broadcast to all heads of queries, which may then be cut anywhere
     grouped = len(query) > 2 and key[-3] not in (1, query[-3])
     heads = "(h g)" if grouped else "h"
     if len(query) != 4:
@@ -143,5 +144,6 @@ def attention(call: Call) -> str:
 
 
 def grouped_mm(call: Call) -> str:
-    """Rows in consecutive groups, a matrix for each; the ends of the groups are data, so rows are whole."""
+    """grouped_mm(rows, matrices, ends): rows in consecutive groups with a matrix each. The ends of the groups
+    are data, so the rows are whole."""
     return "m! k, e! k n, e! -> m! n"

@@ -1,9 +1,9 @@
-"""A rule is a row; what it allows is worked out here, once for all operators."""
+"""Rules, one row per operator, and the strategies that follow from them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..ir import (
@@ -15,6 +15,7 @@ from ..ir import (
     Partial,
     Placement,
     Shard,
+    TensorType,
     ValueType,
 )
 from .pattern import Bound, Dim, PatternMismatch, bind, parse_pattern
@@ -38,26 +39,29 @@ class Call:
 
 
 Linear = str | tuple[tuple[int, ...], ...]
+Arguments = tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]  # positional, by name
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
     """How one operator may be sharded.
 
-    ``pattern`` is rule text, or a function of the call that returns it (with the sizes of factors that
-    shapes alone leave open, if any). ``linear`` says how a partial sum may pass: ``"separately"`` (any
-    one input partial, the others replicated), ``"jointly"`` (all value inputs partial together),
-    ``"first"`` (only the first input), or groups of input positions; a function of the call where
-    arguments decide. ``flops`` names the factors whose product is the number of multiply-adds, several
-    products joined by ``+``; empty for an operator bound by memory. ``local`` rewrites arguments that
-    bake in global sizes. ``own`` are results, by position, that each rank makes of what it has and that are
-    not summed: by definition of the operator they differ from rank to rank though held as R.
+    - ``pattern`` is rule text, or a function of the call that returns it, perhaps with the sizes of factors
+      that the shapes leave open.
+    - ``linear`` tells which inputs may be partial sums: ``"separately"`` (any one of them, the others
+      replicated), ``"jointly"`` (all of them together), ``"first"`` (the first alone), or groups of
+      positions; a function of the call where the arguments decide.
+    - ``flops`` names the factors whose product is the number of multiply-adds, several products joined by
+      ``+``; empty for an operator bound by memory.
+    - ``local`` rewrites arguments that contain global sizes.
+    - ``own`` are positions of results that each rank computes from its own shard and that are not summed: by
+      the operator's definition they differ from rank to rank, although they have the placement R.
     """
 
     pattern: str | Callable[[Call], str | tuple[str, dict[str, int]]]
     linear: Linear | Callable[[Call], Linear] = ()
     flops: str | Callable[[Call], str] = ""
-    local: Callable[[LocalCall], tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]] | None = None
+    local: Callable[[LocalCall], Arguments] | None = None
     own: tuple[int, ...] = ()
 
     def bound(self, call: Call) -> Bound:
@@ -70,13 +74,11 @@ class Rule:
         )
 
     def text(self, call: Call) -> tuple[str, dict[str, int]]:
-        if isinstance(self.pattern, str):
-            return self.pattern, {}
-        made = self.pattern(call)
-        return made if isinstance(made, tuple) else (made, {})
+        pattern = self.pattern if isinstance(self.pattern, str) else self.pattern(call)
+        return pattern if isinstance(pattern, tuple) else (pattern, {})
 
     def partial_groups(self, call: Call) -> tuple[tuple[int, ...], ...]:
-        """Groups of inputs that may be partial together, by position."""
+        """The groups of inputs that may be partial together, by position."""
         linear, num_inputs = self.linear, len(call.inputs)
         match linear(call) if callable(linear) else linear:
             case "separately":
@@ -92,7 +94,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class LocalCall:
-    """A call as one rank makes it: local shapes beside the global types."""
+    """A call as one rank makes it: with local shapes in addition to the global types."""
 
     call: Call
     in_placements: tuple[Placement, ...]
@@ -101,7 +103,8 @@ class LocalCall:
     out_shapes: tuple[tuple[int, ...], ...]
 
 
-# operators that take a mean: by where their reduction stands, of which 1 is the mean (None: always)
+# operators that take a mean, with the position of their reduction, of which 1 is the mean (None: always a
+# mean)
 MEANS = {
     "aten.mean": None, "aten.mean.dim": None,
     "aten.mse_loss": 2, "aten.l1_loss": 2, "aten.smooth_l1_loss": 2, "aten.huber_loss": 2,
@@ -112,7 +115,7 @@ MEANS = {
 
 
 def mean_share(local: LocalCall) -> float | None:
-    """The weight of a mean over a piece in the mean over all; None for what is no mean over a cut dim."""
+    """The weight of a rank's mean in the mean over all ranks; None unless it is a mean over a cut dim."""
     call = local.call
     if call.op not in MEANS or not isinstance(local.out_placements[0], Partial):
         return None
@@ -129,8 +132,8 @@ def mean_share(local: LocalCall) -> float | None:
 class Strategy:
     """One way to run a call: a placement per input and per output.
 
-    ``factor`` is what is sharded: a factor's name, ``""`` for fully replicated, ``"+"`` for a partial
-    sum that passes through. Units of shards are 1 here; ``with_units`` puts the graph's in.
+    ``factor`` is the name of the factor that is sharded, ``""`` if all is replicated, ``"+"`` if partial sums
+    pass through. The units of its shards are 1; ``fill_in_units`` replaces them by those of the call.
     """
 
     factor: str
@@ -147,7 +150,7 @@ PASS_PARTIAL = "+"
 
 
 def strategies(rule: Rule, call: Call) -> tuple[Strategy, ...]:
-    """All that a rule allows for a call, replicated execution first."""
+    """All strategies that a rule allows for a call, replicated execution first."""
     num_inputs, num_outputs = len(call.inputs), len(call.outputs)
     out = [Strategy(REPLICATED, (REPLICATE,) * num_inputs, (REPLICATE,) * num_outputs)]
     try:
@@ -158,7 +161,7 @@ def strategies(rule: Rule, call: Call) -> tuple[Strategy, ...]:
         strategy = shard_strategy(bound, factor, rule.own)
         if strategy is not None and sums_are_floating(strategy, call):
             out.append(strategy)
-    # a result that is not a number (dropout's mask) does not depend on the partial input
+    # a boolean result (dropout's mask) does not depend on the partial input
     passed = tuple(REPLICATE if t.dtype == "bool" else PARTIAL for t in call.outputs)
     for group in rule.partial_groups(call):
         if PARTIAL not in passed or not group or not is_sum(call, group):
@@ -170,7 +173,7 @@ def strategies(rule: Rule, call: Call) -> tuple[Strategy, ...]:
 
 
 def is_sum(call: Call, group: tuple[int, ...]) -> bool:
-    """Whether sums of these inputs stay sums: no booleans, and nothing is rounded to an integer."""
+    """Whether a call maps sums of these inputs to sums: none is boolean, and no result is rounded."""
     if any(call.inputs[i].dtype == "bool" for i in group):
         return False
     rounds = any(not t.is_floating and t.dtype != "bool" for t in call.outputs)
@@ -178,7 +181,7 @@ def is_sum(call: Call, group: tuple[int, ...]) -> bool:
 
 
 def shard_strategy(bound: Bound, factor: str, own: tuple[int, ...] = ()) -> Strategy | None:
-    """The strategy that shards ``factor``; None if none does. Results of ``own`` stay on their ranks."""
+    """The strategy that shards ``factor``, or None. Results of ``own`` stay on their ranks."""
     outputs = tuple(
         _place(dims, factor) or (REPLICATE if n in own else PARTIAL) for n, dims in enumerate(bound.outputs)
     )
@@ -199,7 +202,7 @@ def sums_are_floating(strategy: Strategy, call: Call) -> bool:
     )
 
 
-def _place(dims, factor: str) -> Placement | None:
+def _place(dims: Sequence[Dim], factor: str) -> Placement | None:
     for index, dim in enumerate(dims):
         if factor in dim:
             return Shard(index)
@@ -209,7 +212,7 @@ def _place(dims, factor: str) -> Placement | None:
 def find_strategy(
     rule: Rule, call: Call, inputs: tuple[Placement, ...], outputs: tuple[Placement, ...]
 ) -> Strategy | None:
-    """The strategy that these placements follow, units included; None if the rule allows none."""
+    """The strategy that has these placements, with fitting units; None if the rule allows none."""
     bare_inputs, bare_outputs = tuple(map(bare, inputs)), tuple(map(bare, outputs))
     for strategy in strategies(rule, call):
         if strategy.inputs == bare_inputs and strategy.outputs == bare_outputs:
@@ -224,7 +227,9 @@ def bare(placement: Placement) -> Placement:
     return replace(placement, unit=1) if isinstance(placement, Shard) else placement
 
 
-def _units_agree(bound: Bound, factor: str, inputs, outputs) -> bool:
+def _units_agree(
+    bound: Bound, factor: str, inputs: Sequence[Placement], outputs: Sequence[Placement]
+) -> bool:
     steps = set()
     for dims, placement in [*zip(bound.inputs, inputs), *zip(bound.outputs, outputs)]:
         if isinstance(placement, Shard):
@@ -242,8 +247,8 @@ def fill_in_units(
     inputs: tuple[Placement, ...],
     outputs: Sequence[Placement | None],
 ) -> list[Placement]:
-    """The placements of all results, where those of some are not known: each is cut in as many steps as the
-    inputs and the other results are."""
+    """The placements of all results; in ``outputs``, None stands for one that is not known. Its unit follows
+    from those of the inputs and the other results."""
     if rule is None or not strategy.is_sharded:
         return [explicit or bare for explicit, bare in zip(outputs, strategy.outputs)]
     bound = rule.bound(call)
@@ -260,7 +265,7 @@ def fill_in_units(
 
 
 def multiply_adds(rule: Rule, call: Call) -> int:
-    """Multiply-adds of the whole call; 0 for an operator bound by memory."""
+    """The multiply-adds of the whole call; 0 for an operator bound by memory."""
     if not rule.flops:
         return 0
     sizes = rule.bound(call).sizes
@@ -275,10 +280,10 @@ def _factor_size(sizes: dict[str, int], factor: str) -> int:
     return sizes.get(factor, 1)
 
 
-def call_of(node: Node | Instruction, types) -> Call:
+def call_of(node: Node | Instruction, types: Mapping[str, ValueType] | Mapping[str, TensorType]) -> Call:
     """The call that a node or an instruction makes; ``types`` maps names to types."""
 
-    def value(t) -> ValueType:
+    def value(t: ValueType | TensorType) -> ValueType:
         return t if isinstance(t, ValueType) else t.value
 
     return Call(

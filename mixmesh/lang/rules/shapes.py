@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from ..ir import Shard
 from .pattern import PatternMismatch
-from .rule import Call, LocalCall
+from .rule import Arguments, Call, LocalCall
 
 
 def names(count: int, prefix: str = "d") -> list[str]:
@@ -19,24 +18,24 @@ def rank_of(call: Call, index: int = 0) -> int:
 
 
 def wrap(dim: int, rank: int) -> int:
-    """A dim counted from the front."""
+    """Converts a dim that may be negative to one that is counted from the front."""
     return dim + rank if dim < 0 else dim
 
 
 def same(call: Call) -> str:
-    """Elementwise on dim-for-dim equal shapes, broadcasting to the right."""
+    """Elementwise, with broadcasting."""
     return ", ".join(["..."] * len(call.inputs)) + " -> " + ", ".join(["..."] * len(call.outputs))
 
 
 def fixed_dims(call: Call, dims: Iterable[int]) -> str:
-    """Same shape in and out, with some dims whole."""
+    """All inputs and outputs have one shape, and ``dims`` are whole."""
     rank = rank_of(call)
     whole = {wrap(d, rank) for d in dims}
     text = " ".join(f"d{i}!" if i in whole else f"d{i}" for i in range(rank))
     return ", ".join([text] * len(call.inputs)) + " -> " + ", ".join([text] * len(call.outputs))
 
 
-def along(index: int, name: str = "dim", default: int = -1):
+def along(index: int, name: str = "dim", default: int = -1) -> Callable[[Call], str]:
     """A rule for an operator that needs one dim (argument ``index``) whole."""
 
     def rule(call: Call) -> str:
@@ -45,10 +44,10 @@ def along(index: int, name: str = "dim", default: int = -1):
     return rule
 
 
-def reduce_dims(index: int, *, contract: bool):
-    """Reductions over the dims of argument ``index`` (all of them if it is absent).
+def reduce_dims(index: int, *, contract: bool) -> Callable[[Call], str]:
+    """A reduction over the dims of argument ``index`` (all of them if it is absent).
 
-    ``contract`` says that partial results add up (sum, mean); otherwise the dims must be whole.
+    With ``contract``, partial results add up (sum, mean); otherwise the dims must be whole.
     """
 
     def rule(call: Call) -> str:
@@ -82,10 +81,10 @@ def transpose(call: Call) -> str:
 
 
 def view(call: Call) -> tuple[str, dict[str, int]]:
-    """Splits and merges of dims, found by common divisors from the left.
+    """Splits and merges of dims, derived from the left by common divisors.
 
-    Where both sides go on with the same number of elements they share a factor. (8, 6) -> (4, 12) is
-    "(a b) c -> a (b c)": cut in pairs of rows on the left, in rows on the right.
+    Where both sides continue with a common number of elements, they share a factor. (8, 6) -> (4, 12) is
+    "(a b) c -> a (b c)": it is cut in pairs of rows on the left, in rows on the right.
     """
     source, target = call.inputs[0].shape, call.outputs[0].shape
     if math.prod(source) == 0:
@@ -93,8 +92,8 @@ def view(call: Call) -> tuple[str, dict[str, int]]:
     left, right = [list[str]() for _ in source], [list[str]() for _ in target]
     sizes: dict[str, int] = {}
     i = j = 0
-    a = b = 1  # sizes left of the current dims
-    whole = False  # the two sides step differently here: until they meet again, no dim keeps its order
+    a = b = 1  # what remains of the sizes of the current dims
+    whole = False  # the two sides have no common divisor: until they meet again, no dim can be cut
 
     def emit(size: int, *places: list[str]) -> None:
         name = f"f{len(sizes)}"
@@ -117,26 +116,26 @@ def view(call: Call) -> tuple[str, dict[str, int]]:
             a, b = a // common, b // common
             continue
         whole = True
-        done_a, done_b = a, b
+        elements_a, elements_b = a, b
         emit(a, left[i - 1])
         emit(b, right[j - 1])
-        while done_a != done_b:
-            if done_a < done_b:
+        while elements_a != elements_b:
+            if elements_a < elements_b:
                 emit(source[i], left[i])
-                done_a, i = done_a * source[i], i + 1
+                elements_a, i = elements_a * source[i], i + 1
             else:
                 emit(target[j], right[j])
-                done_b, j = done_b * target[j], j + 1
+                elements_b, j = elements_b * target[j], j + 1
         a = b = 1
         whole = False
 
-    def text(side) -> str:
+    def text(side: list[list[str]]) -> str:
         return " ".join(f"({' '.join(d)})" if len(d) > 1 else d[0] if d else "1" for d in side)
 
     return f"{text(left)} -> {text(right)}", sizes
 
 
-def local_view(local: LocalCall):
+def local_view(local: LocalCall) -> Arguments:
     return (local.call.args[0], local.out_shapes[0], *local.call.args[2:]), local.call.kwargs
 
 
@@ -171,8 +170,8 @@ def stack(call: Call) -> str:
     return ", ".join([" ".join(names(rank))] * len(call.inputs)) + " -> " + " ".join(right)
 
 
-def pieces(dim_index: int):
-    """split, chunk: a dim is cut into several results and must be whole."""
+def pieces(dim_index: int) -> Callable[[Call], str]:
+    """split, chunk: the dim that is split into several results must be whole."""
 
     def rule(call: Call) -> str:
         rank = rank_of(call)
@@ -186,8 +185,8 @@ def pieces(dim_index: int):
     return rule
 
 
-def drop_dim(dim_index: int):
-    """select, unbind: a dim disappears and must be whole."""
+def drop_dim(dim_index: int) -> Callable[[Call], str]:
+    """select, unbind: the dim that is dropped must be whole."""
 
     def rule(call: Call) -> str:
         rank = rank_of(call)
@@ -199,8 +198,8 @@ def drop_dim(dim_index: int):
     return rule
 
 
-def resize_dim(dim_index: int, default: int = 0):
-    """One dim (an argument) changes its size and must be whole: slice, glu, unfold, diff."""
+def resize_dim(dim_index: int, default: int = 0) -> Callable[[Call], str]:
+    """slice, glu, unfold, diff: the dim (an argument) whose size changes must be whole."""
 
     def rule(call: Call) -> str:
         rank = rank_of(call)
@@ -216,14 +215,15 @@ def resize_dim(dim_index: int, default: int = 0):
 
 
 def slice_(call: Call) -> str:
-    """slice(self, dim, start, end, step): whole, unless it takes all there is."""
+    """slice(self, dim, start, end, step): the dim is whole, unless the slice takes all of it."""
     if call.inputs[0].shape == call.outputs[0].shape:
         return "... -> ..."
     return resize_dim(1)(call)
 
 
 def pad(call: Call) -> str:
-    """pad(self, [last dim before, after, the one before it ...]): padded (or cropped) dims are whole."""
+    """pad(self, [before and after the last dim, then those of the dim before it, ...]): padded or cropped
+    dims are whole."""
     rank = rank_of(call)
     amounts = call.args[1]
     touched = {rank - 1 - k // 2 for k, amount in enumerate(amounts) if amount}
@@ -232,7 +232,7 @@ def pad(call: Call) -> str:
 
 
 def repeat(call: Call) -> tuple[str, dict[str, int]]:
-    """repeat(self, repeats): a repeated dim is (times, size), of which the times may be cut."""
+    """repeat(self, repeats): a repeated dim is (times, size), and may be cut between its repetitions."""
     source, times = call.inputs[0].shape, call.args[1]
     shape = (1,) * (len(times) - len(source)) + source
     left, right, sizes = [], [], dict[str, int]()
@@ -243,7 +243,7 @@ def repeat(call: Call) -> tuple[str, dict[str, int]]:
     return " ".join(left[len(times) - len(source) :]) + " -> " + " ".join(right), sizes
 
 
-def local_repeat(local: LocalCall):
+def local_repeat(local: LocalCall) -> Arguments:
     source, out = local.in_shapes[0], local.out_shapes[0]
     shape = (1,) * (len(out) - len(source)) + source
     times = tuple(o // n if n else r for n, o, r in zip(shape, out, local.call.args[1]))
@@ -251,7 +251,7 @@ def local_repeat(local: LocalCall):
 
 
 def repeat_interleave(call: Call) -> tuple[str, dict[str, int]]:
-    """repeat_interleave(self, repeats, dim): each step stands ``repeats`` times behind itself."""
+    """repeat_interleave(self, repeats, dim): each entry is repeated in place."""
     rank, times = rank_of(call), call.args[1]
     dim = call.arg(2, "dim")
     if dim is None:
@@ -264,7 +264,7 @@ def repeat_interleave(call: Call) -> tuple[str, dict[str, int]]:
     return " ".join(names(rank)) + " -> " + right, {**sizes, "r": times}
 
 
-def local_repeat_interleave(local: LocalCall):
+def local_repeat_interleave(local: LocalCall) -> Arguments:
     kwargs = tuple((k, v) for k, v in local.call.kwargs if k != "output_size")
     return local.call.args[:3], kwargs
 
@@ -280,7 +280,7 @@ def pixel_unshuffle(call: Call) -> tuple[str, dict[str, int]]:
 
 
 def space_whole(call: Call) -> str:
-    """Samples and channels are free, space is whole: pooling, upsampling. Unbatched input too."""
+    """Pooling, upsampling: samples and channels are free, spatial dims are whole. There may be no samples."""
     spatial = _spatial(call)
     free = " ".join(f"n{i}" for i in range(rank_of(call) - spatial))
     left = " ".join(f"h{i}!" for i in range(spatial))
@@ -289,13 +289,14 @@ def space_whole(call: Call) -> str:
 
 
 def pool(call: Call) -> tuple[str, dict[str, int]]:
-    """max_pool, avg_pool(self, kernel, stride, padding): space may be cut between windows that touch."""
+    """max_pool, avg_pool(self, kernel, stride, padding): spatial dims may be cut between windows that
+    touch."""
     spatial = _spatial(call)
     rank = rank_of(call)
 
     def of(position: int, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
         value = call.arg(position, name, default) or default
-        value = (value,) if isinstance(value, int) else value  # as one may write it by hand
+        value = (value,) if isinstance(value, int) else value  # as in edited text
         return value * spatial if len(value) == 1 else value
 
     kernel = of(1, "kernel_size", ())
@@ -317,7 +318,7 @@ def _spatial(call: Call) -> int:
 
 
 def im2col(call: Call) -> tuple[str, dict[str, int]]:
-    """n c h w -> n (c k) l: channels stay in front of the kernel's places."""
+    """n c h w -> n (c k) l: channels come before the positions in the kernel."""
     (a, b) = call.args[1]
     return "n c h! w! -> n (c k) l!", {"k": a * b}
 
@@ -328,7 +329,7 @@ def col2im(call: Call) -> tuple[str, dict[str, int]]:
 
 
 def meshgrid(call: Call) -> str:
-    """Each of the vectors along its own dim of every result."""
+    """meshgrid(*vectors): every result has a dim for each vector."""
     vectors = names(len(call.inputs), "v")
     order = list(vectors)
     if dict(call.kwargs).get("indexing") == "xy" and len(order) > 1:
@@ -336,8 +337,9 @@ def meshgrid(call: Call) -> str:
     return ", ".join(vectors) + " -> " + ", ".join([" ".join(order)] * len(vectors))
 
 
-def transformed(default: tuple[int, ...] = ()):
-    """fft_rfftn and its kin (self, sizes, dims): what is transformed is whole, its size changes."""
+def transformed(default: tuple[int, ...] = ()) -> Callable[[Call], str]:
+    """fft_rfftn(self, sizes, dims) and similar ones: the transformed dims are whole, and their sizes
+    change."""
 
     def rule(call: Call) -> str:
         rank = rank_of(call)
@@ -350,13 +352,12 @@ def transformed(default: tuple[int, ...] = ()):
 
 
 def aminmax(call: Call) -> str:
-    """aminmax(self, *, dim, keepdim): as ``amax`` of one dim or of all."""
+    """aminmax(self, *, dim, keepdim): as ``amax``, of one dim or all."""
     return reduce_dims(len(call.args), contract=False)(call)
 
 
 def matrices(call: Call) -> str:
-    """The pattern of operators that make of each matrix a matrix, a vector or a number: the last two dims are
-    whole."""
+    """Operators that map each matrix to a matrix, a vector or a number: the last two dims are whole."""
     batch = rank_of(call) - 2
     outs = []
     for n, t in enumerate(call.outputs):
@@ -365,7 +366,7 @@ def matrices(call: Call) -> str:
 
 
 def rot90(call: Call) -> str:
-    """rot90(self, k, dims): a quarter swaps two dims and turns one of them around."""
+    """rot90(self, k, dims): a quarter turn swaps two dims and reverses one of them."""
     rank = rank_of(call)
     k, (a, b) = call.arg(1, "k", 1) % 4, (wrap(d, rank) for d in call.arg(2, "dims", (0, 1)))
     turned = {0: (), 1: (b,), 2: (a, b), 3: (a,)}[k]
@@ -377,9 +378,9 @@ def rot90(call: Call) -> str:
 
 
 def unpool(call: Call) -> str:
-    """max_unpool(self, indices, size): every value at its place in the plane, zeros elsewhere.
+    """max_unpool(self, indices, size): writes every value at its index in the plane, zeros elsewhere.
 
-    Windows that overlap may have one maximum in common, which is written once: so their plane is whole.
+    Overlapping windows may share a maximum, which is written only once: so the plane is whole.
     """
     spatial = _spatial(call)
     free = " ".join(f"n{i}" for i in range(rank_of(call) - spatial))
@@ -388,7 +389,7 @@ def unpool(call: Call) -> str:
 
 
 def renorm(call: Call) -> str:
-    """renorm(self, p, dim, maxnorm): every slice along dim by itself."""
+    """renorm(self, p, dim, maxnorm): each slice along the dim is scaled by itself."""
     rank = rank_of(call)
     dim = wrap(call.args[2], rank)
     return fixed_dims(call, tuple(i for i in range(rank) if i != dim))
@@ -404,24 +405,24 @@ def diag_embed(call: Call) -> str:
 
 
 def affine_grid(call: Call) -> str:
-    """affine_grid_generator(theta, (n, c, h, w), align_corners): a grid for every sample."""
+    """affine_grid_generator(theta, (n, c, h, w), align_corners): makes a grid for every sample."""
     return "n a! b! -> n " + " ".join(f"h{i}!" for i in range(len(call.outputs[0].shape) - 1))
 
 
-def local_affine_grid(local: LocalCall):
+def local_affine_grid(local: LocalCall) -> Arguments:
     theta, size, *rest = local.call.args
     return (theta, (local.out_shapes[0][0], *size[1:]), *rest), local.call.kwargs
 
 
 def stft(call: Call) -> str:
-    """stft(self, n_fft, hop_length, win_length, window): time is whole, to frequencies and frames."""
+    """stft(self, n_fft, hop_length, win_length, window): time is whole, and so are frequencies and frames."""
     batch = "n " if rank_of(call) > 1 else ""
     tail = [f"{name}!" for name in ("f", "s", "c")][: len(call.outputs[0].shape) - rank_of(call) + 1]
     return f"{batch}t!, w! -> {batch}{' '.join(tail)}"
 
 
 def vector_norm(call: Call) -> str:
-    """linalg_vector_norm(x, ord, dim): a sum of magnitudes adds up, other norms do not."""
+    """linalg_vector_norm(x, ord, dim): the sum for ord = 1 may be cut, other norms may not."""
     return reduce_dims(2, contract=call.arg(1, "ord", 2) == 1)(call)
 
 
@@ -433,19 +434,8 @@ def diagonal(call: Call) -> str:
     return f"{left} -> " + " ".join([f"d{i}" for i in range(rank) if i not in cut] + ["z!"])
 
 
-def all_whole(call: Call) -> str:
-    """Nothing may be cut; a row all the same where a partial sum may pass."""
-
-    def term(t, prefix):
-        return " ".join(f"{prefix}{i}!" for i in range(len(t.shape)))
-
-    ins = [term(t, f"a{n}_") for n, t in enumerate(call.inputs)]
-    outs = [term(t, f"b{n}_") for n, t in enumerate(call.outputs)]
-    return ", ".join(ins) + " -> " + ", ".join(outs)
-
-
-def last_whole(count: int):
-    """The last dims are whole, the rest are free: tril, triu."""
+def last_whole(count: int) -> Callable[[Call], str]:
+    """tril, triu: the last dims are whole, the others are free."""
 
     def rule(call: Call) -> str:
         rank = rank_of(call)
@@ -465,7 +455,7 @@ def scatter_slice(call: Call) -> str:
 
 
 def channels_of(call: Call) -> str:
-    """prelu(x, weight): one weight for all, or one for each of the second dim."""
+    """prelu(x, weight): one weight for all, or one for each entry of the second dim."""
     rank = rank_of(call)
     if math.prod(call.inputs[1].shape) == 1 or rank < 2:
         return f"..., {' '.join(['1'] * rank_of(call, 1))} -> ..."
@@ -474,7 +464,7 @@ def channels_of(call: Call) -> str:
 
 
 def grid_sampler(call: Call) -> str:
-    """grid_sampler(x, grid): places of the output are free, places of the input are whole."""
+    """grid_sampler(x, grid): spatial dims of the output are free, those of the input are whole."""
     spatial = rank_of(call) - 2
     source = " ".join(f"h{i}!" for i in range(spatial))
     places = " ".join(f"y{i}" for i in range(spatial))
@@ -482,19 +472,15 @@ def grid_sampler(call: Call) -> str:
 
 
 def histogram(call: Call) -> str:
-    """histc(x, bins, min, max): counts add up where the range is given."""
+    """histc(x, bins, min, max): counts add up if the range is an argument."""
     low, high = call.arg(2, "min", 0), call.arg(3, "max", 0)
     mark = "!" if low == high else ""
     return " ".join(f"d{i}{mark}" for i in range(rank_of(call))) + " -> b!"
 
 
 def reads_no_value(call: Call) -> str:
-    """type_as(self, other): only the dtype of ``other`` is read; cut alike where shapes are alike."""
+    """type_as(self, other): only the dtype of ``other`` is read; it is cut like ``self`` if it has its
+    shape."""
     if call.inputs[0].shape == call.inputs[1].shape:
         return "..., ... -> ..."
     return "..., " + " ".join(f"x{i}!" for i in range(rank_of(call, 1))) + " -> ..."
-
-
-def is_sharded_on(local: LocalCall, index: int, dim: int) -> bool:
-    placement = local.in_placements[index]
-    return isinstance(placement, Shard) and placement.dim == dim

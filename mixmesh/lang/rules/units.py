@@ -1,9 +1,9 @@
-"""The unit in which each dim of each value may be cut, for a whole graph.
+"""The unit in which each dim of each value of a graph may be cut.
 
-A view ties dims together: heads x head size are cut in multiples of the head size, and so is the weight
-that produced them. The unit of a dim is the least multiple that satisfies every operator it passes
-through, found as a fixed point over shared factors. Every S(d) of a value then has one unit, so two
-operators never disagree about the size of a shard.
+A view ties dims together: heads x head size are cut in multiples of the head size, and so is the weight that
+produced them. The unit of a dim is the least multiple that satisfies every operator that the dim passes
+through, the fixed point over shared factors. So every S(d) of a value has one unit, and no two operators
+disagree about the size of a shard.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Tie = list[tuple[str, int, int]]  # dims that are cut together: (value, dim, tra
 
 
 def shard_units(graph: Graph, rules: dict[str, Rule]) -> Units:
-    """Units for all values of a graph; a unit equal to the size means that the dim cannot be cut."""
+    """The units of all values of a graph; a dim whose unit is its size cannot be cut."""
     units = {name: [1] * len(t.shape) for name, t in graph.types.items()}
     ties = [tie for node in graph.nodes for tie in _ties(graph, node, rules.get(node.op))]
     changed = True
@@ -42,7 +42,7 @@ def shard_units(graph: Graph, rules: dict[str, Rule]) -> Units:
 
 
 def _ties(graph: Graph, node: Node, rule: Rule | None) -> Iterator[Tie]:
-    """The dims that an operator cuts together, for each of its strategies that cut any."""
+    """Yields the dims that an operator cuts together, for each strategy that cuts any."""
     if rule is None or node.is_leaf or node.is_sink:
         return
     call = call_of(node, graph.types)

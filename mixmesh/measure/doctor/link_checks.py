@@ -96,7 +96,7 @@ def wrong_rates(cluster: Cluster, found: Links) -> list[WrongRate]:
     that the file says of the path."""
     wrong = []
     for index, link in found.inside.items():
-        expected = cluster.machines[index].link_bytes_per_s
+        expected = cluster.bandwidth_between(*cluster.ranks_of(index)[:2])
         if is_off(link.bytes_per_s, expected):
             wrong.append(WrongRate(index, "link_gbit_per_s", expected, link.bytes_per_s))
     measured = nic_rates(found, len(cluster.machines))

@@ -19,7 +19,9 @@ import torch.distributed as dist
 
 from ...cluster import Cluster
 from ...cost import CostModel, DeviceProfile, Profile, device_key, links_fingerprint
+from ...cost.tf32 import PROFILED, state_of
 from ...frontend.job import batch_size, optimizer_states
+from ...frontend.trace.tf32 import tf32_now
 from ...lang.ir import Graph, Program
 from ...runtime.accelerator import indexed
 from ...runtime.allocator import steady_heap
@@ -89,7 +91,7 @@ def profile(
     ops, skipped = measure_ops(graph, shares, meter, comm.device, declared, deadline, progress)
     progress("whole steps")
     own = device_key(declared)
-    costs = CostModel(cluster, Profile({own: DeviceProfile(ops, 0.0, 0)}, ()))
+    costs = CostModel(cluster, Profile({own: DeviceProfile(ops, 0.0, 0)}, ()), tf32=tf32_now())
     steps = measure_steps(graph, job, share, costs, costs.class_of[comm.rank], meter, limit.left_s(), limit)
     if steps is None:
         steps = 1.0, CostModel(cluster).optimizer_s(comm.rank, 1.0)
@@ -145,7 +147,9 @@ def provenance_of(
     graph: Graph, cluster: Cluster, comm: Comm, links_s: float, took_s: float
 ) -> dict[str, str | int | float | list[str]]:
     """A profile's provenance: the versions, job and settings that it was measured with."""
+    tf32 = {PROFILED: state_of(tf32_now())} if comm.device.type == "cuda" else {}
     return {
+        **tf32,
         "torch": torch.__version__,
         "cluster": cluster.fingerprint,
         "cluster_name": cluster.name,

@@ -1,4 +1,4 @@
-"""One process per device of a cluster: what the emulated and the plain run have in common."""
+"""The common part of emulated and plain runs: one process per device of a cluster."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 class Bed(ABC):
-    """A context manager: everything that entering made is gone after leaving, however it is left.
+    """A context manager that removes all that it created, however it is left.
 
-    ``spawn`` once, then ``wait``, or ``poll`` while changing rates and shares. Or ``start`` launchers on
-    machines, which start the ranks themselves. Use it from one thread: what it started dies with it.
+    Call ``spawn`` once, then ``wait``, or ``poll`` while changing rates and shares. Or ``start`` launchers on
+    machines, which start the ranks themselves. Use it from one thread: its processes end with that thread.
     """
 
     emulation: Emulation
@@ -54,42 +54,43 @@ class Bed(ABC):
 
     @abstractmethod
     def _entering(self, rank: int) -> Callable[[], None]:
-        """The function that the child calls before it runs its program."""
+        """The function that a rank's process calls before it runs its program."""
 
     @abstractmethod
     def _entering_machine(self, machine: int | None) -> Callable[[], None]:
-        """The function that a launcher calls before it runs its program; beside all machines with None."""
+        """The function that a launcher's process calls before it runs its program; None is the place outside
+        of all machines."""
 
     @abstractmethod
     def address(self, machine: int | None) -> str:
-        """Where the others reach a machine; None is a place beside all machines."""
+        """The address of a machine for the others; None is the place outside of all machines."""
 
     @abstractmethod
     def _result(self, number: int, rank: Rank) -> RankResult: ...
 
     @abstractmethod
     def set_rate(self, machine: int, bytes_per_s: float) -> None:
-        """Change a machine's network rate while a job runs."""
+        """Changes a machine's network rate while a job runs."""
 
     @abstractmethod
     def set_share(self, rank: int, share: float) -> None:
-        """Change a device's share of a CPU core while a job runs."""
+        """Changes a device's share of a CPU core while a job runs."""
 
     @abstractmethod
     def set_link(self, machine: int, is_up: bool) -> None:
-        """Cut a machine off from the network, or join it again."""
+        """Disconnects a machine from the network, or connects it again."""
 
     @abstractmethod
     def take_memory(self, rank: int) -> None:
-        """Lower a device's memory limit to what it holds now: it is killed when it asks for more."""
+        """Lowers a device's memory limit to what it holds now: it is killed when it allocates more."""
 
     @abstractmethod
     def return_memory(self, rank: int) -> None:
-        """Give a device the memory limit back that the cluster has for it."""
+        """Restores a device's memory limit to that of the cluster."""
 
     @abstractmethod
     def make_disk(self, size_bytes: int) -> Path:
-        """A folder with so much room, which all machines see that are started on afterwards."""
+        """Creates a folder of limited size, which processes started later see on all machines."""
 
     def __enter__(self) -> Self:
         self._catch_signals()
@@ -102,14 +103,14 @@ class Bed(ABC):
 
     def __exit__(self, *_: object) -> None:
         in_main = threading.current_thread() is threading.main_thread()
-        # a second Ctrl-C must not stop the cleaning up
+        # a second Ctrl-C must not stop the clean-up
         held = {s: signal.signal(s, signal.SIG_IGN) for s in (signal.SIGINT, *_ENDING)} if in_main else {}
         try:
             self._processes.close()
             self._close()
         finally:
             for number, handler in (held | self._handlers).items():
-                if handler is not None:  # it was not Python's
+                if handler is not None:  # None is a handler that Python did not install
                     signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _catch_signals(self) -> None:
@@ -120,7 +121,7 @@ class Bed(ABC):
             self._handlers = {number: signal.signal(number, end) for number in _ENDING}
 
     def spawn(self, argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> None:
-        """Start argv once for every device. ``env`` is added to this process's, and has the last word."""
+        """Starts argv once for every device. ``env`` is added to this process's environment."""
         if self._processes.ranks:
             raise InputError("this bed has been used", hint="make another one for another run")
         if not argv:
@@ -131,9 +132,9 @@ class Bed(ABC):
             self._processes.start(rank, [str(word) for word in argv], whole, self._entering(rank))
 
     def start(self, machine: int | None, argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> int:
-        """Start argv on a machine, outside of its devices, or beside all machines (None); the number that
-        stands for it in ``returncode``, ``pid`` and the output. On a machine with one device, ranks that it
-        starts come into the device by ``join_device`` and ``enter_device``."""
+        """Starts argv on a machine but outside of its devices, or outside of all machines (None). Returns the
+        number of the process for ``returncode``, ``pid`` and the output. On a machine with one device, ranks
+        that it starts enter the device by ``join_device`` and ``enter_device``."""
         number = self.cluster.world_size + len(self._processes.ranks)
         local = () if machine is None else self.cluster.ranks_of(machine)
         device = self._device_env(local[0]) if len(local) == 1 else {}
@@ -142,11 +143,11 @@ class Bed(ABC):
         return number
 
     def returncode(self, number: int) -> int | None:
-        """The status of what was started, as ``subprocess`` has it; None while it runs."""
+        """The status of a process, as in ``subprocess``; None while it runs."""
         return self._processes.ranks[number].returncode
 
     def pid(self, number: int) -> int:
-        """The process id of what was started."""
+        """The process id of a process."""
         return self._processes.ranks[number].process.pid
 
     def _device_env(self, rank: int) -> dict[str, str]:
@@ -168,14 +169,14 @@ class Bed(ABC):
         return {
             "OMP_NUM_THREADS": "1",
             "MKL_NUM_THREADS": "1",
-            "PYTHONUNBUFFERED": "1",  # a killed rank's last words
+            "PYTHONUNBUFFERED": "1",  # so that the last output of a killed rank is not lost
             "MIXMESH_TESTBED": "1",
             "MIXMESH_EMULATION": self.emulation,
             EMULATED_VARIABLE: f"{self.emulation} {self.cluster.fingerprint}",
         }
 
     def poll(self, timeout_s: float = 0.0) -> bool:
-        """Pass on output for this long; whether ranks still run."""
+        """Passes on output for this long. Returns whether ranks still run."""
         deadline = time.monotonic() + timeout_s
         while self._processes.running:
             left_s = deadline - time.monotonic()
@@ -185,23 +186,23 @@ class Bed(ABC):
         return bool(self._processes.running)
 
     def wait(self, *, timeout_s: float | None = None, grace_s: float = 2.0, check: bool = True) -> RunResult:
-        """Wait for all ranks. When one fails, the others have ``grace_s`` to end by themselves.
+        """Waits for all ranks. When one fails, the others have ``grace_s`` to end by themselves.
 
         Raises ``DeviceLost`` for the rank that failed, or for the time; ``check=False`` returns it instead.
         """
         late: list[int] = []
-        stop_s = None  # when the ranks still running are told to end
-        told: signal.Signals | None = None
+        stop_s: float | None = None  # the time at which the ranks that still run are signalled
+        sent: signal.Signals | None = None
         while self._processes.running:
             self._processes.poll(POLL_S)
             now = time.monotonic()
-            failed = [r.end_time_s for r in self._processes.ranks.values() if r.returncode]
-            if failed and stop_s is None:
-                stop_s = min(failed) + grace_s
-            if timeout_s is not None and not failed and now > self._start_s + timeout_s:
+            failure_s = self._first_failure_s()
+            if failure_s is not None:
+                stop_s = stop_s or failure_s + grace_s
+            elif timeout_s is not None and now > self._start_s + timeout_s:
                 late, stop_s = late or self._processes.running, stop_s or now
             if stop_s is not None and now >= stop_s:
-                told = self._end(told, kills=now >= stop_s + TERM_TO_KILL_S)
+                sent = self._end(sent, kills=now >= stop_s + TERM_TO_KILL_S)
         time_s = time.monotonic() - self._start_s
         self._processes.drain()
         results = tuple(self._result(n, self._processes.ranks[n]) for n in range(self.cluster.world_size))
@@ -212,16 +213,20 @@ class Bed(ABC):
         result = RunResult(results, self.emulation, time_s, lost)
         return result.check() if check else result
 
-    def _end(self, told: signal.Signals | None, *, kills: bool) -> signal.Signals:
-        """Tells the ranks that still run to end, once by each signal; returns the one that they were told."""
+    def _first_failure_s(self) -> float | None:
+        return min((r.end_time_s for r in self._processes.ranks.values() if r.returncode), default=None)
+
+    def _end(self, sent: signal.Signals | None, *, kills: bool) -> signal.Signals:
+        """Sends the ranks that still run SIGTERM or SIGKILL, unless it is the one ``sent`` before; returns
+        it."""
         number = signal.SIGKILL if kills else signal.SIGTERM
-        if number is not told:
+        if number is not sent:
             self._processes.end(number)
         return number
 
     def _culprit(self, results: tuple[RankResult, ...]) -> RankResult | None:
-        """The rank that failed first. A lost peer makes others fail within moments: a death outweighs a
-        status."""
+        """The rank that failed first. As others fail within moments of losing a peer, a rank that was killed
+        counts before one that exited."""
         failed = [r for r in results if r.returncode and not r.ended_by_launcher]
         ends = {r.rank: self._processes.ranks[r.rank].end_time_s for r in failed}
 

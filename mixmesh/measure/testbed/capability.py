@@ -1,4 +1,4 @@
-"""Can this machine and this user emulate a cluster? Asked by trying, in a namespace that vanishes."""
+"""Tells whether this machine and this user can emulate a cluster, by trying in a temporary namespace."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TRIALS = (
 
 @dataclass(frozen=True)
 class Capability:
-    """``missing`` has one line for each thing that is not there; empty when a cluster can be emulated."""
+    """Whether a cluster can be emulated: ``missing`` has a line for each thing that is missing."""
 
     missing: tuple[str, ...]
     cgroup_version: int | None = None
@@ -37,7 +37,7 @@ class Capability:
         return "a mixed cluster cannot be emulated here: " + "; ".join(self.missing)
 
     def require(self) -> None:
-        """Raises ``TestbedUnavailable``."""
+        """Raises ``TestbedUnavailable`` if anything is missing."""
         if not self.possible:
             raise TestbedUnavailable(
                 "a mixed cluster cannot be emulated here",
@@ -48,6 +48,7 @@ class Capability:
 
 
 def probe() -> Capability:
+    """Tries all that an emulated cluster needs."""
     if os.environ.get(FORCE_PLAIN_VARIABLE, "") not in ("", "0"):
         return Capability((f"{FORCE_PLAIN_VARIABLE} is set",))
     if os.uname().sysname != "Linux":
@@ -62,8 +63,8 @@ def probe() -> Capability:
 
 
 def _try_network() -> list[str]:
-    """Everything tried lives in a network namespace that ends with the shell that tries it."""
-    script = "\n".join(f"{text} 2>&1 || echo 'failed: {what}'" for what, text in _TRIALS)
+    """Tries network commands in a namespace that ends with its shell; returns a line for each failure."""
+    script = "\n".join(f"{text} 2>&1 || echo 'failed: {name}'" for name, text in _TRIALS)
     try:
         ended = subprocess.run(
             ["sh", "-c", script],
@@ -77,7 +78,7 @@ def _try_network() -> list[str]:
     failed = [
         line.removeprefix("failed: ") for line in ended.stdout.splitlines() if line.startswith("failed: ")
     ]
-    return [f"no {what}" for what in failed]
+    return [f"no {name}" for name in failed]
 
 
 def _cgroup_version() -> tuple[int | None, list[str]]:

@@ -1,9 +1,10 @@
 """A mixed cluster on one machine: machines are network namespaces, devices are processes with quotas.
 
-Emulated: a machine's network rate (the smaller of its nic and the network, both ways), a device's share of
-a CPU core once its computing thread has entered (``enter_device``), its memory. Not emulated: latency beyond
-the natural one, the link inside a machine (loopback), several paths at once through a nic faster than the
-network. A declared share is not a speed: caches are cold after throttling, so profile the devices.
+Emulated are a machine's network rate (the smaller of its nic's and the network's, both ways), a device's
+share of a CPU core once its computing thread has entered (``enter_device``), and its memory. Not emulated are
+latency beyond the natural one, the link inside a machine (loopback), and several paths at once through a nic
+that is faster than the network. A share is not a speed, as caches are cold after throttling: profile the
+devices.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from .processes import OnOutput, Rank
 from .result import RankResult
 from .system import BOOT_ID, CommandFailed, enter_machine, mount_memory, start_time
 
-MASTER_PORT = 29500  # a new namespace has every port free; below the range of outgoing connections
-MAX_LOAD = 0.8  # share of all cores: beyond it devices steal from each other
+MASTER_PORT = 29500  # free in a new namespace, and below the range of outgoing connections
+MAX_LOAD = 0.8  # share of all cores; beyond it, devices steal from each other
 
 
 class Testbed(Bed):
     """``with Testbed(cluster) as bed: bed.spawn(argv); bed.wait()``.
 
-    Raises ``TestbedUnavailable`` on entering where a cluster cannot be emulated.
+    Raises ``TestbedUnavailable`` on entering if a cluster cannot be emulated.
     """
 
     __test__ = False  # the name begins with "Test": keep pytest from collecting it
@@ -58,7 +59,7 @@ class Testbed(Bed):
             bed, pid, start_time(pid) or "", tuple(self._network.namespaces), tuple(self._cgroups.paths())
         )
         try:
-            self._journal.save()  # first the list, then the things
+            self._journal.save()  # before anything in it is created
             self._journal.hosts_path.write_text(self._hosts())
             for machine in range(len(self.cluster.machines)):
                 self._journal.boot_path(machine).write_text(f"{uuid.uuid4()}\n")
@@ -80,8 +81,8 @@ class Testbed(Bed):
             self._cgroups.set_memory(rank, device.memory_bytes)
 
     def _hosts(self) -> str:
-        # without it torch.distributed asks a name server that is not there, and complains; it asks for IPv4
-        # addresses in the clothes of IPv6
+        # without this file torch.distributed would query a name server, of which there is none; it looks up
+        # IPv4 addresses mapped to IPv6
         lines = ["127.0.0.1 localhost"]
         for index, machine in enumerate(self.cluster.machines):
             name, address = host_name(machine.name).decode(), self._network.address(index)
@@ -120,7 +121,7 @@ class Testbed(Bed):
         assert self._journal is not None, "enter the bed first"
         hosts_file = os.fsencode(self._journal.hosts_path)
         namespace = self._network.namespace(machine)
-        host = host_name("beside" if machine is None else self.cluster.machines[machine].name)
+        host = host_name("outside" if machine is None else self.cluster.machines[machine].name)
         boot_file = BOOT_ID if machine is None else os.fsencode(self._journal.boot_path(machine))
 
         def enter() -> None:
@@ -172,7 +173,7 @@ class Testbed(Bed):
 
 
 def warnings(cluster: Cluster) -> list[str]:
-    """The reasons why an emulated cluster's figures are doubtful."""
+    """Warnings about an emulated cluster whose figures would be doubtful."""
     texts = []
     cores = len(os.sched_getaffinity(0))
     load = sum(device.cpu_share or 1.0 for device in cluster.devices)
@@ -188,7 +189,7 @@ def warnings(cluster: Cluster) -> list[str]:
 
 
 def host_name(machine: str) -> bytes:
-    """A host name that Linux takes."""
+    """A host name that Linux accepts."""
     return re.sub(r"[^A-Za-z0-9.-]", "-", machine).encode()[:64]
 
 

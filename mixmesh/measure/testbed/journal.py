@@ -1,7 +1,7 @@
-"""A record of what a launcher is about to create, and the only list that anything is removed from.
+"""The journal: a list of all that a launcher is about to create. Only what it lists is ever removed.
 
-It is written before the first thing is made, so a launcher that dies at any moment leaves a complete list;
-the next start sweeps it. Only processes inside the listed cgroups are ever killed.
+It is written before anything is created, so that a launcher that dies at any moment leaves a complete list,
+and the next start removes all of it. Only processes in the listed cgroups are killed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .system import command, read, start_time, unmount
 
 _NAMESPACE = re.compile(r"mm[0-9a-f]{8}(sw|m\d+)")
 _FIELDS = {"bed": str, "pid": int, "start_time": str, "namespaces": list, "cgroups": list}  # in the file
-_MAX_PID = 2**22  # Linux allows no larger one
+_MAX_PID = 2**22  # in Linux
 _CGROUP = re.compile(r"/[^\0]*/mm[0-9a-f]{8}(/r\d+(free)?(/compute|/free)?)?")
 
 
@@ -44,32 +44,32 @@ class Journal:
 
     @property
     def hosts_path(self) -> Path:
-        """The machines' names, for the ranks to see as ``/etc/hosts``; goes with the journal."""
+        """The file that ranks see as ``/etc/hosts``; it is removed with the journal."""
         return directory() / f"{self.bed}.hosts"
 
     def boot_path(self, machine: int) -> Path:
-        """The boot id of a machine; goes with the journal."""
+        """The file with the boot id of a machine; it is removed with the journal."""
         return directory() / f"{self.bed}.boot{machine}"
 
     @property
     def disk_path(self) -> Path:
-        """Where a disk of limited size is mounted, if one was asked for; goes with the journal."""
+        """The mount point of a disk of limited size, if there is one; it is removed with the journal."""
         return directory() / f"{self.bed}.disk"
 
     @property
     def is_stale(self) -> bool:
-        """The launcher has ended, or another process has its id by now."""
+        """Whether the launcher has ended; its id may belong to another process now."""
         return start_time(self.pid) != self.start_time
 
 
 def directory() -> Path:
-    # /run belongs to root: nobody else can put a list of things to remove there
+    # only root can write to /run, so that no other user can list things to remove
     run = Path("/run")
     return (run if os.access(run, os.W_OK) else Path(tempfile.gettempdir())) / "mixmesh-testbed"
 
 
 def load(path: Path) -> Journal | None:
-    """None for anything that this module did not write."""
+    """Reads a journal; None for a file that this module did not write."""
     try:
         raw = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):
@@ -90,7 +90,7 @@ def _are_ours(names: list, pattern: re.Pattern) -> bool:
 
 
 def sweep() -> int:
-    """Remove what launchers that have ended left behind; how many of them."""
+    """Removes what launchers that have ended left behind; returns their number."""
     stale = [j for j in map(load, directory().glob("mm*.json")) if j is not None and j.is_stale]
     for journal in stale:
         remove(journal)
@@ -98,7 +98,7 @@ def sweep() -> int:
 
 
 def remove(journal: Journal, limit_s: float = 10.0) -> None:
-    """Everything in the journal, then the journal; what is gone already is no error."""
+    """Removes all that a journal lists, and then the journal; what is gone already is no error."""
     deadline = time.monotonic() + limit_s
     for cgroup in reversed(journal.cgroups):
         while not _remove_cgroup(cgroup):
@@ -130,13 +130,13 @@ def _remove_cgroup(path: str) -> bool:
         os.rmdir(path)
     except FileNotFoundError:
         return True
-    except OSError:  # still has members, or children
+    except OSError:  # it still has members, or children
         return False
     return True
 
 
 def _members(path: str) -> list[int]:
-    # a threaded cgroup of version 2 refuses the first file: its threads' ids do as well for a signal
+    # a threaded cgroup of version 2 refuses to read the first file; a signal may go to a thread's id as well
     for name in ("cgroup.procs", "cgroup.threads"):
         try:
             return [pid for pid in map(int, read(f"{path}/{name}").split()) if pid not in (0, os.getpid())]

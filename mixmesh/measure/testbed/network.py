@@ -1,8 +1,8 @@
-"""Machines as network namespaces, joined by a bridge in a namespace of its own.
+"""Machines as network namespaces, connected by a bridge in a namespace of its own.
 
-Nothing appears in the host's own network. A machine's rate is limited both ways by a token bucket: what it
-sends at its ``eth0``, what it receives at the bridge's end. Not emulated: latency beyond the natural one
-(about 30 us; netem is often missing from the kernel), and the link inside a machine, which is loopback.
+Nothing changes in the host's own network. Token buckets limit a machine's rate both ways: for sending at its
+``eth0``, for receiving at the bridge's end. Not emulated are latency beyond the natural one (about 30 us;
+many kernels lack netem), and the link inside a machine, which is loopback.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ import os
 
 from .system import command
 
-LIMIT_BYTES = 64_000_000  # in the queue: senders wait instead of losing packets
+LIMIT_BYTES = 64_000_000  # of a queue, so large that senders wait and no packets are lost
 MTU = 1500
-BESIDE = "10.77.254.254"  # address of the host beside the machines, which no fault of a machine reaches
+OUTSIDE = "10.77.254.254"  # the address outside of all machines, which no fault of a machine affects
 
 
 def burst_bytes(bytes_per_s: float) -> int:
-    """About 0.5 ms of line rate, and at least one 64 KB segment: 8 kB breaks 1 Gbit/s (561 Mbit/s)."""
+    """About 0.5 ms at line rate, and at least one segment of 64 KB: with 8 kB, 1 Gbit/s becomes 561
+    Mbit/s."""
     return int(max(70_000, bytes_per_s * 0.0005))
 
 
 class Network:
-    """The namespaces of one bed. ``namespaces`` is known before anything is made, for the journal."""
+    """The namespaces of one bed. ``namespaces`` lists them before they exist, for the journal."""
 
     def __init__(self, bed: str, num_machines: int) -> None:
         self._switch = f"{bed}sw"
@@ -37,16 +38,16 @@ class Network:
 
     def address(self, machine: int | None) -> str:
         if machine is None:
-            return BESIDE
+            return OUTSIDE
         return f"10.77.{(machine + 1) // 256}.{(machine + 1) % 256}"
 
     def create(self) -> None:
         command("ip", "netns", "add", self._switch)
         command("ip", "-n", self._switch, "link", "add", "br0", "type", "bridge")
-        command("ip", "-n", self._switch, "addr", "add", f"{BESIDE}/16", "dev", "br0")
+        command("ip", "-n", self._switch, "addr", "add", f"{OUTSIDE}/16", "dev", "br0")
         command("ip", "-n", self._switch, "link", "set", "br0", "up")
         command("ip", "-n", self._switch, "link", "set", "lo", "up")
-        # packets between the machines are not the host firewall's business
+        # the host's firewall must not filter packets between the machines
         for name in ("iptables", "ip6tables", "arptables"):
             self._sysctl(self._switch, f"net/bridge/bridge-nf-call-{name}", 0)
         for machine in range(len(self._machines)):
@@ -65,7 +66,6 @@ class Network:
         self._sysctl(name, "net/ipv4/tcp_slow_start_after_idle", 0)
 
     def set_rate(self, machine: int, bytes_per_s: float) -> None:
-        """Also while a job runs."""
         for namespace, port in ((self._machines[machine], "eth0"), (self._switch, f"v{machine}")):
             bucket = (
                 "rate",
@@ -78,11 +78,10 @@ class Network:
             command("tc", "-n", namespace, "qdisc", "replace", "dev", port, "root", "tbf", *bucket)
 
     def set_link(self, machine: int, is_up: bool) -> None:
-        """Also while a job runs."""
         command("ip", "-n", self._machines[machine], "link", "set", "eth0", "up" if is_up else "down")
 
     def _sysctl(self, namespace: str, key: str, value: object) -> None:
-        # settings that this kernel does not have are left out
+        # a kernel without the setting is fine
         script = f"test ! -e /proc/sys/{key} || echo {value} > /proc/sys/{key}"
         command("ip", "netns", "exec", namespace, "sh", "-c", script, check=False)
 

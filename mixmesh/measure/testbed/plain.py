@@ -1,4 +1,4 @@
-"""One plain process per device on loopback: right results, and times that say nothing about the cluster."""
+"""A plain process per device, on loopback: results are right, but times say nothing about the cluster."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from .result import RankResult
 
 
 class PlainBed(Bed):
-    """No root, no limits: every device is as fast as the machine lets it be."""
+    """Processes without limits, for which no root is needed: every device is as fast as this machine
+    allows."""
 
     emulation = "none"
 

@@ -1,4 +1,4 @@
-"""The ranks as child processes: their output, their end, and no thread to look after them."""
+"""The ranks as child processes: passes on their output and waits for their ends, without a thread."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OnOutput = Callable[[int, str, str], None]  # rank, "stdout" or "stderr", text
 
 
 def print_output(rank: int, stream: str, text: str) -> None:
-    """Our stdout is rank 0's as it is; all else goes to our stderr, each line with its rank."""
+    """Passes rank 0's stdout on as it is, and all other lines to stderr with their rank."""
     if rank == 0 and stream == "stdout":
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -57,7 +57,7 @@ class Processes:
         self._selector = selectors.DefaultSelector()
 
     def start(self, rank: int, argv: Sequence[str], env: dict[str, str], enter: Callable[[], None]) -> None:
-        """Run argv; ``enter`` is called in the child before."""
+        """Runs argv in a child process, which calls ``enter`` first."""
         parent = os.getpid()
 
         def before_program() -> None:
@@ -91,7 +91,7 @@ class Processes:
         return [number for number, rank in self.ranks.items() if rank.returncode is None]
 
     def poll(self, timeout_s: float) -> None:
-        """Pass on output and see who has ended, for up to ``timeout_s``."""
+        """Passes on output for up to ``timeout_s``, and reaps ranks that have ended."""
         if self._selector.get_map():
             self._pump(timeout_s)
         else:
@@ -101,7 +101,7 @@ class Processes:
                 self._reap(rank)
 
     def drain(self, limit_s: float = 1.0) -> None:
-        """The last output of ranks that have ended, whatever processes of theirs may live on."""
+        """Passes on the last output of ranks that have ended, even if children of theirs still run."""
         deadline = time.monotonic() + limit_s
         while self._selector.get_map() and time.monotonic() < deadline and self._pump(0.05):
             pass
@@ -109,7 +109,7 @@ class Processes:
             self._close(key)
 
     def end(self, number: signal.Signals) -> None:
-        """Signal the ranks that still run, and what they started."""
+        """Signals the ranks that still run, and their children."""
         for rank in (self.ranks[r] for r in self.running):
             rank.ended_by_launcher = True
             try:
@@ -155,7 +155,7 @@ class Processes:
 
     @staticmethod
     def _reap(rank: Rank) -> None:
-        # not Popen.poll: the account of what the process used comes with its end
+        # wait4, not Popen.poll, as it also returns the usage of the process
         pid, status, usage = os.wait4(rank.process.pid, os.WNOHANG)
         if pid:
             rank.returncode = rank.process.returncode = os.waitstatus_to_exitcode(status)

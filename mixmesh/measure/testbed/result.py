@@ -14,7 +14,8 @@ Emulation = Literal["quota", "none"]
 
 @dataclass(frozen=True)
 class RankResult:
-    """``returncode`` is negative for a signal, as in ``subprocess``. ``ended_by_launcher``: it was sound."""
+    """The end of one rank. ``returncode`` is negative for a signal, as in ``subprocess``;
+    ``ended_by_launcher``: the launcher ended it because another one failed, or the time was up."""
 
     rank: int
     returncode: int
@@ -28,7 +29,7 @@ class RankResult:
 
 @dataclass(frozen=True)
 class RunResult:
-    """With ``emulation`` "none" the times say nothing about the mixed cluster."""
+    """The end of a run. With ``emulation`` "none" its times say nothing about the mixed cluster."""
 
     ranks: tuple[RankResult, ...]
     emulation: Emulation
@@ -47,7 +48,7 @@ class RunResult:
 
 
 def device_lost(cluster: Cluster, result: RankResult) -> DeviceLost:
-    """The error for a rank that ended with other than 0, or for its memory."""
+    """The error for a rank that failed or exceeded its memory."""
     device, machine = cluster.devices[result.rank], cluster.machine_of(result.rank)
     where = f'rank {result.rank} ({device.name}) on machine "{machine.name}"'
     if result.killed_by_memory_limit:

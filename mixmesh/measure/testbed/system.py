@@ -1,4 +1,4 @@
-"""The system calls and commands that the testbed is made of."""
+"""The system calls and commands of the testbed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class CommandFailed(Exception):
 
 
 def command(*words: object, check: bool = True) -> str:
-    """Run a command; its output. Raises ``CommandFailed`` with what it wrote to stderr."""
+    """Runs a command and returns its output. Raises ``CommandFailed`` with its stderr."""
     argv = [str(word) for word in words]
     try:
         ended = subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL)
@@ -47,29 +47,29 @@ def read(path: str) -> str:
 
 
 def read_table(path: str) -> dict[str, int]:
-    """A file of ``key value`` lines, as cgroups have them."""
+    """Reads a file of ``key value`` lines, as in cgroups."""
     pairs = (line.split() for line in read(path).splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2}
 
 
 def start_time(pid: int) -> str | None:
-    """When a process started, in ticks since boot: with its id it names a process for good."""
+    """The start of a process, in ticks since boot: together with its id it identifies a process."""
     try:
-        # the second field, the name in parentheses, may hold anything
+        # the second field, the name in parentheses, may contain anything
         return read(f"/proc/{pid}/stat").rsplit(")", 1)[1].split()[19]
     except (FileNotFoundError, ProcessLookupError):
         return None
 
 
 def call(function: Callable[..., int], *arguments: object) -> None:
-    """A libc function that returns 0 or sets errno."""
+    """Calls a function of libc that returns 0 or sets errno. Raises OSError."""
     if function(*arguments):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
 
 
 def die_with(parent: int) -> None:
-    """In a child, before it runs its program: be killed when the parent's thread that made it ends."""
+    """Has the calling child process be killed when the parent's thread that started it ends."""
     if sys.platform != "linux":
         return
     call(libc.prctl, PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -78,19 +78,19 @@ def die_with(parent: int) -> None:
 
 
 def mount_memory(path: Path, size_bytes: int) -> None:
-    """Has a folder hold files in memory, of ``size_bytes`` in all."""
+    """Mounts a file system in memory, of ``size_bytes``, on a folder."""
     command("mount", "-t", "tmpfs", "-o", f"size={size_bytes},mode=700", "mixmesh", path)
 
 
 def unmount(path: Path) -> None:
-    """Ends a mount also while files of it are open; what is not mounted is no error."""
+    """Ends a mount, even if its files are open; a folder that is not mounted is no error."""
     if os.path.ismount(path):
         command("umount", "--lazy", path, check=False)
 
 
 def enter_machine(namespace_fd: int, host_name: bytes, hosts_file: bytes, boot_file: bytes) -> None:
-    """In a child, before it runs its program: a machine's network, host name and ``/etc/hosts``, and a boot
-    id of its own: processes of other machines are seen by their ids, but nobody is to make use of that."""
+    """Moves the calling child process into a machine, with its network, host name and ``/etc/hosts``, and a
+    boot id of its own: ranks must not notice that processes of other machines are visible."""
     call(libc.setns, namespace_fd, CLONE_NEWNET)
     call(libc.unshare, CLONE_NEWUTS | CLONE_NEWNS)
     call(libc.sethostname, host_name, len(host_name))

@@ -1,4 +1,4 @@
-"""A profile that agrees with what the devices took for a plan. No torch."""
+"""Corrects a profile by the times that devices took for a plan."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from ...base.timeline import Timeline
 from ...cluster import Cluster
 from ...cost import DeviceProfile, Profile, device_key
 
-IDLE = 0.05  # share of a step: a rank that computes no longer says nothing about computing
-LARGEST = 4.0  # either way; beyond it something else happened than computing
+IDLE = 0.05  # share of a step; a rank that computes for less does not count
+LARGEST = 4.0  # factor, either way; a larger one has other causes than computing
 
 
 def device_factors(cluster: Cluster, steps: Iterable[tuple[Timeline, Timeline]]) -> dict[str, float]:
-    """By ``device_key``: seconds of computing in a measured step over those predicted. ``steps`` are
-    predicted and measured, of one or several plans, the median of which counts; of equal devices that which
-    took longest. Devices that never computed are left out."""
+    """The measured seconds of computing in a step over the predicted ones, by ``device_key``. ``steps`` are
+    pairs of a predicted and a measured step, of one or several plans, whose median counts; of equal devices
+    the slowest counts. Devices that did not compute are left out."""
     ratios_of: dict[str, list[float]] = {}
     for predicted, measured in steps:
         of_plan: dict[str, float] = {}
-        for device, foreseen_s, took_s in zip(cluster.devices, predicted.compute_s, measured.compute_s):
-            if foreseen_s > IDLE * predicted.step_s and took_s > 0:
+        for device, predicted_s, measured_s in zip(cluster.devices, predicted.compute_s, measured.compute_s):
+            if predicted_s > IDLE * predicted.step_s and measured_s > 0:
                 key = device_key(device)
-                of_plan[key] = max(took_s / foreseen_s, of_plan.get(key, 0.0))
+                of_plan[key] = max(measured_s / predicted_s, of_plan.get(key, 0.0))
         for key, factor in of_plan.items():
             ratios_of.setdefault(key, []).append(min(max(factor, 1 / LARGEST), LARGEST))
     return {key: statistics.median(each) for key, each in ratios_of.items()}
 
 
 def corrected(profile: Profile, factors: dict[str, float]) -> Profile:
-    """``profile`` in which every device computes ``factors`` as long as it did."""
+    """Returns ``profile`` with the computing seconds of every device multiplied by ``factors``."""
 
     def slower(d: DeviceProfile, factor: float) -> DeviceProfile:
         return replace(
@@ -42,5 +42,5 @@ def corrected(profile: Profile, factors: dict[str, float]) -> Profile:
         )
 
     devices = {key: slower(d, factors.get(key, 1.0)) for key, d in profile.devices.items()}
-    said = [f"{key}: x{factor:.3f}" for key, factor in factors.items()]
-    return replace(profile, devices=devices, provenance={**profile.provenance, "corrected": said})
+    texts = [f"{key}: x{factor:.3f}" for key, factor in factors.items()]
+    return replace(profile, devices=devices, provenance={**profile.provenance, "corrected": texts})

@@ -1,4 +1,4 @@
-"""From a profile to the plan that is fastest when it is tried."""
+"""Finds the plan that is fastest when it is tried."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from ...cluster import Cluster
 from ...cost import CostModel, Profile
 from ...errors import CollectiveError, MixmeshError
 from ...frontend.job import needs_whole_parameters, optimizer_states
-from ...frontend.trace import trace
+from ...frontend.trace import Traced, trace
+from ...lang.optimizer_states import OptimizerStates
 from ...lang.plan_file import Plan
 from ...planner import make_plans
 from ...runtime.comm import default_device, initialise
@@ -21,15 +22,15 @@ from ..testbed import leave_device
 from .correct import corrected, device_factors
 from .trials import Load, Trial, hopeful, one_round, same
 
-PLANNING_TIMEOUT_S = 3600.0  # for which the others wait for the first rank
-MARGIN = 0.03  # share of a step by which two turns of one plan differ
-CORRECTED_COUNT = 2  # plans by the corrected profile that are tried
+PLANNING_TIMEOUT_S = 3600.0  # the time for which the others wait for the first rank
+MARGIN = 0.03  # the share of a step by which two turns of one plan may differ
+CORRECTED_COUNT = 2  # plans from the corrected profile that are tried
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """``plan`` was the fastest of ``trials``, the first of which is of the plan that would have been taken
-    without any."""
+    """The result of tuning: ``plan`` was the fastest of ``trials``, of which the first is the plan that the
+    planner prefers."""
 
     plan: Plan
     trials: tuple[Trial, ...]
@@ -45,12 +46,11 @@ def tune(
     rounds: int = 2,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Tuned:
-    """The fastest of up to ``count`` plans of different kinds, each tried in up to ``rounds`` turns on the
-    cluster that this process is a rank of; and of two by the profile that the first turns have corrected.
-    Collective.
+    """Tries up to ``count`` plans of different kinds on the cluster that this process is a rank of, each in
+    up to ``rounds`` turns, and two more from the profile as the first turns have corrected it. Collective.
 
-    ``load`` makes the job anew for every turn. Raises what planning raises, on every rank alike, and
-    CollectiveError if no plan could train.
+    ``load`` makes a new job for every turn. Errors of planning are raised on all ranks; CollectiveError is,
+    if no plan could train.
     """
     leave_device()
     initialise(cluster.world_size, default_device(), PLANNING_TIMEOUT_S)
@@ -74,9 +74,9 @@ def tune(
 
 
 def fastest(trials: Sequence[Trial]) -> Trial:
-    """The trial of the shortest step among those with most turns; but the first one, which is best by
-    prediction, unless another is faster by more than turns of one plan differ. Raises CollectiveError if none
-    could train."""
+    """The trial with the shortest step among those with the most turns. The first one, which has the best
+    prediction, wins unless another is faster by more than two turns of one plan may differ. Raises
+    CollectiveError if none could train."""
     able = [t for t in trials if not t.failed]
     if able:
         turns = max(len(t.turns_s) for t in able)
@@ -93,8 +93,9 @@ def fastest(trials: Sequence[Trial]) -> Trial:
 
 
 def factors(cluster: Cluster, profile: Profile, trials: Sequence[Trial]) -> dict[str, float]:
-    """How much longer than by the profile every device computes (``device_factors``)."""
-    costs = CostModel(cluster, profile)
+    """By how much longer than in the profile every device computes (``device_factors``)."""
+    tf32 = any(t.plan.tf32 for t in trials)  # as the job has it
+    costs = CostModel(cluster, profile, tf32=tf32)
     steps = [
         (simulate(t.plan.program, costs, micro_batches=t.plan.micro_batches), t.timeline)
         for t in trials
@@ -104,37 +105,41 @@ def factors(cluster: Cluster, profile: Profile, trials: Sequence[Trial]) -> dict
 
 
 class _Planning:
-    """The first rank traces and plans; the others get what it found, or why it found nothing."""
+    """Traces and plans on the first rank, and sends the plans, or the error, to the others."""
 
     def __init__(self, load: Load, cluster: Cluster, planner: str, progress: Callable[[str], None]) -> None:
         self.load, self.cluster, self.planner, self.progress = load, cluster, planner, progress
-        self._known: dict[str, Any] = {}
+        self._facts: tuple[Traced, OptimizerStates, bool] | None = None
 
     def plans(self, profile: Profile | None, count: int) -> tuple[Plan, ...]:
         planned: tuple[Plan, ...] = ()
-        said: list[Any] = [None]
+        message: list[Any] = [None]
         if dist.get_rank() == 0:
             leave_device()  # a device's quota is for training
             try:
-                planned = self._planned(profile, count)
-                said = [list(map(str, planned))]
+                planned = self._make(profile, count)
+                message = [list(map(str, planned))]
             except MixmeshError as error:
-                said = [error]
-        dist.broadcast_object_list(said)
-        if isinstance(said[0], MixmeshError):
-            raise said[0]
-        return planned or tuple(map(Plan.parse, said[0]))
+                message = [error]
+        dist.broadcast_object_list(message)
+        if isinstance(message[0], MixmeshError):
+            raise message[0]
+        return planned or tuple(map(Plan.parse, message[0]))
 
-    def _planned(self, profile: Profile | None, count: int) -> tuple[Plan, ...]:
-        if not self._known:
+    def _make(self, profile: Profile | None, count: int) -> tuple[Plan, ...]:
+        if self._facts is None:
             self.progress("tracing the model")
             job = self.load()
-            self._known = {
-                "traced": trace(job.model, job.batch, outputs=job.outputs),
-                "optimizer_states": optimizer_states(job.optimizer),
-                "whole_parameters": needs_whole_parameters(job.optimizer),
-            }
+            traced = trace(job.model, job.batch, outputs=job.outputs)
+            self._facts = traced, optimizer_states(job.optimizer), needs_whole_parameters(job.optimizer)
+        traced, states, whole = self._facts
         self.progress("planning")
         return make_plans(
-            cluster=self.cluster, count=count, planner=self.planner, profile=profile, **self._known
+            traced=traced,
+            cluster=self.cluster,
+            count=count,
+            planner=self.planner,
+            profile=profile,
+            optimizer_states=states,
+            whole_parameters=whole,
         )

@@ -1,10 +1,10 @@
-"""Does a plan train as the single device does? All its ranks in one process, held against the module.
+"""Verifies that a plan trains as a single device does: runs all ranks in one process and compares.
 
-Every step is computed in float64, where rounding cannot hide a wrong term: the user's own module, whatever
-dtypes it names (``wide``), with random numbers that both sides draw alike (``draws``), and the plan. The step
-of the job's optimizer is then made as every rank will make it, and held against one device's. float32 is
-looked at besides, as information: a model may amplify rounding without bound. With local batch norm the
-module normalises each rank's samples by themselves (``own_statistics``).
+Every step is computed in float64, where rounding cannot hide a wrong term: by the user's own module, whatever
+dtypes it uses (``wide``), and by the plan; both draw the same random numbers (``draws``). Then the job's
+optimizer steps as on every rank, and as on one device. float32 is compared too, but only for information, as
+a model may amplify rounding without bound. With local batch norm the module normalises the samples of each
+rank on their own (``own_statistics``).
 """
 
 from __future__ import annotations
@@ -40,23 +40,26 @@ __all__ = [
     "in_float64", "single_device", "unsupported_ops", "verify",
 ]  # fmt: skip
 
-TOLERANCE = 1e-4  # relative, in the model's own precision: what float32 usually keeps to
+TOLERANCE = 1e-4  # relative, in the model's own precision: the usual error of float32
 TOLERANCE_F64 = 1e-9
-TOLERANCE_UPDATE = 1e-9  # for a step of the optimizer, both sides with the same gradients
+TOLERANCE_UPDATE = 1e-9  # of an optimizer's step; both sides have the same gradients
 
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """Errors are relative. ``worst`` names the gradient, buffer or update with the largest one.
+    """The result of a verification. Errors are relative.
 
-    ``ok``: in float64 the losses, gradients, buffers and outputs of all steps are the module's, and every
-    parameter is moved by the optimizer as on one device (``max_update_error``). Errors without ``f64`` are
-    those of the first step in the model's own precision, and ``max_rounding_error`` is one device's own
-    there: its gradients as computed against float64. ``differs_in`` says which side of a difference is at
-    fault: "trace" if the graph itself is not the module, "plan" if the program is not the graph, "optimizer"
-    if only the updates differ. With a ``batch_norm`` that is "local" the module normalised each rank's
-    samples by themselves: the plan is held against that, and not against the whole batch. ``unsupported_ops``
-    have no rule and run replicated, each with its place in the user's file.
+    - ``ok``: in float64 the losses, gradients, buffers and outputs of all steps equal the module's, and the
+      optimizer updates every parameter as on one device (``max_update_error``).
+    - ``max_loss_error``, ``max_gradient_error``: those of the first step in the model's own precision;
+      ``max_rounding_error`` is the error of the module's own gradients there, compared with float64.
+    - ``worst``: the name of the gradient, buffer or update with the largest error.
+    - ``differs_in``: the cause of a difference: "trace" if the graph is not equal to the module, "plan" if
+      the program is not equal to the graph, "optimizer" if only the updates differ.
+    - ``batch_norm``: if it is "local", the module normalised the samples of each rank on their own, and the
+      plan was compared with that, not with the whole batch.
+    - ``unsupported_ops``: operators without a rule, which run replicated, with their places in the user's
+      file.
     """
 
     ok: bool
@@ -85,10 +88,9 @@ def verify(
     where: str = "",
     progress: Callable[[str], None] | None = None,
 ) -> VerifyReport:
-    """Compares ``steps`` training steps, in the micro-steps of the plan: the loss, every gradient, every
-    buffer, every output, and every parameter after the step of ``optimizer`` (AdamW if there is none, as in
-    ``train``).
-    ``model`` is left as it is; ``where`` names the plan's file in errors.
+    """Compares ``steps`` training steps, with the micro-batches of the plan: the loss, every gradient, every
+    buffer, every output, and every parameter after the step of ``optimizer`` (by default AdamW, as in
+    ``train``). ``model`` stays as it is; ``where`` names the plan's file in errors.
 
     Raises VerificationError for a program that is not valid, PlanError for a plan of another model, and
     InputError for an optimizer that cannot work on shards, or a model or batch without values.
@@ -137,7 +139,7 @@ def verify(
 
 @dataclass(frozen=True)
 class _Exact:
-    """Differences in float64: of all steps, of the optimizer's updates, and where they come from."""
+    """Differences in float64: those of all steps, those of the optimizer's updates, and their cause."""
 
     of_steps: Difference
     updates: Difference
@@ -156,20 +158,21 @@ class _Runs:
 
     @lazy
     def own_samples(self) -> list[Sizes]:
-        """By local batch norm, the samples that each rank normalises by themselves."""
+        """For each local batch norm, the samples of each rank that are normalised on their own."""
         return sizes_of_norms(self.traced.graph, self.program)
 
     def exact(self, steps: int, make: OptimizerOf) -> tuple[_Exact, Outcome]:
-        """In float64, with what the module gave in the first step."""
+        """Compares in float64; also returns the module's outcome of the first step."""
         params, buffers = _widened(self.params), _widened(self.buffers)
         reference = Reference(self.model, self.batch, wide=True, autocast=self.traced.autocast)
         optimizers = Optimizers(self.model, self.program, params, make)
         program, inputs = in_float64(self.program), _widened(self.inputs)
-        differences, updates, differs_in, first = [], [], "", None
+        outcomes: list[Outcome] = []
+        differences, updates, differs_in = [], [], ""
         for _ in range(steps):
             with norms_of_pieces(self.own_samples):
                 want = reference.run(params, buffers)
-            first = first or want
+            outcomes.append(want)
             with default_dtype(torch.float64):
                 got = run_program(program, self.micro_batches, params, buffers, inputs)
                 differences.append(compare(got, want))
@@ -184,11 +187,11 @@ class _Runs:
         of_steps, of_updates = _largest(differences), _largest(updates)
         if not differs_in and not of_updates.within(TOLERANCE_UPDATE):
             differs_in = "optimizer"
-        return _Exact(of_steps, of_updates, differs_in), first
+        return _Exact(of_steps, of_updates, differs_in), outcomes[0]
 
     def own(self, exact: Outcome) -> tuple[Difference, Difference]:
-        """The plan against the module in the model's own precision, and the module against ``exact``: nothing
-        is said where numbers are drawn, as they are others in another dtype."""
+        """Compares the plan with the module in the model's own precision, and the module with ``exact``. The
+        latter is empty for a model that draws numbers, which differ in another dtype."""
         with norms_of_pieces(self.own_samples):
             reference = Reference(self.model, self.batch, wide=False, autocast=self.traced.autocast)
             want = reference.run(self.params, self.buffers)
@@ -199,7 +202,7 @@ class _Runs:
 
     @property
     def params(self) -> dict[str, Tensor]:
-        """Under the first name of each, as the graph names them."""
+        """The parameters by the first name of each, as in the graph."""
         return dict(self.model.named_parameters())
 
     @property

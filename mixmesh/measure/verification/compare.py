@@ -1,4 +1,4 @@
-"""How far two runs of a step are apart."""
+"""Compares two runs of a step."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-GRADIENT_FLOOR = 1e-3  # times the largest gradient entry: below it, a tensor is compared on that scale
-BUFFER_FLOOR = 1e-2  # times the largest buffer entry: the running mean of centred activations is rounding
+# the smallest scales of comparisons, as parts of the largest entry of all gradients and of all buffers,
+# because smaller tensors (the running mean of centred activations) may be nothing but rounding
+GRADIENT_FLOOR, BUFFER_FLOOR = 1e-3, 1e-2
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The loss of a step, the gradients of its parameters by name, its buffers afterwards, and what the model
-    returned beside the loss, by name."""
+    """The results of a step: the loss, the gradients of parameters by name, the buffers afterwards, and the
+    outputs beside the loss by name."""
 
     loss: float
     gradients: Mapping[str, Tensor | None]
@@ -44,15 +45,14 @@ class Difference:
 
 
 def larger(a: Difference, b: Difference) -> Difference:
-    """The larger of two errors, each by name."""
+    """The larger error of each tensor."""
     names = {*a.errors, *b.errors}
     worst = {n: max(a.errors.get(n, 0.0), b.errors.get(n, 0.0)) for n in names}
     return Difference(max(a.loss, b.loss), worst)
 
 
 def compare(got: Outcome, want: Outcome) -> Difference:
-    """Errors of ``got``: of gradients that either has, of all buffers, and of the outputs that ``got``
-    has."""
+    """The errors of ``got``: those of gradients that either side has, of all buffers, and of its outputs."""
     errors: dict[str, float] = {}
     floor = max(GRADIENT_FLOOR * _largest_of(want.gradients), _resolution(want))
     for name in {**want.gradients, **got.gradients}:
@@ -69,13 +69,13 @@ def compare(got: Outcome, want: Outcome) -> Difference:
 
 
 def relative_error(a: Tensor | None, b: Tensor | None, floor: float) -> float:
-    """The largest difference of entries beside the largest entry of ``b``, or ``floor`` if that is more. No
-    tensor at all is one of zeros."""
-    if a is None and b is None:
-        return 0.0
-    a = b.new_zeros(b.shape) if a is None else a
-    b = a.new_zeros(a.shape) if b is None else b
-    a, b = _dense(a), _dense(b)
+    """The largest difference of entries, relative to the largest entry of ``b`` or to ``floor``, whichever is
+    more. None counts as zeros."""
+    if a is None:
+        if b is None:
+            return 0.0
+        a = b.new_zeros(b.shape)
+    a, b = _dense(a), _dense(a.new_zeros(a.shape) if b is None else b)
     if not a.is_complex():
         a, b = a.double(), b.double()
     return _relative(_largest(a - b), max(_largest(b), floor))
@@ -87,7 +87,7 @@ def _largest_of(tensors: Mapping[str, Tensor | None]) -> float:
 
 
 def _resolution(outcome: Outcome) -> float:
-    """Gradients that are this small beside the loss are rounding noise, however they are computed."""
+    """The size below which gradients are rounding noise, relative to the loss."""
     dtypes = [g.dtype for g in outcome.gradients.values() if g is not None]
     eps = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
     return math.sqrt(eps) * abs(outcome.loss)

@@ -1,8 +1,8 @@
-"""Random numbers that a module and a program draw alike: a function of what is drawn and of its shape alone.
+"""Random numbers that are equal in a module and in a program: they depend only on the operator and the shape.
 
-Two runs that draw in another order, or one of which draws what nobody reads, then still get the same numbers,
-so that a module with dropout can be compared with a program to the last digit. Programs draw so by a
-``RandomPolicy`` with ``by_shape``; here are the operators as a module calls them, in the terms of
+So two runs draw the same numbers even if they draw them in another order, or one of them draws numbers that
+it does not use, and a module with dropout can be compared with a program to the last digit. Programs draw
+such numbers by a ``RandomPolicy`` with ``by_shape``; here are the operators that modules call, as in
 ``trace.draws``.
 """
 
@@ -23,14 +23,14 @@ CPU = torch.device("cpu")
 
 
 class DrawsAlike(TorchDispatchMode):
-    """Within it, numbers are drawn by shape."""
+    """Within it, random numbers depend on the shape."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         return draw_alike(func, args, kwargs or {})
 
 
 def draw_alike(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The operator; if it draws numbers, with those of their shape."""
+    """Runs an operator; if it draws numbers, they depend on the shape."""
     if func in DRAWS:
         return DRAWS[func](*args, **{k: v for k, v in kwargs.items() if k != "generator"})
     if not draws_numbers(str(func)):
@@ -119,7 +119,9 @@ def _normal(mean: Any, std: Any = 1.0, *_: Any, **__: Any) -> Tensor:
     return _randn(like.shape, like.device, like.dtype) * std + mean
 
 
-def _normal_floats(mean: float, std: float, size: Any, *, dtype: Any = None, device: Any = None, **_: Any):
+def _normal_floats(
+    mean: float, std: float, size: Any, *, dtype: Any = None, device: Any = None, **_: Any
+) -> Tensor:
     return _randn(size, torch.device(device or CPU), dtype) * std + mean
 
 

@@ -1,4 +1,4 @@
-"""The user's own module on one device: what a plan is held against."""
+"""The user's own module on one device, which a plan is compared with."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from .wide import WIDE_DTYPE, Wide, Widened, exact, widen
 
 
 class Reference:
-    """A copy of a module, to run step by step; what its forward passes leave on it stays for the next one.
+    """A copy of a module that runs step by step; state that a forward pass leaves on it stays for the next
+    one.
 
-    With ``wide`` all that it computes is float64, whatever dtypes it names (see ``wide``), and what it is
-    given and what results is float64 too. It is called under ``autocast``. Numbers are
-    drawn by shape (see ``draws``)."""
+    With ``wide`` it computes in float64, whatever dtypes it uses (see ``wide``), and its arguments and
+    results are float64 too. It is called under ``autocast``. Random numbers depend on the shape (see
+    ``draws``)."""
 
     def __init__(
         self, model: nn.Module, batch: Batch, *, wide: bool, autocast: Autocast | None = None
@@ -35,7 +36,8 @@ class Reference:
         self._hooks = {name: p for name, p in model.named_parameters() if has_hooks(p)}
 
     def run(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Outcome:
-        """The forward and backward pass of a step from these parameters and buffers, which stay so."""
+        """Runs the forward and backward pass of a step with these parameters and buffers, which do not
+        change."""
         self._put(params, buffers)
         with _compared(self._wide), torch.enable_grad():
             with under(self._autocast):
@@ -53,7 +55,7 @@ class Reference:
         return Outcome(value, gradients, buffers, {n: exact(x).detach() for n, x in shown.items()})
 
     def _put(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-        """Puts values in the place of all parameters and buffers, under every name of each."""
+        """Replaces all parameters and buffers by values, under every name of each."""
         for held, values in (("_parameters", params), ("_buffers", buffers)):
             copy_of: dict[int, Tensor] = {}
             for prefix, module in list(self._model.named_modules(remove_duplicate=False)):
@@ -62,14 +64,14 @@ class Reference:
                     if old is None or any(old is new for new in copy_of.values()):
                         continue
                     if id(old) not in copy_of:
-                        copy_of[id(old)] = self._made(name, old, values)
+                        copy_of[id(old)] = self._copy(name, old, values)
                     getattr(module, held)[leaf] = copy_of[id(old)]
             for module in self._model.modules():
-                if isinstance(module, nn.RNNBase):  # which keeps its weights in a list besides
+                if isinstance(module, nn.RNNBase):  # it keeps its weights in a list too
                     names = module._flat_weights_names
                     module._flat_weights = [getattr(module, n, None) for n in names]
 
-    def _made(self, name: str, old: Tensor, values: Mapping[str, Tensor]) -> Tensor:
+    def _copy(self, name: str, old: Tensor, values: Mapping[str, Tensor]) -> Tensor:
         value = values[name].detach().clone()
         if self._wide and old.dtype in WIDE_DTYPE:
             value = Wide(value, old.dtype)
@@ -82,20 +84,20 @@ class Reference:
 
 
 def has_hooks(p: Tensor) -> bool:
-    """Whether something is called with the gradient of a parameter."""
+    """Whether there are hooks on the gradient of a parameter."""
     return bool(getattr(p, "_backward_hooks", None) or getattr(p, "_post_accumulate_grad_hooks", None))
 
 
 def copy_of(model: nn.Module) -> nn.Module:
-    """A copy of a module; also of one that keeps results of its parameters as attributes, which PyTorch does
-    not copy: torch.nn.utils.weight_norm leaves such a weight, and makes it anew in every forward pass."""
+    """Copies a module, also one with attributes that are computed from parameters, which PyTorch does not
+    copy: torch.nn.utils.weight_norm keeps such a weight, and recomputes it in every forward pass."""
     kept = [x for m in model.modules() for x in vars(m).values() if isinstance(x, Tensor) and not x.is_leaf]
     return copy.deepcopy(model, {id(x): x.detach().clone() for x in kept})
 
 
 @contextmanager
 def _compared(wide: bool) -> Iterator[None]:
-    """With operators that every dtype has, in the one way that they are written out in."""
+    """Within it, attention and other operators run by kernels that every dtype has."""
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(before and not wide)
     try:

@@ -1,4 +1,4 @@
-"""Products that PyTorch has for narrow dtypes only, in float64."""
+"""Products in float64 that PyTorch has only for narrow dtypes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from torch import Tensor
 
 
 def grouped_mm(
-    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype=None
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """aten._grouped_mm: products of groups, which end at ``offs`` in the dim of ``a`` and ``b`` that has no
-    dim of groups beside it (rows of ``a``, columns of ``b``, or what is summed over). Raises RuntimeError for
-    a bias, which PyTorch 2.13 does not take either."""
+    """Computes aten._grouped_mm: products of groups, which end at ``offs``. The groups are rows of a 2D
+    ``a``, columns of a 2D ``b``, or parts of the summed dim if both are 2D. Raises RuntimeError for a bias,
+    as PyTorch 2.13 does too."""
     if bias is not None:
         raise RuntimeError("a product in groups takes no bias")
     if offs is None:

@@ -1,4 +1,4 @@
-"""Programs that ``verify`` runs: on one device, in float64, with all ranks in one process."""
+"""The programs that ``verify`` runs: on one device, in float64, with all ranks in one process."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...lang.ir import (
     REPLICATE,
+    Arg,
     DType,
     Graph,
     Instruction,
@@ -29,7 +30,7 @@ WIDER = {"f32": "f64", "bf16": "f64", "f16": "f64", "c64": "c128"}
 
 
 def unsupported_ops(program: Program) -> tuple[str, ...]:
-    """Operators without a rule, each once, with the first place that uses it."""
+    """Operators without a rule, each with the first place that uses it."""
     reasons: dict[str, str] = {}
     for i in program.instructions:
         if "." in i.op and i.op not in RULES:
@@ -38,7 +39,7 @@ def unsupported_ops(program: Program) -> tuple[str, ...]:
 
 
 def single_device(graph: Graph) -> Program:
-    """The graph as a program of one rank, everything whole."""
+    """The graph as a program of one rank, where all is whole."""
     instructions = tuple(
         Instruction(
             n.results,
@@ -54,12 +55,12 @@ def single_device(graph: Graph) -> Program:
 
 
 def in_float64(program: Program) -> Program:
-    """The program with every floating type and dtype argument widened."""
+    """Widens every floating type and dtype argument of a program."""
 
     def value(t: ValueType) -> ValueType:
         return replace(t, dtype=WIDER.get(t.dtype, t.dtype))
 
-    def arg(a):
+    def arg(a: Arg) -> Arg:
         if isinstance(a, DType):
             return DType(WIDER.get(a.name, a.name))
         return tuple(map(arg, a)) if isinstance(a, tuple) else a
@@ -83,8 +84,8 @@ def run_program(
     buffers: Mapping[str, Tensor],
     inputs: Mapping[str, Tensor],
 ) -> Outcome:
-    """The forward and backward pass of one step on whole parameters and buffers by name, which stay as they
-    are. Numbers are drawn by shape (see ``draws``)."""
+    """Runs the forward and backward pass of one step on whole parameters and buffers by name, which do not
+    change. Random numbers depend on the shape (see ``draws``)."""
     trainable = {
         i.args[0] for i in program.instructions if i.op == "param" and dict(i.kwargs).get("trainable", True)
     }
@@ -100,6 +101,6 @@ def run_program(
 
 
 def whole_output(program: Program, i: Instruction, values: Sequence[Tensor | None]) -> Tensor:
-    """An output of what every rank holds of it."""
+    """Joins what every rank holds of an output."""
     held = [v for v in values if v is not None]
     return held[0] if held_rows(program, i) is None else torch.cat(held)

@@ -1,7 +1,7 @@
-"""A step of the job's optimizer as every rank makes it, held against the same step on one device.
+"""Compares a step of the job's optimizer on every rank with the same step on one device.
 
-Both are given the same gradients, so that an optimizer that enlarges rounding (Adam where a gradient is
-nothing but rounding) enlarges it on both sides alike.
+Both have the same gradients, so that an optimizer that amplifies rounding (Adam, where a gradient is nothing
+but rounding) amplifies it equally on both sides.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .compare import relative_error
 
 OptimizerOf = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 CPU = torch.device("cpu")
-UPDATE_FLOOR = 1e-3  # times the largest update: below it, one is compared on that scale
+UPDATE_FLOOR = 1e-3  # the smallest scale of comparisons, as a part of the largest update
 
 
 class Optimizers:
@@ -44,8 +44,8 @@ class Optimizers:
     def step(
         self, gradients: Mapping[str, Tensor | None], planned: Mapping[str, Tensor | None]
     ) -> dict[str, float]:
-        """Steps all of them by ``gradients``, of which the ranks have those that are ``planned``; relative
-        errors of the updates by name. ``params`` is what one device has afterwards."""
+        """Steps all optimizers by ``gradients``, of which the ranks have those that are ``planned``. Returns
+        the relative errors of the updates by name; ``params`` become those of one device."""
         before = {n: p.detach().clone() for n, p in self.params.items()}
         after = [rank.step(gradients, planned) for rank in self._ranks]
         for name, p in self.params.items():
@@ -80,20 +80,20 @@ class _Rank:
         optimizers.put_on_shards(self._optimizer, swapped, number)
 
     def step(self, gradients: Mapping[str, Any], planned: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The pieces afterwards."""
+        """Steps, and returns the new pieces."""
         for name, piece in self.pieces.items():
             whole = gradients.get(name)
             if planned.get(name) is None:
                 continue
             whole = torch.zeros_like(piece) if whole is None else whole
-            # contiguous, as sums over ranks leave them
+            # contiguous, as after a reduction over ranks
             piece.grad = whole if whole.is_sparse else self._piece(name, whole).contiguous()
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return {n: p.detach() for n, p in self.pieces.items()}
 
     def put(self, params: Mapping[str, Tensor]) -> None:
-        """Takes over what one device has."""
+        """Copies the parameters of one device."""
         with torch.no_grad():
             for name, piece in self.pieces.items():
                 piece.copy_(self._piece(name, params[name]))

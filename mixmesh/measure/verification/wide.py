@@ -1,9 +1,9 @@
-"""A module computed in float64 without knowing it: tensors that say float32 and hold float64.
+"""Runs a module in float64 without changing its dtypes: its tensors claim float32 and hold float64.
 
-Converting a module by ``.double()`` would change what it does: a cast in its forward rounds again, autocast
-passes float64 by, and branches and constants that follow a dtype (``torch.finfo(x.dtype).min``) take another
-way. So the module keeps its dtypes, for Python and for autograd, and every operator that it calls runs on
-the float64 numbers behind them, as ``programs.in_float64`` has it for a program.
+``.double()`` would change what a module does: a cast in its forward would still round, autocast ignores
+float64, and branches and constants that depend on a dtype (``torch.finfo(x.dtype).min``) would differ. So the
+module keeps its dtypes, for Python and for autograd, and every operator runs on the float64 numbers behind
+them, like ``programs.in_float64`` for a program.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ WIDE_DTYPE = {
     torch.float32: torch.float64, torch.bfloat16: torch.float64, torch.float16: torch.float64,
     torch.complex64: torch.complex128,
 }  # fmt: skip
-BITS = (torch.ops.aten.view.dtype,)  # reads numbers as other numbers: what they are depends on their dtype
+BITS = (torch.ops.aten.view.dtype,)  # operators that read the bits of numbers, which depend on the dtype
 
 
 class Wide(Tensor):
-    """A tensor of ``claimed`` dtype to all who ask, whose numbers are ``exact``, in float64 or complex128."""
+    """A tensor that claims a dtype but has the numbers of ``exact``, in float64 or complex128."""
 
     exact: Tensor
 
@@ -46,25 +46,29 @@ class Wide(Tensor):
         wrapped.exact = exact
         return wrapped
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    # PyTorch's stubs describe neither how subclasses turn functions off nor how they dispatch
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         return run_in_float64(func, args, kwargs or {})
 
-    def __repr__(self) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Wide({self.exact!r}, {self.dtype})"
 
 
 class Widened(TorchDispatchMode):
-    """Within it, operators on tensors of narrow dtypes run in float64, and draw numbers by shape."""
+    """Within it, operators on narrow dtypes run in float64, and random numbers depend on the shape."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         return run_in_float64(func, args, kwargs or {})
 
 
 def widen(t: Tensor) -> Tensor:
-    """The tensor with its numbers in float64, claiming its dtype; a copy, if its dtype is not narrow."""
+    """Converts a tensor to one that has its numbers in float64 and claims its dtype. A tensor whose dtype is
+    not narrow is copied."""
     t = t.detach()
     if t.dtype not in WIDE_DTYPE:
         return t.clone()
@@ -77,7 +81,8 @@ def exact(t: Tensor) -> Tensor:
 
 
 def run_in_float64(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """An operator on the numbers behind its arguments; its results claim the dtype that they would have."""
+    """Runs an operator on the numbers behind its arguments; its results claim the dtype that they would
+    have."""
     if func in BITS:
         raise VerificationError(
             "the module reads the bits of a tensor, which float64 numbers do not have",
@@ -116,8 +121,8 @@ def _claim(x: Any, claimed: torch.dtype) -> Any:
 
 
 def _claimed(tensors: Iterable[Tensor], inputs: Iterable[Any]) -> torch.dtype:
-    """The floating dtype of an operator's results: the one asked for, or that of its inputs, of which those
-    without dims give way to others."""
+    """The floating dtype of an operator's results: that of its argument, or else that of its inputs, where
+    inputs with dims take precedence."""
     asked = [x for x in inputs if isinstance(x, torch.dtype) and (x.is_floating_point or x.is_complex)]
     if asked:
         return _real(asked[0])
@@ -137,7 +142,7 @@ def _real(dtype: torch.dtype) -> torch.dtype:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Within it a quotient of integers, and what is made without a dtype, is of this one."""
+    """Within it, quotients of integers and tensors made without a dtype have this one."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

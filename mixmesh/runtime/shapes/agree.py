@@ -23,6 +23,7 @@ from ..calls import missing
 from ..collectives import done
 from ..comm import Comm
 from ..listeners import Listeners
+from ..modes import Modes
 
 Shapes = tuple[tuple[int, ...] | None, ...]  # by input of a program, in its order; None for one left out
 Given = tuple[tuple[int, ...] | None, ...]  # by rank
@@ -39,28 +40,39 @@ class Agreement:
     def __init__(self, program: Program, comm: Comm) -> None:
         self.program, self.comm = program, comm
         self._listeners = Listeners(program)
+        # the first rank is asked for programs, and so takes part also where it computes nothing
+        self._telling = tuple(sorted({0, *self._listeners.working}))
         self._was_unclear = False  # whether the call before needed digests; the same on all ranks
 
     def groups(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """The groups that agree, and that are told, with their purposes."""
-        return ((SHAPES, self._listeners.working), (TOLD, self._listeners.told))
+        return ((SHAPES, self._telling), (TOLD, self._listeners.told))
 
     def shapes(
-        self, tensors: Mapping[str, Tensor], *, evaluates: bool, wanted: Collection[str] = ()
-    ) -> Shapes:
-        """The shapes of the whole batch, of which all ranks may leave an input out if they evaluate.
-        Collective. Raises InputError for tensors that cannot be the program's inputs, and on all ranks where
-        they are no parts of one batch, or where not all want the gradient of one."""
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        evaluates: bool,
+        wanted: Collection[str] = (),
+        modes: Modes = (),
+        state: int = 0,
+    ) -> tuple[Shapes, int]:
+        """The shapes of the whole batch, of which all ranks may leave an input out if they evaluate, and the
+        first rank's ``state``. Collective. Raises InputError for tensors that cannot be the program's inputs,
+        and on all ranks where they are no parts of one batch, where not all want the gradient of one, or
+        where modules are in other ``modes`` on some."""
         check_kinds(self.program, tensors, self.comm.rank, evaluates=evaluates)
         mine = self.given(tensors)
         if self.comm.world_size == 1:
-            return mine
-        told, digests = self._told(tensors, wanted, with_digests=self._was_unclear)
+            return mine, state
+        mark = zlib.crc32(bytes(modes))
+        told, state, digests = self._told(tensors, wanted, mark, state, with_digests=self._was_unclear)
         choices = [_choices(self.program, i, told[n]) for n, i in enumerate(program_inputs(self.program))]
         self._was_unclear = any(len(shapes_of_input) > 1 for shapes_of_input in choices)
         if self._was_unclear and digests is None:
             digests = self._exchange(self._digests(tensors))
-        return resolve(self.program, told, choices, are_same=self._was_unclear and _are_same(digests))
+        are_same = self._was_unclear and _are_same(digests)
+        return resolve(self.program, told, choices, are_same=are_same), state
 
     def given(self, tensors: Mapping[str, Tensor]) -> Shapes:
         """The shapes that this rank was given."""
@@ -68,11 +80,18 @@ class Agreement:
         return tuple(tuple(tensors[name].shape) if name in tensors else None for name in names)
 
     def _told(
-        self, tensors: Mapping[str, Tensor], wanted: Collection[str], *, with_digests: bool
-    ) -> tuple[Told, list[list[int]] | None]:
-        """By input and rank, the shape that the rank was given; None for a rank that has no part in it. And
-        by rank its digests, if they were sent along."""
-        inputs, numbers = program_inputs(self.program), []
+        self,
+        tensors: Mapping[str, Tensor],
+        wanted: Collection[str],
+        mark: int,
+        state: int,
+        *,
+        with_digests: bool,
+    ) -> tuple[Told, int, list[list[int]] | None]:
+        """By input and rank, the shape that the rank was given; None for a rank that has no part in it. The
+        first rank's ``state``. And by rank its digests, if they were sent along. ``mark`` must be the same on
+        all ranks."""
+        inputs, numbers = program_inputs(self.program), [mark, state]
         for i in inputs:
             tensor = tensors.get(i.args[0]) if self._takes_part(i) else None
             num_dims = len(i.type.value.shape)
@@ -81,13 +100,15 @@ class Agreement:
         length = len(numbers)
         table = self._exchange(numbers + (self._digests(tensors) if with_digests else []))
         rows = [iter(row[:length]) for row in table]
+        _check_modes([next(row) for row in rows])
+        state = [next(row) for row in rows][0]
         told = []
         for i in inputs:
             heads = [next(row) for row in rows]
             _check_wanted(i.args[0], [head >= WANTED for head in heads if head != ABSENT])
             dims = [tuple(next(row) for _ in i.type.value.shape) for row in rows]
             told.append(tuple(None if head == ABSENT else d for head, d in zip(heads, dims)))
-        return tuple(told), [row[length:] for row in table] if with_digests else None
+        return tuple(told), state, [row[length:] for row in table] if with_digests else None
 
     def _digests(self, tensors: Mapping[str, Tensor]) -> list[int]:
         """A number by input that follows from its values."""
@@ -99,8 +120,9 @@ class Agreement:
         return self.comm.rank in self.program.participants(i.type)
 
     def _exchange(self, numbers: list[int]) -> list[list[int]]:
-        """The numbers of every rank; of one that computes nothing, that it has none. Collective."""
-        comm, working = self.comm, self._listeners.working
+        """The numbers of every rank; of one that computes nothing, unless it is the first one, that it has
+        none. Collective."""
+        comm, working = self.comm, self._telling
         mine = torch.tensor(numbers or [0], dtype=torch.int64)
         table = torch.full((comm.world_size, len(mine)), ABSENT, dtype=torch.int64)
         if comm.rank in working and len(working) > 1:
@@ -111,6 +133,22 @@ class Agreement:
         elif comm.rank in working:
             table[comm.rank] = mine
         return self._listeners.tell(comm, done(table), "the batch's shapes", TOLD).wait().tolist()
+
+
+def _check_modes(marks: Sequence[int]) -> None:
+    """Raises InputError where the modules of some ranks train, and evaluate on others. ``marks``: by rank."""
+    by_mark: dict[int, list[int]] = {}
+    for rank, mark in enumerate(marks):
+        if mark != ABSENT:
+            by_mark.setdefault(mark, []).append(rank)
+    if len(by_mark) > 1:
+        one, other = list(by_mark.values())[:2]
+        raise InputError(
+            "modules train on some ranks that evaluate on others",
+            expected="model.train(), model.eval() and those of its modules alike on all ranks",
+            got=f"other modes on rank {one[0]} than on rank {other[0]}",
+            hint="no train() or eval() within `if rank == 0:`",
+        )
 
 
 def _check_wanted(name: str, wants: Sequence[bool]) -> None:

@@ -18,21 +18,21 @@ from ...lang.ir import Graph, Instruction, Node, Program, Ref, Shard, TensorType
 from ...lang.rules import RULES, shard_units
 from ..model_check import digest
 
-DROPOUT = "aten.native_dropout"  # absent where a model evaluates; the executor lets it pass there
+DROPOUT = "aten.native_dropout"  # absent where a module evaluates; the executor lets it pass there
 
 
 class CannotCarry(PlanError):
     """The new graph has other operators than the planned program."""
 
 
-def carry(planned: Program, graph: Graph, *, training: bool) -> Program:
+def carry(planned: Program, graph: Graph) -> Program:
     """``planned`` for the shapes of ``graph``. Raises CannotCarry where the graph is not of the same
     operators, or where the placements do not fit its shapes."""
-    carried = _Carrier(planned, graph, training).program()
+    carried = _Carrier(planned, graph).program()
     if digest(_without_passed(carried, graph)) != digest(graph):
         raise CannotCarry(
-            "the model computes something else for this shape",
-            expected=f"the {len(planned.graph.nodes)} planned operators, for other sizes",
+            "the model computes something else now",
+            expected=f"the {len(planned.graph.nodes)} planned operators, for other sizes and numbers",
             got=f"{len(graph.nodes)} operators",
         )
     try:
@@ -45,8 +45,8 @@ def carry(planned: Program, graph: Graph, *, training: bool) -> Program:
 
 
 class _Carrier:
-    def __init__(self, planned: Program, graph: Graph, training: bool) -> None:
-        self.planned, self.graph, self.training = planned, graph, training
+    def __init__(self, planned: Program, graph: Graph) -> None:
+        self.planned, self.graph = planned, graph
         self.values: dict[str, ValueType] = {}
         self.logical: dict[str, str] = {}  # by name in the program, that in the graph
         self._units: Mapping[str, tuple[int, ...]] | None = None
@@ -62,7 +62,7 @@ class _Carrier:
             (source, *_) = i.inputs
             self._know(i, [self.values[source]] * len(i.results), [self.logical[source]] * len(i.results))
             types = tuple(self._type(r, t) for r, t in zip(i.results, i.types))
-            return replace(i, types=types)
+            return replace(i, types=types, args=i.args if i.is_redistribution else (*i.args[:2], False))
         node = self._node(i)
         self._know(i, node.types, node.results if i.is_leaf else i.results)
         names = iter(i.inputs)
@@ -75,7 +75,7 @@ class _Carrier:
         return replace(i, types=types, args=args, kwargs=kwargs)
 
     def _is_passed(self, i: Instruction) -> bool:
-        return i.op == DROPOUT and not self.training and i.results[0] not in self.graph.producers
+        return i.op == DROPOUT and i.results[0] not in self.graph.producers
 
     def _node(self, i: Instruction) -> Node:
         """The node of the graph that an instruction stands for."""
@@ -83,7 +83,7 @@ class _Carrier:
         node = self.graph.producers.get(name)
         if i.is_leaf and node is None:
             node = next((n for n in self.graph.nodes if (n.op, n.args) == (i.op, i.args)), None)
-            if node is None and i.op == "param":  # not used for this shape
+            if node is None and i.op == "param":  # not used now
                 return Node(i.results, tuple(t.value for t in i.types), i.op, i.args, i.kwargs)
         if node is None or node.op != i.op or len(node.types) != len(i.types):
             raise self._other(i, node)
@@ -120,7 +120,7 @@ class _Carrier:
 
     def _other(self, i: Instruction, node: Node | None) -> CannotCarry:
         return CannotCarry(
-            "the model has other operators for this shape",
+            "the model has other operators now",
             expected=f"{i.op}, as planned",
             got="no such operator" if node is None else f"{node.op}({', '.join(map(str, node.args))})",
             where=i.location or (node.location if node is not None else ""),

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ...base.progress import warn_once
 from ...errors import InputError, MixmeshError
-from ...frontend.trace import trace
+from ...frontend.trace import LossSource, trace
 from ...frontend.trace.outputs import first_part
 from ...frontend.trace.shapes import passes_for
 from ...lang.ir import Graph, Program, batch_norm_of, outputs_of
@@ -34,9 +34,11 @@ from ..input_gradients import Wanted, no_gradient_in_micro_steps, with_input_gra
 from ..layout import meetings
 from ..micro_steps import MicroSteps
 from ..model_check import batch_of_shapes
+from ..modes import Modes, modes_of, set_modes
 from ..original import traceable
 from ..outputs import Returns
 from ..outside import Outside
+from ..whole_model import own_module
 from .agree import Agreement, Shapes
 from .carry import CannotCarry, carry
 from .lower import lower
@@ -44,15 +46,22 @@ from .parts import resized
 from .room import check_room
 
 PLANNED = "planned"
-# training, with gradients, shapes; or the key of another form, and inputs with a gradient
-Key = tuple[bool, bool, Shapes] | str | tuple["Key", Wanted]
+# causes of another program, and what to write so that there is none
+SHAPE, MODES = "a batch of this shape", "the model in these modes"
+HINTS = {
+    SHAPE: "pad every batch to the planned lengths, and drop_last=True",
+    MODES: "train() and eval() of the model's modules before planning, as they are here",
+}
+# modes, with gradients, shapes; or the key of another form, and inputs with a gradient
+Key = tuple[Modes, bool, Shapes] | str | tuple["Key", Wanted]
 
 
 @dataclass(frozen=True)
 class Form:
-    """A program for one shape of the batch. ``steps``: its micro-steps, None for one step at once.
-    ``kept_buffers`` are updated while the backward pass may read their old values; ``returns`` makes what a
-    call returns, None where that is the loss itself; ``outside`` does where the model computes none."""
+    """A program for one shape of the batch, and one mode of each module. ``steps``: its micro-steps, None for
+    one step at once. ``kept_buffers`` are updated while the backward pass may read their old values;
+    ``returns`` makes what a call returns, None where that is the loss itself; ``outside`` does where the
+    model computes none."""
 
     key: Key
     program: Program
@@ -60,6 +69,11 @@ class Form:
     kept_buffers: frozenset[str]
     returns: Returns | None
     outside: Outside | None = None
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether it was made for the modes in which it runs; the planned one may evaluate."""
+        return self.key != PLANNED and self.key[0] != PLANNED
 
     @classmethod
     def of(cls, key: Key, plan: Plan, comm: Comm) -> Form:
@@ -71,18 +85,18 @@ class Form:
 
 @dataclass
 class Forms:
-    """``original`` is the model that was planned, in the mode ``training`` and its modules in ``modes``.
-    ``limit`` is how many programs are kept beside the planned one."""
+    """``original`` is the model that was planned, its ``modules`` in ``modes``. ``limit`` is how many
+    programs are kept beside the planned one."""
 
     original: nn.Module
     plan: Plan
     calls: Calls
     comm: Comm
     planned: Form
-    training: bool
     limit: int
     agreement: Agreement
-    modes: Mapping[nn.Module, bool]
+    modules: tuple[nn.Module, ...]
+    modes: Modes
     kept: OrderedDict[Key, Form] = field(default_factory=OrderedDict)
 
     @classmethod
@@ -93,8 +107,8 @@ class Forms:
         backend = HOST_BACKEND if is_on_device() else None  # between hosts: no device waits
         agreement = Agreement(plan.program, comm)
         comm.add(agreement.groups(), backend)
-        modes = {module: module.training for module in original.modules()}
-        return cls(original, plan, calls, comm, planned, original.training, limit, agreement, modes)
+        modules = tuple(own_module(original).modules())
+        return cls(original, plan, calls, comm, planned, limit, agreement, modules, modes_of(modules))
 
     def form(
         self,
@@ -102,18 +116,19 @@ class Forms:
         args: tuple,
         kwargs: Mapping[str, Any],
         *,
-        training: bool,
+        modes: Modes,
         wanted: Wanted = (),
     ) -> Form:
-        """The program for a call, with the gradients of inputs that are ``wanted``. Collective; raises on all
-        ranks alike: InputError, Infeasible, TraceError, PlanError."""
+        """The program for a call of the model whose modules are in these ``modes``, with the gradients of
+        inputs that are ``wanted``. Collective; raises on all ranks alike: InputError, Infeasible, TraceError,
+        PlanError."""
         if dist.get_backend() == "fake":
             return self.planned  # a rehearsal: the others say nothing
-        shapes = self.agreement.shapes(tensors, evaluates=not training, wanted=wanted)
-        if self._is_planned(shapes, training):
+        shapes, _ = self.agreement.shapes(tensors, evaluates=not modes[0], wanted=wanted, modes=modes)
+        if self._is_planned(shapes, modes):
             form = self.planned
         else:
-            key = training, torch.is_grad_enabled(), shapes
+            key = modes, torch.is_grad_enabled(), shapes
             form = self._kept(key, lambda: self._made(key, args, kwargs))
         return self._kept((form.key, wanted), lambda: self._with_gradients(form, wanted)) if wanted else form
 
@@ -138,14 +153,15 @@ class Forms:
         for key in [key for key in compiled if key[0] != PLANNED and key[0] not in self.kept]:
             del compiled[key]
 
-    def _is_planned(self, shapes: Shapes, training: bool) -> bool:
+    def _is_planned(self, shapes: Shapes, modes: Modes) -> bool:
         program = self.plan.program
         if shapes != tuple(i.type.value.shape for i in program_inputs(program)):
             return False
-        if training == self.training:
+        if modes == self.modes:
             return True
-        # a bare program does not tell what else the model does where it evaluates
-        return not self.plan.graph_fingerprint and not any(i.op == "update" for i in program.instructions)
+        # a bare program does not tell what else the model does where all of it evaluates
+        is_bare = not self.plan.graph_fingerprint and not any(i.op == "update" for i in program.instructions)
+        return is_bare and not any(modes)
 
     def _made(self, key: Key, args: tuple, kwargs: Mapping[str, Any]) -> Form:
         make = partial(self._plan_for, key, args, kwargs)
@@ -159,15 +175,15 @@ class Forms:
         return form if returned.has_loss else replace(form, returns=form.returns.without_loss())
 
     def _plan_for(self, key: Key, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
-        training, learns, shapes = key
+        modes, learns, shapes = key
         planned = self.plan.program
         by_name = {i.args[0]: shape for i, shape in zip(program_inputs(planned), shapes)}
         outputs = dict.fromkeys(first_part(name) for name in outputs_of(planned))
         absent = [name for name, shape in by_name.items() if shape is None]
         if absent and not outputs:
             raise missing(absent[0], "evaluation without it, and no outputs")
-        batch = batch_of_shapes(self.calls, planned, by_name, args, kwargs, evaluates=not training)
-        with traceable(self.original), self._mode(training):
+        batch = batch_of_shapes(self.calls, planned, by_name, args, kwargs, evaluates=not modes[0])
+        with traceable(self.original), self._in(modes):
             traced = trace(
                 self.original,
                 batch,
@@ -175,10 +191,9 @@ class Forms:
                 batch_norm=batch_norm_of(planned),
                 outputs=outputs,
                 autocast=self.plan.autocast,
-                needs_loss=not absent,
-                may_be_outside=not self.plan.returned.has_loss,
+                loss=self._loss_source(bool(absent)),
             )
-        plan, is_planned = self._placed(traced.graph, training)
+        plan, is_planned = self._placed(traced.graph, modes)
         if learns and not is_planned and (planned.copies or planned.factored):  # sums of other gradients
             raise InputError(
                 "this evaluation has no gradients under this plan",
@@ -195,52 +210,51 @@ class Forms:
             check_room(self.plan, plan, learns=learns, cuda=is_accelerator(self.comm.device))
         return plan.program, plan.micro_batches, traced.returned
 
+    def _loss_source(self, is_partial: bool) -> LossSource:
+        if not self.plan.returned.has_loss:
+            return LossSource.MAYBE_CALLER
+        return LossSource.OPTIONAL if is_partial else LossSource.RETURNED
+
     @contextmanager
-    def _mode(self, training: bool) -> Iterator[None]:
-        """Within it the model is as it was planned, or all of it in the other mode; after it as the user left
-        it."""
-        before = {module: module.training for module in self.original.modules()}
+    def _in(self, modes: Modes) -> Iterator[None]:
+        """Within it the original's modules are in these modes; after it as the user left them."""
+        every = (self.original, *self.modules)
+        before = modes_of(every)
         try:
-            for module in before:
-                as_planned = self.modes.get(module, self.training)
-                module.training = as_planned if training == self.training else training
+            set_modes(every, (modes[0], *modes))
             yield
         finally:
-            for module, mode in before.items():
-                module.training = mode
+            set_modes(every, before)
 
-    def _placed(self, graph: Graph, training: bool) -> tuple[Plan, bool]:
+    def _placed(self, graph: Graph, modes: Modes) -> tuple[Plan, bool]:
         """A plan for a graph, and whether it has the planned placements."""
         planned = self.plan.program
         try:
-            program = carry(planned, graph, training=training)
-            return resized(self.plan, program), True
+            return resized(self.plan, carry(planned, graph)), True
         except CannotCarry as error:
-            if training:
-                self._check_may_lower(error)
-                warn_once(_warning(error))
+            if modes[0]:
+                cause = SHAPE if modes == self.modes else MODES
+                self._check_may_lower(error, cause)
+                warn_once(_warning(error, cause))
         return replace(self.plan, program=lower(graph, planned), micro_batches=None), False
 
-    def _check_may_lower(self, error: CannotCarry) -> None:
+    def _check_may_lower(self, error: CannotCarry, cause: str) -> None:
         """Raises the error where gradients would not be summed as the plan has it, or memory is not."""
-        planned = self.plan.program
-        if self.training and not (planned.copies or planned.factored or accumulates(self.plan.micro_batches)):
+        planned, is_trained = self.plan.program, self.modes[0]
+        if is_trained and not (planned.copies or planned.factored or accumulates(self.plan.micro_batches)):
             return
-        why = "" if self.training else "; it was planned in evaluation mode: model.train() before planning"
+        why = "" if is_trained else "; it was planned in evaluation mode: model.train() before planning"
         raise CannotCarry(
-            f"the plan does not serve a batch of this shape: {error.message}{why}",
+            f"the plan does not serve {cause}: {error.message}{why}",
             expected=error.expected,
             got=error.got,
             where=error.where,
-            hint=(
-                "pad every batch to the planned lengths, and drop_last=True",
-                'plan for this shape, or with planner="ddp-proportional"',
-            ),
+            hint=(HINTS[cause], 'plan with planner="ddp-proportional"'),
         ) from None
 
 
-def _warning(error: MixmeshError) -> str:
+def _warning(error: MixmeshError, cause: str) -> str:
     return (
-        "mixmesh: a batch of this shape is trained by plain data parallelism, not as planned: "
-        f"{error.message} ({error.got}); pad batches to the planned lengths to have the plan's speed"
+        f"mixmesh: {cause} is trained by plain data parallelism, not as planned: "
+        f"{error.message} ({error.got}); {HINTS[cause]} to have the plan's speed"
     )

@@ -1,17 +1,22 @@
-"""Keeps alike what must be so in a script that every rank runs: random numbers, batches, learning rates."""
+"""The parts that integrations share: planning in a launched process, and keeping random numbers, batches and
+learning rates the same on all ranks."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from ...errors import InputError
 from ...runtime.first_rank import everyones
+from ...runtime.parallel import ParallelModel
 from ..preparation.alike import check_digests, digest
+from ..preparation.script import prepare
 
 
 def is_launched() -> bool:
@@ -19,9 +24,32 @@ def is_launched() -> bool:
     return "RANK" in os.environ
 
 
+def prepare_for(
+    model: nn.Module, optimizer: torch.optim.Optimizer, example: Any, planning: Mapping[str, Any]
+) -> tuple[ParallelModel, torch.optim.Optimizer]:
+    """The parallel model and its optimizer, planned by the batch ``example``; ``planning`` holds arguments of
+    ``mixmesh.prepare``. In a launched process only. Collective."""
+    parallel, parallel_optimizer, _ = prepare(model, optimizer, [example], **planning)
+    # which a launched process always gets
+    assert isinstance(parallel, ParallelModel) and parallel_optimizer is not None
+    return parallel, parallel_optimizer
+
+
+def check_not_spread(model: Any) -> None:
+    """Raises InputError for a model that transformers has spread over devices already."""
+    marks = ("hf_device_map", "is_distributed_loading_by_transformers")
+    if any(getattr(model, mark, None) for mark in marks):
+        raise InputError(
+            "the model is spread over devices already",
+            expected="a model as on a single device",
+            got="from_pretrained(..., device_map=...) or distributed_config=...",
+            hint="from_pretrained(...) without them: the plan places the model",
+        )
+
+
 def keep_metrics_apart() -> None:
-    """Has every metric of torchmetrics compute from what this rank has seen, which is all of the data: states
-    of all ranks together would count every sample once per rank."""
+    """Makes every metric of torchmetrics compute from what this rank has seen, which is all of the data: the
+    states of all ranks together would count every sample once per rank."""
     if importlib.util.find_spec("torchmetrics"):
         metric = importlib.import_module("torchmetrics").Metric
         metric.sync = lambda self, *args, **kwargs: None
@@ -51,7 +79,7 @@ def check_alike(batch: Any, rates: tuple[float, ...] = ()) -> None:
 
 
 def unlike_in_steps(method: str, name: str, hint: str) -> InputError:
-    """The error for a ``method`` that uses ``name``, which is not alike in every step."""
+    """The error for a ``method`` that uses ``name``, whose value changes from step to step."""
     return InputError(
         f"{method} uses {name}, and is traced once for all steps",
         expected="a loss of the batch, the weights and the buffers",

@@ -1,9 +1,10 @@
-"""The script's own module with whole weights, lent from when it is asked for until the next training step."""
+"""The script's own module, lent with whole weights until the next training step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,44 +15,53 @@ from ...runtime.shard_tensor import plain
 from ...runtime.whole_model import mark, own_module
 
 
+@dataclass(frozen=True)
+class _Loan:
+    """A ``module`` that is lent while ``block`` is entered; ``marks`` tell the state of the parallel model's
+    tensors when it was filled."""
+
+    block: AbstractContextManager[nn.Module]
+    module: nn.Module
+    marks: list[tuple]
+
+
 class Lender:
-    """The script's own module of a parallel model, whole while it is lent. Weights that were trained or
-    changed since make it stale, and the next ``lend`` fills it anew."""
+    """Lends the script's own module of a parallel model, with whole weights. A loan becomes stale when the
+    parallel model's weights change, and the next ``lend`` fills the module again."""
 
     def __init__(self, parallel: ParallelModel) -> None:
         self.parallel = parallel
-        self._block: AbstractContextManager[nn.Module] | None = None
-        self._module: nn.Module | None = None
-        self._marks: list[tuple] = []
+        self._loan: _Loan | None = None
 
     @property
     def original(self) -> nn.Module:
         return own_module(self.parallel._runtime.original)
 
     def lend(self) -> nn.Module:
-        """The module, in the modes that its modules have. Collective, unless it is lent already and the
-        weights are the same."""
-        with torch.inference_mode(False), torch.no_grad():  # weights that are filled in are trained later
+        """The module; its submodules train or evaluate as before. Collective, unless it is lent already and
+        the weights are the same."""
+        with torch.inference_mode(False), torch.no_grad():  # the weights that are filled in are trained later
             marks = self._current_marks()
-            if self._block is not None and marks != self._marks:
+            if self._loan is not None and marks != self._loan.marks:
                 self.take_back()
-            if self._block is None:
-                self._block = self.parallel.whole()
-                with modes_kept(self.original):
-                    self._module, self._marks = self._block.__enter__(), marks
-        return self._module
+            if self._loan is None:
+                block = self.parallel.whole()
+                with keep_modes(self.original):
+                    self._loan = _Loan(block, block.__enter__(), marks)
+        return self._loan.module
 
     def take_back(self) -> None:
-        """Ends the lending, if there is one. Raises InputError if the module's weights were changed."""
-        block, self._block, self._module = self._block, None, None
-        if block is not None:
-            with torch.inference_mode(False), modes_kept(self.original):
-                block.__exit__(None, None, None)
+        """Ends the loan, if there is one. Raises InputError if the module's weights were changed."""
+        loan, self._loan = self._loan, None
+        if loan is not None:
+            with torch.inference_mode(False), keep_modes(self.original):
+                loan.block.__exit__(None, None, None)
 
-    def give_weights(self) -> None:
-        """Gives the parallel model the weights that the lent module has now, and ends the lending."""
-        self.parallel.load_full_state_dict(self._module.state_dict())
-        self.take_back()
+    def return_weights(self) -> None:
+        """Loads the current weights of the lent module into the parallel model, and ends the loan."""
+        if self._loan is not None:
+            self.parallel.load_full_state_dict(self._loan.module.state_dict())
+            self.take_back()
 
     def _current_marks(self) -> list[tuple]:
         tensors: list[Any] = [*self.parallel.parameters(), *self.parallel.buffers()]
@@ -59,8 +69,8 @@ class Lender:
 
 
 @contextmanager
-def modes_kept(model: nn.Module) -> Iterator[None]:
-    """Afterwards every module of ``model`` trains or evaluates as it did before."""
+def keep_modes(model: nn.Module) -> Iterator[None]:
+    """Restores at its end which modules of ``model`` train and which evaluate."""
     modes = {module: module.training for module in model.modules()}
     try:
         yield

@@ -1,4 +1,4 @@
-"""The whole weights in the script's own model, for evaluation and for files."""
+"""Whole weights in the script's own model, for evaluation and for files."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from ...runtime.original import TakenOver, take_over
 from ...runtime.parallel import ParallelModel
 from ...runtime.shard_tensor import plain
+from .lending import keep_modes
 
 
 @torch.no_grad()
 def fill(original: nn.Module, parallel: ParallelModel) -> None:
-    """Gives ``original`` the values that ``parallel`` has now, buffers that are in no state dict too.
+    """Copies the values of ``parallel`` into ``original``, also of buffers that are in no state dict.
     Collective."""
     original.load_state_dict(parallel.full_state_dict())
     shown = dict(parallel.named_buffers(remove_duplicate=False))
@@ -27,16 +28,14 @@ def fill(original: nn.Module, parallel: ParallelModel) -> None:
 
 @contextmanager
 def whole_weights(original: nn.Module, parallel: ParallelModel) -> Iterator[None]:
-    """Within it ``original`` is an ordinary model with the trained values; after it, it is taken over again,
-    in the modes that its modules had before. Collective at its start."""
-    modes = {module: module.training for module in original.modules()}
-    fill(original, parallel)
-    try:
-        yield
-    finally:
-        heirs: dict[str, Tensor] = dict(parallel.named_parameters(remove_duplicate=False))
-        heirs.update(parallel.named_buffers(remove_duplicate=False))
-        for name, x in [*original.named_parameters(), *original.named_buffers()]:
-            take_over(x, heirs[name])
-        for module, mode in modes.items():
-            module.training = mode
+    """Within it ``original`` is an ordinary model with the trained values; afterwards ``parallel`` has taken
+    it over again. Collective at its start."""
+    with keep_modes(original):
+        fill(original, parallel)
+        try:
+            yield
+        finally:
+            heirs: dict[str, Tensor] = dict(parallel.named_parameters(remove_duplicate=False))
+            heirs.update(parallel.named_buffers(remove_duplicate=False))
+            for name, x in [*original.named_parameters(), *original.named_buffers()]:
+                take_over(x, heirs[name])

@@ -17,6 +17,7 @@ from ...cluster.detection import Cache
 from ...cluster.detection.cache import default_folder
 from ...errors import TraceError
 from ...frontend.job import Job, check_supported, is_elementwise, optimizer_states
+from ...frontend.trace import LossSource
 from ...frontend.trace.autocast import autocast_for
 from ...frontend.trace.capture import CALL_ONCE
 from ...frontend.trace.compiled import is_compiled, uncompiled
@@ -24,6 +25,7 @@ from ...frontend.trace.words import is_words
 from ...lang.optimizer_states import OptimizerStates
 from ...measure.testbed import enter_device
 from ...runtime.calls import Signature
+from ...runtime.modes import set_modes
 from ...runtime.optimizer_check import check_can_be_prepared
 from ...runtime.parallel import ParallelModel, check_not_parallel, parallelize
 from ..rebalance import LoopBalancer, Solver
@@ -34,6 +36,7 @@ from .loading import (
     same_random_numbers,
     take_random_numbers,
 )
+from .modes import as_its_train_has_it
 from .outside_loss import needed_names, with_loss
 from .own_loader import OwnLoader
 from .refusals import check_gives_all, check_last_batch, check_unwrapped
@@ -117,7 +120,7 @@ def prepare(
         arguments = as_arguments(batch)
         example = taken_by(model, loss, arguments) if inputs is None else made_inputs(inputs, arguments)
     model = model if loss is None else with_loss(model, loss, outputs)
-    with same_random_numbers():
+    with same_random_numbers(), as_its_train_has_it(model) as modes:
         job = Job(model, example, optimizer=maker_like(optimizer), outputs=outputs)
         options = Options(
             profile_s=profile_s,
@@ -127,7 +130,7 @@ def prepare(
             batch_norm=batch_norm,
             autocast=autocast_for(model, autocast),
             whole_parameters=optimizer is not None and not is_elementwise(optimizer),
-            may_be_outside=loss is None and not outputs,
+            loss=LossSource.MAYBE_CALLER if loss is None and not outputs else LossSource.RETURNED,
         )
         try:
             prepared = prepare_job(
@@ -154,6 +157,7 @@ def prepare(
             compile=compile,
             check_model=False,  # it was traced just now
         )
+    set_modes(parallel.modules(), modes)
     take_random_numbers()
     enter_device()  # in the testbed: all groups are there, and their threads outside of the device's quota
     if inputs is not None or not prepared.plan.returned.has_loss:

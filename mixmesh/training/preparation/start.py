@@ -23,7 +23,7 @@ from ...cost import Profile
 from ...errors import InputError
 from ...explain.headline import headline
 from ...frontend.job import needs_whole_parameters, optimizer_states
-from ...frontend.trace import Traced, trace
+from ...frontend.trace import LossSource, Traced, trace
 from ...lang.plan_devices import planned_devices
 from ...lang.plan_file import Plan
 from ...measure.profiler import profile as measure_profile
@@ -51,7 +51,7 @@ class Options:
     batch_norm: str = "exact"  # or "local": statistics of each rank's own samples
     autocast: tuple[str, str] | None = None  # the context that the model is called under
     whole_parameters: bool = False  # the optimizer looks at whole parameters, whatever the job's makes
-    may_be_outside: bool = False  # the script computes the loss, where the model returns none
+    loss: LossSource = LossSource.RETURNED
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ def traced_job(job: Any, options: Options) -> Traced:
             batch_norm=options.batch_norm,
             outputs=job.outputs,
             autocast=options.autocast,
-            may_be_outside=options.may_be_outside,
+            loss=options.loss,
         )
 
 

@@ -64,14 +64,15 @@ class Change:
     at_step: int
     plan: Plan
     own_s: tuple[float, ...]
+    cause: str = ""
 
 
 class RunBalancer:
     """The balancer of one run. ``solver`` is asked on the first rank, and may be None on the others; ``say``
     is told of each decision in one line, on every rank. ``num_steps`` is how many steps the run makes, None
     where that is open. ``on_window`` is told the step and every rank's own seconds at the end of a window,
-    ``on_change`` the step and the pause of a change of shares. ``why_not`` is asked on every rank why shares
-    cannot change now, and gives an empty text where they can. ``replanner`` is asked on the first
+    ``on_change`` the step, the pause and the cause of a change of shares. ``why_not`` is asked on every rank
+    why shares cannot change now, and gives an empty text where they can. ``replanner`` is asked on the first
     rank for a plan of another form."""
 
     def __init__(
@@ -81,7 +82,7 @@ class RunBalancer:
         say: Callable[[str], None] = lambda _: None,
         settings: Sensitivity | None = None,
         on_window: Callable[[int, list[float]], object] = lambda step, own_s: None,
-        on_change: Callable[[int, float], object] = lambda step, pause_s: None,
+        on_change: Callable[[int, float, str], object] = lambda step, pause_s, cause: None,
         why_not: Callable[[], str] = lambda: "",
         replanner: Replanner | None = None,
     ) -> None:
@@ -211,7 +212,7 @@ class RunBalancer:
             return
         plan = shares.on(self._plan)
         self._feed.follow(plan)
-        self._change = Change(num_steps + self._feed.num_ahead, plan, own_s)
+        self._change = Change(num_steps + self._feed.num_ahead, plan, own_s, decision.cause)
 
     def _decision(
         self, num_steps: int, step_s: float, why_not: str
@@ -267,13 +268,15 @@ class RunBalancer:
         return decide(terms, LEAST_GAIN), NewShares.of(solved.plan), solved.own_s
 
     def apply(self) -> None:
-        """Changes shares. Collective."""
+        """Changes shares, where a change was decided. Collective."""
         started, change = time.perf_counter(), self._change
+        if change is None:
+            return
         with self._off_device():
             change_shares(self._model, self._optimizer, change.plan)
         self._pause_s = time.perf_counter() - started
         self.changes.append({"step": change.at_step, "pause_s": self._pause_s})
-        self._on_change(change.at_step, self._pause_s)
+        self._on_change(change.at_step, self._pause_s, change.cause)
         self._observed = self._observed.moved(change.own_s, self._settings)
         self._change, self._skips_window = None, True
 

@@ -39,14 +39,18 @@ class Decision:
     def is_applied(self) -> bool:
         return not self.reason
 
+    @property
+    def cause(self) -> str:
+        """The device that is furthest from what was planned of it, beside the others."""
+        factors = self.terms.factors
+        rank = max(range(len(factors)), key=lambda r: abs(_relative(factors, r) - 1))
+        times = _relative(factors, rank)
+        return f"beside the others device {rank} takes {times:.2f}x of what was planned"
+
     def text(self) -> str:
         """In one line, with all numbers."""
         t = self.terms
-        rank = max(range(len(t.factors)), key=lambda r: abs(_relative(t.factors, r) - 1))
-        head = (
-            f"step {t.step}: beside the others device {rank} takes {_relative(t.factors, rank):.2f}x "
-            f"of what was planned for {t.num_steps} steps"
-        )
+        head = f"step {t.step}: {self.cause} for {t.num_steps} steps"
         if t.problem:
             return f"{head}; shares {_percent(t.shares)} % stay: {t.problem}"
         if t.other_plan:

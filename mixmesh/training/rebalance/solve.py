@@ -47,7 +47,7 @@ class Solver:
 
     def planned_own_s(self, plan: Plan) -> tuple[float, ...]:
         """Per rank, the seconds of computing in a step as planned."""
-        return self._simulated(plan, CostModel(self.cluster, self.profile))[1].compute_s
+        return self._simulated(plan, CostModel(self.cluster, self.profile, tf32=plan.tf32))[1].compute_s
 
     def factors(self, plan: Plan, own_s: Sequence[float]) -> tuple[float, ...]:
         """Per rank, ``own_s`` over what was planned. A rank that does not compute, or has no measurement, has
@@ -81,13 +81,13 @@ class Solver:
 
     def costs(self, plan: Plan, own_s: Sequence[float]) -> CostModel:
         """The costs of the cluster as its devices turned out to be."""
-        return corrected_costs(self.cluster, self.profile, self.factors(plan, own_s))
+        return corrected_costs(self.cluster, self.profile, self.factors(plan, own_s), tf32=plan.tf32)
 
     def balanced_step_s(self, plan: Plan, own_s: Sequence[float]) -> tuple[float, float]:
         """Seconds of a step of ``plan`` on the devices as they are, and those of one that is as close to
         perfect balance as it was planned to be: all devices compute all the time, by speed, and communicate
         for free."""
-        planned = self._simulated(plan, CostModel(self.cluster, self.profile))[1]
+        planned = self._simulated(plan, CostModel(self.cluster, self.profile, tf32=plan.tf32))[1]
         now_s = self._simulated(plan, self.costs(plan, own_s))[1].step_s
         speeds = [device.flop_per_s for device in self.cluster.devices]
         slowed = [v / f for v, f in zip(speeds, self.factors(plan, own_s))]
@@ -122,7 +122,9 @@ class Solver:
                 yield fitted
 
 
-def corrected_costs(cluster: Cluster, profile: Profile | None, factors: Sequence[float]) -> CostModel:
+def corrected_costs(
+    cluster: Cluster, profile: Profile | None, factors: Sequence[float], *, tf32: bool = False
+) -> CostModel:
     """The costs of a cluster in which each rank computes ``factors`` as long as it was measured, or as is
     declared of it."""
     devices = [_slower(d, r, f, profile) for r, (d, f) in enumerate(zip(cluster.devices, factors))]
@@ -130,7 +132,7 @@ def corrected_costs(cluster: Cluster, profile: Profile | None, factors: Sequence
     machines = tuple(replace(m, devices=tuple(next(left) for _ in m.devices)) for m in cluster.machines)
     made = replace(cluster, machines=machines)
     if profile is None:
-        return CostModel(made)
+        return CostModel(made, tf32=tf32)
     known = {
         device_key(new): (profile.devices[device_key(old)], factor)
         for old, new, factor in zip(cluster.devices, devices, factors)
@@ -140,7 +142,8 @@ def corrected_costs(cluster: Cluster, profile: Profile | None, factors: Sequence
     if profile.describes_links_of(cluster):
         provenance["links"] = links_fingerprint(made)
     spread = replace(profile, devices={key: d for key, (d, _) in known.items()}, provenance=provenance)
-    return CostModel(made, corrected(spread, {key: factor for key, (_, factor) in known.items()}))
+    slowed = corrected(spread, {key: factor for key, (_, factor) in known.items()})
+    return CostModel(made, slowed, tf32=tf32)
 
 
 def _slower(device: Device, rank: int, factor: float, profile: Profile | None) -> Device:

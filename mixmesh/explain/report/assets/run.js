@@ -1,12 +1,11 @@
-const MARK_COLOURS = { start: 3, checkpoint: 4, shares: 5 };
+const MARK_COLOURS = { start: 2, fault: 3, plan: 1, shares: 5, checkpoint: 4, stop: 7 };
 
 function markLines(run, kinds) {
   return { symbol: 'none', silent: false, label: { show: false },
     data: run.marks.filter(m => kinds.includes(m[0])).map(([event, step]) => ({ xAxis: step, name: data.names[event],
-      lineStyle: { color: colours()[MARK_COLOURS[event]], type: event === 'checkpoint' ? 'dotted' : 'solid', width: 1.5 } })),
-    tooltip: { formatter: p => `${data.names[kindAt(run, p)] || p.name} after step ${p.value}` } };
+      lineStyle: { color: colours()[MARK_COLOURS[event]], type: event === 'checkpoint' ? 'dotted' : 'solid', width: event === 'fault' ? 3 : 1.5 } })),
+    tooltip: { formatter: p => `${p.name} after step ${p.value}` } };
 }
-function kindAt(run, p) { return p.name; }
 // marks are listed in the legend by series without points
 function markSeries(kinds) {
   return kinds.map(kind => ({ name: data.names[kind], type: 'line', data: [], symbol: 'none',

@@ -1,7 +1,7 @@
-"""The models that the papers trained, as jobs: ``workload:vgg19:2048`` wherever a JOB is.
+"""The models of the papers as jobs: ``workload:vgg19:2048`` stands wherever a JOB may.
 
-Plain modules with random weights, and a random batch. ``make`` builds them on the meta device, which
-holds shapes and no numbers: a graph is all that planning needs, and 1 B parameters cost nothing there.
+They are plain modules with random weights and a random batch. ``make`` builds them on the meta device, with
+shapes and without numbers: planning needs no more, and a billion parameters cost nothing there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from . import convolutional, images, language
 
 @dataclass(frozen=True)
 class Workload:
-    """``published`` is the paper's parameter count, ``unit`` what it counts in: HAP's M is 2**20."""
+    """``published`` is the number of parameters by the paper, in multiples of ``unit``: HAP's M is 2**20."""
 
     make: Callable[[int], Job]
     published: float
@@ -51,9 +51,9 @@ WORKLOADS: dict[str, Workload] = {
 
 
 def make(text: str, device: str = "meta") -> Job:
-    """The job of ``vgg19:2048``, a name and a global batch. Raises JobError.
+    """Makes the job of a name and a global batch, as in ``vgg19:2048``. Raises JobError.
 
-    ``device`` is where weights and batch are made: ``meta`` to plan, ``cpu`` to run.
+    ``device`` is that of weights and batch: ``meta`` to plan, ``cpu`` to run.
     """
     name, _, batch = text.partition(":")
     if name not in WORKLOADS:
@@ -71,12 +71,7 @@ def make(text: str, device: str = "meta") -> Job:
             got=WORKLOAD + text,
             hint=f"{WORKLOAD}{name}:256",
         )
-    # every rank of a run makes the same numbers
+    # every rank of a run has to draw the same numbers
     with torch.random.fork_rng(devices=()), torch.device(device):
         torch.manual_seed(0)
         return WORKLOADS[name].make(int(batch))
-
-
-def parameter_count(job: Job) -> int:
-    """Parameters of a job's model; tied ones once."""
-    return sum(p.numel() for p in job.model.parameters())

@@ -1,6 +1,6 @@
 """ImageNet classifiers of HeteroG (CoNEXT'20): VGG-19, ResNet-200, Inception v3, MobileNet v2, NASNet.
 
-Its paper gives batches and no image sizes: here they are those of the models' own papers.
+The paper gives no image sizes: they are those of the models' own papers here.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..job import Job
-from .images import Classifier, _job, _resnet, vgg19_convolutions
+from .images import Classifier, image_job, resnet, vgg19_convolutions
 
 CLASSES = 1000
 
@@ -20,7 +20,7 @@ def _head(features: int) -> nn.Module:
 
 
 class ConvNorm(nn.Sequential):
-    """A convolution without bias, batch norm, and an activation if there is one."""
+    """A convolution without bias, batch norm, and perhaps an activation."""
 
     def __init__(self, inputs: int, outputs: int, kernel, stride=1, groups=1, act: nn.Module | None = None):
         kernel = (kernel, kernel) if isinstance(kernel, int) else kernel
@@ -33,19 +33,19 @@ def vgg19_224(global_batch: int) -> Job:
     """VGG-19 (Simonyan and Zisserman, 2015), 143.7 M parameters, 102.8 M of them in one dense layer."""
     dense = [nn.Linear(25088, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, CLASSES)]
     model = Classifier(vgg19_convolutions(), nn.Sequential(nn.Flatten(), *dense))
-    return _job(model, global_batch, side=224, classes=CLASSES)
+    return image_job(model, global_batch, side=224, classes=CLASSES)
 
 
 def resnet200(global_batch: int) -> Job:
     """ResNet-200 (He et al., 2016b) in blocks of ResNet-50's kind, 64.7 M parameters."""
-    return _resnet(global_batch, (3, 24, 36, 3))
+    return resnet(global_batch, (3, 24, 36, 3))
 
 
 # --- Inception v3 (Szegedy et al., 2016) ----------------------------------------------------------------
 
 
 class Branches(nn.Module):
-    """Several ways beside each other, their channels joined."""
+    """Parallel branches whose channels are concatenated."""
 
     def __init__(self, *ways: nn.Module):
         super().__init__()
@@ -60,7 +60,7 @@ def _conv(inputs: int, outputs: int, kernel=1, stride: int = 1) -> nn.Module:
 
 
 def _chain(inputs: int, *steps: tuple) -> nn.Module:
-    """Convolutions after each other; a step is (outputs, kernel, stride)."""
+    """Convolutions in sequence; a step is (outputs, kernel, stride)."""
     layers = []
     for outputs, *rest in steps:
         layers.append(_conv(inputs, outputs, *rest))
@@ -73,8 +73,8 @@ def _pooled(inputs: int, outputs: int) -> nn.Module:
 
 
 def inception_v3(global_batch: int) -> Job:
-    """Inception v3 without its second head, 23.8 M parameters, 3 x 299 x 299. Convolutions that the original
-    does not pad are padded, which makes maps a little larger."""
+    """Inception v3 without its second head, 23.8 M parameters, 3 x 299 x 299. All convolutions are padded,
+    also those that the original does not pad, so that some maps are a little larger."""
     layers: list[nn.Module] = [
         _chain(3, (32, 3, 2), (32, 3), (64, 3)), nn.MaxPool2d(3, 2), _chain(64, (80,), (192, 3)),
         nn.MaxPool2d(3, 2),
@@ -97,14 +97,14 @@ def inception_v3(global_batch: int) -> Job:
         )
         layers.append(Branches(_conv(inputs, 320), three, twice, _pooled(inputs, 192)))
     model = Classifier(nn.Sequential(*layers), _head(2048))
-    return _job(model, global_batch, side=299, classes=CLASSES)
+    return image_job(model, global_batch, side=299, classes=CLASSES)
 
 
 # --- MobileNet v2 (Sandler et al., 2018) ----------------------------------------------------------------
 
 
 class Inverted(nn.Module):
-    """A bottleneck turned around: wide inside, depthwise there, and a sum where the shape stays."""
+    """An inverted bottleneck: wide and depthwise inside, with a residual sum where the shape stays."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, expand: int):
         super().__init__()
@@ -131,14 +131,14 @@ def mobilenet_v2(global_batch: int) -> Job:
             layers.append(Inverted(inputs, outputs, stride if n == 0 else 1, expand))
             inputs = outputs
     layers.append(ConvNorm(320, 1280, 1, act=nn.ReLU6()))
-    return _job(Classifier(nn.Sequential(*layers), _head(1280)), global_batch, side=224, classes=CLASSES)
+    return image_job(Classifier(nn.Sequential(*layers), _head(1280)), global_batch, side=224, classes=CLASSES)
 
 
 # --- NASNet-A (Zoph et al., 2018) -----------------------------------------------------------------------
 
 
 def _separable(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Module:
-    """Twice: ReLU, a convolution per channel, one across channels, batch norm."""
+    """Two blocks of ReLU, a depthwise convolution, a pointwise one, and batch norm."""
 
     def once(a: int, step: int) -> list[nn.Module]:
         depthwise = nn.Conv2d(a, a, kernel, step, kernel // 2, groups=a, bias=False)
@@ -148,7 +148,7 @@ def _separable(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Mo
 
 
 class Cell(nn.Module):
-    """Takes the outputs of the last two cells; ``stride`` 2 is the reduction cell (figure 4 of the paper)."""
+    """A cell, which reads the outputs of the last two; ``stride`` 2 is the reduction cell (figure 4)."""
 
     def __init__(self, before: int, last: int, width: int, stride: int, halves: bool):
         super().__init__()
@@ -198,5 +198,5 @@ class NasNet(nn.Module):
 
 
 def nasnet(global_batch: int) -> Job:
-    """NASNet-A (4 @ 1056), the mobile one, 5.3 M parameters, without its second head."""
-    return _job(NasNet(), global_batch, side=224, classes=CLASSES)
+    """NASNet-A (4 @ 1056), the mobile variant, 5.3 M parameters, without its second head."""
+    return image_job(NasNet(), global_batch, side=224, classes=CLASSES)

@@ -25,13 +25,13 @@ class Classifier(nn.Module):
         return F.cross_entropy(self.head(self.features(images)), labels)
 
 
-def _job(model: nn.Module, global_batch: int, side: int = 32, classes: int = CLASSES) -> Job:
+def image_job(model: nn.Module, global_batch: int, side: int = 32, classes: int = CLASSES) -> Job:
     images = torch.randn(global_batch, 3, side, side)
     return Job(model, {"images": images, "labels": torch.randint(classes, (global_batch,))}, optimizer=adam)
 
 
 class Widen(nn.Module):
-    """[n, c, 1, 1] repeated to [n, c * 7 * 7]: an adaptive average pooling of one pixel to 7 x 7."""
+    """Repeats [n, c, 1, 1] to [n, c * 7 * 7]: adaptive average pooling of one pixel to 7 x 7."""
 
     def forward(self, x):
         return x.expand(-1, -1, 7, 7).flatten(1)
@@ -50,12 +50,12 @@ def vgg19_convolutions() -> nn.Sequential:
 
 
 def vgg19(global_batch: int) -> Job:
-    """HAP's VGG19: five poolings leave one pixel, which the head of the ImageNet model (4096, 4096) gets as
-    7 x 7 equal ones: 25088 inputs. That head is 119.6 M of the 139.6 M parameters."""
+    """HAP's VGG19: five poolings leave one pixel, which is repeated 7 x 7 times for the head of the ImageNet
+    model (25088 inputs, 4096, 4096). The head has 119.6 M of the 139.6 M parameters."""
     head = nn.Sequential(
         Widen(), nn.Linear(25088, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, CLASSES)
     )
-    return _job(Classifier(vgg19_convolutions(), head), global_batch)
+    return image_job(Classifier(vgg19_convolutions(), head), global_batch)
 
 
 class VisionTransformer(nn.Module):
@@ -76,8 +76,8 @@ class VisionTransformer(nn.Module):
 
 
 def vit(global_batch: int) -> Job:
-    """HAP's ViT, as its released code has it: 8 layers of 768, patches of 4 x 4, a class token."""
-    return _job(VisionTransformer(), global_batch)
+    """HAP's ViT, by its released code: 8 layers of 768, patches of 4 x 4, a class token."""
+    return image_job(VisionTransformer(), global_batch)
 
 
 class Bottleneck(nn.Module):
@@ -101,10 +101,10 @@ class Bottleneck(nn.Module):
 
 def resnet50(global_batch: int) -> Job:
     """ResNet-50 (He et al., 2016), 3 x 224 x 224, 1000 classes."""
-    return _resnet(global_batch, (3, 4, 6, 3))
+    return resnet(global_batch, (3, 4, 6, 3))
 
 
-def _resnet(global_batch: int, stages: tuple[int, ...]) -> Job:
+def resnet(global_batch: int, stages: tuple[int, ...]) -> Job:
     layers: list[nn.Module] = [
         nn.Conv2d(3, 64, 7, 2, padding=3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
     ]  # fmt: skip
@@ -114,4 +114,4 @@ def _resnet(global_batch: int, stages: tuple[int, ...]) -> Job:
             layers.append(Bottleneck(channels, 64 << stage, 2 if stage and n == 0 else 1))
             channels = 4 * (64 << stage)
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000))
-    return _job(Classifier(nn.Sequential(*layers), head), global_batch, side=224)
+    return image_job(Classifier(nn.Sequential(*layers), head), global_batch, side=224)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -40,16 +41,17 @@ def _job(model: nn.Module, global_batch: int, seq: int, words: int) -> Job:
 
 
 def bert_base(global_batch: int) -> Job:
-    """HAP's BERT-Base, as its released code has it: 8 layers of 768, 128 words of WikiText-2, head untied."""
+    """HAP's BERT-Base, by its released code: 8 layers of 768, 128 words of WikiText-2, an untied head."""
     layers = [Layer(768, 12, 3072) for _ in range(8)]
     model = LanguageModel(layers, words=WIKITEXT2_WORDS, seq=128, width=768)
     return _job(model, global_batch, 128, WIKITEXT2_WORDS)
 
 
 def bert_moe(global_batch: int) -> Job:
-    """HAP's BERT-MoE: every second of 8 layers has two experts per device, 32 sequences per device.
+    """HAP's BERT-MoE: every second of 8 layers has two experts per device.
 
-    The number of experts follows from the batch: a global batch of 256 has 8 devices and 16 experts.
+    With 32 sequences per device, the number of experts follows from the batch: a global batch of 256 stands
+    for 8 devices and 16 experts.
     """
     experts = count_experts(global_batch)
     layers = [
@@ -67,12 +69,12 @@ def _bert_large(layers: int, global_batch: int) -> Job:
 
 
 def bert_large(global_batch: int) -> Job:
-    """BERT-large (Devlin et al., 2019): 24 layers of 1024, sequences of 512, the head tied."""
+    """BERT-large (Devlin et al., 2019): 24 layers of 1024, sequences of 512, a tied head."""
     return _bert_large(24, global_batch)
 
 
 def bert_large_48(global_batch: int) -> Job:
-    """BERT-large with 48 layers, as HeteroG has it to run data parallelism out of memory."""
+    """BERT-large with 48 layers, with which HeteroG exhausts the memory of data parallelism."""
     return _bert_large(48, global_batch)
 
 
@@ -83,7 +85,7 @@ def transformer(global_batch: int) -> Job:
 
 
 class RelativeAttention(nn.Module):
-    """Scores by content and by distance (Transformer-XL: Dai et al., 2019), as XLNet has them."""
+    """XLNet's attention, with scores by content and by distance (Transformer-XL: Dai et al., 2019)."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -105,7 +107,8 @@ class RelativeAttention(nn.Module):
         return self.out(join_heads((scores * self.head_width**-0.5).softmax(-1) @ v))
 
     def shift(self, scores):
-        """[batch, heads, tokens, 2 * tokens] by distance to [batch, heads, tokens, tokens] by key."""
+        """Maps scores by distance, [batch, heads, tokens, 2 * tokens], to [batch, heads, tokens, tokens] by
+        key."""
         tokens, width = scores.shape[2:]
         rows = scores.flatten(2)[:, :, tokens:].unflatten(2, (tokens, width - 1))
         return rows[:, :, :, :tokens]
@@ -124,7 +127,7 @@ class XlnetLayer(nn.Module):
 
 
 class Xlnet(nn.Module):
-    """The content stream of XLNet (Yang et al., 2019): what is fine-tuned."""
+    """The content stream of XLNet (Yang et al., 2019), which is the part that is fine-tuned."""
 
     def __init__(self, *, words: int, seq: int, width: int, heads: int, layers: int):
         super().__init__()
@@ -185,17 +188,32 @@ def rotate(x, cos, sin):
     return x * cos + torch.cat([-b, a], dim=-1) * sin
 
 
+@dataclass(frozen=True)
+class LlamaShape:
+    width: int
+    layers: int
+    heads: int
+    key_heads: int
+    hidden: int
+    tied: bool
+    words: int = 32_000
+    seq: int = 1024
+
+
 class Llama(nn.Module):
-    def __init__(self, *, words, seq, width, layers, heads, key_heads, hidden, tied):
+    def __init__(self, shape: LlamaShape):
         super().__init__()
-        self.tokens = nn.Embedding(words, width)
-        self.blocks = nn.ModuleList(LlamaBlock(width, heads, key_heads, hidden) for _ in range(layers))
+        width, heads = shape.width, shape.heads
+        self.tokens = nn.Embedding(shape.words, width)
+        blocks = (LlamaBlock(width, heads, shape.key_heads, shape.hidden) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(blocks)
         self.norm = nn.RMSNorm(width, 1e-5)
-        self.head = nn.Linear(width, words, bias=False)
-        if tied:
+        self.head = nn.Linear(width, shape.words, bias=False)
+        if shape.tied:
             self.head.weight = self.tokens.weight
         half = width // heads // 2
-        angles = torch.outer(torch.arange(seq).float(), 10_000.0 ** (-torch.arange(half) / half)).repeat(1, 2)
+        positions, rates = torch.arange(shape.seq).float(), 10_000.0 ** (-torch.arange(half) / half)
+        angles = torch.outer(positions, rates).repeat(1, 2)
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
@@ -208,15 +226,11 @@ class Llama(nn.Module):
 
 def llama_05b(global_batch: int) -> Job:
     """Llama-like with 0.5 B parameters: 24 layers of 1280; sequences of 1024. Poplar gives the size only."""
-    model = Llama(
-        words=32_000, seq=1024, width=1280, layers=24, heads=20, key_heads=20, hidden=3328, tied=True
-    )
-    return _job(model, global_batch, 1024, 32_000)
+    shape = LlamaShape(width=1280, layers=24, heads=20, key_heads=20, hidden=3328, tied=True)
+    return _job(Llama(shape), global_batch, shape.seq, shape.words)
 
 
 def llama_11b(global_batch: int) -> Job:
     """Llama-like with 1.1 B parameters: the shape of TinyLlama (22 layers of 2048, 4 key heads)."""
-    model = Llama(
-        words=32_000, seq=1024, width=2048, layers=22, heads=32, key_heads=4, hidden=5632, tied=False
-    )
-    return _job(model, global_batch, 1024, 32_000)
+    shape = LlamaShape(width=2048, layers=22, heads=32, key_heads=4, hidden=5632, tied=False)
+    return _job(Llama(shape), global_batch, shape.seq, shape.words)

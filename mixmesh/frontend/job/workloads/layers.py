@@ -1,5 +1,5 @@
-"""Layers of the published language and vision models. Dropout is left out: it moves no parameters and few
-bytes."""
+"""Layers of the published language and vision models. Dropout is left out, as it changes little for a
+plan."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def adam(parameters):
 
 
 def join_heads(x):
-    """[batch, heads, tokens, width] to [batch, tokens, heads * width].
+    """Maps [batch, heads, tokens, width] to [batch, tokens, heads * width].
 
-    Attention lays its result out differently on different devices. With the copy, which tracing drops, the
+    The memory layout of attention's result depends on the device. With the copy, which tracing drops, the
     graph is the same everywhere.
     """
     return x.transpose(1, 2).clone(memory_format=torch.contiguous_format).flatten(2)
@@ -58,8 +58,8 @@ class Layer(nn.Module):
 
 class MoeLayer(nn.Module):
     """A layer whose feed-forward is a mixture of experts, two per token, dispatched by dense products
-    (GShard: Lepikhin et al., 2021). Every sequence is its own group: an expert takes up to ``capacity`` of
-    its tokens, and the rest skip the experts."""
+    (GShard: Lepikhin et al., 2021). Every sequence is a group of its own: an expert takes at most
+    ``capacity`` of its tokens, and the rest skip the experts."""
 
     def __init__(self, width: int, heads: int, hidden: int, *, experts: int, seq: int, factor: float = 2.5):
         super().__init__()
@@ -88,7 +88,7 @@ class MoeLayer(nn.Module):
         return combine.flatten(2) @ outputs
 
     def combine(self, gates):
-        """The weight with which a token takes an expert's slot."""
+        """The weight of each token in each slot of an expert."""
         first = F.one_hot(gates.argmax(-1), self.experts).to(gates.dtype)
         rest = gates * (1 - first)
         second = F.one_hot(rest.argmax(-1), self.experts).to(gates.dtype)
@@ -96,14 +96,14 @@ class MoeLayer(nn.Module):
         weights = weights / weights.sum(-1, keepdim=True)
         weight = first.sum(1, keepdim=True)
         place1 = first.cumsum(1) - first
-        place2 = second.cumsum(1) - second + weight
+        place2 = second.cumsum(1) - second + weight  # behind all first choices
         return sum(
             (weights * chosen).unsqueeze(-1) * self.slots(place, chosen)
             for chosen, place in ((first, place1), (second, place2))
         )
 
     def slots(self, place, chosen):
-        """One-hot slot of each chosen token; all zero beyond the capacity."""
+        """The one-hot slot of each chosen token; zeros beyond the capacity."""
         slot = torch.arange(self.capacity, device=place.device, dtype=place.dtype)
         return (place.unsqueeze(-1) == slot).to(place.dtype) * chosen.unsqueeze(-1)
 

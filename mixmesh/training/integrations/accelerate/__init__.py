@@ -1,23 +1,15 @@
 """The Accelerator of Accelerate. Needs accelerate, which mixmesh itself does not.
 
-Reading order: ``refusals`` (which arguments cannot be kept), ``one_process`` (N ranks look like one process),
-``model`` (trains by the plan, evaluates as the script's own), ``accelerator``.
+Reading order: ``refusals`` (arguments that are not supported), ``one_process`` (N ranks look like one
+process), ``model`` (trains by the plan, evaluates as the script's own), ``accelerator``.
 """
 
 from __future__ import annotations
 
-from ....errors import InputError
+from ..extras import require
 
-try:
-    import accelerate  # noqa: F401
-except ImportError as error:
-    raise InputError(
-        "mixmesh.accelerate needs accelerate",
-        expected="accelerate installed",
-        got=str(error),
-        hint="pip install 'mixmesh[accelerate]'",
-    ) from error
+require("mixmesh.accelerate", ("accelerate",), "accelerate installed", "'mixmesh[accelerate]'")
 
-from .accelerator import Accelerator
+from .accelerator import Accelerator  # noqa: E402
 
 __all__ = ["Accelerator"]

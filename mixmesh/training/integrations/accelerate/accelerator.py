@@ -1,13 +1,13 @@
-"""``Accelerator``: that of Accelerate, with every training step run by a plan on all ranks."""
+"""``Accelerator``: the class of Accelerate, with every training step run by a plan on all ranks."""
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import accelerate
 import torch
@@ -17,51 +17,60 @@ from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
 from torch.utils.data import DataLoader
 
+from ....base.patch import patched
 from ....runtime.comm import default_device, initialise
 from ....runtime.first_rank import everyones, from_first_rank
 from ....runtime.parallel import ParallelModel, full_optimizer_state_dict
 from ...preparation.loading import example_batch, same_random_numbers, take_random_numbers
 from ...preparation.outside_loss import with_loss
-from ...preparation.script import prepare
-from ..launched import is_launched, keep_metrics_apart
+from ..launched import (
+    check_not_spread,
+    is_launched,
+    keep_metrics_apart,
+    prepare_for,
+)
 from ..lending import Lender
 from .model import as_one_device, lend_in_its_modes, without_loss_in_evaluation
 from .one_process import as_first_process, keep_to_first_rank, look_like_one_process
-from .refusals import check_accelerator, check_arguments, check_model, check_prepared
+from .refusals import check_accelerator, check_arguments, check_prepared
 
+T = TypeVar("T")
 TIMEOUT_S = 300.0
 
 
 class _Optimizer(AcceleratedOptimizer):
-    """The script's optimizer, whose state is that of a single device."""
+    """The script's optimizer; its ``state_dict`` is the one of a single device."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parallel: ParallelModel) -> None:
         super().__init__(optimizer, device_placement=False)
         self.parallel = parallel
 
     def state_dict(self) -> dict[str, Any]:
-        """As on a single device. Collective."""
+        """The state as on a single device. Collective."""
         return full_optimizer_state_dict(self.parallel, self.optimizer)
 
 
 class Accelerator(accelerate.Accelerator):
     """``accelerate.Accelerator`` for a script that every rank of ``torchrun`` runs.
 
-    To the script it is one process: ``num_processes`` is 1, a batch of the prepared loader is whole on every
+    To the script it is one process: ``num_processes`` is 1, the prepared loader gives whole batches on every
     rank, and training steps, evaluation and files are those of a single device. Only ``is_main_process``
     differs between ranks. ``prepare(model, optimizer, loader, ...)`` detects the devices and plans the step
-    by a batch of the first loader. ``planning`` holds arguments for that, as ``mixmesh.prepare`` takes them
-    (``{"loss": cross_entropy, "profile_s": 0}``), and ``batch``, what the loop calls the model with, where
-    that is not the loader's. Without torchrun nothing is changed.
+    by a batch of the first loader. ``planning`` holds arguments of ``mixmesh.prepare`` for it
+    (``{"loss": cross_entropy, "profile_s": 0}``), and may hold a ``batch``: the arguments that the loop calls
+    the model with, where these are not the loader's. Without torchrun nothing changes.
 
-    Raises InputError when it is made, for arguments that cannot be kept exactly.
+    The constructor raises InputError for arguments that cannot be served exactly.
     """
+
+    _models: list[nn.Module]
+    _optimizers: list[Any]
 
     def __init__(self, *args: Any, planning: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self.planning = dict(planning or {})
         self._lenders: dict[nn.Module, Lender] = {}
-        self._shown: dict[nn.Parameter, nn.Parameter] = {}  # by the parameter from before prepare
-        self._is_alone = False  # other ranks wait for what this one does
+        self._shown: dict[torch.Tensor, torch.Tensor] = {}  # by the parameter from before prepare
+        self._is_alone = False  # this rank works while the others wait
         if is_launched():
             bound = inspect.signature(accelerate.Accelerator.__init__).bind(self, *args, **kwargs)
             check_arguments(bound.arguments)
@@ -76,14 +85,15 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def process_index(self) -> int:
-        """0, as in a single process: data and random numbers that depend on it are alike on all ranks."""
+        """0, as in a single process, so that data and random numbers that follow from it agree on all
+        ranks."""
         return 0 if is_launched() else super().process_index
 
-    # ---- what is prepared
+    # ---- preparation
 
     def prepare(self, *args: Any, planning: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
         """The same objects, ready for this rank. Raises InputError unless a model comes with its optimizer
-        and its training loader, the first of the loaders. Collective."""
+        and its training loader, which is the first of the loaders. Collective."""
         planning = {**self.planning, **(planning or {})}
         models = [x for x in args if isinstance(x, nn.Module)]
         optimizers = [x for x in args if isinstance(x, torch.optim.Optimizer)]
@@ -106,19 +116,19 @@ class Accelerator(accelerate.Accelerator):
         loader: DataLoader,
         planning: dict[str, Any],
     ) -> tuple[ParallelModel, _Optimizer]:
-        check_model(model)
+        check_not_spread(model)
         batch = planning.pop("batch", None)
         example = example_batch(loader) if batch is None else batch
         before = dict(model.named_parameters(remove_duplicate=False))
-        model.train()  # as every training step has it
+        model.train()  # training steps run in this mode
         model = super().prepare_model(model, evaluation_mode=True)
         self._models.remove(model)
-        parallel, optimizer, _ = prepare(model, optimizer, [example], **planning)
+        parallel, optimizer = prepare_for(model, optimizer, example, planning)
         self._lenders[parallel] = as_one_device(parallel, optimizer)
         shown = dict(parallel.named_parameters(remove_duplicate=False))
         self._shown.update({p: shown[name] for name, p in before.items()})
         prepared = _Optimizer(optimizer, parallel)
-        parallel._is_accelerate_prepared = prepared._is_accelerate_prepared = True
+        vars(parallel)["_is_accelerate_prepared"] = vars(prepared)["_is_accelerate_prepared"] = True
         return parallel, prepared
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -147,17 +157,17 @@ class Accelerator(accelerate.Accelerator):
             with super().no_sync(model):
                 yield
             return
-        with model.no_sync():
+        with self._lenders[model].parallel.no_sync():
             yield
 
     def clip_grad_norm_(self, parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return super().clip_grad_norm_(self._now(parameters), *args, **kwargs)
+        return super().clip_grad_norm_(self._trained(parameters), *args, **kwargs)
 
     def clip_grad_value_(self, parameters: Any, *args: Any, **kwargs: Any) -> None:
-        return super().clip_grad_value_(self._now(parameters), *args, **kwargs)
+        return super().clip_grad_value_(self._trained(parameters), *args, **kwargs)
 
-    def _now(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """The parameters that are trained, also where they were listed before ``prepare``."""
+    def _trained(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """The parameters that are trained, in place of those that the script listed before ``prepare``."""
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         return [self._shown.get(p, p) for p in parameters]
 
@@ -165,11 +175,11 @@ class Accelerator(accelerate.Accelerator):
         mine = super().check_trigger()
         return any(everyones(mine)) if is_launched() else mine
 
-    # ---- meeting
+    # ---- barriers
 
     def wait_for_everyone(self) -> None:
-        """Waits for all ranks. Models are whole from then on until the next training step, so that the first
-        rank can unwrap and save them by itself."""
+        """Waits for all ranks. From then until the next training step models are whole, so that the first
+        rank can unwrap and save them on its own."""
         if not self._is_alone:
             for lender in self._lenders.values():
                 lender.lend()
@@ -178,12 +188,12 @@ class Accelerator(accelerate.Accelerator):
     def end_training(self) -> None:
         if not is_launched():
             return super().end_training()
-        self.wait_for_everyone()  # and goes on without the trackers
+        self.wait_for_everyone()
         for tracker in self.trackers:
             tracker.finish()
         return None
 
-    # ---- files, as those of a single device, by the first rank
+    # ---- files of a single device, written by the first rank
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         if model in self._lenders:
@@ -202,29 +212,26 @@ class Accelerator(accelerate.Accelerator):
         for lender in self._lenders.values():
             lender.lend()
         states = [optimizer.state_dict() for optimizer in self._optimizers]
-        optimizers, iteration = self._optimizers, self.project_configuration.iteration
-        self._optimizers = [SimpleNamespace(state_dict=lambda state=state: state) for state in states]
+        stand_ins = [SimpleNamespace(state_dict=lambda state=state: state) for state in states]
+        iteration = self.project_configuration.iteration
         try:
-            return self._by_first_rank(lambda: super(Accelerator, self).save_state(*args, **kwargs))
+            with patched(self, "_optimizers", stand_ins):
+                return self._by_first_rank(lambda: super(Accelerator, self).save_state(*args, **kwargs))
         finally:
-            self._optimizers, self.project_configuration.iteration = optimizers, iteration + 1
+            self.project_configuration.iteration = iteration + 1
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         if not is_launched():
             return super().load_state(*args, **kwargs)
-        models = self._models
-        self._models = [self._lenders[m].lend() if m in self._lenders else m for m in models]
-        try:
-            with as_first_process(self.state):  # random numbers are alike on all ranks
-                super().load_state(*args, **kwargs)
-        finally:
-            self._models = models
+        models = [self._lenders[m].lend() if m in self._lenders else m for m in self._models]
+        with patched(self, "_models", models), as_first_process(self.state):  # all ranks load its numbers
+            super().load_state(*args, **kwargs)
         for lender in self._lenders.values():
-            lender.give_weights()
+            lender.return_weights()
         return None
 
-    def _by_first_rank(self, write: Any) -> Any:
-        def alone() -> Any:
+    def _by_first_rank(self, write: Callable[[], T]) -> T:
+        def alone() -> T:
             self._is_alone = True
             try:
                 return write()
@@ -235,7 +242,7 @@ class Accelerator(accelerate.Accelerator):
 
 
 def _start_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The script's own arguments for how processes find each other."""
+    """The script's own options for the start of the process group."""
     handlers = kwargs.get("kwargs_handlers") or ()
     options = [h.to_kwargs() for h in handlers if isinstance(h, InitProcessGroupKwargs)]
     return options[0] if options else {}

@@ -1,6 +1,6 @@
-"""A parallel model that trains by its plan, and evaluates as the script's own module.
+"""A parallel model that trains by its plan and evaluates as the script's own module.
 
-To the script it is one model on one device: every rank passes whole batches and sees whole outputs.
+To the script it is one model on one device: every rank passes whole batches and gets whole outputs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..lending import Lender
 
 
 class _AsOneDevice(nn.Module):
-    """Comes before the class of a parallel model."""
+    """Goes before the class of a parallel model in its bases."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         lender = self.__dict__["_lender"]
@@ -27,13 +27,13 @@ class _AsOneDevice(nn.Module):
             return lend_in_its_modes(lender)(*args, **kwargs)
         lender.take_back()
         check_alike((args, kwargs), learning_rates(self.__dict__["_optimizer"]))
-        with same_random_numbers():  # ranks draw other numbers here, and their next batches must be alike
+        with same_random_numbers():  # ranks draw different numbers here, and must draw the next batch alike
             out = super().__call__(*args, **kwargs)
         return out.everywhere() if isinstance(out, Output) else out
 
 
 class _WithLoss(nn.Module):
-    """Comes before the class of a model with a loss, where nothing is parallel."""
+    """Goes before the class of a model with a loss in its bases, where nothing is parallel."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not _evaluates(self):
@@ -48,7 +48,7 @@ def _evaluates(model: nn.Module) -> bool:
 
 
 def lend_in_its_modes(lender: Lender) -> nn.Module:
-    """The script's own module, each of whose modules trains or evaluates as the parallel model's does."""
+    """The script's own module; each submodule trains or evaluates as the one of the parallel model does."""
     module = lender.lend()
     modes = {name: each.training for name, each in lender.parallel.named_modules()}
     for name, each in module.named_modules():
@@ -57,19 +57,19 @@ def lend_in_its_modes(lender: Lender) -> nn.Module:
 
 
 def as_one_device(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> Lender:
-    """Makes ``parallel`` evaluate as the script's own module, and gives what lends that."""
+    """Makes ``parallel`` evaluate as the script's own module. Returns the lender of that module."""
     lender = Lender(parallel)
     parallel.__dict__.update(_lender=lender, _optimizer=optimizer)
-    _come_before(_AsOneDevice, parallel)
+    _put_before_class(_AsOneDevice, parallel)
     return lender
 
 
 def without_loss_in_evaluation(model: nn.Module) -> nn.Module:
     """Makes a model with a loss evaluate as the script's own module."""
-    _come_before(_WithLoss, model)
+    _put_before_class(_WithLoss, model)
     return model
 
 
-def _come_before(kind: type, model: nn.Module) -> None:
-    was = type(model)
-    model.__class__ = type(was.__name__, (kind, was), {"__module__": was.__module__})
+def _put_before_class(kind: type, model: nn.Module) -> None:
+    original = type(model)
+    model.__class__ = type(original.__name__, (kind, original), {"__module__": original.__module__})

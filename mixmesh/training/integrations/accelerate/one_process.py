@@ -1,7 +1,7 @@
 """N ranks that look like one process to Accelerate.
 
-It would otherwise wrap the model in DistributedDataParallel, cut the data once more, and divide or multiply
-by the number of processes. Which rank writes files and prints stays as it is: only the first one.
+Otherwise Accelerate would wrap the model in DistributedDataParallel, cut the data once more, and divide or
+multiply by the number of processes. Still only the first rank writes files and prints.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ....runtime.first_rank import wait_for_all
 
 
 def look_like_one_process(state: PartialState) -> None:
-    """Makes ``state``, and every Accelerator that is made after it, those of a single process. Raises
-    InputError if they are for another device than the plan's."""
+    """Makes ``state``, and every Accelerator created later, look like a single process. Raises InputError if
+    they use another device than the plan's."""
     device, planned = state.device, default_device()
     if device.type != planned.type or (is_accelerator(device) and device.index != planned.index):
         raise InputError(
@@ -36,16 +36,16 @@ def look_like_one_process(state: PartialState) -> None:
     # without GPUs Accelerate counts processes only where it is told to use CPUs
     state.process_index = int(os.environ["RANK"])
     state.local_process_index = int(os.environ.get("LOCAL_RANK", "0"))
-    made = AcceleratorState._shared_state  # left by an earlier Accelerator
-    if (made.get("num_processes"), made.get("process_index")) != (1, state.process_index):
+    earlier = AcceleratorState._shared_state  # of an Accelerator before this one
+    if (earlier.get("num_processes"), earlier.get("process_index")) != (1, state.process_index):
         AcceleratorState._reset_state()
     atexit.register(release_last_tensors)
 
 
 def keep_to_first_rank(state: PartialState) -> None:
-    """Has ``state`` wait for all ranks, and leave what is decorated with ``on_main_process`` and the like to
-    the first one, which in a single process it would not. All that Accelerate makes of its state shares
-    this."""
+    """Makes ``state`` wait for all ranks, and run what is decorated with ``on_main_process`` and the like on
+    the first rank only, which the state of a single process would not do. All objects that Accelerate derives
+    from its state share this."""
     state.wait_for_everyone = partial(wait_for_all, "wait_for_everyone")
     on_first = partial(_only_where, state.is_main_process)
     state.on_main_process = state.on_last_process = state.on_process = on_first
@@ -59,7 +59,8 @@ def _only_where(is_here: bool, function: Callable[..., Any], *_: Any, **__: Any)
 
 @contextmanager
 def as_first_process(state: PartialState) -> Iterator[None]:
-    """Within it this process is the first one for Accelerate: what depends on the rank is alike on all."""
+    """Within it Accelerate takes this process for the first one, so that what depends on the rank agrees on
+    all ranks."""
     before = state.process_index
     state.process_index = 0
     try:

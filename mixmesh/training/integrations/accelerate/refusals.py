@@ -1,4 +1,4 @@
-"""The arguments of an Accelerator, and calls of it, that cannot be kept exactly."""
+"""The arguments and calls of an Accelerator that a parallel one cannot serve exactly."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TOGETHER = (
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raises InputError for the first argument, or variable of ``accelerate launch``, that cannot be kept."""
+    """Raises InputError for the first argument, or variable of ``accelerate launch``, that is refused."""
     for name, reason in REFUSED.items():
         if arguments.get(name) is not None:
             raise _without(name, repr(arguments[name]), reason)
@@ -53,7 +53,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def check_accelerator(accelerator: Accelerator) -> None:
-    """Raises InputError for what only a finished Accelerator knows: its precision and its compiler."""
+    """Raises InputError for the precision and the compiler, which only a constructed Accelerator knows."""
     if accelerator.mixed_precision not in PRECISIONS:
         raise InputError(
             "a parallel Accelerator does not take this mixed_precision",
@@ -72,8 +72,8 @@ def check_accelerator(accelerator: Accelerator) -> None:
 def check_prepared(
     models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], loaders: Sequence[Any]
 ) -> None:
-    """Raises InputError unless ``prepare`` was given a model, its optimizer and its loader, or nothing that
-    is trained."""
+    """Raises InputError unless ``prepare`` was called with a model, its optimizer and its loader, or without
+    anything to train."""
     for loader in loaders:
         if isinstance(loader.dataset, IterableDataset):
             raise InputError(
@@ -88,18 +88,6 @@ def check_prepared(
             expected="one model, one optimizer and its training loader in one call",
             got=f"{len(models)} models, {len(optimizers)} optimizers, {len(loaders)} loaders",
             hint=TOGETHER,
-        )
-
-
-def check_model(model: nn.Module) -> None:
-    """Raises InputError for a model that is spread over devices already."""
-    marks = ("hf_device_map", "is_distributed_loading_by_transformers")
-    if any(getattr(model, mark, None) for mark in marks):
-        raise InputError(
-            "the model is spread over devices already",
-            expected="a model as on a single device",
-            got="from_pretrained(..., device_map=...) or distributed_config=...",
-            hint="from_pretrained(...) without them: the plan places the model",
         )
 
 

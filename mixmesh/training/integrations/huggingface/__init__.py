@@ -1,24 +1,15 @@
 """The Hugging Face Trainer. Needs transformers and accelerate, which mixmesh itself does not.
 
-Reading order: ``refusals`` (which arguments cannot be kept), ``loss`` (the Trainer's own loss as part of the
-model), ``trainer``. That N ranks look like one process is done in ``integrations.accelerate.one_process``.
+Reading order: ``refusals`` (arguments that are not supported), ``loss`` (the Trainer's own loss as part of
+the model), ``trainer``. ``integrations.accelerate.one_process`` makes N ranks look like one process.
 """
 
 from __future__ import annotations
 
-from ....errors import InputError
+from ..extras import require
 
-try:
-    import accelerate  # noqa: F401
-    import transformers  # noqa: F401
-except ImportError as error:
-    raise InputError(
-        "mixmesh.hf needs transformers and accelerate",
-        expected="both installed",
-        got=str(error),
-        hint="pip install transformers accelerate",
-    ) from error
+require("mixmesh.hf", ("transformers", "accelerate"), "both installed", "transformers accelerate")
 
-from .trainer import Seq2SeqTrainer, Trainer
+from .trainer import Seq2SeqTrainer, Trainer  # noqa: E402
 
 __all__ = ["Seq2SeqTrainer", "Trainer"]

@@ -1,5 +1,5 @@
-"""The model together with the loss that its Trainer computes: label smoothing, ``compute_loss_func``,
-``num_items_in_batch`` and a ``compute_loss`` of a subclass included."""
+"""The model together with the loss that its Trainer computes, including label smoothing,
+``compute_loss_func``, ``num_items_in_batch`` and the ``compute_loss`` of a subclass."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def with_trainer_loss(model: nn.Module, trainer: transformers.Trainer) -> nn.Mod
         plain.__class__ = original
         if isinstance(patched, MethodType):
             plain.forward = MethodType(patched.__func__, plain)
-        with _alike_in_every_step(trainer) as seen:
-            return seen.compute_loss(plain, inputs, num_items_in_batch=num_items)
+        with _checked(trainer) as checked:
+            return checked.compute_loss(plain, inputs, num_items_in_batch=num_items)
 
     wrapped = copy.copy(model)
     vars(wrapped).pop("forward", None)
@@ -41,22 +41,22 @@ def with_trainer_loss(model: nn.Module, trainer: transformers.Trainer) -> nn.Mod
 
 
 @contextmanager
-def _alike_in_every_step(trainer: transformers.Trainer) -> Iterator[transformers.Trainer]:
-    """A copy of ``trainer`` that computes losses and refuses what is not alike in every step.
+def _checked(trainer: transformers.Trainer) -> Iterator[transformers.Trainer]:
+    """A copy of ``trainer`` that computes losses and refuses what changes from step to step.
 
-    Raises InputError if attributes were changed, as a program has none."""
+    Raises InputError if its attributes were changed, since a program has no attributes."""
 
     def refuse(name: str, hint: str, *_: Any, **__: Any) -> Any:
         raise in_compute_loss(f"self.{name}", hint)
 
     kind = type(trainer)
     members = {name: property(partial(refuse, name, hint)) for name, hint in OF_TRAINING.items()}
-    seen = copy.copy(trainer)
-    vars(seen).pop("compute_loss", None)  # the Trainer's own, while it makes a training step
-    seen.__class__ = type(kind.__name__, (kind,), members)
-    before = _noted(seen)
-    yield seen
-    after = _noted(seen)
+    checked = copy.copy(trainer)
+    vars(checked).pop("compute_loss", None)  # that of a training step, which hands the model its batch
+    checked.__class__ = type(kind.__name__, (kind,), members)
+    before = _sizes(checked)
+    yield checked
+    after = _sizes(checked)
     for name in before.keys() | after.keys():
         if before.get(name) != after.get(name):
             raise in_compute_loss(
@@ -65,8 +65,8 @@ def _alike_in_every_step(trainer: transformers.Trainer) -> Iterator[transformers
             )
 
 
-def _noted(trainer: transformers.Trainer) -> dict[str, tuple[int, int]]:
-    """By attribute of a Trainer the object that it is, and how much is in it."""
+def _sizes(trainer: transformers.Trainer) -> dict[str, tuple[int, int]]:
+    """For each attribute of a Trainer the id of the object, and the number of its items."""
     return {
         name: (id(value), len(value) if isinstance(value, COLLECTIONS) else 0)
         for name, value in vars(trainer).items()

@@ -1,4 +1,4 @@
-"""The arguments of a Trainer that cannot be kept exactly, with what to write instead of each."""
+"""The arguments of a Trainer that a parallel one cannot serve exactly, with what to write instead of each."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OF_TRAINING = {
 
 @dataclass(frozen=True)
 class Refusal:
-    """An argument that is refused where ``is_set`` says so, and what to write instead."""
+    """An argument that is refused if ``is_set`` is true of all arguments; ``hint`` is what to write."""
 
     name: str
     is_set: Callable[[Any], Any]
@@ -66,7 +66,7 @@ REFUSALS = (
 
 
 def check_version() -> None:
-    """Raises InputError for a transformers whose Trainer has other methods than those that are extended."""
+    """Raises InputError for a version of transformers whose Trainer lacks a method that is extended."""
     missing = [name for name in EXTENDED if not hasattr(transformers.Trainer, name)]
     if missing:
         raise InputError(
@@ -78,7 +78,7 @@ def check_version() -> None:
 
 
 def check_args(args: transformers.TrainingArguments) -> None:
-    """Raises InputError for the first argument that cannot be kept."""
+    """Raises InputError for the first argument that is refused."""
     for refusal in REFUSALS:
         if refusal.is_set(args):
             raise InputError(
@@ -89,7 +89,7 @@ def check_args(args: transformers.TrainingArguments) -> None:
             )
 
 
-def check_methods(kind: type, ours: type) -> None:
+def check_methods(kind: type[transformers.Trainer], ours: type[transformers.Trainer]) -> None:
     """Raises InputError for a subclass with a training step of its own, which would not run in training."""
     if kind.training_step is not ours.training_step:
         raise InputError(
@@ -119,24 +119,12 @@ def check_own_methods(trainer: Any) -> None:
 
 
 def in_compute_loss(name: str, hint: str) -> InputError:
-    """The error for a use of what is not alike in every step."""
+    """The error for a ``compute_loss`` that uses what changes from step to step."""
     return unlike_in_steps("compute_loss", name, hint)
 
 
-def check_model(model: Any) -> None:
-    """Raises InputError for a model that is spread over devices already."""
-    marks = ("hf_device_map", "is_distributed_loading_by_transformers")
-    if any(getattr(model, mark, None) for mark in marks):
-        raise InputError(
-            "the model is spread over devices already",
-            expected="a model as on a single device",
-            got="from_pretrained(..., device_map=...) or distributed_config=...",
-            hint="from_pretrained(...) without them: the plan places the model",
-        )
-
-
 def check_dataset(dataset: Any) -> None:
-    """Raises InputError for data without indices, which Accelerate would read on the first rank alone."""
+    """Raises InputError for data without indices, which Accelerate would read on the first rank only."""
     if isinstance(dataset, IterableDataset):
         raise InputError(
             "a parallel Trainer does not read iterable data sets",
@@ -147,5 +135,5 @@ def check_dataset(dataset: Any) -> None:
 
 
 def refused(what: str, hint: str) -> InputError:
-    """The error for a call that a parallel Trainer does not answer."""
+    """The error for a call that a parallel Trainer refuses."""
     return InputError(what, hint=hint)

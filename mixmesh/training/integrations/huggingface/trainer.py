@@ -4,46 +4,39 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any
 
 import torch
 import transformers
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
+from ....base.patch import patched
 from ....errors import InputError
 from ....runtime.first_rank import from_first_rank
 from ....runtime.parallel import ParallelModel, full_optimizer_state_dict
 from ...preparation.loading import load, same_random_numbers
-from ...preparation.script import prepare
 from ..accelerate.one_process import as_first_process, look_like_one_process
-from ..launched import check_alike, is_launched
+from ..launched import check_alike, check_not_spread, is_launched, prepare_for
 from ..weights import fill, whole_weights
 from .loss import NUM_ITEMS, with_trainer_loss
-from .refusals import (
-    check_args,
-    check_dataset,
-    check_methods,
-    check_model,
-    check_own_methods,
-    check_version,
-    refused,
-)
+from .refusals import check_args, check_dataset, check_methods, check_own_methods, check_version, refused
 
 
 class Trainer(transformers.Trainer):
     """``transformers.Trainer`` for a script that every rank of ``torchrun`` runs.
 
     A step trains with ``per_device_train_batch_size`` samples times ``gradient_accumulation_steps`` **on all
-    devices together**, as on a single device, and has its loss, gradients and clipping. All ranks read the
+    devices together**, with the loss, the gradients and the clipping of a single device. All ranks read the
     same batches. The devices are detected and the step is planned when ``train`` starts; ``planning`` holds
-    arguments for that, as ``mixmesh.prepare`` takes them (``{"profile_s": 0}``). While it trains, the weights
-    are in the ranks' parts alone, and callbacks that read them are refused; evaluation, files and the end of
-    ``train`` have them whole in ``trainer.model``, on every rank. Without torchrun nothing is changed.
+    arguments of ``mixmesh.prepare`` for that (``{"profile_s": 0}``). During training every rank holds only
+    its part of the weights, and callbacks that read them are refused; evaluation, saving and the end of
+    ``train`` see them whole in ``trainer.model``, on every rank. Without torchrun nothing changes.
 
-    Raises InputError when it is made, for arguments that cannot be kept exactly.
+    The constructor raises InputError for arguments that cannot be served exactly.
     """
 
     def __init__(
@@ -56,7 +49,8 @@ class Trainer(transformers.Trainer):
     ) -> None:
         self.planning = dict(planning or {})
         self.parallel: ParallelModel | None = None  # while it trains
-        self._has_trained, self._example = False, None
+        self._has_trained = False
+        self._example: dict[str, Any] = {}  # a batch to plan by, while training is prepared
         if is_launched():
             check_version()
             args = args or transformers.TrainingArguments(output_dir="tmp_trainer")
@@ -66,7 +60,7 @@ class Trainer(transformers.Trainer):
             args.average_tokens_across_devices = False  # every rank sees all tokens
         super().__init__(model, args, *others, **kwargs)
         if is_launched():
-            check_model(self.model)
+            check_not_spread(self.model)
             check_dataset(self.train_dataset)
 
     # ---- data
@@ -79,7 +73,8 @@ class Trainer(transformers.Trainer):
             return super()._get_dataloader(dataset, *args, **kwargs)
 
     def _example_batch(self, loader: Any) -> dict[str, Any]:
-        """A batch of the full size, as ``compute_loss`` gets it. Random numbers are as they were before."""
+        """A batch of the full size in the form in which ``compute_loss`` gets it. Restores the state of
+        random numbers."""
         size = min(self._train_batch_size, len(loader.dataset))
         with same_random_numbers():
             batch = self._prepare_inputs(load(loader, list(range(size))))
@@ -109,25 +104,26 @@ class Trainer(transformers.Trainer):
             return super()._wrap_model(model, training, dataloader)
         check_own_methods(self)
         model = self.accelerator.prepare_model(model, evaluation_mode=True)
-        model.train()  # as every training step has it
-        wrapped = with_trainer_loss(model, self)
-        parallel, optimizer, _ = prepare(wrapped, self.optimizer, [self._example], **self.planning)
+        model.train()  # training steps run in this mode
+        assert self.optimizer is not None  # the Trainer creates it before it wraps the model
+        parallel, optimizer = prepare_for(
+            with_trainer_loss(model, self), self.optimizer, self._example, self.planning
+        )
         self.optimizer = self.accelerator.prepare_optimizer(optimizer, device_placement=False)
-        self._example, self._has_trained, self.parallel = None, True, parallel
+        self._example, self._has_trained, self.parallel = {}, True, parallel
         return parallel
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.parallel is None:
             return super().training_step(model, *args, **kwargs)
-        follows = not self.accelerator.sync_gradients  # another batch of the same optimizer step
-        # ranks draw other numbers here, and must draw their next batches alike
-        with same_random_numbers(), self.parallel.no_sync() if follows else nullcontext():
-            # a subclass's is in the program
-            self.compute_loss = MethodType(Trainer.compute_loss, self)
-            try:
-                return super().training_step(model, *args, **kwargs)
-            finally:
-                del self.compute_loss
+        accumulates = not self.accelerator.sync_gradients  # another batch of the same optimizer step follows
+        in_program = MethodType(Trainer.compute_loss, self)  # that of a subclass is a part of the program
+        with (
+            same_random_numbers(),  # ranks draw different numbers here, and must draw the next batch alike
+            self.parallel.no_sync() if accumulates else nullcontext(),
+            patched(self, "compute_loss", in_program),
+        ):
+            return super().training_step(model, *args, **kwargs)
 
     def compute_loss(
         self,
@@ -146,22 +142,27 @@ class Trainer(transformers.Trainer):
         return model(**inputs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        if self.parallel is not None:  # the best model is loaded into the script's own, and callbacks see it
-            fill(self.model, self.parallel)
-            self.parallel, self.model_wrapped = None, self.model
+        if self.parallel is not None:  # the best model is loaded into the script's own, which callbacks see
+            fill(self._own_model, self.parallel)
+            self.parallel, self.model_wrapped = None, self._own_model
         return super()._finalize_training(*args, **kwargs)
+
+    @property
+    def _own_model(self) -> nn.Module:
+        assert self.model is not None  # from the arguments or from model_init
+        return self.model
 
     # ---- evaluation and files
 
-    def _whole(self) -> Any:
-        return nullcontext() if self.parallel is None else whole_weights(self.model, self.parallel)
+    def _whole(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.parallel is None else whole_weights(self._own_model, self.parallel)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         with self._whole():
             output = super().evaluation_loop(*args, **kwargs)
         if self.parallel is None:
             return output
-        # devices may round otherwise, and what is decided by a metric must be decided alike on all ranks
+        # devices may round differently, and all ranks must decide alike by the metrics
         return output._replace(metrics=from_first_rank(lambda: output.metrics))
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
@@ -179,6 +180,7 @@ class Trainer(transformers.Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.parallel is None:
             return super()._save_optimizer_and_scheduler(output_dir)
+        assert isinstance(self.optimizer, AcceleratedOptimizer) and self.lr_scheduler is not None  # it trains
         state = full_optimizer_state_dict(self.parallel, self.optimizer.optimizer)
         if self.args.should_save:
             torch.save(state, os.path.join(output_dir, OPTIMIZER_NAME))
@@ -186,7 +188,7 @@ class Trainer(transformers.Trainer):
         return None
 
     def _save_rng_state(self, output_dir: str) -> None:
-        if self.args.should_save or not is_launched():  # they are alike on all ranks
+        if self.args.should_save or not is_launched():  # the numbers agree on all ranks
             super()._save_rng_state(output_dir)
 
     def _load_best_model(self) -> None:
@@ -202,4 +204,4 @@ class Trainer(transformers.Trainer):
 
 
 class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
-    """``transformers.Seq2SeqTrainer`` likewise: every rank generates for the whole set."""
+    """``transformers.Seq2SeqTrainer``, trained likewise. Every rank generates for the whole data set."""

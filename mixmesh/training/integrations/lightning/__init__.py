@@ -1,23 +1,20 @@
 """A Strategy for the Trainer of Lightning. Needs lightning, which mixmesh itself does not.
 
-Reading order: ``refusals`` (what cannot be kept), ``step`` (``training_step`` as the model that is planned,
+Reading order: ``refusals`` (what is not supported), ``step`` (``training_step`` as the model that is planned,
 with what it logs), ``strategy``.
 """
 
 from __future__ import annotations
 
-from ....errors import InputError
+from ..extras import require
 
-try:
-    import lightning.pytorch  # noqa: F401
-except ImportError as error:
-    raise InputError(
-        "mixmesh.lightning needs lightning",
-        expected="lightning installed (import lightning as L, not pytorch_lightning)",
-        got=str(error),
-        hint="pip install 'mixmesh[lightning]'",
-    ) from error
+require(
+    "mixmesh.lightning",
+    ("lightning.pytorch",),
+    "lightning installed (import lightning as L, not pytorch_lightning)",
+    "'mixmesh[lightning]'",
+)
 
-from .strategy import Strategy
+from .strategy import Strategy  # noqa: E402
 
 __all__ = ["Strategy"]

@@ -1,5 +1,5 @@
-"""Refuses what a Trainer or a LightningModule asks for and cannot be kept exactly, and says what to write
-instead."""
+"""The settings of a Trainer or a LightningModule that the strategy cannot serve exactly, with what to write
+instead of each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CALLBACKS = {
     StochasticWeightAveraging: "leave it out: it reads weights while they are in parts",
     WeightAveraging: "leave it out: it reads weights while they are in parts",
 }
-# attributes that only the Trainer knows, in training_step -> the line to write instead
+# attributes that only the Trainer knows, used in training_step -> what to write instead
 OF_TRAINER = {
     "trainer": LOOP,
     "global_step": "a buffer that training_step updates in place: self.step += 1",
@@ -49,7 +49,7 @@ METHODS_OF_TRAINER = {
 
 
 def check_training(trainer: pl.Trainer, module: pl.LightningModule, optimizers: list) -> None:
-    """Raises InputError for the first thing that would not be trained as on a single device."""
+    """Raises InputError for the first setting under which training would differ from a single device's."""
     if not module.automatic_optimization:
         raise refused("automatic_optimization = False", "the planned step of automatic optimization", LOOP)
     if len(optimizers) != 1:
@@ -58,14 +58,14 @@ def check_training(trainer: pl.Trainer, module: pl.LightningModule, optimizers: 
         raise refused("training_step(self, dataloader_iter)", "training_step(self, batch, batch_idx)", LOOP)
     if getattr(module, "_compiler_ctx", None) is not None:
         raise refused("torch.compile(module)", "the module itself", "leave torch.compile out")
-    for callback in trainer.callbacks:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # the connector sets it, past the stubs
         for kind, hint in CALLBACKS.items():
             if isinstance(callback, kind):
                 raise refused(kind.__name__, "a Trainer without it", hint)
 
 
 def check_precision(plugin: Precision) -> None:
-    """Raises InputError for a precision under which sums of ranks are not those of a single device."""
+    """Raises InputError for a precision under which sums over ranks differ from those of a single device."""
     is_bf16 = isinstance(plugin, MixedPrecision) and plugin.precision == "bf16-mixed"
     if type(plugin) not in (Precision, DoublePrecision) and not is_bf16:
         raise refused(
@@ -84,19 +84,19 @@ def check_device(device: torch.device, planned: torch.device) -> None:
 
 
 def refused(got: str, expected: str, hint: str) -> InputError:
-    """The error for what ``mixmesh.lightning.Strategy`` cannot keep."""
+    """The error for a setting that ``mixmesh.lightning.Strategy`` cannot serve."""
     return InputError(
         "mixmesh.lightning.Strategy cannot keep this exactly", expected=expected, got=got, hint=hint
     )
 
 
 def in_training_step(name: str, hint: str) -> InputError:
-    """The error for a use of what is not alike in every step."""
+    """The error for a ``training_step`` that uses what changes from step to step."""
     return unlike_in_steps("training_step", name, hint)
 
 
 class BatchIndex:
-    """Stands for ``batch_idx`` while ``training_step`` is traced: it may be handed on, and not be used."""
+    """Stands for ``batch_idx`` while ``training_step`` is traced: it may be passed on, but not used."""
 
     def _refuse(self, *_: Any) -> Any:
         raise in_training_step("batch_idx", "a buffer that training_step updates in place: self.step += 1")

@@ -1,4 +1,4 @@
-"""``training_step`` as the model that is planned: called with a batch, it returns a loss and what it logs."""
+"""``training_step`` as the model that is planned: a batch in, the loss and the logged values out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIMPLE = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True)
 class Logged:
-    """A call of ``self.log`` in ``training_step``: the value is the loss, or the output of this ``key``."""
+    """A call of ``self.log`` in ``training_step``. Its value is the output ``key``; None for the loss."""
 
     name: str
     key: str | None
@@ -34,7 +34,7 @@ class Logged:
     batch_size: int | None = None
 
     def log(self, module: pl.LightningModule, out: Any, batch_size: int | None) -> None:
-        """Logs this step's value."""
+        """Logs the value that the output ``out`` of a step has for it."""
         loss = out.loss if isinstance(out, Output) else out
         value = loss if self.key is None else out[LOGGED][self.key]
         size = None if self.batch_size is None else batch_size
@@ -43,15 +43,15 @@ class Logged:
 
 @dataclass(frozen=True)
 class Form:
-    """How a batch is made of its tensors: its structure, and its values that are no tensors."""
+    """A batch without its tensors: its structure, and its other values by place."""
 
     spec: Any
     constants: tuple[tuple[int, Any], ...]
 
     @classmethod
     def of(cls, batch: Any) -> tuple[Form, dict[str, Tensor]]:
-        """The form of a batch and its tensors by name. Raises InputError for values that cannot be
-        compared."""
+        """The form of a batch, and its tensors by name. Raises InputError for values other than tensors that
+        cannot be compared between steps."""
         leaves, spec = pytree.tree_flatten(batch)
         others = [(n, leaf) for n, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)]
         for _, leaf in others:
@@ -66,32 +66,35 @@ class Form:
         return cls(spec, tuple(others)), tensors
 
     def batch(self, tensors: Mapping[str, Tensor]) -> Any:
-        """The batch that these tensors are of."""
-        known = dict(self.constants)
-        count = len(known) + len(tensors)
-        leaves = [known[n] if n in known else tensors[f"batch_{n}"] for n in range(count)]
+        """The batch of this form that holds these tensors."""
+        constants = dict(self.constants)
+        count = len(constants) + len(tensors)
+        leaves = [constants[n] if n in constants else tensors[f"batch_{n}"] for n in range(count)]
         return pytree.tree_unflatten(leaves, self.spec)
 
 
 @dataclass
 class Log:
-    """The values that a step logs, once it was traced. An object of its own, as export takes back what is
-    assigned to modules."""
+    """The calls of ``self.log`` of a step, once it was traced. A separate object, since export undoes
+    assignments to modules."""
 
-    entries: tuple[Logged, ...] | None = None
+    calls: tuple[Logged, ...] | None = None
 
-    def keep(self, entries: tuple[Logged, ...]) -> None:
-        """Remembers the entries. Raises InputError if they depend on the shape of the batch."""
-        if self.entries is None:
-            self.entries = entries
-        if [replace(x, batch_size=None) for x in entries] != [
-            replace(x, batch_size=None) for x in self.entries
-        ]:
+    def keep(self, calls: tuple[Logged, ...]) -> None:
+        """Remembers the calls. Raises InputError if they depend on the shape of the batch."""
+        if self.calls is None:
+            self.calls = calls
+        if [replace(x, batch_size=None) for x in calls] != [replace(x, batch_size=None) for x in self.calls]:
             raise in_training_step("self.log for some shapes of a batch alone", "log the same in every step")
+
+    def traced(self) -> tuple[Logged, ...]:
+        """The calls of a step that was traced."""
+        assert self.calls is not None  # every run of the step keeps them
+        return self.calls
 
 
 class TrainingStep(nn.Module):
-    """``module.training_step`` for batches of one ``form``. ``log``: what it logs, once it was traced."""
+    """``module.training_step`` for batches of one ``form``. ``log`` has what it logs, once it was traced."""
 
     def __init__(self, module: pl.LightningModule, batch: Any, takes_index: bool) -> None:
         super().__init__()
@@ -127,7 +130,7 @@ class TrainingStep(nn.Module):
 
 
 def size_of(batch: Any) -> int | None:
-    """How many samples Lightning takes a batch to have; None if it cannot tell."""
+    """The number of samples that Lightning counts in a batch; None if it cannot tell."""
     try:
         return extract_batch_size(batch)
     except Exception:  # MisconfigurationException: it has no tensor
@@ -152,7 +155,7 @@ def _loss_of(returned: Any) -> Tensor:
 
 @contextmanager
 def _traced(module: pl.LightningModule, calls: list[dict[str, Any]]) -> Iterator[None]:
-    """Within it ``module`` notes what it logs in ``calls``, and refuses what is not alike in every step."""
+    """Within it ``module`` appends what it logs to ``calls``, and refuses what changes from step to step."""
 
     def log(self: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
         call = dict(_LOG.bind(self, *args, **kwargs).arguments)
@@ -175,12 +178,12 @@ def _traced(module: pl.LightningModule, calls: list[dict[str, Any]]) -> Iterator
     members: dict[str, Any] = {"log": log, "log_dict": log_dict}
     members |= {name: property(partial(refuse, name, hint)) for name, hint in OF_TRAINER.items()}
     members |= {name: partial(refuse, name, hint) for name, hint in METHODS_OF_TRAINER.items()}
-    was, lengths = type(module), _lengths(module)
-    module.__class__ = type(was.__name__, (was,), {**members, "__module__": was.__module__})
+    original, lengths = type(module), _lengths(module)
+    module.__class__ = type(original.__name__, (original,), {**members, "__module__": original.__module__})
     try:
         yield
     finally:
-        module.__class__ = was
+        module.__class__ = original
     for name, length in _lengths(module).items():
         if length != lengths.get(name, length):
             raise in_training_step(
@@ -190,7 +193,7 @@ def _traced(module: pl.LightningModule, calls: list[dict[str, Any]]) -> Iterator
 
 
 def _lengths(module: nn.Module) -> dict[str, int]:
-    """How much is in each list and the like that is an attribute of a module."""
+    """The lengths of all lists, sets and deques that are attributes of a module, by their path."""
     return {
         f"{path}.{name}".lstrip("."): len(value)
         for path, each in module.named_modules()

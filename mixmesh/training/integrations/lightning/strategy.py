@@ -1,10 +1,11 @@
-"""``Strategy``: every training step of Lightning's Trainer is run by a plan on all ranks."""
+"""``Strategy``: runs every training step of Lightning's Trainer by a plan on all ranks."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,12 +22,12 @@ from ....runtime.comm import default_device, initialise
 from ....runtime.first_rank import from_first_rank, wait_for_all
 from ....runtime.parallel import ParallelModel, full_optimizer_state_dict
 from ...preparation.loading import same_random_numbers, take_random_numbers
-from ...preparation.script import prepare
 from ..launched import (
     check_alike,
     is_launched,
     keep_metrics_apart,
     learning_rates,
+    prepare_for,
 )
 from ..lending import Lender
 from ..weights import fill
@@ -36,17 +37,49 @@ from .step import LOGGED, Form, TrainingStep, size_of
 TIMEOUT_S = 300.0
 
 
+@dataclass(frozen=True)
+class _Planned:
+    """The planned ``step``: its ``parallel`` model, the lender of the module, and for each submodule whether
+    it trained when the step was planned."""
+
+    step: TrainingStep
+    parallel: ParallelModel
+    lender: Lender
+    modes: dict[str, bool]
+
+    def check_form(self, form: Form, modes: Mapping[str, bool]) -> None:
+        """Raises InputError unless a batch has the planned form and the modules their planned modes."""
+        if modes != self.modes:
+            changed = [name or "the module" for name, mode in modes.items() if mode != self.modes.get(name)]
+            raise InputError(
+                "modules train that evaluated when the step was planned, or the other way round",
+                expected="the modes of the first step",
+                got=", ".join(changed[:3]),
+                hint="module.eval() of a frozen part in on_fit_start, or a new Trainer from there on",
+            )
+        if form != self.step.form:
+            raise InputError(
+                "the batch has another form than the one that was planned",
+                expected=f"{self.step.form.spec}, {self.step.form.constants}",
+                got=f"{form.spec}, {form.constants}",
+                hint=(
+                    "a collate_fn that returns the same names, numbers that change as tensors, and no words "
+                    "that change"
+                ),
+            )
+
+
 class Strategy(SingleDeviceStrategy):
     """Trains with all processes of ``torchrun`` as with a single device.
 
-    Every rank runs the script and reads the same, whole batches. The devices are detected, and
-    ``training_step`` is planned with what it logs, when the first batch is there; ``planning`` holds
-    arguments for that, as ``mixmesh.prepare`` takes them (``{"profile_s": 0}``). While it trains, the
-    module's weights are in the ranks' parts, and hooks and callbacks that read them are refused; validation,
-    checkpoints and the end of ``fit`` have them whole in the module, on every rank. Without torchrun it is a
-    single device.
+    Every rank runs the script and reads the same, whole batches. When the first batch is there, the devices
+    are detected and ``training_step`` is planned with what it logs; ``planning`` holds arguments of
+    ``mixmesh.prepare`` for that (``{"profile_s": 0}``). During training every rank holds only its part of the
+    module's weights, and hooks and callbacks that read them are refused; validation, checkpoints and the end
+    of ``fit`` see them whole in the module, on every rank. Without torchrun it is the strategy of a single
+    device.
 
-    Raises InputError when ``fit`` starts, for what cannot be kept exactly.
+    ``fit`` raises InputError at its start for settings that cannot be served exactly.
     """
 
     strategy_name = "mixmesh"
@@ -54,11 +87,18 @@ class Strategy(SingleDeviceStrategy):
     def __init__(self, *, planning: Mapping[str, Any] | None = None, **options: Any) -> None:
         super().__init__(**options)
         self.planning = dict(planning or {})
-        self.parallel: ParallelModel | None = None  # from the first batch on
-        self._step: TrainingStep | None = None
-        self._lender: Lender | None = None
-        self._modes: dict[str, bool] = {}
+        self._planned: _Planned | None = None  # from the first batch on
         self._has_trained = False
+
+    @property
+    def parallel(self) -> ParallelModel | None:
+        """The parallel model; None before the first batch."""
+        return None if self._planned is None else self._planned.parallel
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None  # connected before any hook runs
+        return self.lightning_module
 
     # ---- one process
 
@@ -85,90 +125,73 @@ class Strategy(SingleDeviceStrategy):
         return from_first_rank(lambda: obj) if dist.is_initialized() else obj
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """The first rank's: devices may round otherwise, and all must decide alike."""
+        """The first rank's decision: devices may round differently, and all ranks must decide alike."""
         return self.broadcast(decision)
 
     # ---- training
 
     def setup(self, trainer: pl.Trainer) -> None:
         fits = is_launched() and trainer.state.fn == TrainerFn.FITTING
-        if fits and self.parallel is not None:
+        if fits and self._planned is not None:
             raise refused("a second fit", "one fit of a Trainer", "make a new Trainer, with a new Strategy()")
         super().setup(trainer)
         if fits:
-            check_training(trainer, self.lightning_module, self.optimizers)
+            check_training(trainer, self._module, self.optimizers)
             check_precision(self.precision_plugin)
             take_random_numbers()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Plans by the first batch: before the optimizer's first step, which runs the training step."""
-        if not is_launched() or self.parallel is not None:
+        """Plans by the first batch, before the first step of the optimizer, which calls ``training_step``."""
+        if not is_launched() or self._planned is not None:
             return
-        module, (optimizer,) = self.lightning_module, self.optimizers
+        module, (optimizer,) = self._module, self.optimizers
         takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-        step = TrainingStep(module, batch, takes_index)
-        self._modes = _modes(module)
+        step, modes = TrainingStep(module, batch, takes_index), _modes(module)
         with self.precision_plugin.train_step_context():
             options = {"outputs": (IfGiven(LOGGED),), **self.planning}
-            parallel, _, _ = prepare(step, optimizer, [step.tensors], **options)
-        step.log.keep(from_first_rank(lambda: step.log.entries))  # only one rank traces
-        module.zero_grad = parallel.zero_grad  # before validation Lightning asks the module for it
-        self.parallel, self._step, self._lender = parallel, step, Lender(parallel)
+            parallel, _ = prepare_for(step, optimizer, step.tensors, options)
+        step.log.keep(from_first_rank(step.log.traced))  # only one rank traces
+        vars(module)["zero_grad"] = parallel.zero_grad  # before validation Lightning calls the module's
+        self._planned = _Planned(step, parallel, Lender(parallel), modes)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self.parallel is None:
+        planned = self._planned
+        if planned is None:
             return super().training_step(*args, **kwargs)
-        batch, module, step = args[0], self.lightning_module, self._step
-        self._lender.take_back()
+        batch, logged = args[0], planned.step.log.traced()
+        planned.lender.take_back()
         form, tensors = Form.of(batch)
         check_alike(tensors, learning_rates(self.optimizers[0]))
-        self._check_as_planned(form)
-        # ranks draw other numbers here, and must draw their next batches alike
-        with self.precision_plugin.train_step_context(), same_random_numbers(), self._unless_stepping():
-            out = self.parallel(**tensors)
-        if any(each.key is not None for each in step.log.entries):
+        planned.check_form(form, _modes(self._module))
+        with (
+            self.precision_plugin.train_step_context(),
+            same_random_numbers(),  # ranks draw different numbers here, and must draw the next batch alike
+            self._unless_stepping(planned.parallel),
+        ):
+            out = planned.parallel(**tensors)
+        if any(each.key is not None for each in logged):
             out = out.everywhere()
-        for each in step.log.entries:
-            each.log(module, out, size_of(batch))
+        for each in logged:
+            each.log(self._module, out, size_of(batch))
         return out.loss
 
-    def _check_as_planned(self, form: Form) -> None:
-        modes = _modes(self.lightning_module)
-        if modes != self._modes:
-            changed = [name or "the module" for name, mode in modes.items() if mode != self._modes.get(name)]
-            raise InputError(
-                "modules train that evaluated when the step was planned, or the other way round",
-                expected="the modes of the first step",
-                got=", ".join(changed[:3]),
-                hint="module.eval() of a frozen part in on_fit_start, or a new Trainer from there on",
-            )
-        if form != self._step.form:
-            raise InputError(
-                "the batch has another form than the one that was planned",
-                expected=f"{self._step.form.spec}, {self._step.form.constants}",
-                got=f"{form.spec}, {form.constants}",
-                hint=(
-                    "a collate_fn that returns the same names, numbers that change as tensors, and no words "
-                    "that change"
-                ),
-            )
-
-    def _unless_stepping(self) -> Any:
-        """Leaves gradients unsummed where another batch of the same optimizer step follows."""
-        follows = self.lightning_module.trainer.fit_loop._should_accumulate()
-        return self.parallel.no_sync() if follows else nullcontext()
+    def _unless_stepping(self, parallel: ParallelModel) -> AbstractContextManager[None]:
+        """``no_sync`` of the model where another batch of the same optimizer step follows."""
+        accumulates = self._module.trainer.fit_loop._should_accumulate()
+        return parallel.no_sync() if accumulates else nullcontext()
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self.parallel is None:
+        if self._planned is None:
             return super().backward(closure_loss, *args, **kwargs)
-        with same_random_numbers(), self._unless_stepping():  # regions are computed again
+        # rematerialised regions draw random numbers
+        with same_random_numbers(), self._unless_stepping(self._planned.parallel):
             return super().backward(closure_loss, *args, **kwargs)
 
     # ---- the whole module
 
     def _lend(self) -> None:
-        if self.parallel is not None and not self._has_trained:
-            self._lender.lend()
+        if self._planned is not None and not self._has_trained:
+            self._planned.lender.lend()
 
     def on_validation_start(self) -> None:
         self._lend()
@@ -178,28 +201,30 @@ class Strategy(SingleDeviceStrategy):
         return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        if self.parallel is None:
+        if self._planned is None:
             return super().optimizer_state(optimizer)
-        return full_optimizer_state_dict(self.parallel, getattr(optimizer, "_optimizer", optimizer))
+        return full_optimizer_state_dict(self._planned.parallel, getattr(optimizer, "_optimizer", optimizer))
 
     def on_train_end(self) -> None:
-        if self.parallel is not None and not self._has_trained:
-            self._lender.take_back()
-            fill(self._step, self.parallel)
-            del self.lightning_module.zero_grad
+        planned = self._planned
+        if planned is not None and not self._has_trained:
+            planned.lender.take_back()
+            fill(planned.step, planned.parallel)
+            del vars(self._module)["zero_grad"]
             self._has_trained = True
 
     def teardown(self) -> None:
-        if self.parallel is None:
+        if self._planned is None:
             return super().teardown()
         if self._has_trained:
-            self.lightning_module.cpu()
+            self._module.cpu()
         self.precision_plugin.teardown()
-        self.accelerator.teardown()
+        if self.accelerator is not None:
+            self.accelerator.teardown()
         self.checkpoint_io.teardown()
         return None
 
 
 def _modes(module: torch.nn.Module) -> dict[str, bool]:
-    """Whether each module trains, by name."""
+    """For each submodule, by name, whether it trains."""
     return {name: each.training for name, each in module.named_modules()}

@@ -1,0 +1,32 @@
+"""Least squares with bounds."""
+
+from __future__ import annotations
+
+import numpy as np
+
+SWEEPS = 20_000
+SETTLED = 1e-12  # relative to the largest figure
+
+
+def bounded_least_squares(
+    matrix: np.ndarray, wanted: np.ndarray, low: np.ndarray, high: np.ndarray
+) -> np.ndarray:
+    """The x between ``low`` and ``high`` for which ``matrix @ x`` is nearest to ``wanted``, by coordinates in
+    turn, which finds the minimum of a convex function over a box (Bertsekas, "Nonlinear Programming", 1999,
+    section 2.7). Columns that are 0 keep the value of ``low``."""
+    scale = np.sqrt((matrix**2).sum(axis=0))
+    scale[scale == 0] = 1.0
+    columns = matrix / scale
+    gram, target = columns.T @ columns, columns.T @ wanted
+    below, above = low * scale, high * scale
+    x = np.clip(target, below, above)
+    for _ in range(SWEEPS):
+        before = x.copy()
+        for n in range(len(x)):
+            if gram[n, n] > 0:
+                x[n] = np.clip(x[n] + (target[n] - gram[n] @ x) / gram[n, n], below[n], above[n])
+            else:
+                x[n] = below[n]
+        if np.max(abs(x - before), initial=0.0) <= SETTLED * max(np.max(abs(x)), 1e-300):
+            break
+    return x / scale

@@ -1,0 +1,22 @@
+"""Attributes that are replaced for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within it, ``value`` is the attribute ``name`` of an object, a class or a module."""
+    is_own = name in vars(owner)  # and not one of its class
+    original = vars(owner).get(name)  # of a class the method itself, not one that is bound
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)

@@ -1,0 +1,143 @@
+"""One device of a cluster: its figures, from a table of the cluster file and the catalogue."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any, Literal
+
+from ..base.units import GBYTE, MICRO, ONE, TFLOP, in_gib, in_unit, si, si_bytes
+from ..errors import ClusterError
+from .catalogue import CATALOGUE
+from .file import DeviceTable
+
+# One core of a current server CPU with AVX2, as a matrix product in PyTorch uses it.
+CPU_CORETFLOP_PER_S = Decimal("0.05")
+CPU_CORE_MEMORYGBYTE_PER_S = Decimal(10)
+CPU_DEVICE_MEMORY_GIB = Decimal(2)
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator. Devices of equal ``name`` are of one type: what was measured on one holds for all.
+
+    ``flop_per_s`` is the fp32 peak without TF32, ``half_flop_per_s`` the fp16/bf16 peak, ``tf32_flop_per_s``
+    that of fp32 on tensor cores, 0 without them. ``cpu_share`` is set on devices that the testbed emulates;
+    ``kind`` says where the computing happens. ``issue_s`` is what an operator takes of its host, None if that
+    is not known; ``sustained`` the share of the arithmetic peaks that its power limit allows under load.
+    ``efficiency`` has rows that replace those of ``mixmesh.cost.efficiency``, for a card whose own are known:
+    class, dtype, share of the peak, ramp in seconds, factor on the usual backward pass.
+    """
+
+    name: str
+    flop_per_s: float
+    memory_bytes: int
+    memory_bytes_per_s: float
+    cpu_share: float | None = None
+    kind: Literal["gpu", "cpu"] = "gpu"
+    half_flop_per_s: float = 0.0  # 0: as flop_per_s
+    supports_bf16: bool = False
+    tf32_flop_per_s: float = 0.0
+    issue_s: float | None = None
+    sustained: float = 1.0
+    efficiency: tuple[tuple[str, str, float, float, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.half_flop_per_s:
+            object.__setattr__(self, "half_flop_per_s", self.flop_per_s)
+        rates = ("flop_per_s", "half_flop_per_s", "memory_bytes", "memory_bytes_per_s")
+        require_positive(self, *rates, "cpu_share", "sustained")
+        if self.cpu_share is not None and self.cpu_share > 1:
+            raise ClusterError("cpu_share is above 1", expected="at most one core", got=str(self.cpu_share))
+
+
+def device_of(table: DeviceTable) -> Device:
+    """The device of a table: what it does not give is that of its row of the catalogue."""
+    row = CATALOGUE[table.device] if table.device is not None else None
+    share = table.cpu_share if table.cpu_share is not None else Decimal(1)
+    tflop_per_s = first(table.tflop_per_s, row and row.tflop_per_s, CPU_CORETFLOP_PER_S * share)
+    half = first(
+        table.half_tflop_per_s, row.half_tflop_per_s if row and table.tflop_per_s is None else tflop_per_s
+    )
+    memory_gib = first(table.memory_gib, row and row.memory_gib, CPU_DEVICE_MEMORY_GIB)
+    memory_gbyte_per_s = first(
+        table.memory_gbyte_per_s, row and row.memory_gbyte_per_s, CPU_CORE_MEMORYGBYTE_PER_S * share
+    )
+    name = row.name if row else "cpu"
+    if table.cpu_share is not None:
+        name += f"@{table.cpu_share}"
+    kind = first(table.kind, "gpu" if table.cpu_share is None else "cpu")
+    # a card has more than its rates, unless it is emulated or other rates are given
+    card = row if kind == "gpu" and table.tflop_per_s is None else None
+    return Device(
+        name=first(table.name, name),
+        flop_per_s=si(tflop_per_s, TFLOP),
+        memory_bytes=si_bytes(memory_gib),
+        memory_bytes_per_s=si(memory_gbyte_per_s, GBYTE),
+        cpu_share=None if table.cpu_share is None else float(table.cpu_share),
+        kind=kind,
+        half_flop_per_s=si(half, TFLOP),
+        supports_bf16=first(table.supports_bf16, row is not None and row.supports_bf16),
+        tf32_flop_per_s=si(first(table.tf32_tflop_per_s, card.tf32_tflop_per_s if card else 0), TFLOP),
+        issue_s=None if table.issue_us is None else si(table.issue_us, MICRO),
+        sustained=float(first(table.sustained, card.sustained if card else 1)),
+        efficiency=tuple(
+            (name, dtype, float(share), si(ramp_us, MICRO), float(backward))
+            for name, dtype, share, ramp_us, backward in table.efficiency or ()
+        ),
+    )
+
+
+def device_toml(device: Device) -> str:
+    """The table of a device in a cluster file, every figure written out."""
+    pairs = {
+        "name": toml_string(device.name),
+        "kind": toml_string(device.kind),
+        "tflop_per_s": in_unit(device.flop_per_s, TFLOP),
+        "half_tflop_per_s": in_unit(device.half_flop_per_s, TFLOP),
+        "supports_bf16": json.dumps(device.supports_bf16),
+        "memory_gib": in_gib(device.memory_bytes),
+        "memory_gbyte_per_s": in_unit(device.memory_bytes_per_s, GBYTE),
+    }
+    if device.cpu_share is not None:
+        pairs["cpu_share"] = in_unit(device.cpu_share, ONE)
+    if device.tf32_flop_per_s:
+        pairs["tf32_tflop_per_s"] = in_unit(device.tf32_flop_per_s, TFLOP)
+    if device.issue_s is not None:
+        pairs["issue_us"] = in_unit(device.issue_s, MICRO)
+    if device.sustained != 1.0:
+        pairs["sustained"] = in_unit(device.sustained, ONE)
+    if device.efficiency:
+        pairs["efficiency"] = f"[{', '.join(map(_efficiency_toml, device.efficiency))}]"
+    return "{ " + ", ".join(f"{key} = {value}" for key, value in pairs.items()) + " }"
+
+
+def _efficiency_toml(row: tuple[str, str, float, float, float]) -> str:
+    name, dtype, share, ramp_s, backward = row
+    figures = in_unit(share, ONE), in_unit(ramp_s, MICRO), in_unit(backward, ONE)
+    return f'["{name}", "{dtype}", {", ".join(figures)}]'
+
+
+def toml_string(text: str) -> str:
+    """Text in quotes."""
+    # JSON's escapes are TOML's, but for characters above U+FFFF, and for U+007F, which TOML wants escaped
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def first(*values):
+    """The first value that is there."""
+    return next(value for value in values if value is not None)
+
+
+def require_positive(owner: Any, *names: str) -> None:
+    """Raises ClusterError for a field of ``owner`` that is not finite and above 0; None is allowed."""
+    for name in names:
+        value = getattr(owner, name)
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise ClusterError(
+                f'{name} of {type(owner).__name__.lower()} "{owner.name}" is not usable',
+                expected="a finite number above 0",
+                got=str(value),
+            )

@@ -1,0 +1,88 @@
+"""Shares that kernels of GPUs reach of their device's peaks, by class of operator, dtype and size.
+
+A kernel takes its ``ramp_s`` and its work at ``share`` of the peak: of a product that takes t seconds at the
+peak it reaches ``share * t / (t + share * ramp_s)``, half of what a large one does where t is
+``share * ramp_s``. Figures are those of usual shapes in training and not the best that a library can do; they
+are fitted to no card. A cluster file may give a card's own (``efficiency``).
+
+Sources, by row:
+
+- half, tf32: alone and in their best shapes products reach 90 % of the peak on V100
+  (forums.developer.nvidia.com/t/79781), 86 % on A100, 80 % on H100 and 58 % on MI300X (Bekman, "Machine
+  Learning Engineering", maximum achievable matmul FLOPS); on H100, 4096^3 takes 81 % in TF32 and 79 % in
+  bf16, 1024 x 1024 x 2048 32 and 35 % (OpenXLA, ``matmul_interpolator_data.h``): a ramp of 5 us. Products of
+  a training are less square, and under load the clock falls: whole trainings that were measured had 50 to
+  65 % in half precision.
+- f32: nearly all of the peak alone, 60 to 75 % in the whole trainings that were measured. Taken in between.
+- thin products: a side below a tile of the kernel, which is 64 to 256 (NVIDIA, "Matrix Multiplication
+  Background User's Guide", on tile and wave quantization), as the heads of attention are. An estimate.
+- convolutions: an estimate; kernels for tensor cores that are given channels first turn their data around.
+- depthwise convolutions have few multiply-adds a byte and no kernels for tensor cores (Qin et al.,
+  "Diagonalwise Refactorization", 2018). An estimate.
+- attention: FlashAttention-2 reaches 50 to 73 % on A100 (Dao, 2023, section 4.1), kernels for fp32 and older
+  cards less. An estimate.
+- memory: about 90 % of the datasheet's rate in plain copies (Deakin et al., "BabelStream"), less where rows
+  are reduced, far less where they are looked up. An estimate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..cluster import Device
+from ..cluster.classes import (
+    ANY,
+    ATTENTION,
+    CONVOLUTION,
+    DEPTHWISE,
+    ELEMENTWISE,
+    F32,
+    HALF,
+    LOOKUP,
+    PRODUCT,
+    REDUCTION,
+    TF32,
+    THIN,
+)
+
+MICRO = 1e-6
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """``share`` of the peak of arithmetic, or of the memory's rate, and ``ramp_s`` for each kernel.
+    ``backward`` is how many times as long as by the usual factors the backward pass takes."""
+
+    share: float
+    ramp_s: float
+    backward: float = 1.0
+
+
+# class, dtype, share of the peak, ramp in us
+ROWS = (
+    (PRODUCT, F32, 0.80, 4.0), (PRODUCT, TF32, 0.65, 5.0), (PRODUCT, HALF, 0.65, 5.0),
+    (THIN, F32, 0.55, 4.0), (THIN, TF32, 0.35, 5.0), (THIN, HALF, 0.30, 5.0),
+    (CONVOLUTION, F32, 0.70, 6.0), (CONVOLUTION, TF32, 0.35, 8.0), (CONVOLUTION, HALF, 0.30, 8.0),
+    (DEPTHWISE, F32, 0.06, 6.0), (DEPTHWISE, TF32, 0.06, 6.0), (DEPTHWISE, HALF, 0.06, 6.0),
+    (ATTENTION, F32, 0.50, 8.0), (ATTENTION, TF32, 0.30, 8.0), (ATTENTION, HALF, 0.45, 8.0),
+    (ELEMENTWISE, ANY, 0.85, 2.0), (REDUCTION, ANY, 0.75, 3.0), (LOOKUP, ANY, 0.50, 3.0),
+)  # fmt: skip
+USUAL = {(name, dtype): Efficiency(share, ramp_us * MICRO) for name, dtype, share, ramp_us in ROWS}
+
+
+def efficiency(name: str, dtype: str, device: Device) -> Efficiency:
+    """The efficiency of a class of operators on a device: its own where the cluster file has them, else the
+    usual one."""
+    for own_name, own_dtype, *figures in device.efficiency:
+        if (own_name, own_dtype) == (name, dtype):
+            return Efficiency(*figures)
+    return USUAL[name, dtype]
+
+
+def peak_flop_per_s(name: str, dtype: str, device: Device) -> float:
+    """The arithmetic peak that kernels of a class are to be held against. Depthwise convolutions have none on
+    tensor cores."""
+    if name == DEPTHWISE:
+        return device.flop_per_s
+    peaks = {F32: device.flop_per_s, TF32: device.tf32_flop_per_s, HALF: device.half_flop_per_s}
+    return peaks[dtype]

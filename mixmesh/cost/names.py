@@ -1,0 +1,16 @@
+"""Names of collectives, and of the ways to do them."""
+
+from __future__ import annotations
+
+# collectives of gradients and parameters to a rank of each machine, between these, and back, by what they do
+LEVELLED = {
+    "all_reduce": "levelled_all_reduce",
+    "reduce_scatter": "levelled_reduce_scatter",  # to owners, each of whom speaks for its machine
+    "all_gather": "levelled_all_gather",
+}
+FLAT = {levelled: name for name, levelled in LEVELLED.items()}
+DIRECT = "direct_all_reduce"  # every rank sends its addend to every other one, and adds up what it gets
+USUAL = {**FLAT, DIRECT: "all_reduce"}  # the library's own collective, by the name of another way to do it
+COLLECTIVES = (
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send", *USUAL,
+)  # fmt: skip

@@ -1,0 +1,14 @@
+"""Whether matrix products of float32 may run in TF32 on the tensor cores of a GPU: a setting of the job's
+process, which neither a graph nor a program shows."""
+
+from __future__ import annotations
+
+import torch
+
+SETTING = "torch.backends.cuda.matmul.allow_tf32"
+
+
+def tf32_now() -> bool:
+    """The setting of this process, however it was made: ``allow_tf32``, ``fp32_precision``, or
+    ``torch.set_float32_matmul_precision``."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"

@@ -1,0 +1,20 @@
+"""Which modules of a model train: a program is made for one mode of each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+Modes = tuple[bool, ...]  # whether each module of a model trains, in their order
+
+
+def modes_of(modules: Iterable[nn.Module]) -> Modes:
+    """Whether each of these modules trains."""
+    return tuple([module.training for module in modules])
+
+
+def set_modes(modules: Iterable[nn.Module], modes: Modes) -> None:
+    """Gives each module its mode, without a call of ``train()``, which models write for themselves."""
+    for module, mode in zip(modules, modes, strict=True):
+        module.training = mode

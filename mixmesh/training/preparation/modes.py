@@ -1,0 +1,31 @@
+"""The modes that a model is planned in: those that its training steps will have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from ...runtime.modes import Modes, modes_of, set_modes
+from ...runtime.whole_model import own_module
+
+
+def has_own_train(model: nn.Module) -> bool:
+    """Whether ``model.train()`` does more than set the mode of every module: the usual way to keep batch norm
+    frozen."""
+    return any(type(module).train is not nn.Module.train for module in model.modules())
+
+
+@contextmanager
+def as_its_train_has_it(model: nn.Module) -> Iterator[Modes]:
+    """Within it a model that trains, and has a ``train()`` of its own, is as that leaves it: so it is in
+    every step of a loop that calls it. Gives the modes of its modules before, which it has again after."""
+    own = own_module(model)
+    before = modes_of(own.modules())
+    if own.training and has_own_train(own):
+        own.train()
+    try:
+        yield before
+    finally:
+        set_modes(own.modules(), before)
