@@ -26,7 +26,7 @@ from mixmesh.frontend.trace import trace
 from mixmesh.lang.ir import Program, make_ratio, samples_of
 from mixmesh.lang.optimizer_states import OptimizerStates
 from mixmesh.lang.plan_file import MicroBatch, Plan
-from mixmesh.measure.profiler.constants import process_bytes
+from mixmesh.measure.profiler.constants import process_memory
 from mixmesh.passes.buckets import with_buckets
 from mixmesh.passes.recomputation import recomputed
 from mixmesh.passes.zero import with_stage
@@ -173,7 +173,7 @@ def compared(name: str) -> list[tuple[int, int]]:
     """Per rank, predicted and measured bytes, with the constant that is measured here."""
     job, kind, shares = CASES[name]
     program, micro_batches, states = planned(job, kind, shares)
-    _, constant = process_bytes()
+    constant = process_memory().working
     costs = CostModel(cpus(len(shares)))
     timeline = simulate(program, costs, optimizer_states=states, micro_batches=micro_batches)
     held = zip(timeline.peak_memory_bytes, map(costs.memory_constant_bytes, range(len(shares))))

@@ -34,7 +34,7 @@ class Model(nn.Sequential):
         return super().forward(x).square().mean()
 
 
-def prepare(folder: Path, *devices: str, faster: float = 1.0):
+def prepare(folder: Path, *devices: str, faster: float = 1.0, compiles: bool = False):
     """What a start on these devices prepares, and what it told of its progress. Collective."""
     rows = [DEVICE.format(name=name, speed=SPEEDS[name.split("-")[0]] * faster) for name in devices]
     file = folder / f"{'+'.join(devices)} {faster}.toml"
@@ -42,7 +42,7 @@ def prepare(folder: Path, *devices: str, faster: float = 1.0):
     torch.manual_seed(0)
     job = mixmesh.Job(Model(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), (torch.randn(16, 8),))
     said: list[str] = []
-    options = Options(profile_s=0.5, planner="ddp-even")
+    options = Options(profile_s=0.5, planner="ddp-even", compiles=compiles)
     made = prepare_job(
         job, len(devices), options=options, cache=Cache(folder / "cache"), cluster_file=file,
         progress=said.append,
@@ -67,6 +67,14 @@ def check_a_larger_cluster(folder: Path, _) -> None:
     assert prepared.plan.program.world_size == 3
 
 
+def check_a_compiled_job(folder: Path, _) -> None:
+    """Nothing that was measured of the job as it is stands for it compiled."""
+    prepared, said = prepare(folder, "fast", "slow", compiles=True)
+    assert any(line.startswith("operators 1/") for line in said)
+    assert prepared.profile.provenance["compiled"]
+    assert not any(phase.was_kept for phase in prepared.phases)
+
+
 def test_devices_of_another_speed_are_of_another_kind():
     names = ["4e+10.json", "2.1e+10.json", "2e+10.json", "2e+10.json.77"]
     assert names_of_speed(names, 2.08e10) == ["2.1e+10.json", "2e+10.json"]
@@ -74,7 +82,8 @@ def test_devices_of_another_speed_are_of_another_kind():
 
 
 def test_operators_are_measured_once_for_each_kind(tmp_path):
-    first = {"two": partial(check_all_is_measured, tmp_path)}
-    assert_passed(run_world(2, first)["two"])
+    checks = {"two": check_all_is_measured, "compiled": check_a_compiled_job}
+    for failures in run_world(2, {name: partial(check, tmp_path) for name, check in checks.items()}).values():
+        assert_passed(failures)
     then = {"three": partial(check_a_larger_cluster, tmp_path)}
     assert_passed(run_world(3, then)["three"])

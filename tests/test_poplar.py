@@ -25,7 +25,7 @@ from mixmesh.planner.task import HEADROOM, Task
 from mixmesh.runtime.parallel import parallelize
 from mixmesh.search.ratios import with_ratio
 from mixmesh.simulator import simulate
-from tests.support.small_devices import memory_gib
+from tests.support.small_devices import free_communicators, memory_gib  # noqa: F401
 
 BATCH, TIME, WIDTH = 12, 128, 256
 
@@ -58,7 +58,7 @@ def cluster(*devices: tuple[float, float], gbit_per_s: float = 10) -> Cluster:
     """Devices of (GFLOP/s, MiB beside the process), one per machine."""
     machines = []
     for n, (speed, room) in enumerate(devices):
-        gib = memory_gib(room, len(devices))
+        gib = memory_gib(room)
         figures = f"tflop_per_s = {speed / 1e3}, memory_gbyte_per_s = {speed / 10}, memory_gib = {gib}"
         machines.append(
             f'[[machine]]\nname = "m{n}"\ndevices = [{{ name = "d{speed:g}-{room:g}", {figures} }}]'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from mixmesh.cost import CostModel, moved_bytes
 from mixmesh.frontend.job import Job
 from mixmesh.frontend.trace import trace
 from mixmesh.lang.rules import call_of
-from mixmesh.measure.profiler.constants import KeptProcess, own_process_bytes
+from mixmesh.measure.profiler import steps
+from mixmesh.measure.profiler.constants import KeptProcess, ProcessMemory, own_process_memory
 from mixmesh.measure.profiler.limit import Limit
 from mixmesh.measure.profiler.meter import REPEATS, Meter
 from mixmesh.measure.profiler.operators import measure_ops, sharded, share_bytes
@@ -75,13 +77,15 @@ class Counted(Hungry):
         return super().forward(x)
 
 
-def steps_of(most: int) -> tuple[float, float] | None:
+def steps_of(most: int, compiles: bool = False) -> tuple[float, float] | None:
     batch = {"x": torch.randn(32, 8)}
     whole = Job(Hungry(32), batch, optimizer=jobs.adamw)
     made = trace(whole.model, batch).graph
     before = [p.clone() for p in whole.model.parameters()]
     whole.model.most = most
-    found = measure_steps(made, whole, 0.5, CostModel(cluster(THREE)), 0, Meter(CPU, emulated=False), 0.05)
+    found = measure_steps(
+        made, whole, 0.5, CostModel(cluster(THREE)), 0, Meter(CPU, emulated=False), 0.05, compiles
+    )
     assert all(torch.equal(a, b) for a, b in zip(before, whole.model.parameters()))
     return found
 
@@ -107,7 +111,9 @@ def few(_) -> None:
     for limit in (None, Limit.of(comm, 0.0)):
         whole.model.calls = 0
         meter = Meter(CPU, emulated=False)
-        scale, optimizer_s = measure_steps(made, whole, 0.5, CostModel(cluster(THREE)), 0, meter, 0.0, limit)
+        scale, optimizer_s = measure_steps(
+            made, whole, 0.5, CostModel(cluster(THREE)), 0, meter, 0.0, limit=limit
+        )
         assert scale > 0 and optimizer_s > 0
         counts.append(whole.model.calls)
     assert counts[0] == len(FACTORS) * (1 + 1 + LEAST_STEPS + 1 + REPEATS)
@@ -118,7 +124,22 @@ def none(_) -> None:
     assert steps_of(0) is None
 
 
-CHECKS = {f.__name__: f for f in (enough, halved, few, none)}
+def compiled(_) -> None:
+    """Whole steps are those of the compiled model, if the job is compiled: for one size of a batch."""
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list) -> torch.fx.GraphModule:
+        graphs.append(inputs)
+        return graph
+
+    steps.compiled = partial(torch.compile, dynamic=False, backend=backend)
+    for compiles in (False, True):
+        scale, optimizer_s = steps_of(32, compiles)
+        assert scale > 0 and optimizer_s > 0
+        assert len(graphs) == int(compiles)
+
+
+CHECKS = {f.__name__: f for f in (enough, halved, few, none, compiled)}
 
 
 def begin() -> None:
@@ -137,9 +158,9 @@ def test_whole_steps(failures, check):
 
 def test_a_process_is_measured_once_and_not_for_long():
     """What was kept is taken; what takes too long is left to the estimate."""
-    kept: list[tuple[int, int]] = []
+    kept: list[ProcessMemory] = []
     process = KeptProcess(lambda: kept[-1] if kept else None, kept.append)
-    assert own_process_bytes(0.0, process) == (0, 0) and not kept
-    idle, working = own_process_bytes(100.0, process)
-    assert 0 < idle <= working and kept == [(idle, working)]
-    assert own_process_bytes(0.0, process) == (idle, working)
+    assert own_process_memory(0.0, process) is None and not kept
+    memory = own_process_memory(100.0, process)
+    assert memory is not None and 0 < memory.idle <= memory.working and kept == [memory]
+    assert own_process_memory(0.0, process) == memory

@@ -42,7 +42,7 @@ from mixmesh.search.synthesis import Prices, Problem, emit, search
 from mixmesh.simulator import simulate
 from mixmesh.step.memory import Memory
 from mixmesh.step.repeats import repeats
-from tests.support.small_devices import memory_gib
+from tests.support.small_devices import free_communicators, memory_gib  # noqa: F401
 
 WORLD, BATCH, TIME, WORDS, WIDTH, LAYERS = 3, 12, 8, 11, 8, 3
 UNEVEN, OWNERS = (0.5, 0.333333, 0.166667), (0.2, 0.0, 0.8)  # 6, 4 and 2 samples
@@ -316,7 +316,7 @@ def gpus(*rooms_mib: float, gbit_per_s: float = 1) -> Cluster:
     """Devices of one speed with so much memory beside the process, one per machine."""
     machines = [
         f'[[machine]]\nname = "m{n}"\ndevices = [{{ name = "d{room:g}", tflop_per_s = 0.01, '
-        f"memory_gbyte_per_s = 1, memory_gib = {memory_gib(room, len(rooms_mib))} }}]\n"
+        f"memory_gbyte_per_s = 1, memory_gib = {memory_gib(room)} }}]\n"
         for n, room in enumerate(rooms_mib)
     ]
     network = f"[network]\nbandwidth_gbit_per_s = {gbit_per_s}\nlatency_us = 20\n"

@@ -36,7 +36,7 @@ from mixmesh.search.baselines import TENSOR_PARALLEL, data_parallel
 from mixmesh.search.placement.join import join
 from mixmesh.search.placement.split import split
 from mixmesh.step.memory import Memory
-from tests.support.small_devices import memory_gib
+from tests.support.small_devices import free_communicators, memory_gib  # noqa: F401
 
 DEVICE = '{{ name = "at {0}", tflop_per_s = {0}, memory_gib = 2, memory_gbyte_per_s = 0.1 }}'
 CLUSTER = f"""\
@@ -314,8 +314,7 @@ ROOM_MIB = 4.9  # beside the process: for all but the activations of a machine's
 def thin(room_mib: float) -> Cluster:
     """Two and three devices of one speed with so much memory beside the process, behind thin links."""
     device = (
-        f'{{ name = "d", tflop_per_s = 0.1, memory_gbyte_per_s = 10, '
-        f"memory_gib = {memory_gib(room_mib, 5)} }}"
+        f'{{ name = "d", tflop_per_s = 0.1, memory_gbyte_per_s = 10, memory_gib = {memory_gib(room_mib)} }}'
     )
     inside = "link_gbit_per_s = 100\nlink_latency_us = 1\n"
     machines = [f"[[machine]]\n{inside}devices = [{', '.join([device] * count)}]\n" for count in (2, 3)]

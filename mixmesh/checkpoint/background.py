@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from ..errors import CollectiveError
 from ..measure.testbed import leave_device
+from ..runtime.accelerator import synchronize
 from ..runtime.shard_tensor import ShardTensor, plain, shard
+from ..runtime.streams import host_buffer, issue_copy
 from .ranks import Ranks
 
 
@@ -71,14 +73,17 @@ def finish(model: nn.Module) -> Mapping[str, Tensor]:
 
 @torch.no_grad()
 def staged(tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of ``tensors`` in host memory, in the memory of ``buffers`` where they are alike."""
+    """Copies of ``tensors`` in host memory, pinned where they are on an accelerator; in the memory of
+    ``buffers`` where they are alike."""
     copies = {}
     for name, tensor in tensors.items():
         piece, buffer = plain(tensor), buffers.get(name)
         room = None if buffer is None else plain(buffer)
         if room is None or room.shape != piece.shape or room.dtype != piece.dtype:
-            room = torch.empty(piece.shape, dtype=piece.dtype)
-        room.copy_(piece)
+            room = host_buffer(piece)
+        issue_copy(piece, room)
         is_shard = isinstance(tensor, ShardTensor)
         copies[name] = shard(room, replace(tensor.whole, written=None)) if is_shard else room
+    for device in {plain(tensor).device for tensor in tensors.values()}:
+        synchronize(device)
     return copies

@@ -45,11 +45,18 @@ class Preparing:
     batch_norm: str
     cluster_file: Path | None
     heartbeat_s: float
+    compiles: bool = False
 
     def options(self) -> Options:
         from ..training.preparation import Options
 
-        return Options(self.profile_s, self.planner, heartbeat_s=self.heartbeat_s, batch_norm=self.batch_norm)
+        return Options(
+            self.profile_s,
+            self.planner,
+            heartbeat_s=self.heartbeat_s,
+            batch_norm=self.batch_norm,
+            compiles=self.compiles,
+        )
 
 
 def prepared_plan(job: str, preparing: Preparing) -> tuple[Job, Prepared, int]:

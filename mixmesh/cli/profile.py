@@ -28,6 +28,9 @@ def profile(
     micro_batches: Annotated[
         bool, typer.Option("--micro-batches", help="Confirm first how many samples each device can hold.")
     ] = False,
+    compiles: Annotated[
+        bool, typer.Option("--compile", help="Measure whole steps as `mixmesh run --compile` runs them.")
+    ] = False,
     batch_norm: BatchNorm = "exact",
     as_json: Json = False,
 ) -> None:
@@ -53,6 +56,7 @@ def profile(
             described,
             budget_s=budget,
             program=program,
+            compiles=compiles,
             on_start=enter_device,
             progress=say,
         )

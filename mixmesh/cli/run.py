@@ -114,7 +114,9 @@ def run(
         cluster=cluster,
         profile=profile,
         timeout_s=timeout_s,
-        preparing=Preparing(profile_s, planner, cache, is_fresh, batch_norm or "exact", cluster, heartbeat_s),
+        preparing=Preparing(
+            profile_s, planner, cache, is_fresh, batch_norm or "exact", cluster, heartbeat_s, compiles
+        ),
         batch_norm=batch_norm,
         on_nan=what_on_nan,
         checkpoints=checkpoints,

@@ -1,28 +1,157 @@
-"""Bytes of a GPU's memory that are no tensor of the job: what a process holds before any, where no profile
-measured it.
+"""Bytes of a GPU's memory that are no tensor of the job, where no profile measured them: what a process holds
+before any tensor, and what the caching allocator loses between tensors.
 
-A plan that does not fit ends a training, one that leaves some memory unused costs little: figures are at
-the upper end. What the caching allocator loses between tensors (blocks of 512 bytes, segments of 2 and 20
-MiB) is to be had from the share of the memory that planners leave free.
+A plan that does not fit ends a training, one that leaves some memory unused costs little: figures are at the
+upper end. docs/decisions/0093-allocator-and-communicators.md has the reasoning and the measurements.
 """
 
 from __future__ import annotations
 
-# context, PyTorch's and the libraries' kernels as far as they are loaded: 0.3 to 0.6 GB under CUDA 12 and 13,
-# which load them lazily
-CONTEXT_BYTES = 600 * 2**20
-# cuBLAS and cuBLASLt have 32 MiB each on Hopper and 8 elsewhere (PyTorch's CublasHandlePool.cpp) for every
-# thread and stream that multiplies: the forward pass and the backward pass are two threads
-WORKSPACE_BYTES = 2 * 2 * 32 * 2**20
-# NCCL keeps a buffer of 4 MiB (NCCL_BUFFSIZE) for each way of each channel of a ring, and about a quarter of
-# it for its other protocols; it takes 2 to 32 channels, and 16 are assumed
-GROUP_BYTES = 2 * 16 * 5 * 2**20
-# groups of a rank that have a communicator: all ranks, gradients, pieces with owners, the loss
-GROUPS = 4
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from ..cluster import Cluster
+from .communicators import DATA, GRADIENT, Communicator
+
+MIB = 2**20
+
+# --- the process --------------------------------------------------------------------------------------------
+
+# context and PyTorch's kernels as far as they are loaded: 0.3 to 0.6 GB under CUDA 12 and 13, which load
+# them lazily
+CONTEXT_BYTES = 600 * MIB
+# kernels of cuBLAS, cuDNN and attention, which a process that computes loads with its first calls
+KERNEL_BYTES = 200 * MIB
+# cuBLAS and cuBLASLt have a workspace each for every thread and stream that multiplies: the forward pass and
+# the backward pass are two threads (PyTorch's CublasHandlePool.cpp: 32 MiB from Hopper on, 4096 KiB twice and
+# 16 KiB eight times before it, 128 MiB on MI300)
+WORKSPACES = 2 * 2
+WORKSPACE_BYTES = (
+    (re.compile(r"MI\d"), 128 * MIB),
+    (re.compile(r"V100|P100|T4|A100|A800|A10|A30|A40|L4|RTXA|RTX[234]|RTX6000Ada|GTX|RX"), 8320 * 1024),
+)
+NEWER_WORKSPACE_BYTES = 32 * MIB  # Hopper and later, and cards that are not known
 
 
-def process_bytes(world_size: int, *, idle: bool) -> int:
-    """Bytes that a process among ``world_size`` holds on its GPU; one that is ``idle`` takes part in
-    collectives and computes nothing."""
-    groups = GROUPS if world_size > 1 else 0
-    return CONTEXT_BYTES + groups * GROUP_BYTES + (0 if idle else WORKSPACE_BYTES)
+def workspace_bytes(device_name: str) -> int:
+    """Bytes of all workspaces of matrix products on a card."""
+    of_kind = (size for pattern, size in WORKSPACE_BYTES if pattern.match(device_name))
+    return WORKSPACES * next(of_kind, NEWER_WORKSPACE_BYTES)
+
+
+# --- communicators of NCCL ----------------------------------------------------------------------------------
+
+# work queues, descriptions of the ranks, and what NCCL rounds up
+COMMUNICATOR_BYTES = 32 * MIB
+# A connection of a channel has a buffer for each protocol (NCCL's init.cc: 4 MiB simple, 4.7 MiB LL128, 0.5
+# MiB LL), allocated in steps of 2 MiB: 10 MiB where data arrives and 2 MiB where it leaves; through a network
+# card that reads the GPU's memory both ends have all of them
+INSIDE_BYTES, NETWORK_BYTES = 12 * MIB, 20 * MIB
+PAIRWISE_BYTES = 14 * MIB  # of a send and a receive to the same rank (NVIDIA/nccl issue 1685)
+HOST_NETWORK_BYTES = 2 * MIB  # the same through a card that does not: its buffers are in the host's memory
+SHARED_STEPS = 16  # of the buffer for sends between machines, which every communicator has (NCCL's net.cc)
+RDMA_BYTES_PER_S = 3e9  # 25 Gbit/s: a slower network is taken for TCP, which does not read the GPU's memory
+MULTICAST_BYTES = 300 * MIB  # NVLink SHARP's own buffers, on machines with NVSwitch
+
+
+class Wires(NamedTuple):
+    """The wires of a machine as NCCL uses them, from ``bytes_per_s`` of its link on: ``channels`` of
+    collectives and those of sends to each rank, and the bytes of a step of a send within the machine."""
+
+    bytes_per_s: float
+    channels: int
+    pairwise_channels: int
+    step_bytes: int
+
+
+# NCCL reports 24 channels on eight A100 or H100 (NVIDIA/nccl issues 964, 1685), 16 between machines (1453)
+WIRES = (
+    Wires(400e9, 32, 32, 512 * 1024),  # NVSwitch of Hopper
+    Wires(65e9, 24, 32, 512 * 1024),  # NVLink
+    Wires(0.0, 8, 4, 128 * 1024),  # PCIe, or through the host's memory
+)
+NETWORK_CHANNELS = 16  # between machines, where those inside are no fewer
+NETWORK_PAIRWISE_CHANNELS = 2  # per rank, in communicators of several machines
+NETWORK_STEP_BYTES = 128 * 1024
+MOST_NEIGHBOURS, MOST_FAR_NEIGHBOURS = 2, 4  # of a ring and a tree, in a machine and in others
+
+
+def communicator_bytes(cluster: Cluster, communicator: Communicator, rank: int) -> int:
+    """Bytes that a communicator holds on a rank's card, once all of its collectives have run."""
+    machine = cluster.machine_index_of(rank)
+    near = sum(cluster.machine_index_of(r) == machine for r in communicator.ranks)
+    machines = len({cluster.machine_index_of(r) for r in communicator.ranks})
+    wires = next(w for w in WIRES if cluster.machines[machine].link_bytes_per_s >= w.bytes_per_s)
+    channels, pairwise, step_bytes, far_bytes = wires.channels, wires.pairwise_channels, wires.step_bytes, 0
+    if machines > 1:
+        channels, pairwise = min(channels, NETWORK_CHANNELS), NETWORK_PAIRWISE_CHANNELS
+        step_bytes = NETWORK_STEP_BYTES
+        rate = min(cluster.machines[machine].nic_bytes_per_s, cluster.bandwidth_bytes_per_s)
+        far_bytes = NETWORK_BYTES if rate >= RDMA_BYTES_PER_S else HOST_NETWORK_BYTES
+    size = COMMUNICATOR_BYTES + wires.pairwise_channels * SHARED_STEPS * step_bytes
+    size += channels * min(near - 1, MOST_NEIGHBOURS) * INSIDE_BYTES
+    size += channels * min(machines - 1, MOST_FAR_NEIGHBOURS) * far_bytes
+    if wires is WIRES[0] and near > 2:
+        size += MULTICAST_BYTES
+    if communicator.is_pairwise:
+        size += pairwise * (near - 1) * PAIRWISE_BYTES
+    return size
+
+
+def usual_communicators(world_size: int) -> tuple[Communicator, ...]:
+    """Those that nearly every plan has, before there is one: of samples, and of gradients."""
+    everyone = tuple(range(world_size))
+    return tuple(Communicator(purpose, everyone) for purpose in (DATA, GRADIENT)) if world_size > 1 else ()
+
+
+def process_bytes(
+    cluster: Cluster, rank: int, communicators: Sequence[Communicator] | None = None, *, idle: bool
+) -> int:
+    """Bytes that a process holds on its card before any tensor; one that is ``idle`` takes part in
+    collectives and computes nothing. Without a plan it has the usual ``communicators``."""
+    if communicators is None:
+        communicators = usual_communicators(cluster.world_size)
+    own = (communicator_bytes(cluster, c, rank) for c in communicators if rank in c.ranks)
+    computing = 0 if idle else KERNEL_BYTES + workspace_bytes(cluster.devices[rank].name)
+    return CONTEXT_BYTES + computing + sum(own)
+
+
+def measured_bytes(
+    constant: int,
+    one: Sequence[int],
+    world_size: int,
+    communicators: Sequence[Communicator] | None,
+    rank: int,
+) -> int:
+    """Bytes of a process whose ``constant`` was measured without communicators, and of ``one`` between all
+    ranks what its first sum and its first exchange of all pairs took. An older profile has no such figures,
+    and some communicators in its constant."""
+    if not one:
+        return constant
+    flat, pairwise = one
+    size = float(constant)
+    for c in usual_communicators(world_size) if communicators is None else communicators:
+        if rank in c.ranks:
+            size += flat + c.is_pairwise * pairwise * (len(c.ranks) - 1) / max(world_size - 1, 1)
+    return round(size)
+
+
+# --- the caching allocator ----------------------------------------------------------------------------------
+
+# share of its tensors' bytes that the allocator reserves beside them, and bytes of pages that are half used:
+# in 20 MiB of the large pool and 2 MiB of the small one. With segments that cannot grow a freed block is used
+# again only for what fits into it, and more is lost (tests/test_gpu_memory.py replays traces of trainings)
+GROWING_LOSS, FIXED_LOSS = 0.08, 0.32
+POOL_BYTES = 80 * MIB
+SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the first that is set counts
+
+
+def allocator_loss(environment: Mapping[str, str] = os.environ) -> float:
+    """The share of tensors' bytes that the allocator loses: segments grow, unless the user's own settings,
+    which the runtime leaves alone, do not ask for it."""
+    text = next((environment[name] for name in SETTINGS if name in environment), None)
+    if text is None or re.search(r"expandable_segments\s*:\s*True", text):
+        return GROWING_LOSS
+    return FIXED_LOSS

@@ -8,7 +8,7 @@ rates scaled to what the profile saw of the same class on that device, if it saw
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from ..base.lazy import lazy
@@ -17,6 +17,7 @@ from ..lang.ir import Placement
 from ..lang.rules import Call
 from . import gpu_memory, scales
 from .collectives import LEVELLED, USUAL, CollectiveFit, ring_fit
+from .communicators import Communicator
 from .curve import ZERO, Curve, affine_curve, issued_curve
 from .efficiency import ANY, ELEMENTWISE, efficiency
 from .kernels import Kernels, kernels
@@ -291,16 +292,21 @@ class CostModel:
         tried = measured.largest_micro_batch if measured else ()
         return tried[stage] if stage < len(tried) else None
 
-    def memory_constant_bytes(self, rank: int, *, idle: bool = False) -> int:
+    def memory_constant_bytes(
+        self, rank: int, communicators: Sequence[Communicator] | None = None, *, idle: bool = False
+    ) -> int:
         """Bytes that a process holds before any tensor: interpreter, libraries, CUDA context, buffers
-        of NCCL. One that is ``idle`` has not loaded the kernels."""
+        of NCCL for these ``communicators``, for the usual ones without. One that is ``idle`` has not loaded
+        the kernels."""
         device = self.cluster.devices[rank]
         measured = self._measured(device)
         if measured is not None:
-            return measured.idle_constant_bytes if idle else measured.memory_constant_bytes
+            constant = measured.idle_constant_bytes if idle else measured.memory_constant_bytes
+            one, world_size = measured.communicator_bytes, self.cluster.world_size
+            return gpu_memory.measured_bytes(constant, one, world_size, communicators, rank)
         if device.kind == "cpu":
             return CPU_PROCESS_BYTES[idle]
-        return gpu_memory.process_bytes(self.cluster.world_size, idle=idle)
+        return gpu_memory.process_bytes(self.cluster, rank, communicators, idle=idle)
 
 
 def _ratio(a: float, b: float) -> float:

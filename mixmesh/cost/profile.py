@@ -83,6 +83,7 @@ class _Device(pydantic.BaseModel, extra="forbid"):
     rested_s: _NotNegative = 0.0
     rested_speed: float = pydantic.Field(default=1.0, ge=1, le=1e3)
     beside_s: dict[str, tuple[_NotNegative, _NotNegative]] = {}
+    communicator_bytes: list[_Count] = pydantic.Field(default=[], max_length=2)
 
 
 class _Fit(pydantic.BaseModel, extra="forbid"):
@@ -148,7 +149,9 @@ class DeviceProfile:
     ZeRO, how many samples the device was seen to hold in a micro-step with even owners; empty where that was
     not tried. After a rest the device works at ``rested_speed`` times its usual pace until it is ``rested_s``
     ahead of it; a second of rest is good for a second of lead, up to that. ``beside_s`` is as ``host_s``, of
-    the threads that communicate: what they take, a device that rests does not save up.
+    the threads that communicate: what they take, a device that rests does not save up. On a GPU
+    ``communicator_bytes`` are what a first sum and a first all_to_all between all ranks add to the memory of
+    a process, which its constants are then without.
     """
 
     ops: dict[str, OpMeasurement]
@@ -163,6 +166,7 @@ class DeviceProfile:
     rested_s: float = 0.0
     rested_speed: float = 1.0
     beside_s: dict[str, tuple[float, float]] = field(default_factory=dict)
+    communicator_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -221,6 +225,7 @@ class Profile:
                 d.rested_s,
                 d.rested_speed,
                 d.beside_s,
+                tuple(d.communicator_bytes),
             )
             for name, d in file.devices.items()
         }
@@ -263,6 +268,7 @@ class Profile:
                     "rested_s": d.rested_s,
                     "rested_speed": d.rested_speed,
                     "beside_s": d.beside_s,
+                    "communicator_bytes": d.communicator_bytes,
                 }
                 for name, d in self.devices.items()
             },

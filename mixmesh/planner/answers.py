@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ..base.units import size_text
 from ..cost.calls import is_computation
+from ..cost.communicators import DATA, Communicator
 from ..cost.exchanges import exchange_of
 from ..cost.placed import Sheet
 from ..errors import Infeasible
@@ -19,7 +20,11 @@ from .task import Task
 def check_memory(task: Task) -> None:
     """Raises Infeasible for devices that are too small for a process that holds nothing: no share of them is
     small enough, not even none."""
-    idle = [task.costs.memory_constant_bytes(rank, idle=True) for rank in range(task.world_size)]
+    values = (Communicator(DATA, tuple(range(task.world_size))),)  # through which every rank gets the model's
+    every = range(task.world_size)
+    idle = [
+        task.costs.memory_constant_bytes(rank, values[task.world_size == 1 :], idle=True) for rank in every
+    ]
     small = [rank for rank, size in enumerate(idle) if size > task.usable_bytes[rank]]
     if not small:
         return
@@ -61,7 +66,7 @@ def infeasible(task: Task, proposals: list[Proposal]) -> Infeasible:
             got=", ".join(f"{name} as {' '.join(row)}" for name, row in task.dtypes),
             hint='planner="auto"',
         )
-    constant = task.costs.memory_constant_bytes(rank)
+    constant = closest.simulation.memory.constants(closest.program)[rank]
     hint = ("a smaller global batch in the job", f"a device with at least {size_text(over)} more memory")
     name, size = largest_tensor(closest.program, rank)
     return Infeasible(

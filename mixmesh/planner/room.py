@@ -62,12 +62,12 @@ class Room:
     ) -> None:
         self.task, self.ranks, self.owned = task, ranks, owners is not None
         in_micro_steps = any(is_marked(name) for name, _ in program.ratios)
-        shares = task.shares(tuple(ranks))
+        shares, constants = task.shares(tuple(ranks)), memory.constants(program, ranks)
         by_kind: dict[tuple, _Moments] = {}
         self.moments: dict[int, _Moments] = {}
         for r in ranks:
             device = task.costs.cluster.devices[r]
-            usable = task.usable_bytes[r] - task.costs.memory_constant_bytes(r)
+            usable = task.usable_bytes[r] - constants[r]
             usable *= 1 - spare
             key = (device.kind, usable, shares[r])
             if key not in by_kind:

@@ -21,6 +21,7 @@ from .accelerator import (
     HOST_BACKEND,
     device_backend,
     device_count,
+    grow_segments,
     indexed,
     is_accelerator,
     local_device,
@@ -31,6 +32,7 @@ from .first_rank import wait_for_all
 from .launch_store import connect_store, is_of_launcher
 from .layout import meetings
 from .lost import Waiting
+from .messages import begin_messages, end_messages
 from .processes import end_with_launcher, open_sockets
 from .taking_part import taking_part
 from .watch import BACKWARD, Watch
@@ -264,11 +266,17 @@ def backend_for(device: torch.device) -> str:
 def initialise(world_size: int, device: torch.device, timeout_s: float) -> None:
     """torch.distributed from the launcher's variables, unless it is initialised already."""
     take(device)
-    if dist.is_initialized():
-        return
-    end_with_launcher()
+    if is_accelerator(device):
+        grow_segments()
     # ranks find each other in more than a short time-out of collectives: they import PyTorch before
     timeout = datetime.timedelta(seconds=max(timeout_s, LEAST_S))
+    if not dist.is_initialized():
+        end_with_launcher()
+        _initialise(world_size, device, timeout)
+    begin_messages(timeout)
+
+
+def _initialise(world_size: int, device: torch.device, timeout: datetime.timedelta) -> None:
     backend = backend_for(device)
     missing = [name for name in RANK_VARIABLES if name not in os.environ]
     if missing and world_size == 1:
@@ -293,6 +301,7 @@ def leave() -> None:
     """Ends together: a rank that leaves early looks lost to the others."""
     wait_for_all("the end of all ranks")
     dist.destroy_process_group()
+    end_messages()
     gc.collect()  # frees what cycles keep alive (models that PyTorch wrapped hold groups), with its threads
 
 

@@ -61,9 +61,9 @@ class DriftWatch:
     def __init__(self, comm: Comm, held: Mapping[str, Tensor], stored: Mapping[str, Stored]) -> None:
         self._comm = comm
         self._replicas = [
-            Replica(name, layout.ranks, math.prod(s.shape), s.dtype)
+            Replica(name, layout.ranks, torch.Size(s.shape).numel(), s.dtype)
             for name, s in stored.items()
-            if name in held and s.dtype in ROUNDING and math.prod(s.shape) > 0
+            if name in held and s.dtype in ROUNDING and torch.Size(s.shape).numel()
             for layout in s.copies or (s.held,)
             if is_replicated(layout)
         ]

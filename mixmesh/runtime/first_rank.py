@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from ..errors import MixmeshError
-from .accelerator import accelerator_type, is_on_device
 from .lost import Waiting
+from .messages import meet, message_group
 from .watch import Watch, running_watch
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ def from_first_rank(
                 # the class may be unknown to pickle, or to the other ranks
                 failure, box[1] = error, MixmeshError(f"rank 0 failed: {type(error).__name__}: {error}")
         with waiting():
-            dist.broadcast_object_list(box, src=0, group=group)
+            dist.broadcast_object_list(box, src=0, group=group or message_group())
     if box[1] is not None:
         raise failure or box[1]
     return box[0]
@@ -53,7 +53,7 @@ def everyones(value: T, group: dist.ProcessGroup | None = None, *, what: str = O
         return (value,)
     values: list[Any] = [None] * dist.get_world_size()
     with _exchange(what) as waiting, waiting():
-        dist.all_gather_object(values, value, group=group)
+        dist.all_gather_object(values, value, group=group or message_group())
     return tuple(values)
 
 
@@ -61,7 +61,7 @@ def wait_for_all(what: str) -> None:
     """Waits until all ranks have come here; nothing to wait for without process groups. Collective."""
     if dist.is_initialized():
         with _exchange(what) as waiting, waiting():
-            dist.barrier()
+            meet()
 
 
 def largest(x: torch.Tensor, what: str) -> torch.Tensor:
@@ -69,9 +69,9 @@ def largest(x: torch.Tensor, what: str) -> torch.Tensor:
     process groups this one is the only rank."""
     if not dist.is_initialized():
         return x
-    of_all = x.to(accelerator_type() if is_on_device() else "cpu", copy=True)
+    of_all = x.to("cpu", copy=True)
     with _exchange(what) as waiting, waiting():
-        dist.all_reduce(of_all, dist.ReduceOp.MAX)
+        dist.all_reduce(of_all, dist.ReduceOp.MAX, group=message_group())
     return of_all.to(x.device)
 
 

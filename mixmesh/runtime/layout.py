@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+from ..cost.communicators import BETWEEN, DOWN, UP
 from ..cost.outline import purpose_of
 from ..lang.ir import (
     PARTIAL,
@@ -159,9 +160,6 @@ def meetings(program: Program) -> Iterator[tuple[str, tuple[int, ...]]]:
             if len(ranks) > 1 and (purpose, ranks) not in seen:
                 seen.add((purpose, ranks))
                 yield purpose, ranks
-
-
-UP, BETWEEN, DOWN = "gradient, up", "gradient, between", "gradient, down"  # purposes of groups
 
 
 def level_groups(parts: Parts) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..cost.communicators import BETWEEN, DOWN, UP
 from ..lang.ir import Parts, leaders
 from .accelerator import is_on_device
 from .comm import Comm
-from .layout import BETWEEN, DOWN, UP
 from .streams import Moment, await_moment, issue_beside
 from .works import Stage, StagedWork, queue_of
 

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from ..base.timeline import LOSS_SUM
+from ..cost.communicators import LOSS_TOLD
 from ..lang.ir import Program
 from .collectives import Handle, all_reduce, done, then
 from .comm import Comm
 from .listeners import Listeners
-
-TOLD = "loss, told"  # a purpose of messages
 
 
 class LossSum:
@@ -19,7 +18,7 @@ class LossSum:
 
     def __init__(self, program: Program, comm: Comm) -> None:
         self._listeners = Listeners(program)
-        comm.add((("data", self._listeners.working), (TOLD, self._listeners.told)))
+        comm.add((("data", self._listeners.working), (LOSS_TOLD, self._listeners.told)))
 
     def start(self, comm: Comm, addend: Tensor, form: Program) -> Handle:
         """A handle on the sum of the addends of all ranks that compute in ``form``: the planned program, or
@@ -33,5 +32,5 @@ class LossSum:
                 total = all_reduce(comm.channel(working, LOSS_SUM), wide, async_op=True)
             else:
                 total = done(wide.clone())
-            total = self._listeners.tell(comm, total, "the loss", TOLD)
+            total = self._listeners.tell(comm, total, "the loss", LOSS_TOLD)
         return then(lambda whole: whole.to(addend.dtype), total)

@@ -21,6 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..cost.communicators import ACTIVATION_GRADIENTS, ACTIVATIONS
 from ..errors import InputError
 from ..frontend.trace.dtypes import TORCH_DTYPE
 from ..lang.ir import Instruction, Program, Samples, micro_step_program, passes_of, transfers_of
@@ -30,8 +31,6 @@ from .collectives import Handle
 from .comm import Comm
 from .executor import transfer_key
 from .layout import union
-
-ACTIVATIONS, GRADIENTS = "activations", "gradients of activations"  # purposes of groups
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Transfer:
 
     def give_back(self, comm: Comm, gradient: Tensor | None) -> Handle:
         """The same of their gradient."""
-        return self._exchange(comm, gradient, self.targets, self.sources, GRADIENTS, "gradient")
+        return self._exchange(comm, gradient, self.targets, self.sources, ACTIVATION_GRADIENTS, "gradient")
 
     def _exchange(self, comm: Comm, x: Tensor | None, senders, receivers, purpose: str, part: str) -> Handle:
         t = self.instruction.type
@@ -198,7 +197,7 @@ def groups(program: Program, samples: Samples) -> Iterator[tuple[str, tuple[int,
     for t in transfers(program, samples, 1):
         yield ACTIVATIONS, t.ranks
         if t.has_gradient:
-            yield GRADIENTS, t.ranks
+            yield ACTIVATION_GRADIENTS, t.ranks
 
 
 def stage_inputs(

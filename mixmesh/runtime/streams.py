@@ -22,6 +22,18 @@ def copied(x: Tensor, device: torch.device) -> Tensor:
     return x.to(device, non_blocking=True)
 
 
+def host_buffer(x: Tensor) -> Tensor:
+    """Memory of the host for the values of ``x``, pinned where that is on an accelerator: into it a copy is
+    issued (``issue_copy``)."""
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=is_accelerator(x.device))
+
+
+def issue_copy(x: Tensor, buffer: Tensor) -> None:
+    """Has the values of ``x`` copied into a buffer of the host, in the current stream. They are there when
+    the device has done what it was given (``accelerator.synchronize``); on a CPU at once."""
+    buffer.copy_(x, non_blocking=True)
+
+
 @cache
 def side_stream(device: torch.device) -> torch.Stream:
     """The stream of an accelerator for what runs beside its current one, the same at every call."""

@@ -183,6 +183,7 @@ def ratio_program(
     def memory_rows():
         kinds = [costs.cluster.devices[rank].kind for rank in firsts]
         known = memory or PeakMemory(costs, optimizer_states)
+        constants = known.constants(program, ranks)
         moments = {kind: known.of(program, kind).envelope() for kind in dict.fromkeys(kinds)}
         for column, (rank, kind) in enumerate(zip(firsts, kinds)):
             for number, held in enumerate(moments[kind]):
@@ -190,7 +191,7 @@ def ratio_program(
                 fixed = sum(size_bytes for (size, _, _), size_bytes in held.items() if not size)
                 row = np.zeros(n + s)
                 row[column] = slope / 2**30
-                room = usable_bytes(costs, rank, headroom) - costs.memory_constant_bytes(rank) - fixed
+                room = usable_bytes(costs, rank, headroom) - constants[rank] - fixed
                 rows.append((row, -np.inf, room / 2**30, f"memory rank {rank}" + f" {number}" * bool(number)))
 
     def balance_row():

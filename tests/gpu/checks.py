@@ -13,14 +13,18 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from gloo_world import run_world
 from torch import nn
 
+from mixmesh.checkpoint.background import staged
 from mixmesh.cluster import Cluster, Device, Machine
 from mixmesh.cost import CostModel, Profile
-from mixmesh.cost.gpu_memory import WORKSPACE_BYTES
+from mixmesh.cost.gpu_memory import POOL_BYTES, allocator_loss, workspace_bytes
 from mixmesh.frontend.job import Job
 from mixmesh.frontend.job.workloads.language import LanguageModel
 from mixmesh.frontend.job.workloads.layers import Layer
@@ -29,8 +33,19 @@ from mixmesh.lang.plan_file import Plan
 from mixmesh.lang.rules import RULES, strategies
 from mixmesh.measure.profiler import profile
 from mixmesh.planner import make_plan
-from mixmesh.runtime.accelerator import begin_peak, empty_cache, peak_bytes, synchronize
+from mixmesh.runtime.accelerator import (
+    HOST_BACKEND,
+    begin_peak,
+    empty_cache,
+    peak_bytes,
+    peak_held_bytes,
+    synchronize,
+)
+from mixmesh.runtime.comm import Comm, backend_for
+from mixmesh.runtime.first_rank import everyones, from_first_rank, largest, wait_for_all
+from mixmesh.runtime.messages import message_group
 from mixmesh.runtime.parallel import parallelize
+from mixmesh.step.memory import PeakMemory
 from tests.rules.rule_proof import RATIOS, make_case, prove, units_of
 from tests.support.rule_samples import SAMPLES
 
@@ -139,19 +154,31 @@ def agreement(device: torch.device, size: Size, dtype: torch.dtype, steps: int =
     return {"ours": ours, "plain": plain, "error": max(abs(a / b - 1) for a, b in zip(ours, plain))}
 
 
+def predicted_bytes(plan: Plan, cluster: Cluster) -> int:
+    """Bytes of tensors at the peak that a plan of one GPU predicts: less what the process holds, and what the
+    allocator is taken to lose."""
+    process = PeakMemory(CostModel(cluster)).constants(plan.program)[0]
+    return round((plan.predicted_peak_memory_bytes[0] - process - POOL_BYTES) / (1 + allocator_loss()))
+
+
 def memory(device: torch.device, size: Size) -> dict:
-    """Bytes of tensors and workspaces at the peak of a step, predicted and as the allocator counted them."""
+    """Bytes of tensors and workspaces at the peak of a step, predicted and as the allocator counted them; and
+    all that the process held of the card."""
     job, cluster = size.job(), cluster_of(device)
     plan = planned(job, cluster)
-    predicted = plan.predicted_peak_memory_bytes[0] - CostModel(cluster).memory_constant_bytes(0)
+    predicted = predicted_bytes(plan, cluster) + workspace_bytes(cluster.devices[0].name)
     before = torch.accelerator.memory.memory_allocated(device)
     step = stepped(job, device, plan)
     empty_cache(device)
     begin_peak(device)
     losses(step, WARM_UP)
     measured = peak_bytes(device) - before
-    predicted += WORKSPACE_BYTES
-    return {"predicted_bytes": predicted, "measured_bytes": measured, "ratio": predicted / measured}
+    return {
+        "predicted_bytes": predicted,
+        "measured_bytes": measured,
+        "ratio": predicted / measured,
+        "of_process_ratio": plan.predicted_peak_memory_bytes[0] / peak_held_bytes(device),
+    }
 
 
 def prediction(device: torch.device, size: Size, budget_s: float, steps: int) -> dict:
@@ -177,6 +204,55 @@ def overhead(device: torch.device, size: Size, steps: int, *, compiles: bool) ->
         compiled_s = median_s(stepped(size.job(), device, None, compiled=True), device, steps)
         row |= {"compiled_s": compiled_s, "over_compiled": ours_s / compiled_s}
     return row
+
+
+def shared(device: torch.device, world_size: int) -> list[str | None]:
+    """Failures by rank of a training by a plan of unequal shares, on processes that share the device."""
+    job = SMALL.job()
+    plan = make_plan(trace(job.model, job.batch), unequal(device, world_size), planner="ddp-proportional")
+    return run_world(world_size, {"train": partial(_train_beside_others, str(device), plan)})["train"]
+
+
+def unequal(device: torch.device, world_size: int) -> Cluster:
+    """Devices of which each is half as fast as the one before."""
+    kind = "cpu" if device.type == "cpu" else "gpu"
+    devices = tuple(Device(f"d{n}", 1e13 / 2**n, 8 * 2**30, 1e12, kind=kind) for n in range(world_size))
+    return Cluster("unequal", (Machine("here", devices, 1e10, 1e-5, 1e9),), 1e9, 1e-5)
+
+
+def _train_beside_others(device: str, plan: Plan, _: None) -> None:
+    ours = losses(stepped(SMALL.job(), torch.device(device), plan), WARM_UP)
+    plain = losses(stepped(SMALL.job(), torch.device(device), None), WARM_UP)
+    torch.testing.assert_close(ours, plain, rtol=1e-4, atol=0.0)
+
+
+def meeting(device: torch.device, world_size: int) -> list[str | None]:
+    """Failures by rank of a sum and of messages, in the backend that trainings take on the device."""
+    return run_world(world_size, {"meet": partial(_meet, str(device))})["meet"]
+
+
+def _meet(device: str, _: None) -> None:
+    comm = Comm.of_sets(int(os.environ["WORLD_SIZE"]), (), device=device, timeout_s=60)
+    x = torch.full((3,), comm.rank + 1.0, device=comm.device)
+    dist.all_reduce(x)
+    assert x.tolist() == [sum(range(1, comm.world_size + 1))] * 3
+    wait_for_all("a test")
+    assert everyones(comm.rank) == comm.everyone
+    assert largest(x, "a test").device == x.device
+    assert from_first_rank(lambda: "a message") == "a message"
+    own = backend_for(comm.device)
+    assert dist.get_backend() == own
+    assert (message_group() is None) == (own == HOST_BACKEND)  # small things are told by way of the host
+
+
+def staging(device: torch.device) -> dict:
+    """Copies that a checkpoint is written from, and whether they are in pinned memory."""
+    tensors = {"a": torch.arange(5.0, device=device), "b": torch.ones(2, 3, device=device).bfloat16()}
+    first = staged(tensors, {})
+    again = staged({name: x + 1 for name, x in tensors.items()}, first)
+    equal = all(torch.equal(again[name], x.cpu() + 1) for name, x in tensors.items())
+    reused = all(again[name].data_ptr() == first[name].data_ptr() for name in tensors)
+    return {"equal": equal, "reused": reused, "pinned": all(x.is_pinned() for x in again.values())}
 
 
 def doctor(world_size: int, timeout_s: float) -> dict:

@@ -6,11 +6,14 @@ import json
 
 import pytest
 import torch
+from gloo_world import assert_passed
 
 from mixmesh.cost import CostModel
-from mixmesh.cost.gpu_memory import GROUP_BYTES, GROUPS, WORKSPACE_BYTES
+from mixmesh.cost.gpu_memory import KERNEL_BYTES, communicator_bytes, usual_communicators, workspace_bytes
+from mixmesh.lang.optimizer_states import ADAM
 from mixmesh.measure.profiler.constants import use_kernels
 from mixmesh.runtime.accelerator import empty_cache, indexed, synchronize, take
+from mixmesh.step.memory import Memory
 from tests.gpu import checks
 from tests.support.rule_samples import SAMPLES
 
@@ -37,6 +40,19 @@ def test_steps_are_predicted_and_timed():
     assert row["over_plain"] == pytest.approx(row["ours_s"] / row["plain_s"])
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_ranks_meet(world_size):
+    assert_passed(checks.meeting(CPU, world_size))
+
+
+def test_ranks_share_a_device():
+    assert_passed(checks.shared(CPU, 2))
+
+
+def test_a_checkpoint_is_staged():
+    assert checks.staging(CPU) == {"equal": True, "reused": True, "pinned": False}
+
+
 def test_rows_become_a_table(tmp_path):
     shown = checks.write({"a step": {"ours_s": 0.25, "ok": True}}, CPU, tmp_path / "gpu" / "check.json")
     assert "| a step | ours_s 0.25, ok True |" in shown
@@ -56,8 +72,20 @@ def test_a_process_on_a_gpu_holds_more_among_others():
     """Buffers of communicators, where there are several ranks; workspaces, where it computes."""
 
     def constant(count: int, *, idle: bool) -> int:
-        text = f'[[machine]]\ndevices = [{{ device = "V100-16GB", count = {count} }}]\n'
-        return CostModel(checks.Cluster.parse(text)).memory_constant_bytes(0, idle=idle)
+        return CostModel(v100s(count)).memory_constant_bytes(0, idle=idle)
 
-    assert constant(2, idle=True) - constant(1, idle=True) == GROUPS * GROUP_BYTES
-    assert constant(2, idle=False) - constant(2, idle=True) == WORKSPACE_BYTES
+    communicators = sum(communicator_bytes(v100s(2), c, 0) for c in usual_communicators(2))
+    assert constant(2, idle=True) - constant(1, idle=True) == communicators > 0
+    assert constant(2, idle=False) - constant(2, idle=True) == KERNEL_BYTES + workspace_bytes("V100-16GB")
+
+
+def test_what_is_held_against_the_allocators_count_is_of_tensors_alone():
+    cluster = v100s(1)
+    plan = checks.planned(checks.SMALL.job(), cluster)
+    tensors = Memory(plan.program, ADAM, cuda=True).moments
+    largest = max(sum(moment.held.values()) for moment in tensors)
+    assert checks.predicted_bytes(plan, cluster) == pytest.approx(largest, abs=2)
+
+
+def v100s(count: int) -> checks.Cluster:
+    return checks.Cluster.parse(f'[[machine]]\ndevices = [{{ device = "V100-16GB", count = {count} }}]\n')

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ...runtime.first_rank import everyones
+from ...runtime.messages import meet
 from ..cluster import Cluster
 from .assemble import assemble
 from .cache import Cache
@@ -40,7 +41,7 @@ def detect(
     inventory = inventory or read_inventory(device)
     own = inventory.devices[dist.get_rank()]
     progress("speed of devices")
-    dist.barrier()
+    meet()
     on_start()
     speed = None if own.row is not None else measure_speed(device)
     on_end()

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ...runtime.accelerator import is_on_device, synchronize
+from ...runtime.messages import meet, message_group
 
 PING_BYTES = 8
 NUM_PINGS = 20
@@ -63,11 +64,11 @@ def machine_pairs(num_machines: int) -> tuple[tuple[int, int], ...]:
 
 def measure_pair(rank_a: int, rank_b: int, device: torch.device) -> Link:
     """The link between two ranks while no other rank sends. Collective: the others wait."""
-    dist.barrier()
+    meet()
     link: list[Link | None] = [None]
     if dist.get_rank() in (rank_a, rank_b):
         link[0] = exchange(rank_a, rank_b, device)
-    dist.broadcast_object_list(link, src=rank_a)
+    dist.broadcast_object_list(link, src=rank_a, group=message_group())
     assert link[0] is not None  # one of them has measured it
     return link[0]
 

@@ -27,7 +27,9 @@ from ...runtime.accelerator import indexed
 from ...runtime.allocator import steady_heap
 from ...runtime.comm import Comm, default_device
 from ...runtime.first_rank import everyones
-from .constants import KeptProcess, gpu_process_bytes, own_process_bytes
+from ...runtime.messages import meet
+from ...runtime.segments import check_can_compile
+from .constants import KeptProcess, ProcessMemory, gpu_process_memory, own_process_memory
 from .limit import LINKS, OPERATORS, OPERATORS_LEAST, PROCESS, Limit
 from .links import link_sets, measure_links
 from .meter import Meter
@@ -48,6 +50,7 @@ def profile(
     budget_s: float = 60.0,
     program: Program | None = None,
     device: torch.device | str | None = None,
+    compiles: bool = False,
     on_start: Callable[[], object] = lambda: None,
     progress: Callable[[str], None] = lambda _: None,
     kept_process: KeptProcess | None = None,
@@ -59,17 +62,20 @@ def profile(
     operators that it did not reach are named in the provenance. ``kept_process`` knows what an earlier
     profile measured of a process without tensors. With ``program``, the job's
     data parallelism with even shares, each device's largest micro-batches are confirmed first, beside the
-    budget; ``torch.distributed`` must not be initialised then.
+    budget; ``torch.distributed`` must not be initialised then. For a job that ``compiles`` whole steps are
+    those of the compiled model, beside the budget too; raises InputError where there is no compiler.
     """
     steady_heap()  # as in training
     largest = confirmed(job, cluster, program, device, progress) if program else None
     started = time.perf_counter()
     comm = Comm.of_sets(cluster.world_size, link_sets(cluster), device=device)
+    if compiles:
+        check_can_compile(comm.device)
     limit = Limit(comm, budget_s, started)
     progress("memory of a process without tensors")
-    idle, working = constant_bytes(comm, cluster, limit.left_s(PROCESS), kept_process)
+    idle, working, communicator = constant_memory(comm, cluster, limit.left_s(PROCESS), kept_process)
     on_start()
-    dist.barrier()
+    meet()
     meter = Meter(comm.device, emulated=os.environ.get("MIXMESH_EMULATION") == "quota")
     links_started = time.perf_counter()
     links = measure_links(
@@ -92,7 +98,9 @@ def profile(
     progress("whole steps")
     own = device_key(declared)
     costs = CostModel(cluster, Profile({own: DeviceProfile(ops, 0.0, 0)}, ()), tf32=tf32_now())
-    steps = measure_steps(graph, job, share, costs, costs.class_of[comm.rank], meter, limit.left_s(), limit)
+    steps = measure_steps(
+        graph, job, share, costs, costs.class_of[comm.rank], meter, limit.left_s(), compiles, limit
+    )
     if steps is None:
         steps = 1.0, CostModel(cluster).optimizer_s(comm.rank, 1.0)
         skipped.append("whole steps, for which there is no memory, or there are no values")
@@ -103,7 +111,18 @@ def profile(
         working = round(idle + max(largest.excess_bytes, 0))
     samples = largest.samples if largest is not None else ()
     mine = DeviceProfile(
-        ops, optimizer_s, working, scale, slowdown, host_s, host_scale, idle, samples, *rest, beside_s
+        ops,
+        optimizer_s,
+        working,
+        scale,
+        slowdown,
+        host_s,
+        host_scale,
+        idle,
+        samples,
+        *rest,
+        beside_s,
+        communicator,
     )
     measured = everyones((own, mine, skipped))
     devices = {}
@@ -111,6 +130,7 @@ def profile(
         devices[key] = merge([p for k, p, _ in measured if k == key])
     provenance = {
         **provenance_of(graph, cluster, comm, links_s, time.perf_counter() - started),
+        "compiled": compiles,
         "skipped": sorted({op for _, _, names in measured for op in names}),
     }
     comm.close()
@@ -131,7 +151,7 @@ def profile_links(
     """
     comm = Comm.of_sets(cluster.world_size, link_sets(cluster))
     on_start()
-    dist.barrier()
+    meet()
     started = time.perf_counter()
     links = measure_links(comm, cluster, budget_s * LINKS_SHARE, most_s=budget_s * LINKS, progress=progress)
     links_s = time.perf_counter() - started
@@ -186,24 +206,24 @@ def confirmed(
     )
 
 
-def constant_bytes(comm: Comm, cluster: Cluster, most_s: float, kept: KeptProcess | None) -> tuple[int, int]:
-    """Bytes of their device's memory that an idle and a working process hold before any tensor. Collective.
+def constant_memory(
+    comm: Comm, cluster: Cluster, most_s: float, kept: KeptProcess | None = None
+) -> ProcessMemory:
+    """Bytes of their device's memory that processes hold before any tensor. Collective.
 
     On a CPU the first rank of every machine measures it for the others, which run the same libraries, or has
     ``kept`` it; in more than ``most_s`` seconds it is estimated.
     """
     if comm.device.type != "cpu":
-        return gpu_process_bytes(comm.channel(comm.everyone, "profile of memory"))
+        return gpu_process_memory(comm.channel(comm.everyone, "profile of memory"))
     machine = cluster.machine_index_of(comm.rank)
     first = comm.rank == cluster.ranks_of(machine)[0]
-    of_all = everyones((machine, own_process_bytes(most_s, kept) if first else (0, 0)))
-    sizes = max(sizes for there, sizes in of_all if there == machine)
+    of_all = everyones((machine, own_process_memory(most_s, kept) if first else None))
     costs = CostModel(cluster)
-    estimate = (
-        costs.memory_constant_bytes(comm.rank, idle=True),
-        costs.memory_constant_bytes(comm.rank),
+    estimate = ProcessMemory(
+        costs.memory_constant_bytes(comm.rank, idle=True), costs.memory_constant_bytes(comm.rank)
     )
-    return sizes if all(sizes) else estimate
+    return next((memory for there, memory in of_all if there == machine and memory is not None), estimate)
 
 
 def merge(profiles: list[DeviceProfile]) -> DeviceProfile:

@@ -7,15 +7,17 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
 
-from ...cost.gpu_memory import GROUPS
 from ...errors import MixmeshError
 from ...runtime import collectives
 from ...runtime.accelerator import allocated_bytes, outside_bytes, synchronize
 from ...runtime.comm import Channel
+
+SMALL_COUNT, LARGE_COUNT = 2**8, 2**21  # numbers in what is exchanged
 
 # imports of ``mixmesh run``, a process group, and every library once: the matrix products and convolutions
 # bring in their kernels with the first call
@@ -54,30 +56,40 @@ os._exit(0)  # threads of process groups can end a process that is leaving with 
 """
 
 
+class ProcessMemory(NamedTuple):
+    """Bytes that a process holds before any tensor of a job: one that computes nothing, one that computes,
+    and in one communicator of all ranks what its first sum and its first exchange of all pairs added. Empty
+    where that is no memory of the device."""
+
+    idle: int
+    working: int
+    communicator: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True)
 class KeptProcess:
-    """What this machine has kept of an earlier ``process_bytes``, and how to keep a new one."""
+    """What this machine has kept of an earlier ``process_memory``, and how to keep a new one."""
 
-    load: Callable[[], tuple[int, int] | None]
-    save: Callable[[tuple[int, int]], object]
+    load: Callable[[], ProcessMemory | None]
+    save: Callable[[ProcessMemory], object]
 
 
-def own_process_bytes(most_s: float, kept: KeptProcess | None = None) -> tuple[int, int]:
-    """As ``process_bytes``, kept or measured; zeros where it takes more than ``most_s`` seconds."""
-    if kept is not None and (known := kept.load()) is not None:
-        return known
+def own_process_memory(most_s: float, kept: KeptProcess | None = None) -> ProcessMemory | None:
+    """As ``process_memory``, kept or measured; None where it takes more than ``most_s`` seconds."""
+    if kept is not None and (before := kept.load()) is not None:
+        return before
     try:
-        sizes = process_bytes(max(most_s, 0.1))
+        memory = process_memory(max(most_s, 0.1))
     except MixmeshError as error:
         if isinstance(error.__cause__, subprocess.TimeoutExpired):
-            return 0, 0
+            return None
         raise
     if kept is not None:
-        kept.save(sizes)
-    return sizes
+        kept.save(memory)
+    return memory
 
 
-def process_bytes(timeout_s: float = 120.0) -> tuple[int, int]:
+def process_memory(timeout_s: float = 120.0) -> ProcessMemory:
     """The largest resident size, as ``runtime.train`` measures it, of a process that computes nothing, and
     of one that does all that a rank on a CPU does, with tiny tensors.
 
@@ -91,7 +103,7 @@ def process_bytes(timeout_s: float = 120.0) -> tuple[int, int]:
             env=environment, capture_output=True, text=True, timeout=timeout_s, check=True,
         )  # fmt: skip
         idle, working = map(int, ended.stdout.split()[-2:])
-        return idle, working
+        return ProcessMemory(idle, working)
     except (subprocess.SubprocessError, OSError, ValueError, IndexError) as error:
         raise MixmeshError(
             "the memory of a process without tensors could not be measured",
@@ -100,28 +112,47 @@ def process_bytes(timeout_s: float = 120.0) -> tuple[int, int]:
         ) from error
 
 
-def gpu_process_bytes(channel: Channel) -> tuple[int, int]:
-    """Bytes of the card that a process holds that computes nothing, and one that computes, before any tensor
-    of a job. Collective.
+def gpu_process_memory(channel: Channel) -> ProcessMemory:
+    """That of a process on this card. Collective; the channel must not have been used before.
 
-    The context, ``GROUPS`` times what a first collective adds (a communicator's buffers), and the kernels and
-    workspaces that products, convolutions and attention bring with them, forward and backward. What other
-    processes hold of the card counts too: who shares it has less.
+    The context, the kernels and workspaces that products, convolutions and attention bring with them, forward
+    and backward, and the buffers of a communicator. What other processes hold of the card counts too: who
+    shares it has less.
     """
     device = channel.comm.device
     made = allocated_bytes(device)
     torch.zeros(1, device=device)
     alone = outside_bytes(device)
-    if not channel.alone:
-        collectives.all_reduce(channel, torch.zeros(2**20, device=device))
-    synchronize(device)
-    group = outside_bytes(device) - alone
-    use_kernels(device)
-    synchronize(device)
-    kernels = outside_bytes(device) - alone - group
+    sums = _added(device, lambda: _sum(channel))
+    pairs = _added(device, lambda: _exchange(channel))
+    kernels = _added(device, lambda: use_kernels(device))
     workspaces = allocated_bytes(device) - made
-    idle = alone + GROUPS * max(group, 0)
-    return idle, idle + max(kernels, 0) + max(workspaces, 0)
+    return ProcessMemory(alone, alone + kernels + max(workspaces, 0), (sums, pairs))
+
+
+def _added(device: torch.device, work: Callable[[], object]) -> int:
+    """The bytes outside of the allocator that ``work`` leaves behind."""
+    before = outside_bytes(device)
+    work()
+    synchronize(device)
+    return max(outside_bytes(device) - before, 0)
+
+
+def _sum(channel: Channel) -> None:
+    """Sums and gathers of a few numbers and of many: each protocol and each algorithm connects at its first
+    use."""
+    for count in (SMALL_COUNT, LARGE_COUNT) if not channel.alone else ():
+        x = torch.zeros(count, device=channel.comm.device)
+        collectives.all_reduce(channel, x)
+        collectives.all_gather(channel, x, [count] * len(channel.ranks))
+
+
+def _exchange(channel: Channel) -> None:
+    """Pieces of one size between all pairs."""
+    if not channel.alone:
+        pieces = [torch.zeros(LARGE_COUNT, device=channel.comm.device) for _ in channel.ranks]
+        shapes = [(LARGE_COUNT,)] * len(pieces)
+        collectives.exchange(channel, pieces, shapes, len(pieces) ** 2 * pieces[0].nbytes)
 
 
 def use_kernels(device: torch.device) -> None:

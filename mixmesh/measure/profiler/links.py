@@ -26,6 +26,7 @@ from ...runtime import collectives
 from ...runtime.comm import Channel, Comm
 from ...runtime.layout import level_groups
 from ...runtime.levels import ByLevels
+from ...runtime.messages import meet
 from .limit import agreed
 from .meter import Meter
 
@@ -245,7 +246,7 @@ def measure(
 
 
 def timed(comm: Comm, run: Callable[[], object] | None) -> float:
-    dist.barrier()
+    meet()
     if run is None:
         return 0.0
     return Meter.wall(run) if comm.device.type == "cpu" else Meter(comm.device, emulated=False).once(run)

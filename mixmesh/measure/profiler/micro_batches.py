@@ -213,8 +213,9 @@ class Plans:
 
     def tensor_bytes(self, size: int) -> float:
         """As the memory model has it, for the rank."""
-        peaks = self._peaks(self._unpredicted(size))
-        return peaks[self.rank] - self.costs.memory_constant_bytes(self.rank)
+        plan = self._unpredicted(size)
+        memory = self.in_micro_steps if accumulates(plan.micro_batches) else self.at_once
+        return self._peaks(plan)[self.rank] - memory.constants(plan.program)[self.rank]
 
     def _peaks(self, plan: Plan) -> tuple[int, ...]:
         if not accumulates(plan.micro_batches):

@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 
 from ...cost import Curve, LinkMeasurement, host_key
 from ...runtime import collectives
 from ...runtime.accelerator import synchronize
 from ...runtime.comm import Channel, Comm
+from ...runtime.messages import meet
 from .limit import BESIDE, Limit
 from .links import ALGORITHMS, EVEN, Case, prepared, rows_of
 from .meter import Meter
@@ -79,10 +79,10 @@ def slowdown(comm: Comm, channel: Channel, links: tuple[LinkMeasurement, ...]) -
     unit()
     slowdowns = []
     for _ in range(ROUNDS):
-        dist.barrier()
+        meet()
         until = time.perf_counter() + WINDOW_S
         alone = per_second(unit, lambda until=until: time.perf_counter() >= until)
-        dist.barrier()
+        meet()
         handles = [
             collectives.all_reduce(channel, buffers[n % 2], in_place=True, async_op=True)
             for n in range(count)

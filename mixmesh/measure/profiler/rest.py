@@ -18,8 +18,8 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
+from ...runtime.messages import meet
 from .limit import REST, Limit
 from .overlap import piece_of_work
 
@@ -40,7 +40,7 @@ def measure_rest(device: torch.device, limit: Limit | None = None) -> tuple[floa
     for _ in range(ROUNDS):
         if limit is not None and limit.is_past(REST):
             break
-        dist.barrier()
+        meet()
         time.sleep(random.uniform(1.0, MOST_REST) * REST_S)
         rounds.append(times_of(unit, WATCHED_S))
     return rested(rounds) if len(rounds) >= LEAST_ROUNDS else (0.0, 1.0)

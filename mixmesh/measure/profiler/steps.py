@@ -10,14 +10,15 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ...cost import CostModel
 from ...frontend.trace.capture import loss_of
 from ...lang.ir import Graph
 from ...lang.rules import call_of
 from ...runtime.allocator import give_back
+from ...runtime.messages import meet
 from ...runtime.optimizers import fuse
+from ...runtime.segments import compiled
 from .children import attempt_on
 from .limit import STEPS, Limit
 from .meter import REPEATS, Meter
@@ -35,6 +36,7 @@ def measure_steps(
     device_class: int,
     meter: Meter,
     budget_s: float,
+    compiles: bool = False,
     limit: Limit | None = None,
 ) -> tuple[float, float] | None:
     """Real seconds of a local step over the sum of its operators' in ``costs``, and optimizer seconds per
@@ -43,7 +45,9 @@ def measure_steps(
 
     Collective: all ranks run steps for equally long at the same time, as in training, so that a fast device
     is measured while the slow ones are busy too. Every batch is tried first, where running out of memory can
-    be survived, and halved if it does. After ``limit`` one batch is run a few times, and no other.
+    be survived, and halved if it does. After ``limit`` one batch is run a few times, and no other. With
+    ``compiles`` one batch is measured, of the compiled model, beside any limit: it is compiled for each size
+    of a batch.
 
     Under a quota an optimizer's step of some milliseconds falls within a burst or meets a pause of many times
     its length. Its CPU seconds do not, and become real ones as those of the operators do.
@@ -62,7 +66,10 @@ def measure_steps(
     rows = max((t.shape[0] for t in tensors), default=1)
     state = {k: v.detach().clone() for k, v in model.state_dict().items()}
 
-    def backward(batch: Any) -> None:
+    timed = compiled(model) if compiles else model
+    factors = FACTORS[:1] if compiles else FACTORS
+
+    def backward(batch: Any, model: Callable[..., Any] = timed) -> None:
         out = model(**batch) if isinstance(batch, dict) else model(*batch)
         loss_of(out).backward()
 
@@ -86,28 +93,29 @@ def measure_steps(
 
     def both(count: int) -> None:
         optimize()
-        step(part(count))
+        backward(part(count), model)  # a compiler's own processes do not survive where this is tried
+        optimizer.zero_grad()
 
     scales, optimizer_s = [], []
-    for number, factor in enumerate(FACTORS):
+    for number, factor in enumerate(factors):
         if number and limit is not None and limit.is_past(STEPS):
             break
         count = max(1, round(rows * share * factor))
         while count and attempt_on(device, partial(both, count), TRIAL_S).out_of_memory:
             count //= 2
         if not count:
-            dist.barrier()  # as those who measure
+            meet()  # as those who measure
             continue
         batch = part(count)
         step(batch)
-        dist.barrier()
-        until = math.inf if limit is None else time.perf_counter() + limit.left_s()
-        measured = mean_s(clock, partial(step, batch), budget_s / len(FACTORS), until)
+        meet()
+        until = math.inf if limit is None or compiles else time.perf_counter() + limit.left_s()
+        measured = mean_s(clock, partial(step, batch), budget_s / len(factors), until)
         predicted = predicted_step_s(graph, costs, device_class, count / rows)
         if predicted > 0:
             scales.append(measured / predicted)
         optimizer_step_s(batch)
-        has_time = limit is None or limit.left_s() > 0
+        has_time = limit is None or compiles or limit.left_s() > 0
         optimizer_s += [optimizer_step_s(batch) for _ in range(REPEATS if has_time else 1)]
     model.load_state_dict(state)
     if not optimizer_s:

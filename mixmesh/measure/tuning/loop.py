@@ -17,6 +17,7 @@ from ...lang.optimizer_states import OptimizerStates
 from ...lang.plan_file import Plan
 from ...planner import make_plans
 from ...runtime.comm import default_device, initialise
+from ...runtime.messages import message_group
 from ...simulator import simulate
 from ..testbed import leave_device
 from .correct import corrected, device_factors
@@ -121,7 +122,7 @@ class _Planning:
                 message = [list(map(str, planned))]
             except MixmeshError as error:
                 message = [error]
-        dist.broadcast_object_list(message)
+        dist.broadcast_object_list(message, group=message_group())
         if isinstance(message[0], MixmeshError):
             raise message[0]
         return planned or tuple(map(Plan.parse, message[0]))

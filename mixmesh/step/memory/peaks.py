@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+from ...cost.communicators import Communicator
+from ...cost.gpu_memory import POOL_BYTES, allocator_loss
+from ...cost.meetings import communicators
 from ...cost.micro_steps import Part, costed_micro_step, largest_parts
 from ...cost.model import CostModel
 from ...cost.outline import Outline
 from ...cost.sums import Summed, order_of_sums
-from ...lang.ir import Program, Samples, owned_type
+from ...lang.ir import Program, Samples, owned_type, support
 from ...lang.optimizer_states import ADAM, OptimizerStates
 from ...lang.plan_file import Schedule
 from ..step import Step, step_of
@@ -36,6 +39,7 @@ class PeakMemory:
         self.costs, self.optimizer_states, self.samples = costs, optimizer_states, samples
         self._walked: dict[tuple, Walked] = {} if like is None else like._walked
         self._memories: dict[tuple, Memory] = {}
+        self._meetings: dict[tuple, tuple[Communicator, ...]] = {}
         self._step = step
         self._summed: tuple[Summed, ...] | None = None
         self._has_bound: bool | None = None
@@ -49,7 +53,7 @@ class PeakMemory:
         """
         part, one, keys = self._walks(program, planned)
         tensors = {key: self.of(one, *key).peaks(one, part) for key in dict.fromkeys(keys)}
-        constant = self._constants(program)
+        constant = self.constants(program)
         return tuple(round(constant[rank] + tensors[key][rank]) for rank, key in enumerate(keys))
 
     def moments(
@@ -63,7 +67,7 @@ class PeakMemory:
         """
         part, one, keys = self._walks(program, planned)
         held = {key: self.of(one, *key).held_bytes(one, part) for key in dict.fromkeys(keys)}
-        constant = self._constants(program)
+        constant = self.constants(program)
         return tuple(
             tuple(
                 (moment.event, round(constant[rank] + size_bytes))
@@ -88,10 +92,23 @@ class PeakMemory:
         ]
         return largest_parts(planned), costed_micro_step(program, self.samples), keys
 
-    def _constants(self, program: Program) -> list[float]:
-        """Bytes that the process itself takes, per rank."""
-        constant, working = self.costs.memory_constant_bytes, set(program.working_ranks)
-        return [constant(rank, idle=rank not in working) for rank in range(program.world_size)]
+    def constants(self, program: Program, computing: Collection[int] = ()) -> list[int]:
+        """Bytes that the process itself takes, with the communicators of ``program``, per rank. Those of
+        ``computing`` compute too, under other ratios."""
+        constant, working = self.costs.memory_constant_bytes, {*program.working_ranks, *computing}
+        meetings = self._communicators(program)
+        return [constant(rank, meetings, idle=rank not in working) for rank in range(program.world_size)]
+
+    def _communicators(self, program: Program) -> tuple[Communicator, ...]:
+        """Those of a program of these instructions, which depend on who takes part, and on which sums are
+        large enough for levels; none where no rank is on a GPU."""
+        if all(device.kind == "cpu" for device in self.costs.cluster.devices):
+            return ()
+        levels = (program.levels, program.buckets) if program.levels is not None else None
+        key = (tuple(support(ratio) for _, ratio in program.ratios), program.direct_bytes, levels)
+        if key not in self._meetings:
+            self._meetings[key] = communicators(program, self.samples)
+        return self._meetings[key]
 
     def at_most(self, program: Program) -> tuple[int, ...] | None:
         """Bytes per rank that a step, at once, surely does not exceed; None where that is not known without
@@ -102,11 +119,12 @@ class PeakMemory:
             return None
         if self._bound is None:
             self._bound = Bound(program, self.optimizer_states, self._step_of(program))
-        constant, held = self.costs.memory_constant_bytes, self._bound.held_bytes(program)
-        lost = [0.0 if d.kind == "gpu" else ALLOWANCE + SMALL_ALLOWANCE for d in self.costs.cluster.devices]
-        heap = [0 if d.kind == "gpu" else HEAP_BYTES for d in self.costs.cluster.devices]
+        constant, held = self.constants(program), self._bound.held_bytes(program)
+        on_gpu = [device.kind == "gpu" for device in self.costs.cluster.devices]
+        lost = [allocator_loss() if gpu else ALLOWANCE + SMALL_ALLOWANCE for gpu in on_gpu]
+        heap = [POOL_BYTES if gpu else HEAP_BYTES for gpu in on_gpu]
         return tuple(
-            round(constant(rank) + held[rank] * (1 + lost[rank]) + heap[rank])
+            round(constant[rank] + held[rank] * (1 + lost[rank]) + heap[rank])
             for rank in range(program.world_size)
         )
 

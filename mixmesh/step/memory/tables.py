@@ -8,6 +8,7 @@ from itertools import chain
 import numpy as np
 
 from ...cost.exchanges import cut_shares
+from ...cost.gpu_memory import POOL_BYTES, allocator_loss
 from ...cost.micro_steps import Part, scaled
 from ...cost.outline import Outline
 from ...cost.sums import Summed, order_of_sums
@@ -51,17 +52,19 @@ class Walked:
         summed = ((0, 1, p.type.ratio) for p in program.params)
         copied = (p.type.cut for copies in program.copies.values() for p in copies)
         cuts = dict.fromkeys(chain(*(m.held for m in every), summed, copied))
-        self.cuts: tuple[Cut, ...] = tuple(cuts if cuda else dict.fromkeys((*cuts, EVERYWHERE)))
+        self.cuts: tuple[Cut, ...] = tuple(dict.fromkeys((*cuts, EVERYWHERE)))
         self.sizes = self.array(self.moments)
         self.highest = undominated(self.sizes)
 
     def array(self, moments: Sequence[Moment]) -> np.ndarray:
-        """Unsharded bytes with what a heap loses."""
+        """Unsharded bytes with what a heap loses, or a GPU's allocator."""
         sizes = self._rows([m.held for m in moments])
-        if not self.cuda:
+        if self.cuda:
+            sizes = sizes * (1 + allocator_loss())
+        else:
             small = self._rows([m.small for m in moments])
             sizes = sizes * (1 + ALLOWANCE) + small * SMALL_ALLOWANCE
-            sizes[:, self.cuts.index(EVERYWHERE)] += HEAP_BYTES
+        sizes[:, self.cuts.index(EVERYWHERE)] += POOL_BYTES if self.cuda else HEAP_BYTES
         return sizes
 
     def _rows(self, sizes: Sequence[Mapping[Cut, float]]) -> np.ndarray:

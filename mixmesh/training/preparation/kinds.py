@@ -23,7 +23,7 @@ from ...cluster.detection.assemble import SAME_SPEED
 from ...cluster.detection.cache import key_of
 from ...cluster.detection.inventory import read_device
 from ...cost import DeviceProfile, Profile, device_key
-from ...measure.profiler import KeptProcess
+from ...measure.profiler.constants import KeptProcess, ProcessMemory
 from ...runtime.first_rank import everyones
 
 
@@ -67,15 +67,17 @@ class Kinds:
         """The memory of a process without tensors, which depends on no job: as this machine has kept it."""
         file = f"process/{key_of(version('mixmesh'), torch.__version__, sys.version, self.own)}.json"
 
-        def read(path: Path) -> tuple[int, int] | None:
+        def read(path: Path) -> ProcessMemory | None:
             with suppress(ValueError, TypeError):
                 idle, working = json.loads(path.read_text())
-                return int(idle), int(working)
+                return ProcessMemory(int(idle), int(working))
             return None
 
         return KeptProcess(
             lambda: self.cache.load(file, read),
-            lambda sizes: self.cache.save(file, lambda path: path.write_text(json.dumps(sizes))),
+            lambda memory: self.cache.save(
+                file, lambda path: path.write_text(json.dumps([memory.idle, memory.working]))
+            ),
         )
 
     def _load(self, device: Device) -> DeviceProfile | None:

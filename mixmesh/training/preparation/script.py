@@ -130,6 +130,7 @@ def prepare(
             batch_norm=batch_norm,
             autocast=autocast_for(model, autocast),
             whole_parameters=optimizer is not None and not is_elementwise(optimizer),
+            compiles=compile,
             loss=LossSource.MAYBE_CALLER if loss is None and not outputs else LossSource.RETURNED,
         )
         try:

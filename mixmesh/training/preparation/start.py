@@ -20,6 +20,7 @@ from ...cluster import Cluster
 from ...cluster.detection import Cache, detect, read_inventory
 from ...cluster.detection.cache import key_of
 from ...cost import Profile
+from ...cost.gpu_memory import allocator_loss
 from ...errors import InputError
 from ...explain.headline import headline
 from ...frontend.job import needs_whole_parameters, optimizer_states
@@ -51,6 +52,7 @@ class Options:
     batch_norm: str = "exact"  # or "local": statistics of each rank's own samples
     autocast: tuple[str, str] | None = None  # the context that the model is called under
     whole_parameters: bool = False  # the optimizer looks at whole parameters, whatever the job's makes
+    compiles: bool = False  # operators between collectives are compiled, and whole steps measured so
     loss: LossSource = LossSource.RETURNED
 
 
@@ -132,19 +134,21 @@ def _prepared(
     job_key = key_of(traced.graph.fingerprint, cluster.fingerprint, optimizer, *versions)
     profile = None
     if options.profile_s:
-        kind_key = key_of(traced.graph.fingerprint, optimizer, *versions, options.profile_s)
+        kind_key = key_of(traced.graph.fingerprint, optimizer, *versions, options.profile_s, options.compiles)
         kinds = Kinds.of(phases.cache, kind_key, where)
         profile = phases.kept(
             "profile",
-            f"profiles/{key_of(job_key, options.profile_s)}.json",
+            f"profiles/{key_of(job_key, options.profile_s, options.compiles)}.json",
             (Profile.load, lambda made, path: made.save(path)),
             lambda: _profiled(traced.graph, job, cluster, kinds, options, device, progress),
             profile_words,
         )
     what_plans_rest_on = replace(options, timeout_s=0.0, heartbeat_s=0.0)
+    returned = traced.output_has_loss, traced.returned
+    plan_key = key_of(job_key, what_plans_rest_on, *returned, allocator_loss())
     plan = phases.kept(
         "plan",
-        f"plans/{key_of(job_key, what_plans_rest_on, traced.output_has_loss, traced.returned)}.plan",
+        f"plans/{plan_key}.plan",
         (Plan.load, lambda made, path: made.save(path)),
         lambda: from_first_rank(
             lambda: _planned(traced, job, cluster, profile, options, progress), what="plan"
@@ -237,7 +241,9 @@ def _profiled(graph, job, cluster, kinds: Kinds, options: Options, device: Devic
         if known is not None:
             progress("operators: kept of devices of these kinds")
             return profile_links(graph, cluster, known, **common)
-        made = measure_profile(graph, job, cluster, kept_process=kinds.process(), **common)
+        made = measure_profile(
+            graph, job, cluster, compiles=options.compiles, kept_process=kinds.process(), **common
+        )
     finally:
         device.on_end()
     is_first_here = rank == cluster.ranks_of(cluster.machine_index_of(rank))[0]

@@ -1,0 +1,21 @@
+"""A communicator: ranks that meet for a purpose. NCCL gives each a set of buffers (``gpu_memory``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DATA = "data"
+GRADIENT = "gradient"
+UP, BETWEEN, DOWN = "gradient, up", "gradient, between", "gradient, down"  # of sums by levels
+ACTIVATIONS, ACTIVATION_GRADIENTS = "activations", "gradients of activations"  # between stages
+LOSS_TOLD = "loss, told"
+
+
+@dataclass(frozen=True, slots=True)
+class Communicator:
+    """``ranks`` that meet for a ``purpose``. With ``is_pairwise`` each of them has a connection to each other
+    one, beside those of rings and trees."""
+
+    purpose: str
+    ranks: tuple[int, ...]
+    is_pairwise: bool = False

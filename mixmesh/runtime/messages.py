@@ -1,0 +1,41 @@
+"""The group by which ranks tell each other small things: through the hosts' memory.
+
+Where collectives run on cards the default group would need a communicator of its own for it, some hundred MiB
+of each card, and every message would wait for all that the card has been given to do.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from .accelerator import HOST_BACKEND, is_on_device
+
+PRETENDED_BACKEND = "fake"  # PyTorch's, of one process as if all others were there
+# the default group, and that for its messages
+_made: list[tuple[dist.ProcessGroup | None, dist.ProcessGroup]] = []
+
+
+def begin_messages(timeout: timedelta) -> None:
+    """Makes the group, if the default one is of cards and has none yet. Collective."""
+    if is_on_device() and dist.get_backend() != PRETENDED_BACKEND and message_group() is None:
+        _made[:] = [(dist.group.WORLD, dist.new_group(timeout=timeout, backend=HOST_BACKEND))]
+
+
+def message_group() -> dist.ProcessGroup | None:
+    """The group; None where the default one will do."""
+    return next((group for world, group in _made if world is dist.group.WORLD), None)
+
+
+def end_messages() -> None:
+    """Forgets the group, once the default one is destroyed."""
+    _made.clear()
+
+
+def meet() -> None:
+    """Waits for all ranks, each when its device has done what it was given. Collective."""
+    if is_on_device():
+        torch.accelerator.synchronize()
+    dist.barrier(group=message_group())
