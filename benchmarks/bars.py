@@ -12,7 +12,7 @@ from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.lang.ir import Graph
 from mixmesh.lang.optimizer_states import OptimizerStates
-from mixmesh.planner.make import PROPOSERS
+from mixmesh.planner.planners import BY_NAME
 from mixmesh.planner.task import Task
 
 PARALLEL = ("ddp-even", "ddp-proportional")
@@ -26,7 +26,7 @@ def machines_alone(cluster: Cluster) -> list[Cluster]:
 
 def fastest_s(task: Task, planners: tuple[str, ...]) -> float | None:
     """Seconds of the fastest step that fits, of the proposals of several planners; None if none fits."""
-    made = (p for name in planners for p in PROPOSERS[name](task))
+    made = (p for name in planners for p in BY_NAME[name].propose(task))
     return min((p.timeline.step_s for p in made if p.feasible), default=None)
 
 

@@ -6,7 +6,7 @@ the order of its instructions and in which gradients are summed together:
     fifo    what is ready first begins first, as in an executor without priorities; sums of 4 MB
     ddp     as the model is written; buckets as DistributedDataParallel has them after its first step: in the
             order in which gradients were ready, the first of 1 MB, the others of 25
-    ours    what ``mixmesh plan`` does (``planner.ordered``)
+    ours    what ``mixmesh plan`` does (``planner.passes.order``)
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from mixmesh.cost.sums import order_of_sums
 from mixmesh.lang.ir import Graph, Program
 from mixmesh.lang.optimizer_states import ADAM
 from mixmesh.passes.order import Orders, in_order
+from mixmesh.planner.budget import AMPLE
 from mixmesh.planner.hap import synthesised
-from mixmesh.planner.make import PROPOSERS
-from mixmesh.planner.passes.order import ordered
+from mixmesh.planner.passes import ORDER
+from mixmesh.planner.planners import BY_NAME
 from mixmesh.planner.proposal import Proposal
 from mixmesh.planner.task import Task
 from mixmesh.simulator import Simulation
@@ -41,14 +42,14 @@ def orders(graph: Graph, costs: CostModel) -> Mapping[str, Program]:
 
 def orders_in_parallel(graph: Graph, costs: CostModel) -> Mapping[str, Program]:
     task = Task(graph, costs, ADAM, lambda _: None)
-    return orders_of(task, min(PROPOSERS["ddp-proportional"](task), key=lambda p: p.key))
+    return orders_of(task, min(BY_NAME["ddp-proportional"].propose(task), key=lambda p: p.key))
 
 
 def orders_of(task: Task, found: Proposal) -> Mapping[str, Program]:
     return {
         FIFO: first_come(found.program, task.costs),
         DDP: ddp_buckets(found.program),
-        OURS: ordered(task, found).program,
+        OURS: ORDER(task, found, AMPLE).program,
     }
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from mixmesh.cost import CostModel
 from mixmesh.errors import InputError
@@ -20,11 +20,12 @@ from mixmesh.frontend.job.workloads import make
 from mixmesh.frontend.trace import trace
 from mixmesh.lang.ir import BATCH_NORMS, Graph
 from mixmesh.lang.optimizer_states import ADAM
+from mixmesh.planner.budget import AMPLE
 from mixmesh.planner.finished import arranged
 from mixmesh.planner.hap import DDP_TUNED
-from mixmesh.planner.make import PROPOSERS
-from mixmesh.planner.near import best_synced
+from mixmesh.planner.near import reduced_near
 from mixmesh.planner.placed import judged
+from mixmesh.planner.planners import BY_NAME
 from mixmesh.planner.proposal import Proposal
 from mixmesh.planner.spaces import space_of
 from mixmesh.planner.task import Task
@@ -36,6 +37,7 @@ from .placement_cases import CASES, Case
 from .placement_methods import LOCAL_METHODS, METHODS, MOST_S, Budget
 from .revision import revision
 
+BUDGET = replace(AMPLE, search_s=MOST_S)
 CALLS = 1000  # strategies that each search may ask for
 SEEDS = 5  # for a tree search's random numbers
 DATA_PARALLEL = ("ddp-even", "ddp-proportional")
@@ -149,7 +151,7 @@ def run(
             job = make(f"{case.workload}:{case.global_batch}")
             graphs[key] = tuple(trace(job.model, job.batch, batch_norm=kind).graph for kind in BATCH_NORMS)
         costs = CostModel(case.devices(), unmeasured=unmeasured)
-        tasks = [Task(graph, costs, ADAM, lambda _: None, MOST_S) for graph in graphs[key]]
+        tasks = [Task(graph, costs, ADAM, lambda _: None, BUDGET) for graph in graphs[key]]
         yield from run_case(case, *tasks, Budget(calls, seeds), progress, methods_of(methods))
 
 
@@ -162,9 +164,9 @@ def run_case(
     costs = task.costs
     alone_s = machine_alone_s(task.graph, costs.cluster, ADAM, tuple(costs.unmeasured))
     # a task of its own, so that no search profits from what this one found
-    tuned = Task(task.graph, costs, ADAM, lambda _: None, MOST_S)
-    tuned_s = _finished_s(tuned, list(PROPOSERS[DDP_TUNED](tuned)))
-    steps = {name: _fastest(PROPOSERS[name](task)) for name in BASELINES}
+    tuned = Task(task.graph, costs, ADAM, lambda _: None, BUDGET)
+    tuned_s = _finished_s(tuned, list(BY_NAME[DDP_TUNED].propose(tuned)))
+    steps = {name: _fastest(BY_NAME[name].propose(task)) for name in BASELINES}
     best_dp = min((s for n, s in steps.items() if n in DATA_PARALLEL and s), default=None)
     baseline = min((s for s in steps.values() if s), default=None)
     weakest = max(_schemes(task), default=None)
@@ -215,8 +217,8 @@ def _finished_s(task: Task, proposals: Sequence[Proposal]) -> float | None:
     fitting = [p for p in proposals if p.feasible]
     if not fitting:
         return None
-    summed = best_synced(task, fitting, quick=False).values()
-    made = [arranged(task, proposal, quick=False) for proposal in summed]
+    summed = reduced_near(task, fitting).values()
+    made = [arranged(task, proposal, task.budget) for proposal in summed]
     return min(p.timeline.step_s for p in (*made, *fitting))
 
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mixmesh.planner.learned import best_of, evaluator
-from mixmesh.planner.make import PROPOSERS
 from mixmesh.planner.pipelines import pipelines
 from mixmesh.planner.placed import cuts, local_search
+from mixmesh.planner.planners import BY_NAME
 from mixmesh.planner.proposal import Proposal
 from mixmesh.planner.task import HEADROOM, Task
 from mixmesh.search.learned.evaluate import Evaluator
@@ -81,7 +81,7 @@ def local(task: Task, budget: Budget) -> Found:
 
 def synthesis(task: Task, _: Budget) -> Found:
     """HAP's: no placements, and no calls that compare."""
-    return Found(list(PROPOSERS["hap"](task)))
+    return Found(list(BY_NAME["hap"].propose(task)))
 
 
 def pipeline(task: Task, _: Budget) -> Found:

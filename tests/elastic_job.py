@@ -13,10 +13,13 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import mixmesh
+from mixmesh.cluster import detection
 from mixmesh.cluster.detection import inventory
+from mixmesh.cluster.detection.speed import Speed
 
 FOLDER = Path(os.environ.get("ELASTIC_FOLDER", "."))
 SAMPLES, BATCH = 48, 8
+STEADY = Speed(4e10, 2e10, 1e10)  # of every device
 LITTLE_MEMORY_BYTES = 4096  # in which no plan for the model fits
 
 
@@ -85,6 +88,8 @@ def job() -> mixmesh.Job:
     (FOLDER / f"process-{os.getpid()}").write_text(json.dumps(process))
     if (FOLDER / "little-memory").exists():
         inventory.memory_limit = lambda *paths: (LITTLE_MEMORY_BYTES, "a small cgroup")
+    if (FOLDER / "steady-speed").exists():  # on a busy machine each start measures another one
+        detection.measure_speed = lambda device: STEADY
     torch.manual_seed(5)
     loader = Loader(Rows(), batch_size=BATCH, shuffle=True, collate_fn=collate)
     return mixmesh.Job(Model(), (torch.zeros(BATCH, 5).double(),), data=loader, optimizer=Noting)

@@ -40,9 +40,22 @@ class Mutation:
         return target.id
 
 
-SAME = "lambda _, proposal, **__: proposal"
+SAME = "lambda _, proposal, *__: proposal"
 MECHANISMS = "tests/test_mechanisms.py -k"
 PARTS = "tests/test_subsets.py -k not_slower"
+
+
+def without(planner: str) -> str:
+    """The list of planners without one."""
+    return f"ROWS = tuple(row for row in ROWS if row.name != {planner!r})"
+
+
+def without_sets(planner: str) -> str:
+    """The list of planners, one of which is not asked for sets of machines."""
+    not_asked = "__import__('dataclasses').replace(row, on_sets=None)"
+    return f"ROWS = tuple({not_asked} if row.name == {planner!r} else row for row in ROWS)"
+
+
 MUTATIONS = {
     # programs
     "sfb": Mutation("planner/passes/factors.py", "best_factors = lambda *_: None", f"{MECHANISMS} factors"),
@@ -129,19 +142,13 @@ MUTATIONS = {
     "budget of sets": Mutation(
         "planner/hap.py", "Synthesis.most_sets = lambda *_: 1", f"{MECHANISMS} budget"
     ),
-    "two levels on sets": Mutation(
-        "planner/make.py", "ON_MACHINE_SETS['two-level'] = (lambda _: None, 0)", f"{MECHANISMS} levels"
-    ),
-    "pipelines on sets": Mutation(
-        "planner/make.py", "del ON_MACHINE_SETS['pipeline']", f"{MECHANISMS} pipelines"
-    ),
-    "two levels": Mutation("planner/make.py", "QUICK['two-level'] = lambda _: iter(())", PARTS),
-    "pipelines": Mutation(
-        "planner/make.py", "QUICK['pipeline'] = lambda _: iter(())", f"{MECHANISMS} pipelines"
-    ),
+    "two levels on sets": Mutation("planner/propose.py", without_sets("two-level"), f"{MECHANISMS} levels"),
+    "pipelines on sets": Mutation("planner/propose.py", without_sets("pipeline"), f"{MECHANISMS} pipelines"),
+    "two levels": Mutation("planner/propose.py", without("two-level"), PARTS),
+    "pipelines": Mutation("planner/propose.py", without("pipeline"), f"{MECHANISMS} pipelines"),
     # at the end
     "several are finished": Mutation("planner/finished.py", "FEW = 1", f"{MECHANISMS} finished"),
-    "finished in time": Mutation("planner/finished.py", "QUICK_INSTRUCTIONS = 0", f"{MECHANISMS} finished"),
+    "finished in time": Mutation("planner/finished.py", "SHARE = 0.0", f"{MECHANISMS} finished"),
     "warning of whole batches": Mutation(
         "planner/make.py", "whole_batch_warnings = lambda *_: iter(())", "tests/test_mixtures.py -k warn"
     ),

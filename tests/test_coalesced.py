@@ -23,7 +23,7 @@ from mixmesh.measure.verification import verify
 from mixmesh.passes.buckets import with_buckets
 from mixmesh.passes.order import Orders, coalesced, in_order, in_runs, levels_of_sums, separated
 from mixmesh.passes.recomputation import recomputed
-from mixmesh.planner.make import make_plan
+from mixmesh.planner import make_plan
 from mixmesh.planner.task import Task
 from mixmesh.runtime.interpret import interpret
 from mixmesh.runtime.parallel import parallelize

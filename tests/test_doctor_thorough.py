@@ -191,14 +191,14 @@ def check_a_wrong_rate(store) -> None:
 
 def check_a_sum_that_is_wrong(store) -> None:
     """Collectives and training see it, each by itself."""
-    ground, usual, planners = opened(store, "sum"), dist.all_reduce, ladder.PROPOSERS
-    ladder.PROPOSERS = {"ddp-even": planners["ddp-even"]}
+    ground, usual, planners = opened(store, "sum"), dist.all_reduce, ladder.NAMES
+    ladder.NAMES = ("ddp-even",)
     right = tried("ladder", lambda: ladder.ladder(ground))
     if rank() == 1:
         dist.all_reduce = lambda x, *args, **kwargs: usual(x.add_(1), *args, **kwargs)
     pieces = tried("uneven", lambda: uneven.uneven(ground))
     steps = tried("ladder", lambda: ladder.ladder(ground))
-    dist.all_reduce, ladder.PROPOSERS = usual, planners
+    dist.all_reduce, ladder.NAMES = usual, planners
     assert right.status == "ok", right
     assert pieces.status == "wrong" and "all_reduce" in pieces.found and pieces.ranks == (0, 1, 2, 3)
     assert steps.status == "wrong" and "a step by the plan of ddp-even" in steps.found

@@ -20,7 +20,9 @@ from mixmesh import checkpoint
 from mixmesh.base.run_log import FAULT, RUN_LOG, STOP, read_log
 from mixmesh.checkpoint.run import Every, Settings
 from mixmesh.cli.checkpoint import checkpoint_stays
+from mixmesh.cost import Profile
 from mixmesh.errors import Infeasible
+from mixmesh.lang.plan_file import Plan
 
 JOB = Path(__file__).parent / "elastic_job.py"
 ROOT = JOB.parents[1]
@@ -227,6 +229,32 @@ def test_machines_go_and_come_back(agents, tmp_path, monkeypatch):
     assert_each_sample_once(tmp_path, (last - 1) // PER_EPOCH)
     stops = read_log(tmp_path / "checkpoints" / RUN_LOG).of(STOP)
     assert (saved, "SIGTERM") in [(stop.step, stop.facts["cause"]) for stop in stops]
+
+
+def provenances(folder: Path) -> list[dict]:
+    """Those of the profiles that starts have planned with, the newest last."""
+    files = sorted((folder / "cache" / "profiles").glob("*.json"), key=lambda file: file.stat().st_mtime_ns)
+    return [Profile.load(file).provenance for file in files]
+
+
+def test_a_restart_plans_with_what_was_measured_before(agents, tmp_path, monkeypatch):
+    """Operators are measured by the first start, on two machines; the one that is left measures none, plans
+    by them, and goes on."""
+    monkeypatch.setenv("ELASTIC_SAMPLE_S", "0.01")
+    (tmp_path / "steady-speed").touch()
+    arguments = "--every 5 --epochs 1000 --heartbeat 2 --profile-seconds 1 --planner ddp-proportional"
+    first, second = (agents("1:2", 1, arguments) for _ in range(2))
+    read = first.wait_for_steps(10, first.wait_for("2 devices in 1 machine: "))
+    (measured,) = provenances(tmp_path)
+    assert "devices_kept" not in measured
+    second.process.kill()
+    kill(newest(tmp_path, 2, 1)["pid"])
+    read = first.wait_for(r"1 of 2 devices, going on after step \d+", read)
+    first.wait_for_steps(3, read)
+    _, kept = provenances(tmp_path)
+    assert len(kept["devices_kept"]) == 1 and kept["cluster"] != measured["cluster"]
+    used = [Plan.load(file) for file in (tmp_path / "cache" / "plans").glob("*.plan")]
+    assert {(plan.program.world_size, plan.cost_source) for plan in used} == {(2, "profile"), (1, "profile")}
 
 
 def test_where_nothing_fits_all_end_and_the_checkpoint_stays(agents, tmp_path, monkeypatch):

@@ -29,8 +29,9 @@ from mixmesh.lang.optimizer_states import ADAM
 from mixmesh.lang.plan_file import Plan
 from mixmesh.lang.rules import Call, call_of
 from mixmesh.planner import make_plan
+from mixmesh.planner.budget import AMPLE
 from mixmesh.planner.ideal import bound_s, ideal_s, seconds_by_class
-from mixmesh.planner.make import LEARNED, PROPOSERS
+from mixmesh.planner.planners import ROWS
 from mixmesh.planner.task import Task
 from mixmesh.search.synthesis import Choices
 
@@ -45,13 +46,13 @@ def least_s(choices: Choices, ranks: tuple[int, ...] | None = None) -> float:
 
 
 def assert_no_plan_is_faster(model: Graph, costs: CostModel) -> None:
-    task = Task(model, costs, ADAM, lambda _: None, search_s=0.2)
+    task = Task(model, costs, ADAM, lambda _: None, replace(AMPLE, search_s=0.2))
     found = 0
-    for name, propose in PROPOSERS.items():
-        if name in LEARNED:
+    for row in ROWS:
+        if row.is_learned:
             continue
-        for proposal in propose(task):
-            assert proposal.timeline.step_s >= SAME * task.ideal_s >= SAME**2 * task.bound_s, name
+        for proposal in row.propose(task):
+            assert proposal.timeline.step_s >= SAME * task.ideal_s >= SAME**2 * task.bound_s, row.name
             found += 1
     assert found >= 6 and task.bound_s > 0
 

@@ -24,7 +24,7 @@ from mixmesh.lang.ir import batch_norm_of, make_ratio, parse_program, samples_of
 from mixmesh.lang.plan_file import Plan
 from mixmesh.measure.verification import verify
 from mixmesh.planner import make_plan
-from mixmesh.planner.make import PROPOSERS
+from mixmesh.planner.planners import BY_NAME
 from mixmesh.planner.proposal import BASELINES
 from mixmesh.runtime.interpret import interpret
 from mixmesh.runtime.parallel import parallelize
@@ -125,7 +125,7 @@ def test_the_plan_says_so_and_reads_back():
 
 
 @pytest.mark.parametrize(
-    "planner", ["auto", *(p for p in PROPOSERS if p not in (*BASELINES, "heterog", "tag"))]
+    "planner", ["auto", *(p for p in BY_NAME if p not in (*BASELINES, "heterog", "tag"))]
 )
 def test_every_planner_keeps_the_definition_or_says_why_not(planner):
     """What it plans is verified; what cannot be planned is an error with a hint."""

@@ -26,7 +26,7 @@ from mixmesh.lang.ir import Graph, Program, owned_type
 from mixmesh.lang.plan_file import Plan
 from mixmesh.planner import make_plan
 from mixmesh.planner.device_sets import device_sets
-from mixmesh.planner.make import ON_MACHINE_SETS, QUICK
+from mixmesh.planner.planners import ROWS, Planner
 
 # --- models and clusters -------------------------------------------------------------------------------
 
@@ -118,13 +118,21 @@ def gpus(gbit_per_s: float, *machines: Sequence[float | Speeds], link_gbit_per_s
 Off = dict[str, object]  # what stands in the place of a mechanism, by where the planner finds it
 
 
-def same(_, proposal, **__):
+def same(_, proposal, *__):
     """The proposal as it is."""
     return proposal
 
 
 def largest_first(synthesis) -> list[tuple[int, ...]]:
     return sorted(device_sets(synthesis.task), key=lambda ranks: (-len(ranks), ranks))
+
+
+WITHOUT_PIPELINES = tuple(row for row in ROWS if row.name not in ("pipeline", "two-level"))
+
+
+def not_on_sets(name: str) -> tuple[Planner, ...]:
+    """The planners, of which one is not asked for sets of machines."""
+    return tuple(replace(row, on_sets=None) if row.name == name else row for row in ROWS)
 
 
 def factors(program: Program) -> bool:
@@ -234,7 +242,7 @@ CASES = {
     ),
     "small programs finished in a quick plan": Case(
         lambda: layers(256, [256] * 3), gpus(0.5, [2, 2], [2, 2], link_gbit_per_s=50),
-        {"finished.QUICK_INSTRUCTIONS": 0}, 1.02, planner="auto", whole_parameters=True,
+        {"finished.SHARE": 0.0}, 1.02, planner="auto", whole_parameters=True,
     ),
     "shares of their own for segments": Case(
         lambda: elementwise_then_products(16384, 256, 12, 24),
@@ -243,16 +251,16 @@ CASES = {
     ),
     "pipelines": Case(
         lambda: layers(4096, [4096] * 7), gpus(5, [4, 4], [4, 4], link_gbit_per_s=800),
-        {"make.QUICK": dict.fromkeys(QUICK, lambda _: iter(()))}, 1.2, planner="auto",
+        {"propose.ROWS": WITHOUT_PIPELINES}, 1.2, planner="auto",
     ),
     "two levels on some of the machines": Case(
         mixture, THREE_AND_A_WEAK_ONE,
-        {"make.ON_MACHINE_SETS": {n: s for n, s in ON_MACHINE_SETS.items() if n != "two-level"}},
+        {"propose.ROWS": not_on_sets("two-level")},
         1.05, planner="auto",
     ),
     "pipelines on some of the machines": Case(
         lambda: layers(2048, [4096] * 11), gpus(2, [0.5] * 4, [8], [1] * 4, [2] * 4, link_gbit_per_s=200),
-        {"make.ON_MACHINE_SETS": {"two-level": ON_MACHINE_SETS["two-level"]}},
+        {"propose.ROWS": not_on_sets("pipeline")},
         1.02, planner="auto",
     ),
 }  # fmt: skip

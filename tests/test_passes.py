@@ -10,6 +10,7 @@ from mixmesh.cluster import Cluster
 from mixmesh.frontend.job.workloads import make
 from mixmesh.frontend.trace import trace
 from mixmesh.planner import make_plan
+from mixmesh.planner.budget import AMPLE
 from mixmesh.planner.passes import ORDER, PASSES, REMATERIALISATION, Pass
 from mixmesh.planner.proposal import Proposal
 
@@ -33,13 +34,13 @@ def test_gains_add_up_along_the_list():
         return Proposal("hap", None, SimpleNamespace(step_s=step_s), True, None, None, micro_batches)
 
     task = SimpleNamespace(pass_s={})
-    halves = Pass("halves", "", lambda task, p, quick: proposal(p.timeline.step_s / 2))
-    keeps = Pass("keeps", "", lambda task, p, quick: p)
+    halves = Pass("halves", "", lambda task, p, budget: proposal(p.timeline.step_s / 2))
+    keeps = Pass("keeps", "", lambda task, p, budget: p)
     made = proposal(8.0)
     for row in (halves, keeps, halves):
-        made = row(task, made, quick=False)
+        made = row(task, made, AMPLE)
     assert made.gained_s == (("halves", 4.0), ("halves", 2.0))
     assert set(task.pass_s) == {"halves", "keeps"}
     in_micro_batches = proposal(8.0, micro_batches=())
-    assert halves(task, in_micro_batches, quick=False) is in_micro_batches
+    assert halves(task, in_micro_batches, AMPLE) is in_micro_batches
     assert not ORDER.keeps_micro_batches

@@ -24,7 +24,7 @@ from mixmesh.lang.optimizer_states import ADAM
 from mixmesh.lang.plan_file import MicroBatch, Plan, schedule
 from mixmesh.measure.verification import verify
 from mixmesh.passes.buckets import with_buckets
-from mixmesh.planner.make import make_plan
+from mixmesh.planner import make_plan
 from mixmesh.planner.pipelines import (
     GROUPS,
     _Estimate,

@@ -17,7 +17,7 @@ from mixmesh.lang.ir import parse_program, support
 from mixmesh.lang.plan_file import Plan
 from mixmesh.planner import BASELINES, PLANNERS, make_plan, segments, whole_counts
 from mixmesh.planner.hap import synthesised
-from mixmesh.planner.make import SEARCHING
+from mixmesh.planner.planners import ROWS
 from mixmesh.search.ratios import usable_bytes
 from mixmesh.simulator import simulate
 
@@ -76,7 +76,7 @@ def test_odd_models(name):
 
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_every_planner_alone(planner):
-    search_s = 2.0 if planner in SEARCHING else None
+    search_s = 2.0 if any(row.is_open_ended for row in ROWS if row.name == planner) else None
     plan = make_plan(SMALL, cluster(THREE), planner=planner, search_s=search_s)
     assert plan.planner in PLANNERS and plan.planner != "auto"
     assert planner in ("auto", plan.planner) and plan.feasible and plan.planning_s > 0

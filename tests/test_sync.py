@@ -19,7 +19,8 @@ from mixmesh.passes.buckets import with_buckets
 from mixmesh.passes.sync import best_sync, options
 from mixmesh.passes.zero import ownable, with_owners, zero_stage
 from mixmesh.planner import simple
-from mixmesh.planner.passes.reductions import synced
+from mixmesh.planner.budget import AMPLE
+from mixmesh.planner.passes import REDUCTIONS
 from mixmesh.planner.task import Task
 from mixmesh.runtime.comm import Comm
 from mixmesh.runtime.parallel import parallelize
@@ -136,7 +137,7 @@ def test_owners_where_sums_do_not_hide_or_for_the_optimizer(link, hides):
     graph = trace(model(768), batch(768, rows=4096)).graph
     task = Task(graph, CostModel(cluster(THREE, link)), ADAM, lambda _: None)
     (plain,) = simple.ddp_proportional(task)
-    made = synced(task, plain, quick=False)
+    made = REDUCTIONS(task, plain, AMPLE)
     saved_s = plain.timeline.step_s - made.timeline.step_s
     optimizer_s = max(plain.simulation.sheet.optimizer_s(plain.program))
     assert zero_stage(made.program) > 0 or hides

@@ -11,7 +11,7 @@ from typing import Any
 def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Within it, ``value`` is the attribute ``name`` of an object, a class or a module."""
     is_own = name in vars(owner)  # and not one of its class
-    original = vars(owner).get(name)  # of a class the method itself, not one that is bound
+    original = vars(owner).get(name)  # in a class: the method itself, not a bound one
     setattr(owner, name, value)
     try:
         yield

@@ -75,7 +75,8 @@ def load(
         states = decoded_states(manifest, parts)
         tensors = model_tensors(model)
         check_model(tensors, manifest)
-        named, state = None, {}
+        named: NamedOptimizer | None = None
+        state: dict[str, dict[str, Any]] = {}
         if optimizer is not None:
             if manifest.optimizer is None:
                 raise lacks("optimizer")
@@ -83,9 +84,9 @@ def load(
             state, room = load_optimizer_room(named, manifest)
             tensors |= room
         read(path, manifest, ranks, with_elements(tensors))
-        if hasattr(model, "_runtime"):
-            model._runtime.values_changed()
-        if named is not None:
+        if (runtime := getattr(model, "_runtime", None)) is not None:
+            runtime.values_changed()
+        if named is not None and manifest.optimizer is not None:
             named.load(state, manifest.optimizer)
         for name, part in parts.items():
             if part is not None:
@@ -122,8 +123,9 @@ def checked(path: Path, ranks: Ranks) -> tuple[Manifest | None, str]:
     manifest, reason = None, ""
     try:
         manifest = Manifest.read(path)
-        names = sorted(manifest.files, key=lambda name: manifest.files[name].size_bytes)
-        check_files(path, manifest.files, names[ranks.rank :: ranks.world_size])
+        files = manifest.files
+        names = sorted(files, key=lambda name: files[name].size_bytes)
+        check_files(path, files, names[ranks.rank :: ranks.world_size])
     except Damaged as damage:
         manifest, reason = None, str(damage)
     reason = next(filter(None, ranks.everyones(reason)), "")

@@ -169,13 +169,15 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 def number_of(path: Path) -> int:
     """The number of a checkpoint, by which they are in order."""
-    return int(NAME.fullmatch(path.name)[1])
+    match = NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
 
 
 def next_name(folder: Path, step: int) -> str:
     """The name of the next checkpoint, after all that are there."""
     newest = checkpoints_in(folder)[:1]
-    serial = 1 + (int(NAME.fullmatch(newest[0].name)[1]) if newest else 0)
+    serial = 1 + (number_of(newest[0]) if newest else 0)
     return f"{serial:06d}-step-{step}"
 
 

@@ -60,7 +60,8 @@ def match(model: nn.Module, held: Mapping[str, Held], place: Path) -> list[Match
     names, or other shapes or dtypes."""
     owns = Own.all_of(model)
     own_of = {name: own for own in owns for name in own.names}
-    original = own_module(model._runtime.original if hasattr(model, "_runtime") else model)
+    runtime = getattr(model, "_runtime", None)
+    original = own_module(model if runtime is None else runtime.original)
     rename = renaming(own_of, held)
     held_of: dict[Own, list[Held]] = {own: [] for own in owns}
     unknown = []

@@ -24,7 +24,8 @@ def pretrained_files(model: nn.Module) -> dict[str, str]:
     """The texts of ``config.json`` and ``generation_config.json`` by name, as ``save_pretrained`` writes
     them, of a model of transformers, parallel or not; none for any other model, and none for a config that
     cannot be written as JSON."""
-    original = own_module(model._runtime.original if hasattr(model, "_runtime") else model)
+    runtime = getattr(model, "_runtime", None)
+    original: Any = own_module(model if runtime is None else runtime.original)
     if not is_pretrained(original):
         return {}
     try:

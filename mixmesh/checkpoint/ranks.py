@@ -47,8 +47,8 @@ class Ranks:
     def of(cls, model: nn.Module) -> Ranks:
         """The ranks of a model. Raises InputError for a model that is not parallel among several ranks, or
         that holds parallel ones."""
-        if hasattr(model, "_runtime"):
-            comm = model.comm
+        if (runtime := getattr(model, "_runtime", None)) is not None:
+            comm = runtime.comm
             return cls(comm.rank, comm.world_size, comm)
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         if parallel_models(model) or world_size > 1:
@@ -64,17 +64,24 @@ class Ranks:
     def is_alone(self) -> bool:
         return self.world_size == 1
 
+    @property
+    def _joined(self) -> Comm:
+        """The communicator of several ranks."""
+        assert self.comm is not None
+        return self.comm
+
     def group(self, purpose: str = PURPOSE) -> dist.ProcessGroup | None:
         """A group of its own, of which the watch knows; None for one rank. Collective at first."""
         if self.is_alone:
             return None
-        self.comm.add([(purpose, self.comm.everyone)], backend="gloo")
-        return self.comm.groups[purpose, self.comm.everyone]
+        comm = self._joined
+        comm.add([(purpose, comm.everyone)], backend="gloo")
+        return comm.groups[purpose, comm.everyone]
 
     def meeting(self, what: str) -> AbstractContextManager:
         """A call in which all ranks meet, as the watch knows it: one that fails, or is elsewhere, is named to
         all others."""
-        return nullcontext() if self.is_alone else self.comm.call(what)
+        return nullcontext() if self.is_alone else self._joined.call(what)
 
     def set_step(self, num_steps: int) -> None:
         """Has errors name the step by the ``num_steps`` that have been made in all."""
@@ -90,7 +97,7 @@ class Ranks:
     @property
     def unwatched(self) -> Ranks:
         """The same ranks, for another thread than the one that the watch looks at."""
-        return self if self.is_alone else replace(self, comm=replace(self.comm, watch=None))
+        return self if self.is_alone else replace(self, comm=replace(self._joined, watch=None))
 
     @contextmanager
     def waiting(self) -> Iterator[dist.ProcessGroup | None]:
@@ -99,13 +106,14 @@ class Ranks:
         if group is None:
             yield None
             return
-        watch, what = self.comm.watch, "a checkpoint"
+        comm, what = self._joined, "a checkpoint"
+        watch = comm.watch
         if watch is not None:
             watch.waiting = Waiting.now(what)
         try:
             yield group
         except (RuntimeError, dist.DistError) as error:
-            raise self.comm.channel(self.comm.everyone, what, PURPOSE).failed(error) from error
+            raise comm.channel(comm.everyone, what, PURPOSE).failed(error) from error
         finally:
             if watch is not None:
                 watch.waiting = None

@@ -66,9 +66,10 @@ def own_model_tensors(model: nn.Module, rank: int) -> dict[str, Tensor]:
     """The tensors of a model to be written, without those of which another rank's values count, and without
     empty ones."""
     tensors = with_elements(model_tensors(model))
-    if not hasattr(model, "_runtime"):
+    runtime = getattr(model, "_runtime", None)
+    if runtime is None:
         return tensors
-    stored = model._runtime.stored
+    stored = runtime.stored
     counting = {name: stored[name.removeprefix(MODEL)].counting for name in tensors}
     return {name: t for name, t in tensors.items() if counting[name] in (None, rank)}
 
@@ -86,7 +87,8 @@ class NamedOptimizer:
     def of(cls, model: nn.Module, optimizer: optim.Optimizer, rank: int) -> NamedOptimizer:
         """Raises InputError for an optimizer with parameters that are not the model's."""
         names = {id(p): name for name, p in model.named_parameters()}
-        by_param = model._runtime.by_param if hasattr(model, "_runtime") else {}
+        runtime = getattr(model, "_runtime", None)
+        by_param = {} if runtime is None else runtime.by_param
         params = {}
         for p in params_of(optimizer):
             if id(p) not in names:
@@ -149,6 +151,7 @@ class NamedOptimizer:
         """The state that this rank will have, by parameter and key: plain values, and tensors without values
         yet. A rank that holds nothing of a parameter has states of no elements: optimizers expect that either
         all parameters have one or none."""
+        assert manifest.optimizer is not None
         kept = manifest.optimizer["state"]
         state = {
             name: {key: decode(value) for key, value in kept.get(name, {}).items()} for name in self.params
@@ -216,6 +219,7 @@ def load_optimizer_room(
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
     """Room for the optimizer's state, by parameter and by checkpoint name. Raises PlanError if it is of
     another optimizer; nothing is changed."""
+    assert manifest.optimizer is not None
     named.check(manifest.optimizer)
     state = named.room(manifest)
     check_optimizer_state(named.optimizer, named.packed(state, manifest.optimizer))

@@ -18,13 +18,21 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+)
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -90,7 +98,7 @@ class Writer(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         for item in plan.items:
-            check_dtype(item.index.fqn, item.tensor_data.properties.dtype)
+            check_dtype(item.index.fqn, _tensor_data(item).properties.dtype)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -129,21 +137,28 @@ class Writer(StorageWriter):
         files = dict(part.file for part in parts if part.file is not None)
         for name, entry in files.items():
             self._check_is_here(name, entry)
+        folder = self._unfinished_folder
         if self.plan:
             text = self.plan.encode()
-            write_whole(self.unfinished / PLAN, text)
+            write_whole(folder / PLAN, text)
             files[PLAN] = FileEntry(len(text), digest_of(text))
         tensors = dict(self.manifest.tensors)  # the empty ones
         for name, of in metadata.state_dict_metadata.items():
+            assert isinstance(of, TensorStorageMetadata)
             dtype = DTYPE_NAME[of.properties.dtype]
             tensors[name] = TensorEntry(dtype, tuple(of.size), tuple(pieces[name]))
-        write_whole(self.unfinished / MANIFEST, _joined(self.manifest, parts, files, tensors).text().encode())
-        sync(self.unfinished)
-        self.unfinished.rename(self.folder / self.name)
+        write_whole(folder / MANIFEST, _joined(self.manifest, parts, files, tensors).text().encode())
+        sync(folder)
+        folder.rename(self.folder / self.name)
         sync(self.folder)
 
+    @property
+    def _unfinished_folder(self) -> Path:
+        assert self.unfinished is not None  # on the first rank, once the checkpoint has begun
+        return self.unfinished
+
     def _check_is_here(self, name: str, entry: FileEntry) -> None:
-        path = self.unfinished / name
+        path = self._unfinished_folder / name
         if not path.is_file() or path.stat().st_size != entry.size_bytes:
             raise InputError(
                 "a rank's part of the checkpoint is not where the first rank looks for it",
@@ -191,16 +206,22 @@ def write_whole(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def _tensor_data(item: WriteItem) -> TensorWriteData:
+    assert item.tensor_data is not None  # only tensors are written
+    return item.tensor_data
+
+
 def write_file(path: Path, items: list[WriteItem], planner: SavePlanner) -> tuple[list[Piece], FileEntry]:
     """Writes the tensors of ``items`` one by one, as safetensors: where each is, and the file's entry."""
     parts = []
     for item in items:
-        chunk, dtype = item.tensor_data.chunk, DTYPE_NAME[item.tensor_data.properties.dtype]
+        data = _tensor_data(item)
+        chunk, dtype = data.chunk, DTYPE_NAME[data.properties.dtype]
         key = f"{item.index.fqn}@{','.join(map(str, chunk.offsets))}"
         parts.append(Part(key, dtype, tuple(chunk.sizes)))
     head, begins = head_of(parts)
     pieces = [
-        Piece(tuple(item.tensor_data.chunk.offsets), part.shape, path.name, begin)
+        Piece(tuple(_tensor_data(item).chunk.offsets), part.shape, path.name, begin)
         for item, part, begin in zip(items, parts, begins)
     ]
     checksum, size_bytes = new_digest(), 0
@@ -217,7 +238,9 @@ def write_file(path: Path, items: list[WriteItem], planner: SavePlanner) -> tupl
 def _blocks(head: bytes, items: list[WriteItem], planner: SavePlanner) -> Iterator[memoryview]:
     yield memoryview(head)
     for item in items:
-        data = bytes_of(planner.resolve_data(item))
+        tensor = planner.resolve_data(item)
+        assert isinstance(tensor, torch.Tensor)
+        data = bytes_of(tensor)
         for begin in range(0, len(data), BLOCK_BYTES):
             yield data[begin : begin + BLOCK_BYTES]
 
@@ -234,7 +257,7 @@ class Reader(StorageReader):
         self._places = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata_of = {}
+        metadata_of: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         for name, entry in self.manifest.tensors.items():
             chunks = []
             for piece in entry.pieces:

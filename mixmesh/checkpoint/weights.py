@@ -48,8 +48,8 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
         matches = together(ranks, lambda: match(model, held, place))
         together(ranks, lambda: check_ties(matches, place))
         together(ranks, lambda: read_all(matches))
-        if hasattr(model, "_runtime"):
-            model._runtime.values_changed()
+        if (runtime := getattr(model, "_runtime", None)) is not None:
+            runtime.values_changed()
 
 
 def together(ranks: Ranks, make: Callable[[], T]) -> T:

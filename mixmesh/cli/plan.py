@@ -195,7 +195,7 @@ def summary(plan: Plan, cluster: Cluster | None = None) -> str:
         f"in {seconds(plan.planning_s)}, costs from {plan.cost_source or 'nowhere'}",
         f"predicted step {seconds(plan.predicted_step_s)}"
         + ("" if plan.measured_step_s is None else f", measured {seconds(plan.measured_step_s)}"),
-        *([bound(plan.bound_s, plan.is_bound_measured)] if plan.bound_s else []),
+        *([bound(plan)] if plan.bound_s else []),
         *([effort(plan)] if plan.timings_s else []),
         *([f"ZeRO stage {stage}"] if (stage := zero_stage(plan.program)) else []),
         *([text] if (text := recomputation(plan.program)) else []),
@@ -215,9 +215,11 @@ def summary(plan: Plan, cluster: Cluster | None = None) -> str:
     return "\n".join(lines)
 
 
-def bound(bound_s: float, is_measured: bool) -> str:
-    peaks = "" if is_measured else ", at the peaks of their figures"
-    return f"no plan can be faster than {seconds(bound_s)} (all devices computing all the time{peaks})"
+def bound(plan: Plan) -> str:
+    """The sentence on the bound of a plan that has one."""
+    assert plan.bound_s is not None
+    peaks = "" if plan.is_bound_measured else ", at the peaks of their figures"
+    return f"no plan can be faster than {seconds(plan.bound_s)} (all devices computing all the time{peaks})"
 
 
 def recomputation(program: Program) -> str:

@@ -20,6 +20,7 @@ from ..lang.ir import (
 from ..lang.optimizer_states import OptimizerStates
 from ..lang.plan_file import MicroBatch, Plan, accumulates, accumulation
 from ..passes.recomputation import recomputed
+from ..planner.budget import AMPLE
 from ..planner.passes.flat import flat
 from ..planner.passes.order import ordered
 from ..planner.passes.rematerialisation import fewest
@@ -90,7 +91,7 @@ class Judge:
         """Puts the program into its fastest order, as planning does for plans without micro-batches."""
         if self.accumulates:
             return judged
-        return replace(judged, proposal=flat(self.task, ordered(self.task, judged.proposal)))
+        return replace(judged, proposal=flat(self.task, ordered(self.task, judged.proposal, AMPLE)))
 
     def in_micro_steps(self, program: Program) -> Judged:
         refused = ""

@@ -128,8 +128,8 @@ class _Live:
     def kept_bytes(self, region: Sequence[int], again: Sequence[int]) -> float:
         """Unsharded bytes that are kept of a region of which some computations run again."""
         instructions = self.program.instructions
-        made = {r for n in again for r in instructions[n].results}
-        read = [x for n in again for x in instructions[n].inputs if x not in made]
+        results = {r for n in again for r in instructions[n].results}
+        read = [x for n in again for x in instructions[n].inputs if x not in results]
         leaving = [r for n in region for r in instructions[n].results if self.last.get(r, -1) > region[-1]]
         sizes = {name: self._size(name) for name in self._roots([*read, *leaving])}
         for n in set(region).difference(again):

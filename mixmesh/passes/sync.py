@@ -48,8 +48,8 @@ def best_sync(
         nonlocal best, least
         if choice not in tried and len(tried) < most:
             tried.add(choice)
-            if (found := step_s(made(choice))) < least:
-                best, least = choice, found
+            if (seconds := step_s(made(choice))) < least:
+                best, least = choice, seconds
 
     for choice in alike(program, costs, buckets):
         consider(choice)
@@ -77,14 +77,14 @@ def best_run(program: Program, costs: CostModel, step_s: Callable[[Program], flo
     if not buckets:
         return program
     owners = [next(islice(options(program, costs, s), 1, None)) for s in buckets]
-    known: dict[tuple[int, int], tuple[float, Program]] = {}
+    trials: dict[tuple[int, int], tuple[float, Program]] = {}
 
     def tried(first: int, last: int) -> float:
-        if (first, last) not in known and len(known) < most:
+        if (first, last) not in trials and len(trials) < most:
             choice = tuple(of if first <= n < last else None for n, of in enumerate(owners))
-            made = owned_by(program, can, buckets, choice)
-            known[first, last] = step_s(made), made
-        return known.get((first, last), (float("inf"),))[0]
+            owned = owned_by(program, can, buckets, choice)
+            trials[first, last] = step_s(owned), owned
+        return trials.get((first, last), (float("inf"),))[0]
 
     count = len(buckets)
     for first in (1, 0):
@@ -95,7 +95,7 @@ def best_run(program: Program, costs: CostModel, step_s: Callable[[Program], flo
             stride //= 2
             near = (best - stride, best, best + stride)
             best = min((n for n in near if first < n <= count), key=lambda last: tried(first, last))
-    least = min(known.values(), key=lambda found: found[0])
+    least = min(trials.values(), key=lambda found: found[0])
     return least[1] if least[0] < step_s(program) else program
 
 
@@ -117,10 +117,10 @@ def alike(program: Program, costs: CostModel, buckets: list[GradientSum]) -> Ite
     """Owners for all buckets, a server for each in turn, one for all."""
     each = [list(options(program, costs, s)) for s in buckets]
     ways = range(1, max(map(len, each)))
-    found = [tuple(of[min(way, len(of) - 1)] for of in each) for way in ways]
-    yield from found[:2]
+    choices = [tuple(of[min(way, len(of) - 1)] for of in each) for way in ways]
+    yield from choices[:2]
     yield tuple(_server(program, s.ranks[n % len(s.ranks)]) for n, s in enumerate(buckets))
-    yield from found[2:]
+    yield from choices[2:]
 
 
 def options(program: Program, costs: CostModel, s: GradientSum) -> Iterator[Ratio | None]:

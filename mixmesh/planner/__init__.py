@@ -1,13 +1,25 @@
 """From a graph and a cluster to a plan: every planner proposes programs, the simulator disposes.
 
 propose     candidates of the asked planner, or of all of them for ``auto``
-bucket      gradient buckets of several sizes for each
-polish      shares moved by whole samples while the simulated step gets shorter
+finish      the passes on the plans that may become the fastest
 choose      the fastest that fits in every device's memory
+
+``Options`` are what may be asked of a plan, a ``Budget`` is how much planning may do.
 """
 
-from .make import BASELINES, PLANNERS, check_planner, make_plan, make_plans
+from .make import make_plan, make_plans
+from .options import Options, check_limit, check_planner
 from .passes.shares import whole_counts
-from .proved import check_limit
+from .planners import PLANNERS
+from .proposal import BASELINES
 
-__all__ = ["BASELINES", "PLANNERS", "check_limit", "check_planner", "make_plan", "make_plans", "whole_counts"]
+__all__ = [
+    "BASELINES",
+    "PLANNERS",
+    "Options",
+    "check_limit",
+    "check_planner",
+    "make_plan",
+    "make_plans",
+    "whole_counts",
+]

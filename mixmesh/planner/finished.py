@@ -3,35 +3,48 @@ computed."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from itertools import zip_longest
 from math import isclose
 
 from ..cost.placed import supports
-from .hap import DDP_TUNED
-from .near import is_hurried
+from .budget import CARE_STEPS, Budget
+from .near import budget_for
 from .passes import ARRANGING, REDUCTIONS
 from .passes.weight_gradients import GAIN
+from .planners import BY_NAME
 from .proposal import Proposal
-from .task import HOPEFUL, SMALL_INSTRUCTIONS, Task
+from .task import HOPEFUL, Task
 
 ALIKE = 1e-4  # relative difference of the times of programs of which one is finished
 FEW = 8  # proposals that are finished, beside those in micro-steps, which keep their order and sums
-# in all small programs but the first, if there is to be time to finish them
-QUICK_INSTRUCTIONS = 3 * SMALL_INSTRUCTIONS
+# of the budget, for a step of every program but the first: three of the largest that are looked into with
+# care
+SHARE = 0.3
 # so many are finished beyond that, if they would be the fastest by gaining as much as the one that gained
 # most, and this much more
 LIKELY_FEW, LIKELY_GAIN = 2, 0.95
 # times the step of the fastest so far: programs of several machines that were joined line by line gain more
 JOINED_HOPEFUL = 2.0
-SUMMED_AT_ONCE = (
-    DDP_TUNED,
-    "hap",
-)  # so that planners that come later have that to beat
 
 
-def finished_near(task: Task, proposals: Sequence[Proposal], *, quick: bool) -> list[Proposal]:
+def finish(task: Task, chosen: Proposal, every: Sequence[Proposal]) -> Proposal:
+    """The fastest in the end, where ``chosen`` is so far. A last resort has its micro-steps, to which little
+    can be done; the others may gain more, and are looked at where no search has been for such plans."""
+    usual = [p for p in every if p.feasible and BY_NAME[p.planner].is_usual]
+    is_usual = BY_NAME[chosen.planner].is_usual
+    near: list[Proposal] = []
+    if usual and (is_usual or not task.budget.is_ample):
+        near = finished_near(task, [chosen, *usual] if is_usual else usual)
+    if not is_usual:
+        near.append(finished(task, chosen))
+    for proposal in near:
+        earlier = task.proposed.get(proposal.planner, proposal)
+        task.proposed[proposal.planner] = min(proposal, earlier, key=lambda p: p.key)
+    return min(near, key=lambda p: p.key)
+
+
+def finished_near(task: Task, proposals: Sequence[Proposal]) -> list[Proposal]:
     """Those proposals, finished, that may become the fastest: the first, and some near it. Programs that are
     almost the same are looked at once on each set of devices."""
     first = min(proposals, key=lambda p: p.key)
@@ -40,26 +53,26 @@ def finished_near(task: Task, proposals: Sequence[Proposal], *, quick: bool) -> 
         hopeful = proposal.feasible and can_lead(proposal, first.timeline.step_s)
         if hopeful and not any(are_alike(proposal, other) for other in unlike):
             unlike.append(proposal)
-    finished_ones, left = [finished(task, first, quick=quick)], FEW - 1
-    instructions, most = (QUICK_INSTRUCTIONS, SMALL_INSTRUCTIONS) if quick else (sys.maxsize, sys.maxsize)
-    others = [p for p in unlike[1:] if len(p.program.instructions) <= most]
+    finished_ones, left = [finished(task, first)], FEW - 1
+    visits = task.budget.part(SHARE).visits
+    others = [p for p in unlike[1:] if task.budget.pays_for(CARE_STEPS, len(p.program.instructions))]
     left_out, gain = [], finished_ones[0].timeline.step_s / first.timeline.step_s
     for proposal, in_order_s in by_turns_of_sets([(p, least_s(task, p)) for p in others]):
         step_s = min(p.timeline.step_s for p in finished_ones)
         needed = 0 if proposal.micro_batches is not None else len(proposal.program.instructions)
         reordered_s = max(*proposal.timeline.compute_s, in_order_s - most_hidden_s(proposal))
-        is_time = not needed or (left > 0 and needed <= instructions)
+        is_time = not needed or (left > 0 and needed <= visits)
         if reordered_s >= step_s * (1 - GAIN):
             continue
         if not is_time:
             left_out.append(proposal)
             continue
-        left, instructions = left - (needed > 0), instructions - needed
-        finished_ones.append(finished(task, proposal, quick=quick))
+        left, visits = left - (needed > 0), visits - needed
+        finished_ones.append(finished(task, proposal))
         gain = min(gain, finished_ones[-1].timeline.step_s / proposal.timeline.step_s)
     for proposal in sorted(left_out, key=lambda p: p.key)[:LIKELY_FEW]:
         if LIKELY_GAIN * gain * proposal.timeline.step_s < min(p.timeline.step_s for p in finished_ones):
-            finished_ones.append(finished(task, proposal, quick=quick))
+            finished_ones.append(finished(task, proposal))
     return finished_ones
 
 
@@ -108,16 +121,16 @@ def most_hidden_s(proposal: Proposal) -> float:
     return min(proposal.simulation.exchanged_s, max(proposal.timeline.compute_s))
 
 
-def finished(task: Task, proposal: Proposal, *, quick: bool) -> Proposal:
-    """The proposal, or a faster form of it. There is always time for some (``is_hurried``)."""
-    quick = quick and is_hurried(proposal)
+def finished(task: Task, proposal: Proposal) -> Proposal:
+    """The proposal, or a faster form of it. There is always a budget for some (``budget_for``)."""
+    budget = budget_for(proposal, task.budget)
     if id(proposal.program) not in task.summed:
-        proposal = REDUCTIONS(task, proposal, quick=quick)
-    return arranged(task, proposal, quick=quick)
+        proposal = REDUCTIONS(task, proposal, budget)
+    return arranged(task, proposal, budget)
 
 
-def arranged(task: Task, proposal: Proposal, *, quick: bool) -> Proposal:
+def arranged(task: Task, proposal: Proposal, budget: Budget) -> Proposal:
     """The proposal, whose gradients are reduced in their best way, after the other passes."""
     for improve in ARRANGING:
-        proposal = improve(task, proposal, quick=quick)
+        proposal = improve(task, proposal, budget)
     return proposal

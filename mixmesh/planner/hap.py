@@ -17,17 +17,19 @@ from ..search.ratios import with_ratio
 from ..search.synthesis import Found, NoProgram, Prices, Problem, search
 from ..search.synthesis.choices import code_of
 from ..simulator import Simulation
+from .budget import CARE_STEPS, EACH
 from .device_sets import device_sets, least_parallel_s, sets_in_need
 from .passes import FACTORS, REMATERIALISATION, SHARES, Pass
 from .proposal import Proposal
-from .task import HEADROOM, HOPEFUL, SMALL_INSTRUCTIONS, SMALLER_BYTES, USUAL_BYTES, Task
+from .task import HEADROOM, HOPEFUL, SMALLER_BYTES, USUAL_BYTES, Task
 from .tried import Tried
 
 SUM_EXP = "mixmesh.sum_exp"
 DDP_TUNED = "ddp-tuned"
 GRADIENT_PRICES = (0.0, 1.0, 0.3)  # a second of gradient communication, with all, none, much of it hidden
 DATA_PARALLEL_ONLY = (None,)
-LEAST_SETS, SEARCHED_NODES = 2, 1700  # sets of devices, and nodes of all their programs, in a quick search
+# sets of devices that are searched whatever the budget, and the share of it for a step of each
+LEAST_SETS, SETS_SHARE = 2, 0.2834
 FEW_SETS = 4  # or more: some of them may be chosen for another reason than data parallelism gives
 WEIGHT = 1.01  # the search may return a program this much dearer than the cheapest
 MAX_STATES, MAX_STATES_PER_STEP = 50, 1.5  # together, before it keeps only the best few of every step
@@ -39,7 +41,7 @@ LOST = 1.01  # times the best step: a program that cannot get below it is not lo
 FAR = 1.05  # the same, in buckets of the usual size: no other sizes, shares or prices would make up for it
 HOPELESS = 1.2  # the same, of programs at both ends of the prices: then no price between them is tried
 CLOSE = 1.1  # times what a program with cut classes costs: one with whole classes may still be faster
-MOST_NODES = 1200  # in a graph for which there is time to look at whole classes too
+CLASSES_STEPS = 5  # for which a budget must pay to look at whole classes too: up to 1200 nodes
 SPARE = (0.0, 0.03, 0.1)  # share of a device's memory, left to rounding
 FULL = 0.9  # share of usable memory: a rank that holds less could have more samples
 BOUND_BY_MEMORY = 0.05  # share of the batch by which a rank's part would change if all had enough memory
@@ -124,15 +126,15 @@ class Synthesis:
     def least_s(self, ranks: tuple[int, ...], prices: Sequence[float | None]) -> float:
         """About what no program on these devices is faster than. For a small one with data parallelism
         the seconds that factors save are known only when it has been made."""
-        large = len(self.task.graph.nodes) > SMALL_INSTRUCTIONS
+        large = not EACH.pays_for(CARE_STEPS, len(self.task.graph.nodes))
         parallel = prices == DATA_PARALLEL_ONLY and large
         return least_parallel_s(self.task, ranks) if parallel else self.task.least_seconds(ranks)
 
     def most_sets(self, prices: Sequence[float | None]) -> int:
-        """On how many of them there is time to search."""
-        if not self.task.quick or prices == DATA_PARALLEL_ONLY:
+        """On how many of them the budget pays for a search."""
+        if self.task.budget.is_ample or prices == DATA_PARALLEL_ONLY:
             return sys.maxsize
-        return max(LEAST_SETS, SEARCHED_NODES // len(self.task.graph.nodes))
+        return max(LEAST_SETS, int(self.task.budget.part(SETS_SHARE).steps(len(self.task.graph.nodes))))
 
     def on(self, ranks: tuple[int, ...], prices: Sequence[float | None], judged: bool) -> Iterator[Proposal]:
         """Proposals for a set of devices. The first is ``judged`` however slow it is."""
@@ -156,7 +158,7 @@ class Synthesis:
         """Programs with whole classes in place of one that cuts the classes of a loss: a gather of the head's
         weight may hide, which no price says; one of hidden states does not."""
         tried = self.task.tried.get(ranks, Tried())
-        small = len(self.task.graph.nodes) <= MOST_NODES
+        small = EACH.pays_for(CLASSES_STEPS, len(self.task.graph.nodes))
         for price, cost_s in [*tried.cutting_classes.items()][-1:] if small else ():
             self.task.progress(f"planning: {self.planner}, {len(ranks)} devices, whole classes")
             yield from self.alternate(ranks, price, tried, judged=False, whole_s=CLOSE * cost_s)
@@ -278,7 +280,7 @@ class Synthesis:
         Order may hide what a small one exchanges within its passes, owners what its gradients do, and factors
         of gradients save some of that."""
         best_s = self.task.best_s
-        if len(program.instructions) <= SMALL_INSTRUCTIONS:
+        if EACH.pays_for(CARE_STEPS, len(program.instructions)):
             saved_s = most_saved_s(program, self.task.costs)
             lost_s = far_s = HOPEFUL * (best_s + simulation.exchanged_s + saved_s)
             # one bucket may have all of its gradients, and levels pay only where buckets follow each other
@@ -303,7 +305,7 @@ class Synthesis:
     def improved(self, proposal: Proposal, *rows: Pass) -> Proposal:
         """The proposal after some passes."""
         for row in rows:
-            proposal = row(self.task, proposal, quick=self.task.quick)
+            proposal = row(self.task, proposal, self.task.budget)
         return proposal
 
     def bound_by_memory(self, made: Proposal, ranks: tuple[int, ...]) -> bool:

@@ -59,7 +59,7 @@ def evaluator(task: Task, method: str):
 
     space = space_of(task, method)
     judge = estimated(space, task.optimizer_states, HEADROOM)
-    return Evaluator(space, judge, MAX_CALLS, task.search_s)
+    return Evaluator(space, judge, MAX_CALLS, task.budget.search_s)
 
 
 def best_of(task: Task, planner: str, evaluate, count: int = JUDGED) -> Iterator[Proposal]:
@@ -85,7 +85,7 @@ def with_best_shares(task: Task, made: Proposal) -> Iterator[Proposal]:
     if better is not None:
         program = with_ratio(made.program, name, better)
         best = task.best_buckets(made.planner, program, made.simulation)
-        yield SHARES(task, best, quick=task.quick)
+        yield SHARES(task, best, task.budget)
 
 
 def has_torch_geometric() -> bool:

@@ -6,18 +6,23 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ..cost.placed import supports
+from .budget import CARE_STEPS, SOME_STEPS, Budget
+from .hap import DDP_TUNED
 from .passes import REDUCTIONS
-from .passes.reductions import QUICK_INSTRUCTIONS
 from .proposal import Proposal
-from .task import HOPEFUL, SMALL_INSTRUCTIONS, Task
+from .task import HOPEFUL, Task
+
+# planners whose proposals are reduced at once, so that those that are asked later have that to beat
+REDUCED_AT_ONCE = (DDP_TUNED, "hap")
 
 EXCHANGED = 0.05  # share of the step that exchanges within its passes must take to be worth the time
-FEW, QUICK_FEW = 4, 1  # proposals of a planner that are tried, of those that are
+FEW, SHORT_FEW = 4, 1  # proposals of a planner that are tried; the latter within a short budget
 
 
-def best_synced(task: Task, proposals: Sequence[Proposal], *, quick: bool) -> dict[str, Proposal]:
-    """The best of some proposals by planner, those near the fastest with their gradients summed in their
-    fastest way: what is slower as long as nothing hides sums may be the fastest where something does."""
+def reduced_near(task: Task, proposals: Sequence[Proposal]) -> dict[str, Proposal]:
+    """The best of some proposals by planner, those near the fastest with their gradients reduced in their
+    fastest way: what is slower as long as nothing hides reductions may be the fastest where something
+    does."""
     best: dict[str, Proposal] = {}
     for proposal in sorted(proposals, key=lambda p: p.key):
         best.setdefault(proposal.planner, proposal)
@@ -28,19 +33,20 @@ def best_synced(task: Task, proposals: Sequence[Proposal], *, quick: bool) -> di
         by_key.setdefault((id(proposal.program.instructions), supports(proposal.program)), proposal)
     with task.timed("sync"):
         floor_s = {key: p.simulation.least_s(p.program)[0] for key, p in by_key.items()}
-    # first those that hidden sums would leave fastest; where there is little time, those that are so far, and
-    # and those of the others that would become faster if they gained as much as those before them
+    # first those that hidden sums would leave fastest; within a short budget, those that are so far, and of
+    # the others those that would become faster if they gained as much as those before them
     tried: Counter[str] = Counter()
     left = 0.0  # share of a step
-    hurried = {key: quick and is_hurried(p) for key, p in by_key.items()}
-    for key in sorted(by_key, key=lambda k: by_key[k].timeline.step_s if hurried[k] else floor_s[k]):
+    budgets = {key: budget_for(p, task.budget) for key, p in by_key.items()}
+    is_short = {key: not budget.is_ample for key, budget in budgets.items()}
+    for key in sorted(by_key, key=lambda k: by_key[k].timeline.step_s if is_short[k] else floor_s[k]):
         proposal, planner, fastest_s = by_key[key], by_key[key].planner, fastest.timeline.step_s
-        enough = tried[planner] >= (QUICK_FEW if quick else FEW)
+        enough = tried[planner] >= (FEW if task.budget.is_ample else SHORT_FEW)
         if enough or floor_s[key] >= fastest_s:
             continue
-        if hurried[key] and left * proposal.timeline.step_s > fastest_s:
+        if is_short[key] and left * proposal.timeline.step_s > fastest_s:
             continue
-        candidate = REDUCTIONS(task, proposal, quick=hurried[key])
+        candidate = REDUCTIONS(task, proposal, budgets[key])
         if candidate is not proposal:
             tried[planner] += 1
             left = candidate.timeline.step_s / proposal.timeline.step_s
@@ -49,11 +55,12 @@ def best_synced(task: Task, proposals: Sequence[Proposal], *, quick: bool) -> di
     return best
 
 
-def is_hurried(proposal: Proposal) -> bool:
-    """Whether a program is too large to be finished with care where there is little time. One of medium size
-    is not if its passes wait for exchanges, as those of exact batch norm do: much of that can hide."""
-    count = len(proposal.program.instructions)
-    if count <= SMALL_INSTRUCTIONS:
-        return False
-    exchanged_s = proposal.simulation.exchanged_s
-    return count > QUICK_INSTRUCTIONS or exchanged_s < EXCHANGED * proposal.timeline.step_s
+def budget_for(proposal: Proposal, budget: Budget) -> Budget:
+    """The budget for the passes of one proposal: an ample one if the program is small enough to be finished
+    with care. One of medium size is too if it waits for exchanges within its forward and backward pass, as
+    with exact batch norm: much of that can hide."""
+    size = len(proposal.program.instructions)
+    if budget.pays_for(CARE_STEPS, size):
+        return budget.ample
+    waits = proposal.simulation.exchanged_s >= EXCHANGED * proposal.timeline.step_s
+    return budget.ample if waits and budget.pays_for(SOME_STEPS, size) else budget

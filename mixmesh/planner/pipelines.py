@@ -24,6 +24,7 @@ from ..errors import PlanError
 from ..lang.ir import make_ratio, samples_of, shard_sizes, with_whole_rows
 from ..lang.plan_file import MicroBatch
 from ..search.placement import Placed, Space
+from .budget import EACH
 from .proposal import Proposal
 from .spaces import space_of
 from .task import Task
@@ -33,13 +34,15 @@ MOST_MICRO_STEPS = 96
 ORDERS = 40  # orders of machines
 MOST_STAGES = 16
 JUDGED = 4  # plans of each kind of stages that are simulated
-HOPEFUL = 2  # plans of all kinds that are simulated where there is little time; for a large graph one
-SMALL_NODES, SMALL_HOPEFUL = 300, 8  # nodes of a graph that is simulated so often
-MOST_NODES = 1000  # in a graph for which there is
+# plans of all kinds that are simulated if the budget pays for so many steps of the graph: up to 300 nodes,
+# or 500
+MOST_HOPEFUL, MOST_STEPS = 8, 20
+HOPEFUL, HOPEFUL_STEPS = 2, 12
+LEAST_STEPS = 6  # for which it must pay so that one is: up to 1000 nodes
 MOST_DEVICES = 16
 WORTH = 1.15  # times the bound of all plans: a step below it has little to gain
 # times the best step: the estimate is about a tenth too low, and at times more than it should be
-LIKELY, SMALL_LIKELY = 0.9, 1.2
+LIKELY, MOST_LIKELY = 0.9, 1.2
 APART = 1.3  # by at least so much their numbers of micro-steps differ
 FILLED = (1.0, 0.85, 0.7)  # shares of memory to be filled by estimate; less where the simulator refuses
 
@@ -98,11 +101,11 @@ def hopeful(task: Task) -> Iterator[Proposal]:
         return  # no micro-steps
     space = space_of(task, count=GROUPS)
     with task.timed("pipelines"):
-        small = len(task.graph.nodes) <= SMALL_NODES
-        below_s = (SMALL_LIKELY if small else LIKELY) * task.best_s
+        small = EACH.pays_for(MOST_STEPS, len(task.graph.nodes))
+        below_s = (MOST_LIKELY if small else LIKELY) * task.best_s
         chains = sorted(proposed(task, space, below_s=below_s), key=lambda chain: chain.step_s)
-    few = HOPEFUL if 2 * len(task.graph.nodes) <= MOST_NODES else 1
-    for chain in chains[:SMALL_HOPEFUL] if small else spaced(chains)[:few]:
+    few = HOPEFUL if EACH.pays_for(HOPEFUL_STEPS, len(task.graph.nodes)) else 1
+    for chain in chains[:MOST_HOPEFUL] if small else spaced(chains)[:few]:
         try:
             yield judged(task, space, chain)
         except PlanError:
@@ -112,7 +115,8 @@ def hopeful(task: Task) -> Iterator[Proposal]:
 def least_pipeline_s(task: Task) -> float | None:
     """Seconds that no simulated step is shorter than; None where pipelines have not enough to gain for the
     time that they take, or there is too much to plan."""
-    small = len(task.graph.nodes) <= MOST_NODES and 1 < len(task.ranks) <= MOST_DEVICES
+    is_paid_for = EACH.pays_for(LEAST_STEPS, len(task.graph.nodes))
+    small = is_paid_for and 1 < len(task.ranks) <= MOST_DEVICES
     return task.ideal_s if small and WORTH * task.ideal_s < task.best_s < float("inf") else None
 
 

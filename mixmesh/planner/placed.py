@@ -110,7 +110,7 @@ def placed(task: Task) -> Iterator[Proposal]:
     space = space_of(task)
     usable = task.usable_bytes
     simulated = LocalSearch(space, simulator_of(task, space), usable)
-    end_s = time.perf_counter() + task.search_s
+    end_s = time.perf_counter() + task.budget.search_s
     for part in TIGHTENED:
         task.progress(f"planning: placed, local search in {part:.0%} of memory")
         with task.timed("placement"):

@@ -79,7 +79,7 @@ def computed_again(task: Task, stage: int, ranks: tuple[int, ...], best_s: float
     staged = Staged(task, stage, ranks, program, best_s)
     best = min((p for p in staged.proposals() if p.feasible), key=lambda p: p.key, default=None)
     if best is not None and best.timeline.step_s < best_s:
-        yield REMATERIALISATION(task, best, quick=task.quick)
+        yield REMATERIALISATION(task, best, task.budget)
 
 
 class Staged:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..errors import InputError
 from ..passes.order import separated
 from ..search.ratios import with_ratio
 from ..search.synthesis import prove
@@ -14,13 +13,6 @@ from .proposal import Proposal
 from .task import Task
 
 CHEAPER = 1e-6  # by how much, as a share, a program must be cheaper to be looked at
-
-
-def check_limit(limit_s: float | None) -> None:
-    if limit_s is not None and not limit_s > 0:
-        raise InputError(
-            "the exact search has no time", expected="seconds above 0", got=str(limit_s), hint="--exact 60"
-        )
 
 
 def proved(task: Task, proposal: Proposal, limit_s: float) -> Proposal:
@@ -37,5 +29,5 @@ def proved(task: Task, proposal: Proposal, limit_s: float) -> Proposal:
     if exact.cost_s < path.cost_s * (1 - CHEAPER):
         program = with_ratio(task.spell(problem, exact), "r0", proposal.program.ratio_of["r0"])
         candidate = replace(task.best_buckets(proposal.planner, task.packed(program)), gap=exact.gap)
-        best = min(best, SHARES(task, candidate, quick=task.quick), key=lambda p: p.key)
+        best = min(best, SHARES(task, candidate, task.budget), key=lambda p: p.key)
     return best

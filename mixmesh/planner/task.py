@@ -39,16 +39,15 @@ from ..search.baselines import data_parallel, device_seconds, ratio_of_speeds
 from ..search.ratios import optimal_ratio, usable_bytes, with_ratio
 from ..search.synthesis import Choices, Found, Problem, emit
 from ..simulator import MicroBatches, Simulation
+from .budget import AMPLE, CARE_STEPS, EACH, Budget
 from .ideal import ideal_s, seconds_by_class
 from .proposal import BASELINES, Proposal, ranks_of
 from .tried import Tried
 
 HEADROOM = 0.05  # share of a device's memory that a plan leaves free
 USUAL_BYTES, SMALLER_BYTES, LARGER_BYTES = 16e6, (4e6, 1e6), (64e6,)  # sizes of buckets that are tried
-SMALL_INSTRUCTIONS = 600  # in a program that there is time for
 HOPEFUL = 1.15  # times the best step or faster: what its sums, order and buckets may make the best
 MUCH = 0.1  # share of the step that packed sums must save while programs are searched
-SEARCH_S = 20.0  # for planners that search as long as they may
 
 
 @dataclass
@@ -68,11 +67,11 @@ class Task:
         costs: CostModel,
         optimizer_states: OptimizerStates,
         progress,
-        search_s: float = SEARCH_S,
+        budget: Budget = AMPLE,
         whole_parameters: bool = False,
     ) -> None:
         self.graph, self.costs, self.optimizer_states = graph, costs, optimizer_states
-        self.progress, self.search_s = progress, search_s
+        self.progress, self.budget = progress, budget
         self.whole_parameters = whole_parameters  # the optimizer cannot step a part of one
         self.timings_s: dict[str, float] = {}
         self.pass_s: dict[str, float] = {}  # seconds spent, by the name of a pass
@@ -80,7 +79,6 @@ class Task:
         self.world_size = costs.cluster.world_size
         self.ranks = tuple(range(self.world_size))  # that may take part
         self._seconds_among: dict[int, tuple[float, ...]] = {}  # by the number of devices
-        self.quick = False  # whether there is a second or so for all of it
         self._progress = Progress()
         self._all_levels: tuple[Levels | None, ...] = ()  # one, if it is given
         self._levels: dict[tuple[int, ...], Levels | None] = {}  # by ranks
@@ -418,7 +416,7 @@ class Task:
         program = self.in_our_sums(planner, program)
         simulation = simulation or self.simulation(program)
         # a bar is as high as it can be, and there is time for a small program
-        every = planner in BASELINES or len(program.instructions) <= SMALL_INSTRUCTIONS
+        every = planner in BASELINES or EACH.pays_for(CARE_STEPS, len(program.instructions))
         variants = self._by_buckets(program, simulation, micro_batches, every=every)
         # the fastest that fits; the memory of those behind it need not be known
         judged = []

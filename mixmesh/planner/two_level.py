@@ -25,6 +25,7 @@ from ..search.placement.part import NotDivisible, Part, part_of
 from ..search.placement.split import split
 from ..search.ratios import usable_bytes, with_ratio
 from ..simulator import Timeline
+from .budget import EACH
 from .device_sets import busiest_link_s
 from .hap import LOST, SPARE, Synthesis
 from .passes import REMATERIALISATION
@@ -38,8 +39,8 @@ from .task import HEADROOM, Task
 PRICES = (8.0, TENSOR_PARALLEL.gradient_sync, 1.0)
 ROUNDS = 2  # rounds of dividing samples
 WORTH = 1.1  # times what computing alone takes: a step below it has little to gain
-MUCH_WORTH = 1.3  # the same, if there is more to plan than
-MOST_NODES = 2000  # nodes of the graph times kinds of machines: about two seconds
+# the same, if a budget does not pay for so many steps of the graph on each kind of machine: about two seconds
+MUCH_WORTH, KIND_STEPS = 1.3, 3
 HOPELESS = 1.2  # times the best step: of such a program no other shares, prices or buckets are tried
 MOST_MACHINES = 8
 BUCKET_BYTES = 16e6  # in programs that are compared
@@ -83,7 +84,7 @@ def least_two_level_s(task: Task) -> float | None:
     if not has_levels(machines) or len(machines) > MOST_MACHINES:
         return None
     kinds = {tuple(task.costs.class_of[r] for r in ranks) for ranks in machines}
-    worth = WORTH if len(task.graph.nodes) * len(kinds) <= MOST_NODES else MUCH_WORTH
+    worth = WORTH if EACH.pays_for(KIND_STEPS, len(task.graph.nodes) * len(kinds)) else MUCH_WORTH
     least_s = max(task.least_seconds(task.ranks), between_machines_s(task, machines))
     return least_s if task.best_s > worth * least_s else None
 
@@ -130,7 +131,7 @@ class TwoLevel:
 
     def with_fewest_regions(self, made: Proposal) -> Proposal:
         """As few as memory asks for: in all machines alike, then in the one that others wait for."""
-        made = REMATERIALISATION(self.task, made, quick=self.task.quick)
+        made = REMATERIALISATION(self.task, made, self.task.budget)
         left = set(range(len(self.machines)))
         while left:
             slowest = max(range(self.task.world_size), key=lambda r: made.timeline.compute_s[r])

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from functools import reduce as reduce_pairs
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,35 +27,39 @@ from .levels import ByLevels
 from .works import pairwise
 
 Sizes = Sequence[int]
+T = TypeVar("T")
 PAIRWISE_BYTES = 2**17  # less is sent before anybody waits for it: then gloo's own all_to_all has less to do
 
 
-class Handle:
+class Handle(Generic[T]):
     """A collective on its way. ``wait`` may be called more than once."""
 
-    def __init__(self, channel: Channel | None, works: Sequence, finish: Callable[[], Tensor]) -> None:
-        self._channel, self._works, self._finish = channel, works, finish
-        self._result: Tensor | None = None
+    _result: T  # once ``_finish`` is None
+
+    def __init__(self, channel: Channel | None, works: Sequence, finish: Callable[[], T]) -> None:
+        self._channel, self._works = channel, works
+        self._finish: Callable[[], T] | None = finish
 
     def is_ready(self) -> bool:
         """Whether ``wait`` would not wait. May say no of one that is."""
         return self._finish is None or (bool(self._works) and all(w.is_completed() for w in self._works))
 
-    def wait(self) -> Tensor:
+    def wait(self) -> T:
         if self._finish is not None:
-            for work in self._works:
-                self._channel.finish(work)
+            if self._channel is not None:
+                for work in self._works:
+                    self._channel.finish(work)
             self._result = self._finish()
             self._works, self._finish = (), None
         return self._result
 
 
-def done(result: Tensor) -> Handle:
+def done(result: T) -> Handle[T]:
     return Handle(None, (), lambda: result)
 
 
-class _Then(Handle):
-    def __init__(self, handles: Sequence[Handle], f: Callable[..., Tensor]) -> None:
+class _Then(Handle[T]):
+    def __init__(self, handles: Sequence[Handle], f: Callable[..., T]) -> None:
         super().__init__(None, (), lambda: f(*(handle.wait() for handle in handles)))
         self._handles = handles
 
@@ -62,7 +67,7 @@ class _Then(Handle):
         return all(handle.is_ready() for handle in self._handles)
 
 
-def then(f: Callable[..., Tensor], *handles: Handle) -> Handle:
+def then(f: Callable[..., T], *handles: Handle) -> Handle[T]:
     """A handle on ``f`` of the results of others."""
     return _Then(handles, f)
 
@@ -252,7 +257,12 @@ REDUCE_OPS = {
     "min": dist.ReduceOp.MIN,
     "prod": dist.ReduceOp.PRODUCT,
 }
-TWO_BY_TWO = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum, "prod": torch.mul}
+TWO_BY_TWO: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "prod": torch.mul,
+}
 
 
 def all_reduce(
@@ -298,7 +308,7 @@ def _all_reduce_directly(channel: Channel, x: Tensor, op: str) -> Handle:
             return torch.stack(addends).sum(0, dtype=x.dtype)
         return reduce_pairs(TWO_BY_TWO[op], addends)
 
-    return then(added, exchange(channel, [x] * n, [tuple(x.shape)] * n, size_bytes, async_op=True))
+    return then(added, exchange(channel, [x] * n, [tuple(x.shape)] * n, size_bytes))
 
 
 def exchange(
@@ -306,9 +316,7 @@ def exchange(
     sent: Sequence[Tensor],
     shapes: Sequence[tuple[int, ...]],
     size_bytes: int,
-    *,
-    async_op: bool = False,
-) -> list[Tensor] | Handle:
+) -> Handle[list[Tensor]]:
     """Sends ``sent[j]`` to the j-th rank of the channel; gives what each sent here, of these shapes.
     ``size_bytes`` of all ranks together are sent, as all of them know."""
     dtype, width = sent[0].dtype, sent[0].element_size()
@@ -332,7 +340,7 @@ def exchange(
         pieces = _unstage(channel, (flat, received)[1]).split(counts)
         return [piece.view(shape) for piece, shape in zip(pieces, shapes)]
 
-    return _give(Handle(channel, works, finish), async_op)
+    return Handle(channel, works, finish)
 
 
 def all_to_all(
@@ -361,7 +369,7 @@ def all_to_all(
         takes = [_overlap(src[i], dst[me]) for i in range(n)]
         shapes = [_resize(x.shape, src_dim, b - a) for a, b in takes]
     whole = _resize(x.shape, src_dim, sum(src_sizes))
-    handle = exchange(channel, sent, shapes, math.prod(whole) * x.element_size(), async_op=True)
+    handle = exchange(channel, sent, shapes, math.prod(whole) * x.element_size())
     return _give(then(lambda pieces: torch.cat(pieces, src_dim), handle), async_op)
 
 

@@ -118,16 +118,23 @@ def shard_batches_by(
         def share(i: Instruction | None, value: Any) -> Any:
             return _share(shares, i, value, rank, where, whole=is_pipeline)
 
-        def shares_of(found: list[Instruction | None], values: list) -> Iterator[Any]:
-            rows = _rows_of_samples(shares, found, values, rank) if cuts_others and not is_pipeline else None
-            return (share(i, v) if i or rows is None else _own_part(v, *rows) for i, v in zip(found, values))
+        def shares_of(instructions: list[Instruction | None], values: list) -> Iterator[Any]:
+            rows = (
+                _rows_of_samples(shares, instructions, values, rank)
+                if cuts_others and not is_pipeline
+                else None
+            )
+            return (
+                share(i, v) if i or rows is None else _own_part(v, *rows)
+                for i, v in zip(instructions, values)
+            )
 
         if isinstance(batch, Mapping):
-            found = [by_name.get(str(k)) for k in batch]
-            return _like(batch, dict(zip(batch, shares_of(found, list(batch.values())))))
+            instructions = [by_name.get(str(k)) for k in batch]
+            return _like(batch, dict(zip(batch, shares_of(instructions, list(batch.values())))))
         if isinstance(batch, tuple | list):
-            found = _at_positions(program, len(batch), signature)
-            return _like(batch, tuple(shares_of(found, list(batch))))
+            instructions = _at_positions(program, len(batch), signature)
+            return _like(batch, tuple(shares_of(instructions, list(batch))))
         if isinstance(batch, Tensor):
             return share(_at_positions(program, 1, signature)[0], batch)
         raise InputError(

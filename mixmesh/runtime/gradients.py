@@ -134,29 +134,37 @@ class GradientReducer:
         self._channels: list[Channel] = []
         self._levels: list[ByLevels | None] = []
         self._own: list[Bucket] = []
+        by_whole = {id(o.whole): o for o in (owned or {}).values()}
         for n, bucket in enumerate(buckets):
-            by_param = dict(zip((id(params[n]) for n in bucket.names), bucket.cells))
-            members = list({id(params[n]): params[n] for n in bucket.names}.values())  # tied: once
-            members = [p for p in members if p.requires_grad and (id(p) not in self._first or by_param)]
-            if comm.rank not in bucket.ranks or not members:
-                continue
-            if by_param:
-                self._cells[len(self._buckets)] = [by_param[id(p)] for p in members]
-            if bucket.owned is not None:
-                by_whole = {id(o.whole): o for o in (owned or {}).values()}
-                self._groups[len(self._buckets)] = [by_whole[id(p)] for p in members]
-            kind = "all_reduce" if bucket.owned is None else "reduce_scatter"
-            text = f"{kind} of gradients, bucket {n} ({bucket.names[0]} ...)"
-            self._channels.append(comm.channel(bucket.ranks, text, purpose="gradient"))
-            self._levels.append(ByLevels(comm, bucket.parts) if bucket.parts else None)
-            for p in members:
-                cell = by_param.get(id(p))
-                self._first[id(p)] = comm.rank == (bucket.ranks[0] if cell is None else cell.keeper)
-                hook = self._hook(len(self._buckets), p)
-                self._ready.setdefault(id(p), []).append(hook)
-                p.register_post_accumulate_grad_hook(hook)
-            self._buckets.append(members)
-            self._own.append(bucket)
+            if comm.rank in bucket.ranks:
+                self._add(bucket, n, comm, params, by_whole)
+
+    def _add(
+        self, bucket: Bucket, n: int, comm: Comm, params: Mapping[str, Tensor], by_whole: Mapping[int, Owned]
+    ) -> None:
+        """Hooks on the members of bucket ``n``; ``by_whole`` are the owned parameters by id."""
+        by_param = dict(zip((id(params[name]) for name in bucket.names), bucket.cells))
+        members = list({id(params[name]): params[name] for name in bucket.names}.values())  # tied: once
+        members = [p for p in members if p.requires_grad and (id(p) not in self._first or by_param)]
+        if not members:
+            return
+        index = len(self._buckets)
+        if by_param:
+            self._cells[index] = [by_param[id(p)] for p in members]
+        if bucket.owned is not None:
+            self._groups[index] = [by_whole[id(p)] for p in members]
+        kind = "all_reduce" if bucket.owned is None else "reduce_scatter"
+        text = f"{kind} of gradients, bucket {n} ({bucket.names[0]} ...)"
+        self._channels.append(comm.channel(bucket.ranks, text, purpose="gradient"))
+        self._levels.append(ByLevels(comm, bucket.parts) if bucket.parts else None)
+        for p in members:
+            cell = by_param.get(id(p))
+            self._first[id(p)] = comm.rank == (bucket.ranks[0] if cell is None else cell.keeper)
+            hook = self._hook(index, p)
+            self._ready.setdefault(id(p), []).append(hook)
+            p.register_post_accumulate_grad_hook(hook)
+        self._buckets.append(members)
+        self._own.append(bucket)
 
     @contextmanager
     def through(self, channel_of: Callable[[Channel, Bucket, int], Channel]):
@@ -190,16 +198,16 @@ class GradientReducer:
     def take(self) -> Taken:
         """The gradients of this rank, whose parameters have none afterwards."""
         progress, self._progress = self._progress, _Progress()
-        taken = Taken(
+        removed = Taken(
             [(p, p.grad) for p in self._all if p.grad is not None],
             self._summed,
             tuple(n for n, missing in enumerate(progress.missing) if missing is not None),
             progress.handles,
         )
         self._summed = set()
-        for p, _ in taken.gradients:
+        for p, _ in removed.gradients:
             p.grad = None
-        return taken
+        return removed
 
     def drop(self) -> None:
         """Lets go of what ``no_sync`` has left to be summed."""

@@ -92,7 +92,7 @@ def given_inputs(
     comm: Comm,
 ) -> tuple[dict[str, Tensor], list[Given]]:
     """The pieces of ``inputs``, of which those that are ``wanted`` are leaves of autograd."""
-    replaced, given = dict(inputs), []
+    replaced, entries = dict(inputs), []
     for i in program_inputs(program):
         name = i.args[0]
         if name not in wanted:
@@ -100,5 +100,5 @@ def given_inputs(
         if name in inputs:
             replaced[name] = inputs[name].detach().requires_grad_()
         held = Stored(name, i.type.value.shape, TORCH_DTYPE[i.type.value.dtype], layout(program, i.type))
-        given.append(Given(tensors[name], replaced.get(name), held, comm))
-    return {name: x if name in wanted else x.detach() for name, x in replaced.items()}, given
+        entries.append(Given(tensors[name], replaced.get(name), held, comm))
+    return {name: x if name in wanted else x.detach() for name, x in replaced.items()}, entries

@@ -24,6 +24,7 @@ from ..lang.ir import (
     Shard,
     TensorType,
     print_instruction,
+    rank_sizes,
     region_of,
     shard_sizes,
 )
@@ -132,7 +133,7 @@ def redistribute_in(
 
 def cut_by_windows(whole: Tensor, t: TensorType, program: Program, windows: Sequence[Window]) -> Values:
     """Every rank's samples of an input in a micro-step."""
-    ranks, dim = set(program.participants(t)), t.placement.dim
+    ranks, dim = set(program.participants(t)), t.shard.dim
     pieces = [whole.narrow(dim, w.start(t), w.length(t)) for w in windows]
     return [p if rank in ranks else None for rank, p in enumerate(pieces)]
 
@@ -144,7 +145,7 @@ def move_in_windows(
     that is as ever."""
     ranks = set(program.participants(i.type))
     if i.result in windows[0].samples.transfers:
-        dim = i.type.placement.dim
+        dim = i.type.shard.dim
         sizes = [w.length(i.type) if rank in ranks else 0 for rank, w in enumerate(windows)]
         pieces = torch.cat([v for v in values if v is not None], dim).split(sizes, dim)
         return [p if rank in ranks else None for rank, p in enumerate(pieces)]
@@ -160,7 +161,7 @@ def run_everywhere(
     """An operator on every rank, of whose programs it is instruction ``n``."""
     program, i = programs[0], programs[0].instructions[n]
     taking_part = set(program.participants(i.types[0]))
-    per_rank = []
+    per_rank: list[tuple[Tensor | None, ...]] = []
     for rank in range(program.world_size):
         if rank not in taking_part:
             per_rank.append((None,) * len(i.results))
@@ -195,7 +196,7 @@ def cut(whole: Tensor, t: TensorType, program: Program) -> Values:
     """Every rank's part of a whole tensor held as R or S."""
     ranks = set(program.participants(t))
     if isinstance(t.placement, Shard):
-        sizes = shard_sizes(t.value.shape[t.placement.dim], program.ratio_of[t.ratio], t.placement.unit)
+        sizes = rank_sizes(t, program.ratio(t.ratio))
         pieces: Values = list(torch.split(whole, list(sizes), t.placement.dim))
     else:
         pieces = [whole] * program.world_size

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..frontend.trace.dtypes import TORCH_DTYPE
-from ..lang.ir import Instruction, Program, Shard, TensorType, shard_offsets, shard_sizes
+from ..lang.ir import Instruction, Program, Shard, TensorType, rank_sizes, shard_offsets
 from ..lang.ir.samples import DRAWS
 from ..lang.operators import Operands, cross_entropy_of_part, experts_of_part, sum_exp_of_part
 from ..lang.rules import MEANS, LocalCall, mean_share
@@ -44,7 +44,7 @@ class Site:
         asked when the operator runs."""
         if self.window is not None and self.window.samples.hold(self.instruction):
             return self.window.start(t), self.window.length(t)
-        sizes = shard_sizes(t.value.shape[t.placement.dim], self.program.ratio_of[t.ratio], t.placement.unit)
+        sizes = rank_sizes(t, self.program.ratio(t.ratio))
         return shard_offsets(sizes)[self.rank], sizes[self.rank]
 
 

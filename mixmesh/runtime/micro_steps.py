@@ -31,7 +31,7 @@ from ..lang.ir import (
     once_program,
 )
 from ..lang.plan_file import Plan, accumulation, schedule
-from .gradients import GradientReducer, Sums
+from .gradients import GradientReducer, Sums, Taken
 from .pipeline import Stage
 
 
@@ -52,8 +52,10 @@ class MicroSteps:
     @classmethod
     def of(cls, plan: Plan | Program, rank: int) -> MicroSteps | None:
         """Raises PlanError as ``accumulation`` does."""
-        samples = None if isinstance(plan, Program) else accumulation(plan)
-        if samples is None:
+        if isinstance(plan, Program):
+            return None
+        samples = accumulation(plan)
+        if samples is None or plan.micro_batches is None:
             return None
         program = plan.program
         planned = schedule(program, plan.micro_batches, samples)
@@ -87,7 +89,8 @@ class Earlier:
     """The gradients of all micro-steps but the last, or in a pipeline of all, waiting for ``backward``."""
 
     def __init__(self, reducer: GradientReducer, seed: Tensor) -> None:
-        self._reducer, self._taken = reducer, reducer.take()
+        self._reducer = reducer
+        self._taken: Taken | None = reducer.take()
         self._seed = seed
 
     @torch.no_grad()

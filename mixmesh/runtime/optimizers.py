@@ -54,8 +54,8 @@ def lay_out(optimizer: optim.Optimizer) -> None:
         for p in params_of(optimizer):
             if p.grad is not None:
                 p.grad = _laid_out(p.grad, p)
-            state = optimizer.state.get(p)
-            for key, value in state.items() if state else ():
+            state = optimizer.state.get(p) or {}
+            for key, value in state.items():
                 if isinstance(value, Tensor) and value.shape == p.shape:
                     state[key] = _laid_out(value, p)
 
@@ -103,7 +103,7 @@ def step_on_pieces(optimizer: optim.Optimizer, holders: tuple[int, ...] | None, 
     by_element = is_elementwise(optimizer)
     if not (by_element or holders) or (own is not None and not tracked) or kernel is None:
         return
-    takes_part = by_element or rank in holders
+    takes_part = by_element or rank in (holders or ())
 
     @wraps(kernel)
     def on_pieces(self, closure=None, **kwargs):

@@ -114,6 +114,8 @@ class Output:
 class NotKept:
     """Stands for an output that was not asked for. Any use of it says how to."""
 
+    name: str
+
     def __init__(self, name: str) -> None:
         self.__dict__["name"] = name
 

@@ -68,8 +68,12 @@ class Redistribution:
 
     def forward(self, x: Tensor | None, *, async_op: bool = False) -> Tensor | Handle | None:
         """Without autograd. With ``async_op`` a handle."""
-        handle = self._along(route(self.src, self.dst), x, self.algorithm)
+        handle = self.begin(x)
         return handle if async_op else handle.wait()
+
+    def begin(self, x: Tensor | None) -> Handle:
+        """As ``forward`` with ``async_op``."""
+        return self._along(route(self.src, self.dst), x, self.algorithm)
 
     def backward(self, gradient: Tensor | None) -> Handle:
         steps = route(self.dst.dual, self.src.dual)
@@ -81,7 +85,7 @@ class Redistribution:
         """The beginning of a redistribution with autograd."""
         if torch.is_grad_enabled() and not self.communicates:
             return Pending(self, x, done(self._local(x)))
-        handle = self.forward(None if x is None else x.detach(), async_op=True)
+        handle = self.begin(None if x is None else x.detach())
         if x is None or not (torch.is_grad_enabled() and x.requires_grad):
             return Pending(self, x, handle)
         gradient = _Gradient()
@@ -101,7 +105,7 @@ class Redistribution:
         self, steps: tuple[Step, ...], x: Tensor | None, algorithm: str | None, part: str = ""
     ) -> Handle:
         """All steps, of which one communicates at most: what comes after it is done when it has arrived."""
-        handle = done(x)
+        handle: Handle = done(x)
         for step in steps:
             if self.comm.rank in step.ranks:
                 handle = self._step(step, handle.wait(), algorithm, part)
@@ -119,16 +123,19 @@ class Redistribution:
             if x is None:
                 x = self._zeros(src)
             handle = self._collective(step, x, algorithm, part)
+            assert isinstance(handle, Handle)  # and no result, with ``async_op``
             return handle if rank in dst.ranks else then(lambda _: None, handle)
         if rank not in dst.ranks:
             return done(None)
         match step.kind:
             case "slice":
+                assert x is not None  # ranks of the result hold it before
                 return done(x.narrow(dst.dim, *dst.piece(rank)))
             case "as_partial":
                 keeper = min(set(src.ranks) & set(dst.ranks))
                 return done(x if rank == keeper else self._zeros(dst))
             case "pad":
+                assert x is not None  # as above
                 offset, size = src.piece(rank)
                 behind = self.shape[src.dim] - offset - size
                 pads = (0, 0) * (len(self.shape) - 1 - src.dim) + (offset, behind)
@@ -137,7 +144,7 @@ class Redistribution:
                 return done(self._zeros(dst) if x is None else x)
         return done(x)  # spread to ranks that hold it already
 
-    def _collective(self, step: Step, x: Tensor, algorithm: str | None, part: str) -> Handle:
+    def _collective(self, step: Step, x: Tensor, algorithm: str | None, part: str) -> Tensor | Handle:
         src, dst = step.src, step.dst
         channel = self.comm.channel(step.ranks, self.instruction, self.purpose, part)
         of = lambda held: [held.sizes[rank] for rank in step.ranks]  # noqa: E731
@@ -151,6 +158,7 @@ class Redistribution:
                     channel, x, of(dst), dst.dim, algorithm=algorithm, async_op=True
                 )
             case "reduce":
+                assert isinstance(src.placement, Partial)
                 return collectives.all_reduce(channel, x, src.placement.op, direct=self.direct, async_op=True)
             case "exchange":
                 return collectives.all_to_all(channel, x, src.dim, of(src), dst.dim, of(dst), async_op=True)
@@ -176,6 +184,7 @@ class _Gradient:
 
     def wait(self) -> Tensor | None:
         handle, self.handle = self.handle, None
+        assert handle is not None  # the backward of the end has set it
         return handle.wait()
 
 

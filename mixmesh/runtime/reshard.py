@@ -34,10 +34,11 @@ class _Record:
     def load(self) -> None:
         if self.handle is None:
             piece = None if self.piece is None else self.piece.detach()
-            self.handle = self.how.forward(piece, async_op=True)
+            self.handle = self.how.begin(piece)
 
     def whole(self) -> Tensor:
         self.load()
+        assert self.handle is not None
         return self.handle.wait()
 
 

@@ -89,9 +89,9 @@ def change_shares(model: ParallelModel, optimizer: optim.Optimizer, plan: Plan) 
         run.comm.add((*meetings(plan.program), *groups_of(run.stored, stored)))
         _move_state(run, optimizer, stored)
         before = {**_moved_params(run, stored), **_moved_buffers(model, run, stored)}
-        taken = Taken(run.comm, stored, owners_of(plan.program, run.original), before)
+        stored_anew = Taken(run.comm, stored, owners_of(plan.program, run.original), before)
         runtime = runtime_of(
-            taken,
+            stored_anew,
             run.original,
             plan,
             run.random,

@@ -71,6 +71,7 @@ def _number(x: Tensor, comm: Comm, kind: str, order: float, row: int) -> ShardNu
     with Off():
         x = x.view_as(x)  # an object of its own, whose class may change
     x.__class__ = ShardNumber
+    assert isinstance(x, ShardNumber)
     x.comm, x.kind, x.order, x.row, x.answer = comm, kind, order, row, None
     return x
 

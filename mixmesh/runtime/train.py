@@ -279,6 +279,7 @@ def train(
         check_model=check_model,
         compile=compile,
     )
+    assert optimizer is not None  # parallelize returns the one that it is given
     parallel.check_planned(job.batch)
     comm = parallel.comm
     scheduler, step_scheduler = scheduler_of(job, optimizer)
@@ -297,7 +298,8 @@ def train(
     step_s: list[float] = []
     losses: list[float] = []
     recording = _Recording(parallel) if record else None
-    span, is_stopped, guard = nullcontext, False, FiniteGuard(parallel, on_nan)
+    span: Span = nullcontext
+    is_stopped, guard = False, FiniteGuard(parallel, on_nan)
     for number in itertools.count(first) if steps is None else range(first, steps):
         started = time.perf_counter()
         with span("batch"):

@@ -25,21 +25,21 @@ class Window:
 
     def length(self, t: TensorType) -> int:
         """Elements along the dim that is cut."""
-        return t.value.shape[t.placement.dim] // self.samples.batch_size * self.size
+        return t.value.shape[t.shard.dim] // self.samples.batch_size * self.size
 
     def start(self, t: TensorType) -> int:
         """The first of them in the whole tensor."""
-        return t.value.shape[t.placement.dim] // self.samples.batch_size * self.place.first_sample
+        return t.value.shape[t.shard.dim] // self.samples.batch_size * self.place.first_sample
 
 
 def local_move(program: Program, i: Instruction, rank: int, window: Window) -> Callable | None:
     """A redistribution that moves nothing, as this window sees it; None for one that is as ever."""
     source, kind = program.types[i.inputs[0]], local_kind(program, i)
     if kind == "local_slice" and i.result in window.samples.values:
-        dim = i.type.placement.dim
+        dim = i.type.shard.dim
         return lambda x: (x.narrow(dim, window.start(i.type), window.length(i.type)),)
     if kind == "pad_partial" and i.inputs[0] in window.samples.values:
-        dim, shape = source.placement.dim, source.value.shape
+        dim, shape = source.shard.dim, source.value.shape
 
         def pad(x: Tensor):
             offset = window.start(source)

@@ -7,12 +7,20 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from queue import SimpleQueue
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Stage = Callable[[], Sequence[dist.Work]]
+
+class Waits(Protocol):
+    """A work that can be waited for."""
+
+    def wait(self) -> Any: ...
+
+
+Stage = Callable[[], Sequence[Waits]]
 
 WATCHING = 4  # exchanges that threads wait for at once: more are under way, and told of later
 
@@ -21,7 +29,8 @@ class StagedWork:
     """Stages that follow each other, each begun when all of the one before has ended."""
 
     def __init__(self, stages: Sequence[Stage]) -> None:
-        self.stages, self.done = stages, torch.futures.Future()
+        self.stages = stages
+        self.done: torch.futures.Future[Any] = torch.futures.Future()
         self.over = threading.Event()  # set when what was to happen at the end has happened too
         # its text: an error itself remembers all that was going on where it was raised
         self.error: str | None = None
@@ -65,12 +74,14 @@ class Posted:
     """Receives and sends that a thread of their own posts, and that are known then."""
 
     def __init__(self, post: Callable[[], Sequence[dist.Work]]) -> None:
-        self._post, self._is_over = post, threading.Event()
+        self._post: Callable[[], Sequence[dist.Work]] | None = post
+        self._is_over = threading.Event()
         self._works: Sequence[dist.Work] = ()
         self._error: str | None = None
 
     def post(self) -> None:
         try:
+            assert self._post is not None  # it is posted once
             self._works = self._post()
         except Exception as error:
             self._error = str(error)

@@ -20,7 +20,7 @@ class Call:
     channel: int
     seconds: float
     links: tuple[tuple[int, float], ...]  # the number of each link, and the seconds for which it is occupied
-    longest: float  # of these seconds
+    longest: float  # the largest of these seconds
     yields: bool  # a gradient reduction, which lets earlier traffic pass
     host: tuple[float, ...]  # half of the computing thread's seconds, per rank of the exchange, or empty
     overlapped: tuple[

@@ -32,8 +32,8 @@ class Alike:
 
 def membership(groups: Iterable[tuple[int, ...]], world_size: int) -> list[tuple[int, ...]]:
     """Per rank, which of some groups it is in."""
-    found: list[list[int]] = [[] for _ in range(world_size)]
+    groups_of: list[list[int]] = [[] for _ in range(world_size)]
     for number, ranks in enumerate(groups):
         for r in ranks:
-            found[r].append(number)
-    return list(map(tuple, found))
+            groups_of[r].append(number)
+    return list(map(tuple, groups_of))

@@ -236,5 +236,5 @@ class _Backward(Writer):
             needed.append(program.types[i.inputs[0]])
         for k, factor in enumerate(needed, 1):
             exchange = Exchange("all_gather", factor.value.size_bytes, ranks)
-            made = product if k == len(needed) else None
-            self.start(factors_name(i.result), exchange, PRODUCT, n, product=made)
+            last = product if k == len(needed) else None
+            self.start(factors_name(i.result), exchange, PRODUCT, n, product=last)

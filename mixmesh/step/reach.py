@@ -68,9 +68,9 @@ def _able(outline: Outline, triggers: Collection[int]) -> dict[str, set[int]]:
             if r is None or r not in program.requires_grad:
                 continue
             holders = {*program.participants(t)}
-            made = [_kept(program, i, name) & able[name] for name in i.inputs if name in able]
+            dependent = [_kept(program, i, name) & able[name] for name in i.inputs if name in able]
             is_everywhere = i.is_leaf or (n in triggers and r == i.results[0])
-            able[r] = holders if is_everywhere else holders & _meeting(outline, i).union(*made)
+            able[r] = holders if is_everywhere else holders & _meeting(outline, i).union(*dependent)
     return able
 
 

@@ -28,8 +28,8 @@ def repeats(program: Program) -> dict[int, Repeat]:
         instructions = [program.instructions[n] for n in members]
         keeping = [n for n in members if keeps_something(program, n)]
         if keeping:
-            made = {r for i in instructions for r in i.results}
-            read = dict.fromkeys(name for i in instructions for name in i.inputs if name not in made)
+            results = {r for i in instructions for r in i.results}
+            read = dict.fromkeys(name for i in instructions for name in i.inputs if name not in results)
             at = keeping[-1]
             out[at] = Repeat(at, keeping[0], tuple(n for n in members if n <= at), tuple(read))
     return out

@@ -41,7 +41,7 @@ class Step(Generic[Facts]):
         """The step of the same instructions on other ranks, all of which meet in every collective."""
         program = outline.program
         kinds = {s.kind: s.kind._replace(ranks=ranks) for s in self.summed}
-        points = {name: tuple([(n, ranks) for n, _ in found]) for name, found in self.ready.points.items()}
+        points = {name: tuple([(n, ranks) for n, _ in pairs]) for name, pairs in self.ready.points.items()}
         return replace(
             self,
             program=program,
@@ -74,7 +74,7 @@ def step_of(outline: Facts, whole: Program | None = None) -> Step[Facts]:
     points, completes = ready_points(program, outline, later), completing(program, outline, later)
     summed = order_of_sums(whole or program)
     groups = tuple(dict.fromkeys(s.kind.ranks for s in summed))
-    ready = {point for found in points.values() for point, _ in found}
+    ready = {point for pairs in points.values() for point, _ in pairs}
     return Step(
         program,
         forward_pass(outline),

@@ -58,8 +58,8 @@ def _line(order: Pass, event: Event, sums: Reductions) -> str:
         case Sink():
             i = order.program.instructions[event.at]
             return f"{i.op} {i.args[0]}"
-    known = sums.gather_of.get(event.name)
-    return "" if known is None else f"await {sums.gathers[known][0]}, for {event.name}"
+    gather = sums.gather_of.get(event.name)
+    return "" if gather is None else f"await {sums.gathers[gather][0]}, for {event.name}"
 
 
 def _reductions(sums: Reductions, point: float, *, late: bool = False) -> Iterator[str]:

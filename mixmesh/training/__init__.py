@@ -1,1 +1,1 @@
-"""What a person's own script meets: prepare, integrations, shares that follow devices."""
+"""The parts that a person's own script meets: prepare, integrations, shares that follow devices."""

@@ -13,8 +13,8 @@ from mixmesh.lang.check import check_program
 from mixmesh.lang.ir import REPLICATE, with_attrs
 from mixmesh.lang.optimizer_states import ADAM
 from mixmesh.planner import make_plan
-from mixmesh.planner.make import PROPOSERS
 from mixmesh.planner.offered import offer
+from mixmesh.planner.planners import BY_NAME
 from mixmesh.planner.proposal import Proposal
 from mixmesh.planner.simple import ddp_even, ddp_proportional
 from mixmesh.planner.task import Task
@@ -58,7 +58,8 @@ def test_another_plan_is_offered():
 
 
 def test_every_plan_is_checked(monkeypatch):
-    monkeypatch.setitem(PROPOSERS, "ddp-even", lambda task: map(uncut, ddp_even(task)))
+    row = replace(BY_NAME["ddp-even"], propose=lambda task: map(uncut, ddp_even(task)))
+    monkeypatch.setitem(BY_NAME, "ddp-even", row)
     with pytest.raises(VerificationError, match="cannot be computed with these placements"):
         make_plan(GRAPH, cluster(TWO), planner="ddp-even")
 

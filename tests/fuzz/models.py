@@ -7,15 +7,13 @@ from functools import partial
 
 from mixmesh.errors import MixmeshError, VerificationError
 from mixmesh.lang.check import check_program
-from mixmesh.planner import make_plan
-from mixmesh.planner.make import PROPOSERS
+from mixmesh.planner import PLANNERS, make_plan
 
 from .cases import Case, Worlds, last_line, quietly, random_case, run_replays, smaller_failure, try_plan
 from .plans import random_cluster, skewed
 from .report import Progress, Report, silent
 
 KIND = "models"
-PLANNERS = ("auto", *PROPOSERS)
 PLANNERS_PER_MODEL = 4
 OVER_GLOO = 0.4  # of the plans
 SEARCH_S = 0.1  # for planners that have no end of their own

@@ -12,7 +12,7 @@ from ...errors import MixmeshError
 from ...lang.optimizer_states import ADAM
 from ...lang.plan_file import Candidate, Plan, accumulates
 from ...planner import make_plan
-from ...planner.make import PROPOSERS, SEARCHING, SLOW
+from ...planner.planners import BY_NAME, When
 from ...planner.proposal import BASELINES
 from ...planner.task import HEADROOM, Task
 from ...search.ratios import usable_bytes
@@ -68,7 +68,8 @@ def rivals_of(plan: Plan, cluster: Cluster, parts: Parts, profile: Profile | Non
 
 def is_quick(plan: Plan, name: str) -> bool:
     """Whether a candidate may be planned once more for a page."""
-    if name not in PROPOSERS or name in (*SLOW, *SEARCHING):
+    row = BY_NAME.get(name)
+    if row is None or row.asked in (When.IN_NEED, When.IN_A_SEARCH):
         return False
     return name in BASELINES or plan.planning_s < LONG_S
 
@@ -80,7 +81,7 @@ def remake(plan: Plan, cluster: Cluster, name: str, profile: Profile | None, bou
         remade = make_plan(graph, cluster, planner=name, profile=profile, tf32=plan.tf32)
         program, micro_batches = remade.program, remade.micro_batches
     except MixmeshError:  # it does not fit: what would not is asked
-        proposals = list(PROPOSERS[name](Task(graph, costs, ADAM, lambda _: None)))
+        proposals = list(BY_NAME[name].propose(Task(graph, costs, ADAM, lambda _: None)))
         if not proposals:
             return None
         least = min(proposals, key=lambda p: p.key)

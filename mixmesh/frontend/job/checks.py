@@ -14,7 +14,6 @@ EXAMPLE = "return mixmesh.Job(model, batch)"
 
 def check_job(job: Any, function_name: str = DEFAULT_FUNCTION, where: str = "") -> None:
     """Raises JobError if ``job`` is not a job that can be planned."""
-    import torch
     from torch import nn
 
     def fail(message: str, expected: str, got: str, *hint: str) -> JobError:
@@ -33,6 +32,15 @@ def check_job(job: Any, function_name: str = DEFAULT_FUNCTION, where: str = "") 
         raise fail("returns a job whose model is no module", "a torch.nn.Module", _describe(model), hint)
     if not any(True for _ in model.parameters()):
         raise fail("returns a model without parameters", "something to train", _describe(model))
+    _check_functions(job, fail)
+    if job.data is not None and not isinstance(job.data, Iterable):
+        raise fail("returns data that cannot be iterated over", "an iterable of batches", _describe(job.data))
+    _check_batch(job.batch, fail)
+
+
+def _check_functions(job: Job, fail: Callable[..., JobError]) -> None:
+    import torch
+
     if job.optimizer is not None and (
         not callable(job.optimizer) or isinstance(job.optimizer, torch.optim.Optimizer)
     ):
@@ -49,9 +57,6 @@ def check_job(job: Any, function_name: str = DEFAULT_FUNCTION, where: str = "") 
             _describe(job.scheduler),
             "scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1000)",
         )
-    if job.data is not None and not isinstance(job.data, Iterable):
-        raise fail("returns data that cannot be iterated over", "an iterable of batches", _describe(job.data))
-    _check_batch(job.batch, fail)
 
 
 def _check_batch(batch: Any, fail: Callable[..., JobError]) -> None:

@@ -16,8 +16,8 @@ from torch.utils import _python_dispatch as dispatch
 from ...base.patch import patched
 from ...errors import TraceError
 
-SCALES = (1e-2, 1.0, 30.0)  # of inputs and gradients: a backward that clips differs at one of them
-MAX_DIM = 7  # of a probe: the gradients of an operator do not depend on its size
+SCALES = (1e-2, 1.0, 30.0)  # scales of inputs and gradients: a backward that clips differs at one of them
+MAX_DIM = 7  # the largest dim of a probe: the gradients of an operator do not depend on its size
 TOLERANCE = 1e-6
 
 Function = type[torch.autograd.Function]

@@ -92,7 +92,7 @@ def _pick(frames: Iterable[Frame]) -> Place:
             continue
         if "site-packages" not in path and not path.startswith(_STDLIB):
             return _place(path, line)
-        # of a library's frames, the forward method of a module says more than a helper that it calls
+        # in a library, the forward method of a module says more than a helper that it calls
         better = library is None or (function == "forward" != library[2])
         if better and not path.startswith(_STDLIB):
             library = (path, line, function)

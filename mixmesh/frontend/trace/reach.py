@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-DEPTH = 3  # of containers within each other
+DEPTH = 3  # levels of containers within each other
 MOST = 2000  # objects that are visited
 PLAIN = (int, float, complex, str, bytes, bool, type(None))
 CLOSED = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, Tensor)
-OF_MODULES = ("_parameters", "_buffers", "_modules")  # whose changes are seen otherwise
+OF_MODULES = ("_parameters", "_buffers", "_modules")  # their changes are seen otherwise
 
 Reached = dict[str, Any]  # by the expression that leads there
 

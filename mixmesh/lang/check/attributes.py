@@ -14,8 +14,8 @@ from .failure import Fail
 
 
 class Attribute(NamedTuple):
-    """What an attribute allows: a test of the value alone, the same in words, and a test of the value
-    together with its instruction."""
+    """The values that an attribute allows: a test of the value alone, the same in words, and a test of the
+    value together with its instruction."""
 
     is_value: Callable[[Any], bool]
     expected: str

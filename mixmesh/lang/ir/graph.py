@@ -40,7 +40,7 @@ SINKS = ("update", "output")
 
 
 class Operation(Protocol):
-    """What nodes of a graph and instructions of a program have in common."""
+    """The common part of nodes of a graph and instructions of a program."""
 
     @property
     def op(self) -> str: ...

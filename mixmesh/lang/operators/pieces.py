@@ -1,4 +1,4 @@
-"""What the kernels of our own operators share."""
+"""The parts that the kernels of our own operators share."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def view(call: Call) -> tuple[str, dict[str, int]]:
     left, right = [list[str]() for _ in source], [list[str]() for _ in target]
     sizes: dict[str, int] = {}
     i = j = 0
-    a = b = 1  # what remains of the sizes of the current dims
+    a = b = 1  # the remainders of the sizes of the current dims
     whole = False  # the two sides have no common divisor: until they meet again, no dim can be cut
 
     def emit(size: int, *places: list[str]) -> None:

@@ -17,7 +17,7 @@ from ...frontend.trace import Traced, trace
 from ...lang.plan_file import Plan
 from ...planner import make_plan
 from ...planner.learned import has_torch_geometric
-from ...planner.make import LEARNED, NEEDS, PROPOSERS
+from ...planner.planners import ROWS
 from ...runtime.parallel import parallelize
 from ..verification import TOLERANCE_F64
 from ..verification.compare import Outcome, compare
@@ -29,6 +29,11 @@ ENOUGH_DEVICES = 3  # for every kind of plan
 SEARCH_S = 0.3  # for planners without an end of their own
 # so slow beside its links that it pays to cut even a small model
 SLOW_FLOP_PER_S, FAST_LINK_BYTES_PER_S, MEMORY_BYTES = 1e6, 1e12, 2**30
+
+
+NAMES = tuple(row.name for row in ROWS)
+LEARNED = tuple(row.name for row in ROWS if row.is_learned)
+NEEDY = tuple(row.name for row in ROWS if row.needs)
 
 
 class Small(nn.Module):
@@ -64,7 +69,7 @@ class Step:
 
 def ladder(ground: Ground) -> str:
     """Every planner's plan trains as one device does. Each has a limit of its own."""
-    planners = [name for name in PROPOSERS if name not in LEARNED or has_torch_geometric()]
+    planners = [name for name in NAMES if name not in LEARNED or has_torch_geometric()]
     steps: list[Step] = []
 
     def step_alone() -> None:
@@ -139,7 +144,7 @@ def plan_of_first(meeting: Meeting, traced: Traced | None, cluster: Cluster, pla
         try:
             return str(make_plan(traced, cluster, planner=planner, search_s=SEARCH_S))
         except InputError:
-            if planner in (*NEEDS, *LEARNED) and cluster.world_size < ENOUGH_DEVICES:
+            if planner in (*NEEDY, *LEARNED) and cluster.world_size < ENOUGH_DEVICES:
                 return ""
             raise
 

@@ -98,11 +98,11 @@ def separated(program: Program) -> Program:
     apart: dict[str, list[Instruction]] = {}  # by the result of a packed sum
     dropped: set[str] = set()
     for cat, i, split in packed_sums(program):
-        made = [(r, t, Ref(name)) for r, t, name in zip(split.results, split.types, cat.inputs) if r]
+        parts = [(r, t, Ref(name)) for r, t, name in zip(split.results, split.types, cat.inputs) if r]
         apart[i.result] = [
-            Instruction((r,), (t,), i.op, (ref,), (), i.attrs, i.location) for r, t, ref in made
+            Instruction((r,), (t,), i.op, (ref,), (), i.attrs, i.location) for r, t, ref in parts
         ]
-        dropped.update((cat.result, *(r for r, _, _ in made)))
+        dropped.update((cat.result, *(r for r, _, _ in parts)))
     if not apart:
         return program
     out: list[Instruction] = []
@@ -167,26 +167,28 @@ def _in_demand(instructions: Sequence[Instruction], replaced: set[int], count: i
     """The first ``count`` instructions in order, but for those that were replaced, each behind what it needs;
     what was added stands where it is first needed. Random numbers are drawn in the order they were drawn in.
     """
-    made = {r: n for n, i in enumerate(instructions) if n not in replaced for r in i.results if r is not None}
+    maker_of = {
+        r: n for n, i in enumerate(instructions) if n not in replaced for r in i.results if r is not None
+    }
     needs: dict[int, list[int]] = {}
     drawn: list[int] = []
     for n, i in enumerate(instructions):
-        needs[n] = [made[name] for name in i.inputs]
+        needs[n] = [maker_of[name] for name in i.inputs]
         if draws_numbers(i.op):
             needs[n] += drawn[-1:]
             drawn.append(n)
     order: list[int] = []
-    done = set(replaced)
+    placed = set(replaced)
     for first in range(count):
         waiting = [first]
         while waiting:
             n = waiting[-1]
-            missing = [] if n in done else [m for m in needs[n] if m not in done]
+            missing = [] if n in placed else [m for m in needs[n] if m not in placed]
             if missing:
                 waiting += reversed(missing)
                 continue
             waiting.pop()
-            if n not in done:
-                done.add(n)
+            if n not in placed:
+                placed.add(n)
                 order.append(n)
     return order

@@ -170,7 +170,7 @@ class _Builder:
             makers.update((r, task) for r in i.results if r is not None)
 
     def backward_pass(self, order: Pass) -> None:
-        runs_again: list[Compute] = []  # of the region whose backward is next
+        runs_again: list[Compute] = []  # instructions of the region whose backward is next
         gathers: list[Start] = []  # that the next backward sets off
         factors: dict[int, list[int]] = defaultdict(list)
         products: list[Compute] = []
@@ -200,8 +200,8 @@ class _Builder:
     def needs(self, n: int) -> list[int]:
         """The tasks that the backward of an instruction needs: the gradients of its results, its forward."""
         i = self.program.instructions[n]
-        given = [t for r in i.results if r is not None for t in self.gradients.get(r, ())]
-        return [*given, self.forward[n]]
+        gradients = [t for r in i.results if r is not None for t in self.gradients.get(r, ())]
+        return [*gradients, self.forward[n]]
 
     def gather_again(self, order: Pass, n: int, gathers: Sequence[Start]) -> None:
         """Second gathers before the backward of instruction ``n``."""

@@ -212,28 +212,28 @@ class Orders:
         parameters one operator ahead."""
         instructions = self.program.instructions
         out: list[int] = []
-        done: set[int] = set()
+        added: set[int] = set()
         ahead = 0  # before the last operator that had parameters gathered
 
         def need(n: int) -> Iterator[int]:
             for m in dict.fromkeys(self.index[name] for name in instructions[n].inputs):
-                if m not in done and m not in self.placed:
+                if m not in added and m not in self.placed:
                     yield from need(m)
-                    done.add(m)
+                    added.add(m)
                     yield m
 
         for n in main:
             mine = list(need(n))
             if any(r in self.communicating for m in mine for r in instructions[m].results):
                 # a parameter that is used in shards too stands where the first of its users is
-                known = {self.index[name] for m in mine for name in instructions[m].inputs} - {*mine}
-                at = max([ahead, *(out.index(m) + 1 for m in known)])
+                needed = {self.index[name] for m in mine for name in instructions[m].inputs} - {*mine}
+                at = max([ahead, *(out.index(m) + 1 for m in needed)])
                 out[at:at] = mine
                 ahead = len(out)
             else:
                 out += mine
             out.append(n)
-        stood = self.placed | done
+        stood = self.placed | added
         return out + [n for n in range(len(instructions)) if n not in stood]
 
 

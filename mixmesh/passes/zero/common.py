@@ -38,8 +38,8 @@ def split_together(tables: Tables, global_batch: int, collective_s: float) -> li
     num_steps, num_last = int(steps[c]), int(rest[c])
     # the last step first, since none may be larger there than in the full steps
     last = share_out(num_last, _within(tables, events[num_last - 1]))
-    more = [n - taken for n, taken in zip(_within(tables, events[c]), last)]
-    micro = [taken + m for taken, m in zip(last, share_out(int(full[c]) - num_last, more))]
+    more = [n - least for n, least in zip(_within(tables, events[c]), last)]
+    micro = [least + m for least, m in zip(last, share_out(int(full[c]) - num_last, more))]
     return [(m, num_steps, n) if m else (0, 0, 0) for m, n in zip(micro, last)]
 
 

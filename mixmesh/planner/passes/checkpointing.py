@@ -25,6 +25,6 @@ def checkpointed(task: Task, proposal: Proposal) -> Proposal:
 CHECKPOINTING = Pass(
     "checkpointing",
     "regions that the user checkpointed run again",
-    lambda task, proposal, quick: checkpointed(task, proposal),
+    lambda task, proposal, _: checkpointed(task, proposal),
     keeps_micro_batches=True,
 )

@@ -32,5 +32,5 @@ def factored(task: Task, proposal: Proposal) -> Proposal:
 FACTORS = Pass(
     "factors",
     "weight gradients computed from gathered factors, where these are smaller than the gradient",
-    lambda task, proposal, quick: factored(task, proposal),
+    lambda task, proposal, _: factored(task, proposal),
 )

@@ -31,6 +31,6 @@ def flat(task: Task, proposal: Proposal) -> Proposal:
 FLAT = Pass(
     "flat",
     "all-reduces that are not hierarchical where that is as fast",
-    lambda task, proposal, quick: flat(task, proposal),
+    lambda task, proposal, _: flat(task, proposal),
     keeps_micro_batches=True,
 )

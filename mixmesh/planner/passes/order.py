@@ -18,21 +18,23 @@ from ...passes.order import (
     reordered,
     separated,
 )
+from ..budget import Budget
 from ..proposal import Proposal
 from ..task import Task
 from .row import Pass
 
-QUICK_INSTRUCTIONS = 3000  # some sixty layers, of which each follows from the one before
+# for which the budget must pay: up to 3000 instructions, some sixty layers, each of which follows another
+ORDER_STEPS = 2
 RUNS = (1, 2)  # in which the sums of a level are packed: all in one, or so that one travels beside computing
 
 
-def ordered(task: Task, proposal: Proposal, *, quick: bool = False) -> Proposal:
+def ordered(task: Task, proposal: Proposal, budget: Budget) -> Proposal:
     """The proposal in the fastest of its orders, with its small sums apart or packed and the fastest of its
-    buckets; itself if none is faster and fits. If it is to be ``quick``, a large program without small sums
-    keeps its order, and one with its sums packed in one too."""
+    buckets; itself if none is faster and fits. If the budget does not pay for it, a program without small
+    sums keeps its order, and one with its sums packed in one too."""
     if not waits(proposal):
         return proposal  # a rank that always computes does not get faster by another order
-    large = quick and len(proposal.program.instructions) > QUICK_INSTRUCTIONS
+    large = not budget.pays_for(ORDER_STEPS, len(proposal.program.instructions))
     unpacked = separated(proposal.program)
     forms = summed_otherwise(task, proposal, unpacked, RUNS[1:] if large else RUNS)
     keeps = large and not (forms and unpacked is proposal.program)
@@ -89,5 +91,5 @@ def num_sums(program: Program) -> int:
 ORDER = Pass(
     "order",
     "the order of instructions, small all-reduces packed or apart, and the buckets of gradients",
-    lambda task, proposal, quick: ordered(task, proposal, quick=quick),
+    lambda task, proposal, budget: ordered(task, proposal, budget),
 )

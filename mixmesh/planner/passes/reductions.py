@@ -12,39 +12,40 @@ from ...lang.ir import Program
 from ...passes.buckets import with_buckets
 from ...passes.sync import best_run, best_sync
 from ...passes.zero import zero_stage
+from ..budget import CARE_STEPS, SOME_STEPS, Budget
 from ..proposal import Proposal
-from ..task import SMALL_INSTRUCTIONS, Task
+from ..task import Task
 from .row import Pass
 
 # share of the step that sums of gradients must take, beyond what hides, and the optimizer, which owners share
-EXPOSED, QUICK_EXPOSED = 0.015, 0.05
+EXPOSED, SHORT_EXPOSED = 0.015, 0.05  # the latter within a budget that does not pay for care
 # share of the step that must be saved: owners keep optimizers to those that work by element
 MARGIN = 0.01
-QUICK_INSTRUCTIONS = 2000  # in a program that there is some time for
 SMALL_BYTES = 1e6
 RUN_BYTES = (4e6, 16e6)  # sizes of buckets of which some have owners
-TRIED = 40  # runs of buckets of each size
-QUICK_TRIED, LARGE_TRIED = 12, 6  # where there is little time, and of larger programs then
+TRIED, SHORT_TRIED = 40, 6  # runs of buckets of each size
 
 
-def synced(task: Task, proposal: Proposal, *, quick: bool) -> Proposal:
+def synced(task: Task, proposal: Proposal, budget: Budget) -> Proposal:
     """The proposal with its gradients summed in the fastest of their ways, to owners or everywhere."""
     best, program, simulation = proposal, proposal.program, proposal.simulation
     with task.timed("sync"):
         floor_s, _ = simulation.least_s(program)
     step_s = best.timeline.step_s
     exposed = step_s - floor_s + max(simulation.sheet.optimizer_s(program))
-    least = QUICK_EXPOSED if quick else EXPOSED
+    size = len(program.instructions)
+    is_short = not budget.pays_for(CARE_STEPS, size)
+    least = SHORT_EXPOSED if is_short else EXPOSED
     on_cpu = any(d.kind == "cpu" for d in task.costs.cluster.devices)
-    small = len(program.instructions) <= QUICK_INSTRUCTIONS and not on_cpu
-    if zero_stage(program) or exposed < least * step_s or (quick and not small):
+    is_paid_for = not is_short or (budget.pays_for(SOME_STEPS, size) and not on_cpu)
+    if zero_stage(program) or exposed < least * step_s or not is_paid_for:
         return best
 
     if on_cpu:
         # parameters gathered in small pieces are there for the first layers while the others still travel
         programs = [best_sync(with_buckets(program, SMALL_BYTES), task.costs, task.step_s, mixed=False)]
     else:
-        programs = owned_runs(task, program, quick=quick)
+        programs = owned_runs(task, program, budget)
     for program in programs:
         candidate = task.judge(proposal.planner, program)
         if candidate.feasible and candidate.timeline.step_s < min(
@@ -54,13 +55,12 @@ def synced(task: Task, proposal: Proposal, *, quick: bool) -> Proposal:
     return best
 
 
-def owned_runs(task: Task, program: Program, *, quick: bool) -> list[Program]:
+def owned_runs(task: Task, program: Program, budget: Budget) -> list[Program]:
     """The program, which has no owners, with owners of a run of its buckets, of several sizes of these."""
-    most = QUICK_TRIED if quick else TRIED
-    if quick and len(program.instructions) > SMALL_INSTRUCTIONS:
-        most = LARGE_TRIED
+    is_short = not budget.pays_for(CARE_STEPS, len(program.instructions))
+    most = SHORT_TRIED if is_short else TRIED
     bucketed = [with_buckets(program, size) for size in RUN_BYTES]
-    if not quick and all(max_number(program) > max_number(each) for each in bucketed):
+    if not is_short and all(max_number(program) > max_number(each) for each in bucketed):
         bucketed.append(program)
     return [best_run(each, task.costs, task.step_s, most) for each in bucketed]
 
@@ -72,5 +72,5 @@ def max_number(program: Program) -> int:
 REDUCTIONS = Pass(
     "reductions",
     "gradients all-reduced, or reduced to shard owners, whichever is faster for each bucket",
-    lambda task, proposal, quick: synced(task, proposal, quick=quick),
+    lambda task, proposal, budget: synced(task, proposal, budget),
 )

@@ -39,6 +39,6 @@ def fewest(task: Task, proposal: Proposal, among: Collection[int] | None = None)
 REMATERIALISATION = Pass(
     "rematerialisation",
     "no more regions that run again than memory asks for",
-    lambda task, proposal, quick: fewest(task, proposal),
+    lambda task, proposal, _: fewest(task, proposal),
     keeps_micro_batches=True,
 )

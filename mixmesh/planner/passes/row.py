@@ -6,28 +6,29 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from ..budget import Budget
 from ..proposal import Proposal
 from ..task import Task
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One row of the list. ``improve`` takes the planning context, a proposal and whether there is little
-    time; ``keeps_micro_batches``: it can be applied to a proposal in micro-batches, which keep their order
-    and reductions."""
+    """One row of the list. ``improve`` takes the planning context, a proposal and how much it may do;
+    ``keeps_micro_batches``: it can be applied to a proposal in micro-batches, which keep their order and
+    reductions."""
 
     name: str
     about: str
-    improve: Callable[[Task, Proposal, bool], Proposal]
+    improve: Callable[[Task, Proposal, Budget], Proposal]
     keeps_micro_batches: bool = False
 
-    def __call__(self, task: Task, proposal: Proposal, *, quick: bool) -> Proposal:
+    def __call__(self, task: Task, proposal: Proposal, budget: Budget) -> Proposal:
         """The proposal after this pass. Seconds spent are counted in ``task.pass_s``, and seconds gained in
         the proposal."""
         if proposal.micro_batches is not None and not self.keeps_micro_batches:
             return proposal
         started = time.perf_counter()
-        improved = self.improve(task, proposal, quick)
+        improved = self.improve(task, proposal, budget)
         task.pass_s[self.name] = task.pass_s.get(self.name, 0.0) + time.perf_counter() - started
         if improved is proposal:
             return proposal

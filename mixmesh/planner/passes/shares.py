@@ -78,5 +78,5 @@ def whole_counts(ratio: Ratio, total: int) -> tuple[int, ...]:
 SHARES = Pass(
     "shares",
     "single samples moved between ranks",
-    lambda task, proposal, quick: polish(task, proposal),
+    lambda task, proposal, _: polish(task, proposal),
 )

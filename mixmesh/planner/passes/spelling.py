@@ -8,6 +8,7 @@ from dataclasses import replace
 from ...lang.ir import Program, without_needless_names
 from ...passes.algorithms import with_algorithms
 from ...passes.direct import without_needless_directness
+from ..budget import Budget
 from ..proposal import Proposal
 from ..task import Task
 from .row import Pass
@@ -16,7 +17,7 @@ from .row import Pass
 def spelled(name: str, about: str, rewrite: Callable[[Task, Proposal], Program]) -> Pass:
     """The row of a rewrite after which a program takes the same step."""
 
-    def improve(task: Task, proposal: Proposal, quick: bool) -> Proposal:
+    def improve(task: Task, proposal: Proposal, _: Budget) -> Proposal:
         program = rewrite(task, proposal)
         return proposal if program is proposal.program else replace(proposal, program=program)
 

@@ -8,39 +8,38 @@ from dataclasses import replace
 
 from ...lang.ir import Program, beside_points, separable, with_wgrads
 from ...passes.zero import with_owners, zero_stage
+from ..budget import CARE_STEPS, SOME_STEPS, Budget
 from ..proposal import Proposal
-from ..task import SMALL_INSTRUCTIONS, Task
+from ..task import Task
 from .reductions import owned_runs
 from .row import Pass
 
 # share of the step that sums of gradients, or other waits, must take beyond what hides
-EXPOSED, QUICK_EXPOSED = 0.01, 0.03
+EXPOSED, SHORT_EXPOSED = 0.01, 0.03  # the latter within a budget that does not pay for care
 GAIN = 0.01  # share of the step that must be saved
 SMALL_BYTES = 2**16  # a weight's, from which on its sum can matter
 LASTS = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5)  # parts of the products that are used first, which are made last
-QUICK_LASTS = (0.0, 0.1)
-QUICK_INSTRUCTIONS = 2000  # in a program that there is time for
 
 
-def apart(task: Task, proposal: Proposal, *, quick: bool = False) -> Proposal:
+def apart(task: Task, proposal: Proposal, budget: Budget) -> Proposal:
     """The proposal with weight gradients as early as they can be, or beside collectives of the backward pass,
     but for those of the first few layers, which are last; itself if that is no faster."""
     program, step_s = proposal.program, proposal.timeline.step_s
-    if quick and len(program.instructions) > QUICK_INSTRUCTIONS:
+    size = len(program.instructions)
+    if not budget.pays_for(SOME_STEPS, size):
         return proposal
-    able, beside = movable(task, proposal, (QUICK_EXPOSED if quick else EXPOSED) * step_s)
-    hurried = quick and len(program.instructions) > SMALL_INSTRUCTIONS
+    is_short = not budget.pays_for(CARE_STEPS, size)
+    able, beside = movable(task, proposal, (SHORT_EXPOSED if is_short else EXPOSED) * step_s)
     tried = {
-        task.best_buckets(proposal.planner, form): c
-        for form, c in forms(task, proposal, able, beside, hurried)
+        task.best_buckets(proposal.planner, form): collectives
+        for form, collectives in forms(task, proposal, able, beside, is_short)
     }
     if not tried:
         return proposal
     best = min(tried, key=lambda p: p.key)
-    if not hurried:
-        best = refined(
-            task, best, [marked(program, able, tried[best], n) for n in counts(able, quick)], quick
-        )
+    if not is_short:
+        programs = [marked(program, able, tried[best], count) for count in counts(able)]
+        best = refined(task, best, programs, budget)
     if best.feasible and best.timeline.step_s < step_s * (1 - GAIN):
         return replace(best, gap=proposal.gap)
     return proposal
@@ -61,31 +60,32 @@ def movable(task: Task, proposal: Proposal, least_s: float) -> tuple[Sequence[in
 
 
 def forms(
-    task: Task, proposal: Proposal, able: Sequence[int], beside: frozenset[int], hurried: bool
+    task: Task, proposal: Proposal, able: Sequence[int], beside: frozenset[int], is_short: bool
 ) -> list[tuple[Program, frozenset[int]]]:
     """The program with all gradients of the ``able`` products first, and with those ``beside`` collectives
-    that can be, each with the latter; if ``hurried``, only those that are faster in usual buckets."""
+    that can be, each with the latter; if the budget ``is_short``, only those that are faster in usual
+    buckets."""
     program = proposal.program
     choices = dict.fromkeys([frozenset[int](), beside] if able else [beside] if beside else [])
     programs = [(marked(program, able, collectives), collectives) for collectives in choices]
-    if not hurried:
+    if not is_short:
         return programs
     enough_s = proposal.timeline.step_s * (1 - GAIN)
     return [(form, c) for form, c in programs if task.usual_s(proposal.planner, form) <= enough_s]
 
 
-def counts(able: Sequence[int], quick: bool) -> list[int]:
+def counts(able: Sequence[int]) -> list[int]:
     """How many of the products that are used first may have their weight's gradient last."""
-    return sorted({round(part * len(able)) for part in (QUICK_LASTS if quick else LASTS)} - {0})
+    return sorted({round(part * len(able)) for part in LASTS} - {0})
 
 
-def refined(task: Task, best: Proposal, programs: Sequence[Program], quick: bool) -> Proposal:
+def refined(task: Task, best: Proposal, programs: Sequence[Program], budget: Budget) -> Proposal:
     """The fastest of a proposal and other forms of its program, with other buckets reduced to owners where
     some are: reductions that begin earlier leave others to them."""
     best = min([best, *(task.best_buckets(best.planner, p) for p in programs)], key=lambda p: p.key)
     if zero_stage(best.program) != 1:
         return best
-    runs = owned_runs(task, with_owners(best.program, {}), quick=quick)
+    runs = owned_runs(task, with_owners(best.program, {}), budget)
     return min([best, *(task.judge(best.planner, p) for p in runs)], key=lambda p: p.key)
 
 
@@ -116,5 +116,5 @@ def _is_summed(proposal: Proposal, n: int) -> bool:
 WEIGHT_GRADIENTS = Pass(
     "weight gradients",
     "weight gradients first, last, or overlapped with collectives of the backward pass",
-    lambda task, proposal, quick: apart(task, proposal, quick=quick),
+    lambda task, proposal, budget: apart(task, proposal, budget),
 )

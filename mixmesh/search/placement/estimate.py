@@ -90,7 +90,7 @@ class Estimator:
         stepped = [run.beside(cost.gather) if cost.gather else 0.0 for cost in costs]
         moved: set[tuple[int, Ratio]] = set()  # values that are where they are needed
         back: list[list[_Call]] = [[] for _ in costs]
-        done = []
+        ends = []
         for k, cost in enumerate(costs):
             run.wait(cost.ranks, stepped[k])
             ratio = placed[k].ratio
@@ -111,7 +111,7 @@ class Estimator:
             _add(held, cost.kept)
             for rank, size in cost.passing:  # all that is behind it is gone when it runs back
                 peaks[rank] = max(peaks[rank], held[rank] + size)
-            done.append(max(run.clock[rank] for rank in cost.ranks))
+            ends.append(max(run.clock[rank] for rank in cost.ranks))
         run.turn()
         for cost, calls in zip(reversed(costs), reversed(back)):
             run.compute(cost.backward)
@@ -120,7 +120,7 @@ class Estimator:
                 run.meet(call)
             if cost.sum:
                 run.beside(cost.sum)
-        return Estimate(run.end_s, tuple(map(round, peaks)), tuple(run.busy), tuple(done))
+        return Estimate(run.end_s, tuple(map(round, peaks)), tuple(run.busy), tuple(ends))
 
     def held_bytes(self, k: int, placed: Placed) -> Iterator[tuple[int, float, float]]:
         """The bytes that a group holds on each rank that takes part: until it has run back, and while it

@@ -93,8 +93,8 @@ class Steps:
         by_mask = self._transitions[step]
         if key not in by_mask:
             held = self.needed(step, packed)
-            made = [self.transition(step, held, o) for o in self.problem.options[step]]
-            by_mask[key] = _undominated([t for t in made if t is not None])
+            outcomes = [self.transition(step, held, o) for o in self.problem.options[step]]
+            by_mask[key] = _undominated([t for t in outcomes if t is not None])
         return by_mask[key]
 
     def after(self, step: int, packed: int, transition: Transition) -> int | None:

@@ -1,4 +1,4 @@
-"""What ranks hold before the first pass: while values are handed out, and from then on."""
+"""The memory that ranks hold before the first pass: while values are handed out, and from then on."""
 
 from __future__ import annotations
 

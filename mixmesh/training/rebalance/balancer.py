@@ -202,8 +202,8 @@ class RunBalancer:
         """Decides what to do about a drift, as the first rank does. Collective."""
         with self._off_device(), self._comm.call("rebalancing"):
             why_not = next(filter(None, everyones(self._why_not())), "")
-            made = from_first_rank(lambda: self._decision(num_steps, step_s, why_not))
-        decision, shares, own_s, self.following = made
+            outcome = from_first_rank(lambda: self._decision(num_steps, step_s, why_not))
+        decision, shares, own_s, self.following = outcome
         self.decisions.append(decision)
         self._say(decision.text())
         self._since = num_steps

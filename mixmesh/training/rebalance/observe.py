@@ -85,8 +85,8 @@ class Observed:
         that does not compute."""
         pairs = zip(self.own_s(), self.expected_s)
         logs = [math.log(own / expected) if own > 0 and expected > 0 else None for own, expected in pairs]
-        known = [x for x in logs if x is not None]
-        mean = statistics.fmean(known) if known else 0.0
+        computing = [x for x in logs if x is not None]
+        mean = statistics.fmean(computing) if computing else 0.0
         return tuple(0.0 if x is None else x - mean for x in logs)
 
     def settled(self) -> Observed:

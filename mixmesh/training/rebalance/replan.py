@@ -64,18 +64,18 @@ class Replanner:
             return None
         costs = solver.costs(plan, own_s)
         started = time.perf_counter()
-        made = self._plan_for(costs.cluster, costs.profile)
+        candidate = self._plan_for(costs.cluster, costs.profile)
         self._planning_s = time.perf_counter() - started
-        made = replace(made, devices=plan.devices)
-        if not is_other_form(made):
+        candidate = replace(candidate, devices=plan.devices)
+        if not is_other_form(candidate):
             return None
         decision = decide(
             replace(
                 terms,
-                new_step_s=terms.step_s * made.predicted_step_s / before_s,
+                new_step_s=terms.step_s * candidate.predicted_step_s / before_s,
                 pause_s=restart_s,
                 problem="",
-                other_plan=f"{form_text(plan)} -> {form_text(made)}",
+                other_plan=f"{form_text(plan)} -> {form_text(candidate)}",
             ),
             least_gain,
         )
@@ -83,7 +83,7 @@ class Replanner:
             gained_s(terms) if in_place.is_applied else 0.0
         ):
             return None
-        return decision, OtherPlan(made, costs.cluster, costs.profile)
+        return decision, OtherPlan(candidate, costs.cluster, costs.profile)
 
 
 def has_room(plan: Plan) -> bool:

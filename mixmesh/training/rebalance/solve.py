@@ -53,9 +53,9 @@ class Solver:
         """Per rank, ``own_s`` over what was planned. A rank that does not compute, or has no measurement, has
         the least factor of the others."""
         pairs = list(zip(own_s, self.planned_own_s(plan)))
-        known = [own / planned if own > 0 and planned > 0 else 0.0 for own, planned in pairs]
-        least = min((f for f in known if f), default=1.0)
-        return tuple(min(max(f or least, LEAST_FACTOR), MOST_FACTOR) for f in known)
+        ratios = [own / planned if own > 0 and planned > 0 else 0.0 for own, planned in pairs]
+        least = min((f for f in ratios if f), default=1.0)
+        return tuple(min(max(f or least, LEAST_FACTOR), MOST_FACTOR) for f in ratios)
 
     def solve(self, plan: Plan, own_s: Sequence[float]) -> Solved:
         """The best shares found. Raises Infeasible where nothing but the old ones fits."""
@@ -63,21 +63,21 @@ class Solver:
         simulation, before = self._simulated(plan, costs)
         room = plan.usable_bytes or [usable_bytes(costs, r, HEADROOM) for r in range(len(own_s))]
         best: tuple[Plan, Timeline] | None = None
-        for made in self._proposed(plan, costs, simulation):
-            timeline = simulation.run(made.program, made.micro_batches)
+        for candidate in self._proposed(plan, costs, simulation):
+            timeline = simulation.run(candidate.program, candidate.micro_batches)
             fits = all(peak <= limit for peak, limit in zip(timeline.peak_memory_bytes, room))
             if fits and (best is None or timeline.step_s < best[1].step_s):
-                best = made, timeline
+                best = candidate, timeline
         if best is None:
             raise Infeasible("no other shares fit in memory, or in the plan's micro-batches")
-        made, timeline = best
-        made = replace(
-            made,
+        candidate, timeline = best
+        candidate = replace(
+            candidate,
             predicted_step_s=timeline.step_s,
             predicted_peak_memory_bytes=timeline.peak_memory_bytes,
         )
-        moved = moved_bytes(plan.program, made.program, self.optimizer_states)
-        return Solved(made, timeline.step_s / before.step_s, timeline.compute_s, moved)
+        moved = moved_bytes(plan.program, candidate.program, self.optimizer_states)
+        return Solved(candidate, timeline.step_s / before.step_s, timeline.compute_s, moved)
 
     def costs(self, plan: Plan, own_s: Sequence[float]) -> CostModel:
         """The costs of the cluster as its devices turned out to be."""
@@ -115,10 +115,10 @@ class Solver:
                 program, costs, ranks, optimizer_states=self.optimizer_states, headroom=HEADROOM
             )
             proposed.append(with_ratio(program, name, _all_take_part(ratio, ranks, program)))
-        for made in proposed:
+        for proposal in proposed:
             if plan.micro_batches is None and name is not None:
-                made = polished(made, name, simulation)
-            if (fitted := with_micro_batches(plan, made)) is not None:
+                proposal = polished(proposal, name, simulation)
+            if (fitted := with_micro_batches(plan, proposal)) is not None:
                 yield fitted
 
 
@@ -130,20 +130,20 @@ def corrected_costs(
     devices = [_slower(d, r, f, profile) for r, (d, f) in enumerate(zip(cluster.devices, factors))]
     left = iter(devices)
     machines = tuple(replace(m, devices=tuple(next(left) for _ in m.devices)) for m in cluster.machines)
-    made = replace(cluster, machines=machines)
+    slower = replace(cluster, machines=machines)
     if profile is None:
-        return CostModel(made, tf32=tf32)
-    known = {
+        return CostModel(slower, tf32=tf32)
+    profiled = {
         device_key(new): (profile.devices[device_key(old)], factor)
         for old, new, factor in zip(cluster.devices, devices, factors)
         if device_key(old) in profile.devices
     }
     provenance = dict(profile.provenance)
     if profile.describes_links_of(cluster):
-        provenance["links"] = links_fingerprint(made)
-    spread = replace(profile, devices={key: d for key, (d, _) in known.items()}, provenance=provenance)
-    slowed = corrected(spread, {key: factor for key, (_, factor) in known.items()})
-    return CostModel(made, slowed, tf32=tf32)
+        provenance["links"] = links_fingerprint(slower)
+    spread = replace(profile, devices={key: d for key, (d, _) in profiled.items()}, provenance=provenance)
+    slowed = corrected(spread, {key: factor for key, (_, factor) in profiled.items()})
+    return CostModel(slower, slowed, tf32=tf32)
 
 
 def _slower(device: Device, rank: int, factor: float, profile: Profile | None) -> Device:
@@ -179,7 +179,7 @@ def _by_speed(
 ) -> Iterator[tuple[str, tuple[float, ...]]]:
     """Every ratio of computations with shares that are divided by the factors of ``costs``."""
     computed, pairs = computed_ratios(program), zip(cluster.devices, costs.cluster.devices)
-    factors = [planned.flop_per_s / found.flop_per_s for planned, found in pairs]
+    factors = [planned.flop_per_s / now.flop_per_s for planned, now in pairs]
     for name, ratio in program.ratios:
         yield name, make_ratio([s / f for s, f in zip(ratio, factors)]) if name in computed else ratio
 
@@ -228,9 +228,9 @@ def with_micro_batches(plan: Plan, program: Program) -> Plan | None:
     """``plan`` with the shares of ``program``. A rank that accumulates keeps its largest micro-batch, by
     which its memory was planned, and takes more or fewer of them; None where the program does not allow
     that."""
-    made = replace(plan, program=program)
+    changed = replace(plan, program=program)
     if plan.micro_batches is None:
-        return made
+        return changed
     name = sample_ratio(program)
     if name is None or plan.order is not None:
         return None
@@ -240,12 +240,12 @@ def with_micro_batches(plan: Plan, program: Program) -> Plan | None:
         size = min(old.micro_batch, count)
         steps = -(-count // size) if size else 0
         rows.append(MicroBatch(size, steps, count - size * (steps - 1) if steps else 0))
-    made = replace(made, micro_batches=tuple(rows))
+    changed = replace(changed, micro_batches=tuple(rows))
     try:
-        accumulation(made)
+        accumulation(changed)
     except PlanError:
         return None
-    return made
+    return changed
 
 
 def moved_bytes(old: Program, new: Program, states: OptimizerStates) -> int:

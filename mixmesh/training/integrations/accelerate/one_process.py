@@ -36,7 +36,7 @@ def look_like_one_process(state: PartialState) -> None:
     # without GPUs Accelerate counts processes only where it is told to use CPUs
     state.process_index = int(os.environ["RANK"])
     state.local_process_index = int(os.environ.get("LOCAL_RANK", "0"))
-    earlier = AcceleratorState._shared_state  # of an Accelerator before this one
+    earlier = AcceleratorState._shared_state  # the state of an earlier Accelerator
     if (earlier.get("num_processes"), earlier.get("process_index")) != (1, state.process_index):
         AcceleratorState._reset_state()
     atexit.register(release_last_tensors)

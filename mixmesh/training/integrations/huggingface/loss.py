@@ -52,7 +52,7 @@ def _checked(trainer: transformers.Trainer) -> Iterator[transformers.Trainer]:
     kind = type(trainer)
     members = {name: property(partial(refuse, name, hint)) for name, hint in OF_TRAINING.items()}
     checked = copy.copy(trainer)
-    vars(checked).pop("compute_loss", None)  # that of a training step, which hands the model its batch
+    vars(checked).pop("compute_loss", None)  # it belongs to a training step, which passes the model its batch
     checked.__class__ = type(kind.__name__, (kind,), members)
     before = _sizes(checked)
     yield checked

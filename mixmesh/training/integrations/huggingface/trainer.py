@@ -117,7 +117,7 @@ class Trainer(transformers.Trainer):
         if self.parallel is None:
             return super().training_step(model, *args, **kwargs)
         accumulates = not self.accelerator.sync_gradients  # another batch of the same optimizer step follows
-        in_program = MethodType(Trainer.compute_loss, self)  # that of a subclass is a part of the program
+        in_program = MethodType(Trainer.compute_loss, self)  # a loss of a subclass is a part of the program
         with (
             same_random_numbers(),  # ranks draw different numbers here, and must draw the next batch alike
             self.parallel.no_sync() if accumulates else nullcontext(),

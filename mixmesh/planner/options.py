@@ -1,0 +1,62 @@
+"""What may be asked of a plan, as one value."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from ..cost import Profile
+from ..errors import InputError
+from ..lang.optimizer_states import ADAM, OptimizerStates
+from .planners import PLANNERS
+
+
+@dataclass(frozen=True)
+class Options:
+    """``planner``: a name of ``PLANNERS``, or ``auto`` for the best of them.
+
+    ``profile`` holds measured costs. ``optimizer_states`` are tensors per parameter, and ``whole_parameters``
+    says that the optimizer steps no parts of them (LAMB). ``search_s`` is how long planners may search that
+    have no end of their own (heterog, tag, placed: each ``SEARCH_S`` by default); ``auto`` asks these and
+    other slow ones only where it is given, within it. ``exact_s`` is how long HiGHS may prove how far from
+    the cheapest the chosen program is. ``unmeasured`` names mechanisms of GPUs to count on that were never
+    measured (``cost.UNMEASURED``). ``tf32``: whether matrix products of float32 may run in TF32; None for
+    what the job had when it was traced. A bare graph does not say, and then it is not counted on.
+
+    Raises InputError for an unknown planner, or an exact search without time.
+    """
+
+    planner: str = "auto"
+    profile: Profile | None = None
+    optimizer_states: OptimizerStates = ADAM
+    whole_parameters: bool = False
+    search_s: float | None = None
+    exact_s: float | None = None
+    unmeasured: Collection[str] = ()
+    tf32: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_planner(self.planner)
+        check_limit(self.exact_s)
+
+
+def check_planner(planner: str) -> None:
+    """Raises InputError for a planner that does not exist."""
+    if planner in PLANNERS:
+        return
+    near = difflib.get_close_matches(planner, PLANNERS, 1)
+    raise InputError(
+        f"unknown planner {planner!r}",
+        expected=", ".join(PLANNERS),
+        got=planner,
+        hint=f'planner="{near[0]}"' if near else "",
+    )
+
+
+def check_limit(exact_s: float | None) -> None:
+    """Raises InputError for an exact search without time."""
+    if exact_s is not None and not exact_s > 0:
+        raise InputError(
+            "the exact search has no time", expected="seconds above 0", got=str(exact_s), hint="--exact 60"
+        )

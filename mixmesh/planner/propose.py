@@ -1,0 +1,102 @@
+"""Proposals: the planners that are asked, on all devices and on sets of machines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..lang.ir import regions
+from .budget import AMPLE, AUTO, EACH, SEARCH_S, Budget
+from .device_sets import machine_sets
+from .hap import DDP_TUNED
+from .learned import has_torch_geometric
+from .near import REDUCED_AT_ONCE, reduced_near
+from .options import Options
+from .planners import BY_NAME, PIPELINE, ROWS, OnSets, Planner, Propose, When
+from .proposal import Proposal
+from .task import Task
+from .two_level import machines_of
+
+LEADING = 4  # times as much of the budget for sets of machines has a planner that leads on all of them
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The planners that propose plans; those that do so only ``in_need``, where nothing of these fits; and
+    how much planning may do. ``is_auto``: none was asked by name."""
+
+    rows: tuple[Planner, ...]
+    in_need: tuple[Planner, ...]
+    budget: Budget
+    is_auto: bool
+
+    def propose(self, row: Planner, task: Task) -> Propose:
+        """What a planner proposes: the most hopeful only, where the budget is short or after a search that
+        has proposed something that fits."""
+        follows = not self.is_auto and self.rows[0].is_open_ended and row is not self.rows[0]
+        is_brief = not self.budget.is_ample or (follows and task.best_s < float("inf"))
+        return row.briefly if is_brief and row.briefly is not None else row.propose
+
+
+def asked_by(options: Options) -> Asked:
+    """The planners that ``options`` ask for."""
+    search_s = SEARCH_S if options.search_s is None else options.search_s
+    if options.planner != "auto":
+        row = BY_NAME[options.planner]
+        rows = (row, PIPELINE) if row.is_open_ended else (row,)
+        return Asked(rows, (), Budget(AMPLE.visits, search_s), is_auto=False)
+    usual = tuple(row for row in ROWS if row.asked is When.ALWAYS)
+    in_need = tuple(row for row in ROWS if row.asked is When.IN_NEED)
+    if options.search_s is None:
+        return Asked(usual, in_need, AUTO, is_auto=True)
+    searching = tuple(row for row in ROWS if row.asked is When.IN_A_SEARCH)
+    able = tuple(row for row in searching if not row.is_learned or has_torch_geometric())
+    each_s = search_s / sum(row.is_open_ended for row in able)
+    return Asked((*usual, *in_need, *able), (), Budget(AMPLE.visits, each_s), is_auto=True)
+
+
+def proposals_of(task: Task, asked: Asked) -> list[Proposal]:
+    """Proposals of the planners that are asked. The best of each is in ``task.proposed``."""
+    best = task.proposed
+    every: list[Proposal] = []
+    to_reduce: list[Proposal] = []
+    for row in (*asked.rows, *asked.in_need):
+        # a plan that fits only with activations that are computed again may be far from the best that fits
+        if row in asked.in_need and any(p.feasible and not regions(p.program) for p in best.values()):
+            continue
+        task.progress(f"planning: {row.name}")
+        proposals = list(asked.propose(row, task)(task))
+        if asked.is_auto and row.on_sets is not None:
+            leads = any(p.feasible and p.timeline.step_s <= task.best_s for p in proposals)
+            proposals += on_machine_sets(task, row.briefly or row.propose, row.on_sets, leads=leads)
+        every += proposals
+        if proposals:
+            best[row.name] = min(proposals, key=lambda p: p.key)
+        if row.name in REDUCED_AT_ONCE:
+            to_reduce += proposals
+            # a search is not held against reductions that its own programs have not been given yet
+            if to_reduce and not (row.name == DDP_TUNED and BY_NAME["hap"] in asked.rows):
+                reduced = reduced_near(task, to_reduce)
+                every += reduced.values()
+                best |= reduced
+    return every
+
+
+def on_machine_sets(task: Task, propose: Propose, on_sets: OnSets, *, leads: bool) -> Iterator[Proposal]:
+    """Proposals for sets of machines that may be faster than all of them, first those with the least to do at
+    least: as many as the budget pays for. ``leads``: the planner's plan for all machines is the fastest so
+    far. Of sets with equally much to do, those whose machines have the fastest links inside come first."""
+    visits = EACH.part(on_sets.share * (LEADING if leads else 1)).visits
+    views = [task.on(ranks) for ranks in machine_sets(task) if ranks != task.ranks]
+    worth = {view.ranks: least_s for view in views if (least_s := on_sets.least_s(view)) is not None}
+    cluster = task.costs.cluster
+
+    def slowest_link(ranks: tuple[int, ...]) -> float:
+        return min(cluster.machines[m].link_bytes_per_s for m in {*map(cluster.machine_index_of, ranks)})
+
+    for ranks in sorted(worth, key=lambda ranks: (worth[ranks], -slowest_link(ranks))):
+        view = task.on(ranks)
+        needed = len(task.graph.nodes) * len(machines_of(view))
+        if worth[ranks] < task.best_s and needed <= visits:
+            visits -= needed
+            yield from propose(view)
