@@ -14,8 +14,7 @@ from .common import Out, app, command_line, write_rows
 if TYPE_CHECKING:
     from ..layer_times import Row
 
-# beside the repository
-DATA = Path(__file__).parents[3] / "shared" / "data" / "layer_times"
+DATA = Path("../shared/data/layer_times")  # beside the repository
 
 
 @app.command()

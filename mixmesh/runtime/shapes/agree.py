@@ -56,8 +56,8 @@ class Agreement:
         values: int = 0,
     ) -> tuple[Shapes, int]:
         """The shapes of the whole batch, of which all ranks may leave an input out if they evaluate, and the
-        ``values`` of the first one that computes. Collective. Raises InputError for tensors that cannot be the
-        program's inputs, and on all ranks where they are no parts of one batch, where not all want the
+        ``values`` of the first rank that computes. Collective. Raises InputError for tensors that cannot be
+        the program's inputs, and on all ranks where they are no parts of one batch, where not all want the
         gradient of one, or where modules are in other ``modes`` on some."""
         check_kinds(self.program, tensors, self.comm.rank, evaluates=evaluates)
         mine = self.given(tensors)
