@@ -217,12 +217,38 @@ def criterion(name: str, planner: str, **options) -> None:
     tell(FOLDER, name, told=told)
 
 
+def frozen_later(name: str, planner: str) -> None:
+    """Batch norm that evaluates, and a layer that is frozen, from the second epoch on, both by the script's
+    own module."""
+    seed(2)
+    accelerator = accelerator_with(planner)
+    model = Net().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(samples(8), batch_size=4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    told = []
+    for epoch in range(3):
+        model.train()
+        own = accelerator.unwrap_model(model)
+        if epoch:
+            own.norm.eval()
+            own.first.requires_grad_(epoch == 2)
+        for batch in loader:
+            loss = model(**batch)["loss"]
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            told.append(loss.item())
+    tell(FOLDER, name, told=told)
+
+
 def refused(name: str) -> None:
     """What only a prepared model can refuse."""
     planning = {"loss": F.cross_entropy, "outputs": ("logits",)}
     accelerator = accelerator_with("ddp-even", planning)
     seed(1)
     model = Plain().double()
+    model.first.requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, _ = accelerator.prepare(model, optimizer, DataLoader(pairs(8), batch_size=4))
     errors = []
@@ -244,6 +270,9 @@ def refused(name: str) -> None:
     model(x, y)  # and goes on
     optimizer.param_groups[0]["lr"] += RANK
     expect(lambda: model(x, y))
+    optimizer.param_groups[0]["lr"] -= RANK
+    accelerator.unwrap_model(model).first.requires_grad_(True)
+    expect(lambda: model(x, y))
     tell(FOLDER, name, errors=errors)
 
 
@@ -251,6 +280,7 @@ if __name__ == "__main__":
     labelled("labelled", "tensor-parallel")
     labelled("resumed", "ddp-even", resumed=True)
     criterion("criterion", "ddp-even")
+    frozen_later("frozen later", "fsdp-even")
     criterion("half", "tensor-parallel", mixed_precision="bf16")
     if PARALLEL:
         refused("refused")

@@ -21,7 +21,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import mixmesh
 from mixmesh.accelerate import Accelerator
-from mixmesh.training.integrations.accelerate.refusals import check_arguments, check_model, check_prepared
+from mixmesh.training.integrations.accelerate.refusals import check_arguments, check_prepared
+from mixmesh.training.integrations.launched import check_not_spread
 
 SCRIPT = Path(__file__).parent / "accelerate_script.py"
 RANKS = 2
@@ -44,7 +45,7 @@ def of(runs, library: str, name: str) -> list[dict]:
     return runs[library][1][name]
 
 
-@pytest.mark.parametrize("name", ["labelled", "resumed", "criterion"])
+@pytest.mark.parametrize("name", ["labelled", "resumed", "criterion", "frozen later"])
 def test_losses_norms_and_metrics_are_those_of_one_device(runs, name):
     (single,) = of(runs, "accelerate", name)
     ranks = of(runs, "mixmesh.accelerate", name)
@@ -102,8 +103,9 @@ def test_mixed_precision_is_that_of_the_arguments(runs):
 
 def test_what_a_prepared_model_refuses(runs):
     for rank in of(runs, "mixmesh.accelerate", "refused"):
-        other_batch, through_logits, changed, other_rates = rank["errors"]
+        other_batch, through_logits, changed, other_rates, unfrozen = rank["errors"]
         assert "[0.1] and [1.1]" in other_rates
+        assert "first.weight was frozen when the plan was made" in unfrozen
         assert "2 different batches" in other_batch
         assert "backward through logits" in through_logits
         assert "weights were changed" in changed and "last.bias" in changed
@@ -175,10 +177,10 @@ def test_one_call_prepares_what_is_planned_together():
 
 def test_models_on_devices_already_are_refused():
     model = nn.Linear(2, 2)
-    check_model(model)
+    check_not_spread(model)
     model.hf_device_map = {"": 0}
     with pytest.raises(mixmesh.InputError, match="device_map"):
-        check_model(model)
+        check_not_spread(model)
 
 
 def test_without_torchrun_it_is_the_plain_accelerator(fresh):

@@ -39,7 +39,7 @@ from mixmesh.planner.task import Task
 from mixmesh.search.baselines import data_parallel
 from mixmesh.search.placement import Space, make_grouping
 from mixmesh.simulator import Simulation, simulate
-from mixmesh.simulator.pipeline import ACTIVATIONS, GRADIENTS, together
+from mixmesh.simulator.pipeline import ACTIVATIONS, GRADIENTS, order_of_passes
 from mixmesh.step.memory import Flight, Held, Memory, Walked, flight_of
 
 SUSTAINED = "issue_us = 8, sustained = 0.625"  # with the usual share of products half of the peaks
@@ -94,7 +94,7 @@ def task_of(graph, cluster: Cluster) -> Task:
 @pytest.mark.parametrize("micro_steps", (1, 3, 8))
 def test_every_pass_comes_after_what_it_needs(stages, micro_steps):
     done: set[tuple[int, bool, int]] = set()
-    for stage, backward, k in together(stages, micro_steps):
+    for stage, backward, k in order_of_passes(stages, micro_steps):
         needs = {(stage, False, k)} if backward else set()
         before = stage + 1 if backward else stage - 1
         if 0 <= before < stages:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import InputError
-from ..frontend.trace.capture import TENSOR, describe_argument, key_text
+from ..frontend.trace.capture import key_text
+from ..frontend.trace.leaves import TENSOR, describe_argument
 from ..frontend.trace.words import WORDS, is_words
 from ..lang.ir import Program
 from .batches import program_inputs

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from .modes import modes_of, set_modes
-from .shells import check_attribute, dress
+from .shells import check_attribute, dress, shell_of
 from .whole_model import Lending, copy_tensors, own_module
 
 
@@ -37,13 +37,16 @@ class Face(nn.Module):
         """Takes on the modules and attributes of ``model``, with these tensors by name in place of its
         own."""
         original = own_module(model)
-        dress(self, original, {original: self})
+        known = {original: self, model: self}
+        dress(self, original, known)
+        for name in model._modules.keys() - original._modules.keys():  # a loss with parameters
+            self._modules[name] = shell_of(model._modules[name], known)
         for kind, tensors in (("_parameters", params), ("_buffers", buffers)):
             for name, tensor in tensors.items():
                 owner, _, leaf = name.rpartition(".")
                 getattr(self.get_submodule(owner), kind)[leaf] = tensor
         for name, shell in self.named_modules():
-            if shell is not self:
+            if shell is not self and name.partition(".")[0] in original._modules:
                 shell.__dict__["_lent"] = LentPart(self._runtime, name)
 
     def whole(self) -> AbstractContextManager[nn.Module]:
@@ -55,7 +58,7 @@ class Face(nn.Module):
         or if a backward pass has left gradients.
         """
         run = self._runtime
-        return Lending(own_module(run.original), self, run)
+        return Lending(run.original, self, run)
 
     def __setattr__(self, name: str, value: Any) -> None:
         check_attribute(self, name, value)

@@ -17,6 +17,7 @@ from ..base.progress import warn_once
 from ..frontend.trace.compiled import uncompiled
 from ..frontend.trace.dtypes import TORCH_DTYPE
 from ..frontend.trace.hooks import check_gradient_hooks
+from ..frontend.trace.reads import reads_of
 from ..lang.ir import Parts, Program
 from ..lang.plan_file import accumulation
 from . import optimizers
@@ -92,6 +93,7 @@ def parallelize(
     """
     model = uncompiled(model)
     check_not_parallel(model, "parallelize")
+    reads_of(model).renew()  # what was changed since it was planned is seen at the first call
     program = plan if isinstance(plan, Program) else plan.program
     check_can_follow(model)
     watch = start_together(

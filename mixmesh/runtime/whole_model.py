@@ -24,6 +24,9 @@ from .shard_numbers import Off
 from .shard_tensor import plain
 from .shards import Stored
 
+# by name of a parameter, whether it wants a gradient: in the original, and in the parallel model
+Learning = dict[str, tuple[bool, bool]]
+
 WITHOUT_LOSS = "_without_loss"  # where a model that was wrapped with a loss keeps the one it was made of
 IS_LENT = "_is_lent"  # set in such a model while it is to run without its loss
 
@@ -109,14 +112,37 @@ def whole_tensors(parallel: nn.Module, stored: Mapping[str, Stored], comm: Comm)
     return out
 
 
+def learn_alike(shown: Mapping[str, Tensor], lent: Mapping[str, Tensor]) -> Learning:
+    """Has the parameters that are ``lent`` want gradients as those of the parallel model that are ``shown``
+    do, both by name. Gives by name which did, and do."""
+    learning = {
+        name: (x.requires_grad, shown[name].requires_grad)
+        for name, x in lent.items()
+        if isinstance(x, nn.Parameter)
+    }
+    for name, (_, wants) in learning.items():
+        lent[name].requires_grad_(wants)
+    return learning
+
+
+def give_learning(learning: Learning, lent: Mapping[str, Tensor], shown: Mapping[str, Tensor]) -> None:
+    """Freezes, and unfreezes, the parameters that were so while they were ``lent``: the next step is trained
+    so, or refused. The lent ones want them as they did before, as they are traced again for other shapes."""
+    for name, (did, wants) in learning.items():
+        if lent[name].requires_grad != wants:
+            shown[name].requires_grad_(not wants)
+        lent[name].requires_grad_(did)
+
+
 @dataclass(eq=False)
 class Loan:
     """A module that has whole weights for a while. ``known`` are marks of its ``tensors`` (by name) as the
-    parallel model has them."""
+    parallel model has them, ``learning`` says which of them did want gradients there."""
 
     module: nn.Module
     tensors: dict[str, Tensor]
     known: dict[str, tuple] = field(default_factory=dict)
+    learning: Learning = field(default_factory=dict)
 
     def note(self) -> None:
         """Its weights are those of the parallel model now."""
@@ -134,8 +160,8 @@ def mark(x: Tensor) -> tuple:
 
 
 class Lending(AbstractContextManager):
-    """``original`` with the values of ``parallel``, whose runtime is ``run``, and empty again at the end of
-    the block. Collective at its beginning.
+    """The user's own module of ``original``, with the values of ``parallel``, whose runtime is ``run``, and
+    empty again at the end of the block. Collective at its beginning.
 
     One that was made whole before (``load_state_dict``) stays as it is, and a copy is given. Raises
     InputError at the end if weights were changed or gradients left, both of which would be lost. A lending
@@ -153,15 +179,18 @@ class Lending(AbstractContextManager):
         run.check_values()
         with run.comm.call("whole"):
             values = whole_tensors(parallel, run.stored, run.comm)
-        self._is_empty = all(isinstance(x, TakenOver) for x in _tensors(original).values())
-        module = original if self._is_empty else copy.deepcopy(original)
-        loan = self._loan = Loan(module, _tensors(module))
+        own = own_module(original)
+        self._is_empty = all(isinstance(x, TakenOver) for x in _tensors(own).values())
+        module = own if self._is_empty else copy.deepcopy(own)
+        # with those of a loss that learns, of which a copy may be made
+        loan = self._loan = Loan(module, _tensors(original if self._is_empty else module))
         self._modes = {m: m.training for m in module.modules()}
         for name, x in loan.tensors.items():
             _fill(x, values[name])
         for m in module.modules():
             m.training = parallel.training
         loan.note()
+        loan.learning = learn_alike(_tensors(parallel), loan.tensors)
         run.loans.add(loan)
         return module
 
@@ -175,6 +204,8 @@ class Lending(AbstractContextManager):
             for m, training in self._modes.items():
                 m.training = training
             shown = _tensors(self._parallel)
+            if loan is not None:
+                give_learning(loan.learning, loan.tensors, shown)
             for name, x in loan.tensors.items() if self._is_empty else ():
                 if not isinstance(x, TakenOver):
                     take_over(x, shown[name])

@@ -41,6 +41,36 @@ def check_unfreezing_is_refused(_) -> None:
         assert "plan again" in str(caught.value)
 
 
+def check_what_is_frozen_while_it_is_lent_stays_so(_) -> None:
+    """As scripts do it on the module that an integration lends."""
+    for name in ("data_parallel", "fsdp"):
+        single, optimizer, model, sharded = build(name)
+        for step in range(4):
+            if step in (1, 3):
+                single.fc1.requires_grad_(step == 3)
+                with model.whole() as m:
+                    m.fc1.requires_grad_(step == 3)
+            for m, o in ((single, optimizer), (model, sharded)):
+                o.zero_grad()
+                m(**batch(step)).backward()
+                assert (m.get_parameter("fc1.weight").grad is None) == (step in (1, 2))
+                o.step()
+        same_weights(single, model)
+
+
+def check_what_is_unfrozen_while_it_is_lent_is_refused(_) -> None:
+    for name in ("data_parallel", "fsdp"):
+        text = str(program(name)).replace('param("fc1.weight")', 'param("fc1.weight", trainable=false)')
+        frozen = Mlp(0)
+        frozen.fc1.weight.requires_grad_(False)
+        model, _ = parallelize(frozen, None, parse_program(text), device="cpu", timeout_s=20)
+        with model.whole() as m:
+            assert not m.fc1.weight.requires_grad
+            m.requires_grad_(True)
+        with pytest.raises(InputError, match="fc1.weight was frozen when the plan was made"):
+            model(**batch(0))
+
+
 def check_replaced_parameters_are_refused(_) -> None:
     for name in PLANS:
         model = build(name)[2]
@@ -77,6 +107,8 @@ def check_conversions(_) -> None:
 IDIOMS = named(
     check_freezing_is_exact,
     check_unfreezing_is_refused,
+    check_what_is_frozen_while_it_is_lent_stays_so,
+    check_what_is_unfrozen_while_it_is_lent_is_refused,
     check_replaced_parameters_are_refused,
     check_new_memory_is_followed,
     check_conversions,

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from mixmesh.__main__ import execute
 from mixmesh.cli.output import seconds, table
-from mixmesh.cli.plan import PlanOptions, plan_job
+from mixmesh.cli.plan import PlanOptions, bound, plan_job
 from mixmesh.cluster import Cluster
 from mixmesh.explain.headline import headline
 from mixmesh.lang.plan_file import Plan
@@ -57,10 +57,16 @@ def plan_file(entry: Entry) -> Path:
     return OUT / f"{entry.name}.plan"
 
 
+def new_plan(entry: Entry, cluster: Cluster) -> Plan:
+    """The plan that ``mixmesh plan`` makes."""
+    job = entry.job if entry.job.startswith("workload:") else str(ROOT / entry.job)
+    _, _, plan = plan_job(job, cluster, PlanOptions(), weights=False)
+    return plan
+
+
 def make_plan(entry: Entry) -> None:
     """Plans as ``mixmesh plan`` does, and writes the plan."""
-    job = entry.job if entry.job.startswith("workload:") else str(ROOT / entry.job)
-    _, _, plan = plan_job(job, Cluster.load(ROOT / entry.cluster), PlanOptions(), weights=False)
+    plan = new_plan(entry, Cluster.load(ROOT / entry.cluster))
     OUT.mkdir(parents=True, exist_ok=True)
     plan.save(plan_file(entry))
 
@@ -92,16 +98,22 @@ def show_plan(entry: Entry) -> None:
 
 
 def block(entry: Entry, plan: Plan, cluster: Cluster, words: list[str]) -> str:
-    """The command, its first lines, the candidates, and the sentences of the report."""
+    """The command, what it says, and the sentences of the report."""
+    said = "\n".join(f"- {text}" for text in words)
+    shown = output(plan, cluster)
+    return f"\n```sh\n{entry.command}\n```\n\n```text\n{shown}\n```\n\nThe report says:\n\n{said}\n\n"
+
+
+def output(plan: Plan, cluster: Cluster) -> str:
+    """The first lines of ``mixmesh plan``, and the candidates."""
     rows = [
         ("*" if c.planner == plan.planner else "", c.planner, seconds(c.predicted_step_s),
          "yes" if c.feasible else "no")
         for c in plan.candidates
     ]  # fmt: skip
-    bound = f"no plan can be faster than {seconds(plan.bound_s)} (all devices computing all the time)"
-    output = "\n".join([headline(plan, cluster), bound, "", table(("", "candidate", "step", "fits"), rows)])
-    said = "\n".join(f"- {text}" for text in words)
-    return f"\n```sh\n{entry.command}\n```\n\n```text\n{output}\n```\n\nThe report says:\n\n{said}\n\n"
+    ideal = f"all devices computing all the time, as estimated, would take {seconds(plan.ideal_s)}"
+    head = [headline(plan, cluster), bound(plan), *([] if plan.is_bound_measured else [ideal])]
+    return "\n".join([*head, "", table(("", "candidate", "step", "fits"), rows)])
 
 
 def picture(report: Path, target: Path) -> None:

@@ -29,19 +29,21 @@ from .checkpoints import regions_kept
 from .composites import with_known_operators
 from .fakes import fixed_shapes
 from .functions import exact_functions
+from .generators import drawn_by_torch_alone
 from .hooks import hooks_traced
+from .leaves import check_leaf, describe_argument, instead_of
 from .locate import place_of_error, place_of_function, whole_stacks
 from .loops import experts_in_groups
 from .moves import moves_in_place
 from .outputs import named_tensors, names_of_all, selected
+from .reads import reading, reads_of
 from .regions import inline_regions, no_grad_within_autocast
 from .selections import targets_by_sample
 from .stand_ins import lost_constant, meta_on_device
 from .stopped_writes import check_stopped_writes
 from .synced_norms import synced_norms_as_plain
-from .words import WORDS, Unread, is_words
+from .words import Unread, is_words
 
-TENSOR = "tensor"
 WRAPPED = "model."  # before the model's names in the exported program
 
 
@@ -94,11 +96,14 @@ class Batch:
                 "a batch must say how the model is called",
                 expected="a mapping for model(**batch), or a tuple or list for model(*batch)",
                 got=type(batch).__name__,
+                hint=instead_of(batch),
             )
         by_keyword = isinstance(batch, Mapping)
         arguments = dict(batch) if by_keyword else tuple(batch)
         pairs, spec = pytree.tree_flatten_with_path(arguments, is_leaf=is_words)
         names = tuple(".".join(map(key_text, path)) for path, _ in pairs)
+        for name, (_, leaf) in zip(names, pairs):
+            check_leaf(name, leaf)
         return cls(names, tuple(leaf for _, leaf in pairs), spec, by_keyword)
 
     @property
@@ -122,18 +127,6 @@ class Batch:
         ]
         arguments = pytree.tree_unflatten(leaves, self.spec)
         return model(**arguments) if self.by_keyword else model(*arguments)
-
-
-def describe_argument(value: Any) -> str:
-    """Describes a leaf of a call as a plan records it: a constant by its value, any other object by its
-    type."""
-    if isinstance(value, torch.Tensor):
-        return TENSOR
-    if is_words(value):
-        return WORDS
-    if value is None or isinstance(value, bool | int | float | str):
-        return repr(value)
-    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def key_text(key: Any) -> str:
@@ -176,11 +169,13 @@ class LossAndOutputs(nn.Module):
         self._batch = batch
         self._request = request
         self.seen = SeenOutput()
-        self.attributes = Attributes(model)
+        self.attributes, self.reads = Attributes(model), reads_of(model)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         source = self._request.loss
-        with under(self._request.autocast), self.attributes.watched():
+        reads = reading(self.model, self.reads)
+        context = under(self._request.autocast)
+        with context, self.attributes.watched(), reads, drawn_by_torch_alone():
             output = self._batch.call(self.model, tensors)
         where = str(place_of_function(type(self.model).forward))
         loss = loss_of(output)
@@ -282,6 +277,7 @@ def capture(
     try:
         with _quiet(), _as_it_is_traced(), hooks_traced(model), torch.enable_grad():
             program = past_checks(lambda: _export(wrapper, flat.tensors()))
+            wrapper.reads.keep_constants(model, program)
             check_replaced(wrapper.attributes.replaced, program, WRAPPED)
             inline_regions(program.graph_module)
             check_stopped_writes(program.graph_module)

@@ -55,24 +55,24 @@ class Agreement:
         evaluates: bool,
         wanted: Collection[str] = (),
         modes: Modes = (),
-        state: int = 0,
+        values: int = 0,
     ) -> tuple[Shapes, int]:
         """The shapes of the whole batch, of which all ranks may leave an input out if they evaluate, and the
-        first rank's ``state``. Collective. Raises InputError for tensors that cannot be the program's inputs,
-        and on all ranks where they are no parts of one batch, where not all want the gradient of one, or
-        where modules are in other ``modes`` on some."""
+        first rank's ``values``. Collective. Raises InputError for tensors that cannot be the program's
+        inputs, and on all ranks where they are no parts of one batch, where not all want the gradient of one,
+        or where modules are in other ``modes`` on some."""
         check_kinds(self.program, tensors, self.comm.rank, evaluates=evaluates)
         mine = self.given(tensors)
         if self.comm.world_size == 1:
-            return mine, state
+            return mine, values
         mark = zlib.crc32(bytes(modes))
-        told, state, digests = self._told(tensors, wanted, mark, state, with_digests=self._was_unclear)
+        told, values, digests = self._told(tensors, wanted, mark, values, with_digests=self._was_unclear)
         choices = [_choices(self.program, i, told[n]) for n, i in enumerate(program_inputs(self.program))]
         self._was_unclear = any(len(shapes_of_input) > 1 for shapes_of_input in choices)
         if self._was_unclear and digests is None:
             digests = self._exchange(self._digests(tensors))
         are_same = self._was_unclear and _are_same(digests)
-        return resolve(self.program, told, choices, are_same=are_same), state
+        return resolve(self.program, told, choices, are_same=are_same), values
 
     def given(self, tensors: Mapping[str, Tensor]) -> Shapes:
         """The shapes that this rank was given."""
@@ -84,14 +84,14 @@ class Agreement:
         tensors: Mapping[str, Tensor],
         wanted: Collection[str],
         mark: int,
-        state: int,
+        values: int,
         *,
         with_digests: bool,
     ) -> tuple[Told, int, list[list[int]] | None]:
         """By input and rank, the shape that the rank was given; None for a rank that has no part in it. The
-        first rank's ``state``. And by rank its digests, if they were sent along. ``mark`` must be the same on
-        all ranks."""
-        inputs, numbers = program_inputs(self.program), [mark, state]
+        first rank's ``values``. And by rank its digests, if they were sent along. ``mark`` must be the same
+        on all ranks."""
+        inputs, numbers = program_inputs(self.program), [mark, values]
         for i in inputs:
             tensor = tensors.get(i.args[0]) if self._takes_part(i) else None
             num_dims = len(i.type.value.shape)
@@ -101,14 +101,14 @@ class Agreement:
         table = self._exchange(numbers + (self._digests(tensors) if with_digests else []))
         rows = [iter(row[:length]) for row in table]
         _check_modes([next(row) for row in rows])
-        state = [next(row) for row in rows][0]
+        values = [next(row) for row in rows][0]
         told = []
         for i in inputs:
             heads = [next(row) for row in rows]
             _check_wanted(i.args[0], [head >= WANTED for head in heads if head != ABSENT])
             dims = [tuple(next(row) for _ in i.type.value.shape) for row in rows]
             told.append(tuple(None if head == ABSENT else d for head, d in zip(heads, dims)))
-        return tuple(told), state, [row[length:] for row in table] if with_digests else None
+        return tuple(told), values, [row[length:] for row in table] if with_digests else None
 
     def _digests(self, tensors: Mapping[str, Tensor]) -> list[int]:
         """A number by input that follows from its values."""

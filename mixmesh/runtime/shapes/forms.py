@@ -6,8 +6,9 @@ there is none. As many are kept as was asked for; the one that was used longest 
 
 from __future__ import annotations
 
+import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,6 +22,7 @@ from ...base.progress import warn_once
 from ...errors import InputError, MixmeshError
 from ...frontend.trace import LossSource, trace
 from ...frontend.trace.outputs import first_part
+from ...frontend.trace.reads import Constant, Number, Reads, reads_of
 from ...frontend.trace.shapes import passes_for
 from ...lang.ir import Graph, Program, batch_norm_of, outputs_of
 from ...lang.ir.recompute import buffers_kept_for_backward
@@ -47,13 +49,14 @@ from .room import check_room
 
 PLANNED = "planned"
 # causes of another program, and what to write so that there is none
-SHAPE, MODES = "a batch of this shape", "the model in these modes"
+SHAPE, MODES, NUMBERS = "a batch of this shape", "the model in these modes", "the model with these numbers"
 HINTS = {
     SHAPE: "pad every batch to the planned lengths, and drop_last=True",
     MODES: "train() and eval() of the model's modules before planning, as they are here",
+    NUMBERS: "numbers that change as buffers: self.alpha.fill_(value)",
 }
-# modes, with gradients, shapes; or the key of another form, and inputs with a gradient
-Key = tuple[Modes, bool, Shapes] | str | tuple["Key", Wanted]
+# modes, with gradients, shapes, values; or the key of another form, and inputs with a gradient
+Key = tuple[Modes, bool, Shapes, int] | str | tuple["Key", Wanted]
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,7 @@ class Forms:
     agreement: Agreement
     modules: tuple[nn.Module, ...]
     modes: Modes
+    reads: Reads
     kept: OrderedDict[Key, Form] = field(default_factory=OrderedDict)
 
     @classmethod
@@ -107,8 +111,19 @@ class Forms:
         backend = HOST_BACKEND if is_on_device() else None  # between hosts: no device waits
         agreement = Agreement(plan.program, comm)
         comm.add(agreement.groups(), backend)
-        modules = tuple(own_module(original).modules())
-        return cls(original, plan, calls, comm, planned, limit, agreement, modules, modes_of(modules))
+        modules = tuple(original.modules())
+        return cls(
+            original,
+            plan,
+            calls,
+            comm,
+            planned,
+            limit,
+            agreement,
+            modules,
+            modes_of(modules),
+            reads_of(original),
+        )
 
     def form(
         self,
@@ -124,13 +139,23 @@ class Forms:
         PlanError."""
         if dist.get_backend() == "fake":
             return self.planned  # a rehearsal: the others say nothing
-        shapes, _ = self.agreement.shapes(tensors, evaluates=not modes[0], wanted=wanted, modes=modes)
-        if self._is_planned(shapes, modes):
+        shapes, values = self.agreement.shapes(
+            tensors, evaluates=not modes[0], wanted=wanted, modes=modes, values=self._values()
+        )
+        if not values and self._is_planned(shapes, modes):
             form = self.planned
         else:
-            key = modes, torch.is_grad_enabled(), shapes
+            key = modes, torch.is_grad_enabled(), shapes, values
             form = self._kept(key, lambda: self._made(key, args, kwargs))
         return self._kept((form.key, wanted), lambda: self._with_gradients(form, wanted)) if wanted else form
+
+    def _values(self) -> int:
+        """0 where numbers and tensors that the program holds are as they were planned; else a number that
+        follows from them. Only the first rank, which traces, knows what was read."""
+        if self.comm.rank:
+            return 0
+        changed = (*self.reads.changed(Number), *self.reads.changed(Constant))
+        return 1 + zlib.crc32(repr(changed).encode()) if changed else 0
 
     def _kept(self, key: Key, make: Callable[[], Form]) -> Form:
         """The form that was made for ``key``, now or before."""
@@ -175,7 +200,11 @@ class Forms:
         return form if returned.has_loss else replace(form, returns=form.returns.without_loss())
 
     def _plan_for(self, key: Key, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
-        modes, learns, shapes = key
+        modes, learns, shapes, _ = key
+        self._check_constants()
+        numbers = self.reads.changed(Number)
+        if numbers:
+            warn_once(_of_numbers(numbers))
         planned = self.plan.program
         by_name = {i.args[0]: shape for i, shape in zip(program_inputs(planned), shapes)}
         outputs = dict.fromkeys(first_part(name) for name in outputs_of(planned))
@@ -193,7 +222,7 @@ class Forms:
                 autocast=self.plan.autocast,
                 loss=self._loss_source(bool(absent)),
             )
-        plan, is_planned = self._placed(traced.graph, modes)
+        plan, is_planned = self._placed(traced.graph, modes, has_others=bool(numbers))
         if learns and not is_planned and (planned.copies or planned.factored):  # sums of other gradients
             raise InputError(
                 "this evaluation has no gradients under this plan",
@@ -218,7 +247,7 @@ class Forms:
     @contextmanager
     def _in(self, modes: Modes) -> Iterator[None]:
         """Within it the original's modules are in these modes; after it as the user left them."""
-        every = (self.original, *self.modules)
+        every = (own_module(self.original), *self.modules)
         before = modes_of(every)
         try:
             set_modes(every, (modes[0], *modes))
@@ -226,17 +255,33 @@ class Forms:
         finally:
             set_modes(every, before)
 
-    def _placed(self, graph: Graph, modes: Modes) -> tuple[Plan, bool]:
+    def _placed(self, graph: Graph, modes: Modes, *, has_others: bool) -> tuple[Plan, bool]:
         """A plan for a graph, and whether it has the planned placements."""
         planned = self.plan.program
         try:
             return resized(self.plan, carry(planned, graph)), True
         except CannotCarry as error:
             if modes[0]:
-                cause = SHAPE if modes == self.modes else MODES
+                cause = NUMBERS if has_others else SHAPE if modes == self.modes else MODES
                 self._check_may_lower(error, cause)
                 warn_once(_warning(error, cause))
         return replace(self.plan, program=lower(graph, planned), micro_batches=None), False
+
+    def _check_constants(self) -> None:
+        """Raises InputError for a tensor that the program has as it was, and that is another one now."""
+        changed = self.reads.changed(Constant)
+        if changed:
+            path, mark = changed[0]
+            name = path.rpartition(".")[2] if path.isidentifier() else "weight"
+            raise InputError(
+                f"{path} is a constant of the plan, and was changed since",
+                expected="the values that it had when the model was traced",
+                got=mark.partition(",")[0],
+                hint=(
+                    f'a buffer of the model: self.register_buffer("{name}", tensor), changed in place',
+                    "an argument of the loss, which a batch brings along",
+                ),
+            )
 
     def _check_may_lower(self, error: CannotCarry, cause: str) -> None:
         """Raises the error where gradients would not be summed as the plan has it, or memory is not."""
@@ -251,6 +296,14 @@ class Forms:
             where=error.where,
             hint=(HINTS[cause], 'plan with planner="ddp-proportional"'),
         ) from None
+
+
+def _of_numbers(changed: Sequence[tuple[str, str]]) -> str:
+    names = ", ".join(path for path, _ in changed[:3])
+    return (
+        f"mixmesh: the model is traced again for each value of {names}, which takes a while; a buffer "
+        "that is changed by fill_() is an input of the program"
+    )
 
 
 def _warning(error: MixmeshError, cause: str) -> str:

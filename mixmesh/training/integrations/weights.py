@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ...runtime.original import TakenOver, take_over
 from ...runtime.parallel import ParallelModel
 from ...runtime.shard_tensor import plain
+from ...runtime.whole_model import give_learning, learn_alike
 from .lending import keep_modes
 
 
@@ -32,10 +33,13 @@ def whole_weights(original: nn.Module, parallel: ParallelModel) -> Iterator[None
     it over again. Collective at its start."""
     with keep_modes(original):
         fill(original, parallel)
+        heirs: dict[str, Tensor] = dict(parallel.named_parameters(remove_duplicate=False))
+        own = dict(original.named_parameters())
+        learning = learn_alike(heirs, own)
+        heirs.update(parallel.named_buffers(remove_duplicate=False))
         try:
             yield
         finally:
-            heirs: dict[str, Tensor] = dict(parallel.named_parameters(remove_duplicate=False))
-            heirs.update(parallel.named_buffers(remove_duplicate=False))
+            give_learning(learning, own, heirs)
             for name, x in [*original.named_parameters(), *original.named_buffers()]:
                 take_over(x, heirs[name])

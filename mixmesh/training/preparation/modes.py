@@ -22,10 +22,10 @@ def as_its_train_has_it(model: nn.Module) -> Iterator[Modes]:
     """Within it a model that trains, and has a ``train()`` of its own, is as that leaves it: so it is in
     every step of a loop that calls it. Gives the modes of its modules before, which it has again after."""
     own = own_module(model)
-    before = modes_of(own.modules())
+    before = modes_of(model.modules())
     if own.training and has_own_train(own):
         own.train()
     try:
         yield before
     finally:
-        set_modes(own.modules(), before)
+        set_modes((own, *model.modules()), (before[0], *before))

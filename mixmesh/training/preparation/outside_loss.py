@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from ...errors import InputError
 from ...frontend.trace.outputs import parts_of
+from ...frontend.trace.reads import note_function
 from ...lang.ir import Returned
 from ...runtime.outputs import Output
 from ...runtime.whole_model import IS_LENT, WITHOUT_LOSS
@@ -28,7 +30,8 @@ def with_loss(model: nn.Module, loss: Callable[..., Any], outputs: Collection[st
     labels that both take. What is left goes to the loss, or into ``**kwargs`` of the forward pass, if it has
     these. The parameters, their names and the class stay the model's own; a ``forward`` of the object alone
     is called in place of the class's. Raises InputError where the forward pass does not say what it takes
-    (``*args``, or ``**kwargs`` alone).
+    (``*args``, or ``**kwargs`` alone). A ``loss`` that is a module with parameters, or with buffers of its
+    own, becomes a module of the model, named ``loss``.
     """
     original = type(model)
     names = input_names(model)
@@ -36,6 +39,7 @@ def with_loss(model: nn.Module, loss: Callable[..., Any], outputs: Collection[st
     needed = needed_names(model)
     targets_named = needed_names(loss)[1:]  # beside the outputs
     needed_targets = len(targets_named)
+    held = _name_for(loss, model)
     patched = vars(model).get("forward")
     own_forward = patched.__func__ if isinstance(patched, MethodType) else patched and _without_self(patched)
 
@@ -46,18 +50,52 @@ def with_loss(model: nn.Module, loss: Callable[..., Any], outputs: Collection[st
         own = {n: x for n, x in kwargs.items() if n in names or n not in others}
         count = min(max(len(names) - len(own), 0), max(len(args) + len(others) - needed_targets, 0))
         count = max(count, len([name for name in needed if name not in own]))
-        made = (own_forward or original.forward)(self, *args[:count], **own)
+        with _without(held, self):
+            made = (own_forward or original.forward)(self, *args[:count], **own)
         targets = args[count:]
         if outputs and not _can_call(loss, made, *targets, **others):
             return _beside(None, made)  # evaluation without targets
-        value = loss(made, *targets, **others)
+        note_function(loss)
+        called = loss if held is None else getattr(self, held)  # copies have one of their own
+        value = called(made, *targets, **others)
         return _beside(value, made) if outputs else value
 
     wrapped = copy.copy(model)
     wrapped.__dict__.pop("forward", None)
     wrapped.__dict__[WITHOUT_LOSS] = model
+    if held is not None:
+        wrapped.__dict__["_modules"] = {**model._modules, held: loss}
     wrapped.__class__ = type(original.__name__, (original,), {"forward": forward})
     return wrapped
+
+
+@contextmanager
+def _without(held: str | None, model: nn.Module) -> Iterator[None]:
+    """Within it ``model`` has the modules that it had without the loss that is ``held`` by that name: a
+    Sequential runs all that it has."""
+    if held is None:
+        yield
+        return
+    every = model.__dict__["_modules"]
+    model.__dict__["_modules"] = {name: module for name, module in every.items() if name != held}
+    try:
+        yield
+    finally:
+        model.__dict__["_modules"] = every
+
+
+def _name_for(loss: Any, model: nn.Module) -> str | None:
+    """The name by which ``model`` has a loss as one of its modules, where that has parameters, which learn,
+    or buffers, which change. The losses of PyTorch change none: a program has theirs as constants, and the
+    script may go on to call them."""
+    if not isinstance(loss, nn.Module):
+        return None
+    is_of_torch = type(loss).__module__.startswith("torch.nn.")
+    tensors = [*loss.parameters(), *(() if is_of_torch else loss.buffers())]
+    of_model = {id(x) for x in (*model.parameters(), *model.buffers())}
+    if all(id(x) in of_model for x in tensors):
+        return None
+    return next(name for name in ("loss", "criterion", "loss_function", "_loss") if not hasattr(model, name))
 
 
 def _without_self(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,11 +25,18 @@ class _AsOneDevice(nn.Module):
         lender = self.__dict__["_lender"]
         if _evaluates(self):
             return lend_in_its_modes(lender)(*args, **kwargs)
+        _follow_modes(self, lender)
         lender.take_back()
         check_alike((args, kwargs), learning_rates(self.__dict__["_optimizer"]))
         with same_random_numbers():  # ranks draw different numbers here, and must draw the next batch alike
             out = super().__call__(*args, **kwargs)
         return out.everywhere() if isinstance(out, Output) else out
+
+    def train(self, mode: bool = True) -> nn.Module:
+        super().train(mode)
+        if "_lender" in self.__dict__:  # the script's own module is this one, to the script
+            set_modes_of(self.__dict__["_lender"].original, self)
+        return self
 
 
 class _WithLoss(nn.Module):
@@ -49,17 +56,39 @@ def _evaluates(model: nn.Module) -> bool:
 
 def lend_in_its_modes(lender: Lender) -> nn.Module:
     """The script's own module; each submodule trains or evaluates as the one of the parallel model does."""
+    _follow_modes(lender.parallel, lender)
     module = lender.lend()
-    modes = {name: each.training for name, each in lender.parallel.named_modules()}
-    for name, each in module.named_modules():
-        each.training = modes.get(name, lender.parallel.training)
+    for each in (module, lender.original):  # another one where that has been loaded
+        set_modes_of(each, lender.parallel)
     return module
+
+
+def set_modes_of(module: nn.Module, parallel: nn.Module) -> None:
+    """Gives each module within the script's own the mode that it has within the parallel model."""
+    modes = _modes(parallel)
+    for name, each in module.named_modules():
+        each.training = modes.get(name, parallel.training)
+    parallel.__dict__["_shown_modes"] = _modes(module)
+
+
+def _follow_modes(parallel: nn.Module, lender: Lender) -> None:
+    """Gives the parallel model the modes that the script has set on its own module since it was last shown
+    them: ``accelerator.unwrap_model(model).norm.eval()``."""
+    before = parallel.__dict__["_shown_modes"]
+    for name, each in lender.original.named_modules():
+        if each.training != before.get(name, each.training):
+            parallel.get_submodule(name).training = each.training
+            before[name] = each.training
+
+
+def _modes(model: nn.Module) -> dict[str, bool]:
+    return {name: each.training for name, each in model.named_modules()}
 
 
 def as_one_device(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> Lender:
     """Makes ``parallel`` evaluate as the script's own module. Returns the lender of that module."""
     lender = Lender(parallel)
-    parallel.__dict__.update(_lender=lender, _optimizer=optimizer)
+    parallel.__dict__.update(_lender=lender, _optimizer=optimizer, _shown_modes=_modes(lender.original))
     _put_before_class(_AsOneDevice, parallel)
     return lender
 

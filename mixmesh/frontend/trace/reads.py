@@ -1,0 +1,244 @@
+"""Values that a forward pass reads and a program holds as they were: numbers and words of modules, and
+tensors that are neither the model's parameters nor its buffers.
+
+Whoever runs the program asks at every call whether they are the same still. Only what was read is looked at:
+a module may count and note as it likes what its forward pass does not use.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+SIMPLE = (bool, int, float, str, type(None))
+_OF_EVERY_MODULE = frozenset(
+    {"training", "call_super_init", "dump_patches", "_version", "_compiled_call_impl"}
+)
+_OF_EXPORT = ("_tensor_constant", "_param_constant")  # the names by which it keeps constants itself
+Find = Callable[[], Any]
+Key = tuple[int, str]  # id of what holds a value, and its name there
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number or a word as it was read. ``find`` gives what stands in its place now."""
+
+    path: str
+    find: Find
+    value: Any
+
+    def mark(self) -> str:
+        """How it has changed, or nothing."""
+        now = self.find()
+        is_same = now is self.value or (type(now) is type(self.value) and now == self.value)
+        return "" if is_same or now is GONE else f"{now!r}, was {self.value!r}"
+
+    def renewed(self) -> Number:
+        now = self.find()
+        return self if now is GONE else replace(self, value=now)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A tensor that a program holds a copy of. ``find`` gives what stands in its place now."""
+
+    path: str
+    find: Find
+    tensor: Tensor
+    version: int
+
+    def mark(self) -> str:
+        """How it has changed, or nothing."""
+        now = self.find()
+        if not _is_real(self.tensor):
+            return "the weight of a model that is parallel by now"
+        if now is GONE or now is self.tensor:
+            return "" if self.tensor._version == self.version else f"new values, {self.tensor._version}"
+        return f"another tensor, {id(now)}"
+
+    def renewed(self) -> Constant:
+        now = self.find()
+        tensor = now if isinstance(now, Tensor) else self.tensor
+        return replace(self, tensor=tensor, version=tensor._version)
+
+
+class _Gone:
+    """Stands for a value whose holder is no more."""
+
+
+GONE = _Gone()
+
+
+@dataclass
+class Reads:
+    """The values that forward passes of a model read, each as it was at the first read. An object of its own,
+    as export takes back what is assigned to modules."""
+
+    of: dict[Key, Number | Constant] = field(default_factory=dict)
+
+    def changed(self, kind: type[Number] | type[Constant]) -> tuple[tuple[str, str], ...]:
+        """The path of each value of a kind that is another one now, and how it has changed."""
+        marks = [(x.path, x.mark()) for x in self.of.values() if isinstance(x, kind)]
+        return tuple((path, mark) for path, mark in marks if mark)
+
+    def renew(self) -> None:
+        """Takes the values of now for those that were read."""
+        self.of = {key: value.renewed() for key, value in self.of.items()}
+
+    def keep(self, key: Key, value: Number | Constant) -> None:
+        if not value.mark() and (key not in self.of or self.of[key].find() is GONE):
+            self.of[key] = value
+
+    def keep_constants(self, model: nn.Module, program: ExportedProgram) -> None:
+        """Notes the tensors of an exported program that no module holds, and forgets those that are tensors
+        of the model by another name."""
+        of_model = {id(x) for x in (*model.parameters(), *model.buffers())}
+        for key, value in list(self.of.items()):
+            if isinstance(value, Constant) and id(value.tensor) in of_model:
+                del self.of[key]
+        noted = of_model | {id(x.tensor) for x in self.of.values() if isinstance(x, Constant)}
+        for name in program.graph_signature.inputs_to_lifted_tensor_constants.values():
+            tensor = program.constants[name]
+            if _is_real(tensor) and id(tensor) not in noted:
+                path = f"a tensor of shape {list(tensor.shape)}"
+                self.keep((id(tensor), ""), Constant(path, _find_itself(tensor), tensor, tensor._version))
+
+
+_READ: weakref.WeakKeyDictionary[nn.Module, Reads] = weakref.WeakKeyDictionary()
+_passes: list[_Pass] = []  # that are under way, the inner ones last
+
+
+def reads_of(model: nn.Module) -> Reads:
+    """The values that forward passes of a model read while they were traced in this process."""
+    return _READ.setdefault(model, Reads())
+
+
+class _Pass:
+    """A forward pass of ``model`` that is under way, and what it has read by now."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = {id(vars(module)): (path, module) for path, module in model.named_modules()}
+        self._held: list[Any] = []  # so that no other object has the id of one that was noted
+        self.noted: dict[Key, Number | Constant] = {}
+
+    def attribute(self, module: nn.Module, name: str, value: Any, *, is_own: bool = True) -> None:
+        """Notes an attribute of a module. Export shows stand-ins of a model's modules, with the same
+        ``__dict__``. A tensor that is no attribute of the object's ``is_own`` is of its tables."""
+        attributes = object.__getattribute__(module, "__dict__")
+        key = id(attributes), name
+        if key in self.noted or name in _OF_EVERY_MODULE or name.startswith(_OF_EXPORT):
+            return
+        path, true_module = self._modules.get(key[0], (type(module).__name__, None))
+        if true_module is not None and isinstance(value, Tensor) and not is_own:
+            return  # an input of the program
+        self._held.append(attributes)
+        find = _find_attribute(weakref.ref(true_module if true_module is not None else module), name)
+        self._note(key, f"{path}.{name}".lstrip("."), find, value)
+
+    def function(self, function: Any) -> None:
+        """Notes the numbers and tensors that a function reads from around it."""
+        if not isinstance(function, FunctionType):
+            return
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+            find = _find_in_cell(cell)
+            self._note((id(cell), name), name, find, find())
+        around = function.__globals__
+        for name in function.__code__.co_names:
+            if name in around:
+                self._note((id(around), name), name, _find_in(around, name), around[name])
+
+    def _note(self, key: Key, path: str, find: Find, value: Any) -> None:
+        if type(value) in SIMPLE:
+            self.noted[key] = Number(path, find, value)
+        elif _is_real(value):
+            self.noted[key] = Constant(path, find, value, value._version)
+
+
+def note_function(function: Any) -> None:
+    """Has what a function reads from around it watched, where it is called in a forward pass that is traced:
+    a loss that is not the model's own."""
+    if _passes:
+        _passes[-1].function(function)
+
+
+@contextmanager
+def reading(model: nn.Module, reads: Reads) -> Iterator[None]:
+    """Within it runs a forward pass of ``model``. The values that it reads are noted in ``reads``, but for
+    those that it changes itself."""
+    seen = _Pass(model)
+    before = {name: nn.Module.__dict__.get(name) for name in ("__getattribute__", "__getattr__")}
+    get, get_missing = before["__getattribute__"] or object.__getattribute__, nn.Module.__getattr__
+
+    def attribute(module: nn.Module, name: str) -> Any:
+        value = get(module, name)
+        if type(value) in SIMPLE or isinstance(value, Tensor):
+            seen.attribute(module, name, value)
+        return value
+
+    def missing_attribute(module: nn.Module, name: str) -> Any:
+        value = get_missing(module, name)
+        if isinstance(value, Tensor):
+            seen.attribute(module, name, value, is_own=False)
+        return value
+
+    _set_on_modules({"__getattribute__": attribute, "__getattr__": missing_attribute})
+    _passes.append(seen)
+    try:
+        yield
+    finally:
+        _passes.pop()
+        _set_on_modules(before)
+    for key, value in seen.noted.items():
+        reads.keep(key, value)
+
+
+def _set_on_modules(methods: Mapping[str, Any]) -> None:
+    for name, method in methods.items():
+        if method is None:
+            delattr(nn.Module, name)
+        else:
+            setattr(nn.Module, name, method)
+
+
+def _find_attribute(holder: weakref.ref, name: str) -> Find:
+    def find() -> Any:
+        module = holder()
+        if module is None:
+            return GONE
+        for table in (vars(module), module._parameters, module._buffers):
+            if name in table:
+                return table[name]
+        of_class = getattr(type(module), name, GONE)
+        return of_class if type(of_class) in SIMPLE else GONE
+
+    return find
+
+
+def _find_in_cell(cell: Any) -> Find:
+    def find() -> Any:
+        try:
+            return cell.cell_contents
+        except ValueError:  # it is empty
+            return GONE
+
+    return find
+
+
+def _find_itself(value: Any) -> Find:
+    return lambda: value
+
+
+def _find_in(names: Mapping[str, Any], name: str) -> Find:
+    return lambda: names.get(name, GONE)
+
+
+def _is_real(value: Any) -> bool:
+    return type(value) in (torch.Tensor, nn.Parameter)

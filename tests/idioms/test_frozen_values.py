@@ -1,0 +1,223 @@
+"""Values that a program holds as they were when the model was traced, and that change in a loop: numbers of
+modules, tensors of closures, draws from other generators than torch's, batches of objects."""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from gloo_world import assert_passed
+from loops import batches, check_same, prepare, sgd, train
+from plans import named
+from torch import nn
+from torch.nn import functional as F
+
+from mixmesh.errors import InputError, TraceError
+from mixmesh.frontend.trace import trace
+
+
+class Net(nn.Module):
+    def __init__(self, body: nn.Module | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = body or Scaled(), nn.Linear(8, 4)
+        self.calls = 0
+        self.double()
+
+    def forward(self, x):
+        return self.head(self.body(x).relu())
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.alpha, self.noted = nn.Linear(6, 8), 1.0, 0
+        self.register_buffer("shift", torch.ones(8), persistent=False)
+
+    def forward(self, x):
+        return self.inner(x) * self.alpha + self.shift
+
+
+def check_a_number_of_a_module_is_traced_again(_) -> None:
+    def loop(prepare):
+        body = Scaled()
+        model = Net(body)
+        model, optimizer, loader = prepare(model, sgd(model), batches(), loss=F.cross_entropy)
+        for epoch in range(3):
+            body.alpha = 1.0 - 0.5 * (epoch % 2)
+            body.noted += 1  # not read
+            yield from train(model, optimizer, loader)
+        if hasattr(model, "_runtime"):
+            # the planned one, and one for the other value
+            assert len({key[3] for key in model._runtime.forms.kept}) <= 1
+            assert len(model._runtime.forms.kept) <= 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check_same(loop)
+
+
+def check_a_number_of_a_criterion_is_traced_again(_) -> None:
+    def loop(prepare):
+        criterion = nn.CrossEntropyLoss()
+        model = Net()
+        model, optimizer, loader = prepare(model, sgd(model), batches(), loss=criterion)
+        yield from train(model, optimizer, loader)
+        criterion.label_smoothing = 0.3
+        yield from train(model, optimizer, loader)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check_same(loop, kinds=("fsdp-even",))
+
+
+def check_a_number_of_a_closure_is_traced_again(_) -> None:
+    def loop(prepare):
+        weight = 0.0
+
+        def loss(logits, y):
+            return F.cross_entropy(logits, y) + weight * logits.square().mean()
+
+        model = Net()
+        model, optimizer, loader = prepare(model, sgd(model), batches(), loss=loss)
+        for epoch in range(2):
+            weight = 0.5 * epoch
+            yield from train(model, optimizer, loader)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check_same(loop, kinds=("fsdp-even",))
+
+
+def check_a_changed_tensor_of_a_closure_is_refused(_) -> None:
+    """In place, and replaced; of a function, and of a module that it calls."""
+    weights = torch.ones(4, dtype=torch.float64)
+    teacher = nn.Linear(6, 4).double().requires_grad_(False)
+
+    def loss(logits, y):
+        return F.cross_entropy(logits, y, weight=weights) + (logits * teacher.bias).mean()
+
+    def replaced() -> None:
+        nonlocal weights
+        weights = torch.zeros(4, dtype=torch.float64)
+
+    changes = (lambda: weights.mul_(2), lambda: teacher.bias.mul_(2), replaced)
+    for change, name in zip(changes, ("weights", "Linear.bias", "weights")):
+        model = Net()
+        model, optimizer, loader = prepare(model, sgd(model), batches(), loss=loss)
+        list(train(model, optimizer, loader))
+        change()
+        with pytest.raises(InputError, match=f"{name} is a constant of the plan") as caught:
+            model(*batches()[0])
+        assert "register_buffer" in str(caught.value)
+
+
+class Weighted(nn.Module):
+    """A criterion that learns its weights, and keeps the mean of what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_weights = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+        self.register_buffer("center", torch.zeros(4, dtype=torch.float64))
+
+    def forward(self, logits, y):
+        one, other = torch.exp(-self.log_weights)
+        shifted = logits - self.center
+        with torch.no_grad():
+            self.center.mul_(0.9).add_(logits.mean(0), alpha=0.1)
+        loss = one * F.cross_entropy(shifted, y) + other * logits.square().mean()
+        return loss + self.log_weights.sum()
+
+
+def check_a_criterion_learns(_) -> None:
+    def loop(prepare):
+        # a Sequential runs all modules that it has
+        model, criterion = nn.Sequential(Net(), nn.ReLU()), Weighted()
+        optimizer = torch.optim.Adam([*model.parameters(), *criterion.parameters()], lr=0.05)
+        model, optimizer, loader = prepare(model, optimizer, batches(), loss=criterion)
+        for _ in range(2):
+            yield from train(model, optimizer, loader)
+        average = copy.deepcopy(model)
+        model.eval()
+        with torch.no_grad():
+            for batch in batches():
+                yield model(*batch)
+                yield average(*batch)
+        full = model.full_state_dict() if hasattr(model, "_runtime") else model.state_dict()
+        yield full["loss.log_weights"]
+        yield full["loss.center"]
+
+    check_same(loop)
+
+
+def check_a_weight_of_a_criterion_stays_the_scripts(_) -> None:
+    """It may be called, and is refused where it is changed."""
+    criterion = nn.CrossEntropyLoss(weight=torch.ones(4, dtype=torch.float64))
+    model = Net()
+    model, optimizer, loader = prepare(model, sgd(model), batches(), loss=criterion)
+    list(train(model, optimizer, loader))
+    assert criterion(torch.zeros(2, 4, dtype=torch.float64), torch.tensor([0, 1])) > 1
+    criterion.weight[0] = 5
+    with pytest.raises(InputError, match="CrossEntropyLoss.weight is a constant of the plan"):
+        model(*batches()[0])
+
+
+IDIOMS = named(
+    check_a_criterion_learns,
+    check_a_weight_of_a_criterion_stays_the_scripts,
+    check_a_number_of_a_module_is_traced_again,
+    check_a_number_of_a_criterion_is_traced_again,
+    check_a_number_of_a_closure_is_traced_again,
+    check_a_changed_tensor_of_a_closure_is_refused,
+)
+
+
+@pytest.mark.parametrize("name", IDIOMS)
+def test_frozen_values(outcomes, name):
+    assert_passed(outcomes[name])
+
+
+@pytest.mark.parametrize("draw, name", [(random.random, "random"), (np.random.rand, "numpy.random")])
+def test_draws_from_other_generators_are_refused(draw, name):
+    class Drawn(Net):
+        def forward(self, x, y):
+            return F.cross_entropy(super().forward(x) * draw(), y)
+
+    with pytest.raises(TraceError, match=f"draws from {name}:") as caught:
+        trace(Drawn(), batches()[0])
+    assert "torch.rand" in str(caught.value)
+
+
+@dataclass
+class Pair:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class OfPair(Net):
+    def forward(self, pair, mask=None):
+        return F.cross_entropy(super().forward(pair.x), pair.y)
+
+
+class Masked(Net):
+    def forward(self, x, mask, y):
+        return F.cross_entropy(super().forward(x * torch.as_tensor(mask)), y)
+
+
+def test_batches_of_objects_are_refused():
+    """A program has what they hold as it was in the first batch."""
+    x, y = batches()[0]
+    with pytest.raises(TraceError, match="holds a value that a program would keep") as caught:
+        trace(Masked(), (x, (x > 0).numpy(), y))
+    assert "torch.from_numpy" in str(caught.value) and "1 of the batch" in str(caught.value)
+    with pytest.raises(TraceError, match="holds a value that a program would keep") as caught:
+        trace(OfPair(), (Pair(x, y), None))
+    assert "inputs=lambda batch: vars(batch)" in str(caught.value)
+    with pytest.raises(TraceError, match="must say how the model is called") as caught:
+        trace(OfPair(), Pair(x, y))
+    assert "inputs=lambda batch: vars(batch)" in str(caught.value)
