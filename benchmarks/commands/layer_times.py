@@ -14,15 +14,20 @@ from .common import Out, app, command_line, write_rows
 if TYPE_CHECKING:
     from ..layer_times import Row
 
-DATA = Path("../shared/data/layer_times")  # beside the repository
+# beside the repository, where --data names no other folder
+DATA = Path(__file__).parents[3] / "shared" / "data" / "layer_times"
 
 
 @app.command()
 def layer_times(
     data: Annotated[
-        Path,
-        typer.Option("--data", metavar="FOLDER", help="Where the measurements are.", show_default=False),
-    ] = DATA,
+        Path | None,
+        typer.Option(
+            "--data",
+            metavar="FOLDER",
+            help="Where the measurements are, which are no part of the repository.",
+        ),
+    ] = None,
     out: Out = Path("out/bench/layer-times.json"),
     as_json: Json = False,
 ) -> None:
@@ -31,7 +36,7 @@ def layer_times(
     from ..layer_fit import chosen, device_lines, predict_fitted
     from ..layer_times import DATASHEET, FITTED, load, predict_all, report
 
-    measured = load(data)
+    measured = load(data or DATA)
     known = chosen(measured)
     fitted, devices = predict_fitted(measured, known)
     rows = {DATASHEET: predict_all(measured), FITTED: fitted}
