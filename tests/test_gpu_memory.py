@@ -26,7 +26,6 @@ from mixmesh.lang.plan_file import Plan
 from mixmesh.measure.profiler import constants
 from mixmesh.planner import make_plan
 from mixmesh.runtime import comm as runtime_comm
-from mixmesh.runtime.accelerator import grow_segments
 from mixmesh.runtime.comm import Comm
 from mixmesh.runtime.parallel import parallelize
 from mixmesh.step.memory import Memory, PeakMemory
@@ -152,7 +151,7 @@ def test_the_allocator_holds_what_is_predicted_in_trainings(make):
 
 @pytest.mark.parametrize("make", [language, convolutions])
 def test_segments_that_do_not_grow_hold_more(make):
-    """Where the user's settings turn growing off, never under."""
+    """As PyTorch has them without other settings: never under."""
     trace = list(trace_of_run(make))
     for size_gib in SIZES_GIB:
         larger = scaled(trace, size_gib * GIB / peak_bytes(trace))
@@ -203,24 +202,20 @@ def test_peaks_have_what_the_allocator_loses(monkeypatch):
     program = planned("ddp-even").program
     costs = CostModel(Cluster.parse(CLUSTER))
     known, memory = PeakMemory(costs), Memory(program, ADAM, cuda=True)
-    held = (memory.held_bytes(program).max(axis=0) - POOL_BYTES) / (1 + gpu_memory.GROWING_LOSS)
-    expected = [known.constants(program)[rank] + model_bytes(held[rank]) for rank in range(3)]
-    assert known.peaks(program) == pytest.approx(expected, abs=2)
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
+    held = (memory.held_bytes(program).max(axis=0) - POOL_BYTES) / (1 + gpu_memory.FIXED_LOSS)
     fixed = [known.constants(program)[r] + model_bytes(held[r], gpu_memory.FIXED_LOSS) for r in range(3)]
-    assert PeakMemory(costs).peaks(program) == pytest.approx(fixed, abs=2)
+    assert known.peaks(program) == pytest.approx(fixed, abs=2)
     assert all(most >= peak for most, peak in zip(PeakMemory(costs).at_most(program), fixed))
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    growing = [known.constants(program)[r] + model_bytes(held[r]) for r in range(3)]
+    assert PeakMemory(costs).peaks(program) == pytest.approx(growing, abs=2)
 
 
 def test_the_users_settings_of_the_allocator_count(monkeypatch):
-    """They are read as PyTorch reads them, and the runtime leaves them alone."""
-    settings = []
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
+    """They are read as PyTorch reads them."""
     for name in gpu_memory.SETTINGS:
         monkeypatch.delenv(name, raising=False)
-    assert allocator_loss() == gpu_memory.GROWING_LOSS
-    grow_segments()
-    assert settings == ["expandable_segments:True"]
+    assert allocator_loss() == gpu_memory.FIXED_LOSS
     assert allocator_loss({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments: True"}) == gpu_memory.GROWING_LOSS
     assert allocator_loss({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}) == gpu_memory.FIXED_LOSS
     both = {
@@ -228,9 +223,8 @@ def test_the_users_settings_of_the_allocator_count(monkeypatch):
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     }
     assert allocator_loss(both) == gpu_memory.FIXED_LOSS
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
-    grow_segments()
-    assert len(settings) == 1
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    assert allocator_loss() == gpu_memory.GROWING_LOSS
 
 
 def test_pytorch_takes_the_setting():

@@ -149,9 +149,7 @@ SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the first that i
 
 
 def allocator_loss(environment: Mapping[str, str] = os.environ) -> float:
-    """The share of tensors' bytes that the allocator loses: segments grow, unless the user's own settings,
-    which the runtime leaves alone, do not ask for it."""
-    text = next((environment[name] for name in SETTINGS if name in environment), None)
-    if text is None or re.search(r"expandable_segments\s*:\s*True", text):
-        return GROWING_LOSS
-    return FIXED_LOSS
+    """The share of tensors' bytes that the allocator loses. Segments grow where the user's own settings ask
+    for it: the runtime leaves them as they are, as no GPU has shown yet that the smaller loss holds."""
+    text = next((environment[name] for name in SETTINGS if name in environment), "")
+    return GROWING_LOSS if re.search(r"expandable_segments\s*:\s*True", text) else FIXED_LOSS

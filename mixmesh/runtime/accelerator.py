@@ -15,8 +15,6 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
-from ..cost.gpu_memory import SETTINGS
-
 HOST = ("cpu", "meta")  # devices of which nothing is to be awaited
 HOST_BACKEND = "gloo"  # sends what is in the host's memory, and every tensor by way of it
 
@@ -166,10 +164,3 @@ def allocated_bytes(device: torch.device) -> int:
 def total_bytes(device: torch.device) -> int:
     """Bytes of the card that processes may have."""
     return torch.accelerator.memory.get_memory_info(device)[1]
-
-
-def grow_segments() -> None:
-    """Has the caching allocator take memory in segments that grow, which lose a third of what others lose
-    (``cost.gpu_memory``), unless the user has set how it is to work. Memory that was taken before stays."""
-    if not any(name in os.environ for name in SETTINGS):
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

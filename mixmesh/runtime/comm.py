@@ -21,7 +21,6 @@ from .accelerator import (
     HOST_BACKEND,
     device_backend,
     device_count,
-    grow_segments,
     indexed,
     is_accelerator,
     local_device,
@@ -266,8 +265,6 @@ def backend_for(device: torch.device) -> str:
 def initialise(world_size: int, device: torch.device, timeout_s: float) -> None:
     """torch.distributed from the launcher's variables, unless it is initialised already."""
     take(device)
-    if is_accelerator(device):
-        grow_segments()
     # ranks find each other in more than a short time-out of collectives: they import PyTorch before
     timeout = datetime.timedelta(seconds=max(timeout_s, LEAST_S))
     if not dist.is_initialized():
