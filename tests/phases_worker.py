@@ -173,14 +173,14 @@ def while_a_checkpoint_waits(rank: int) -> None:
 
 def prepare(rank: int, phase: str, trouble) -> None:
     """Has ``trouble`` begin with a phase."""
-    begin = start._Phases.kept
+    begin = start.Phases.kept
 
     def kept(phases, name, *rest):
         if name == phase:
             trouble(rank)
         return begin(phases, name, *rest)
 
-    start._Phases.kept = kept
+    start.Phases.kept = kept
     os.environ["LOCAL_WORLD_SIZE"] = str(WORLD)
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 2)

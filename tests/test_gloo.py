@@ -15,6 +15,7 @@ from gloo_world import assert_passed, run_world
 from torch import nn
 
 from mixmesh.errors import CollectiveError, InputError, MixmeshError, PlanError
+from mixmesh.frontend.trace import trace
 from mixmesh.lang.ir import parse_program
 from mixmesh.runtime import collectives
 from mixmesh.runtime.agreement import COMPARED_STEPS
@@ -532,6 +533,33 @@ def check_nobody_waits_for_ranks_that_compute_nothing(_) -> None:
             close(value, single.state_dict()[name], name)
 
 
+class Gained(Mlp):
+    gain = 1.0
+
+    def forward(self, x, y):
+        return super().forward(self.gain * x, y)
+
+
+def check_a_changed_number_is_refused_where_the_first_rank_has_no_work(_) -> None:
+    """It alone knows what was read, and the others do not wait for it."""
+    for name in ("data_parallel", "one_listens"):
+        model = Gained(0)
+        if os.environ["RANK"] == "0":
+            trace(model, batch(0))
+        planned, _ = parallelize(model, None, program(name), device="cpu", timeout_s=20)
+        forms = planned._runtime.forms
+        assert forms._values() == 0
+        model.gain = 2.0
+        if os.environ["RANK"] != "0":
+            assert forms._values() == 0
+        elif name == "data_parallel":
+            assert forms._values()
+        else:
+            with pytest.raises(InputError, match="gain has changed since the model was traced") as caught:
+                forms._values()
+            assert "2.0, was 1.0" in str(caught.value)
+
+
 def check_refusals(_) -> None:
     with pytest.raises(InputError, match="LBFGS"):
         build("data_parallel", lambda p: torch.optim.LBFGS(p))
@@ -593,6 +621,7 @@ CHECKS |= {
         check_state_of_a_parameter_without_dims,
         check_nobody_waits_for_ranks_that_compute_nothing,
         check_calls_are_counted_alike,
+        check_a_changed_number_is_refused_where_the_first_rank_has_no_work,
         check_refusals,
     )
 }
@@ -615,7 +644,7 @@ def fails_when_a_rank_never_calls(_) -> None:
     rank = model.comm.rank
     if rank == 2:  # it agrees on the batch, and then is late
         with model.comm.call("train forward"):
-            model._runtime.forms.agreement.shapes(batch(0), evaluates=False)
+            model._runtime.forms.agreement.shapes(batch(0), evaluates=False, modes=model.modes)
             time.sleep(LATE_S)
         return
     started = time.monotonic()

@@ -167,7 +167,7 @@ class Case:
         )
 
 
-TWO_BY_TWO = gpus(5, [2, 2], [2, 2])
+TWO_BY_TWO = gpus(8, [2, 2], [2, 2])
 ALONE = gpus(20, [4], [4], [2], [2])  # one in each machine
 THREE_AND_A_WEAK_ONE = Cluster.parse("""
 name = "three and a weak one"
@@ -176,13 +176,13 @@ bandwidth_gbit_per_s = 60
 latency_us = 20
 [[machine]]
 link_gbit_per_s = 15
-devices = [{ device = "P100-16GB", count = 3 }]
+devices = [{ name = "slow", tflop_per_s = 5, memory_gib = 16, memory_gbyte_per_s = 400, count = 3 }]
 [[machine]]
 link_gbit_per_s = 500
-devices = [{ device = "P100-16GB", count = 2 }]
+devices = [{ name = "slow", tflop_per_s = 5, memory_gib = 16, memory_gbyte_per_s = 400, count = 2 }]
 [[machine]]
 link_gbit_per_s = 200
-devices = [{ device = "P100-16GB", count = 3 }]
+devices = [{ name = "slow", tflop_per_s = 5, memory_gib = 16, memory_gbyte_per_s = 400, count = 3 }]
 [[machine]]
 link_gbit_per_s = 100
 devices = [{ name = "weak", tflop_per_s = 1, memory_gib = 16, memory_gbyte_per_s = 200 }]
@@ -237,12 +237,12 @@ CASES = {
         {"hap.Synthesis.sets": largest_first}, 1.1, planner="auto",
     ),
     "several programs finished": Case(
-        lambda: layers(256, [256] * 3), gpus(0.5, [2, 2], [2, 2], link_gbit_per_s=50),
-        {"finished.FEW": 1}, 1.02, planner="auto", whole_parameters=True,
+        lambda: towers(2048, 4096, 1024, 3), gpus(20, [4], [8, 0.5], link_gbit_per_s=20),
+        {"finished.FEW": 1}, 1.2, planner="auto",
     ),
     "small programs finished in a quick plan": Case(
-        lambda: layers(256, [256] * 3), gpus(0.5, [2, 2], [2, 2], link_gbit_per_s=50),
-        {"finished.SHARE": 0.0}, 1.02, planner="auto", whole_parameters=True,
+        lambda: towers(1024, 2048, 512, 3), gpus(20, [4, 0.25], [1], link_gbit_per_s=20),
+        {"finished.SHARE": 0.0}, 1.1, planner="auto",
     ),
     "shares of their own for segments": Case(
         lambda: elementwise_then_products(16384, 256, 12, 24),
@@ -250,7 +250,7 @@ CASES = {
         shows=lambda program: len(program.ratios) > 1,
     ),
     "pipelines": Case(
-        lambda: layers(4096, [4096] * 7), gpus(5, [4, 4], [4, 4], link_gbit_per_s=800),
+        lambda: layers(4096, [4096] * 7), gpus(5, [2, 2], [2, 2], link_gbit_per_s=800),
         {"propose.ROWS": WITHOUT_PIPELINES}, 1.2, planner="auto",
     ),
     "two levels on some of the machines": Case(
@@ -259,7 +259,7 @@ CASES = {
         1.05, planner="auto",
     ),
     "pipelines on some of the machines": Case(
-        lambda: layers(2048, [4096] * 11), gpus(2, [0.5] * 4, [8], [1] * 4, [2] * 4, link_gbit_per_s=200),
+        lambda: layers(2048, [4096] * 11), gpus(4, [0.5] * 4, [8], [1] * 4, [2] * 4, link_gbit_per_s=200),
         {"propose.ROWS": not_on_sets("pipeline")},
         1.02, planner="auto",
     ),

@@ -16,6 +16,7 @@ from mixmesh.cost.gaps import gaps
 from mixmesh.errors import InputError
 from mixmesh.lang.check import check_program
 from mixmesh.lang.ir import even_ratio, parse_program
+from mixmesh.measure.profiler.limit import Limit
 from mixmesh.measure.profiler.links import (
     BUCKET_BYTES,
     SURE_BYTES,
@@ -333,6 +334,18 @@ def check_more_budget_measures_groups_and_overlap(comm: Comm) -> None:
     assert 0 < host_s["all_reduce"][1] < 1e-8  # a copy: some gigabytes per second
     pieces = {name: fixed for name, (fixed, _) in host_s.items() if name.startswith("all_gather ")}
     assert len(pieces) == 3 and all(0 < fixed < 0.05 for fixed in pieces.values())  # a few calls
+
+
+def check_without_time_little_is_measured(comm: Comm) -> None:
+    """What training needs most by one run each, and nothing of what is estimated else."""
+    over = Limit.of(comm, 0.0)
+    links = measure_links(comm, cluster(), 0.0, most_s=over.left_s())
+    assert links and all(" 1 to 1" in m.source and m.points[-1][0] == SURE_BYTES for m in links)
+    assert measure_overlap(comm, Meter(comm.device, emulated=True), links, over) == (0.0, {}, {})
+    assert measure_rest(comm.device, over) == (0.0, 1.0)
+    # one rank that is late decides for all
+    late = Limit(comm, 1e3, over.started - (2e3 if comm.rank == 1 else 0.0))
+    assert late.is_past(1.0) and bool(late.left_s()) == (comm.rank != 1)
 
 
 def check_a_named_algorithm_runs(_: Comm) -> None:

@@ -17,10 +17,12 @@ from mixmesh.frontend.job import Job
 from mixmesh.frontend.trace import trace
 from mixmesh.lang.rules import call_of
 from mixmesh.measure.profiler import steps
-from mixmesh.measure.profiler.meter import Meter
+from mixmesh.measure.profiler.constants import KeptProcess, ProcessMemory, own_process_memory
+from mixmesh.measure.profiler.limit import Limit
+from mixmesh.measure.profiler.meter import REPEATS, Meter
 from mixmesh.measure.profiler.operators import measure_ops, sharded, share_bytes
-from mixmesh.measure.profiler.steps import measure_steps
-from mixmesh.runtime.comm import initialise
+from mixmesh.measure.profiler.steps import FACTORS, FEW_STEPS, LEAST_STEPS, measure_steps
+from mixmesh.runtime.comm import Comm, initialise
 
 BODY = """\
 %x = input("x") : f32[64, 32]
@@ -65,6 +67,16 @@ class Hungry(torch.nn.Module):
         return self.layer(x).square().mean()
 
 
+class Counted(Hungry):
+    """Counts its calls, but for those of another process."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
 def steps_of(most: int, compiles: bool = False) -> tuple[float, float] | None:
     batch = {"x": torch.randn(32, 8)}
     whole = Job(Hungry(32), batch, optimizer=jobs.adamw)
@@ -89,6 +101,25 @@ def halved(_) -> None:
     assert scale > 0 and optimizer_s > 0
 
 
+def few(_) -> None:
+    """After the limit a batch is run a few times, and no other."""
+    comm = Comm(0, 1, CPU, 60.0, {})
+    batch = {"x": torch.randn(32, 8)}
+    whole = Job(Counted(32), batch, optimizer=jobs.adamw)
+    made = trace(whole.model, batch).graph
+    counts = []
+    for limit in (None, Limit.of(comm, 0.0)):
+        whole.model.calls = 0
+        meter = Meter(CPU, emulated=False)
+        scale, optimizer_s = measure_steps(
+            made, whole, 0.5, CostModel(cluster(THREE)), 0, meter, 0.0, limit=limit
+        )
+        assert scale > 0 and optimizer_s > 0
+        counts.append(whole.model.calls)
+    assert counts[0] == len(FACTORS) * (1 + 1 + LEAST_STEPS + 1 + REPEATS)
+    assert counts[1] == 1 + 1 + FEW_STEPS + 1 + 1
+
+
 def none(_) -> None:
     assert steps_of(0) is None
 
@@ -108,7 +139,7 @@ def compiled(_) -> None:
         assert len(graphs) == int(compiles)
 
 
-CHECKS = {f.__name__: f for f in (enough, halved, none, compiled)}
+CHECKS = {f.__name__: f for f in (enough, halved, few, none, compiled)}
 
 
 def begin() -> None:
@@ -123,3 +154,13 @@ def failures():
 @pytest.mark.parametrize("check", CHECKS)
 def test_whole_steps(failures, check):
     assert_passed(failures[check])
+
+
+def test_a_process_is_measured_once_and_not_for_long():
+    """What was kept is taken; what takes too long is left to the estimate."""
+    kept: list[ProcessMemory] = []
+    process = KeptProcess(lambda: kept[-1] if kept else None, kept.append)
+    assert own_process_memory(0.0, process) is None and not kept
+    memory = own_process_memory(100.0, process)
+    assert memory is not None and 0 < memory.idle <= memory.working and kept == [memory]
+    assert own_process_memory(0.0, process) == memory

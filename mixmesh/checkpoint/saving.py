@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from ..errors import InputError
 from ..frontend.trace.compiled import uncompiled
+from ..runtime.parallel_model import ParallelModel
 from ..runtime.versions import versions_text
 from ..training.preparation.saving import check_has_state
 from . import background
@@ -147,10 +148,9 @@ def content_of(
     """All that this rank has to write. Its tensors are the model's own, not copies. Raises InputError for
     what cannot be kept."""
     check_numbers(step, keep)
-    if hasattr(model, "_runtime"):
-        parallel: Any = model
-        parallel._runtime.check_values()
-        parallel.check_replicas()
+    if isinstance(model, ParallelModel):
+        model._runtime.check_values()
+        model.check_replicas()
     tensors, described, optimizer_values = own_model_tensors(model, ranks.rank), None, {}
     if optimizer is not None:
         named = NamedOptimizer.of(model, optimizer, ranks.rank)
@@ -169,7 +169,7 @@ def content_of(
         values["extra"] = encode(dict(extra), "extra")
     if pretrained := pretrained_files(model):
         values[PRETRAINED] = encode(pretrained, "the model's config")
-    plan = model._runtime.forms.plan if hasattr(model, "_runtime") else None
+    plan = model._runtime.forms.plan if isinstance(model, ParallelModel) else None
     manifest = Manifest(
         step=step,
         world_size=ranks.world_size,

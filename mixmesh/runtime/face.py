@@ -37,10 +37,10 @@ class Face(nn.Module):
         """Takes on the modules and attributes of ``model``, with these tensors by name in place of its
         own."""
         original = own_module(model)
-        known = {original: self, model: self}
+        known: dict[nn.Module, nn.Module] = {original: self, model: self}
         dress(self, original, known)
         for name in model._modules.keys() - original._modules.keys():  # a loss with parameters
-            self._modules[name] = shell_of(model._modules[name], known)
+            self._modules[name] = shell_of(model.get_submodule(name), known)
         for kind, tensors in (("_parameters", params), ("_buffers", buffers)):
             for name, tensor in tensors.items():
                 owner, _, leaf = name.rpartition(".")

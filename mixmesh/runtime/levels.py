@@ -96,8 +96,8 @@ class ByLevels:
 @cache
 def _first_stage() -> SimpleQueue:
     """The queue of the thread of the first stage, which hands on to that of the next, and so on."""
-    following = None
-    for stage in reversed(range(STAGES)):
+    following = queue_of(1, f"level {STAGES - 1}", partial(_serve, STAGES - 1, None))
+    for stage in reversed(range(STAGES - 1)):
         following = queue_of(1, f"level {stage}", partial(_serve, stage, following))
     return following
 
@@ -139,6 +139,6 @@ class StreamWork:
         """The handle of the last transfer; one that is over where this rank had nothing to move."""
         if self.last is not None:
             return self.last.get_future()
-        done = torch.futures.Future()
-        done.set_result(None)
-        return done
+        over: torch.futures.Future = torch.futures.Future()
+        over.set_result(None)
+        return over

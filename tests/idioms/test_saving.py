@@ -88,6 +88,21 @@ def check_mixmesh_save_in_place_of_torch_save(_) -> None:
                 close(ours["optimizer"]["state"][n][key].to(value.dtype), value, f"{n} {key}")
 
 
+def check_mixmesh_save_of_an_optimizer_alone(_) -> None:
+    """It is whole without its model, as with it, under every plan."""
+    for name in PLANS:
+        _, _, model, optimizer = trained(name)
+        folder = shared_folder()
+        mixmesh.save(folder / "alone", optimizer=optimizer)
+        mixmesh.save(folder / "both", model=model, optimizer=optimizer)
+        alone, both = (torch.load(folder / file)["optimizer"] for file in ("alone", "both"))
+        assert alone["param_groups"] == both["param_groups"] and list(alone["state"]) == list(both["state"])
+        for n, entries in both["state"].items():
+            for key, value in entries.items():
+                assert type(alone["state"][n][key]) is torch.Tensor
+                close(alone["state"][n][key].to(value.dtype), value, f"{name} {n} {key}")
+
+
 def check_mixmesh_save_of_a_model_and_to_an_open_file(_) -> None:
     single, _, model, _ = trained("fsdp")
     folder = shared_folder()
@@ -251,6 +266,7 @@ IDIOMS = named(
     check_sizes_and_printing_are_the_wholes,
     check_torch_save,
     check_mixmesh_save_in_place_of_torch_save,
+    check_mixmesh_save_of_an_optimizer_alone,
     check_mixmesh_save_of_a_model_and_to_an_open_file,
     check_mixmesh_save_refuses_unlike_states,
     check_tensors_of_a_parameters_dtype_and_device,

@@ -29,7 +29,8 @@ from ...runtime.comm import Comm, default_device
 from ...runtime.first_rank import everyones
 from ...runtime.messages import meet
 from ...runtime.segments import check_can_compile
-from .constants import ProcessMemory, gpu_process_memory, process_memory
+from .constants import KeptProcess, ProcessMemory, gpu_process_memory, own_process_memory
+from .limit import LINKS, OPERATORS, OPERATORS_LEAST, PROCESS, Limit
 from .links import link_sets, measure_links
 from .meter import Meter
 from .micro_batches import Largest, largest_micro_batches
@@ -38,7 +39,6 @@ from .overlap import measure_overlap
 from .rest import measure_rest
 from .steps import measure_steps
 
-OPERATORS_SHARE = 0.3  # at least
 LINKS_SHARE = 0.27  # share of the budget, beside some seconds for links and computing together
 
 
@@ -53,47 +53,54 @@ def profile(
     compiles: bool = False,
     on_start: Callable[[], object] = lambda: None,
     progress: Callable[[str], None] = lambda _: None,
+    kept_process: KeptProcess | None = None,
 ) -> Profile:
     """The profile of ``job`` on the cluster that this process is a rank of. Collective.
 
     Every rank measures its own device at the same time, as in training; of equal devices the median
-    counts. Operators that the budget did not reach are named in the provenance. With ``program``, the job's
+    counts. The budget is by the clock on the wall (``limit``): what it did not reach is estimated, and
+    operators that it did not reach are named in the provenance. ``kept_process`` knows what an earlier
+    profile measured of a process without tensors. With ``program``, the job's
     data parallelism with even shares, each device's largest micro-batches are confirmed first, beside the
     budget; ``torch.distributed`` must not be initialised then. For a job that ``compiles`` whole steps are
     those of the compiled model, beside the budget too; raises InputError where there is no compiler.
     """
     steady_heap()  # as in training
     largest = confirmed(job, cluster, program, device, progress) if program else None
+    started = time.perf_counter()
     comm = Comm.of_sets(cluster.world_size, link_sets(cluster), device=device)
     if compiles:
         check_can_compile(comm.device)
-    started = time.perf_counter()
+    limit = Limit(comm, budget_s, started)
     progress("memory of a process without tensors")
-    idle, working, communicator = constant_memory(comm, cluster)
+    idle, working, communicator = constant_memory(comm, cluster, limit.left_s(PROCESS), kept_process)
     on_start()
     meet()
     meter = Meter(comm.device, emulated=os.environ.get("MIXMESH_EMULATION") == "quota")
     links_started = time.perf_counter()
-    links = measure_links(comm, cluster, budget_s * LINKS_SHARE, progress=progress)
+    links = measure_links(
+        comm, cluster, budget_s * LINKS_SHARE, most_s=limit.left_s(LINKS), progress=progress
+    )
     progress("links beside computing")
-    slowdown, host_s, beside_s = measure_overlap(comm, meter, links)
+    slowdown, host_s, beside_s = measure_overlap(comm, meter, links, limit)
     progress("computing after a rest")
-    rest = measure_rest(comm.device)
+    rest = measure_rest(comm.device, limit)
     links_s = time.perf_counter() - links_started
     share = likely_share(cluster, comm.rank)
     if largest is not None:
         share = min(share, max(largest.samples[0], 1) / batch_size(job.batch))
     progress("operators")
-    # links that are slower than they were thought to be must not cost the operators their time
-    deadline = max(started + budget_s * 0.7, time.perf_counter() + budget_s * OPERATORS_SHARE)
+    # links that are slower than they were thought to be must not cost the operators all of their time
+    deadline = time.perf_counter() + max(limit.left_s(OPERATORS), budget_s * OPERATORS_LEAST)
     shares = shares_to_measure(share, comm.world_size)
     declared = cluster.devices[comm.rank]
     ops, skipped = measure_ops(graph, shares, meter, comm.device, declared, deadline, progress)
     progress("whole steps")
     own = device_key(declared)
     costs = CostModel(cluster, Profile({own: DeviceProfile(ops, 0.0, 0)}, ()), tf32=tf32_now())
-    left_s = max(started + budget_s - time.perf_counter(), 0.0)
-    steps = measure_steps(graph, job, share, costs, costs.class_of[comm.rank], meter, left_s, compiles)
+    steps = measure_steps(
+        graph, job, share, costs, costs.class_of[comm.rank], meter, limit.left_s(), compiles, limit
+    )
     if steps is None:
         steps = 1.0, CostModel(cluster).optimizer_s(comm.rank, 1.0)
         skipped.append("whole steps, for which there is no memory, or there are no values")
@@ -146,7 +153,7 @@ def profile_links(
     on_start()
     meet()
     started = time.perf_counter()
-    links = measure_links(comm, cluster, budget_s * LINKS_SHARE, progress=progress)
+    links = measure_links(comm, cluster, budget_s * LINKS_SHARE, most_s=budget_s * LINKS, progress=progress)
     links_s = time.perf_counter() - started
     provenance = {
         **provenance_of(graph, cluster, comm, links_s, links_s),
@@ -199,17 +206,24 @@ def confirmed(
     )
 
 
-def constant_memory(comm: Comm, cluster: Cluster) -> ProcessMemory:
+def constant_memory(
+    comm: Comm, cluster: Cluster, most_s: float, kept: KeptProcess | None = None
+) -> ProcessMemory:
     """Bytes of their device's memory that processes hold before any tensor. Collective.
 
-    On a CPU the first rank of every machine measures it for the others: they run the same libraries.
+    On a CPU the first rank of every machine measures it for the others, which run the same libraries, or has
+    ``kept`` it; in more than ``most_s`` seconds it is estimated.
     """
     if comm.device.type != "cpu":
         return gpu_process_memory(comm.channel(comm.everyone, "profile of memory"))
     machine = cluster.machine_index_of(comm.rank)
     first = comm.rank == cluster.ranks_of(machine)[0]
-    of_all = everyones((machine, process_memory() if first else ProcessMemory(0, 0)))
-    return max(memory for there, memory in of_all if there == machine)
+    of_all = everyones((machine, own_process_memory(most_s, kept) if first else None))
+    costs = CostModel(cluster)
+    estimate = ProcessMemory(
+        costs.memory_constant_bytes(comm.rank, idle=True), costs.memory_constant_bytes(comm.rank)
+    )
+    return next((memory for there, memory in of_all if there == machine and memory is not None), estimate)
 
 
 def merge(profiles: list[DeviceProfile]) -> DeviceProfile:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -63,6 +64,29 @@ class ProcessMemory(NamedTuple):
     idle: int
     working: int
     communicator: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class KeptProcess:
+    """What this machine has kept of an earlier ``process_memory``, and how to keep a new one."""
+
+    load: Callable[[], ProcessMemory | None]
+    save: Callable[[ProcessMemory], object]
+
+
+def own_process_memory(most_s: float, kept: KeptProcess | None = None) -> ProcessMemory | None:
+    """As ``process_memory``, kept or measured; None where it takes more than ``most_s`` seconds."""
+    if kept is not None and (before := kept.load()) is not None:
+        return before
+    try:
+        memory = process_memory(max(most_s, 0.1))
+    except MixmeshError as error:
+        if isinstance(error.__cause__, subprocess.TimeoutExpired):
+            return None
+        raise
+    if kept is not None:
+        kept.save(memory)
+    return memory
 
 
 def process_memory(timeout_s: float = 120.0) -> ProcessMemory:

@@ -8,6 +8,7 @@ on.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from ...runtime.comm import Channel, Comm
 from ...runtime.layout import level_groups
 from ...runtime.levels import ByLevels
 from ...runtime.messages import meet
+from .limit import agreed
 from .meter import Meter
 
 SIZES_BYTES = (2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**25)
@@ -158,9 +160,11 @@ def measure_links(
     cluster: Cluster,
     budget_s: float,
     *,
+    most_s: float = math.inf,
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[LinkMeasurement, ...]:
-    """The curves of ``link_cases`` as far as ``budget_s`` goes. Collective; ``comm`` has ``link_sets``."""
+    """The curves of ``link_cases`` as far as ``budget_s`` goes; what training needs most in any case, but by
+    one run each after ``most_s``. Collective; ``comm`` has ``link_sets``."""
     if comm.world_size < 2:
         return ()
     backend = comm.channel(comm.everyone, "profile").backend
@@ -175,7 +179,9 @@ def measure_links(
         affordable = is_sure(chosen) or elapsed + chosen.expected_s(cluster) * 2 <= budget_s
         if affordable and size <= largest:
             progress(f"links: {chosen.case.collective} {chosen.case.algorithm} {size >> 10} KB")
-            seconds, elapsed, count = measure(comm, chosen.case, size, started, level_parts(cluster))
+            seconds, elapsed, count = measure(
+                comm, chosen.case, size, started, level_parts(cluster), is_short=elapsed >= most_s
+            )
             chosen.points.append((whole_bytes(size), seconds))
             chosen.runs.append(count)
             if len(chosen.points) < len(chosen.case.sizes_bytes):
@@ -211,10 +217,16 @@ def rows_of(size_bytes: int) -> int:
 
 
 def measure(
-    comm: Comm, case: Case, size_bytes: int, started: float, parts: Parts = ()
+    comm: Comm,
+    case: Case,
+    size_bytes: int,
+    started: float,
+    parts: Parts = (),
+    *,
+    is_short: bool = False,
 ) -> tuple[float, float, int]:
-    """Seconds of the slowest rank, seconds since ``started``, and the number of runs; alike on all ranks.
-    ``parts`` are the ranks by machine, for sums by levels."""
+    """Seconds of the slowest rank, seconds since ``started``, and the number of runs, which is one if it
+    ``is_short``; alike on all ranks. ``parts`` are the ranks by machine, for sums by levels."""
     run = None
     if comm.rank in case.ranks:
         group = comm.everyone if len(case.ranks) == comm.world_size else case.ranks
@@ -225,6 +237,7 @@ def measure(
     (first,) = agreed(comm, [timed(comm, run)])
     often = first < QUICK_S and case.weight <= OTHER
     repeats = 5 if often else 3 if first < LONG_S else 1 if first < SLOW_S else 0
+    repeats = 0 if is_short else repeats
     times = [timed(comm, run) for _ in range(repeats)]
     *times, elapsed = agreed(comm, [*times, time.perf_counter() - started])
     if repeats < 3:  # too long for a run that is thrown away
@@ -237,13 +250,6 @@ def timed(comm: Comm, run: Callable[[], object] | None) -> float:
     if run is None:
         return 0.0
     return Meter.wall(run) if comm.device.type == "cpu" else Meter(comm.device, emulated=False).once(run)
-
-
-def agreed(comm: Comm, values: list[float]) -> list[float]:
-    """The largest of every rank's values."""
-    worst = torch.tensor(values, dtype=torch.float64, device=comm.device)
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
-    return worst.tolist()
 
 
 def prepared(comm: Comm, channel: Channel, case: Case, rows: int, parts: Parts = ()) -> Callable[[], object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -54,7 +55,7 @@ def measure_ops(
     progress,
 ) -> tuple[dict[str, OpMeasurement], list[str]]:
     """Every distinct operator of the graph at these shares; names of those that time did not allow for."""
-    bench = Bench(graph, shard_units(graph, RULES), meter, device, declared.memory_bytes)
+    bench = Bench(graph, shard_units(graph, RULES), meter, device, declared.memory_bytes, deadline)
     measurements: dict[str, OpMeasurement] = {}
     skipped: list[str] = []
     order = by_weight(graph, declared)
@@ -98,6 +99,7 @@ class Bench:
     meter: Meter
     device: torch.device
     memory_bytes: float
+    deadline: float = math.inf  # by ``time.perf_counter``: shares after the first of an operator are left out
 
     def has_room(self, size_bytes: float) -> bool:
         """Whether the process can take ``size_bytes`` more. A GPU's allocator would say so itself, where a
@@ -205,6 +207,8 @@ def measure_curves(
     forward: list[tuple[float, float]] = []
     backward: list[tuple[float, float]] = []
     for target in shares if strategy is not None else (1.0,):
+        if forward and time.perf_counter() > bench.deadline:
+            break
         if not bench.has_room(COPIES * share_bytes(call, strategy, target)):
             continue
         try:

@@ -18,6 +18,7 @@ from ...runtime import collectives
 from ...runtime.accelerator import synchronize
 from ...runtime.comm import Channel, Comm
 from ...runtime.messages import meet
+from .limit import BESIDE, Limit
 from .links import ALGORITHMS, EVEN, Case, prepared, rows_of
 from .meter import Meter
 
@@ -34,14 +35,14 @@ SIDE = 160  # size of the matrices that are multiplied meanwhile
 
 
 def measure_overlap(
-    comm: Comm, meter: Meter, links: tuple[LinkMeasurement, ...]
+    comm: Comm, meter: Meter, links: tuple[LinkMeasurement, ...], limit: Limit | None = None
 ) -> tuple[float, dict[str, tuple[float, float]], dict[str, tuple[float, float]]]:
     """``slowdown``, ``host_s`` and ``beside_s`` of ``DeviceProfile``.
 
-    The slow-down is between 0 and 1: the part by which work takes longer while collectives go on.
-    Collective.
+    The slow-down is between 0 and 1: the part by which work takes longer while collectives go on. Without
+    time, by ``limit``, some is not measured, and counts as nothing. Collective.
     """
-    if comm.world_size < 2:
+    if comm.world_size < 2 or is_over(limit):
         return 0.0, {}, {}
     channel = comm.channel(comm.everyone, "profile of all_reduce beside computing")
     lines = {"all_reduce": line(BUCKET_BYTES, lambda size: bucket_s(channel, meter, size))}
@@ -53,6 +54,7 @@ def measure_overlap(
                 PIECE_BYTES, lambda size, case=case: exchange_s(comm, channel, case, size)
             )
             for case in cases
+            if not is_over(limit)
         }
         sizes = BESIDE_BYTES[0], largest_bytes(links, comm.world_size, BESIDE_BYTES, BESIDE_S)
         beside = {
@@ -60,8 +62,14 @@ def measure_overlap(
                 sizes, lambda size, case=case: exchange_s(comm, channel, case, size, others=True)
             )
             for case in (Case("all_reduce", "", comm.everyone, cases[0].shares, EVEN), *cases)
+            if not is_over(limit)
         }
-    return slowdown(comm, channel, links), lines, beside
+    return 0.0 if is_over(limit) else slowdown(comm, channel, links), lines, beside
+
+
+def is_over(limit: Limit | None) -> bool:
+    """Whether there is no time left for this. Collective."""
+    return limit is not None and limit.is_past(BESIDE)
 
 
 def slowdown(comm: Comm, channel: Channel, links: tuple[LinkMeasurement, ...]) -> float:

@@ -20,26 +20,30 @@ import numpy as np
 import torch
 
 from ...runtime.messages import meet
+from .limit import REST, Limit
 from .overlap import piece_of_work
 
 REST_S = 0.05
 MOST_REST = 1.4  # times as long: rounds are not to begin with a quota's periods
 WATCHED_S = 0.16  # after a rest: in the second half the device is at its usual pace
-ROUNDS = 15
+ROUNDS, LEAST_ROUNDS = 15, 5
 STEPS = 320  # in which it is watched
 NOISE = 1.1  # a device no faster than this after a rest is taken for one that does not profit from it
 
 
-def measure_rest(device: torch.device) -> tuple[float, float]:
-    """``rested_s`` and ``rested_speed`` of ``DeviceProfile``. Collective."""
+def measure_rest(device: torch.device, limit: Limit | None = None) -> tuple[float, float]:
+    """``rested_s`` and ``rested_speed`` of ``DeviceProfile``, of as many rounds as ``limit`` has time for;
+    without time for a few, as of a device that does not profit. Collective."""
     unit = piece_of_work(device)
     unit()
-    rounds = []
+    rounds: list[list[float]] = []
     for _ in range(ROUNDS):
+        if limit is not None and limit.is_past(REST):
+            break
         meet()
         time.sleep(random.uniform(1.0, MOST_REST) * REST_S)
         rounds.append(times_of(unit, WATCHED_S))
-    return rested(rounds)
+    return rested(rounds) if len(rounds) >= LEAST_ROUNDS else (0.0, 1.0)
 
 
 def times_of(unit: Callable[[], object], seconds: float) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -19,11 +20,12 @@ from ...runtime.messages import meet
 from ...runtime.optimizers import fuse
 from ...runtime.segments import compiled
 from .children import attempt_on
+from .limit import STEPS, Limit
 from .meter import REPEATS, Meter
 
-FACTORS = (0.6, 1.0)  # times the share that the device is likely to get
+FACTORS = (1.0, 0.6)  # times the share that the device is likely to get
 TRIAL_S = 60.0  # for a first step
-LEAST_STEPS = 6
+LEAST_STEPS, FEW_STEPS = 6, 2
 
 
 def measure_steps(
@@ -35,6 +37,7 @@ def measure_steps(
     meter: Meter,
     budget_s: float,
     compiles: bool = False,
+    limit: Limit | None = None,
 ) -> tuple[float, float] | None:
     """Real seconds of a local step over the sum of its operators' in ``costs``, and optimizer seconds per
     byte; None where the device has no memory for steps of the whole model, or the model has no values, so
@@ -42,8 +45,9 @@ def measure_steps(
 
     Collective: all ranks run steps for equally long at the same time, as in training, so that a fast device
     is measured while the slow ones are busy too. Every batch is tried first, where running out of memory can
-    be survived, and halved if it does. With ``compiles`` one batch is measured, of the compiled model: it is
-    compiled for each size of a batch.
+    be survived, and halved if it does. After ``limit`` one batch is run a few times, and no other. With
+    ``compiles`` one batch is measured, of the compiled model, beside any limit: it is compiled for each size
+    of a batch.
 
     Under a quota an optimizer's step of some milliseconds falls within a burst or meets a pause of many times
     its length. Its CPU seconds do not, and become real ones as those of the operators do.
@@ -63,7 +67,7 @@ def measure_steps(
     state = {k: v.detach().clone() for k, v in model.state_dict().items()}
 
     timed = compiled(model) if compiles else model
-    factors = FACTORS[-1:] if compiles else FACTORS
+    factors = FACTORS[:1] if compiles else FACTORS
 
     def backward(batch: Any, model: Callable[..., Any] = timed) -> None:
         out = model(**batch) if isinstance(batch, dict) else model(*batch)
@@ -93,7 +97,9 @@ def measure_steps(
         optimizer.zero_grad()
 
     scales, optimizer_s = [], []
-    for factor in factors:
+    for number, factor in enumerate(factors):
+        if number and limit is not None and limit.is_past(STEPS):
+            break
         count = max(1, round(rows * share * factor))
         while count and attempt_on(device, partial(both, count), TRIAL_S).out_of_memory:
             count //= 2
@@ -103,12 +109,14 @@ def measure_steps(
         batch = part(count)
         step(batch)
         meet()
-        measured = mean_s(clock, partial(step, batch), budget_s / len(factors))
+        until = math.inf if limit is None or compiles else time.perf_counter() + limit.left_s()
+        measured = mean_s(clock, partial(step, batch), budget_s / len(factors), until)
         predicted = predicted_step_s(graph, costs, device_class, count / rows)
         if predicted > 0:
             scales.append(measured / predicted)
         optimizer_step_s(batch)
-        optimizer_s += [optimizer_step_s(batch) for _ in range(REPEATS)]
+        has_time = limit is None or compiles or limit.left_s() > 0
+        optimizer_s += [optimizer_step_s(batch) for _ in range(REPEATS if has_time else 1)]
     model.load_state_dict(state)
     if not optimizer_s:
         return None
@@ -117,16 +125,19 @@ def measure_steps(
     return scale, real * statistics.median(optimizer_s) / max(size_bytes, 1)
 
 
-def mean_s(clock: Meter, step: Callable[[], object], budget_s: float) -> float:
-    """Seconds of a step, of about ``budget_s`` and ``LEAST_STEPS`` at least. The first does not count, as
-    the device has rested before it; nor do the fastest and the slowest. For steps that begin anywhere in a
-    quota's periods the mean is right, where the median of a few is one of two or three values."""
+def mean_s(clock: Meter, step: Callable[[], object], budget_s: float, until: float = math.inf) -> float:
+    """Seconds of a step, of about ``budget_s`` and ``LEAST_STEPS`` at least; after the moment ``until`` of
+    ``FEW_STEPS``. The first does not count, as the device has rested before it; nor do the fastest and the
+    slowest of several. For steps that begin anywhere in a quota's periods the mean is right, where the median
+    of a few is one of two or three values."""
     step()
     started = time.perf_counter()
     times: list[float] = []
     while len(times) < LEAST_STEPS or time.perf_counter() - started < budget_s:
+        if len(times) >= FEW_STEPS and time.perf_counter() > until:
+            break
         times.append(clock.once(step))
-    return statistics.mean(sorted(times)[1:-1])
+    return statistics.mean(sorted(times)[1:-1] or times)
 
 
 def predicted_step_s(graph: Graph, costs: CostModel, device_class: int, share: float) -> float:

@@ -40,13 +40,11 @@ class Agreement:
     def __init__(self, program: Program, comm: Comm) -> None:
         self.program, self.comm = program, comm
         self._listeners = Listeners(program)
-        # the first rank is asked for programs, and so takes part also where it computes nothing
-        self._telling = tuple(sorted({0, *self._listeners.working}))
         self._was_unclear = False  # whether the call before needed digests; the same on all ranks
 
     def groups(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """The groups that agree, and that are told, with their purposes."""
-        return ((SHAPES, self._telling), (TOLD, self._listeners.told))
+        return ((SHAPES, self._listeners.working), (TOLD, self._listeners.told))
 
     def shapes(
         self,
@@ -58,9 +56,9 @@ class Agreement:
         values: int = 0,
     ) -> tuple[Shapes, int]:
         """The shapes of the whole batch, of which all ranks may leave an input out if they evaluate, and the
-        first rank's ``values``. Collective. Raises InputError for tensors that cannot be the program's
-        inputs, and on all ranks where they are no parts of one batch, where not all want the gradient of one,
-        or where modules are in other ``modes`` on some."""
+        ``values`` of the first rank that computes. Collective. Raises InputError for tensors that cannot be
+        the program's inputs, and on all ranks where they are no parts of one batch, where not all want the
+        gradient of one, or where modules are in other ``modes`` on some."""
         check_kinds(self.program, tensors, self.comm.rank, evaluates=evaluates)
         mine = self.given(tensors)
         if self.comm.world_size == 1:
@@ -89,8 +87,8 @@ class Agreement:
         with_digests: bool,
     ) -> tuple[Told, int, list[list[int]] | None]:
         """By input and rank, the shape that the rank was given; None for a rank that has no part in it. The
-        first rank's ``values``. And by rank its digests, if they were sent along. ``mark`` must be the same
-        on all ranks."""
+        ``values`` of the first one that computes. And by rank its digests, if they were sent along. ``mark``
+        must be the same on all ranks."""
         inputs, numbers = program_inputs(self.program), [mark, values]
         for i in inputs:
             tensor = tensors.get(i.args[0]) if self._takes_part(i) else None
@@ -101,7 +99,7 @@ class Agreement:
         table = self._exchange(numbers + (self._digests(tensors) if with_digests else []))
         rows = [iter(row[:length]) for row in table]
         _check_modes([next(row) for row in rows])
-        values = [next(row) for row in rows][0]
+        values = [next(row) for row in rows][self._listeners.working[0]]
         told = []
         for i in inputs:
             heads = [next(row) for row in rows]
@@ -120,9 +118,8 @@ class Agreement:
         return self.comm.rank in self.program.participants(i.type)
 
     def _exchange(self, numbers: list[int]) -> list[list[int]]:
-        """The numbers of every rank; of one that computes nothing, unless it is the first one, that it has
-        none. Collective."""
-        comm, working = self.comm, self._telling
+        """The numbers of every rank; of one that computes nothing, that it has none. Collective."""
+        comm, working = self.comm, self._listeners.working
         mine = torch.tensor(numbers or [0], dtype=torch.int64)
         table = torch.full((comm.world_size, len(mine)), ABSENT, dtype=torch.int64)
         if comm.rank in working and len(working) > 1:

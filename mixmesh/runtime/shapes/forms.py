@@ -151,10 +151,22 @@ class Forms:
 
     def _values(self) -> int:
         """0 where numbers and tensors that the program holds are as they were planned; else a number that
-        follows from them. Only the first rank, which traces, knows what was read."""
+        follows from them. Only the first rank, which traces, knows what was read. Raises InputError where it
+        has no part in the program: the others do not wait for it, and so cannot be told."""
         if self.comm.rank:
             return 0
         changed = (*self.reads.changed(Number), *self.reads.changed(Constant))
+        if changed and 0 not in self.plan.program.working_ranks:
+            path, mark = changed[0]
+            raise InputError(
+                f"{path} has changed since the model was traced, and the plan has no work for the first rank",
+                expected="the value that it had: the other ranks do not wait for the first one, which traces",
+                got=mark,
+                hint=(
+                    "an input of the model that the batches bring along, or a buffer",
+                    'plan with planner="ddp-proportional", in which every rank computes',
+                ),
+            )
         return 1 + zlib.crc32(repr(changed).encode()) if changed else 0
 
     def _kept(self, key: Key, make: Callable[[], Form]) -> Form:

@@ -7,10 +7,13 @@ are, and are measured for each set of them.
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import PurePath
+from importlib.metadata import version
+from pathlib import Path, PurePath
 
 import torch
 
@@ -20,6 +23,7 @@ from ...cluster.detection.assemble import SAME_SPEED
 from ...cluster.detection.cache import key_of
 from ...cluster.detection.inventory import read_device
 from ...cost import DeviceProfile, Profile, device_key
+from ...measure.profiler.constants import KeptProcess, ProcessMemory
 from ...runtime.first_rank import everyones
 
 
@@ -58,6 +62,23 @@ class Kinds:
             devices = {key: p for key, p in profile.devices.items() if key == device_key(device)}
             one = Profile(devices, (), profile.provenance)
             self.cache.save(f"{self._folder(own)}/{device.flop_per_s:.6g}.json", one.save)
+
+    def process(self) -> KeptProcess:
+        """The memory of a process without tensors, which depends on no job: as this machine has kept it."""
+        file = f"process/{key_of(version('mixmesh'), torch.__version__, sys.version, self.own)}.json"
+
+        def read(path: Path) -> ProcessMemory | None:
+            with suppress(ValueError, TypeError):
+                idle, working = json.loads(path.read_text())
+                return ProcessMemory(int(idle), int(working))
+            return None
+
+        return KeptProcess(
+            lambda: self.cache.load(file, read),
+            lambda memory: self.cache.save(
+                file, lambda path: path.write_text(json.dumps([memory.idle, memory.working]))
+            ),
+        )
 
     def _load(self, device: Device) -> DeviceProfile | None:
         """The profile of the kind that ``device`` is of: the nearest in speed, if it is near enough."""

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from ...errors import InputError
 from ...runtime.first_rank import everyones, from_first_rank
-from ...runtime.parallel import full_optimizer_state_dict
+from ...runtime.parallel import ParallelModel, full_optimizer_state_dict
 from ...runtime.shard_tensor import ShardTensor
 from ...runtime.watch import in_call
 from ...runtime.whole_model import whole
@@ -30,9 +30,8 @@ def save(path_or_state: Any, path: Any = None, /, **parts: Any) -> None:
 
     ``parts`` are written as ``torch.save({"model": model.state_dict(), ...}, path)`` does: models (parallel
     ones, averages of them, any module), optimizers, schedulers and whatever else has a ``state_dict``, and
-    plain values. An optimizer's state is made whole where its model is among
-    the parts. Collective: call it on every rank, outside of ``if rank == 0``. The first rank writes, and all
-    go on when the file is there; what it cannot write is raised on all ranks. Without torchrun it is
+    plain values. Collective: call it on every rank, outside of ``if rank == 0``. The first rank writes, and
+    all go on when the file is there; what it cannot write is raised on all ranks. Without torchrun it is
     ``torch.save``. Raises InputError, before anything is sent, for a loader without ``state_dict``: a
     DataLoader, an iterator, or what else gives batches and has ``loader`` in its name; and for a ``state``
     that has pieces of other tensors on some ranks.
@@ -56,8 +55,7 @@ def _save(path_or_state: Any, path: Any, parts: dict[str, Any]) -> None:
     models = [m for part in parts.values() if isinstance(part, nn.Module) for m in parallel_models(part)]
     for model in models:
         model.check_replicas()
-    states = {name: full_state(part, models) for name, part in parts.items()}
-    from_first_rank(lambda: torch.save(states, path_or_state))
+    save_state({name: full_state(part, models) for name, part in parts.items()}, path_or_state)
 
 
 def save_state(state: Any, path: Any) -> None:
@@ -139,13 +137,14 @@ def _is_loader(name: str, part: Any) -> bool:
     return hasattr(part, "__iter__")
 
 
-def parallel_models(module: nn.Module) -> list[Any]:
+def parallel_models(module: nn.Module) -> list[ParallelModel]:
     """The parallel models that a module is or holds."""
-    return [m for m in module.modules() if hasattr(m, "_runtime")]
+    return [m for m in module.modules() if isinstance(m, ParallelModel)]
 
 
-def full_state(part: Any, models: list[Any]) -> Any:
-    """The state of one part as on a single device; a plain value is its own state. Collective."""
+def full_state(part: Any, models: list[ParallelModel]) -> Any:
+    """The state of one part as on a single device, where an optimizer of another model has pieces; a plain
+    value is its own state. Collective."""
     if isinstance(part, nn.Module):
         with whole(part) as module:
             # the weights are lent

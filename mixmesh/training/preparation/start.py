@@ -241,7 +241,9 @@ def _profiled(graph, job, cluster, kinds: Kinds, options: Options, device: Devic
         if known is not None:
             progress("operators: kept of devices of these kinds")
             return profile_links(graph, cluster, known, **common)
-        made = measure_profile(graph, job, cluster, compiles=options.compiles, **common)
+        made = measure_profile(
+            graph, job, cluster, compiles=options.compiles, kept_process=kinds.process(), **common
+        )
     finally:
         device.on_end()
     is_first_here = rank == cluster.ranks_of(cluster.machine_index_of(rank))[0]

@@ -5,7 +5,7 @@ To the script it is one model on one device: every rank passes whole batches and
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ class _AsOneDevice(nn.Module):
             out = super().__call__(*args, **kwargs)
         return out.everywhere() if isinstance(out, Output) else out
 
-    def train(self, mode: bool = True) -> nn.Module:
+    def train(self, mode: bool = True) -> Self:
         super().train(mode)
         if "_lender" in self.__dict__:  # the script's own module is this one, to the script
             set_modes_of(self.__dict__["_lender"].original, self)

@@ -1,0 +1,51 @@
+"""The seconds that a profile may take, by the clock on the wall, kept alike by all ranks.
+
+Measuring stops where time is over, and uses what there is: a device that is busy with other things, or a
+machine under load, must not hold up a start. What was not measured is estimated.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ...runtime.comm import Comm
+
+# shares of the budget by which each part has to be over; a part that needs less leaves the rest to the next
+PROCESS, LINKS, BESIDE, REST, OPERATORS, STEPS = 0.35, 0.5, 0.6, 0.7, 0.85, 1.0
+OPERATORS_LEAST = 0.15  # share of the budget that operators have in any case
+
+
+def agreed(comm: Comm, values: Sequence[float]) -> list[float]:
+    """The largest of every rank's values. Collective."""
+    worst = torch.tensor(values, dtype=torch.float64, device=comm.device)
+    if comm.world_size > 1:
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return worst.tolist()
+
+
+@dataclass(frozen=True)
+class Limit:
+    """``budget_s`` seconds from the moment ``started`` of ``time.perf_counter``."""
+
+    comm: Comm
+    budget_s: float
+    started: float
+
+    @classmethod
+    def of(cls, comm: Comm, budget_s: float) -> Limit:
+        """So many seconds from now."""
+        return cls(comm, budget_s, time.perf_counter())
+
+    def left_s(self, share: float = 1.0) -> float:
+        """The seconds until this share of the time is over, by this rank's clock; 0 when it is."""
+        return max(self.started + share * self.budget_s - time.perf_counter(), 0.0)
+
+    def is_past(self, share: float) -> bool:
+        """Whether this share of the time is over on any rank. Collective: all ranks decide alike."""
+        (elapsed_s,) = agreed(self.comm, [time.perf_counter() - self.started])
+        return elapsed_s > share * self.budget_s
