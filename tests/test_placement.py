@@ -168,9 +168,9 @@ def test_a_move_costs_what_crosses_the_fullest_link():
     }""")
     exchange = exchange_of(program, program.instructions[1])
     assert exchange.sent == ((1, 4, 0.5),) and exchange.ranks == (0, 1, 4)
-    # on one link, one way
+    # on one link, one way, of which GPUs reach 0.7 by TCP
     latency = COSTS.collective("send", (1, 4)).latency_s
-    assert exchange.seconds(COSTS) - latency == pytest.approx(0.5 * 4e6 / (20e9 / 8))
+    assert exchange.seconds(COSTS) - latency == pytest.approx(0.5 * 4e6 / (0.7 * 20e9 / 8))
 
 
 def test_a_move_within_an_even_batch_is_free():
@@ -236,7 +236,7 @@ def test_estimates_are_near_to_the_simulator():
 
 def test_equal_layers_are_grouped_alike():
     sizes = [len(g.nodes) for g in make_grouping(layered(12), COSTS, 24).groups]
-    repeated = "5, 2, " * 9  # the first layers and the end are pieces of their own
+    repeated = "6, 1, " * 9  # the first layers and the end are pieces of their own
     assert repeated in ", ".join(map(str, sizes)), sizes
 
 
