@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from mixmesh.frontend.job import Job
 from mixmesh.frontend.job.workloads.images import CLASSES, VGG19, Bottleneck, Classifier, Widen
-from mixmesh.frontend.job.workloads.language import LanguageModel, Llama
+from mixmesh.frontend.job.workloads.language import LanguageModel, Llama, LlamaShape
 from mixmesh.frontend.job.workloads.layers import Layer, MoeLayer
 
 DATA_BATCHES = 8  # that the jobs of ``bench training`` go through, over and over
@@ -126,8 +126,8 @@ def llama(samples: int) -> Job:
     """Llama-like, 2 layers of 192 and 4096 words: 2.5 million parameters, and for every sequence of 64 about
     8 MB of activations: micro-batches, not parameters, fill the memory of a small device."""
     torch.manual_seed(0)
-    model = Llama(words=4096, seq=64, width=192, layers=2, heads=4, key_heads=4, hidden=512, tied=False)
-    return _language(model, samples=samples, seq=64, words=4096, batches=DATA_BATCHES)
+    shape = LlamaShape(192, 2, heads=4, key_heads=4, hidden=512, tied=False, words=4096, seq=64)
+    return _language(Llama(shape), samples=samples, seq=64, words=4096, batches=DATA_BATCHES)
 
 
 def experts(count: int, padded: int = 0) -> Job:

@@ -14,7 +14,7 @@ name = "two"
 [[machine]]
 devices = [
   { name = "fast", tflop_per_s = 2.0, memory_gib = 4, memory_gbyte_per_s = 200, issue_us = 8 },
-  { name = "slow", tflop_per_s = 0.7, memory_gib = 2, memory_gbyte_per_s = 80, issue_us = 8 },
+  { name = "slow", tflop_per_s = 0.7, memory_gib = 3, memory_gbyte_per_s = 80, issue_us = 8 },
 ]
 link_gbit_per_s = LINK
 link_latency_us = 5
@@ -27,10 +27,10 @@ latency_us = 10
 [[machine]]
 devices = [
   { name = "fast", tflop_per_s = 2.0, memory_gib = 4, memory_gbyte_per_s = 200, issue_us = 8 },
-  { name = "slow", tflop_per_s = 0.7, memory_gib = 2, memory_gbyte_per_s = 80, issue_us = 8 },
+  { name = "slow", tflop_per_s = 0.7, memory_gib = 3, memory_gbyte_per_s = 80, issue_us = 8 },
 ]
 [[machine]]
-devices = [{ name = "slow", tflop_per_s = 0.7, memory_gib = 2, memory_gbyte_per_s = 80, issue_us = 8 }]
+devices = [{ name = "slow", tflop_per_s = 0.7, memory_gib = 3, memory_gbyte_per_s = 80, issue_us = 8 }]
 """
 
 

@@ -356,7 +356,7 @@ def test_what_is_last_is_held_until_then():
 THIN = """\
 name = "thin"
 [network]
-bandwidth_gbit_per_s = 20
+bandwidth_gbit_per_s = 30
 latency_us = 20
 [[machine]]
 name = "a"

@@ -58,10 +58,11 @@ def merged(program: Program, costs: CostModel, ready_s: Mapping[str, float]) -> 
     ``ready_s`` is when each parameter's gradient is there. Between one set of ranks, sums follow each other
     in the order of readiness; with r_j the time when gradient j is there, the best sums of the first j end at
 
-        end(j) = min over i < j of max(end(i), r_j) + latency_s + s_per_byte * bytes(i + 1, ..., j)
+        end(j) = min over i < j of max(end(i), r_j) + seconds(bytes(i + 1, ..., j))
 
-    which merges as MG-WFBP does (Shi et al., INFOCOM'19), but exactly: a sum that waits longer for more
-    gradients saves a latency. Among equally good ones it is that with the fewest buckets.
+    with the fastest of some lines ``latency_s + s_per_byte * bytes`` for the seconds, which merges as MG-WFBP
+    does (Shi et al., INFOCOM'19), but exactly: a sum that waits longer for more gradients saves a latency.
+    Among equally good ones it is that with the fewest buckets.
     """
     params = program.params
     kinds: dict[tuple, list[int]] = {}  # the places of parameters
@@ -71,9 +72,10 @@ def merged(program: Program, costs: CostModel, ready_s: Mapping[str, float]) -> 
     for (_, ranks, owned, _), places in kinds.items():
         fit = costs.collective(_way(program, ranks, owned), ranks)
         places.sort(key=lambda place: ready_s[params[place].result])  # stable
-        carried_s = [fit.s_per_byte * params[place].type.value.size_bytes for place in places]
+        lines = getattr(fit, "lines", ()) or ((fit.latency_s, fit.s_per_byte),)
+        sizes = [params[place].type.value.size_bytes for place in places]
         ready = [ready_s[params[place].result] for place in places]
-        groups += [(ready[b - 1], places[a:b]) for a, b in _cuts(ready, carried_s, fit.latency_s)]
+        groups += [(ready[b - 1], places[a:b]) for a, b in _cuts(ready, sizes, lines)]
     groups.sort(key=lambda bucket: bucket[0])
     buckets = list(program.buckets)
     for number, (_, places) in enumerate(groups):
@@ -88,13 +90,18 @@ def _way(program: Program, ranks: tuple[int, ...], owned: str | None) -> str:
     return LEVELLED[name] if parts_of(program, large, ranks, owned) else name
 
 
-def _cuts(ready: list[float], carried_s: list[float], latency_s: float) -> list[tuple[int, int]]:
-    """Where the runs begin and end that make the last one end first."""
-    before = np.concatenate(([0.0], np.cumsum(carried_s)))
+def _cuts(
+    ready: list[float], sizes: list[int], lines: Sequence[tuple[float, float]]
+) -> list[tuple[int, int]]:
+    """Where the runs begin and end that make the last one end first; a sum takes as long as by the fastest of
+    these ``lines``, each a latency in seconds and seconds per byte."""
+    before = np.concatenate(([0.0], np.cumsum(sizes)))
     end = np.zeros(len(ready) + 1)
     begin = [0] * (len(ready) + 1)
     for j in range(1, len(ready) + 1):
-        ends = np.maximum(end[:j], ready[j - 1]) + latency_s + before[j] - before[:j]
+        run = before[j] - before[:j]
+        takes = np.minimum.reduce([latency_s + s_per_byte * run for latency_s, s_per_byte in lines])
+        ends = np.maximum(end[:j], ready[j - 1]) + takes
         begin[j] = int(ends.argmin())
         end[j] = ends[begin[j]]
     cuts = []

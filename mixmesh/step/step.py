@@ -41,7 +41,11 @@ class Step(Generic[Facts]):
         """The step of the same instructions on other ranks, all of which meet in every collective."""
         program = outline.program
         kinds = {s.kind: s.kind._replace(ranks=ranks) for s in self.summed}
-        points = {name: tuple([(n, ranks) for n, _ in pairs]) for name, pairs in self.ready.points.items()}
+        points = self.ready.points
+        if all(some in self.ready.groups for pairs in points.values() for _, some in pairs):
+            points = {name: tuple([(n, ranks) for n, _ in pairs]) for name, pairs in points.items()}
+        else:  # a gradient that some ranks have: of an addend that one of them adds
+            points = ready_points(program, outline, self.later)
         return replace(
             self,
             program=program,

@@ -13,11 +13,12 @@ from small_graphs import GRAPHS, THREE, bodies, cluster, graph
 
 from mixmesh.cost import CostModel
 from mixmesh.cost.outline import Outline
-from mixmesh.lang.ir import Program, make_ratio, separable, with_wgrads
+from mixmesh.lang.ir import Program, make_ratio, parse_program, separable, with_wgrads
 from mixmesh.lang.rules import RULES, shard_units
 from mixmesh.passes.factors import factorable, with_factors
 from mixmesh.passes.recomputation import recomputed
 from mixmesh.search.baselines import data_parallel, fully_sharded
+from mixmesh.simulator.simulation import Simulation
 from mixmesh.step import Await, Compute, Start, step_of
 from mixmesh.step.events import BACKWARD, FORWARD, LOCAL, REPEATED, WEIGHT, Pass
 
@@ -81,3 +82,31 @@ def test_every_event_has_its_place(way, body, shares):
     issued = Counter(n for parts in sums.issues.values() for n, ranks in parts for _ in ranks)
     assert issued == {n: len(exchange.ranks) for n, exchange in enumerate(sums.exchanges)}
     assert step_of(Outline(program)) == step  # a function of the program
+
+
+ADDED_BY_ONE = """
+program added world=3 {
+  ratio r0 = [RATIO]
+  %x = input("x") : f32[96, 512] R@r0
+  %w = param("w") : f32[512, 512] S(1)@r0
+  %b = param("b") : f32[512] R@r0
+  %x.s = local_slice(%x) : f32[96, 512] S(1)@r0
+  %b.p = as_partial(%b) : f32[512] P(sum)@r0
+  %a = aten.linear(%x.s, %w, %b.p) : f32[96, 512] P(sum)@r0
+  %h = reduce_scatter(%a) : f32[96, 512] S(0)@r0
+  %v = param("v") : f32[64, 512] R@r0
+  %y = aten.linear(%h, %v) : f32[96, 64] S(0)@r0
+  %loss = aten.mean(%y) : f32[] P(sum)@r0
+  return %loss
+}
+"""
+
+
+def test_a_step_on_other_ranks_is_that_of_their_program():
+    """Only the rank that adds a bias has a gradient of it."""
+    some, every = (parse_program(ADDED_BY_ONE.replace("RATIO", s)) for s in ("0, 0.5, 0.5", "0.4, 0.3, 0.3"))
+    reused = Simulation(every, costs(), like=Simulation(some, costs()))
+    new = Simulation(every, costs())
+    assert [ranks for _, ranks in new.step.ready.points["b"]] == [(0,)]
+    assert reused.step.ready == new.step.ready
+    assert reused.step_s(every) == new.step_s(every)
