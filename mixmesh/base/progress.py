@@ -13,7 +13,7 @@ from .callers import line_of_script, warn
 
 AGAIN_S = 10.0  # a stage that goes on for so long is told once more
 Say = Callable[[str], None]
-_warned_of: set[str] = set()  # of this process
+_warned_of: set[str] = set()  # in this process
 
 
 def nothing(text: str) -> None:

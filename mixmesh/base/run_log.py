@@ -1,7 +1,7 @@
 """The log of a training: a file with a JSON object on each line, one for every step and one for every mark.
 
 A step is ``{"step", "loss", "step_s", "samples_per_s", "time_s"}``. A mark is ``{"event", "step", "time_s"}``
-with what belongs to it: ``start`` (after so many steps were made: ``world_size``, ``planner``,
+with what belongs to it: ``start`` (``step`` steps were made before: ``world_size``, ``planner``,
 ``predicted_step_s``, ``bound_s``), ``plan`` (another one follows in the same processes: the same, and its
 ``cause``), ``checkpoint``, ``shares`` (they change: ``pause_s``, ``cause``), ``own`` (``own_s``: the seconds
 of a step in which each rank waited for nobody), ``fault`` (a ``rank`` was lost: its ``device``, and ``why``;

@@ -110,7 +110,7 @@ class Live:
         self._log: TextIO | None = None if log is None else self._open.enter_context(log.open("a"))
         self._board = None if folder is None else self._open.enter_context(summary_writer()(str(folder)))
         self._is_quiet = is_quiet
-        self._update: Callable[[Step], None] | None = None  # of the bar, when there is one
+        self._update: Callable[[Step], None] | None = None  # the bar's, when there is one
         self._num_steps_made = 0
         self._own_s: tuple[float, ...] = ()  # by rank, in the last window
 

@@ -32,9 +32,9 @@ MESSAGE_S = 5e-6  # a sender takes this for each further message at once: NCCL p
 NCCL_TREE_RATE = (
     0.9  # share of the link's that NCCL's own model gives its trees (``busBw * .9``, src/graph/tuning.cc)
 )
-# What collectives of GPUs in several machines reach of the wire. Over TCP, where NCCL moves bytes by threads
-# of the host (NCCL_SOCKET_NTHREADS, NCCL_NSOCKS_PERTHREAD), 0.7 to 0.85 in published measurements, the more
-# the larger the tensor, the less the more machines: HAP's artifact has 0.72 for an all_reduce between eight.
+# Collectives of GPUs in several machines reach a share of the wire. Over TCP, where NCCL moves bytes by the
+# host's threads (NCCL_SOCKET_NTHREADS, NCCL_NSOCKS_PERTHREAD), 0.7 to 0.85 in published measurements, more
+# for larger tensors, less for more machines: HAP's artifact has 0.72 for an all_reduce between eight.
 # By RDMA 0.9 (nccl-tests on InfiniBand, as they are usually reported).
 RDMA_SHARE = 0.9
 TCP_SMALL_SHARE, TCP_LARGE_SHARE = 0.7, 0.85
@@ -115,7 +115,7 @@ def ring_fit(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> Colle
 def on_wire(
     cluster: Cluster, machines: int, latency_s: float, s_per_byte: float
 ) -> tuple[tuple[float, float], ...]:
-    """The line of a collective at the wire's whole rate as what GPUs in so many machines reach: over TCP one
+    """The line of a collective at the wire's whole rate as what GPUs in ``machines`` reach: over TCP one
     line for small tensors and one for large ones."""
     if machines == 1:
         return ((latency_s, s_per_byte),)

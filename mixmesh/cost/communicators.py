@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 DATA = "data"
 GRADIENT = "gradient"
-UP, BETWEEN, DOWN = "gradient, up", "gradient, between", "gradient, down"  # of sums by levels
+UP, BETWEEN, DOWN = "gradient, up", "gradient, between", "gradient, down"  # sums by levels
 ACTIVATIONS, ACTIVATION_GRADIENTS = "activations", "gradients of activations"  # between stages
 LOSS_TOLD = "loss, told"
 

@@ -151,7 +151,7 @@ def _pieces(program: Program, t: TensorType) -> tuple[float, ...]:
 @lru_cache(maxsize=4096)
 def sent_between(src: tuple[float, ...], dst: tuple[float, ...], same_dim: bool = True) -> Sent:
     """How much passes between two ranks where pieces of these shares become those."""
-    found = []
+    transfers = []
     starts, ends = [(0.0, *accumulate(shares)) for shares in (src, dst)]
     for a, held in enumerate(src):
         for b, wanted in enumerate(dst):
@@ -159,8 +159,8 @@ def sent_between(src: tuple[float, ...], dst: tuple[float, ...], same_dim: bool 
             if same_dim:
                 share = min(starts[a + 1], ends[b + 1]) - max(starts[a], ends[b])
             if a != b and share > 1e-9:
-                found.append((a, b, share))
-    return tuple(found)
+                transfers.append((a, b, share))
+    return tuple(transfers)
 
 
 @lru_cache(maxsize=4096)

@@ -49,9 +49,9 @@ COMMUNICATOR_BYTES = 32 * MIB
 # MiB LL), allocated in steps of 2 MiB: 10 MiB where data arrives and 2 MiB where it leaves; through a network
 # card that reads the GPU's memory both ends have all of them
 INSIDE_BYTES, NETWORK_BYTES = 12 * MIB, 20 * MIB
-PAIRWISE_BYTES = 14 * MIB  # of a send and a receive to the same rank (NVIDIA/nccl issue 1685)
+PAIRWISE_BYTES = 14 * MIB  # a send and a receive to the same rank (NVIDIA/nccl issue 1685)
 HOST_NETWORK_BYTES = 2 * MIB  # the same through a card that does not: its buffers are in the host's memory
-SHARED_STEPS = 16  # of the buffer for sends between machines, which every communicator has (NCCL's net.cc)
+SHARED_STEPS = 16  # the buffer for sends between machines, which every communicator has (NCCL's net.cc)
 RDMA_BYTES_PER_S = 3e9  # 25 Gbit/s: a slower network is taken for TCP, which does not read the GPU's memory
 MULTICAST_BYTES = 300 * MIB  # NVLink SHARP's own buffers, on machines with NVSwitch
 
@@ -75,7 +75,7 @@ WIRES = (
 NETWORK_CHANNELS = 16  # between machines, where those inside are no fewer
 NETWORK_PAIRWISE_CHANNELS = 2  # per rank, in communicators of several machines
 NETWORK_STEP_BYTES = 128 * 1024
-MOST_NEIGHBOURS, MOST_FAR_NEIGHBOURS = 2, 4  # of a ring and a tree, in a machine and in others
+MOST_NEIGHBOURS, MOST_FAR_NEIGHBOURS = 2, 4  # in a ring and a tree, in a machine and in others
 
 
 def communicator_bytes(cluster: Cluster, communicator: Communicator, rank: int) -> int:

@@ -128,8 +128,8 @@ def fastest(name: str, dtype: str, device: Device) -> tuple[e.Efficiency, float]
     GeForce cards, plain fp32 is."""
     allowed = (dtype, e.F32) if dtype == e.TF32 else (dtype,)
     rows = [(e.efficiency(name, d, device), e.peak_flop_per_s(name, d, device)) for d in allowed]
-    found = ((row, row.share * peak * device.sustained) for row, peak in rows)
-    return max(found, key=lambda pair: pair[1])
+    candidates = ((row, row.share * peak * device.sustained) for row, peak in rows)
+    return max(candidates, key=lambda pair: pair[1])
 
 
 def passed_bytes(call: Call, grads: int) -> tuple[float, float]:

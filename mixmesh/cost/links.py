@@ -100,8 +100,8 @@ class MeasuredCollective:
 
     def seconds_by(self, algorithm: str, size_bytes: float, skew: float | None = None) -> float | None:
         """Seconds of one algorithm; None if it was not measured."""
-        found = [way for way in self.ways if way.algorithm == algorithm]
-        return found[0].seconds(size_bytes, skew) if found else None
+        ways = [way for way in self.ways if way.algorithm == algorithm]
+        return ways[0].seconds(size_bytes, skew) if ways else None
 
     def covers(self, size_bytes: float) -> bool:
         """Whether any algorithm was measured up to this size."""
@@ -165,8 +165,8 @@ def most_alike(
     wanted = ring_fit(cluster, collective, ranks)
 
     def distance(group: tuple[int, ...]) -> tuple:
-        found = ring_fit(cluster, collective, group)
-        slopes = sorted((found.s_per_byte, wanted.s_per_byte))
+        ring = ring_fit(cluster, collective, group)
+        slopes = sorted((ring.s_per_byte, wanted.s_per_byte))
         ratio = slopes[1] / slopes[0] if slopes[0] > 0 else float("inf")
         return inside(cluster, group) != inside(cluster, ranks), abs(len(group) - len(ranks)), ratio
 

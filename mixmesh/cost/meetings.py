@@ -28,8 +28,8 @@ PAIRWISE = ("all_to_all",)  # collectives by which every rank sends to every oth
 
 
 def communicators(program: Program, samples: Samples | None = None) -> tuple[Communicator, ...]:
-    """Those of a program's step, in micro-steps of ``samples`` if there are any. The initial values and the
-    loss go through one of all ranks."""
+    """The communicators of a program's step, in micro-steps of ``samples`` if there are any. The initial
+    values and the loss go through one of all ranks."""
     found: dict[tuple[str, tuple[int, ...]], bool] = {}
     for purpose, ranks, is_pairwise in _meetings(program, samples):
         if len(ranks) > 1:

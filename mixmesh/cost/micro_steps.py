@@ -62,14 +62,14 @@ def passes(schedule: Schedule) -> Iterator[Pass]:
     them, and all end together."""
     totals = [max(sum(sizes), 1) for sizes in schedule.sizes]
     earlier = [len(sizes) - 1 for sizes in schedule.sizes]
-    done = 0
+    num_passed = 0
     for count in sorted({n for n in earlier if n}):
         part = (
             sizes[0] / total if n >= count else None
             for sizes, total, n in zip(schedule.sizes, totals, earlier)
         )
-        yield Pass(tuple(part), count - done, False)
-        done = count
+        yield Pass(tuple(part), count - num_passed, False)
+        num_passed = count
     yield Pass(tuple(sizes[-1] / total for sizes, total in zip(schedule.sizes, totals)), 1, True)
 
 

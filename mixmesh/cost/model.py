@@ -28,14 +28,14 @@ from .unmeasured import check_unmeasured
 from .work import HALF, MEMORY_BOUND_OWN, VIEWS, call_flop, is_product, moved_bytes
 
 CPU_PROCESS_BYTES = (340 * 2**20, 290 * 2**20)  # for `mixmesh run` with PyTorch 2.13: working, idle
-# What the host takes to issue an operator of eager PyTorch to a GPU, where the cluster file does not say
+# Seconds for which the host issues an operator of eager PyTorch to a GPU, where the cluster file does not say
 # (``issue_us``). Plain loops take 5 to 25 us, the training frameworks that were measured 30 to 60 a kernel;
 # ours interprets a program, without modules and hooks. The GPU computes meanwhile, so that an operator takes
 # the longer of its issue and its run: the measured layers (``python -m benchmarks layer-times``) do not add
 # them up. That a queue of issued kernels hides one slow issue is not counted on.
 GPU_ISSUE_S = 30e-6
-BACKWARD_ISSUE = 0.5  # of that for a kernel of the backward pass, which PyTorch issues without Python
-VIEW_ISSUE = 0.1  # of that for a view, which has no kernel
+BACKWARD_ISSUE = 0.5  # times that for a kernel of the backward pass, which PyTorch issues without Python
+VIEW_ISSUE = 0.1  # times that for a view, which has no kernel
 CPU_LAUNCH_S = 4e-6  # dispatch of one operator on one full core
 # seconds forward and backward of operators bound by memory on a CPU, over those of reading and writing what
 # they are given and give
@@ -114,9 +114,9 @@ class CostModel:
         does on a device class; with ``parts`` also as those of a part of the batch are estimated, which no
         profile holds."""
         device = self.classes[device_class]
-        found = self.measured_op(call, device)
-        times = [self._op(call, grads, device, cut) for cut in ("", *(found.cuts if found else ()))]
-        if found and parts:
+        measured = self.measured_op(call, device)
+        times = [self._op(call, grads, device, cut) for cut in ("", *(measured.cuts if measured else ()))]
+        if measured and parts:
             times.append(self._estimated(call, grads, device))
         return min(time.forward.least_s for time in times) + min(time.backward.least_s for time in times)
 
@@ -137,10 +137,10 @@ class CostModel:
         return self.profile.devices.get(device_key(device)) if self.profile else None
 
     def _op(self, call: Call, grads: int, device: Device, cut: str) -> OpTime:
-        found = self.measured_op(call, device)
-        if found is not None:
+        measured = self.measured_op(call, device)
+        if measured is not None:
             scale = self._measured(device).step_scale
-            forward, backward = [c.scaled(scale) for c in found.curves(cut)]
+            forward, backward = [c.scaled(scale) for c in measured.curves(cut)]
             return OpTime(forward, backward if grads else ZERO)
         return self._estimated(call, grads, device)
 

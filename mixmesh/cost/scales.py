@@ -1,4 +1,4 @@
-"""What a profile says of operators that it lacks: how much longer than estimated those of a class take, and
+"""Estimates for operators that a profile lacks: how much longer than estimated those of a class take, and
 what the host takes to issue one.
 
 The seconds of a measured operator over its share are a line: its slope is the work, its constant what is
@@ -47,7 +47,7 @@ def work_s(key: str, op: OpMeasurement, device: Device, tf32: bool) -> float:
 
 
 def cpu_work_s(flop: int, moved: float, device: Device, *, half: bool) -> float:
-    """Seconds of so many floating point operations and bytes on a CPU."""
+    """Seconds that ``flop`` operations and ``moved`` bytes take on a CPU."""
     rate = device.half_flop_per_s if half and device.half_flop_per_s else device.flop_per_s
     return max(flop / (rate * CPU_EFFICIENCY), moved / device.memory_bytes_per_s)
 

@@ -107,14 +107,14 @@ def order_of_sums(program: Program) -> tuple[Summed, ...]:
 
 def with_other_owners(program: Program, order: tuple[Summed, ...]) -> tuple[Summed, ...]:
     """``order_of_sums`` of a program, where ``order`` is that of the same with other owners."""
-    found, params, owned_types = [], program.params, program.owned  # asked for thousands of times a second
+    sums, params, owned_types = [], program.params, program.owned  # asked for thousands of times a second
     for s in order:
         if s.cell is None and (s.kind.owned is not None or params[s.place].result in owned_types):
             owned, stage = _owners(program, params[s.place])
             if (owned, stage) != (s.kind.owned, s.kind.stage):
                 s = s._replace(kind=s.kind._replace(owned=owned, stage=stage))
-        found.append(s)
-    return tuple(found)
+        sums.append(s)
+    return tuple(sums)
 
 
 def _owners(program: Program, param: Instruction) -> tuple[str | None, int]:

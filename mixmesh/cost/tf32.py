@@ -1,4 +1,4 @@
-"""What is to be said of TF32: a job that does without it on cards that have it, a profile of another
+"""Warnings about TF32: a job that does without it on cards that have it, a profile of another
 setting."""
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from ..search.synthesis import Choices, NoProgram, Prices, Problem, emit, search
 from ..search.synthesis.choices import P, R, code_of
 from .reasons import why_not
 
-PRICES = (None, *GRADIENT_PRICES)  # of a second of gradient reductions; None is data parallelism
+PRICES = (None, *GRADIENT_PRICES)  # for a second of gradient reductions; None is data parallelism
 Programs = dict[Hashable, Program]  # by price
 
 

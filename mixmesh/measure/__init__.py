@@ -1,1 +1,1 @@
-"""What is measured or tried on devices: profiles, the testbed, trials of plans, verification, the doctor."""
+"""Measurements and trials on devices: profiles, the testbed, trials of plans, verification, the doctor."""

@@ -39,12 +39,12 @@ class Budget:
         return self.visits / max(size, 1)
 
     def pays_for(self, steps: float, size: int) -> bool:
-        """Whether it pays for so many steps of a program with ``size`` instructions."""
+        """Whether it pays for ``steps`` steps of a program with ``size`` instructions."""
         return steps * size <= self.visits
 
 
-AUTO = Budget(6_000)  # of ``auto`` without a search: about a second for all decisions
-AMPLE = AUTO.ample  # of a planner that is asked alone, and of a search
+AUTO = Budget(6_000)  # for ``auto`` without a search: about a second for all decisions
+AMPLE = AUTO.ample  # for a planner that is asked alone, and for a search
 EACH = AUTO  # for each of the programs that planners look through, whoever asks for how much
 CARE_STEPS = (
     10  # that a program takes to be looked into with care: up to 600 instructions of the budget of ``auto``

@@ -18,8 +18,8 @@ from .task import HOPEFUL, Task
 
 ALIKE = 1e-4  # relative difference of the times of programs of which one is finished
 FEW = 8  # proposals that are finished, beside those in micro-steps, which keep their order and sums
-# of the budget, for a step of every program but the first: three of the largest that are looked into with
-# care
+# the part of the budget for a step of every program but the first: three of the largest that are looked into
+# with care
 SHARE = 0.3
 # so many are finished beyond that, if they would be the fastest by gaining as much as the one that gained
 # most, and this much more

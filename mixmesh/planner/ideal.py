@@ -1,6 +1,6 @@
 """A bound that no plan is faster than: all devices compute all the time, and nothing else takes any.
 
-Operator k would take device class c ``t_kc`` seconds in whole, at the best that any share of it was
+Operator k would take device class c ``t_kc`` seconds for all of it, at the best that any share of it was
 measured to do there. Where it was not measured, these are the seconds at the whole peaks of the device's
 figures (``at_peaks``): published steps were faster than bounds at the usual share of them. Communication is
 free, nothing is computed twice, memory is no limit, and every operator is divided between the ``n_c`` devices

@@ -1,4 +1,4 @@
-"""What may be asked of a plan, as one value."""
+"""The options of planning, as one value."""
 
 from __future__ import annotations
 

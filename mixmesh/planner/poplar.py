@@ -109,9 +109,9 @@ class Staged:
         for samples in dict.fromkeys((samples_if_any(self.program), None)):
             memory = PeakMemory(self.task.costs, self.task.optimizer_states, samples)
             for spare in SPARE:
-                found = list(self.judged(spare, memory))
-                yield from found
-                if not found or any(p.feasible for p in found):
+                judged_plans = list(self.judged(spare, memory))
+                yield from judged_plans
+                if not judged_plans or any(p.feasible for p in judged_plans):
                     break
 
     def judged(self, spare: float, memory: PeakMemory) -> Iterator[Proposal]:

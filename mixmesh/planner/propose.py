@@ -31,7 +31,7 @@ class Asked:
     is_auto: bool
 
     def propose(self, row: Planner, task: Task) -> Propose:
-        """What a planner proposes: the most hopeful only, where the budget is short or after a search that
+        """The proposals of a planner: the most hopeful only, where the budget is short or after a search that
         has proposed something that fits."""
         follows = not self.is_auto and self.rows[0].is_open_ended and row is not self.rows[0]
         is_brief = not self.budget.is_ample or (follows and task.best_s < float("inf"))

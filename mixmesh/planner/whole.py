@@ -30,7 +30,7 @@ def whole_batch_nodes(graph: Graph) -> tuple[Node, ...]:
     dims: SampleDims = {n.result: 0 for n in graph.batch_inputs if n.types[0].shape}
     batch_size = min((graph.types[name].shape[0] for name in dims), default=0)
     weights = {n.result for n in graph.nodes if n.op in ("param", "buffer")}
-    found = []
+    nodes = []
     dims_of: dict[tuple, tuple[int | None, ...] | None] = {}  # by what decides it: layers are alike
     for node in graph.nodes:
         if node.is_leaf or node.is_sink:
@@ -44,11 +44,11 @@ def whole_batch_nodes(graph: Graph) -> tuple[Node, ...]:
             dims_of[key] = _sample_dims_of_results(node, graph, dims, weights)
         made = dims_of[key]
         if made is None:
-            found.append(node)
+            nodes.append(node)
             large = (t.shape and t.num_elements >= batch_size for t in node.types)
             made = tuple(0 if is_large else None for is_large in large)
         dims.update((r, dim) for r, dim in zip(node.results, made) if r is not None and dim is not None)
-    return tuple(found)
+    return tuple(nodes)
 
 
 def _sample_dims_of_results(

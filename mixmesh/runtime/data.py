@@ -278,7 +278,7 @@ class PlanSampler(Sampler[int]):
 
 def own_samples(program: Program, rank: int) -> tuple[int, int, int] | None:
     """The first of the samples of ``rank`` in a global batch, how many they are, and how many the batch has;
-    None if the inputs are not dealt out alike along dim 0."""
+    None if the inputs are not cut alike along dim 0."""
     first = batch_dim_input(program)
     layouts = {layout(program, i.type) for i in program_inputs(program)}
     if (
@@ -302,7 +302,7 @@ def plan_sampler(
 ) -> PlanSampler:
     """A sampler for ``DataLoader(dataset, sampler=..., batch_size=sampler.local_batch_size)``.
 
-    Raises InputError if the inputs are not dealt out alike along dim 0: then every rank needs whole
+    Raises InputError if the inputs are not cut alike along dim 0: then every rank needs whole
     batches, and ``shard_batches`` cuts them.
     """
     own = own_samples(program, rank)

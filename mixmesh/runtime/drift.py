@@ -29,7 +29,7 @@ from .shards import Stored
 
 FIRST_CALLS = (2, 4, 8, 16, 32)  # forward passes of a training before which parameters are compared
 EVERY = 64  # and from then on
-ORDERS = (1.0, 2.0)  # of the norms
+ORDERS = (1.0, 2.0)  # the orders of the norms
 # shares by which values may differ where devices round otherwise, by dtype
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
 HINTS = (
@@ -40,7 +40,7 @@ HINTS = (
 
 
 def is_due(num_calls: int) -> bool:
-    """Whether parameters are to be compared before so many forward passes of a training were made."""
+    """Whether parameters are to be compared before the forward pass ``num_calls`` of a training."""
     return num_calls in FIRST_CALLS or num_calls % EVERY == 0
 
 

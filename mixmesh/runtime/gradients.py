@@ -11,7 +11,7 @@ again. And a rank whose part of the step gave a parameter no gradient contribute
 
 Gradients that a redistribution brings (the reduce_scatter of a gathered parameter) are handed over as
 handles, and added to their parameters as they arrive. So are those of owned parameters (``owned``): their
-bucket is reduce_scattered to the owners, and the whole gradient is let go of when it leaves.
+bucket is reduce_scattered to the owners, and the whole gradient is freed when it leaves.
 """
 
 from __future__ import annotations

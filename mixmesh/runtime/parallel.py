@@ -93,7 +93,7 @@ def parallelize(
     """
     model = uncompiled(model)
     check_not_parallel(model, "parallelize")
-    reads_of(model).renew()  # what was changed since it was planned is seen at the first call
+    reads_of(model).renew()  # the first call sees changes since it was planned
     program = plan if isinstance(plan, Program) else plan.program
     check_can_follow(model)
     watch = start_together(

@@ -5,7 +5,7 @@ rank j's shard is seeded with the shard's position, so no two ranks repeat each 
 a shard instead draws the numbers of the whole tensor and keeps its piece, which makes a sharded run
 equal to the single device number for number, at the cost of drawing everything everywhere.
 
-Micro-steps draw as so many smaller shards: each from a generator of its own, or in exact mode its piece of
+Micro-steps draw as smaller shards do: each from a generator of its own, or in exact mode its piece of
 the numbers of the whole step. Replicated values are the same in all micro-steps of a step.
 """
 

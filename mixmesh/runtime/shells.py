@@ -23,8 +23,8 @@ from ..frontend.trace.compiled import DYNAMO
 WHOLE_HINT = "with model.whole() as m: ...  # the original's class with whole weights, on every rank"
 # instance attributes that every module has for itself, or that would run the original
 _OWN = frozenset({*nn.Module().__dict__, "forward", "__call__", "_compiled_call_impl", "_orig_mod"})
-# modules of a parallel model take these from nn.Module, whatever the original does: names and values are
-# those of the program
+# modules of a parallel model take these from nn.Module, whatever the original does: names and
+# values are the program's
 _OF_STATES = ("get_extra_state", "set_extra_state", "_save_to_state_dict", "_load_from_state_dict")
 _OF_THE_WHOLE = (
     "__call__", "__delattr__", "__setstate__", "state_dict", "load_state_dict", "parameters",

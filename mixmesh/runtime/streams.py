@@ -40,7 +40,7 @@ def side_stream(device: torch.device) -> torch.Stream:
     return torch.Stream(device)
 
 
-Moment = torch.Event  # of a stream
+Moment = torch.Event  # on a stream
 
 
 def issue_beside(device: torch.device, x: Tensor, issue: Callable[[], None]) -> Moment:

@@ -72,7 +72,7 @@ class Watch:
         self.on_lost: Callable[[Lost, Position], object] = lambda lost, position: None
         self.is_told_to_stop: Callable[[], bool] = lambda: False  # by a signal that was noted
         self._calls: dict[int, str] = {}
-        self._lines: dict[int, str] = {}  # of the script, by the number of the call
+        self._lines: dict[int, str] = {}  # in the script, by the number of the call
         self._thread = threading.get_ident()  # the thread that computes
         self._failed = self._ended = ""
         self._verdict: CollectiveError | None = None

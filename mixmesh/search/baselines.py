@@ -55,7 +55,7 @@ def fully_sharded(program: Program, params: Collection[str] | None = None) -> Pr
     """``program`` with every replicated parameter, or those of ``params``, stored S(0) and gathered for use
     (ZeRO-3, FSDP).
 
-    A gather starts one parameter-using operator ahead of its use, and the gathered parameter is let go of
+    A gather starts one parameter-using operator ahead of its use, and the gathered parameter is freed
     after its last use, to be gathered again where the backward pass needs it.
     """
     stored = {

@@ -237,9 +237,9 @@ def solve(lp: LinearProgram) -> Solution:
         raise Infeasible(
             f"no ratio satisfies the memory of all ranks (HiGHS: {h.modelStatusToString(status)})"
         )
-    found = h.getSolution()
-    x = np.array(found.col_value)
-    return Solution(x, float(lp.c @ x), np.array(found.row_dual), np.array(found.col_dual))
+    solution = h.getSolution()
+    x = np.array(solution.col_value)
+    return Solution(x, float(lp.c @ x), np.array(solution.row_dual), np.array(solution.col_dual))
 
 
 def optimal_ratio(

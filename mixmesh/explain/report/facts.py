@@ -140,7 +140,7 @@ def with_faster(plan: Plan, cluster: Cluster, profile: Profile | None, step_s: f
 
 
 def what_if(plan: Plan, cluster: Cluster, profile: Profile | None) -> WhatIf:
-    """What-if answers for the program's own batch: a plan does not have the model, so that
+    """Answers to what-ifs for the program's own batch: a plan does not have the model, so that
     another batch is not asked about."""
     started = time.perf_counter()
     asked = [change for change in changes(cluster) if change.batches == 1]

@@ -75,7 +75,7 @@ def variants_html(contents: Sequence[str]) -> str:
 
 
 def bounds_html(parts: Parts) -> str:
-    """What no plan is faster than, and how near to it this one is."""
+    """The seconds that no plan is faster than, and how near to them this one is."""
     bounds = parts.bounds
     told = (
         f"<b>The bound is {seconds_text(bounds.bound_s)}</b>: no plan for these devices is faster, however "

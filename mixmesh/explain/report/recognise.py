@@ -77,8 +77,8 @@ def run_of_folder(folder: Path) -> Run:
     if not log.is_file():
         got = f"{len(kept)} checkpoints and no {RUN_LOG}" if kept else "a folder without checkpoints"
         raise unknown(folder, got)
-    found = parse_log(read_text(log, MAX_BYTES), str(log))
-    return Run(folder.name or str(folder), found, tuple(sorted(kept)))
+    run = parse_log(read_text(log, MAX_BYTES), str(log))
+    return Run(folder.name or str(folder), run, tuple(sorted(kept)))
 
 
 def bench_of(text: str, name: str) -> Bench | None:

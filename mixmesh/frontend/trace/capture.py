@@ -58,7 +58,7 @@ class LossSource(Enum):
 
 @dataclass(frozen=True)
 class Request:
-    """What to trace of a call: its ``outputs`` beside the loss, its context, and the origin of its loss."""
+    """The parts of a call to trace: its ``outputs`` beside the loss, its context, its loss's origin."""
 
     outputs: Collection[str | int] = ()
     autocast: Autocast | None = None

@@ -68,7 +68,7 @@ class ProcessMemory(NamedTuple):
 
 @dataclass(frozen=True)
 class KeptProcess:
-    """What this machine has kept of an earlier ``process_memory``, and how to keep a new one."""
+    """The ``process_memory`` that an earlier profile has left on this machine, and how to keep a new one."""
 
     load: Callable[[], ProcessMemory | None]
     save: Callable[[ProcessMemory], object]
@@ -113,20 +113,20 @@ def process_memory(timeout_s: float = 120.0) -> ProcessMemory:
 
 
 def gpu_process_memory(channel: Channel) -> ProcessMemory:
-    """That of a process on this card. Collective; the channel must not have been used before.
+    """The memory of a process on this card. Collective; the channel must not have been used before.
 
     The context, the kernels and workspaces that products, convolutions and attention bring with them, forward
     and backward, and the buffers of a communicator. What other processes hold of the card counts too: who
     shares it has less.
     """
     device = channel.comm.device
-    made = allocated_bytes(device)
+    workspace_bytes = allocated_bytes(device)
     torch.zeros(1, device=device)
     alone = outside_bytes(device)
     sums = _added(device, lambda: _sum(channel))
     pairs = _added(device, lambda: _exchange(channel))
     kernels = _added(device, lambda: use_kernels(device))
-    workspaces = allocated_bytes(device) - made
+    workspaces = allocated_bytes(device) - workspace_bytes
     return ProcessMemory(alone, alone + kernels + max(workspaces, 0), (sums, pairs))
 
 

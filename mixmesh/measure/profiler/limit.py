@@ -38,7 +38,7 @@ class Limit:
 
     @classmethod
     def of(cls, comm: Comm, budget_s: float) -> Limit:
-        """So many seconds from now."""
+        """A limit of ``budget_s`` seconds from now."""
         return cls(comm, budget_s, time.perf_counter())
 
     def left_s(self, share: float = 1.0) -> float:

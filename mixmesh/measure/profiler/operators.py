@@ -177,13 +177,13 @@ def measure_cuts(
     """The other ways to cut a product, by which of its inputs are cut."""
     by_cut = {cut_inputs(strategy.inputs): strategy for strategy in reversed(sharded(call))}
     usual = cut_inputs(sharded(call)[0].inputs) if by_cut else ""
-    found = {}
+    cuts_s = {}
     for cut, strategy in by_cut.items():
         if cut != usual:
             curves = measure_curves(bench, node, call, strategy, shares)
             if curves is not None:
-                found[cut] = curves
-    return found
+                cuts_s[cut] = curves
+    return cuts_s
 
 
 def sharded(call: Call) -> list[Strategy]:

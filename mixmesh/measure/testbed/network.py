@@ -11,7 +11,7 @@ import os
 
 from .system import command
 
-LIMIT_BYTES = 64_000_000  # of a queue, so large that senders wait and no packets are lost
+LIMIT_BYTES = 64_000_000  # a queue so large that senders wait and no packets are lost
 MTU = 1500
 OUTSIDE = "10.77.254.254"  # the address outside of all machines, which no fault of a machine affects
 

@@ -99,7 +99,7 @@ def turn(load: Load, plan: Plan, *, record: bool = False) -> RunReport | str:
         )
     except torch.OutOfMemoryError:
         failure = OUT_OF_MEMORY
-    except MixmeshError as error:  # of the program, or of a collective that another rank never reached
+    except MixmeshError as error:  # in the program, or in a collective that another rank never reached
         failure = OUT_OF_MEMORY if isinstance(error.__cause__, torch.OutOfMemoryError) else str(error)
     gc.collect()  # frees the model before the next one is made
     empty_cache(default_device())

@@ -42,7 +42,7 @@ __all__ = [
 
 TOLERANCE = 1e-4  # relative, in the model's own precision: the usual error of float32
 TOLERANCE_F64 = 1e-9
-TOLERANCE_UPDATE = 1e-9  # of an optimizer's step; both sides have the same gradients
+TOLERANCE_UPDATE = 1e-9  # after an optimizer's step; both sides have the same gradients
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ class Part:
     comes after."""
 
     successors: dict[int, list[int]]
-    followers: dict[int, list[int]]  # of those tasks that have any
+    followers: dict[int, list[int]]  # for the tasks that have any
     missing: dict[int, int]
 
     @classmethod

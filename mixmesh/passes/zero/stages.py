@@ -3,7 +3,7 @@
 0    everything is replicated
 1    gradients and optimizer state belong to owners; gradients are summed to them once per step
 2    as 1, and gradients are summed to them in every backward pass
-3    parameters are stored by their owners, gathered for use and let go of between the passes; what the
+3    parameters are stored by their owners, gathered for use and freed between the passes; what the
      backward pass has no use for, as of biases and tables, is not gathered again
 """
 
@@ -42,7 +42,7 @@ def with_stage(program: Program, stage: int, owners: Ratio) -> Program:
     """``program`` in a stage of ZeRO: what its replicated parameters become.
 
     ``owners`` has one share per rank, zeros allowed; of the gradient and optimizer state in stages 1 and 2,
-    of the parameter too in stage 3. Rows are dealt out whole. These stay replicated: parameters without
+    of the parameter too in stage 3. Every row has one owner. These stay replicated: parameters without
     dims, without a gradient, of one rank only, or whose gradient comes out of factors (``sfb``). Raises
     InputError for a bad stage or ratio, PlanError if an owner in stages 1 and 2 does not hold a parameter.
     """
@@ -141,7 +141,7 @@ def _with_ratio(program: Program, shares: Ratio) -> tuple[Program, str]:
 def stored_by_owners(program: Program, names: Collection[str], ratio: str) -> Program:
     """``program`` with these parameters stored S(0) in the shares of ``ratio``, and gathered for use.
 
-    A gather starts one parameter-using operator ahead of its use, and the gathered parameter is let go of
+    A gather starts one parameter-using operator ahead of its use, and the gathered parameter is freed
     after its last use, to be gathered again where the backward pass needs it.
     """
     again = _needed_again(program, names)

@@ -17,11 +17,11 @@ from .shares import SHARES
 from .spelling import ALGORITHMS, NAMES, ONE_SHOT
 from .weight_gradients import WEIGHT_GRADIENTS
 
-# of a program that a search has just found
+# for a program that a search has just found
 REPAIRING = (REMATERIALISATION, FACTORS, SHARES)
-# of the plans that may become the fastest
+# for the plans that may become the fastest
 ARRANGING = (ORDER, WEIGHT_GRADIENTS, FLAT, ONE_SHOT)
-# of the program that is returned, whose step they do not change
+# for the program that is returned, whose step they do not change
 SPELLING = (NAMES, ALGORITHMS)
 # in the order in which a plan goes through them
 PASSES = (*REPAIRING, REDUCTIONS, *ARRANGING, CHECKPOINTING, *SPELLING)

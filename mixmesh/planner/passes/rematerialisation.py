@@ -13,7 +13,7 @@ from .row import Pass
 def fewest(task: Task, proposal: Proposal, among: Collection[int] | None = None) -> Proposal:
     """The proposal with as few of its regions, or of those ``among`` them, as memory allows.
 
-    The last ones are let go of first: they are the first in the backward pass, before which all that is kept
+    The last ones are dropped first: they are the first in the backward pass, before which all that is kept
     is there, and once it comes to the others there is room for theirs.
     """
     program = proposal.program

@@ -3,7 +3,7 @@
 HeteroG (CoNEXT'20, section 4.1.2) lets a group of operators run on one device, or replicated on all of
 them, evenly or in proportion to their speed, with its gradients summed by AllReduce or by a parameter
 server. TAG (TPDS'23) has any set of device groups instead of all. Here a choice is a ratio over all ranks,
-zeros for those outside, and a way to synchronise gradients; shares are of the batch, in whole samples.
+zeros for those outside, and a way to synchronise gradients; shares cut the batch into whole samples.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def stored(state: State) -> None:
 
 
 def _trained(state: State, param) -> None:
-    """What the optimizer keeps of a parameter, and gradients of earlier micro-batches."""
+    """The optimizer's state of a parameter, and gradients of earlier micro-batches."""
     setting, size = state.setting, param.type.value.size_bytes
     cut = setting.owned.get(param.result, param.type).cut
     state.ledger.take(setting.states.kept * size, cut, stays=True)

@@ -127,7 +127,7 @@ def _computed(program: Program, kinds: Sequence[Kind | None], last: Mapping[str,
 def _kept(program: Program, kinds: Sequence[Kind | None]) -> set[str | None]:
     """Values that may be held beyond their last use: by autograd, by a view, or by a redistribution."""
     names: set[str | None] = {program.loss}
-    places: dict[Kind, tuple[Sequence[int], Sequence[int]]] = {}  # of inputs and results that may be
+    places: dict[Kind, tuple[Sequence[int], Sequence[int]]] = {}  # places of inputs and results that may be
     for i, kind in zip(program.instructions, kinds):
         if kind is None:
             names.update(i.inputs)

@@ -13,7 +13,9 @@ from .moments import whole
 from .views import contiguous, is_dense, reshaped, view_of
 
 Strides = tuple[int, ...]
-Results = tuple[tuple[int | None, Strides], ...]  # of each result the input that it is a view of, and strides
+Results = tuple[
+    tuple[int | None, Strides], ...
+]  # for each result the input that it is a view of, and strides
 LOOKUPS = ("aten.embedding", "aten.gather", "aten.index.Tensor", "aten.index_select")
 
 

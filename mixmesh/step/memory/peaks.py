@@ -100,8 +100,8 @@ class PeakMemory:
         return [constant(rank, meetings, idle=rank not in working) for rank in range(program.world_size)]
 
     def _communicators(self, program: Program) -> tuple[Communicator, ...]:
-        """Those of a program of these instructions, which depend on who takes part, and on which sums are
-        large enough for levels; none where no rank is on a GPU."""
+        """The communicators of a program of these instructions, which depend on who takes part, and on which
+        sums are large enough for levels; none where no rank is on a GPU."""
         if all(device.kind == "cpu" for device in self.costs.cluster.devices):
             return ()
         levels = (program.levels, program.buckets) if program.levels is not None else None

@@ -24,7 +24,7 @@ def compute_again(state: State, n: int) -> None:
                 state.values[name] = View(state.again[name], contiguous(shape))
     compute(state, n, i, again=True)
     state.rerun.update(r for r in i.results if r is not None)
-    # what the region reads and does not make is held elsewhere
+    # values that the region reads and does not make are held elsewhere
     own = [name for name in (*setting.inputs[n], *i.results) if name in state.rerun]
     state.forget(n, own, setting.last_reruns[number])
 

@@ -29,7 +29,7 @@ class Transfer:
 
     @classmethod
     def back(cls, i: Instruction, source: TensorType) -> Transfer:
-        """That of the gradient."""
+        """The transfer of the gradient."""
         return cls(DUAL_COLLECTIVE.get(i.op, i.op), i.type, source, i.attr("gradient_algorithm"))
 
     def is_sent_as_it_is(self, cuda: bool) -> bool:

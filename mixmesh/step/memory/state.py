@@ -45,11 +45,11 @@ class Setting:
     held: Held
     flight: Flight
     kinds: Sequence[Kind | None]
-    inputs: tuple[tuple[str, ...], ...]  # of each instruction, without repetition
+    inputs: tuple[tuple[str, ...], ...]  # for each instruction, without repetition
     last: dict[str, int]  # index of the last instruction that uses a value in the forward pass
     resharded: frozenset[str]  # gathered parameters that nobody keeps between the passes
     owned: dict[str, TensorType]  # by parameter, how its owners hold its gradient
-    regions: dict[int, Repeat]  # what is computed again, by the number of its region
+    regions: dict[int, Repeat]  # computed again, by the number of its region
     ends: dict[int, Repeat]  # the same, by the computation whose backward is its last
     last_reruns: dict[int, dict[str, int]]  # by region, as ``last`` in its second run
 
@@ -113,10 +113,10 @@ class State:
     unordered: set[str] = field(default_factory=set)  # gathered values that nobody has used yet
     fetching: list[tuple[GradientSum, Storage]] = field(default_factory=list)  # owned parameters on their way
     to_fetch: list[GradientSum] = field(default_factory=list)
-    # of the backward pass
+    # in the backward pass
     late: dict[int, tuple[Storage, ...]] = field(default_factory=dict)  # factors of weights' gradients
     again: dict[str, Storage] = field(default_factory=dict)  # gathered once more
-    kept_inputs: dict[int, dict[str, Storage]] = field(default_factory=dict)  # of regions, by ``Repeat.at``
+    kept_inputs: dict[int, dict[str, Storage]] = field(default_factory=dict)  # for regions, by ``Repeat.at``
     rerun: set[str] = field(default_factory=set)  # values that a second run has made
     returning: dict[str, tuple[View, list[Storage]]] = field(default_factory=dict)  # with what carries them
     # sums on their way to where pieces are kept: bytes, and what is held meanwhile

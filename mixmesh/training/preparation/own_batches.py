@@ -115,7 +115,7 @@ class Iteration:
 
 class OwnBatches:
     """A batch sampler: this rank's part of every batch of the first rank's ``batch_sampler``. ``rows`` gives
-    the rank's first row in a batch of so many, and how many it has; ``ahead`` is that of ``Iteration``, the
+    the rank's first row in a batch of some size, and how many it has; ``ahead`` is that of ``Iteration``, the
     same on all ranks. ``iteration`` is the one that was begun last, which is given out."""
 
     def __init__(self, loader: DataLoader, rows: Rows, ahead: int = 0) -> None:

@@ -222,7 +222,7 @@ class OwnLoader:
             progress.end(iteration.last_numbers)
             self._show(progress)
 
-        draws: list[RowDraws] = []  # of this epoch, when its numbers are known
+        draws: list[RowDraws] = []  # in this epoch, when its numbers are known
 
         def around() -> AbstractContextManager:
             if not self._draws_apart or iteration.numbers is None:

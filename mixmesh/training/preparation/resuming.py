@@ -56,8 +56,8 @@ def generators_of(loader: Any) -> dict[str, torch.Generator]:
         "batch_sampler": batch_sampler,
         "batch_sampler.sampler": getattr(batch_sampler, "sampler", None),
     }
-    found = {place: getattr(holder, "generator", None) for place, holder in holders.items()}
-    return {place: g for place, g in found.items() if isinstance(g, torch.Generator)}
+    generators = {place: getattr(holder, "generator", None) for place, holder in holders.items()}
+    return {place: g for place, g in generators.items() if isinstance(g, torch.Generator)}
 
 
 def numbers_of_process() -> dict[str, Any]:

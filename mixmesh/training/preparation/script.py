@@ -195,10 +195,10 @@ def another_call(batch: Any) -> tuple[str, ...]:
     names = tuple(batch) if isinstance(batch, Mapping) else tuple("abcdefgh"[: len(as_arguments(batch))])
     if not all(isinstance(name, str) and name.isidentifier() for name in names):
         return ()
-    given = ", ".join(names)
+    arguments_text = ", ".join(names)
     return (
-        f"if the loop calls the model with other values than the loader gives ({given}): "
-        f"mixmesh.prepare(..., inputs=lambda {given}: ({names[0]}, ...))",
+        f"if the loop calls the model with other values than the loader gives ({arguments_text}): "
+        f"mixmesh.prepare(..., inputs=lambda {arguments_text}: ({names[0]}, ...))",
     )
 
 
@@ -219,20 +219,20 @@ def taken_by(model: nn.Module, loss: Callable[..., Any] | None, batch: Any) -> A
         while isinstance(batch, tuple) and len(batch) > least and is_words(batch[-1]):
             batch = batch[:-1]
         return batch
-    taken = Signature.of(model)
+    signature = Signature.of(model)
     if isinstance(batch, Mapping):
-        return batch if taken.more_names else {k: v for k, v in batch.items() if k in taken.names}
-    if not isinstance(batch, tuple) or taken.more_positions:
+        return batch if signature.more_names else {k: v for k, v in batch.items() if k in signature.names}
+    if not isinstance(batch, tuple) or signature.more_positions:
         return batch
-    return batch[: len(taken.positions)]
+    return batch[: len(signature.positions)]
 
 
 def on_one_device(model: nn.Module, loss: Callable[..., Any], outputs: tuple[str | int, ...]) -> nn.Module:
     """``model`` with its loss, compiled if it was."""
-    made = with_loss(uncompiled(model), loss, outputs)
+    alone = with_loss(uncompiled(model), loss, outputs)
     if is_compiled(model):
-        made.compile()
-    return made
+        alone.compile()
+    return alone
 
 
 def maker_like(

@@ -63,7 +63,7 @@ class LoopBalancer:
         )
         self._has_begun = self._has_stepped = False
         self._started_s: float | None = None  # when the step that is under way began
-        self._own_s = self._step_s = 0.0  # of the last step
+        self._own_s = self._step_s = 0.0  # in the last step
         self._waited_s = self._loaded_s = self._asked_s = 0.0
         self._num_steps = self._num_calls = self._num_given = 0
         self._zeroed_at_batch = 0  # by then, as the three that follow
