@@ -163,7 +163,7 @@ def of_memory(*memory_gib: float) -> Cluster:
 
 def test_the_small_card_does_not_run_out_of_memory():
     """Weights of 0.75 GiB, with gradients and Adam 3.8 GiB: no device holds them, the two together do."""
-    where = of_memory(2.6, 4.2)
+    where = of_memory(3.3, 5.2)
     model = graph(BIG, 128)
     with pytest.raises(Infeasible):
         make_plan(model, where, planner="ddp-even")

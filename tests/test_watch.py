@@ -42,7 +42,7 @@ AGREED = {
     "data": "the ranks were not given the same batch",
     "data in another order": "the ranks were not given the same batch",
     "shape": "x: the ranks were given neither one whole batch nor each its own part of one",
-    "evaluates": "in evaluation forward",
+    "evaluates": "modules train on some ranks that evaluate on others",
     "saves": "in full_state_dict",
     "leaves an epoch": "rank 1 in the start of an epoch",
 }
@@ -185,11 +185,11 @@ def test_collectives_are_started_where_the_watch_knows_of_them():
     a part of one. Who starts them by ``torch.distributed`` is in this list, with the reason."""
     known = {
         "runtime/first_rank.py": "messages",
+        "runtime/messages.py": "within a call, or before a training",
         "runtime/collectives.py": "given to a channel",
         "runtime/levels.py": "given to a channel",
         "runtime/shapes/agree.py": "given to a channel",
         "training/rebalance/balancer.py": "given to a channel",
-        "runtime/recording.py": "within the end of a recorded training",
         "checkpoint/vote.py": "within a meeting",
     }
     before_training = ("measure/", "cluster/detection/")  # a script calls none of it
