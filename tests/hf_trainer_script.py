@@ -105,9 +105,7 @@ class Modes(TrainerCallback):
 
 
 def tokens_loss(outputs, labels, num_items_in_batch=None):
-    """The mean over the tokens of all batches of a step, with a penalty on large logits. It draws a number
-    when it is traced, which the first rank does for every new length."""
-    random.random()
+    """The mean over the tokens of all batches of a step, with a penalty on large logits."""
     logits = outputs.logits[:, :-1].flatten(0, 1)
     entropy = F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
     return (entropy + 1e-2 * logits.square().mean(-1).sum()) / num_items_in_batch

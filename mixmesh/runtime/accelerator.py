@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 HOST = ("cpu", "meta")  # devices of which nothing is to be awaited
 HOST_BACKEND = "gloo"  # sends what is in the host's memory, and every tensor by way of it
+PRETENDED_BACKEND = "fake"  # PyTorch's, for one process as if all others were there
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def device_backend(device: torch.device) -> str:
 def is_on_device(group: dist.ProcessGroup | None = None) -> bool:
     """Whether the collectives of a group (without one of the default group) run in a stream of the device:
     ``wait`` then holds the current stream, and not the thread."""
-    return dist.get_backend(group) != HOST_BACKEND
+    return dist.get_backend(group) not in (HOST_BACKEND, PRETENDED_BACKEND)
 
 
 def device_count() -> int:

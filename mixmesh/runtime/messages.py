@@ -13,14 +13,13 @@ import torch.distributed as dist
 
 from .accelerator import HOST_BACKEND, is_on_device
 
-PRETENDED_BACKEND = "fake"  # PyTorch's, of one process as if all others were there
 # the default group, and that for its messages
 _made: list[tuple[dist.ProcessGroup | None, dist.ProcessGroup]] = []
 
 
 def begin_messages(timeout: timedelta) -> None:
     """Makes the group, if the default one is of cards and has none yet. Collective."""
-    if is_on_device() and dist.get_backend() != PRETENDED_BACKEND and message_group() is None:
+    if is_on_device() and message_group() is None:
         _made[:] = [(dist.group.WORLD, dist.new_group(timeout=timeout, backend=HOST_BACKEND))]
 
 

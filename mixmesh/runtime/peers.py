@@ -35,6 +35,7 @@ class Seen:
     verdict: dict[str, Any] | None = None
     lines: dict[str, str] = field(default_factory=dict)
     at: str = ""  # the line of its script, while it is outside of all calls
+    failed_at: int = 0  # the number of the call that failed last
 
 
 class Peers:

@@ -75,6 +75,7 @@ class Watch:
         self._lines: dict[int, str] = {}  # in the script, by the number of the call
         self._thread = threading.get_ident()  # the thread that computes
         self._failed = self._ended = ""
+        self._failed_at = 0  # the number of the last call that has failed here
         self._verdict: CollectiveError | None = None
         self._lost: Lost | None = None  # the rank that the verdict is about
         self._decided_at = 0.0
@@ -126,7 +127,6 @@ class Watch:
     def begin(self, kind: str) -> None:
         """Raises what the watch has found since the last call."""
         self.raise_verdict()
-        self._failed = ""
         self.number += 1
         self._calls[self.number], self._lines[self.number] = kind, line_of_script()
         for kept in (self._calls, self._lines):
@@ -139,7 +139,7 @@ class Watch:
     def fail(self, error: BaseException) -> None:
         """Tells the others why this rank does not go on."""
         if error is not self._verdict:
-            self._failed = _one_line(error)
+            self._failed, self._failed_at = _one_line(error), self.number
 
     def leave(self, error: Exception) -> None:
         """Tells the others that this rank will not come again."""
@@ -197,7 +197,8 @@ class Watch:
             thread.join(2 * BEAT_S)
         if not self._peers.store_is_lost and not any(thread.is_alive() for thread in self._threads):
             self._write()
-            if not self.rank and not is_of_launcher() and (self._verdict or self._failed or last):
+            has_failed = self._failed and self._failed_at == self.number
+            if not self.rank and not is_of_launcher() and (self._verdict or has_failed or last):
                 self._wait_until_heard()
         atexit.unregister(self.close)
 
@@ -260,6 +261,7 @@ class Watch:
         state = Seen(
             self._beat, process_place(), os.getpid(), self.number, self.doing, now - self.since,
             waiting.what if waiting else "", calls, self._failed, self._ended, verdict, lines, at,
+            self._failed_at,
         )  # fmt: skip
         self._peers.write(state)
 
@@ -289,8 +291,9 @@ class Watch:
     def _find_gone(self, states: dict[int, Seen], waiting: Waiting) -> Lost | None:
         """A rank that has said itself that it does not come to the call that this one waits in."""
         for rank, seen in states.items():
-            has_failed = seen.failed and seen.number == self.number and not seen.doing
-            if has_failed:
+            # its script may have caught the error, and be in the next call already
+            is_over = seen.number > self.number or not seen.doing
+            if seen.failed and seen.failed_at == self.number and is_over:
                 return Lost(rank, "has failed", seen.failed)
             if seen.ended:
                 return Lost(rank, "has ended", seen.ended)
