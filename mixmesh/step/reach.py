@@ -99,7 +99,8 @@ def _kept(program: Program, i: Instruction, name: str) -> set[int]:
     held = {*program.participants(program.types[name])}
     becomes_addend = i.is_redistribution and isinstance(i.type.placement, Partial)
     if becomes_addend and isinstance(program.types[name].placement, Replicate):
-        return {min(held & {*program.participants(i.type)})}
+        both = held & {*program.participants(i.type)}
+        return {min(both)} if both else set()  # from some ranks to others: it travels
     return held
 
 

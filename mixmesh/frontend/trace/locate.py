@@ -26,7 +26,7 @@ _WITHIN = tuple(
     os.path.join(_OURS, "frontend", "trace", name)
     for name in (
         "averages.py", "branches.py", "checked_losses.py", "checkpoints.py", "functions.py", "hooks.py",
-        "moves.py",
+        "moves.py", "reads.py",
     )
 )  # fmt: skip
 _STDLIB = os.path.abspath(sysconfig.get_paths()["stdlib"]) + os.sep

@@ -139,6 +139,8 @@ class _Pass:
         path, true_module = self._modules.get(key[0], (type(module).__name__, None))
         if true_module is not None and isinstance(value, Tensor) and not is_own:
             return  # an input of the program
+        if is_metric(true_module if true_module is not None else module):
+            return  # it counts what it is given, of which the program has nothing
         self._held.append(attributes)
         find = _find_attribute(weakref.ref(true_module if true_module is not None else module), name)
         self._note(key, f"{path}.{name}".lstrip("."), find, value)
@@ -198,6 +200,13 @@ def reading(model: nn.Module, reads: Reads) -> Iterator[None]:
         _set_on_modules(before)
     for key, value in seen.noted.items():
         reads.keep(key, value)
+
+
+def is_metric(module: nn.Module) -> bool:
+    """Whether a module is a metric of torchmetrics, whose state no program holds."""
+    return any(
+        c.__name__ == "Metric" and c.__module__.startswith("torchmetrics.") for c in type(module).__mro__
+    )
 
 
 def _set_on_modules(methods: Mapping[str, Any]) -> None:
