@@ -270,7 +270,7 @@ def refused(name: str) -> None:
     model(x, y)  # and goes on
     optimizer.param_groups[0]["lr"] += RANK
     expect(lambda: model(x, y))
-    optimizer.param_groups[0]["lr"] -= RANK
+    optimizer.param_groups[0]["lr"] = 0.1
     accelerator.unwrap_model(model).first.requires_grad_(True)
     expect(lambda: model(x, y))
     tell(FOLDER, name, errors=errors)

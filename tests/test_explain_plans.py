@@ -26,6 +26,7 @@ from mixmesh.search.placement.lift import lifted, placed_of, ratios_of
 from mixmesh.search.placement.lower import lower
 from mixmesh.search.placement.split import split
 from mixmesh.simulator import simulate
+from tests.support.small_devices import free_communicators  # noqa: F401
 
 SAMPLES = 20
 PLANNERS = {

@@ -165,3 +165,8 @@ def allocated_bytes(device: torch.device) -> int:
 def total_bytes(device: torch.device) -> int:
     """Bytes of the card that processes may have."""
     return torch.accelerator.memory.get_memory_info(device)[1]
+
+
+def synchronise() -> None:
+    """Waits until this process's device has done all that it was given."""
+    torch.accelerator.synchronize()

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
-from .accelerator import HOST_BACKEND, is_on_device
+from .accelerator import HOST_BACKEND, is_on_device, synchronise
 
 # the default group, and that for its messages
 _made: list[tuple[dist.ProcessGroup | None, dist.ProcessGroup]] = []
@@ -36,5 +35,5 @@ def end_messages() -> None:
 def meet() -> None:
     """Waits for all ranks, each when its device has done what it was given. Collective."""
     if is_on_device():
-        torch.accelerator.synchronize()
+        synchronise()
     dist.barrier(group=message_group())

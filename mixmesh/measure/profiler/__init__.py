@@ -23,7 +23,7 @@ from ...cost.tf32 import PROFILED, state_of
 from ...frontend.job import batch_size, optimizer_states
 from ...frontend.trace.tf32 import tf32_now
 from ...lang.ir import Graph, Program
-from ...runtime.accelerator import indexed
+from ...runtime.accelerator import indexed, is_accelerator
 from ...runtime.allocator import steady_heap
 from ...runtime.comm import Comm, default_device
 from ...runtime.first_rank import everyones
@@ -167,7 +167,7 @@ def provenance_of(
     graph: Graph, cluster: Cluster, comm: Comm, links_s: float, took_s: float
 ) -> dict[str, str | int | float | list[str]]:
     """A profile's provenance: the versions, job and settings that it was measured with."""
-    tf32 = {PROFILED: state_of(tf32_now())} if comm.device.type == "cuda" else {}
+    tf32 = {PROFILED: state_of(tf32_now())} if is_accelerator(comm.device) else {}
     return {
         **tf32,
         "torch": torch.__version__,
