@@ -177,7 +177,9 @@ class Tab:
         height from above."""
         left, top, width, height = self.evaluate(
             "(e => { e.scrollIntoView({block: 'center'}); const b = e.getBoundingClientRect();"
-            f" return [b.left, b.top, b.width, b.height]; }})(document.querySelector({selector!r}))"
+            " const v = window.visualViewport;"  # mouse events are placed in what is seen of the page
+            " return [b.left - v.offsetLeft, b.top - v.offsetTop, b.width, b.height];"
+            f" }})(document.querySelector({selector!r}))"
         )
         return left + width / 2, top + height * down
 
