@@ -346,6 +346,9 @@ def check_without_time_little_is_measured(comm: Comm) -> None:
     # one rank that is late decides for all
     late = Limit(comm, 1e3, over.started - (2e3 if comm.rank == 1 else 0.0))
     assert late.is_past(1.0) and bool(late.left_s()) == (comm.rank != 1)
+    # ranks that run a collective another number of times wait for each other for ever
+    own = measure_links(comm, cluster(), 0.0, most_s=late.left_s())
+    assert all("median of 1 to 1" in m.source for m in own), own
 
 
 def check_a_named_algorithm_runs(_: Comm) -> None:

@@ -167,6 +167,8 @@ def measure_links(
     one run each after ``most_s``. Collective; ``comm`` has ``link_sets``."""
     if comm.world_size < 2:
         return ()
+    # by each rank's own clock; all must run each collective as often, so that the one that is late decides
+    most_s = -agreed(comm, [-most_s])[0]
     backend = comm.channel(comm.everyone, "profile").backend
     largest = min(d.memory_bytes for d in cluster.devices) * MEMORY_SHARE
     going = [_Progress(case) for case in link_cases(cluster, backend)]
