@@ -27,7 +27,7 @@ def write_text(path: str | Path, text: str) -> None:
     path = Path(path)
     partial = path.with_name(f"{path.name}.partial{os.getpid()}")
     try:
-        partial.write_text(text)
+        partial.write_text(text, encoding="utf-8")
         partial.replace(path)
     except OSError:
         partial.unlink(missing_ok=True)

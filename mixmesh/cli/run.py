@@ -122,7 +122,6 @@ def run(
         checkpoints=checkpoints,
         initial=initial,
         is_rebalanced=is_rebalanced,
-        compiles=compiles,
         print_every=print_every,
         log=checkpoints.folder / RUN_LOG if checkpoints is not None and log is None else log,
         tensorboard=tensorboard,

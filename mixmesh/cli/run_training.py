@@ -57,7 +57,6 @@ class RunOptions:
     checkpoints: Settings | None
     initial: Callable[[ParallelModel], object]
     is_rebalanced: bool
-    compiles: bool
     print_every: int
     log: Path | None
     tensorboard: Path | None
@@ -187,7 +186,7 @@ def train_part(options: RunOptions, start: Start, jobs: list[Job], live: Live, c
             heartbeat_s=options.preparing.heartbeat_s,
             record=options.trace is not None,
             check_model=options.plan is not None,
-            compile=options.compiles,
+            compile=options.preparing.compiles,
             on_nan=options.on_nan,
             keeper=keeper,
             balancer=balancer,

@@ -59,6 +59,11 @@ class CollectiveFit:
             return self.latency_s + self.s_per_byte * size_bytes
         return min([latency_s + s_per_byte * size_bytes for latency_s, s_per_byte in self.lines])
 
+    @property
+    def affine_lines(self) -> tuple[tuple[float, float], ...]:
+        """The latency and the seconds per byte of each algorithm, of which the fastest counts."""
+        return self.lines or ((self.latency_s, self.s_per_byte),)
+
     def algorithm(self, size_bytes: float, skew: float | None = None) -> str | None:
         """Nothing was measured: the runtime's own choice."""
         return None
@@ -92,7 +97,7 @@ def fastest_of(lines: Iterable[tuple[float, float]]) -> CollectiveFit:
 
 def in_turn(stages: Iterable[CollectiveFit]) -> CollectiveFit:
     """One after the other."""
-    ways = itertools.product(*(f.lines or ((f.latency_s, f.s_per_byte),) for f in stages))
+    ways = itertools.product(*(f.affine_lines for f in stages))
     return fastest_of((sum(a for a, _ in way), sum(b for _, b in way)) for way in ways)
 
 

@@ -125,6 +125,11 @@ class MeasuredCollective:
         far = [way for way in self.ways if way.largest_bytes == self.largest_bytes]
         return min(way.curves[-1][1].affine[1] for way in far)
 
+    @property
+    def affine_lines(self) -> tuple[tuple[float, float], ...]:
+        """The latency and the seconds per byte of the fastest, as one line."""
+        return ((self.latency_s, self.s_per_byte),)
+
     def _fastest(self, size_bytes: float, skew: float | None) -> tuple[float, str]:
         key = (size_bytes, skew)
         if key not in self._known:

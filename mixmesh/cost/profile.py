@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 
 import pydantic
 
-from ..base.files import read_text
+from ..base.files import read_text, write_text
 from ..cluster import Cluster, Device, Machine
 from ..errors import InputError
 from ..lang.ir import Placement, Shard, refs
@@ -284,9 +284,7 @@ class Profile:
                 for m in self.collectives
             ],
         }
-        partial = Path(f"{path}.partial")
-        partial.write_text(json.dumps(data, indent=1))
-        partial.replace(path)
+        write_text(path, json.dumps(data, indent=1))
 
 
 def _host_s_before(s_per_byte: float) -> dict[str, tuple[float, float]]:

@@ -72,10 +72,9 @@ def merged(program: Program, costs: CostModel, ready_s: Mapping[str, float]) -> 
     for (_, ranks, owned, _), places in kinds.items():
         fit = costs.collective(_way(program, ranks, owned), ranks)
         places.sort(key=lambda place: ready_s[params[place].result])  # stable
-        lines = getattr(fit, "lines", ()) or ((fit.latency_s, fit.s_per_byte),)
         sizes = [params[place].type.value.size_bytes for place in places]
         ready = [ready_s[params[place].result] for place in places]
-        groups += [(ready[b - 1], places[a:b]) for a, b in _cuts(ready, sizes, lines)]
+        groups += [(ready[b - 1], places[a:b]) for a, b in _cuts(ready, sizes, fit.affine_lines)]
     groups.sort(key=lambda bucket: bucket[0])
     buckets = list(program.buckets)
     for number, (_, places) in enumerate(groups):

@@ -121,9 +121,10 @@ def take(device: torch.device) -> None:
         torch.accelerator.set_device_index(device)
 
 
-def synchronize(device: torch.device) -> None:
-    """Waits until all that was issued to the device is done; on a CPU it is when it was called."""
-    if is_accelerator(device):
+def synchronize(device: torch.device | None = None) -> None:
+    """Waits until all that was issued to the device, without one the accelerator of the calling thread, is
+    done; on a CPU it is when it was called."""
+    if device is None or is_accelerator(device):
         torch.accelerator.synchronize(device)
 
 
@@ -160,13 +161,3 @@ def outside_bytes(device: torch.device) -> int:
 def allocated_bytes(device: torch.device) -> int:
     """Bytes of tensors and workspaces that there are now."""
     return torch.accelerator.memory.memory_allocated(device)
-
-
-def total_bytes(device: torch.device) -> int:
-    """Bytes of the card that processes may have."""
-    return torch.accelerator.memory.get_memory_info(device)[1]
-
-
-def synchronise() -> None:
-    """Waits until this process's device has done all that it was given."""
-    torch.accelerator.synchronize()

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from .accelerator import HOST_BACKEND, is_on_device, synchronise
+from .accelerator import HOST_BACKEND, is_on_device, synchronize
 
 # the default group, and that for its messages
 _made: list[tuple[dist.ProcessGroup | None, dist.ProcessGroup]] = []
@@ -35,5 +35,5 @@ def end_messages() -> None:
 def meet() -> None:
     """Waits for all ranks, each when its device has done what it was given. Collective."""
     if is_on_device():
-        synchronise()
+        synchronize()
     dist.barrier(group=message_group())

@@ -14,6 +14,11 @@ def modes_of(modules: Iterable[nn.Module]) -> Modes:
     return tuple([module.training for module in modules])
 
 
+def modes_by_name(model: nn.Module) -> dict[str, bool]:
+    """For each module of a model, by its name, whether it trains."""
+    return {name: module.training for name, module in model.named_modules()}
+
+
 def set_modes(modules: Iterable[nn.Module], modes: Modes) -> None:
     """Gives each module its mode, without a call of ``train()``, which models write for themselves."""
     for module, mode in zip(modules, modes, strict=True):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import html
 import json
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...base.files import write_text
 from ...errors import InputError
 
 ASSETS = Path(__file__).parent / "assets"
@@ -30,13 +30,9 @@ class Page:
 
 def save_page(page: Page, path: str | Path) -> None:
     """Writes the page; the file is either whole or not there. Raises InputError."""
-    path = Path(path)
-    partial = path.with_name(f"{path.name}.partial{os.getpid()}")
     try:
-        partial.write_text(page_text(page), encoding="utf-8")
-        partial.replace(path)
+        write_text(path, page_text(page))
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise InputError(f"cannot write the report: {error.strerror}", where=str(path)) from None
 
 

@@ -1,8 +1,8 @@
 """Values that a forward pass reads and a program holds as they were: numbers and words of modules, and
 tensors that are neither the model's parameters nor its buffers.
 
-Whoever runs the program asks at every call whether they are the same still. Only what was read is looked at:
-a module may count and note as it likes what its forward pass does not use.
+At every call the first rank compares them with the values of now. Only what was read is looked at: a module
+may count and note as it likes what its forward pass does not use.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ class Reads:
 
     of: dict[Key, Number | Constant] = field(default_factory=dict)
 
-    def changed(self, kind: type[Number] | type[Constant]) -> tuple[tuple[str, str], ...]:
-        """The path of each value of a kind that is another one now, and how it has changed."""
-        marks = [(x.path, x.mark()) for x in self.of.values() if isinstance(x, kind)]
+    def changed(self, *kinds: type[Number] | type[Constant]) -> tuple[tuple[str, str], ...]:
+        """The path of each value of these kinds that is another one now, and how it has changed."""
+        marks = [(x.path, x.mark()) for x in self.of.values() if isinstance(x, kinds)]
         return tuple((path, mark) for path, mark in marks if mark)
 
     def renew(self) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import torch
 
-SETTING = "torch.backends.cuda.matmul.allow_tf32"
-
 
 def tf32_now() -> bool:
     """The setting of this process, however it was made: ``allow_tf32``, ``fp32_precision``, or

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from ...runtime.comm import Comm
+from ...runtime.first_rank import largest
 
 # shares of the budget by which each part has to be over; a part that needs less leaves the rest to the next
 PROCESS, LINKS, BESIDE, REST, OPERATORS, STEPS = 0.35, 0.5, 0.6, 0.7, 0.85, 1.0
@@ -22,10 +22,9 @@ OPERATORS_LEAST = 0.15  # share of the budget that operators have in any case
 
 def agreed(comm: Comm, values: Sequence[float]) -> list[float]:
     """The largest of every rank's values. Collective."""
-    worst = torch.tensor(values, dtype=torch.float64, device=comm.device)
-    if comm.world_size > 1:
-        dist.all_reduce(worst, dist.ReduceOp.MAX)
-    return worst.tolist()
+    if comm.world_size == 1:
+        return list(values)
+    return largest(torch.tensor(values, dtype=torch.float64), "seconds of a profile").tolist()
 
 
 @dataclass(frozen=True)

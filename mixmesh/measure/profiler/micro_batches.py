@@ -28,7 +28,7 @@ from ...lang.optimizer_states import ADAM, OptimizerStates
 from ...lang.plan_devices import planned_devices
 from ...lang.plan_file import MicroBatch, Plan, accumulates, schedule
 from ...passes.zero import with_stage
-from ...runtime.accelerator import begin_peak, empty_cache, peak_held_bytes
+from ...runtime.accelerator import PRETENDED_BACKEND, begin_peak, empty_cache, peak_held_bytes
 from ...runtime.allocator import resident_bytes
 from ...runtime.data import shard_batches
 from ...runtime.parallel import parallelize
@@ -236,7 +236,7 @@ def rehearse(job: Any, plan: Plan, rank: int, device: torch.device) -> int:
         empty_cache(device)
         begin_peak(device)
         before = peak_held_bytes(device)
-    dist.init_process_group("fake", rank=rank, world_size=plan.program.world_size)
+    dist.init_process_group(PRETENDED_BACKEND, rank=rank, world_size=plan.program.world_size)
     try:
         with written_tensors():
             # parallelize takes a model over

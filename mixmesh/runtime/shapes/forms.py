@@ -27,7 +27,7 @@ from ...frontend.trace.shapes import passes_for
 from ...lang.ir import Graph, Program, batch_norm_of, outputs_of
 from ...lang.ir.recompute import buffers_kept_for_backward
 from ...lang.plan_file import Plan, accumulates
-from ..accelerator import HOST_BACKEND, is_accelerator, is_on_device
+from ..accelerator import HOST_BACKEND, PRETENDED_BACKEND, is_accelerator, is_on_device
 from ..batches import program_inputs
 from ..calls import Calls, missing
 from ..comm import Comm
@@ -137,7 +137,7 @@ class Forms:
         """The program for a call of the model whose modules are in these ``modes``, with the gradients of
         inputs that are ``wanted``. Collective; raises on all ranks alike: InputError, Infeasible, TraceError,
         PlanError."""
-        if dist.get_backend() == "fake":
+        if dist.get_backend() == PRETENDED_BACKEND:
             return self.planned  # a rehearsal: the others say nothing
         shapes, values = self.agreement.shapes(
             tensors, evaluates=not modes[0], wanted=wanted, modes=modes, values=self._values()
@@ -155,7 +155,7 @@ class Forms:
         has no part in the program: the others do not wait for it, and so cannot be told."""
         if self.comm.rank:
             return 0
-        changed = (*self.reads.changed(Number), *self.reads.changed(Constant))
+        changed = self.reads.changed(Number, Constant)
         if changed and 0 not in self.plan.program.working_ranks:
             path, mark = changed[0]
             raise InputError(

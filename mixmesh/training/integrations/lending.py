@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...runtime.modes import modes_of, set_modes
 from ...runtime.parallel import ParallelModel
 from ...runtime.shard_tensor import plain
 from ...runtime.whole_model import mark, own_module
@@ -71,9 +72,9 @@ class Lender:
 @contextmanager
 def keep_modes(model: nn.Module) -> Iterator[None]:
     """Restores at its end which modules of ``model`` train and which evaluate."""
-    modes = {module: module.training for module in model.modules()}
+    modules = tuple(model.modules())
+    modes = modes_of(modules)
     try:
         yield
     finally:
-        for module, mode in modes.items():
-            module.training = mode
+        set_modes(modules, modes)

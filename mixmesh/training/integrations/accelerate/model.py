@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from ....runtime.modes import modes_by_name
 from ....runtime.outputs import Output
 from ....runtime.parallel import ParallelModel
 from ....runtime.whole_model import own_module
@@ -65,10 +66,10 @@ def lend_in_its_modes(lender: Lender) -> nn.Module:
 
 def set_modes_of(module: nn.Module, parallel: nn.Module) -> None:
     """Gives each module within the script's own the mode that it has within the parallel model."""
-    modes = _modes(parallel)
+    modes = modes_by_name(parallel)
     for name, each in module.named_modules():
         each.training = modes.get(name, parallel.training)
-    parallel.__dict__["_shown_modes"] = _modes(module)
+    parallel.__dict__["_shown_modes"] = modes_by_name(module)
 
 
 def _follow_modes(parallel: nn.Module, lender: Lender) -> None:
@@ -81,14 +82,12 @@ def _follow_modes(parallel: nn.Module, lender: Lender) -> None:
             before[name] = each.training
 
 
-def _modes(model: nn.Module) -> dict[str, bool]:
-    return {name: each.training for name, each in model.named_modules()}
-
-
 def as_one_device(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> Lender:
     """Makes ``parallel`` evaluate as the script's own module. Returns the lender of that module."""
     lender = Lender(parallel)
-    parallel.__dict__.update(_lender=lender, _optimizer=optimizer, _shown_modes=_modes(lender.original))
+    parallel.__dict__.update(
+        _lender=lender, _optimizer=optimizer, _shown_modes=modes_by_name(lender.original)
+    )
     _put_before_class(_AsOneDevice, parallel)
     return lender
 

@@ -20,6 +20,7 @@ from ....errors import InputError
 from ....frontend.trace.outputs import IfGiven
 from ....runtime.comm import default_device, initialise
 from ....runtime.first_rank import from_first_rank, wait_for_all
+from ....runtime.modes import modes_by_name
 from ....runtime.parallel import ParallelModel, full_optimizer_state_dict
 from ...preparation.loading import same_random_numbers, take_random_numbers
 from ..launched import (
@@ -146,7 +147,7 @@ class Strategy(SingleDeviceStrategy):
             return
         module, (optimizer,) = self._module, self.optimizers
         takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-        step, modes = TrainingStep(module, batch, takes_index), _modes(module)
+        step, modes = TrainingStep(module, batch, takes_index), modes_by_name(module)
         with self.precision_plugin.train_step_context():
             options = {"outputs": (IfGiven(LOGGED),), **self.planning}
             parallel, _ = prepare_for(step, optimizer, step.tensors, options)
@@ -162,7 +163,7 @@ class Strategy(SingleDeviceStrategy):
         planned.lender.take_back()
         form, tensors = Form.of(batch)
         check_alike(tensors, learning_rates(self.optimizers[0]))
-        planned.check_form(form, _modes(self._module))
+        planned.check_form(form, modes_by_name(self._module))
         with (
             self.precision_plugin.train_step_context(),
             same_random_numbers(),  # ranks draw different numbers here, and must draw the next batch alike
@@ -223,8 +224,3 @@ class Strategy(SingleDeviceStrategy):
             self.accelerator.teardown()
         self.checkpoint_io.teardown()
         return None
-
-
-def _modes(module: torch.nn.Module) -> dict[str, bool]:
-    """For each submodule, by name, whether it trains."""
-    return {name: each.training for name, each in module.named_modules()}
