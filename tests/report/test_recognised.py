@@ -82,10 +82,10 @@ def test_faults_and_plans_are_marked_with_their_cause(tmp_path):
     page = run_page([recognise(tmp_path / "run.jsonl")])
     lost = 'rank 1 (T4-16GB of machine "b")'
     assert page.sentences[2:] == [
-        f"After step 3 {lost} was lost: {why}.",
+        f"After step 3 {lost} was lost: it {why}.",
         "It was started again after step 2; 1 step was made twice.",
         "It was stopped by SIGTERM after step 6.",
-        f"Another plan was gone on with after step 6: {cause}.",
+        f"Training went on with another plan after step 6: {cause}.",
         f"Shares followed the devices' speeds after step 6: {cause}.",
     ]
     marks = page.data["runs"][0]["marks"]

@@ -21,7 +21,7 @@ NAMES = {
     CHECKPOINT: "checkpoint",
     STOP: "stopped",
 }
-CHANGES = {PLAN: "Another plan was gone on with", SHARES: "Shares followed the devices' speeds"}
+CHANGES = {PLAN: "Training went on with another plan", SHARES: "Shares followed the devices' speeds"}
 SAME = 0.01  # share of a step
 MOST_TOLD = 3  # faults
 
@@ -116,11 +116,11 @@ def kept_texts(log: RunLog) -> Iterator[str]:
     """How many checkpoints, and where the plan or its shares changed in mid-run."""
     if saved := log.of(CHECKPOINT):
         yield f"{plural(len(saved), 'checkpoint')}, the newest after step {saved[-1].step}."
-    for event, text in CHANGES.items():
-        if changed := log.of(event):
-            where = ", ".join(str(mark.step) for mark in changed)
-            cause = changed[-1].facts.get("cause")
-            yield f"{text} after step {where}{f': {cause}' if cause else ''}."
+    changes = [(log.of(event), text) for event, text in CHANGES.items() if log.of(event)]
+    for changed, text in sorted(changes, key=lambda change: change[0][-1].step):
+        where = ", ".join(str(mark.step) for mark in changed)
+        cause = changed[-1].facts.get("cause")
+        yield f"{text} after step {where}{f': {cause}' if cause else ''}."
 
 
 def slowest_text(own_s: Sequence[float]) -> str:
@@ -158,9 +158,10 @@ def rank_text(facts: dict[str, Any]) -> str:
 
 
 def fault_text(mark: Mark) -> str:
-    """``After step 20 rank 1 (cpu-35) was lost: its process is stopped``."""
+    """``After step 20 rank 1 (cpu-35) was lost: it is stopped (by a signal), for 20 s``."""
     who = rank_text(mark.facts)
     why = mark.facts.get("why", "for no reason that is known")
+    why = f"it {why}" if why.startswith(("has ", "is ")) else why
     return f"After step {mark.step} {f'{who} was lost' if who else 'an error ended it'}: {why}"
 
 

@@ -71,7 +71,7 @@ function drawWhatIf() {
   draw('what-if', 'Samples per second after each change, as times those now: ' + rows.map(r => `${r[0]} ${r[3].toFixed(2)}`).join(', '), {
     grid: { ...GRID, right: 56 }, xAxis: axis({ type: 'value', axisLabel: { color: style('--text'), formatter: x => x + 'x', hideOverlap: true } }), yAxis: bars(names),
     tooltip: tip({ trigger: 'axis', valueFormatter: x => x.toFixed(2) + 'x the samples per second' }),
-    series: [{ type: 'bar', barMaxWidth: 20, label: { show: true, position: 'right', color: style('--text'), formatter: p => p.value.toFixed(2) + 'x' },
+    series: [{ type: 'bar', barMaxWidth: 20, z: 6, label: { show: true, position: 'right', color: style('--text'), backgroundColor: style('--ground'), padding: 1, formatter: p => p.value.toFixed(2) + 'x' },
       data: rows.map((r, n) => ({ value: r[3], itemStyle: { color: n ? colours()[0] : colours()[2] } })),
       markLine: { silent: true, symbol: 'none', label: { show: false }, lineStyle: { color: style('--text'), type: 'dashed' }, data: [{ xAxis: 1 }] } }] }, barHeight(names, 48));
   const priced = rows.some(r => r[5] !== null);

@@ -1,4 +1,4 @@
-const MARK_COLOURS = { start: 2, fault: 3, plan: 1, shares: 5, checkpoint: 4, stop: 7 };
+const MARK_COLOURS = { start: 2, fault: 3, plan: 6, shares: 5, checkpoint: 4, stop: 7 };
 
 function markLines(run, kinds) {
   return { symbol: 'none', silent: false, label: { show: false },
