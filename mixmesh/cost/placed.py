@@ -102,15 +102,15 @@ class Sheet(Outline):
                 if apart:
                     own, product = split_by_factors(program, i, times[at])
                     cut_too = cut if apart == "wgrad" else (0, 1, cut[2])  # factors are gathered whole
-                    whole: int = number(at, cut, "own", own)
-                    factor: int | None = number(at, cut_too, apart, product)
+                    own_work: int = number(at, cut, "own", own)
+                    product_work: int | None = number(at, cut_too, apart, product)
                 else:
-                    whole, factor = number(at, cut, "", times[at]), None
+                    own_work, product_work = number(at, cut, "", times[at]), None
                 again = None
                 if region_of(i) is not None:
                     second = tuple(OpTime(ZERO, t.forward) for t in times[at])
                     again = number(at, cut, "again", second)
-                found = works[key_of_work] = whole, factor, again
+                found = works[key_of_work] = own_work, product_work, again
             self.work_of[n] = found[0]
             if found[1] is not None:
                 (self.wgrad_work_of if apart == "wgrad" else self.factor_work_of)[n] = found[1]
