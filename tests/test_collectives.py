@@ -44,9 +44,8 @@ def check_all_gather(comm: Comm) -> None:
             for dtype in [*DTYPES, torch.bool]:
                 full = whole(shape_with(dim, sum(sizes)), dtype)
                 mine = full.split(list(sizes), dim)[comm.rank]
-                for async_op in (False, True):
-                    out = c.all_gather(channel, mine, sizes, dim, algorithm=algorithm, async_op=async_op)
-                    out = out.wait() if async_op else out
+                for gather in (c.all_gather, lambda *a, **k: c.all_gather.start(*a, **k).wait()):
+                    out = gather(channel, mine, sizes, dim, algorithm=algorithm)
                     assert torch.equal(out, full), (algorithm, sizes, dim, dtype)
                     assert out.is_contiguous()
 
@@ -61,7 +60,7 @@ def check_reduce_scatter(comm: Comm) -> None:
             out = c.reduce_scatter(channel, mine, sizes, dim, algorithm=algorithm)
             assert torch.equal(out, expected), (algorithm, sizes, dim, dtype)
             assert torch.equal(mine, before)
-            handle = c.reduce_scatter(channel, mine, sizes, dim, algorithm=algorithm, async_op=True)
+            handle = c.reduce_scatter.start(channel, mine, sizes, dim, algorithm=algorithm)
             assert torch.equal(handle.wait(), expected)
 
 
@@ -107,9 +106,8 @@ def check_many_at_once(comm: Comm) -> None:
                 full, sizes = whole((n + 1, 4000 + n), seed=n), (n + 1, *[0] * (len(ranks) - 2), 3999)
                 mine = full.split(list(sizes), 1)[ranks.index(comm.rank)]
                 channel = comm.channel(ranks, "all_gather")
-                going.append(
-                    (c.all_gather(channel, mine, sizes, 1, algorithm="all_to_all", async_op=True), full)
-                )
+                handle = c.all_gather.start(channel, mine, sizes, 1, algorithm="all_to_all")
+                going.append((handle, full))
     for handle, full in reversed(going):
         assert torch.equal(handle.wait(), full)
         assert handle.is_ready()
@@ -121,7 +119,7 @@ def check_never_awaited(comm: Comm) -> None:
     full, sizes = whole((3_000_000,)), (1_500_000, 900_000, 600_000)
     mine = full.split(list(sizes))[comm.rank]
     for _ in range(3):
-        handle = c.all_gather(channel, mine, sizes, async_op=True)
+        handle = c.all_gather.start(channel, mine, sizes)
         if comm.rank != 2:
             del handle
         out = c.reduce_scatter(channel, full, sizes)
@@ -154,7 +152,7 @@ def check_all_reduce_directly(comm: Comm) -> None:
         for op, expected in (("max", torch.stack(addends).amax(0)), ("prod", math.prod(addends))):
             assert torch.equal(c.all_reduce(channel, mine.T, op=op, direct=True), expected.T)
         expected = sum(addends)
-        handle = c.all_reduce(channel, mine, direct=True, in_place=True, async_op=True)
+        handle = c.all_reduce.start(channel, mine, direct=True, in_place=True)
         assert torch.equal(handle.wait(), expected) and torch.equal(mine, expected)
     large = torch.full((2**15,), comm.rank + 1.0)  # goes by sends and receives of each two
     assert torch.equal(c.all_reduce(channel, large, direct=True), torch.full((2**15,), 6.0))

@@ -301,9 +301,9 @@ def check_reshard(_) -> None:
 
     def counted(channel, x, *args, **kwargs):
         gathers.append(tuple(x.shape))
-        return original(channel, x, *args, **kwargs)
+        return original.start(channel, x, *args, **kwargs)
 
-    collectives.all_gather = counted
+    collectives.all_gather = collectives.Collective(counted)
     try:
         _, _, model, _ = build("fsdp_reshard")
         saved: list[object] = []

@@ -157,7 +157,7 @@ def check_many_at_a_time(comm: Comm) -> None:
         for n in range(SUMS):
             time.sleep(pace.random() * 0.01)
             x = torch.full((n + 1, 3), comm.rank + n, dtype=dtype)
-            handles.append(collectives.all_reduce(channel, x, levels=levels, in_place=True, async_op=True))
+            handles.append(collectives.all_reduce.start(channel, x, levels=levels, in_place=True))
         for n, handle in enumerate(handles):
             assert torch.equal(handle.wait(), torch.full((n + 1, 3), 10 + 5 * n, dtype=dtype))
             assert handle.is_ready()
@@ -167,8 +167,8 @@ def check_beside_flat_sums(comm: Comm) -> None:
     levels = ByLevels(comm, PARTS)
     channel = comm.channel(comm.everyone, "sum", purpose="gradient")
     handles = [
-        collectives.all_reduce(
-            channel, torch.full((1000,), float(comm.rank)), levels=levels if n % 2 else None, async_op=True
+        collectives.all_reduce.start(
+            channel, torch.full((1000,), float(comm.rank)), levels=levels if n % 2 else None
         )
         for n in range(10)
     ]
@@ -183,15 +183,13 @@ def check_pieces_of_leaders(comm: Comm) -> None:
     start = {0: 0, 2: 3}.get(comm.rank, 0)
     for dtype in (torch.float32, torch.int64):
         x = torch.arange(14, dtype=dtype).view(7, 2)
-        scattered = [
-            collectives.reduce_scatter(channel, x + n, sizes, levels=levels, async_op=True) for n in range(5)
-        ]
+        scattered = [collectives.reduce_scatter.start(channel, x + n, sizes, levels=levels) for n in range(5)]
         for n, handle in enumerate(scattered):
             mine = handle.wait()
             assert torch.equal(mine, (5 * (x + n)).narrow(0, start, sizes[comm.rank]))
         gathered = [
-            collectives.all_gather(
-                channel, x.narrow(0, start, sizes[comm.rank]) + n, sizes, levels=levels, async_op=True
+            collectives.all_gather.start(
+                channel, x.narrow(0, start, sizes[comm.rank]) + n, sizes, levels=levels
             )
             for n in range(5)
         ]

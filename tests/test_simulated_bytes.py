@@ -262,7 +262,7 @@ class Executed:
         places += [(gradients, "reduce_scatter"), (owned, "all_gather")]
         before = [getattr(module, name) for module, name in places]
         for (module, name), call in zip(places, before):
-            setattr(module, name, counted(found, name, call))
+            setattr(module, name, collectives.Collective(counted(found, name, call.start)))
         try:
             local, total = made.forward_local(**inputs)
             local.backward()

@@ -1,10 +1,16 @@
-"""Attributes that are replaced for a while."""
+"""Attributes that are replaced, for a while or for good."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+
+def put_on(owner: Any, name: str, value: Any) -> None:
+    """Sets an attribute of an object or class of another library, for good: one that its type does not
+    declare, or a method in place of its own."""
+    setattr(owner, name, value)
 
 
 @contextmanager

@@ -82,8 +82,9 @@ def staged(tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict
         if room is None or room.shape != piece.shape or room.dtype != piece.dtype:
             room = host_buffer(piece)
         issue_copy(piece, room)
-        is_shard = isinstance(tensor, ShardTensor)
-        copies[name] = shard(room, replace(tensor.whole, written=None)) if is_shard else room
+        if isinstance(tensor, ShardTensor):
+            room = shard(room, replace(tensor.whole, written=None))
+        copies[name] = room
     for device in {plain(tensor).device for tensor in tensors.values()}:
         synchronize(device)
     return copies

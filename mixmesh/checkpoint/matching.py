@@ -18,6 +18,7 @@ from .pretrained import is_pretrained
 from .weight_files import Held
 
 SHOWN = 3  # names in an error
+UNEXPECTED_KEYS = "_keys_to_ignore_on_load_unexpected"  # an attribute of classes of transformers
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +123,7 @@ def unused_names(original: nn.Module) -> list[str]:
     patterns: set[str] = set()
     for module in original.modules():
         if is_pretrained(module):
-            patterns.update(module._keys_to_ignore_on_load_unexpected or ())
+            patterns.update(getattr(module, UNEXPECTED_KEYS) or ())
     return sorted(patterns)
 
 

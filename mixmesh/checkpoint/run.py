@@ -166,10 +166,10 @@ class RunCheckpoints:
             self._finish()
             self._check_data()
         every = self._settings.every
-        is_due = every.time_s and time.monotonic() - self._saved_at >= every.time_s
+        is_time = bool(every.time_s and time.monotonic() - self._saved_at >= every.time_s)
         # the first rank's clock counts
         is_due, self.stopped_by = self._vote.cast(
-            int(bool(is_due) and not self._model.comm.rank), self._signals.number
+            int(is_time and not self._model.comm.rank), self._signals.number
         )
         if is_due or self.stopped_by or (every.steps and num_steps % every.steps == 0):
             self._begin(num_steps)

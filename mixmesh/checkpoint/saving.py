@@ -151,7 +151,8 @@ def content_of(
     if isinstance(model, ParallelModel):
         model._runtime.check_values()
         model.check_replicas()
-    tensors, described, optimizer_values = own_model_tensors(model, ranks.rank), None, {}
+    tensors, described = own_model_tensors(model, ranks.rank), None
+    optimizer_values: dict[str, Any] = {}
     if optimizer is not None:
         named = NamedOptimizer.of(model, optimizer, ranks.rank)
         state, optimizer_values = named.state()

@@ -67,7 +67,7 @@ def head_of(parts: Sequence[Part], metadata: Mapping[str, str] | None = None) ->
 def bytes_of(tensor: Tensor) -> memoryview:
     """The elements of a plain tensor in their order, as bytes in host memory."""
     tensor = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else memoryview(b"")
+    return tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
 
 
 def read_box(

@@ -36,6 +36,7 @@ class Vote:
             return 0, 0
         (work, told), self._pending = self._pending, None
         comm = self._ranks.comm
+        assert comm is not None  # there is a group
         comm.channel(comm.everyone, "whether to save and to stop", PURPOSE).finish(work)
         first, second = told.tolist()
         return first, second

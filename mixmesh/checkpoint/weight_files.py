@@ -40,7 +40,7 @@ def held_tensors(place: Path) -> dict[str, Held]:
     names_by_file: dict[str, list[str]] = {}
     for name, file in _weight_map(path).items():
         names_by_file.setdefault(file, []).append(name)
-    tensor_of = {}
+    tensor_of: dict[str, Held] = {}
     for file, names in names_by_file.items():
         held = tensors_in(path.parent / file)
         if missing := [name for name in names if name not in held]:

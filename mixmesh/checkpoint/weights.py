@@ -54,10 +54,10 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
 
 def together(ranks: Ranks, make: Callable[[], T]) -> T:
     """``make()`` of this rank, or on all ranks the error of the first one that has one. Collective."""
-    result: T | None = None
+    results: list[T] = []
     error: MixmeshError | None = None
     try:
-        result = make()
+        results.append(make())
     except MixmeshError as failure:
         error = failure
     except OSError as failure:
@@ -69,6 +69,7 @@ def together(ranks: Ranks, make: Callable[[], T]) -> T:
         )
     if first := next(filter(None, ranks.everyones(error)), None):
         raise first
+    (result,) = results
     return result
 
 

@@ -98,7 +98,8 @@ class Exchange:
     @property
     def is_one_way(self) -> bool:
         """Whether nobody both sends and receives."""
-        return bool(self.sent) and not {a for a, _, _ in self.sent} & {b for _, b, _ in self.sent}
+        sent = self.sent or ()
+        return bool(sent) and not {a for a, _, _ in sent} & {b for _, b, _ in sent}
 
     def lag_s(self, costs: CostModel) -> float:
         """Seconds of these in which others of its kind may go on: the stages of sums by levels overlap, and
@@ -137,7 +138,7 @@ def exchange_of(program: Program, i: Instruction, *, backward: bool = False) -> 
     sent = None
     if name == "all_to_all" and before.ratio != after.ratio:
         a, b = (after, before) if backward else (before, after)
-        sent = sent_between(_pieces(program, a), _pieces(program, b), a.placement.dim == b.placement.dim)
+        sent = sent_between(_pieces(program, a), _pieces(program, b), a.shard.dim == b.shard.dim)
     owners = wanted if backward == (name == "all_gather") else held
     rooted = name in ROOTED and len(owners) == 1
     direct = name == "all_reduce" and program.sums_directly(size_bytes)
@@ -145,7 +146,7 @@ def exchange_of(program: Program, i: Instruction, *, backward: bool = False) -> 
 
 
 def _pieces(program: Program, t: TensorType) -> tuple[float, ...]:
-    return _shares(t.value.shape[t.placement.dim], program.ratio(t.ratio), t.placement.unit)
+    return _shares(t.value.shape[t.shard.dim], program.ratio(t.ratio), t.shard.unit)
 
 
 @lru_cache(maxsize=4096)

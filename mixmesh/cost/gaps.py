@@ -14,7 +14,7 @@ from .calls import is_computation, work_type
 from .exchanges import Exchange, exchange_of, held_share
 from .links import MeasuredCollective
 from .model import CostModel
-from .profile import device_key
+from .profile import Profile, device_key
 from .sums import gradient_sums
 from .work import VIEWS
 
@@ -25,14 +25,14 @@ def gaps(program: Program, costs: CostModel) -> Iterator[str]:
     """A line for each kind of gap, with how many and the worst of them."""
     if costs.profile is None:
         return
-    yield from _foreign(costs)
-    yield from _operators(program, costs)
+    yield from _foreign(costs, costs.profile)
+    yield from _operators(program, costs, costs.profile)
     yield from _collectives(program, costs)
 
 
-def _foreign(costs: CostModel) -> Iterator[str]:
+def _foreign(costs: CostModel, profile: Profile) -> Iterator[str]:
     """A profile of another cluster, or without some of this one's devices."""
-    profile, cluster = costs.profile, costs.cluster
+    cluster = costs.cluster
     made_on = profile.provenance.get("cluster", cluster.fingerprint)
     missing = [d.name for d in costs.classes if device_key(d) not in profile.devices]
     if made_on != cluster.fingerprint:
@@ -47,7 +47,7 @@ def _foreign(costs: CostModel) -> Iterator[str]:
         yield f"the profile has no {', '.join(missing)}: estimated from the catalogue's figures"
 
 
-def _operators(program: Program, costs: CostModel) -> Iterator[str]:
+def _operators(program: Program, costs: CostModel, profile: Profile) -> Iterator[str]:
     estimated: dict[str, float] = {}  # operator -> seconds of the slowest call
     beyond: dict[int, tuple[float, str]] = {}  # instruction -> (times the measured range, text)
     estimated_calls = 0
@@ -61,7 +61,7 @@ def _operators(program: Program, costs: CostModel) -> Iterator[str]:
         is_estimated = False
         for rank in program.participants(t):
             share, device_class = held_share(program, t, rank), costs.class_of[rank]
-            device = costs.profile.devices.get(device_key(costs.classes[device_class]))
+            device = profile.devices.get(device_key(costs.classes[device_class]))
             if device is None or share == 0:
                 continue
             measured = costs.measured_op(call, costs.classes[device_class])

@@ -85,10 +85,11 @@ class CostModel:
 
     @property
     def _measured_source(self) -> str:
-        measured = [d for d in self.classes if self.profile and device_key(d) in self.profile.devices]
-        if not measured:
+        profile = self.profile
+        measured = [d for d in self.classes if profile and device_key(d) in profile.devices]
+        if profile is None or not measured:
             return "roofline"
-        corrected = ", corrected by a trial" if "corrected" in self.profile.provenance else ""
+        corrected = ", corrected by a trial" if "corrected" in profile.provenance else ""
         return ("profile" if len(measured) == len(self.classes) else "profile and roofline") + corrected
 
     @lazy
@@ -138,9 +139,8 @@ class CostModel:
 
     def _op(self, call: Call, grads: int, device: Device, cut: str) -> OpTime:
         measured = self.measured_op(call, device)
-        if measured is not None:
-            scale = self._measured(device).step_scale
-            forward, backward = [c.scaled(scale) for c in measured.curves(cut)]
+        if measured is not None and (profile := self._measured(device)) is not None:
+            forward, backward = [c.scaled(profile.step_scale) for c in measured.curves(cut)]
             return OpTime(forward, backward if grads else ZERO)
         return self._estimated(call, grads, device)
 

@@ -49,7 +49,8 @@ class Outline:
                 found = by_identity.get((id(ends[0]), id(ends[1])))
                 if found is None:
                     if ends not in known:
-                        known[ends] = tuple(exchange_of(self.program, i, backward=b) for b in (False, True))
+                        forward = exchange_of(self.program, i, backward=False)
+                        known[ends] = forward, exchange_of(self.program, i, backward=True)
                     found = by_identity[id(ends[0]), id(ends[1])] = known[ends]
                 out[i.result, False], out[i.result, True] = found
         return out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 
@@ -46,6 +46,13 @@ class Sheet(Outline):
     many ratios. The ranks that take part must stay the same.
     """
 
+    borders: tuple[Instruction, ...]
+    works: list[Work]
+    work_of: dict[int, int]  # index of a computation -> index of its work
+    factor_work_of: dict[int, int]  # a computation with sfb -> that of the weight's gradient
+    again_work_of: dict[int, int]  # a computation in a region -> its second run
+    wgrad_work_of: dict[int, int]  # a computation with wgrad -> that of the weight's gradient
+
     def __init__(self, program: Program, costs: CostModel, like: Sheet | None = None) -> None:
         """``like`` is of the same instructions on other ranks."""
         super().__init__(program)
@@ -61,11 +68,8 @@ class Sheet(Outline):
             return
         self.borders = tuple(i for i in program.instructions if _moves_borders(program, i))
         self.pattern = self.pattern_of(program)
-        self.works: list[Work] = []
-        self.work_of: dict[int, int] = {}  # index of a computation -> index of its work
-        self.factor_work_of: dict[int, int] = {}  # a computation with sfb -> that of the weight's gradient
-        self.again_work_of: dict[int, int] = {}  # a computation in a region -> its second run
-        self.wgrad_work_of: dict[int, int] = {}  # a computation with wgrad -> that of the weight's gradient
+        self.works = []
+        self.work_of, self.factor_work_of, self.again_work_of, self.wgrad_work_of = {}, {}, {}, {}
         numbers: dict[tuple[int, Cut, str], int] = {}
 
         def number(times: int, cut: Cut, part: str, found: tuple[OpTime, ...]) -> int:
@@ -98,14 +102,15 @@ class Sheet(Outline):
                 if apart:
                     own, product = split_by_factors(program, i, times[at])
                     cut_too = cut if apart == "wgrad" else (0, 1, cut[2])  # factors are gathered whole
-                    found = number(at, cut, "own", own), number(at, cut_too, apart, product)
+                    own_work: int = number(at, cut, "own", own)
+                    product_work: int | None = number(at, cut_too, apart, product)
                 else:
-                    found = (number(at, cut, "", times[at]), None)
+                    own_work, product_work = number(at, cut, "", times[at]), None
                 again = None
                 if region_of(i) is not None:
                     second = tuple(OpTime(ZERO, t.forward) for t in times[at])
                     again = number(at, cut, "again", second)
-                found = works[key_of_work] = (*found, again)
+                found = works[key_of_work] = own_work, product_work, again
             self.work_of[n] = found[0]
             if found[1] is not None:
                 (self.wgrad_work_of if apart == "wgrad" else self.factor_work_of)[n] = found[1]
@@ -186,6 +191,7 @@ class Sheet(Outline):
             pairs = []
             ratio = program.ratio(work.cut[2])
             shares = self.shares(work.cut, program, part) if whole or not work.cut[0] else ratio
+            assert shares is not None  # a cut has a ratio
             for rank in ranks:
                 share = shares[rank]
                 key = (n, class_of[rank], share)
@@ -207,7 +213,7 @@ class Sheet(Outline):
         held = self.held_bytes(self.gradients, program)
         return tuple(self.costs.accumulation_s(rank, size) for rank, size in enumerate(held))
 
-    def held_bytes(self, sizes: dict[Cut, float], program: Program) -> list[float]:
+    def held_bytes(self, sizes: Mapping[Cut, float], program: Program) -> list[float]:
         """Bytes on every rank of values with these unsharded ``sizes``."""
         out = [0.0] * self.world_size
         for cut, size in sizes.items():

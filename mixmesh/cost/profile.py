@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import pydantic
 
@@ -25,6 +25,11 @@ from .collectives import COLLECTIVES, CollectiveFit
 from .curve import Curve
 from .links import LinkMeasurement, measurement_of_fit
 
+T = TypeVar("T")
+if TYPE_CHECKING:
+    _Collective = str
+else:
+    _Collective = Literal[COLLECTIVES]  # the words of a table
 FORMAT = 2
 MAX_BYTES = 256 * 2**20  # in a file: one line an operator, on every kind of device
 FIRST_SIZES_BYTES = (2**12, 2**24)  # the lines of version 1 were fitted to these
@@ -42,10 +47,8 @@ def _at_different_places(points: list) -> list:
     return points
 
 
-def _points(x, y):
-    """One point or more, no two of them at the same x."""
-    kind = list[tuple[x, y]]
-    return Annotated[kind, pydantic.Field(min_length=1), pydantic.AfterValidator(_at_different_places)]
+# one point or more, no two of them at the same x
+_Points = Annotated[list[T], pydantic.Field(min_length=1), pydantic.AfterValidator(_at_different_places)]
 
 
 def _of_readable_numbers(key: str) -> str:
@@ -55,7 +58,7 @@ def _of_readable_numbers(key: str) -> str:
 
 
 _OpKey = Annotated[str, pydantic.AfterValidator(_of_readable_numbers)]
-_Curve = _points(_Share, _NotNegative)
+_Curve = _Points[tuple[_Share, _NotNegative]]
 
 
 class _Curves(pydantic.BaseModel, extra="forbid"):
@@ -92,11 +95,11 @@ class _Fit(pydantic.BaseModel, extra="forbid"):
 
 
 class _Link(pydantic.BaseModel, extra="forbid"):
-    collective: Literal[COLLECTIVES]
+    collective: _Collective
     algorithm: str = ""
     ranks: list[Annotated[int, pydantic.Field(ge=0, lt=MAX_RANKS)]]
     skew: float = pydantic.Field(default=1.0, ge=1, le=1e6)
-    points: _points(_Positive, _Positive)
+    points: _Points[tuple[_Positive, _Positive]]
     source: str = ""
 
 

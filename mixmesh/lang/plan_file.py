@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from ..base.files import read_text, write_text
 from ..errors import PlanError
@@ -367,7 +367,7 @@ def _sizes_text(micro_batches: tuple[MicroBatch, ...]) -> str:
     return ", ".join(f"{m.steps} steps of {m.micro_batch}, the last of {m.last}" for m in micro_batches)
 
 
-def accumulates(micro_batches: tuple[MicroBatch, ...] | None) -> bool:
+def accumulates(micro_batches: tuple[MicroBatch, ...] | None) -> TypeGuard[tuple[MicroBatch, ...]]:
     """Whether any rank takes more than one micro-batch."""
     return micro_batches is not None and any(m.steps > 1 for m in micro_batches)
 

@@ -130,7 +130,12 @@ class _Live:
         instructions = self.program.instructions
         results = {r for n in again for r in instructions[n].results}
         read = [x for n in again for x in instructions[n].inputs if x not in results]
-        leaving = [r for n in region for r in instructions[n].results if self.last.get(r, -1) > region[-1]]
+        leaving = [
+            r
+            for n in region
+            for r in instructions[n].results
+            if r is not None and self.last.get(r, -1) > region[-1]
+        ]
         sizes = {name: self._size(name) for name in self._roots([*read, *leaving])}
         for n in set(region).difference(again):
             sizes.update(self.keeps[n])

@@ -30,6 +30,7 @@ def machine_sets(task: Task) -> list[Ranks]:
             classes = tuple(task.costs.class_of[r] for r in ranks)
             kinds.setdefault((classes, *machine.wiring), []).append(ranks)
     alike = list(kinds.values())
+    chosen: list[Sequence[Ranks]]
     if prod(len(some) + 1 for some in alike) <= MOST_SETS:
         counts = product(*[range(len(some), -1, -1) for some in alike])
         chosen = [[ranks for some, n in zip(alike, count) for ranks in some[:n]] for count in counts]

@@ -183,7 +183,9 @@ class Synthesis:
         ``whole_s`` the classes of a loss are whole, and a program that costs more seconds is none."""
         if price is None:
             program = self.task.data_parallel(ratio)
-            number = self.task.data_parallel_path(alone=len(support(ratio)) == 1).number
+            path = self.task.data_parallel_path(alone=len(support(ratio)) == 1)
+            assert path is not None  # it was just asked for
+            number = path.number
             if number in seen:
                 return None, number, None
             seen.add(shape_of(program))

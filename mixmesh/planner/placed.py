@@ -81,8 +81,8 @@ def by_memory(
     space: Space, units: Sequence[tuple[int, ...]], estimate: Estimator, usable: Sequence[float]
 ) -> Strategy | None:
     """Every unit gets groups until its memory is full; None if all are full before the end."""
-    units = iter(units)
-    ranks = next(units)
+    left = iter(units)
+    ranks = next(left)
     placed = Placed(space.shares(ranks))
     held = [float(size) for size in estimate.constant]
     out: list[Placed] = []
@@ -91,7 +91,7 @@ def by_memory(
             more = list(estimate.held_bytes(k, placed))
             if all(held[r] + stays + passing <= usable[r] for r, stays, passing in more):
                 break
-            unit = next(units, None)
+            unit = next(left, None)
             if unit is None:
                 return None
             ranks, placed = unit, Placed(space.shares(unit))

@@ -99,7 +99,8 @@ class Staged:
         plain = with_whole_rows(plain or task.data_parallel(task.shares(ranks)))
         even = even_over(ranks, task.world_size)
         self.program = with_stage(plain, stage, even)
-        (self.owners,) = {name for name, _ in self.program.ratios[len(plain.ratios) :]} or {None}
+        owners: set[str | None] = {name for name, _ in self.program.ratios[len(plain.ratios) :]}
+        (self.owners,) = owners or {None}
         self.passes_s: dict[tuple[int, int], float] = {}  # by class of devices and samples
 
     def proposals(self) -> Iterator[Proposal]:
@@ -116,7 +117,8 @@ class Staged:
 
     def judged(self, spare: float, memory: PeakMemory) -> Iterator[Proposal]:
         accumulating = memory.samples is not None
-        step = costed_micro_step(self.program, memory.samples) if accumulating else self.program
+        samples = memory.samples
+        step = self.program if samples is None else costed_micro_step(self.program, samples)
         held = Held.of(self.stage == 2) if accumulating else Held.NOTHING
         room = Room(self.task, step, self.ranks, self.owners, held, spare, memory)
         if not accumulating and sum(room.largest(0).values()) < self.task.batch:
@@ -145,10 +147,15 @@ class Staged:
                     yield from Staged(self.task, self.stage, ranks).proposals()
                 continue
             program = with_ratio(self.program, "r0", make_ratio(allocation.samples))
-            if owners is not None:
-                program = with_ratio(program, self.owners, owners)
+            program = self.owned_as(program, owners)
             planned = micro_batches if accumulating else None
             yield self.task.best_buckets("poplar", program, simulation, planned)
+
+    def owned_as(self, program: Program, owners: Ratio | None) -> Program:
+        """``program`` with these shares of the owners, if it has any."""
+        if owners is None or self.owners is None:
+            return program
+        return with_ratio(program, self.owners, owners)
 
     def allocated(
         self, room: Room, price_s: float, together: int, simulation: Simulation

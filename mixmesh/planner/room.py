@@ -82,7 +82,8 @@ class Room:
                         terms[1, n] = 1 / task.batch
                     else:
                         terms[0, n] = shares[r]
-                by_kind[key] = _Moments(*(moments.highest @ term for term in terms), usable)
+                fixed, per_sample, owned = (moments.highest @ term for term in terms)
+                by_kind[key] = _Moments(fixed, per_sample, owned, usable)
             self.moments[r] = by_kind[key]
 
     def largest(self, reserve: float) -> dict[int, int]:

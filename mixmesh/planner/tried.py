@@ -15,8 +15,8 @@ class Tried:
     by_price: dict[float, int] = field(default_factory=dict)
     floors_s: list[float] = field(default_factory=list)
     least_s: list[float] = field(default_factory=list)
-    # by price, what a program that cuts classes costs
-    cutting_classes: dict[float, float] = field(default_factory=dict)
+    # by price, None where none is asked for, what a program that cuts classes costs
+    cutting_classes: dict[float | None, float] = field(default_factory=dict)
 
     roomy: bool = True  # no program that was tried needs more memory than there is
 

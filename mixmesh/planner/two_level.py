@@ -184,11 +184,12 @@ class TwoLevel:
                 return
             seen.add(counts)
             parts = [self.found(price, counts, m) for m in range(len(self.machines))]
-            if any(f is None for f in parts):
+            programs = [part for part in parts if part is not None]
+            if len(programs) < len(parts):
                 return
             whole = {n.result: n.types[0] for n in self.task.graph.batch_inputs}
-            yield join(self.task.graph.name, [f.set for f in parts], whole)
-            speeds = [count / f.step_s for count, f in zip(counts, parts)]
+            yield join(self.task.graph.name, [f.set for f in programs], whole)
+            speeds = [count / f.step_s for count, f in zip(counts, programs)]
 
     def found(self, price: float, counts: tuple[int, ...], m: int) -> Found | None:
         """The program of a machine for its samples, found once for all that have the same devices."""

@@ -91,7 +91,7 @@ def _is_cut(program: Program, t: TensorType) -> bool:
 def _runs_whole(program: Program, node: Node) -> bool:
     """Whether several ranks compute all of a node."""
     name = next((r for r in node.results if r is not None), None)
-    maker = program.producers.get(name)
+    maker = None if name is None else program.producers.get(name)
     if maker is None or maker.op != node.op:
         return False
     cut = any(isinstance(program.types[x].placement, Shard) for x in maker.inputs)

@@ -221,7 +221,7 @@ def _values(tensor: Tensor) -> str:
     flat = tensor.detach().flatten()
     flat = flat[: HASHED_BYTES // max(flat.element_size(), 1)].cpu().contiguous()
     head = ", ".join(f"{x:.4g}" if isinstance(x, float) else str(x) for x in flat[:3].tolist())
-    return f"[{head}, ...] crc {zlib.crc32(flat.view(torch.uint8).numpy()):08x}"
+    return f"[{head}, ...] crc {zlib.crc32(flat.view(torch.uint8).numpy().data):08x}"
 
 
 def _digest(*parts: str | bytes) -> str:

@@ -45,7 +45,7 @@ def local_input(
     elif tuple(got.shape) != mine:
         raise InputError(
             f"{name} is neither a whole batch nor rank {rank}'s part of one",
-            expected=f"{list(value.shape)} (whole) or {list(mine)} (rank {rank}'s part)",
+            expected=f"{list(value.shape)} (whole) or {list(mine or ())} (rank {rank}'s part)",
             got=f"{list(got.shape)}",
         )
     return got if device is None else copied(got, device)

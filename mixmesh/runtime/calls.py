@@ -110,16 +110,16 @@ class Calls:
         bound = self.signature.bind(args, kwargs)
         leaves = flat(bound)
         if self.known is not None:
-            self._check(leaves, evaluates)
+            self._check(self.known, leaves, evaluates)
         return {
             self.inputs[name]: leaf
             for name, leaf in leaves.items()
             if name in self.inputs and isinstance(leaf, Tensor)
         }
 
-    def _check(self, leaves: Mapping[str, Any], evaluates: bool) -> None:
+    def _check(self, known: Mapping[str, str], leaves: Mapping[str, Any], evaluates: bool) -> None:
         for name, leaf in leaves.items():
-            text, planned_text = describe_argument(leaf), self.known.get(name)
+            text, planned_text = describe_argument(leaf), known.get(name)
             if planned_text is None and leaf is None:
                 continue  # as good as not passed
             if planned_text == TENSOR and leaf is None:
@@ -132,7 +132,7 @@ class Calls:
                 )  # its default, not passed when planned
             if text != planned_text:
                 raise self._other(name, text, planned_text)
-        for name, planned_text in self.known.items():
+        for name, planned_text in known.items():
             if planned_text in (TENSOR, WORDS) or name in leaves:
                 continue  # a tensor that is missing is said where it is needed, and words are not read
             default = self.signature.names.get(name, Parameter.empty)
@@ -144,7 +144,7 @@ class Calls:
         if known is None:
             return InputError(
                 f"the plan was made without the argument {name}, and would not look at it",
-                expected=", ".join(self.known) or "no arguments",
+                expected=", ".join(self.known or ()) or "no arguments",
                 got=f"{name}={text}",
                 hint=f"plan again with {name} in the batch",
             )

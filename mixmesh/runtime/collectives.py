@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, update_wrapper
 from functools import reduce as reduce_pairs
-from typing import Generic, TypeVar
+from typing import Generic, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from .works import pairwise
 
 Sizes = Sequence[int]
 T = TypeVar("T")
+P = ParamSpec("P")
 PAIRWISE_BYTES = 2**17  # less is sent before anybody waits for it: then gloo's own all_to_all has less to do
 
 
@@ -70,6 +71,17 @@ class _Then(Handle[T]):
 def then(f: Callable[..., T], *handles: Handle) -> Handle[T]:
     """A handle on ``f`` of the results of others."""
     return _Then(handles, f)
+
+
+class Collective(Generic[P]):
+    """A collective: a call waits for its result, and ``start`` gives a handle on it."""
+
+    def __init__(self, start: Callable[P, Handle[Tensor]]) -> None:
+        self.start = start
+        update_wrapper(self, start)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Tensor:
+        return self.start(*args, **kwargs).wait()
 
 
 # --- all_gather ---------------------------------------------------------------------------------------
@@ -122,6 +134,7 @@ ALL_GATHER = {
 }
 
 
+@Collective
 def all_gather(
     channel: Channel,
     x: Tensor,
@@ -130,12 +143,11 @@ def all_gather(
     *,
     algorithm: str | None = None,
     levels: ByLevels | None = None,
-    async_op: bool = False,
-) -> Tensor | Handle:
+) -> Handle[Tensor]:
     """The pieces of all ranks of the channel, concatenated along ``dim``. ``sizes`` are per rank. By
     ``levels``, if they are given: then leaders alone have pieces."""
     if channel.alone or sum(sizes) == 0:
-        return _give(done(x), async_op)
+        return done(x)
     shapes = [_resize(x.shape, dim, size) for size in sizes]
     counts = [math.prod(shape) for shape in shapes]
     width = x.element_size()
@@ -151,7 +163,7 @@ def all_gather(
             return flat.view(_resize(x.shape, dim, sum(sizes)))
         return torch.cat([p.view(shape) for p, shape in zip(flat.split(counts), shapes)], dim)
 
-    return _give(Handle(channel, works, finish), async_op)
+    return Handle(channel, works, finish)
 
 
 # --- reduce_scatter -----------------------------------------------------------------------------------
@@ -215,6 +227,7 @@ REDUCE_SCATTER = {
 ONLY_READ = (_scatter_padded, _scatter_all_to_all)
 
 
+@Collective
 def reduce_scatter(
     channel: Channel,
     x: Tensor,
@@ -224,14 +237,13 @@ def reduce_scatter(
     algorithm: str | None = None,
     levels: ByLevels | None = None,
     in_place: bool = False,
-    async_op: bool = False,
-) -> Tensor | Handle:
+) -> Handle[Tensor]:
     """This rank's piece along ``dim`` of the sum of all ranks' ``x``, which is not to change until it is
     waited for. ``in_place`` may overwrite ``x``. By ``levels``, if they are given: then leaders alone have
     pieces."""
     mine = _resize(x.shape, dim, sizes[channel.me])
     if channel.alone or x.numel() == 0:
-        return _give(done(x), async_op)
+        return done(x)
     counts = [math.prod(_resize(x.shape, dim, size)) for size in sizes]
     if levels is not None:
         run = partial(_scatter_by_levels, levels)
@@ -246,7 +258,7 @@ def reduce_scatter(
         flat = torch.cat([piece.reshape(-1) for piece in moved.split(list(sizes), dim)])
     works, piece = run(channel, flat, counts)
     finish = lambda: _unstage(channel, piece()).to(x.dtype).view(mine)  # noqa: E731
-    return _give(Handle(channel, works, finish), async_op)
+    return Handle(channel, works, finish)
 
 
 # --- all_reduce, all_to_all, broadcast, reduce --------------------------------------------------------
@@ -265,6 +277,7 @@ TWO_BY_TWO: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@Collective
 def all_reduce(
     channel: Channel,
     x: Tensor,
@@ -273,15 +286,14 @@ def all_reduce(
     levels: ByLevels | None = None,
     direct: bool = False,
     in_place: bool = False,
-    async_op: bool = False,
-) -> Tensor | Handle:
+) -> Handle[Tensor]:
     """The sum (or max, min, prod) over ranks; a sum by ``levels``, if they are given. If ``direct``, every
     rank sends ``x`` to every other one. ``in_place`` may overwrite ``x``, which must be contiguous."""
     if channel.alone or x.numel() == 0:
-        return _give(done(x), async_op)
+        return done(x)
     if direct:
         handle = _all_reduce_directly(channel, x, op)
-        return _give(then(x.copy_, handle) if in_place else handle, async_op)
+        return then(x.copy_, handle) if in_place else handle
     buffer = _summable(channel, _stage(channel, x)).contiguous()
     if not in_place and buffer.data_ptr() == x.data_ptr():
         buffer = buffer.clone()
@@ -294,7 +306,7 @@ def all_reduce(
             return x.copy_(result)
         return result
 
-    return _give(Handle(channel, works, finish), async_op)
+    return Handle(channel, works, finish)
 
 
 def _all_reduce_directly(channel: Channel, x: Tensor, op: str) -> Handle:
@@ -343,6 +355,7 @@ def exchange(
     return Handle(channel, works, finish)
 
 
+@Collective
 def all_to_all(
     channel: Channel,
     x: Tensor,
@@ -350,9 +363,7 @@ def all_to_all(
     src_sizes: Sizes,
     dst_dim: int,
     dst_sizes: Sizes,
-    *,
-    async_op: bool = False,
-) -> Tensor | Handle:
+) -> Handle[Tensor]:
     """From pieces along ``src_dim`` to pieces along ``dst_dim``, both cut unequally.
 
     With ``src_dim == dst_dim`` it moves the borders between the ranks (a change of ratio).
@@ -370,13 +381,14 @@ def all_to_all(
         shapes = [_resize(x.shape, src_dim, b - a) for a, b in takes]
     whole = _resize(x.shape, src_dim, sum(src_sizes))
     handle = exchange(channel, sent, shapes, math.prod(whole) * x.element_size())
-    return _give(then(lambda pieces: torch.cat(pieces, src_dim), handle), async_op)
+    return then(lambda pieces: torch.cat(pieces, src_dim), handle)
 
 
-def broadcast(channel: Channel, x: Tensor, src: int, *, async_op: bool = False) -> Tensor | Handle:
+@Collective
+def broadcast(channel: Channel, x: Tensor, src: int) -> Handle[Tensor]:
     """``x`` of rank ``src`` of the world on every rank of the channel; written into ``x`` elsewhere."""
     if channel.alone or x.numel() == 0:
-        return _give(done(x), async_op)
+        return done(x)
     flat = _stage(channel, x.contiguous())
     works = [channel.start(dist.broadcast, flat_bytes(flat), src=src)]
 
@@ -385,17 +397,18 @@ def broadcast(channel: Channel, x: Tensor, src: int, *, async_op: bool = False) 
             return x
         return x if channel.comm.rank == src else x.copy_(flat.view(x.shape))
 
-    return _give(Handle(channel, works, finish), async_op)
+    return Handle(channel, works, finish)
 
 
-def reduce(channel: Channel, x: Tensor, dst: int, *, async_op: bool = False) -> Tensor | Handle:
+@Collective
+def reduce(channel: Channel, x: Tensor, dst: int) -> Handle[Tensor]:
     """The sum over ranks, on rank ``dst`` of the world; elsewhere the result is meaningless."""
     if channel.alone or x.numel() == 0:
-        return _give(done(x), async_op)
+        return done(x)
     buffer = _summable(channel, _stage(channel, x)).contiguous()
     buffer = buffer.clone() if buffer.data_ptr() == x.data_ptr() else buffer
     works = [channel.start(dist.reduce, buffer, dst=dst)]
-    return _give(Handle(channel, works, lambda: _unstage(channel, buffer).to(x.dtype)), async_op)
+    return Handle(channel, works, lambda: _unstage(channel, buffer).to(x.dtype))
 
 
 # --- helpers ------------------------------------------------------------------------------------------
@@ -420,10 +433,6 @@ def _pick(table: dict, algorithm: str | None, channel: Channel, counts: Sizes, w
 def _is_pairwise(channel: Channel, size_bytes: int) -> bool:
     """Whether ``size_bytes`` of all ranks are exchanged by sends and receives of each two."""
     return channel.backend == "gloo" and size_bytes >= PAIRWISE_BYTES
-
-
-def _give(handle: Handle, async_op: bool):
-    return handle if async_op else handle.wait()
 
 
 def _resize(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:

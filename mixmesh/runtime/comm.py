@@ -288,8 +288,9 @@ def _initialise(world_size: int, device: torch.device, timeout: datetime.timedel
         )
     else:
         store = connect_store(timeout.total_seconds()) if is_of_launcher() else None
-        place = {} if store is None else {"rank": int(os.environ["RANK"]), "world_size": world_size}
-        dist.init_process_group(backend, store=store, timeout=timeout, **place)
+        # without a store of ours PyTorch reads both from the environment, and takes -1 alone
+        rank, size = (-1, -1) if store is None else (int(os.environ["RANK"]), world_size)
+        dist.init_process_group(backend, store=store, timeout=timeout, rank=rank, world_size=size)
         atexit.register(release_last_tensors)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
@@ -266,11 +266,10 @@ class PlanSampler(Sampler[int]):
         return self.num_batches * self.local_batch_size
 
     def __iter__(self) -> Iterator[int]:
+        order: Sequence[int] = range(self._num_samples)
         if self._shuffle:
             generator = torch.Generator().manual_seed(self._seed + self._epoch)
             order = torch.randperm(self._num_samples, generator=generator).tolist()
-        else:
-            order = range(self._num_samples)
         for k in range(self.num_batches):
             first = k * self._batch_size + self._start
             yield from order[first : first + self.local_batch_size]
@@ -294,6 +293,7 @@ def own_rows(program: Program, rank: int, num_samples: int) -> tuple[int, int]:
     """The first of the samples of ``rank`` in a batch of ``num_samples``, and how many they are, in a program
     of which ``own_samples`` knows the rank's."""
     first = batch_dim_input(program)
+    assert first is not None  # own_samples has looked
     return _other_layout(program, first, (num_samples, *first.type.value.shape[1:])).piece(rank)
 
 

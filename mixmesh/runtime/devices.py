@@ -8,6 +8,7 @@ import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -56,9 +57,10 @@ def device_mismatch(
     """
     if all(f.kind == "cpu" for f in found):
         return None
-    for rank in range(len(found) if planned else 0):
-        if (reason := _difference(rank, planned, found)) is not None:
-            return _refusal(rank, reason, planned, found)
+    if planned:
+        for rank in range(len(found)):
+            if (reason := _difference(rank, planned, found)) is not None:
+                return _refusal(rank, reason, planned, found)
     for rank, (peak_bytes, device) in enumerate(zip(peaks_bytes, found)):
         if device.kind == "gpu" and peak_bytes > device.memory_bytes:
             return PlanError(
@@ -83,7 +85,16 @@ def _difference(rank: int, planned: Sequence[PlannedDevice], found: Sequence[Fou
     return "another machine" if _is_moved(rank, planned, found) else None
 
 
-def may_be(name: str, found: FoundDevice) -> bool:
+class Reported(Protocol):
+    """A device as its driver reports it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def memory_bytes(self) -> int: ...
+
+
+def may_be(name: str, found: Reported) -> bool:
     """Whether a card may be the planned device. Nothing can be said of a name that is not the catalogue's."""
     name = _catalogue_name(name)
     if name not in CATALOGUE:

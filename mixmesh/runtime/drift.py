@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -86,7 +85,7 @@ class DriftWatch:
         with comm.call("comparison of parameters"):
             channel = comm.channel(comm.everyone, "all_gather of norms of parameters")
             mine = self._norms().to(comm.device).unsqueeze(0)
-            of_ranks = cast(Tensor, collectives.all_gather(channel, mine, [1] * comm.world_size)).cpu()
+            of_ranks = collectives.all_gather(channel, mine, [1] * comm.world_size).cpu()
         for number, replica in enumerate(self._replicas):
             self._compare(replica, of_ranks[:, number])
         self._alike_at = self.num_calls

@@ -7,10 +7,11 @@ use (of any rank: what is awaited in the forward pass decides the order of the b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ from .gradients import wait_now
 from .inspection import Inspector
 from .layout import Layout, layout
 from .local import local_call, local_op
+from .owned import Awaited
 from .random import RandomPolicy
 from .recompute import Region, Step, at_once
 from .recording import RecordedComm, Recorder
@@ -61,7 +63,7 @@ class RankProgram:
 
     def run(
         self,
-        params: dict[str, Tensor],
+        params: Mapping[str, Tensor | Awaited],
         buffers: dict[str, Tensor],
         inputs: dict[str, Tensor],
         handed: dict[str, Tensor] | None = None,
@@ -89,8 +91,7 @@ class RankProgram:
         at = error.__traceback__
         while at is not None and at.tb_frame.f_code is not self.function.__code__:
             at = at.tb_next
-        instruction = self.lines.get(at.tb_lineno) if at is not None else None
-        if instruction is None:
+        if at is None or (instruction := self.lines.get(at.tb_lineno)) is None:
             return error
         values = at.tb_frame.f_locals
         shapes = [_shape_of(values.get(f"v_{_mangle(name)}")) for name in instruction.inputs]
@@ -134,7 +135,7 @@ def compile_program(
     for n, instruction in enumerate(program.instructions):
         writer.instruction(n, instruction)
     source = writer.finish()
-    names = dict(writer.bound)
+    names: dict[str, Any] = dict(writer.bound)  # and what the sources define
     for name, text in writer.segments.items():
         exec(compile(text, f"<{program.name}, rank {rank}, {name}>", "exec"), names)
         names[name] = compiled(names[name])
@@ -287,26 +288,19 @@ class _Writer:
             self._line(f"shown[{name!r}] = {self._name(value.name)}{graph}", i)
 
     def _local(self, n: int, i: Instruction) -> None:
-        if i.op == "aten.native_dropout" and not (self.training and i.args[2]):
-            self.bound[f"op{n}"] = _PASS[len(i.results)]
-        elif is_sfb(i):
-            self.bound[f"op{n}"] = sfb_op(self.program, i, self.comm, self.sink or wait_now, self.factors)
-        else:
-            self.bound[f"op{n}"] = local_op(self.program, i, self.rank, self.device, self.random, self.window)
-            if wgrad_of(i) is not None:
-                self.bound[f"op{n}"] = self._apart(n, i, self.bound[f"op{n}"])
+        op = plain = self._plain_operator(n, i)
         used = [(r is not None) for r in i.results]
-        plain = self.bound[f"op{n}"]
         if self.recorder is not None and any(used):
-            self.bound[f"op{n}"] = self.recorder.timed(i, plain)
+            op = self.recorder.timed(i, plain)
         if self.inspector is not None and any(used):
-            self.bound[f"op{n}"] = self.inspector.checked(i, plain)
+            op = self.inspector.checked(i, plain)
         results = ", ".join(self._name(r) if r is not None else "_" for r in i.results)
         arguments = [*(["tokens"] if is_sfb(i) else []), *map(self._name, i.inputs)]
         call = f"op{n}"
+        self.bound[call] = op
         if any(used) and (number := region_of(i)) is not None:
             again = plain if self.recorder is None else self.recorder.timed_again(i, plain)
-            self.bound[call] = Step(self.bound[call], i.inputs, i.results, again)
+            self.bound[call] = Step(op, i.inputs, i.results, again)
             if number not in self.open_regions:
                 self.open_regions.add(number)
                 self._line(f"again{number} = region(keep)", i)
@@ -319,6 +313,15 @@ class _Writer:
             self._line(f"del again{self.region_ends[n]}", None)
         self.held.update(r for r in i.results if r is not None)
 
+    def _plain_operator(self, n: int, i: Instruction) -> Callable[..., tuple]:
+        """The local operator, before anything looks at it."""
+        if i.op == "aten.native_dropout" and not (self.training and i.args[2]):
+            return _PASS[len(i.results)]
+        if is_sfb(i):
+            return sfb_op(self.program, i, self.comm, self.sink or wait_now, self.factors)
+        op = local_op(self.program, i, self.rank, self.device, self.random, self.window)
+        return op if wgrad_of(i) is None else self._apart(n, i, op)
+
     def _can_be_compiled(self, i: Instruction, call: str) -> bool:
         """Whether ``torch.compile`` may see the operator: it draws no numbers, which depend on more than its
         inputs, is not run again, and its gradients are the usual ones."""
@@ -326,6 +329,7 @@ class _Writer:
         return self.segment is not None and is_plain and not draws_numbers(i.op)
 
     def _add_to_segment(self, i: Instruction, call: str, results: list[str], arguments: list[str]) -> None:
+        assert self.segment is not None  # _can_be_compiled has looked
         buckets = {self.bucket_of[name] for name in i.inputs if name in self.bucket_of}
         if self.segment.buckets and buckets - self.segment.buckets:
             self._close_segment()
@@ -384,7 +388,7 @@ class _Writer:
                 self.pending[i.result] += f"; {record}"
                 self.records.add(i.result)
         else:
-            self._line(f"{result} = move{n}.forward({_detached(argument)}, async_op=True)", i)
+            self._line(f"{result} = move{n}.begin({_detached(argument)})", i)
             self.pending[i.result] = f"{result}.wait()"
         if self._takes_part(i):
             self.held.add(i.result)
@@ -393,29 +397,30 @@ class _Writer:
 
     def _release(self, name: str, i: Instruction) -> None:
         if name in self.records:
-            result = self._name(i.results[0]) if i.results[0] in self.held else None
+            first = i.results[0] if i.results[0] in self.held else None
+            result = None if first is None else self._name(first)
             target = result or "_"
             self._line(f"{target} = keep.release({_record(name)}, {result}, tokens)", i)
             self._line(f"del {_record(name)}", None)
             self.records.remove(name)
-            if result is not None:
-                self._outside(i.results[0], i)
+            if first is not None:
+                self._outside(first, i)
 
     def _forget(self, n: int, i: Instruction) -> None:
         names = dict.fromkeys((*i.inputs, *(r for r in i.results if r is not None)))
         over = [x for x in names if x in self.held | self.passing and self.last_use.get(x, n) <= n]
         self._await(over, i)
         if over:
-            names = [self._name(name) for name in over]
+            variables = [self._name(name) for name in over]
             if self.segment is not None and self.segment.lines:
-                self.segment.drop(names)
+                self.segment.drop(variables)
             else:
-                self._line(f"del {', '.join(names)}", None)
+                self._line(f"del {', '.join(variables)}", None)
             self.held.difference_update(over)
             self.passing.difference_update(over)
 
 
-_PASS = {1: lambda x: (x,), 2: lambda x: (x, None)}
+_PASS: dict[int, Callable[..., tuple]] = {1: lambda x: (x,), 2: lambda x: (x, None)}
 
 
 def local_piece(whole: Tensor, held: Layout, rank: int) -> Tensor:

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
@@ -67,7 +67,7 @@ class Face(nn.Module):
     def extra_repr(self) -> str:
         return f"mixmesh: rank {self._runtime.comm.rank} of {self._runtime.comm.world_size}"
 
-    def apply(self, fn: Callable[[nn.Module], Any]) -> nn.Module:
+    def apply(self, fn: Callable[[nn.Module], Any]) -> NoReturn:
         """Refused: on pieces an initialisation is another one, or differs from rank to rank."""
         raise InputError(
             "apply on a parallel model would change pieces of parameters, on every rank by itself",

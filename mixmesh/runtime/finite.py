@@ -57,7 +57,9 @@ class FiniteGuard:
         """Runs the forward and backward pass of a batch. Where gradients are looked at, what was seen of them
         travels with the loss, after the backward pass; else the loss travels beside that."""
         if self._on_nan is OnNan.IGNORE:
-            local, self._total = call(self._model.forward_local, batch)
+            local, total = call(self._model.forward_local, batch)
+            assert total is not None  # the model computes its loss
+            self._total = total
         else:
             # the forward pass writes these (statistics of batch norm)
             written = [plain(b) for name, b in self._model.named_buffers() if name in self._updated]

@@ -150,7 +150,8 @@ class GradientReducer:
             return
         index = len(self._buckets)
         if by_param:
-            self._cells[index] = [by_param[id(p)] for p in members]
+            cells = [by_param[id(p)] for p in members]
+            self._cells[index] = [cell for cell in cells if cell is not None]  # all or none have one
         if bucket.owned is not None:
             self._groups[index] = [by_whole[id(p)] for p in members]
         kind = "all_reduce" if bucket.owned is None else "reduce_scatter"
@@ -247,7 +248,7 @@ class GradientReducer:
         for n in progress.whole:  # from another loss of this pass
             for p in self._buckets[n]:
                 self._summed.discard(id(p))
-                if not self._first[id(p)]:
+                if p.grad is not None and not self._first[id(p)]:
                     p.grad.zero_()
             progress.missing[n] = set() if self._is_summed(self._own[n]) else None
         progress.whole.clear()
@@ -339,9 +340,10 @@ class GradientReducer:
 
         def ready(_: Tensor) -> None:
             me = reducer()
-            missing = None if me is None else me._progress.missing
-            if missing and missing[index]:
-                missing[index].discard(key)
+            if me is None or not me._progress.missing:
+                return
+            if missing := me._progress.missing[index]:
+                missing.discard(key)
                 me._start_ready()
 
         return ready
@@ -381,7 +383,7 @@ class GradientReducer:
 
     def _sum(self, index: int, flat: Tensor) -> Handle:
         channel, levels = self._channels[index], self._levels[index]
-        return all_reduce(channel, flat, levels=levels, in_place=True, async_op=True)
+        return all_reduce.start(channel, flat, levels=levels, in_place=True)
 
     def _scatter(self, index: int, grads: list[Tensor]) -> None:
         group, channel, rank = self._groups[index], self._channels[index], self._rank
@@ -391,7 +393,7 @@ class GradientReducer:
         size_bytes = flat.nbytes
         parts = counts(group, channel.ranks)
         levels = self._levels[index]
-        handle = reduce_scatter(channel, flat, parts, levels=levels, in_place=True, async_op=True)
+        handle = reduce_scatter.start(channel, flat, parts, levels=levels, in_place=True)
 
         def deliver(mine: Tensor) -> None:
             for o, rows in zip(group, cut(group, mine, rank)):

@@ -149,8 +149,9 @@ def move_in_windows(
         sizes = [w.length(i.type) if rank in ranks else 0 for rank, w in enumerate(windows)]
         pieces = torch.cat([v for v in values if v is not None], dim).split(sizes, dim)
         return [p if rank in ranks else None for rank, p in enumerate(pieces)]
-    moves = [local_move(program, i, rank, window) for rank, window in enumerate(windows)]
-    if moves[0] is None:
+    local = [local_move(program, i, rank, window) for rank, window in enumerate(windows)]
+    moves = [move for move in local if move is not None]
+    if not moves:  # on one rank as on all
         return None
     return [move(v)[0] if rank in ranks else None for rank, (move, v) in enumerate(zip(moves, values))]
 
@@ -250,7 +251,7 @@ def fold(addends: dict[int, Tensor], takers: tuple[int, ...], world_size: int) -
 
 
 def ratio_of(t: TensorType, program: Program) -> Ratio:
-    return program.ratio_of[t.ratio]
+    return program.cut_by(t)
 
 
 def place(known: dict[int, Tensor], takers, default, world_size: int) -> Values:

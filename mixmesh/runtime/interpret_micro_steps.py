@@ -47,7 +47,8 @@ def interpret_step(
         name: [_joined(pieces) for pieces in zip(*(o.shown[name] for o in outcomes))]
         for name in outputs_of(step)
     }
-    return Outcome(sum(outcome.loss for outcome in outcomes), outcomes[-1].updates, shown)
+    loss = sum((outcome.loss for outcome in outcomes[1:]), outcomes[0].loss)
+    return Outcome(loss, outcomes[-1].updates, shown)
 
 
 def _joined(pieces: Sequence[Tensor | None]) -> Tensor | None:

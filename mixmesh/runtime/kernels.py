@@ -24,6 +24,7 @@ from .random import RandomPolicy
 from .window import Window
 
 LocalOp = Callable[..., tuple[Tensor | None, ...]]
+PlainOp = Callable[..., tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Site:
     device: torch.device
     random: RandomPolicy
     local: LocalCall
-    plain: Callable[[], LocalOp]
+    plain: Callable[[], PlainOp]
     window: Window | None = None
 
     def span(self, t: TensorType) -> tuple[int, int]:

@@ -25,6 +25,11 @@ KEY = "mixmesh/start"
 HINT = "with --nnodes MIN:MAX: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every machine, before torchrun"
 
 
+def own_connection(store: dist.Store) -> dist.Store:
+    """The same store by a connection of its own: a thread that waits for an answer holds the other one."""
+    return store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
+
+
 def is_of_launcher() -> bool:
     """Whether the store of this process's launch is torchrun's own, which outlives the process."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -8,7 +8,7 @@ place of the threads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from queue import SimpleQueue
@@ -22,9 +22,10 @@ from ..lang.ir import Parts, leaders
 from .accelerator import is_on_device
 from .comm import Comm
 from .streams import Moment, await_moment, issue_beside
-from .works import Stage, StagedWork, queue_of
+from .works import StagedWork, queue_of
 
 STAGES = 3  # at most: up, between, down
+Stage = Callable[[], Sequence[dist.Work]]  # begins the transfers of one
 
 
 class ByLevels:

@@ -33,11 +33,11 @@ class Listeners:
         # the first of those that compute tells later than the others begin to listen
         channel = comm.channel(self.told, f"broadcast of {what}", purpose, is_call=False)
         if comm.rank != self.working[0]:
-            return broadcast(channel, known.wait(), self.working[0], async_op=True)
+            return broadcast.start(channel, known.wait(), self.working[0])
 
         def told(value: Tensor) -> Tensor:
             self._last.wait()
-            self._last = broadcast(channel, value.clone(), comm.rank, async_op=True)
+            self._last = broadcast.start(channel, value.clone(), comm.rank)
             return value
 
         return then(told, known)

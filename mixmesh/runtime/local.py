@@ -18,7 +18,7 @@ from ..lang.ir import Arg, DType, Instruction, Program, Ref, Shard, TensorType, 
 from ..lang.ir.samples import draws_numbers
 from ..lang.rules import RULES, LocalCall, call_of
 from .empty import empty_op, is_empty
-from .kernels import KERNELS, Site, seeded_kernel
+from .kernels import KERNELS, PlainOp, Site, seeded_kernel
 from .random import RandomPolicy
 from .window import Window
 
@@ -37,16 +37,16 @@ def local_call(program: Program, i: Instruction, rank: int, window: Window | Non
     """The call of ``i`` as ``rank`` makes it, on all of its samples or those of a window."""
     call = call_of(i, program.types)
     in_types = [program.types[name] for name in i.inputs]
-    holds_samples = window is not None and window.samples.hold(i)
+    cutting = window if window is not None and window.samples.hold(i) else None
 
     def shape(t: TensorType) -> tuple[int, ...]:
         value, placement = t.value, t.placement
         if not isinstance(placement, Shard):
             return value.shape
-        if holds_samples:
-            size = window.length(t)
+        if cutting is not None:
+            size = cutting.length(t)
         else:
-            size = shard_sizes(value.shape[placement.dim], program.ratio_of[t.ratio], placement.unit)[rank]
+            size = shard_sizes(value.shape[placement.dim], program.cut_by(t), placement.unit)[rank]
         return value.shape[: placement.dim] + (size,) + value.shape[placement.dim + 1 :]
 
     return LocalCall(
@@ -76,7 +76,7 @@ def local_op(
     return special or plain_op(i, local, device)
 
 
-def plain_op(i: Instruction, local: LocalCall, device: torch.device) -> LocalOp:
+def plain_op(i: Instruction, local: LocalCall, device: torch.device) -> PlainOp:
     """The ATen operator itself, its arguments made local by the rule's row."""
     rule = RULES.get(i.op)
     args, kwargs = i.args, i.kwargs
@@ -102,11 +102,11 @@ def plain_op(i: Instruction, local: LocalCall, device: torch.device) -> LocalOp:
         if all(isinstance(a, Slot) for a in args_template[: len(slots)]):
             rest = fixed[len(slots) :]  # the usual case: tensors first, then plain values
 
-            def run(*tensors):
+            def run_first(*tensors):
                 out = op(*tensors, *rest, **kwargs_template)
                 return tuple(out) if returns_list else (out,)
 
-            return run
+            return run_first
 
     def run(*tensors):
         out = op(

@@ -26,10 +26,10 @@ class LossSum:
         wide = addend if addend.dtype == torch.float64 else addend.float()
         working = self._listeners.working
         if not set(form.working_ranks) <= set(working):
-            total = all_reduce(comm.channel(comm.everyone, LOSS_SUM), wide, async_op=True)
+            total = all_reduce.start(comm.channel(comm.everyone, LOSS_SUM), wide)
         else:
             if comm.rank in working:
-                total = all_reduce(comm.channel(working, LOSS_SUM), wide, async_op=True)
+                total = all_reduce.start(comm.channel(working, LOSS_SUM), wide)
             else:
                 total = done(wide.clone())
             total = self._listeners.tell(comm, total, "the loss", LOSS_TOLD)

@@ -91,7 +91,8 @@ def batch_of_shapes(
     if not any(name.partition(".")[0].isdigit() for name in inputs):
         return planned
     places = {name: n for n, name in enumerate(calls.signature.positions)}
-    return tuple(planned[name] for name in sorted(planned, key=lambda name: int(places.get(name, name))))
+    place_of = lambda name: places[name] if name in places else int(name)  # noqa: E731
+    return tuple(planned[name] for name in sorted(planned, key=place_of))
 
 
 def digest(graph: Graph) -> tuple[str, frozenset[str]]:

@@ -52,7 +52,7 @@ class Inner:
         """The finished gradients. Without sums over ranks (``no_sync``) those that lack them stay inside."""
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         pairs = [(x, g) for x, g in zip(roots, gradients, strict=True) if x.requires_grad]
-        torch.autograd.backward(*map(list, zip(*pairs)), retain_graph=keep)
+        torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs], retain_graph=keep)
         unsummed = set() if self.reducer.sums is Sums.ALL else self.reducer.summed_params
         out: list[Tensor | None] = []
         for p, mine, learns, wants in zip(self.shown, self.inner, self.learns, wanted):

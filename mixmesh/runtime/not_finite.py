@@ -79,6 +79,7 @@ def first_not_finite(model: nn.Module, *args: Any, **kwargs: Any) -> NotFinite |
                 local.backward()
         loss = model.sum_of_ranks(local.detach()).wait()
         findings = Findings(inspector.values, inspector.gradients, dict(_spoilt_gradients(model)))
+    assert run.summed is not None  # since the pass above
     return earliest(run.summed, everyones(findings), bool(loss.isfinite()))
 
 
@@ -133,6 +134,10 @@ def _first_value(program: Program, step: int, told: Sequence[Findings]) -> NotFi
         # values computed once for all micro-batches are noted with the first
         return told[rank].values.get((step, name), told[rank].values.get((0, name)))
 
+    def num_nan(held: Held) -> int:
+        counts = counts_of(held)
+        return 0 if counts is None else counts.num_nan
+
     reached: dict[Held, list[Held]] = {}  # with what made it
     waiting = [(rank, program.loss) for rank in range(len(told)) if (step, program.loss) in told[rank].values]
     while waiting:
@@ -149,8 +154,8 @@ def _first_value(program: Program, step: int, told: Sequence[Findings]) -> NotFi
     in_order = sorted(reached, key=lambda held: (number_of[held[1]], held[0]))
     rank, name = next(held for held in in_order if not reached[held])
     got = f"rank {rank}: {counts_of((rank, name))} of %{name}"
-    if not counts_of((rank, name)).num_nan:  # a mask is infinite too: what makes nan of it may say more
-        later = next((held for held in in_order if counts_of(held).num_nan), None)
+    if not num_nan((rank, name)):  # a mask is infinite too: what makes nan of it may say more
+        later = next((held for held in in_order if num_nan(held)), None)
         if later is not None:
             got += f"; the first nan are of {_described(program.producers[later[1]])} on rank {later[0]}"
     return NotFinite(rank, program.producers[name], got)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
+from ..base.patch import put_on
 from ..errors import InputError
 from ..frontend.job import ELEMENTWISE, check_supported, is_elementwise
 from ..lang.ir import REPLICATE
@@ -92,8 +93,8 @@ def check_new_optimizers() -> None:
         if shards and not is_elementwise(self) and _fails_on_shards(self, {p.ndim for p in shards}):
             raise _refusal(type(self).__name__, "cut", [p.whole.stored.name for p in shards])
 
-    add_param_group.checks_shards = True
-    optim.Optimizer.add_param_group = add_param_group
+    put_on(add_param_group, "checks_shards", True)
+    put_on(optim.Optimizer, "add_param_group", add_param_group)
 
 
 def _fails_on_shards(optimizer: optim.Optimizer, dims: set[int]) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
+from ..base.patch import put_on
 from ..errors import InputError, PlanError
 from ..frontend.job import can_be_fused, is_elementwise
 from .comm import Comm
@@ -116,8 +117,8 @@ def step_on_pieces(optimizer: optim.Optimizer, holders: tuple[int, ...] | None, 
 
     step = optim.Optimizer.profile_hook_step(on_pieces)
     if tracked:
-        step._wrapped_by_lr_sched = True
-    optimizer.step = MethodType(step, optimizer)
+        put_on(step, "_wrapped_by_lr_sched", True)
+    put_on(optimizer, "step", MethodType(step, optimizer))
 
 
 def _seeing_shards(closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
@@ -141,7 +142,7 @@ def also_drop(optimizer: optim.Optimizer, drop: Callable[[], object]) -> None:
             kind.zero_grad(self, set_to_none)
         drop()
 
-    optimizer.zero_grad = MethodType(zero_grad, optimizer)
+    put_on(optimizer, "zero_grad", MethodType(zero_grad, optimizer))
 
 
 def show_shards(optimizer: optim.Optimizer) -> None:

@@ -31,7 +31,7 @@ class TakenOver(torch.Tensor):
     """A parameter or buffer of a model that ``parallelize`` took over: its shape, and no values."""
 
     was: type
-    heir: weakref.ref  # the tensor that the parallel model shows
+    heir: weakref.ref[Tensor]  # the tensor that the parallel model shows
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -70,6 +70,7 @@ def take_over(x: Tensor, heir: Tensor) -> None:
         x.data = _without_memory(shape, stride, x.dtype, device)
         is_parameter = isinstance(x, nn.Parameter)
         x.__class__ = TakenOver
+        assert isinstance(x, TakenOver)
         x.was, x.heir = was, weakref.ref(heir)
         if is_parameter:
             x._is_param = True

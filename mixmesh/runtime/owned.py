@@ -143,7 +143,7 @@ class WholeParams:
         group, channel = self._groups[index], self._channels[index]
         mine = torch.cat([o.piece.reshape(-1) for o in group])
         parts, levels = counts(group, channel.ranks), self._levels[index]
-        self._flying[index] = all_gather(channel, mine, parts, levels=levels, async_op=True)
+        self._flying[index] = all_gather.start(channel, mine, parts, levels=levels)
 
     @torch.no_grad()
     def _land(self, index: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -60,10 +60,13 @@ def planned_bytes(plan: Any, comm: Comm) -> int:
     return peaks[comm.rank] if peaks and comm.device.type == "cpu" else 0
 
 
+OptimizerOrNone = TypeVar("OptimizerOrNone", bound=torch.optim.Optimizer | None)
+
+
 @taking_part("parallelize")
 def parallelize(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: OptimizerOrNone,
     plan: Any,
     *,
     device: torch.device | str | None = None,
@@ -74,7 +77,7 @@ def parallelize(
     check_model: bool = True,
     kept_shapes: int = 16,
     compile: bool = False,
-) -> tuple[ParallelModel, torch.optim.Optimizer | None]:
+) -> tuple[ParallelModel, OptimizerOrNone]:
     """This process's part of ``model`` under a plan (or a Program). Collective.
 
     ``model`` is taken over, or the one within ``torch.compile(model)``: its own parameters and buffers are
@@ -116,8 +119,17 @@ def parallelize(
     with_values = (t for name, t in _tensors(model) if name not in without_values)
     agree((t for t in with_values if not isinstance(t, TakenOver)), comm)
     random = RandomPolicy(seed, exact=random_exact)
-    options = dict(check_model=check_model, kept_shapes=kept_shapes, compiles=compile)
-    parallel = _take(model, optimizer, plan, comm, stored, random, **options)
+    parallel = _take(
+        model,
+        optimizer,
+        plan,
+        comm,
+        stored,
+        random,
+        check_model=check_model,
+        kept_shapes=kept_shapes,
+        compiles=compile,
+    )
     parallel._runtime.without_values = tuple(without_values)
     if not comm.rank and not isinstance(plan, Program):
         for text in plan.warnings:
@@ -152,9 +164,11 @@ def _take(
     """A parallel model with the values of ``model``, which all ranks have alike, held as ``stored``."""
     program = plan if isinstance(plan, Program) else plan.program
     taken = Taken(comm, stored, owners_of(program, model))
-    options = dict(kept_shapes=kept_shapes, compiles=compiles)
-    runtime = runtime_of(taken, model, plan, random, check_model=check_model, **options)
-    model_class = parallel_class(ParallelModel, type(own_module(model)))
+    runtime = runtime_of(
+        taken, model, plan, random, check_model=check_model, kept_shapes=kept_shapes, compiles=compiles
+    )
+    kind: type = type(own_module(model))
+    model_class = parallel_class(ParallelModel, kind)
     parallel = model_class(runtime, model, taken.params, taken.buffers)
     if optimizer is not None:
         _adapt(optimizer, taken, runtime, common_holders(stored[n] for n in _learning(program)))
@@ -192,6 +206,7 @@ def runtime_of(
     reducer = GradientReducer(comm, buckets, used, owned, wholes.changed, origins)
     learning = {id(inner[name]) for name in _learning(program)}
     dtype = TORCH_DTYPE[program.types[program.loss].value.dtype]
+    is_checked = check_model and bool(getattr(plan, "graph_fingerprint", ""))
     first_names = tuple({p: name for name, p in reversed(params.items())}[p] for p in taken.inner)
     return Runtime(
         program,
@@ -224,7 +239,7 @@ def runtime_of(
             compiles=compiles,
         ),
         DriftWatch(comm, dict(zip(first_names, taken.inner)), stored),
-        PlannedModel(model, plan) if check_model and getattr(plan, "graph_fingerprint", "") else None,
+        PlannedModel(model, plan) if is_checked else None,
         compiles=compiles,
     )
 
@@ -241,7 +256,7 @@ def _adapt(
     if runtime.owned:
 
         def gather(stepped: torch.optim.Optimizer, *_) -> None:
-            inner = dict(zip(runtime.node.shown, runtime.node.inner))
+            inner: dict[Tensor, Tensor] = dict(zip(runtime.node.shown, runtime.node.inner))
             runtime.wholes.changed()
             runtime.wholes.start([inner.get(p, p) for p in optimizers.params_of(stepped)])
 

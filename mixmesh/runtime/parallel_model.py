@@ -28,6 +28,7 @@ from .input_gradients import given_inputs, wanted_gradients
 from .inspection import Inspector
 from .modes import Modes, modes_of
 from .outputs import Output
+from .outside import Outside
 from .passes import Forward, Runtime, accumulate, code_of, rooted, rooted_pieces, zero
 from .pipeline import stage_inputs
 from .recording import RecordedComm, Recorder, recorded
@@ -92,13 +93,15 @@ class ParallelModel(Face):
             warn_if_compiled()
         result = self._run(args, kwargs)
         if result.outside is not None:
-            return self._whole_outputs(result)
+            return self._whole_outputs(result, result.outside)
+        assert result.total is not None  # as there is a loss
         loss = self._shown(rooted(self._runtime, result.total.wait(), result), result)
         return loss if result.returns is None else result.returns(loss, result.shown, self.comm)
 
-    def forward_local(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Handle]:
+    def forward_local(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Handle | None]:
         """This rank's addend of the loss, to call ``backward`` on, and a handle whose ``wait()`` gives
-        the global loss. Waits for other ranks only to agree on the batch, and where the program does."""
+        the global loss (None of a model that computes none). Waits for other ranks only to agree on the
+        batch, and where the program does."""
         result = self._run(args, kwargs)
         return self._shown(rooted(self._runtime, result.value.clone(), result), result), result.total
 
@@ -167,7 +170,9 @@ class ParallelModel(Face):
     def sum_of_ranks(self, addend: Tensor) -> Handle:
         """A handle on the sum of the addends of all ranks that computed the last batch: of the loss, or of
         tensors of one shape and dtype. Collective."""
-        return self._runtime.loss_sum.start(self.comm, addend, self._runtime.summed)
+        form = self._runtime.summed
+        assert form is not None  # a batch has run
+        return self._runtime.loss_sum.start(self.comm, addend, form)
 
     def check_replicas(self) -> None:
         """Raises InputError on all ranks if a parameter that several hold whole has other values on one of
@@ -177,8 +182,8 @@ class ParallelModel(Face):
     def compare(self, batch: Mapping[str, Any] | tuple | list) -> None:
         """Raises InputError on all ranks if they were not given the same whole batch. Collective."""
         run = self._runtime
-        named = isinstance(batch, Mapping)
-        tensors = run.calls.tensors(() if named else tuple(batch), batch if named else {})
+        args, kwargs = ((), batch) if isinstance(batch, Mapping) else (tuple(batch), {})
+        tensors = run.calls.tensors(args, kwargs)
         with run.comm.call("the first batches"):
             run.comm.compare(lambda: facts_of_batch(run.program, tensors))
 
@@ -197,9 +202,9 @@ class ParallelModel(Face):
     def _shown(self, loss: Tensor, done: Forward) -> Tensor:
         return self._runtime.node.root([loss], done.given)[0] if loss.requires_grad else loss
 
-    def _whole_outputs(self, done: Forward) -> Any:
+    def _whole_outputs(self, done: Forward, outside: Outside) -> Any:
         """The outputs of a model without a loss, whole on every rank, as the model returns them."""
-        run, outside = self._runtime, done.outside
+        run = self._runtime
         pieces = rooted_pieces(run, outside.pieces(done.shown, run.comm), done)
         if torch.is_grad_enabled():
             pieces = run.node.root(pieces, done.given)

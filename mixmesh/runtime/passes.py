@@ -68,7 +68,7 @@ class Runtime:
     calls: Calls
     forms: Forms
     random: RandomPolicy
-    stored: dict[str, Stored]  # by every name
+    stored: Mapping[str, Stored]  # by every name
     by_param: dict[Tensor, Stored]  # by the shown parameter
     compiled: dict[tuple, RankProgram]  # by form, training, and the samples of a micro-step
     owned: dict[str, Owned]  # by every name
@@ -129,10 +129,10 @@ def accumulate(
     learns = torch.is_grad_enabled()
     before = run.reducer.take() if learns else None
     if steps.is_pipeline:
-        last = partial(run.reducer.early, before) if learns else nullcontext
+        last = nullcontext if before is None else partial(run.reducer.early, before)
         value, updated = _pipeline(run, form, params, buffers, inputs, last, training=training)
         earlier = None
-        if learns:
+        if before is not None:
             earlier = Earlier(run.reducer, run.seed)
             run.reducer.put_back(before)
         return Forward(None, [], value, earlier), updated
@@ -157,7 +157,7 @@ def accumulate(
         del part
     run.random.micro_step = 0
     earlier = None
-    if learns:
+    if before is not None:
         earlier = Earlier(run.reducer, run.seed)
         run.reducer.put_back(before)
     return Forward(local, tokens, value, earlier, pieces), updated
@@ -212,9 +212,8 @@ def code_of(
     key = (form.key, training, size, once)
     if key not in run.compiled:
         run.forms.drop_gone(run.compiled)
-        program = form.program if steps is None else steps.once if once else steps.program
         run.compiled[key] = compile_program(
-            program,
+            _part_of(form, once),
             run.comm.rank,
             run.comm,
             run.comm.device,
@@ -223,11 +222,20 @@ def code_of(
             sink=run.reducer.sink,
             receiver=run.reducer,
             recorder=run.recorder,
-            window=None if size is None else Window(steps.samples, size, run.random),
+            window=None if size is None or steps is None else Window(steps.samples, size, run.random),
             inspector=run.inspector,
             compiles=run.compiles,
         )
     return run.compiled[key]
+
+
+def _part_of(form: Form, once: bool) -> Program:
+    if form.steps is None:
+        return form.program
+    if not once:
+        return form.steps.program
+    assert form.steps.once is not None  # the caller has looked
+    return form.steps.once
 
 
 def zero(run: Runtime, form: Form) -> Tensor:

@@ -91,8 +91,9 @@ class Peers:
         """Kills the process of a rank on this machine that was lost because it is stopped. torchrun would
         kill it too, as it ends all processes of a start that has lost one, but after 30 s."""
         seen = self._seen[rank][0] if rank in self._seen else None
-        is_here = seen is not None and seen.place == process_place() != ""
-        if is_here and LAUNCHER_VARIABLE in os.environ and process_state(seen.pid) == "T":
+        if seen is None or not seen.place == process_place() != "":
+            return
+        if LAUNCHER_VARIABLE in os.environ and process_state(seen.pid) == "T":
             with suppress(OSError):
                 os.kill(seen.pid, signal.SIGKILL)
 

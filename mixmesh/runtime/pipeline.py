@@ -46,7 +46,7 @@ class Transfer:
 
     @classmethod
     def of(cls, program: Program, samples: Samples, i: Instruction, micro_steps: int) -> Transfer:
-        value, dim = i.type.value, i.type.placement.dim
+        value, dim = i.type.value, i.type.shard.dim
         each = value.shape[dim] // samples.batch_size
         shape = (*value.shape[:dim], value.shape[dim] // micro_steps, *value.shape[dim + 1 :])
         return cls(
@@ -75,13 +75,13 @@ class Transfer:
 
     def _exchange(self, comm: Comm, x: Tensor | None, senders, receivers, purpose: str, part: str) -> Handle:
         t = self.instruction.type
-        shape, dim = t.value.shape, t.placement.dim
+        shape, dim = t.value.shape, t.shard.dim
         if x is None:
             empty = (*shape[:dim], 0, *shape[dim + 1 :])
             x = torch.empty(empty, dtype=TORCH_DTYPE[t.value.dtype], device=comm.device)
         channel = comm.channel(self.ranks, self.instruction, purpose, part)
         of = lambda ranks: [self.counts[r] if r in ranks else 0 for r in self.ranks]  # noqa: E731
-        return collectives.all_to_all(channel, x, dim, of(senders), dim, of(receivers), async_op=True)
+        return collectives.all_to_all.start(channel, x, dim, of(senders), dim, of(receivers))
 
 
 Forward = Callable[[int, dict[str, Tensor]], tuple[Tensor | None, dict[str, Tensor]]]
@@ -149,9 +149,12 @@ class Stage:
         for handle in sent:
             handle.wait()
 
-    def _backward(self, comm: Comm, kept: _Kept, gradients: list[Tensor], seed: Tensor) -> list[Handle]:
+    def _backward(
+        self, comm: Comm, kept: _Kept, gradients: list[Tensor], seed: Tensor | None
+    ) -> list[Handle]:
         roots = [*zip(kept.sent, gradients)]
         if kept.loss is not None:
+            assert seed is not None  # without one there are no backward passes
             roots.append((kept.loss, seed))
         roots = [(x, g) for x, g in roots if x.requires_grad]
         if roots:
@@ -215,6 +218,7 @@ def stage_inputs(
             out[name] = local_input(program, i, got, comm.rank, comm.device)
             continue
         local_input(program, i, got, comm.rank, None)
+        assert got is not None  # it is refused
         if tuple(got.shape) != i.type.value.shape:
             raise InputError(
                 f"{name} is a part of a batch, and a pipeline cuts every micro-batch between its ranks",
@@ -222,7 +226,7 @@ def stage_inputs(
                 got=f"{list(got.shape)}",
                 hint="pass whole batches, as shard_batches(batches, plan, rank) does",
             )
-        dim = i.type.placement.dim
+        dim = i.type.shard.dim
         rows = got.unflatten(dim, (micro_steps, -1))
         each = got.shape[dim] // samples.batch_size
         mine = samples.offset(comm.rank), samples.counts[comm.rank]

@@ -97,7 +97,7 @@ class Region:
             for n, step in enumerate(steps):
                 recomputed = step.again(*(values[name] for name in step.inputs))
                 values.update((r, x) for r, x in zip(step.results, recomputed) if r is not None)
-                for name in {*step.inputs, *step.results} - {None}:
+                for name in {*step.inputs, *(r for r in step.results if r is not None)}:
                     if last_use.get(name, n) <= n:
                         values.pop(name, None)
         if len(saved) != self._num_saved:

@@ -194,7 +194,7 @@ class Recorder:
 class RecordedComm(Comm):
     """A Comm whose collectives are recorded."""
 
-    recorder: Recorder | None = field(default=None, repr=False)
+    recorder: Recorder = field(repr=False, kw_only=True)
 
     @classmethod
     def of(cls, comm: Comm, recorder: Recorder) -> RecordedComm:

@@ -66,13 +66,12 @@ class Redistribution:
     def takes_part(self) -> bool:
         return self.comm.rank in self.src.ranks or self.comm.rank in self.dst.ranks
 
-    def forward(self, x: Tensor | None, *, async_op: bool = False) -> Tensor | Handle | None:
-        """Without autograd. With ``async_op`` a handle."""
-        handle = self.begin(x)
-        return handle if async_op else handle.wait()
+    def forward(self, x: Tensor | None) -> Tensor | None:
+        """Without autograd."""
+        return self.begin(x).wait()
 
-    def begin(self, x: Tensor | None) -> Handle:
-        """As ``forward`` with ``async_op``."""
+    def begin(self, x: Tensor | None) -> Handle[Tensor | None]:
+        """A handle on the result of ``forward``."""
         return self._along(route(self.src, self.dst), x, self.algorithm)
 
     def backward(self, gradient: Tensor | None) -> Handle:
@@ -123,7 +122,6 @@ class Redistribution:
             if x is None:
                 x = self._zeros(src)
             handle = self._collective(step, x, algorithm, part)
-            assert isinstance(handle, Handle)  # and no result, with ``async_op``
             return handle if rank in dst.ranks else then(lambda _: None, handle)
         if rank not in dst.ranks:
             return done(None)
@@ -144,30 +142,24 @@ class Redistribution:
                 return done(self._zeros(dst) if x is None else x)
         return done(x)  # spread to ranks that hold it already
 
-    def _collective(self, step: Step, x: Tensor, algorithm: str | None, part: str) -> Tensor | Handle:
+    def _collective(self, step: Step, x: Tensor, algorithm: str | None, part: str) -> Handle[Tensor]:
         src, dst = step.src, step.dst
         channel = self.comm.channel(step.ranks, self.instruction, self.purpose, part)
         of = lambda held: [held.sizes[rank] for rank in step.ranks]  # noqa: E731
         match step.kind:
             case "gather":
-                return collectives.all_gather(
-                    channel, x, of(src), src.dim, algorithm=algorithm, async_op=True
-                )
+                return collectives.all_gather.start(channel, x, of(src), src.dim, algorithm=algorithm)
             case "scatter":
-                return collectives.reduce_scatter(
-                    channel, x, of(dst), dst.dim, algorithm=algorithm, async_op=True
-                )
+                return collectives.reduce_scatter.start(channel, x, of(dst), dst.dim, algorithm=algorithm)
             case "reduce":
                 assert isinstance(src.placement, Partial)
-                return collectives.all_reduce(channel, x, src.placement.op, direct=self.direct, async_op=True)
+                return collectives.all_reduce.start(channel, x, src.placement.op, direct=self.direct)
             case "exchange":
-                return collectives.all_to_all(channel, x, src.dim, of(src), dst.dim, of(dst), async_op=True)
+                return collectives.all_to_all.start(channel, x, src.dim, of(src), dst.dim, of(dst))
             case "spread":
-                return collectives.broadcast(channel, x, src.ranks[0], async_op=True)
+                return collectives.broadcast.start(channel, x, src.ranks[0])
             case "fold":
-                root = dst.ranks[0]
-                handle = collectives.reduce(channel, x, root, async_op=True)
-                return handle
+                return collectives.reduce.start(channel, x, dst.ranks[0])
         raise AssertionError(step.kind)
 
 

@@ -60,7 +60,8 @@ class Keeper:
 
     def forget(self, record: _Record) -> None:
         """After the last use: from here on the memory may become another tensor's."""
-        self._records.pop(record.address, None)
+        if record.address is not None:
+            self._records.pop(record.address, None)
 
     def release(self, record: _Record, result: Tensor | None, tokens: list[Tensor]) -> Tensor | None:
         """Before the backward of ``result`` it is gathered again."""

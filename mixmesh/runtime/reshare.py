@@ -139,14 +139,16 @@ def _moved(comm: Comm, what: str, piece: Tensor, old: Stored, new: Stored) -> Te
     if old.held == new.held or comm.rank not in {*old.held.ranks, *new.held.ranks}:
         return piece
     how = between(comm, f"moving {what} to its new shares", old.shape, piece.dtype, old.held, new.held)
-    return how.forward(piece.contiguous())
+    moved = how.forward(piece.contiguous())
+    assert moved is not None  # the same ranks have shares as before (why_other_form)
+    return moved
 
 
 def _moved_params(run: Runtime, stored: Mapping[str, Stored]) -> dict[Tensor, Before]:
     """By shown parameter, its new piece. For an owned one, whose rows lie in a working copy of the whole, the
     program's tensor alone."""
     owned = {id(o.piece): o for o in run.owned.values()}
-    before = {}
+    before: dict[Tensor, Before] = {}
     for shown, inner in zip(run.node.shown, run.node.inner):
         old = run.by_param[shown]
         if id(inner) in owned:

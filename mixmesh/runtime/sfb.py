@@ -60,7 +60,11 @@ class Factors:
         self._known: dict[str, tuple[weakref.ref[Tensor], weakref.ref[Factor]]] = {}
 
     def of(self, name: str, x: Tensor) -> Factor:
-        tensor, factor = (ref() for ref in self._known[name]) if name in self._known else (None, None)
+        tensor: Tensor | None = None
+        factor: Factor | None = None
+        if name in self._known:
+            tensor_ref, factor_ref = self._known[name]
+            tensor, factor = tensor_ref(), factor_ref()
         if tensor is not x or factor is None:
             factor = Factor()
             self._known[name] = weakref.ref(x), weakref.ref(factor)
@@ -119,11 +123,9 @@ class _Sfb(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         weight, bias = ctx.params
         sizes = [ctx.held.sizes[rank] for rank in ctx.channel.ranks]
-        whole_gy = all_gather(ctx.channel, gy, sizes, ctx.held.dim, async_op=True)
+        whole_gy = all_gather.start(ctx.channel, gy, sizes, ctx.held.dim)
         if weight.requires_grad:
-            whole_x = ctx.factor.gather(
-                lambda: all_gather(ctx.channel, x, sizes, ctx.held.dim, async_op=True)
-            )
+            whole_x = ctx.factor.gather(lambda: all_gather.start(ctx.channel, x, sizes, ctx.held.dim))
             gathered = sum(sizes) * (gy.nbytes + x.nbytes) // max(ctx.held.sizes[ctx.channel.comm.rank], 1)
             ctx.sink(weight, then(_weight_gradient, whole_gy, whole_x), gathered)
         if bias is not None and bias.requires_grad:

@@ -92,7 +92,8 @@ def plain(x: Tensor) -> Tensor:
 
 
 def _as_shard(x: Any, whole: Whole, local: torch.Size) -> Any:
-    if type(x) is Tensor and x.shape == local:
+    is_piece = type(x) is Tensor and x.shape == local
+    if is_piece:
         x.__class__ = ShardTensor
         x.whole = whole
     return x
@@ -104,7 +105,7 @@ def _as_shard(x: Any, whole: Whole, local: torch.Size) -> Any:
 def _call(func: Callable, args: tuple, kwargs: dict) -> Any:
     name = func.__name__
     if name in ("__get__", "__set__", "__delete__"):
-        attribute = func.__self__.__name__
+        attribute = getattr(func, "__self__", func).__name__  # the name of its descriptor
         return _get(func, attribute, *args) if name == "__get__" else _set(func, attribute, *args)
     rule = rule_of(name)
     if rule.kind is Kind.PLAIN:

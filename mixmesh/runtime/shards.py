@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -94,7 +94,9 @@ class Stored:
                 mine = torch.empty(held.shape(self.shape, comm.rank), dtype=self.dtype)
             everywhere = Layout(placement=REPLICATE, ranks=comm.everyone)
             how = between(comm, what, self.shape, self.dtype, held, everywhere)
-            return how.forward(mine.detach().to(comm.device))
+            whole = how.forward(mine.detach().to(comm.device))
+            assert whole is not None  # every rank holds it
+            return whole
         if comm.rank not in held.ranks:
             mine = torch.empty(self.shape, dtype=self.dtype, device=comm.device)
         channel = comm.channel(comm.everyone, what)
@@ -149,7 +151,7 @@ def counting_ranks(program: Program) -> dict[str, int]:
     return {i.args[0]: program.participants(program.types[i.inputs[0]])[0] for i in updates}
 
 
-def check_model(program: Program, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
+def check_model(program: Program, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
     differences = list(_differences(program, params, buffers))
     if differences:
         shown = differences[:3]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +92,8 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
 def shell_of(original: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module:
     """A shell of a module and of all within it, without tensors. Modules that are ``known`` have theirs."""
     if original not in known:
-        shell = nn.Module.__new__(_class_of(type(original)))
+        kind: type = type(original)
+        shell: nn.Module = nn.Module.__new__(_class_of(kind))
         nn.Module.__init__(shell)
         known[original] = shell
         dress(shell, original, known)
@@ -112,7 +113,8 @@ def dress(shell: nn.Module, original: nn.Module, known: dict[nn.Module, nn.Modul
 
 def _is_free(shell: nn.Module, name: str) -> bool:
     """Whether an attribute of the original stands in the way of nothing that a parallel model has."""
-    return isinstance(shell, Shell) or name not in _reserved(type(shell))
+    kind: type = type(shell)
+    return isinstance(shell, Shell) or name not in _reserved(kind)
 
 
 @lru_cache
@@ -149,8 +151,19 @@ def _derived(base: type, original: type, extra: dict[str, Any]) -> type:
     return type(original.__name__, (base,), members)
 
 
+class _Runtime(Protocol):
+    @property
+    def lent(self) -> nn.Module | None: ...
+
+
+class _Parallel(Protocol):
+    """A parallel model, whose class is in a module that imports this one."""
+
+    _runtime: _Runtime
+
+
 def _refusal(name: str) -> Callable[..., Any]:
-    def refuse(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def refuse(self: _Parallel, *args: Any, **kwargs: Any) -> Any:
         if (lent := self._runtime.lent) is not None:
             return getattr(lent, name)(*args, **kwargs)
         raise InputError(

@@ -51,13 +51,14 @@ class Taken:
 
     def param(self, name: str, whole: nn.Parameter) -> nn.Parameter:
         if whole in self.shown:
-            return self.shown[whole]
+            return _parameter(self.shown[whole])
         stored, comm = self.stored[name], self.comm
         used_as, stage = self.owners.get(whole, (stored.held, 0))
         if self.before is not None:
-            shown, mine = self._again(name, whole.heir(), stored, used_as, stage)
+            shown = _parameter(_heir(whole))
+            mine = self._again(name, shown, self.before[shown], stored, used_as, stage)
         elif isinstance(whole, TakenOver):
-            shown = _shared(whole, stored, comm, is_owned=bool(stage))
+            shown = _parameter(_shared(whole, stored, comm, is_owned=bool(stage)))
             mine = nn.Parameter(plain(shown).detach(), requires_grad=whole.requires_grad)
         else:
             # a rank that does not use it holds no rows of it, and no elements
@@ -79,11 +80,11 @@ class Taken:
         return shown
 
     def _again(
-        self, name: str, shown: nn.Parameter, stored: Stored, used_as: Layout, stage: int
-    ) -> tuple[nn.Parameter, nn.Parameter]:
-        """A parameter that is shown already, on its new piece, and what the program runs on: new, as hooks
-        that sum gradients are on the one before."""
-        before, rank = self.before[shown], self.comm.rank
+        self, name: str, shown: nn.Parameter, before: Before, stored: Stored, used_as: Layout, stage: int
+    ) -> nn.Parameter:
+        """Puts a parameter that is shown already on its new piece. Returns what the program runs on: new, as
+        hooks that sum gradients are on the one before."""
+        rank = self.comm.rank
         if stage and rank in used_as.ranks:
             working = nn.Parameter(before.used.detach(), requires_grad=before.used.requires_grad)
             self._owned[shown] = owned = Owned.of(name, working, stored.held, used_as.ranks, rank, stage)
@@ -91,7 +92,7 @@ class Taken:
         else:
             mine = nn.Parameter(before.piece, requires_grad=before.used.requires_grad)
         self._put(shown, mine.detach(), stored, self._written if stage else None)
-        return shown, mine
+        return mine
 
     def _put(
         self, shown: Tensor, piece: Tensor, stored: Stored, written: Callable[[], object] | None = None
@@ -106,7 +107,7 @@ class Taken:
         if whole not in self.shown:
             stored, comm = self.stored[name], self.comm
             if self.before is not None:
-                self.shown[whole] = shown = whole.heir()
+                self.shown[whole] = shown = _heir(whole)
                 self._put(shown, self.before[shown].piece, stored)
             elif isinstance(whole, TakenOver):
                 self.shown[whole] = _shared(whole, stored, comm, is_owned=False)
@@ -119,7 +120,22 @@ class Taken:
         return {name: self._owned[p] for name, p in params.items() if p in self._owned}
 
     def _written(self) -> None:
+        assert self.wholes is not None  # before anything is written
         self.wholes.changed()
+
+
+def _parameter(x: Tensor) -> nn.Parameter:
+    """A shown tensor that is a parameter: an ``nn.Parameter``, or a shard that passes for one."""
+    assert isinstance(x, nn.Parameter)
+    return x
+
+
+def _heir(whole: Tensor) -> Tensor:
+    """The tensor that the parallel model, which is there, shows for one of its original's."""
+    assert isinstance(whole, TakenOver)
+    heir = whole.heir()
+    assert heir is not None
+    return heir
 
 
 def is_whole(stored: Stored, comm: Comm) -> bool:
@@ -131,7 +147,7 @@ def _show(mine: nn.Parameter, stored: Stored, comm: Comm, written) -> nn.Paramet
     if is_whole(stored, comm):
         return nn.Parameter(mine.detach(), requires_grad=mine.requires_grad)
     whole = Whole(stored, comm, written)
-    return shard(mine, whole, is_parameter=True, requires_grad=mine.requires_grad)
+    return _parameter(shard(mine, whole, is_parameter=True, requires_grad=mine.requires_grad))
 
 
 def _shared(whole: TakenOver, stored: Stored, comm: Comm, *, is_owned: bool) -> Tensor:
@@ -142,7 +158,7 @@ def _shared(whole: TakenOver, stored: Stored, comm: Comm, *, is_owned: bool) -> 
         alike = shown.whole.stored.held == stored.held and shown.whole.written is None
     else:
         alike = shown is not None and is_whole(stored, comm)
-    if not alike or is_owned:
+    if shown is None or not alike or is_owned:
         raise InputError(
             "two parallel models share a parameter or buffer, and their plans hold it differently"
             if shown is not None

@@ -37,7 +37,7 @@ from ..base.callers import line_of_script
 from ..errors import CollectiveError
 from .agreement import Facts, Round
 from .awake import AwakeClock
-from .launch_store import is_of_launcher, store_of_start
+from .launch_store import is_of_launcher, own_connection, store_of_start
 from .lost import Lost, Position, Waiting, error_of, fields_of
 from .peers import Peers, Seen
 from .processes import process_place, shut
@@ -60,10 +60,9 @@ class Watch:
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, heartbeat_s: float) -> None:
         self.rank, self.world_size, self.heartbeat_s = rank, world_size, heartbeat_s
-        # connections of their own: a thread that waits for an answer holds its one
         self._clock = AwakeClock()
-        self._peers = Peers(store.clone(), rank, world_size, heartbeat_s, self._clock)
-        self._store = store.clone()
+        self._peers = Peers(own_connection(store), rank, world_size, heartbeat_s, self._clock)
+        self._store = own_connection(store)
         self.sockets: dict[int, str] = {}
         self.number, self.doing, self.since = 0, "", time.monotonic()
         self.waiting: Waiting | None = None
@@ -163,10 +162,13 @@ class Watch:
         if self._counted() is None:
             self._counted = weakref.ref(optimizer)
             self.set_step(0)
-            optimizer.register_step_post_hook(lambda *_: self.set_step(self.position.step))
+            optimizer.register_step_post_hook(lambda *_: self._next_step())
 
     def step_is_left_out(self) -> None:
         """Counts a step that the optimizer does not make."""
+        self._next_step()
+
+    def _next_step(self) -> None:
         if self.position.step is not None:
             self.set_step(self.position.step)
 
@@ -237,7 +239,7 @@ class Watch:
             if self._verdict is None:
                 self._judge()
             elif self._clock.now_s - self._decided_at > GRACE_S and self._is_taking_part:
-                self._end_process()
+                self._end_process(self._verdict)
 
     @property
     def _is_taking_part(self) -> bool:
@@ -246,11 +248,12 @@ class Watch:
         is_in_mixmesh = bool(current_stretch() or self.doing or self.waiting)
         return is_in_mixmesh or self.is_told_to_stop() or not threading.main_thread().is_alive()
 
-    def _end_process(self) -> None:
+    @staticmethod
+    def _end_process(verdict: CollectiveError) -> None:
         """The last resort, where the process has not ended by itself. Takes no lock that another thread may
         hold."""
-        os.write(STDERR, f"{type(self._verdict).__name__}: {self._verdict}\n".encode())
-        os._exit(self._verdict.exit_status)
+        os.write(STDERR, f"{type(verdict).__name__}: {verdict}\n".encode())
+        os._exit(verdict.exit_status)
 
     def _write(self) -> None:
         self._beat += 1

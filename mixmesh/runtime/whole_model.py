@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -31,12 +31,22 @@ WITHOUT_LOSS = "_without_loss"  # where a model that was wrapped with a loss kee
 IS_LENT = "_is_lent"  # set in such a model while it is to run without its loss
 
 
+class Parallel(Protocol):
+    """A parallel model, whose class is in a module that imports this one."""
+
+    def whole(self) -> AbstractContextManager[nn.Module]: ...
+
+
+def is_parallel(model: nn.Module) -> TypeGuard[Parallel]:
+    return hasattr(model, "_runtime")
+
+
 def whole(model: nn.Module) -> AbstractContextManager[nn.Module]:
     """The user's own module with whole weights, for the time of a ``with`` block: of a parallel model
     ``model.whole()``, which is collective; of any other itself, so that a script runs on one device too.
     Within the block ``model`` itself runs what is lent as well, and so do its modules. A module that holds
     parallel models, an average of one for instance, has them whole within the block."""
-    if hasattr(model, "_runtime"):
+    if is_parallel(model):
         return model.whole()
     places = _lent_places(model)
     return _WholeParts(model, places) if places else _own(model)
@@ -72,7 +82,7 @@ class _WholeParts(AbstractContextManager):
 
     def __init__(self, model: nn.Module, places: list[tuple[nn.Module, str]]) -> None:
         self.model, self.places = model, places
-        self._before = [parent._modules[name] for parent, name in places]
+        self._before = [parent.get_submodule(name) for parent, name in places]
         self._lent = ExitStack()
 
     def __enter__(self) -> nn.Module:
@@ -196,6 +206,7 @@ class Lending(AbstractContextManager):
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         loan, self._loan = self._loan, None
+        assert loan is not None  # __enter__ has made it
         try:
             if kind is None:
                 _check(loan)
@@ -204,8 +215,7 @@ class Lending(AbstractContextManager):
             for m, training in self._modes.items():
                 m.training = training
             shown = _tensors(self._parallel)
-            if loan is not None:
-                give_learning(loan.learning, loan.tensors, shown)
+            give_learning(loan.learning, loan.tensors, shown)
             for name, x in loan.tensors.items() if self._is_empty else ():
                 if not isinstance(x, TakenOver):
                     take_over(x, shown[name])

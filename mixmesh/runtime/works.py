@@ -156,8 +156,9 @@ def pairwise(
     targets = [j for j in ((me + k) % count for k in others) if sent[j].numel()]
 
     def post() -> list[dist.Work]:
-        receives = [dist.irecv(received[j], group=group, group_src=j, tag=tag) for j in sources]
-        return receives + [dist.isend(sent[j], group=group, group_dst=j, tag=tag) for j in targets]
+        works = [dist.irecv(received[j], group=group, group_src=j, tag=tag) for j in sources]
+        works += [dist.isend(sent[j], group=group, group_dst=j, tag=tag) for j in targets]
+        return [work for work in works if work is not None]  # None is for ranks outside the group
 
     posted = Posted(post)
     _posting().put(posted)

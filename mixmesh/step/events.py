@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from ..lang.ir import Program
 
 # the parts of an instruction that a step computes, and how the event is named after the result
 FORWARD, BACKWARD, REPEATED, WEIGHT, PRODUCT = "forward", "backward", "repeated", "weight", "product"
-NAMES = {
+NAMES: dict[str, Callable[[str], str]] = {
     FORWARD: str,
     BACKWARD: gradient_name,
     REPEATED: repeated_name,

@@ -8,7 +8,7 @@ from ..base.timeline import LOSS_SUM
 from ..cost.exchanges import Exchange
 from ..cost.outline import Outline
 from ..lang.ir import Program
-from .events import LOCAL, Await, Compute, Event, Pass, Ready, Sink, Start
+from .events import LOCAL, Await, Compute, Event, Pass, Ready, Sink, Start, Use
 from .reductions import AT_THE_END, Reductions
 from .step import step_of
 
@@ -58,6 +58,7 @@ def _line(order: Pass, event: Event, sums: Reductions) -> str:
         case Sink():
             i = order.program.instructions[event.at]
             return f"{i.op} {i.args[0]}"
+    assert isinstance(event, Use)  # complete gradients have lines of their own
     gather = sums.gather_of.get(event.name)
     return "" if gather is None else f"await {sums.gathers[gather][0]}, for {event.name}"
 

@@ -75,7 +75,11 @@ def typed_devices(inventory: Inventory, speeds: tuple[Speed | None, ...]) -> lis
 
 def speed_of(inventory: Inventory, speeds: tuple[Speed | None, ...], rank: int) -> float:
     row = inventory.devices[rank].row
-    return row.tflop_per_s * 1e12 if row is not None else speeds[rank].flop_per_s
+    if row is not None:
+        return row.tflop_per_s * 1e12
+    speed = speeds[rank]
+    assert speed is not None  # a device without a row is measured
+    return speed.flop_per_s
 
 
 def are_equal(inventory: Inventory, speeds: tuple[Speed | None, ...], one: int, other: int) -> bool:

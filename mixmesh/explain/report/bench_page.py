@@ -112,11 +112,11 @@ def differences(
     """The differences of two results by the figure that is drawn at first, in words."""
     one, two = (dict(zip(own, rows)) for own, rows in zip(labels, flat))
     figure = figures[0]
-    pairs = [
-        (label, row[figure], two[label][figure])
-        for label, row in one.items()
-        if label in two and is_number(row.get(figure)) and is_number(two[label].get(figure))
-    ]
+    pairs: list[tuple[str, float, float]] = []
+    for label, row in one.items():
+        a, b = row.get(figure), two[label].get(figure) if label in two else None
+        if is_number(a) and is_number(b):
+            pairs.append((label, a, b))
     changed = [(abs(b / a - 1), label, a, b) for label, a, b in pairs if a and abs(b / a - 1) > SAME]
     lines = [
         f"Of {len(pairs)} rows that both have, {len(changed)} differ in {figure} by more than {SAME:.0%} "

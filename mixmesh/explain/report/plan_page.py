@@ -92,6 +92,7 @@ def bounds_html(parts: Parts) -> str:
 
 def what_if_html(facts: Facts) -> str:
     asked = facts.what_if
+    assert asked is not None  # the caller has looked
     told = (
         "Each row is the fastest plan for the cluster after one change, as predicted. "
         f"{len(asked.answers)} plans were made in {seconds_text(asked.took_s)}. Twice the batch is not asked "

@@ -32,8 +32,8 @@ def run_page(runs: Sequence[Run]) -> Page:
     if len(runs) > 1:
         words = [f"{run.name}: {text[:1].lower()}{text[1:]}" for run in runs for text in sentences(run)]
         words = [*differences(*runs), *words]
-    rows = [(run.name, *row) for run in runs for row in mark_rows(run)]
-    header = ("training", "after step", "what", "more")
+    rows: list[tuple[str, ...]] = [(run.name, *row) for run in runs for row in mark_rows(run)]
+    header: tuple[str, ...] = ("training", "after step", "what", "more")
     if len(runs) == 1:
         rows, header = [row[1:] for row in rows], header[1:]
     marks = table_html(header, rows, words=range(len(header)))
@@ -85,6 +85,7 @@ def progress_texts(log: RunLog) -> Iterator[str]:
     """How many steps, and their time beside that which was predicted last."""
     losses = [s.loss for s in log.steps if s.loss is not None]
     step_s = usual_step_s(log)
+    assert step_s is not None  # there are steps
     course = f", loss {losses[0]:.4g} to {losses[-1]:.4g}" if losses else ""
     yield f"{plural(len(log.steps), 'step')}{course}; a step takes {seconds_text(step_s)} (median)."
     planned = [mark for mark in log.marks if mark.event in (START, PLAN)]

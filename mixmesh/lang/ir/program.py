@@ -41,6 +41,12 @@ class Program:
     def ratio(self, name: str | None) -> Ratio | None:
         return None if name is None else self.ratio_of[name]
 
+    def cut_by(self, t: TensorType) -> Ratio:
+        """The ratio that a type is cut by. Raises TypeError for a type without one."""
+        if t.ratio is None:
+            raise TypeError(f"{t} has no ratio")
+        return self.ratio_of[t.ratio]
+
     def sums_directly(self, size_bytes: int) -> bool:
         """Whether a redistribution sums ``size_bytes`` by each rank sending its addend to each other one."""
         return size_bytes <= self.direct_bytes

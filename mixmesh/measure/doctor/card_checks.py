@@ -34,13 +34,13 @@ def clocks_and_power(ground: Ground) -> str | Note:
         return NO_GPU
     if not any(cards):
         return Note("not there: nvidia-smi does not list the cards", ("install nvidia-smi, of the driver",))
-    lowered = tuple(rank for rank, card in enumerate(cards) if card is not None and is_lowered(card))
+    lowered = {rank: card for rank, card in enumerate(cards) if card is not None and is_lowered(card)}
     if lowered:
-        card = cards[lowered[0]]
+        card = next(iter(lowered.values()))
         return Note(
             f"the limit of power of {ranks_text(list(lowered))} is lowered: slower than the datasheet",
             (f"sudo nvidia-smi -i {card.uuid} -pl {card.default_power_w:.0f}, or mixmesh profile",),
-            lowered,
+            tuple(lowered),
         )
     return "limits of power as the cards were made"
 

@@ -23,6 +23,7 @@ from ...errors import CollectiveError, InputError, MixmeshError
 from ...runtime.accelerator import HOST_BACKEND
 from ...runtime.agreement import by_value, difference, outliers, ranks_text
 from ...runtime.comm import leave
+from ...runtime.launch_store import own_connection
 from ...runtime.processes import process_place
 from .ground import Ground, count
 from .meeting import PREFIX
@@ -36,7 +37,7 @@ LEAST_CACHE_BYTES = 64 * 2**20  # profiles and plans are of some MiB at most
 def rendezvous(ground: Ground) -> str:
     """All ranks of the launch are there."""
 
-    def make() -> list[str]:
+    def make() -> list[str | int]:
         place = process_place().split(" ")[0]  # another one where a machine was started anew: its boot
         return [socket.gethostname(), os.environ.get("GROUP_RANK", ""), place, process_place(), os.getpid()]
 
@@ -145,7 +146,7 @@ def collectives(ground: Ground) -> str:
         ground.take_device()
         # a connection of its own: while the group waits for a key, no other thread can ask on the same one
         # whether a rank has failed
-        store = meeting.store.clone()
+        store = own_connection(meeting.store)
         dist.init_process_group(
             ground.backend,
             store=dist.PrefixStore(f"{PREFIX}/group", store),

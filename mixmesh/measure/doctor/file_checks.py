@@ -36,8 +36,9 @@ class Misfit:
 def cluster_file(ground: Ground) -> str:
     """The devices that were found are those of the cluster file: as many, of the names and the memory."""
     path = ground.asked.cluster_file
-    texts = read_alike(ground, "cluster file", path, lambda: told_of_cluster(path))
-    cluster = Cluster.parse(texts[0], str(path))
+    assert path is not None  # else this check is left out
+    text, _ = read_alike(ground, "cluster file", path, told_of_cluster)
+    cluster = Cluster.parse(text, str(path))
     check_world(ground, cluster.world_size, path)
     ground.cluster = cluster  # links are held against it also where a device is another one
     planned = planned_devices(cluster)
@@ -49,8 +50,9 @@ def cluster_file(ground: Ground) -> str:
 def plan_file(ground: Ground) -> str:
     """All ranks have one plan, it is for this cluster file if there is one, and it fits the devices."""
     path = ground.asked.plan_file
-    texts = read_alike(ground, "plan", path, lambda: told_of_plan(path))
-    plan = Plan.parse(texts[0], str(path))
+    assert path is not None  # else this check is left out
+    text, without = read_alike(ground, "plan", path, told_of_plan)
+    plan = Plan.parse(text, str(path))
     check_world(ground, plan.program.world_size, path)
     check_plan(plan, ground.cluster, where=str(path))
     hint = ("mixmesh plan JOB --cluster C.toml --out X.plan, C.toml being of these devices",)
@@ -58,7 +60,6 @@ def plan_file(ground: Ground) -> str:
     check_order(ground, plan.devices)
     check_fits(too_large(plan, ground.inventory), path, hint)
     ground.plan = plan
-    without = [rank for rank, text in enumerate(texts) if text is None]
     gets = f"; {ranks_text(without)}: not there, the first rank sends it" if without else ""
     return f"{plan.planner} for {plan.program.world_size} ranks{gets}"
 
@@ -97,13 +98,13 @@ def told_of_plan(path: Path) -> Told:
     return str(plan), f"{plan.planner} for {plan.program.world_size} ranks, digest {fingerprint}"
 
 
-def read_alike(ground: Ground, what: str, path: Path, read: Callable[[], Told]) -> list[str | None]:
-    """The texts that the ranks read from ``path``, None on one of a machine without that file; the first rank
-    has it. Raises InputError if two of them differ."""
+def read_alike(ground: Ground, what: str, path: Path, read: Callable[[Path], Told]) -> tuple[str, list[int]]:
+    """The text that the first rank reads from ``path``, and the ranks of machines without that file. Raises
+    InputError if two ranks read different ones."""
     is_first = ground.meeting.rank == 0
 
     def make() -> Told | None:
-        return read() if is_first or path.is_file() else None
+        return read(path) if is_first or path.is_file() else None
 
     told = ground.meeting.gather(f"the reading of the {what}", make)
     digests = [(told[0] if one is None else one)[1] for one in told]
@@ -116,7 +117,7 @@ def read_alike(ground: Ground, what: str, path: Path, read: Callable[[], Told]) 
             hint=f"scp {path} from the first machine to {_hosts(ground, outliers(digests))}",
             ranks=outliers(digests),
         )
-    return [None if one is None else one[0] for one in told]
+    return told[0][0], [rank for rank, one in enumerate(told) if one is None]
 
 
 def _hosts(ground: Ground, ranks: Sequence[int]) -> str:

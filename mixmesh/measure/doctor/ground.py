@@ -41,6 +41,9 @@ class Ground:
 
     ``columns`` are the figures of every rank, by name: the table of ranks."""
 
+    job: Job  # once its code was loaded
+    plan: Plan  # once its file was read
+
     def __init__(
         self,
         timeout_s: float,
@@ -57,9 +60,7 @@ class Ground:
         self.hosts: list[str] = []
         self.devices: list[FoundDevice] = []
         self.columns: dict[str, list[str]] = {}
-        self.job: Job | None = None
         self.cluster: Cluster | None = None
-        self.plan: Plan | None = None
 
     @property
     def meeting(self) -> Meeting:

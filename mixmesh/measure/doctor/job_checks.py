@@ -20,13 +20,12 @@ from .ground import Ground, count
 def job_code(ground: Ground) -> str:
     """The files that the job was loaded from are the same on all ranks."""
 
+    job_name = ground.asked.job_name
+    assert job_name is not None  # else this check is left out
+
     def make() -> dict[str, str]:
-        ground.job = load_job(ground.asked.job_name)
-        return (
-            {}
-            if ground.asked.job_name.startswith(WORKLOAD)
-            else files_of(split_name(ground.asked.job_name)[0])
-        )
+        ground.job = load_job(job_name)
+        return {} if job_name.startswith(WORKLOAD) else files_of(split_name(job_name)[0])
 
     told = ground.meeting.gather_here("the loading of the job", make)
     names = sorted({name for files in told for name in files})
@@ -37,7 +36,7 @@ def job_code(ground: Ground) -> str:
                 f"the ranks have other versions of {name}",
                 expected="the same files on all machines",
                 got=got,
-                where=ground.asked.job_name,
+                where=job_name,
                 hint="rsync the folder of the job from the first machine to all others",
                 ranks=outliers(digests),
             )
@@ -84,7 +83,7 @@ def data(ground: Ground) -> str:
                 f"{what} is not the same on all ranks",
                 expected="the same samples in the same order on all ranks",
                 got=got,
-                where=ground.asked.job_name,
+                where=ground.asked.job_name or "",
                 hint=(
                     "torch.manual_seed(0) first in the job, or a generator with a seed for the loader",
                     "copy the same data files to all machines, and sort what is listed from a folder",

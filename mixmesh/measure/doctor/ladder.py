@@ -111,7 +111,7 @@ def one_device(device: torch.device, world_size: int, is_first: bool) -> Step:
     batch = {key: value.to(device) for key, value in batch.items()}
     loss = model(**batch)
     loss.backward()
-    gradients = {name: p.grad.cpu() for name, p in model.named_parameters()}
+    gradients = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
     return Step(state, batch, Outcome(loss.item(), gradients, {}), traced)
 
 
@@ -141,6 +141,7 @@ def plan_of_first(meeting: Meeting, traced: Traced | None, cluster: Cluster, pla
     def make() -> str:
         if meeting.rank:
             return ""
+        assert traced is not None  # on the first rank
         try:
             return str(make_plan(traced, cluster, planner=planner, search_s=SEARCH_S))
         except InputError:
@@ -157,7 +158,7 @@ def errors_of(step: Step, plan: Plan, ground: Ground) -> tuple[float, str]:
     model = Small().double()
     model.load_state_dict(step.state)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)  # moves each parameter by its gradient
-    model, optimizer = parallelize(
+    parallel, optimizer = parallelize(
         model,
         optimizer,
         plan,
@@ -166,13 +167,13 @@ def errors_of(step: Step, plan: Plan, ground: Ground) -> tuple[float, str]:
         heartbeat_s=0,
         check_model=False,
     )
-    loss = model(**step.batch)
+    loss = parallel(**step.batch)
     loss.backward()
     optimizer.step()
-    after = model.full_state_dict()
+    after = parallel.full_state_dict()
     gradients = {name: step.state[name] - after[name].cpu() for name in step.outcome.gradients}
     difference = compare(Outcome(loss.item(), gradients, {}), step.outcome)
-    model.comm.close()
+    parallel.comm.close()
     if difference.loss >= difference.largest:
         return difference.loss, "the loss"
     return difference.largest, f"the gradient of {difference.worst}"

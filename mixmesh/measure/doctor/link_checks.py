@@ -47,13 +47,14 @@ def links(ground: Ground) -> str:
         links = measure_links(machines, ground.device)
         return [interface_text(own_host(ground.backend)), [[*key, asdict(link)] for key, link in flat(links)]]
 
-    measured = best = None
+    best: Links | None = None
     for _ in range(TRIES):
         told = ground.meeting.gather_together("the measuring of links", make)
         measured = links_of(told[0][1])
         best = measured if best is None else faster(best, measured)
         if cluster is None or not any(w.measured < w.expected for w in wrong_rates(cluster, best)):
             break
+    assert best is not None  # there is one try at least
     ground.columns["interface"] = [interface for interface, _ in told]
     ground.columns["Gbit/s"] = rate_column(machines, best)
     if cluster is not None and (wrong := wrong_rates(cluster, best)):

@@ -71,7 +71,7 @@ def own_host(backend: str) -> str:
         ):
             with suppress(OSError), socket.socket(family, kind, protocol) as tried:
                 tried.bind((place[0], 0))
-                return place[0]
+                return str(place[0])
     return "127.0.0.1"
 
 

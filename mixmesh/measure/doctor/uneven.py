@@ -4,6 +4,7 @@ take, on tensors of the device, some pieces empty."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -85,7 +86,7 @@ def gathers(comm: Comm, sizes: list[int], dtype: torch.dtype) -> Iterator[Case]:
             name = f"all_gather by {algorithm} of {dtype}, rows {sizes}"
             yield (
                 name,
-                lambda a=algorithm, x=mine: collectives.all_gather(channel, x, sizes, algorithm=a),
+                partial(collectives.all_gather, channel, mine, sizes, algorithm=algorithm),
                 whole,
             )
 
@@ -97,7 +98,7 @@ def sums(comm: Comm, sizes: list[int], dtype: torch.dtype) -> Iterator[Case]:
     channel = comm.channel(comm.everyone, "reduce_scatter")
     for algorithm in collectives.REDUCE_SCATTER:
         name = f"reduce_scatter by {algorithm} of {dtype}, rows {sizes}"
-        yield name, lambda a=algorithm: collectives.reduce_scatter(channel, mine, sizes, algorithm=a), piece
+        yield name, partial(collectives.reduce_scatter, channel, mine, sizes, algorithm=algorithm), piece
     yield f"all_reduce of {dtype}", lambda: collectives.all_reduce(channel, mine), total
     last = comm.world_size - 1
     expected = total if comm.rank == last else mine

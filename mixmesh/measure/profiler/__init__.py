@@ -88,7 +88,9 @@ def profile(
     links_s = time.perf_counter() - links_started
     share = likely_share(cluster, comm.rank)
     if largest is not None:
-        share = min(share, max(largest.samples[0], 1) / batch_size(job.batch))
+        size = batch_size(job.batch)
+        assert size is not None  # micro-batches were cut out of it
+        share = min(share, max(largest.samples[0], 1) / size)
     progress("operators")
     # links that are slower than they were thought to be must not cost the operators all of their time
     deadline = time.perf_counter() + max(limit.left_s(OPERATORS), budget_s * OPERATORS_LEAST)

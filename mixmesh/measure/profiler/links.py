@@ -140,7 +140,7 @@ def link_cases(cluster: Cluster, backend: str) -> list[Case]:
     return cases
 
 
-def _cases_of(ranks: tuple[int, ...], declared: tuple[float, ...], rest: int, backend: str) -> list[Case]:
+def _cases_of(ranks: tuple[int, ...], declared: tuple[float, ...], rest: float, backend: str) -> list[Case]:
     """The collectives among some ranks, of urgency ``rest`` but for those that training needs most."""
     everyone = rest == OTHER
     cases = []

@@ -124,12 +124,12 @@ class Search:
             value = self.measured(run, size)
             if value is not None and value <= self.room_bytes:
                 fits, fits_bytes = size, value
-                self.excess_bytes = value - predicted(size)
+                self.excess_bytes = error = value - predicted(size)
             else:
                 # one that was killed is taken to have lacked little
                 exceeds = size, value or self.room_bytes * (1 + LACKED)
             if exceeds is None:
-                size = largest_within(predicted, self.room_bytes - self.excess_bytes, most)
+                size = largest_within(predicted, self.room_bytes - error, most)
             elif number + 2 == MAX_PASSES and not fits:
                 size = exceeds[0] // 2
             else:

@@ -267,6 +267,7 @@ def time_op(
     for i in program.instructions[:-1]:
         t = i.type
         shape = local_shape(t.value, t.placement, program.ratio(t.ratio), 0)
+        assert shape is not None  # rank 0 has a share
         tensor_of[i.result] = example(t.value.dtype, shape, smallest, device)
     inputs = [tensor_of[name] for name in body.inputs]
     other = torch.empty(EVICTED_BYTES if evict else 0, dtype=torch.uint8, device=device)

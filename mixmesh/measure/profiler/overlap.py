@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from ...cost import Curve, LinkMeasurement, host_key
 from ...runtime import collectives
 from ...runtime.accelerator import synchronize
+from ...runtime.collectives import Handle
 from ...runtime.comm import Channel, Comm
 from ...runtime.messages import meet
 from .limit import BESIDE, Limit
@@ -51,7 +53,7 @@ def measure_overlap(
         cases = everyone_cases(comm)
         lines |= {
             host_key(case.collective, case.algorithm): line(
-                PIECE_BYTES, lambda size, case=case: exchange_s(comm, channel, case, size)
+                PIECE_BYTES, partial(exchange_s, comm, channel, case)
             )
             for case in cases
             if not is_over(limit)
@@ -59,7 +61,7 @@ def measure_overlap(
         sizes = BESIDE_BYTES[0], largest_bytes(links, comm.world_size, BESIDE_BYTES, BESIDE_S)
         beside = {
             host_key(case.collective, case.algorithm): line(
-                sizes, lambda size, case=case: exchange_s(comm, channel, case, size, others=True)
+                sizes, partial(exchange_s, comm, channel, case, others=True)
             )
             for case in (Case("all_reduce", "", comm.everyone, cases[0].shares, EVEN), *cases)
             if not is_over(limit)
@@ -81,18 +83,23 @@ def slowdown(comm: Comm, channel: Channel, links: tuple[LinkMeasurement, ...]) -
     for _ in range(ROUNDS):
         meet()
         until = time.perf_counter() + WINDOW_S
-        alone = per_second(unit, lambda until=until: time.perf_counter() >= until)
+        alone = per_second(unit, partial(is_past, until))
         meet()
-        handles = [
-            collectives.all_reduce(channel, buffers[n % 2], in_place=True, async_op=True)
-            for n in range(count)
-        ]
-        beside = per_second(unit, lambda handles=handles: all(h.is_ready() for h in handles))
+        handles = [collectives.all_reduce.start(channel, buffers[n % 2], in_place=True) for n in range(count)]
+        beside = per_second(unit, partial(are_ready, handles))
         for handle in handles:
             handle.wait()
         if beside > 0:
             slowdowns.append(alone / beside - 1)
     return min(max(statistics.median(slowdowns), 0.0), 1.0) if slowdowns else 0.0
+
+
+def is_past(moment_s: float) -> bool:
+    return time.perf_counter() >= moment_s
+
+
+def are_ready(handles: Sequence[Handle]) -> bool:
+    return all(handle.is_ready() for handle in handles)
 
 
 def window(links: tuple[LinkMeasurement, ...], world_size: int) -> tuple[int, int]:
@@ -156,7 +163,7 @@ def bucket_s(channel: Channel, meter: Meter, size_bytes: int) -> float:
     def once() -> float:
         started = clock()
         flat = torch.cat(pieces)
-        handle = collectives.all_reduce(channel, flat, in_place=True, async_op=True)
+        handle = collectives.all_reduce.start(channel, flat, in_place=True)
         issued = clock() - started
         while not handle.is_ready():
             time.sleep(1e-4)

@@ -76,7 +76,9 @@ class _Rank:
         wholes = {n: nn.Parameter(p.detach(), p.requires_grad) for n, p in params.items()}
         self.pieces = {n: nn.Parameter(self._piece(n, p), p.requires_grad) for n, p in wholes.items()}
         self._optimizer = make(list(wholes.values()))
-        swapped = {p: (self.pieces[n], stored[n]) for n, p in wholes.items()}
+        swapped: dict[Tensor, tuple[Tensor, Stored]] = {
+            p: (self.pieces[n], stored[n]) for n, p in wholes.items()
+        }
         optimizers.put_on_shards(self._optimizer, swapped, number)
 
     def step(self, gradients: Mapping[str, Any], planned: Mapping[str, Any]) -> dict[str, Tensor]:

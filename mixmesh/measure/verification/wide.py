@@ -55,7 +55,8 @@ class Wide(Tensor):
     ) -> Any:
         return run_in_float64(func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    # the stubs misread the name of the keyword of PyTorch's own
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Wide({self.exact!r}, {self.dtype})"
 
 

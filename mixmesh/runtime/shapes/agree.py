@@ -67,9 +67,9 @@ class Agreement:
         told, values, digests = self._told(tensors, wanted, mark, values, with_digests=self._was_unclear)
         choices = [_choices(self.program, i, told[n]) for n, i in enumerate(program_inputs(self.program))]
         self._was_unclear = any(len(shapes_of_input) > 1 for shapes_of_input in choices)
-        if self._was_unclear and digests is None:
-            digests = self._exchange(self._digests(tensors))
-        are_same = self._was_unclear and _are_same(digests)
+        are_same = False
+        if self._was_unclear:
+            are_same = _are_same(self._exchange(self._digests(tensors)) if digests is None else digests)
         return resolve(self.program, told, choices, are_same=are_same), values
 
     def given(self, tensors: Mapping[str, Tensor]) -> Shapes:
@@ -173,7 +173,7 @@ def digest(x: Tensor) -> int:
     some = flat[:: max(1, flat.numel() // SAMPLED)][:SAMPLED].cpu().contiguous()
     if bool((some == some[0]).all()):
         return 0
-    return zlib.crc32(some.view(torch.uint8).numpy())
+    return zlib.crc32(some.view(torch.uint8).numpy().data)
 
 
 def check_kinds(
@@ -243,8 +243,9 @@ def _check_samples(program: Program, agreed: Sequence[tuple[int, ...] | None]) -
 
 def _choices(program: Program, i: Instruction, given: Given) -> set[tuple[int, ...]]:
     """The shapes of which every rank has all, or its own rows."""
-    told_by = {r: given[r] for r in program.participants(i.type)}
-    if None in told_by.values():
+    ranks = program.participants(i.type)
+    told_by = {r: shape for r in ranks if (shape := given[r]) is not None}
+    if len(told_by) < len(ranks):
         return set()
     placement = i.type.placement
     if not isinstance(placement, Shard):
@@ -256,7 +257,7 @@ def _choices(program: Program, i: Instruction, given: Given) -> set[tuple[int, .
     shapes = set()
     for total in {sum(sizes.values()), *sizes.values()}:
         if total and total % placement.unit == 0:
-            rows = shard_sizes(total, program.ratio_of[i.type.ratio], placement.unit)
+            rows = shard_sizes(total, program.cut_by(i.type), placement.unit)
             if all(size in (total, rows[r]) for r, size in sizes.items()):
                 shape = next(iter(told_by.values()))
                 shapes.add(shape[:dim] + (total,) + shape[dim + 1 :])
@@ -265,7 +266,7 @@ def _choices(program: Program, i: Instruction, given: Given) -> set[tuple[int, .
 
 def _no_batch(program: Program, i: Instruction, given: Given) -> InputError:
     name, placement, ranks = i.args[0], i.type.placement, program.participants(i.type)
-    got = "; ".join(f"rank {r}: {'nothing' if given[r] is None else list(given[r])}" for r in ranks)
+    got = "; ".join(f"rank {r}: {'nothing' if (shape := given[r]) is None else list(shape)}" for r in ranks)
     if not isinstance(placement, Shard):
         return InputError(
             f"{name} is needed whole on every rank, and the ranks have other sizes of it",
@@ -274,9 +275,10 @@ def _no_batch(program: Program, i: Instruction, given: Given) -> InputError:
             hint="pad every batch on all ranks to one length",
         )
     shares = ""
-    total = 0 if None in (given[r] for r in ranks) else sum(given[r][placement.dim] for r in ranks)
+    shapes = [shape for r in ranks if (shape := given[r]) is not None]
+    total = sum(shape[placement.dim] for shape in shapes) if len(shapes) == len(ranks) else 0
     if total and total % placement.unit == 0:
-        rows = shard_sizes(total, program.ratio_of[i.type.ratio], placement.unit)
+        rows = shard_sizes(total, program.cut_by(i.type), placement.unit)
         shares = f", or of {total} rows " + ", ".join(str(rows[r]) for r in ranks)
     return InputError(
         f"{name}: the ranks were given neither one whole batch nor each its own part of one",

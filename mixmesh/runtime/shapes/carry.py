@@ -110,7 +110,7 @@ class _Carrier:
     def _unit(self, result: str | None, placement: Shard, value: ValueType) -> int:
         if self._units is None:
             self._units = shard_units(self.graph, RULES)
-        units = self._units.get(self.logical.get(result, ""))
+        units = self._units.get("" if result is None else self.logical.get(result, ""))
         unit = placement.unit if units is None else units[placement.dim]
         if value.shape[placement.dim] % unit:
             raise CannotCarry(
@@ -139,7 +139,8 @@ def _without_passed(made: Program, graph: Graph) -> Graph:
         args: Any = map_refs(node.args, follow)
         kwargs = tuple((k, map_refs(v, follow)) for k, v in node.kwargs)
         if node.op == DROPOUT and node.results[0] not in graph.producers:
-            alias[node.results[0]] = args[0]
+            if node.results[0] is not None:
+                alias[node.results[0]] = args[0]
             continue
         nodes.append(replace(node, args=args, kwargs=kwargs))
     loss = follow(Ref(made.graph.loss)).name

@@ -56,7 +56,8 @@ HINTS = {
     NUMBERS: "numbers that change as buffers: self.alpha.fill_(value)",
 }
 # modes, with gradients, shapes, values; or the key of another form, and inputs with a gradient
-Key = tuple[Modes, bool, Shapes, int] | str | tuple["Key", Wanted]
+TracedKey = tuple[Modes, bool, Shapes, int]
+Key = TracedKey | str | tuple["Key", Wanted]
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ class Forms:
         is_bare = not self.plan.graph_fingerprint and not any(i.op == "update" for i in program.instructions)
         return is_bare and not any(modes)
 
-    def _made(self, key: Key, args: tuple, kwargs: Mapping[str, Any]) -> Form:
+    def _made(self, key: TracedKey, args: tuple, kwargs: Mapping[str, Any]) -> Form:
         make = partial(self._plan_for, key, args, kwargs)
         group = self.comm.groups.get(("data", self.comm.everyone))  # none of one rank
         program, micro_batches, returned = make() if group is None else from_first_rank(make, group)
@@ -209,9 +210,12 @@ class Forms:
         if not self.plan.returned.has_loss:
             return Form.of(key, replace(plan, returned=returned), self.comm)
         form = Form.of(key, plan, self.comm)
-        return form if returned.has_loss else replace(form, returns=form.returns.without_loss())
+        if returned.has_loss:
+            return form
+        assert form.returns is not None  # evaluation without a loss has outputs
+        return replace(form, returns=form.returns.without_loss())
 
-    def _plan_for(self, key: Key, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
+    def _plan_for(self, key: TracedKey, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
         modes, learns, shapes, _ = key
         self._check_constants()
         numbers = self.reads.changed(Number)
@@ -223,7 +227,8 @@ class Forms:
         absent = [name for name, shape in by_name.items() if shape is None]
         if absent and not outputs:
             raise missing(absent[0], "evaluation without it, and no outputs")
-        batch = batch_of_shapes(self.calls, planned, by_name, args, kwargs, evaluates=not modes[0])
+        present = {name: shape for name, shape in by_name.items() if shape is not None}
+        batch = batch_of_shapes(self.calls, planned, present, args, kwargs, evaluates=not modes[0])
         with traceable(self.original), self._in(modes):
             traced = trace(
                 self.original,

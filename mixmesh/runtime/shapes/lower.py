@@ -14,6 +14,7 @@ from ...lang.check import check_program
 from ...lang.ir import (
     PARTIAL,
     REPLICATE,
+    Arg,
     Graph,
     Instruction,
     Node,
@@ -76,8 +77,9 @@ class _Lowering:
     def leaf(self, node: Node) -> None:
         value = node.types[0]
         leaf_of = self.inputs.get(node.args[0]) if node.op == "input" else self.params.get(str(node.args[0]))
+        attrs: tuple[tuple[str, Arg], ...] = ()
         if node.op == "const" or leaf_of is None:
-            t, attrs = TensorType(value), ()
+            t = TensorType(value)
         else:
             t, attrs = replace(leaf_of.type, value=value), leaf_of.attrs
         if isinstance(t.placement, Shard) and value.shape[t.placement.dim] % t.placement.unit:

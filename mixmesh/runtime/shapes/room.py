@@ -70,7 +70,7 @@ def live_bytes(program: Program) -> tuple[int, ...]:
 def _peaks(plan: Plan, cuda: bool) -> np.ndarray:
     """The most bytes of tensors in a step, per rank."""
     samples = accumulation(plan)
-    if samples is None:
+    if samples is None or plan.micro_batches is None:
         return np.array(Memory(plan.program, ADAM, cuda=cuda).peaks(plan.program))
     planned = schedule(plan.program, plan.micro_batches, samples)
     step = costed_micro_step(plan.program, samples)

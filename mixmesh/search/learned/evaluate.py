@@ -56,11 +56,11 @@ def simulated(space: Space, optimizer_states: OptimizerStates, headroom: float) 
     return judge
 
 
-def _usable(space: Space, headroom: float) -> list[int]:
+def _usable(space: Space, headroom: float) -> list[float]:
     return [usable_bytes(space.costs, r, headroom) for r in range(space.costs.cluster.world_size)]
 
 
-def _outcome(step: Estimate | Timeline, usable: Sequence[int]) -> Outcome:
+def _outcome(step: Estimate | Timeline, usable: Sequence[float]) -> Outcome:
     return Outcome(
         step.step_s,
         tuple(peak / most for peak, most in zip(step.peak_memory_bytes, usable)),

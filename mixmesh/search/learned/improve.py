@@ -81,8 +81,11 @@ class Improvement:
         if self._in_turn:
             self._tried(self._synchronised(*self._in_turn.pop(0)))
             return
-        advised = self._advice is not None and self.rng.random() < ADVISED
-        self._tried(self._as_advised() if advised else self.moves.drawn(self.best, self.others))
+        advice = self._advice
+        if advice is not None and self.rng.random() < ADVISED:
+            self._tried(self._as_advised(advice))
+        else:
+            self._tried(self.moves.drawn(self.best, self.others))
 
     def _ways(self) -> list[tuple[Ratio, str]]:
         """Each ratio of the best strategy with each way to synchronise; that of the most parameters first."""
@@ -102,15 +105,15 @@ class Improvement:
             self.best, self.outcome = strategy, outcome
         return outcome
 
-    def _as_advised(self) -> Actions:
+    def _as_advised(self, advice: Sequence[np.ndarray]) -> Actions:
         here = [numbers[a] for numbers, a in zip(self._numbers, self.best)]
-        differs = [1 - float(p[n]) + ANYWHERE for p, n in zip(self._advice, here)]
+        differs = [1 - float(p[n]) + ANYWHERE for p, n in zip(advice, here)]
         k = self.rng.choices(range(len(here)), differs)[0]
-        weights = self._advice[k].astype(float) + ANYWHERE / len(self._advice[k])
+        weights = advice[k].astype(float) + ANYWHERE / len(advice[k])
         weights[here[k]] = 0.0
         if not weights.any():
             return self.moves.drawn(self.best, self.others)
-        action: Action = self.rng.choices(self._choices[k], weights)[0]
+        action: Action = self.rng.choices(self._choices[k], weights.tolist())[0]
         return self.moves.to(self.best, self.moves.together(k), action)
 
     def _remember(self, strategy: Actions) -> None:

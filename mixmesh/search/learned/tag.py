@@ -72,6 +72,7 @@ class Policy(nn.Module):
         edges = {relation: data[relation].edge_index for relation in RELATIONS}
         attrs = {relation: data[relation].edge_attr for relation in RELATIONS}
         for layer, norm in zip(self.layers, self.norms):
+            assert isinstance(norm, nn.ModuleDict)
             new = layer(x, edges, edge_attr_dict=attrs)
             x = {kind: x[kind] + torch.tanh(norm[kind](new[kind])) for kind in x}
         held = data["device", "held", "choice"]

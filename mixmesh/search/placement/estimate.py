@@ -9,7 +9,7 @@ the backward pass needs. The simulator has the last word.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -104,8 +104,9 @@ class Estimator:
                 if call is not None:
                     run.meet(call)
                     _add(held, [(r, value.size_bytes * self._shares(ratio)[r]) for r in cost.ranks])
-                    if value.gradient:
-                        back[k].append(self._move(ratio, source, value.size_bytes))
+                    move_back = self._move(ratio, source, value.size_bytes) if value.gradient else None
+                    if move_back is not None:
+                        back[k].append(move_back)
             run.compute(cost.forward)
             run.together(cost.ranks, cost.inside[0])
             _add(held, cost.kept)
@@ -166,6 +167,10 @@ class Estimator:
             parts = self.levels.parts(ranks, size) if self.levels and name == "all_reduce" else ()
             return self._call(Exchange(name, size, ranks, levelled=bool(parts)))
 
+        def inside_s(exchanges: Iterable[Exchange]) -> float:
+            return sum(Exchange(e.name, e.size_bytes, ranks).seconds(self.costs) for e in exchanges)
+
+        forward, backward = self._inside.get(k, ((), ()))
         return _Cost(
             ranks,
             seconds(group.forward),
@@ -174,10 +179,7 @@ class Estimator:
             tuple((r, size + owned[r] * (1 + states)) for r in ranks),
             tuple((r, group.kept_bytes * shares[r]) for r in ranks),
             tuple((r, group.passing_bytes * shares[r]) for r in ranks),
-            tuple(
-                sum(Exchange(e.name, e.size_bytes, ranks).seconds(self.costs) for e in exchanges)
-                for exchanges in self._inside.get(k, ((), ()))
-            ),
+            (inside_s(forward), inside_s(backward)),
             call("all_reduce" if owners is None else "reduce_scatter", True),
             call("all_gather", owners is not None),
         )

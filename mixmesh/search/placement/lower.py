@@ -64,6 +64,7 @@ class Placed:
             return None
         if self.sync == "sharded":
             return self.ratio
+        assert self.root is not None  # a parameter server has one
         return even_over((self.root,), len(self.ratio))
 
 
@@ -164,6 +165,8 @@ class _Lowering:
                 self._hold(name, name, t.placement, ratio)
         self.out.append(replace(i, types=types, args=args, kwargs=kwargs))
         for name in i.results:
+            if name is None:
+                continue
             # on its way as soon as it is there, awaited where it is used; for its own group first
             needed = [(p, placed.ratio) for p, placed in self.needs.get(name, {}).values()]
             for placement, other in sorted(needed, key=lambda need: need[1] != ratio):

@@ -199,6 +199,7 @@ class _Cutting:
         before, after = self.program.types[source].placement, i.type.placement
         if isinstance(before, Replicate) and isinstance(after, Shard):
             cut = self.cut(i.result)
+            assert cut is not None  # a slice is cut
             args = (Ref(source), cut.dim, cut.start, cut.start + cut.size, 1)
             self.add(i, "aten.slice.Tensor", args)
         elif isinstance(before, Partial) and isinstance(after, Replicate):

@@ -216,10 +216,12 @@ class _Placed:
         codes = needs if strategy is None else [code_of(p) for p in strategy.inputs]
         self.inputs = tuple(problem.placement(value, code) for value, code in zip(values, codes))
         gives = dict(move.option.gives)
-        placed = [None if value is None else problem.placement(value, gives[value]) for value in result_ids]
-        if strategy is not None and None in placed:  # results that nobody uses have no units of their own
+        named = [None if value is None else problem.placement(value, gives[value]) for value in result_ids]
+        if strategy is not None and None in named:  # results that nobody uses have no units of their own
             call = call_of(node, problem.choices.graph.types)
-            placed = fill_in_units(problem.choices.rules.get(node.op), call, strategy, self.inputs, placed)
+            placed = fill_in_units(problem.choices.rules.get(node.op), call, strategy, self.inputs, named)
+        else:
+            placed = [placement for placement in named if placement is not None]
         self.types = tuple(builder.placed(t, p) for t, p in zip(node.types, placed))
 
 

@@ -59,7 +59,10 @@ def _walk(steps: Steps, options: list[int], states_expanded: int) -> Found | Non
         transition = steps.transition(step, held, problem.options[step][place])
         if transition is None:
             return None
-        state = advance(steps, state, transition)
+        following = advance(steps, state, transition)
+        if following is None:
+            return None
+        state = following
     return found_at(steps, state, states_expanded, float("inf"))
 
 

@@ -193,11 +193,11 @@ def find_runs(graph: Graph, steps: list[Node]) -> Iterator[Run]:
                 start = None
     chosen: list[Run] = []
     for longest in sorted(candidates, key=lambda r: (-r.saved, r.period)):
-        run = narrowest(alike_steps, longest, len(steps))
-        if run is None or run.saved < LEAST_SAVED:
+        narrow = narrowest(alike_steps, longest, len(steps))
+        if narrow is None or narrow.saved < LEAST_SAVED:
             continue
-        if all(run.stop <= other.start or run.start >= other.stop for other in chosen):
-            chosen.append(run)
+        if all(narrow.stop <= other.start or narrow.start >= other.stop for other in chosen):
+            chosen.append(narrow)
     yield from sorted(chosen, key=lambda r: r.start)
 
 

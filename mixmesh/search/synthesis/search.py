@@ -250,7 +250,8 @@ def found_at(steps: Steps, state: State, expanded: int, open_s: float) -> Found:
     code = single_code(steps.masks(state.step, state.masks)[loss])
     cost = cost_s(state)
     moves = []
-    while state.transition is not None:
-        moves.append(state.transition.move)
-        state = state.parent
+    passed: State | None = state
+    while passed is not None and passed.transition is not None:
+        moves.append(passed.transition.move)
+        passed = passed.parent
     return Found(tuple(reversed(moves)), code, cost, min(cost, open_s), expanded)

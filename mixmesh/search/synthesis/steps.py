@@ -179,6 +179,7 @@ class Steps:
         key = (value, code, weight)
         if key not in self._load_s:
             load = self.problem.load(value, code)
+            assert load is not None  # else no option has it
             self._load_s[key] = tuple([weight * (load.sync_s + seconds) for seconds in load.optimizer])
         return self._load_s[key]
 

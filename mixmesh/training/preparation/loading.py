@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,8 @@ from ...errors import InputError
 from ...lang.plan_file import Plan
 from ...runtime.data import own_rows, own_samples
 from ...runtime.first_rank import everyones, from_first_rank
-from .own_batches import OwnBatches
+from .lengths import length
+from .own_batches import OwnBatches, sampler_of
 from .own_loader import FirstKept, OwnIterator, OwnLoader, not_resumable
 from .resuming import numbers_of_process, set_numbers_of_process
 from .untouched import untouched
@@ -38,7 +39,7 @@ def from_first_batch(loader: Iterable) -> tuple[Any, Iterable]:
     return batch, FirstKept(batch, loader)
 
 
-def is_iterator(loader: Iterable) -> bool:
+def is_iterator(loader: Iterable) -> TypeGuard[Iterator]:
     """Whether a loader is asked by ``next``, as generators are, and classes that begin anew with ``iter``. It
     is begun by this, as a loop would begin it."""
     return hasattr(type(loader), "__next__") and iter(loader) is loader
@@ -50,9 +51,9 @@ def example_batch(loader: Iterable) -> Any:
     with same_random_numbers():
         if has_indices(loader) and loader.batch_size is not None:
             # no sampler is asked: one with a generator of its own would go on from there
-            batch = load(loader, list(range(min(loader.batch_size, len(loader.dataset)))))
+            batch = load(loader, list(range(min(loader.batch_size, length(loader.dataset)))))
         elif has_indices(loader):
-            indices = next(iter(untouched(loader.batch_sampler)), None)
+            indices = next(iter(untouched(sampler_of(loader))), None)
             batch = None if indices is None else load(loader, indices)
         else:
             batch = next(iter(untouched(loader)), None)
@@ -88,7 +89,7 @@ def take_random_numbers() -> None:
     set_numbers_of_process(from_first_rank(numbers_of_process, what="random numbers"))
 
 
-def has_indices(loader: Iterable) -> bool:
+def has_indices(loader: Iterable) -> TypeGuard[DataLoader]:
     """Whether batches are lists of indices into a data set, of which a rank may load its own alone."""
     return (
         isinstance(loader, DataLoader)
@@ -109,7 +110,7 @@ def depends_on_others(loader: DataLoader) -> bool:
     each other. Some samples from all over the data set are loaded together, the first half of them alone and
     each alone, with the same random numbers. Rows that cannot be loaded in parts depend on others too."""
     try:
-        size = len(loader.dataset)
+        size = length(loader.dataset)
         count = min(loader.batch_size or PROBED_ROWS, PROBED_ROWS, size)
         indices = [n * size // count for n in range(count)]
         whole, half = load_again(loader, indices), load_again(loader, indices[: count // 2 or 1])

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from ...runtime.data import Followed
 from ...runtime.first_rank import from_first_rank
 from ...runtime.watch import in_call
+from .lengths import length
 from .resuming import (
     Numbers,
     Progress,
@@ -105,12 +106,19 @@ class Iteration:
 
     def begin_order(self) -> Iterator[list[int]]:
         """The batches of the sampler from the start, or from the state on."""
-        sampler = self.loader.batch_sampler
+        sampler = sampler_of(self.loader)
         if self.state is None:
             return iter(sampler)
         skipped = skip(lambda: iter(sampler), indices_text, self.state, self.loader)
         check_skipped([skipped.reason])
         return skipped.remaining
+
+
+def sampler_of(loader: DataLoader) -> Iterable[list[int]]:
+    """The sampler of a loader's batches, which one with indices has."""
+    sampler = loader.batch_sampler
+    assert sampler is not None
+    return sampler
 
 
 class OwnBatches:
@@ -138,7 +146,7 @@ class OwnBatches:
         self.rows.follow(rows, self.ahead - num_loading)
 
     def __len__(self) -> int:
-        return len(self.loader.batch_sampler)
+        return length(sampler_of(self.loader))
 
     def __iter__(self) -> Iterator[list[int]]:
         return (self.iteration or self.begin(None)).own_indices()

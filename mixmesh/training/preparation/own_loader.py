@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from ...errors import InputError
+from ...lang.ir import Program
 from ...lang.plan_file import Plan
 from ...runtime.data import Followed, own_rows, shard_batches_by
 from ...runtime.first_rank import everyones, from_first_rank
@@ -24,6 +25,7 @@ from ...runtime.watch import in_call
 from .alike import digest, digested, same_on_all
 from .drawn import DrawWatch
 from .draws_of_rows import RowDraws
+from .lengths import length
 from .own_batches import OwnBatches
 from .own_rows import RowWatch
 from .resuming import (
@@ -96,10 +98,14 @@ class OwnLoader:
         draws_apart: bool = False,
     ) -> None:
         self._loader, self._own, self._plan, self._is_whole = loader, own, plan, is_whole
-        self._followed = Followed(plan)
+        # cuts whole batches, where that is asked for
+        self._cut_by: Followed[Plan | Program] | None = None
+        if is_whole and plan is not None:
+            self._cut_by = Followed(plan)
         # ranks load other rows, and whatever these draw
         self._draws_apart = draws_apart and not getattr(own, "num_workers", 0) and dist.get_world_size() > 1
-        self.draws, self._rows = DrawWatch(), None
+        self.draws = DrawWatch()
+        self._rows: RowWatch | None = None
         self.watch: LoopWatch | None = None
         self.num_old = 0  # batches that will still be given by the plan before the last one
         self.is_single = True  # no two iterations have gone on beside each other
@@ -128,13 +134,14 @@ class OwnLoader:
             self._whole(in_middle) if self._sampler is None else self._by_indices(self._sampler, in_middle)
         )
         own = batches
-        if self._is_whole:
-            own = shard_batches_by(self._followed, batches, dist.get_rank(), cuts_others=True)
+        if self._cut_by is not None:
+            own = shard_batches_by(self._cut_by, batches, dist.get_rank(), cuts_others=True)
         watched = own if self._rows is None else self._rows.watching(iter(own))
         return self._told(self.draws.watching(iter(watched)))
 
     def watch_rows(self, runtime: Runtime) -> None:
         """Notices from now on what the loop does to batches before the model is called with them."""
+        assert self._plan is not None  # there is one where a model is called
         rows = self._rows = RowWatch(self._plan, dist.get_rank())
 
         def before_call(args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, Mapping[str, Any]]:
@@ -145,15 +152,16 @@ class OwnLoader:
 
     def _told(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The same batches, of which the watch on the loop is told."""
-        if self.watch is None:
+        watch = self.watch
+        if watch is None:
             return batches
 
         def count(batch: Any) -> Any:
             self.num_old = max(self.num_old - 1, 0)
-            self.watch.on_batch()
+            watch.on_batch()
             return batch
 
-        watched = Counted(batches, count, self._open.clear, self.watch.before_batch)
+        watched = Counted(batches, count, self._open.clear, watch.before_batch)
         self._open.add(watched)
         return watched
 
@@ -162,7 +170,8 @@ class OwnLoader:
         and not given is left out."""
         self.is_single = self.is_single and not self._open
         self.num_old = 0
-        self._followed.settle()
+        if self._cut_by is not None:
+            self._cut_by.settle()
         if self._sampler is not None:
             self._sampler.settle()
 
@@ -175,7 +184,8 @@ class OwnLoader:
         """Has the batches after the next ``num_ahead`` ones be cut by another plan of the same form. Every
         rank calls it after the same batch."""
         self._plan, self.num_old = plan, self.num_ahead
-        self._followed.follow(plan, self.num_ahead)
+        if self._cut_by is not None:
+            self._cut_by.follow(plan, self.num_ahead)
         if self._sampler is not None and not self._is_whole:
             self._sampler.follow(partial(own_rows, plan.program, dist.get_rank()))
 
@@ -183,7 +193,7 @@ class OwnLoader:
         """Where the next iteration goes on; None where it begins anew."""
         if self._is_resumed:
             return Resume(replace(self._progress))
-        return self._resume.after_look() if self._was_look() else None
+        return self._resume.after_look() if self._resume is not None and self._was_look() else None
 
     def _was_look(self) -> bool:
         """Whether what remained of a state's epoch was looked at, and not given."""
@@ -199,7 +209,7 @@ class OwnLoader:
         progress, iteration = self._progress, sampler.begin(resumed)
 
         def before() -> None:
-            if self._own.persistent_workers and sampler.iteration is not iteration:
+            if getattr(self._own, "persistent_workers", False) and sampler.iteration is not iteration:
                 raise InputError(
                     "an iteration over the loader goes on after another one has begun, and both have one set "
                     "of workers",
@@ -240,7 +250,8 @@ class OwnLoader:
     def _whole(self, resumed: Progress | None) -> Iterator[Any]:
         """Every batch whole, of data without indices. To go on with a state, the batches before are loaded
         and left out."""
-        progress, digests = self._progress, deque(maxlen=1)
+        progress = self._progress
+        digests: deque[str] = deque(maxlen=1)
         if resumed is None:
             progress.numbers = Numbers.of(self._loader)
             batches: Iterable[Any] = self._own
@@ -262,7 +273,7 @@ class OwnLoader:
         return Counted(give(batches, digests.append), count, end)
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return length(self._loader)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -301,8 +312,9 @@ class OwnLoader:
 
     def _tell_epoch(self, epoch: int) -> None:
         for holder in (getattr(self._loader, "sampler", None), getattr(self._loader, "batch_sampler", None)):
-            if callable(getattr(holder, "set_epoch", None)):
-                holder.set_epoch(epoch)
+            set_epoch = getattr(holder, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(epoch)
 
 
 class FirstKept:
@@ -323,7 +335,7 @@ class FirstKept:
         return self._kept.pop() if self._kept else next(self._batches)
 
     def __len__(self) -> int:
-        return len(self._batches)
+        return length(self._batches)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)

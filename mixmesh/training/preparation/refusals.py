@@ -12,6 +12,7 @@ from ...errors import InputError
 from ...lang.ir import samples_of
 from ...lang.ir.placement import shard_sizes
 from ...lang.plan_file import Plan
+from .lengths import length
 
 
 def check_unwrapped(model: nn.Module) -> None:
@@ -52,7 +53,7 @@ def check_last_batch(loader: Any, plan: Plan) -> None:
         return
     steps = max(row.steps for row in plan.micro_batches)
     try:
-        left = len(loader.sampler) % batch_size
+        left = length(loader.sampler) % batch_size
     except TypeError:  # its length is not known
         return
     if loader.drop_last or not left:

@@ -62,7 +62,9 @@ def generators_of(loader: Any) -> dict[str, torch.Generator]:
 
 def numbers_of_process() -> dict[str, Any]:
     """The states of torch, random and numpy.random, as ``torch.load(weights_only=True)`` reads them."""
-    name, keys, *rest = np.random.get_state()
+    state = np.random.get_state()
+    assert isinstance(state, tuple)  # the state of MT19937, which nobody replaces
+    name, keys, *rest = state
     return {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
@@ -208,12 +210,14 @@ def skip(
     a script may have restored, are as before. An order that is drawn from those as it goes depends on all
     else that draws from them, and is refused."""
     of_script = numbers_of_process()
+    assert state.numbers is not None  # an epoch has begun
     state.numbers.restore(loader)
     batches = begin()
     so_far, after_first, reason = "", "", ""
     for number in range(state.num_yielded):
-        batch = next(batches, END)
-        if batch is END:
+        try:
+            batch = next(batches)
+        except StopIteration:
             reason = f"it has {number} batches, and {state.num_yielded} were given"
             break
         so_far = joined(so_far, digest(batch))

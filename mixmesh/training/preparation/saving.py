@@ -104,8 +104,8 @@ def with_whole_tensors(state: Any) -> Any:
         filled = copy.copy(state)  # with its class, and what PyTorch notes beside a module's state
         filled.update(values)
         return filled
-    values = [with_whole_tensors(value) for value in state]
-    return type(state)(*values) if hasattr(state, "_fields") else type(state)(values)
+    items = [with_whole_tensors(value) for value in state]
+    return type(state)(*items) if hasattr(state, "_fields") else type(state)(items)
 
 
 def check_has_state(name: str, part: Any) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,6 @@ from ...errors import MixmeshError
 from ...lang.plan_file import MicroBatch, Plan
 from ...measure.testbed import enter_device, leave_device
 from ...runtime.comm import Comm
-from ...runtime.data import Feed
 from ...runtime.first_rank import everyones, from_first_rank
 from ...runtime.parallel import ParallelModel
 from ...runtime.reshare import change_shares, why_other_form
@@ -67,6 +66,16 @@ class Change:
     cause: str = ""
 
 
+class Followable(Protocol):
+    """This rank's batches, which ``follow(plan)`` has be cut by another plan after the next ``num_ahead``;
+    ``follow`` is None where that cannot be."""
+
+    @property
+    def follow(self) -> Callable[[Plan], object] | None: ...
+    @property
+    def num_ahead(self) -> int: ...
+
+
 class RunBalancer:
     """The balancer of one run. ``solver`` is asked on the first rank, and may be None on the others; ``say``
     is told of each decision in one line, on every rank. ``num_steps`` is how many steps the run makes, None
@@ -96,20 +105,20 @@ class RunBalancer:
         self._pause_s = 0.0  # seconds of the last change of shares
         self._times: list[tuple[float, float]] = []  # in this window, own and in all
         self._length = self._settings.least_steps
-        self._pending: tuple[dist.Work, torch.Tensor, torch.Tensor] | None = None
+        self._pending: tuple[dist.Work | None, torch.Tensor, torch.Tensor] | None = None
         self._change: Change | None = None
         self._skips_window = True  # the first one, and those after a change, which compile
         self._since = 0  # step from which on windows were kept
         self.decisions: list[Decision] = []
         self.changes: list[dict[str, Any]] = []
 
-    def begin(self, model: ParallelModel, optimizer: torch.optim.Optimizer, feed: Feed) -> None:
+    def begin(self, model: ParallelModel, optimizer: torch.optim.Optimizer, feed: Followable) -> None:
         """Takes note of what each rank is expected to compute. Collective."""
         self._model, self._optimizer, self._feed = model, optimizer, feed
         comm = model.comm
         comm.add([(PURPOSE, comm.everyone)], backend="gloo")
         with self._off_device(), comm.call("rebalancing"):
-            expected_s = from_first_rank(lambda: self._solver.planned_own_s(self._plan))
+            expected_s = from_first_rank(lambda: self._asked.planned_own_s(self._plan))
         self._observed = Observed(expected_s)
         self._restart_s = LEAST_PAUSE_S + 2 * (time.perf_counter() - self._made_at)  # it saves before it
 
@@ -130,7 +139,7 @@ class RunBalancer:
                 self.apply()
             return
         if self._pending is not None:
-            self._window_is_over(num_steps)
+            self._window_is_over(num_steps, self._pending[2])
             if self._change is not None and self.is_due(num_steps):
                 self.apply()
             return
@@ -166,6 +175,12 @@ class RunBalancer:
         return self._model._runtime.forms.plan
 
     @property
+    def _asked(self) -> Solver:
+        """The solver, on the first rank."""
+        assert self._solver is not None
+        return self._solver
+
+    @property
     def _comm(self) -> Comm:
         return self._model.comm
 
@@ -184,8 +199,7 @@ class RunBalancer:
             (work, _, _), self._pending = self._pending, None
             self._comm.channel(self._comm.everyone, "own seconds of a step", PURPOSE).finish(work)
 
-    def _window_is_over(self, num_steps: int) -> None:
-        table = self._pending[2]
+    def _window_is_over(self, num_steps: int, table: torch.Tensor) -> None:
         with self._comm.call("the end of a window"):
             self.end()
         own_s, step_s = table[:, 0].tolist(), max(table[:, 1].tolist())
@@ -210,8 +224,10 @@ class RunBalancer:
         if not decision.is_applied or self.following is not None:
             self._observed = self._observed.settled()
             return
+        follow = self._feed.follow
+        assert shares is not None and follow is not None  # as the decision is applied
         plan = shares.on(self._plan)
-        self._feed.follow(plan)
+        follow(plan)
         self._change = Change(num_steps + self._feed.num_ahead, plan, own_s, decision.cause)
 
     def _decision(
@@ -225,7 +241,7 @@ class RunBalancer:
             is_other = lambda made: bool(why_other_form(self._plan, made, self._optimizer))  # noqa: E731
             with suppress(MixmeshError):  # nothing fits, for instance: then shares alone may change
                 other = self._replanner.better(
-                    self._solver, self._plan, observed_s, decision, self._restart_s, LEAST_GAIN, is_other
+                    self._asked, self._plan, observed_s, decision, self._restart_s, LEAST_GAIN, is_other
                 )
                 if other is not None:
                     return other[0], None, (), other[1]
@@ -242,7 +258,7 @@ class RunBalancer:
         terms = Terms(
             num_steps,
             num_steps - self._since,
-            self._solver.factors(plan, own_s),
+            self._asked.factors(plan, own_s),
             shares,
             shares,
             step_s,
@@ -253,11 +269,11 @@ class RunBalancer:
         if why_not:
             return decide(replace(terms, problem=why_not), LEAST_GAIN), None, ()
         try:
-            solved = self._solver.solve(plan, own_s)
+            solved = self._asked.solve(plan, own_s)
             problem = why_other_form(plan, solved.plan, self._optimizer)
         except MixmeshError as error:
             return decide(replace(terms, problem=error.message), LEAST_GAIN), None, ()
-        pause_s = self._pause_s or LEAST_PAUSE_S + self._solver.pause_s(solved.moved_bytes)
+        pause_s = self._pause_s or LEAST_PAUSE_S + self._asked.pause_s(solved.moved_bytes)
         terms = replace(
             terms,
             new_shares=solved.plan.program.ratio_of[name],

@@ -59,7 +59,7 @@ class LoopBalancer:
     ) -> None:
         self._model, self._optimizer, self._loader = model, optimizer, loader
         self.balancer = _BetweenBatches(
-            self._drop_gradients, solver, None, say, settings, why_not=self._why_not
+            loader, self._drop_gradients, solver, None, say, settings, why_not=self._why_not
         )
         self._has_begun = self._has_stepped = False
         self._started_s: float | None = None  # when the step that is under way began
@@ -204,12 +204,14 @@ class _BetweenBatches(RunBalancer):
     """The balancer of a loop that may leave an epoch: shares change when the loader has no batches of the
     old ones left."""
 
-    def __init__(self, before_change: Callable[[], object], *args: Any, **options: Any) -> None:
+    def __init__(
+        self, loader: Loader, before_change: Callable[[], object], *args: Any, **options: Any
+    ) -> None:
         super().__init__(*args, **options)
-        self._before_change = before_change
+        self._loader, self._before_change = loader, before_change
 
     def is_due(self, num_steps: int) -> bool:
-        return self._change is not None and not self._feed.num_old
+        return self._change is not None and not self._loader.num_old
 
     def apply(self) -> None:
         self._before_change()

@@ -128,7 +128,7 @@ class Accelerator(accelerate.Accelerator):
         shown = dict(parallel.named_parameters(remove_duplicate=False))
         self._shown.update({p: shown[name] for name, p in before.items()})
         prepared = _Optimizer(optimizer, parallel)
-        vars(parallel)["_is_accelerate_prepared"] = vars(prepared)["_is_accelerate_prepared"] = True
+        parallel.__dict__["_is_accelerate_prepared"] = prepared.__dict__["_is_accelerate_prepared"] = True
         return parallel, prepared
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:

@@ -1,0 +1,12 @@
+"""Lengths of what may have none: data sets, samplers and loaders, of which PyTorch's classes declare none."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+
+
+def length(x: object) -> int:
+    """``len(x)``. Raises TypeError, as ``len`` does, for an object without a length."""
+    if not isinstance(x, Sized):
+        raise TypeError(f"object of type {type(x).__name__!r} has no len()")
+    return len(x)
