@@ -277,7 +277,7 @@ class _Estimate:
         shares = [self.shares(ranks, size) for ranks in units]
         if any(not counts[r] for ranks, counts in zip(units, shares) for r in ranks):
             return None
-        # what goes over the border before a stage: inputs cross that before the first group
+        # seconds of a transfer over the border before each stage: inputs cross that before the first group
         border_s = [np.zeros(count + 1) for _ in (None, *units)]
         for n in range(1, len(units)):
             fixed, per_byte = self._link(units[n - 1], shares[n - 1], units[n], shares[n])

@@ -80,6 +80,9 @@ class Task:
         self.world_size = costs.cluster.world_size
         self.ranks = tuple(range(self.world_size))  # that may take part
         self._seconds_among: dict[int, tuple[float, ...]] = {}  # by the number of devices
+        # by ranks, so that all views of a task may share them
+        self._bounds_s: dict[tuple[int, ...], float] = {}
+        self._ideals_s: dict[tuple[int, ...], float] = {}
         self._progress = Progress()
         self._all_levels: tuple[Levels | None, ...] = ()  # one, if it is given
         self._levels: dict[tuple[int, ...], Levels | None] = {}  # by ranks
@@ -123,8 +126,6 @@ class Task:
             return self
         self.choices, self.seconds_by_class, self.peak_seconds_by_class  # noqa: B018 - the copy has them too
         twin = copy(self)
-        for name in ("proportional", "bound_s", "ideal_s"):
-            twin.__dict__.pop(name, None)
         twin.ranks, twin.proposed, twin.tried = ranks, {}, {}
         return twin
 
@@ -155,20 +156,26 @@ class Task:
     def units(self) -> Units:
         return self.choices.units
 
-    @lazy
+    @property
     def proportional(self) -> Ratio:
         return self.shares(self.ranks)
 
-    @lazy
+    @property
     def bound_s(self) -> float:
         """Seconds of a step that no plan is faster than: measured, or else at the devices' peaks."""
-        return ideal_s(self.peak_seconds_by_class, self.costs.class_of, self.ranks)
+        if self.ranks not in self._bounds_s:
+            seconds = self.peak_seconds_by_class
+            self._bounds_s[self.ranks] = ideal_s(seconds, self.costs.class_of, self.ranks)
+        return self._bounds_s[self.ranks]
 
-    @lazy
+    @property
     def ideal_s(self) -> float:
         """Seconds of a step of which all devices compute all the time, as the cost model estimates them: no
         simulated step is shorter."""
-        return ideal_s(self.seconds_by_class, self.costs.class_of, self.ranks)
+        if self.ranks not in self._ideals_s:
+            seconds = self.seconds_by_class
+            self._ideals_s[self.ranks] = ideal_s(seconds, self.costs.class_of, self.ranks)
+        return self._ideals_s[self.ranks]
 
     @lazy
     def peak_seconds_by_class(self) -> np.ndarray:

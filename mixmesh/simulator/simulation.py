@@ -63,7 +63,7 @@ class Simulation:
         self.costs = costs
         self.samples = samples_of(program) if accumulating else None
         self.program = program if self.samples is None else costed_micro_step(program, self.samples)
-        self.sheet: Sheet = Sheet(self.program, costs, None if like is None else like.sheet)
+        self.sheet: Sheet = Sheet(self.program, costs, None if like is None else like.sheet.table)
         rests = [costs.rest(r) for r in range(program.world_size)]
         self.network = Channels(costs, rests)
         self._sums: dict[tuple, Sums] = {}

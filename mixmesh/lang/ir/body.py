@@ -1,4 +1,4 @@
-"""What follows from a program's instructions alone, computed once for all programs of these instructions."""
+"""The facts that follow from a program's instructions alone, computed once for all programs of these."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Buckets = tuple[int | None, ...]  # per parameter, the number of the bucket that
 
 @dataclass(frozen=True, eq=False)  # one object, however attributes and ratios change
 class Values:
-    """What does not depend on attributes either, nor on the order of ``instructions``."""
+    """The facts that do not depend on attributes either, nor on the order of ``instructions``."""
 
     instructions: tuple[Instruction, ...]
     loss: str

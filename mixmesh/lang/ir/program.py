@@ -43,7 +43,7 @@ class Program:
 
     @property
     def key(self) -> tuple:
-        """What tells this program from those of other instructions, ratios or ways of summing."""
+        """A key that tells this program from those of other instructions, ratios or ways of summing."""
         return self.body, self.ratios, self.dtypes, self.levels, self.direct_bytes
 
     def __str__(self) -> str:
