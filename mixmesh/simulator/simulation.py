@@ -168,9 +168,8 @@ class Simulation:
         """The seconds of all exchanges within the passes, one after another; those of a micro-batch when
         accumulating."""
         exchanges = [e for e in self.sheet.exchanges.values() if e is not None]
-        unlike = {id(e): e for e in exchanges}
-        each_s = {number: e.seconds(self.costs) for number, e in unlike.items()}
-        return sum(each_s[id(e)] for e in exchanges)
+        each_s = {e: e.seconds(self.costs) for e in dict.fromkeys(exchanges)}
+        return sum(each_s[e] for e in exchanges)
 
     def passes_s(self, device_class: int, share: float) -> float:
         """The seconds of a forward and a backward pass over a share of the batch, on a device of a class."""
