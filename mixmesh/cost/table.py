@@ -51,47 +51,47 @@ def table_of(outline: Outline, costs: CostModel) -> Table:
     wgrad_work_of: dict[int, int] = {}  # a computation with wgrad -> that of the weight's gradient
     numbers: dict[tuple[int, Cut, str], int] = {}
 
-    def number(times: int, cut: Cut, part: str, found: tuple[OpTime, ...]) -> int:
-        known = numbers.setdefault((times, cut, part), len(works))
-        if known == len(works):
-            works.append(Work(found, cut))
-        return known
+    def number(times: int, cut: Cut, part: str, each: tuple[OpTime, ...]) -> int:
+        """The number of a work, which takes ``each`` device class so long."""
+        own = numbers.setdefault((times, cut, part), len(works))
+        if own == len(works):
+            works.append(Work(each, cut))
+        return own
 
-    known: dict[tuple, int] = {}  # calls that cost alike
+    calls: dict[tuple, int] = {}  # that cost alike
     times: list[tuple[OpTime, ...]] = []
-    # by kind, and what else an instruction says: its work, that of the factors, of a
-    # second run
-    numbers_of: dict[tuple[Kind, str, bool], tuple[int, int | None, int | None]] = {}
+    # by kind, and what else an instruction says: its work, that of the weight's gradient, of a second run
+    works_by_kind: dict[tuple[Kind, str, bool], tuple[int, int | None, int | None]] = {}
     for n, (i, kind) in enumerate(zip(program.instructions, outline.kinds)):
         if kind is None:
             continue
         apart = "factors" if is_factored(i) else "wgrad" if wgrad_of(i) else ""
         key_of_work = (kind, apart, region_of(i) is not None)
-        found = numbers_of.get(key_of_work)
-        if found is None:
+        if key_of_work not in works_by_kind:
             call, grads = kind.call, kind.grads
             inputs_cut = costs.cut(call, [t.placement for t in kind.inputs])
             key = (i.plain, call.inputs, call.outputs, grads, inputs_cut)
-            at = known.setdefault(key, len(times))
+            at = calls.setdefault(key, len(times))
             if at == len(times):
                 times.append(tuple(costs.op(call, grads, c, inputs_cut) for c in range(len(costs.classes))))
             cut = kind.work_type.cut
+            gradient: int | None = None
             if apart:
-                own, product = split_by_factors(program, i, times[at])
+                rest, product = split_by_factors(program, i, times[at])
                 cut_too = cut if apart == "wgrad" else (0, 1, cut[2])  # factors are gathered whole
-                found = number(at, cut, "own", own), number(at, cut_too, apart, product)
+                own, gradient = number(at, cut, "own", rest), number(at, cut_too, apart, product)
             else:
-                found = (number(at, cut, "", times[at]), None)
-            again = None
+                own = number(at, cut, "", times[at])
+            again: int | None = None
             if region_of(i) is not None:
                 second = tuple(OpTime(ZERO, t.forward) for t in times[at])
                 again = number(at, cut, "again", second)
-            found = numbers_of[key_of_work] = (*found, again)
-        work_of[n] = found[0]
-        if found[1] is not None:
-            (wgrad_work_of if apart == "wgrad" else factor_work_of)[n] = found[1]
-        if found[2] is not None:
-            again_work_of[n] = found[2]
+            works_by_kind[key_of_work] = own, gradient, again
+        work_of[n], gradient_work, again_work = works_by_kind[key_of_work]
+        if gradient_work is not None:
+            (wgrad_work_of if apart == "wgrad" else factor_work_of)[n] = gradient_work
+        if again_work is not None:
+            again_work_of[n] = again_work
     names = frozenset(t.ratio for i in program.instructions for t in i.types)
     return Table(
         outline.kinds,

@@ -102,10 +102,8 @@ def way_of(program: Program, i: Instruction, held: tuple[Placement | None, ...])
         if not fits(strategy, held):
             continue
         bound = rule.bound(call)
-        trailing = [
-            bound.trailing(dims[p.dim]) for dims, p in zip(bound.inputs, held) if isinstance(p, Shard)
-        ]
-        steps = {p.unit / rest for p, rest in zip(filter(is_cut, held), trailing)}
+        pieces = [(dims, p) for dims, p in zip(bound.inputs, held) if isinstance(p, Shard)]
+        steps = {p.unit / bound.trailing(dims[p.dim]) for dims, p in pieces}
         if len(steps) == 1 and (step := steps.pop()).is_integer():
             inputs = placed(bound, bound.inputs, strategy.inputs, int(step))
             return Cut(inputs, placed(bound, bound.outputs, strategy.outputs, int(step)))
@@ -207,11 +205,11 @@ class _Rewrite:
         names = [self.held.get((name, p), name) for name, p in zip(i.inputs, way.inputs)]
         types = tuple([self.placed(t, p) for t, p in zip(i.types, way.results)])
         yield replace(with_inputs(i, names), types=types)
-        for name, t in zip(i.results, types):
-            if name is not None:
-                self.pieces[name] = t
-                if REPLICATE in self.wanted.get(name, ()):
-                    yield replace(self.held_as(name, t, REPLICATE), types=(self.program.types[name],))
+        for result, t in zip(i.results, types):
+            if result is not None:
+                self.pieces[result] = t
+                if REPLICATE in self.wanted.get(result, ()):
+                    yield replace(self.held_as(result, t, REPLICATE), types=(self.program.types[result],))
 
     def is_entry(self, i: Instruction) -> bool:
         """Whether a redistribution brings what operators take in pieces, and can bring the pieces."""
