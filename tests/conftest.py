@@ -1,5 +1,6 @@
 """Options of the test suite."""
 
+import gc
 import os
 import sys
 
@@ -10,6 +11,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 # the tensors of tests are small: threads cost more than they give, many times more on a busy machine
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+# modules that tests import are millions of objects, which the collector would go through again and again
+gc.set_threshold(100_000, 50, 100)
 
 
 def pytest_addoption(parser):
