@@ -39,7 +39,7 @@ def plan(
     ``optimizer`` decides how many tensors of state a parameter has, and whether parameters may be cut.
     ``search_s`` is how long the planners heterog, tag and placed may search; ``auto`` asks them only where
     it is given. ``unmeasured`` names mechanisms of GPUs to count on that were never measured
-    (``"one-shot-sums"``, ``"blocking-sends"``). ``batch_norm`` says whose statistics batch norm takes:
+    (``mixmesh.cost.UNMEASURED``). ``batch_norm`` says whose statistics batch norm takes:
     those of the whole batch ("exact", as on a single device), or of each rank's own samples ("local", as
     under DistributedDataParallel: other numbers than the single device's). ``outputs`` names what the
     parallel model returns beside the loss, of what the model does: ``("logits",)``, or ``(1,)`` of a tuple.

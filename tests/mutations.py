@@ -73,6 +73,17 @@ MUTATIONS = {
     "no more recomputation than needed": Mutation(
         "planner/passes/rematerialisation.py", f"fewest = {SAME}", "tests/test_recompute.py -k no_more_than"
     ),
+    "sequence parallelism": Mutation(
+        "planner/passes/sequence.py",
+        "sequence_parallel = lambda program: program",
+        "tests/test_sequence.py -k plan",
+    ),
+    "blocking sends": Mutation(
+        "simulator/pipeline.py", "BLOCKING_SENDS = ''", "tests/test_pipeline_planner.py -k by_hand"
+    ),
+    "borders for blocking sends": Mutation(
+        "planner/pipelines.py", "BLOCKING_SENDS = ''", "tests/test_pipeline_planner.py -k borders_are_chosen"
+    ),
     "cut queries": Mutation(
         "lang/rules/products.py",
         "attention, _cut = (lambda call: _cut(call).replace(' s ', ' s! ')), attention",

@@ -43,6 +43,7 @@ LAYERS: tuple[tuple[set[str], ...], ...] = (
         {"passes.factors"},
         {"passes.recomputation", "passes.checkpointing"},
         {"passes.direct"},
+        {"passes.sequence"},
         {"passes.zero"},
         {"search.ratios"},
         {"search.synthesis"},

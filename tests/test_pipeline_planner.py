@@ -12,7 +12,7 @@ import torch
 from pipelines import BATCH, COSTS, FOUR_STAGES, THREE_STAGES, batch, chain, cut_into, model_of, pipelined
 from torch import nn
 
-from mixmesh.base.timeline import ACCUMULATION, BUCKET
+from mixmesh.base.timeline import ACCUMULATION, BUCKET, LOSS_SUM
 from mixmesh.cluster import Cluster
 from mixmesh.cost import BLOCKING_SENDS, CostModel
 from mixmesh.cost.exchanges import held_share
@@ -215,6 +215,86 @@ def test_sends_hold_a_stage_where_that_is_asked_for(traced):
         step_s[unmeasured] = timeline.step_s
         assert timeline.step_s == pytest.approx(simulation.step_s(program, plan.micro_batches))
     assert step_s[BLOCKING_SENDS,] > step_s[()]
+
+
+def two_stages(f: float, b: float, g: float, c: float, t: float, more: tuple, *, blocking: bool) -> dict:
+    """When each event of two micro-batches through two stages ends, by hand.
+
+    The first stage goes F0 F1 B0 B1, the second G0 C0 G1 C1; a and r are the transfers of activations and of
+    their gradients. ``f``, ``b``, ``g`` and ``c`` are the seconds of a pass, ``t`` those of a transfer,
+    ``more`` those in which each stage adds the gradients of the second micro-batch to those of the first.
+    """
+    out = {"F0": f, "a0": f + t}
+    out["F1"] = out["a0" if blocking else "F0"] + f
+    # the second are posted when they are there and the receiver has the first, on a link that is free by then
+    out["a1"] = max(out["F1"], out["a0"]) + t
+    out["G0"] = out["a0"] + g
+    out["C0"] = out["G0"] + c
+    out["r0"] = out["C0"] + t
+    out["G1"] = max(out["r0" if blocking else "C0"], out["a1"]) + g
+    out["C1"] = out["G1"] + more[1] + c
+    out["B0"] = max(out["a1" if blocking else "F1"], out["r0"]) + b
+    out["r1"] = max(out["C1"], out["r0"]) + t
+    out["B1"] = max(out["B0"], out["r1"]) + more[0] + b
+    return out
+
+
+@pytest.mark.parametrize("gbit_per_s", (2, 10))
+def test_two_stages_by_hand(traced, gbit_per_s):
+    """The timeline with and without blocking sends, event by event."""
+    cluster = with_network(gbit_per_s)
+    ends: dict[bool, dict[str, float]] = {}
+    for blocking in (False, True):
+        costs = CostModel(cluster, unmeasured=(BLOCKING_SENDS,) if blocking else ())
+        program = chain(*deep(), ((1, 0, 0), (0, 1, 0)), costs)
+        plan = pipelined(program, 2, cluster)
+        timeline = Simulation(program, costs, accumulating=True).run(program, plan.micro_batches, events=True)
+
+        def halves(rank: int, stream: str, backward: bool, events=timeline.events) -> list[list]:
+            """The events of the first and of the second micro-batch."""
+            mine = [e for e in events if (e.rank, e.stream) == (rank, stream) and e.op and e.name != LOSS_SUM]
+            mine = [e for e in mine if e.name.endswith(" grad") == backward and not e.name.startswith(BUCKET)]
+            mine.sort(key=lambda e: e.start_s)
+            return [mine[: len(mine) // 2], mine[len(mine) // 2 :]]
+
+        kinds = {
+            "F": halves(0, "compute", False), "B": halves(0, "compute", True),
+            "G": halves(1, "compute", False), "C": halves(1, "compute", True),
+            "a": halves(0, "communication", False), "r": halves(0, "communication", True),
+        }  # fmt: skip
+        took = [sum(e.end_s - e.start_s for e in events) for events, _ in kinds.values()]
+        adding = {e.rank: e.end_s - e.start_s for e in timeline.events if e.name == ACCUMULATION}
+        start_s = kinds["F"][0][0].start_s
+        expected = two_stages(*took[:5], (adding[0], adding[1]), blocking=blocking)
+        ends[blocking] = {
+            f"{name}{k}": kinds[name][k][-1].end_s - start_s for name in kinds for k in range(2)
+        }
+        assert ends[blocking] == pytest.approx(expected, rel=1e-9)
+    assert ends[True]["B1"] > ends[False]["B1"]
+
+
+def with_network(gbit_per_s: float) -> Cluster:
+    network = f"bandwidth_gbit_per_s = {gbit_per_s}"
+    return Cluster.parse(SLOW_NETWORK.replace("bandwidth_gbit_per_s = 10", network))
+
+
+def test_blocking_sends_change_what_is_planned(traced):
+    """Where a chain of stages wins by little it loses if sends hold it up; a plan says on what it counts."""
+    free, held = (make_plan(traced, with_network(2.6), unmeasured=names) for names in ((), (BLOCKING_SENDS,)))
+    assert free.planner == "pipeline" and "blocking" not in str(free)
+    assert held.planner != "pipeline" and len(held.program.working_ranks) == 1
+    assert held.cost_source.endswith("counting on blocking-sends (never measured)")
+    assert Plan.parse(str(held)).cost_source == held.cost_source
+
+
+def test_borders_are_chosen_for_blocking_sends(traced):
+    """A stage that sends takes longer, so that others are the slowest: a chain that was chosen without that
+    is slower in the simulation with it."""
+    kinds = (), (BLOCKING_SENDS,)
+    free, held = (make_plan(traced, with_network(3), planner="pipeline", unmeasured=names) for names in kinds)
+    costs = CostModel(with_network(3), unmeasured=(BLOCKING_SENDS,))
+    unaware = simulate(free.program, costs, micro_batches=free.micro_batches)
+    assert held.predicted_step_s < 0.97 * unaware.step_s
 
 
 def test_a_stage_keeps_as_many_micro_batches_as_stages_follow():

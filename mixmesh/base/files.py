@@ -1,8 +1,10 @@
-"""Files: the folder of mixmesh's own modules, and a bounded read of a file that a person names."""
+"""Files: the folder of mixmesh's own modules, bounded reads, and writes that leave no half of a file."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 PACKAGE = Path(__file__).absolute().parents[1]  # the folder of mixmesh's own modules, as tracebacks name it
@@ -22,13 +24,31 @@ def read_text(path: str | Path, max_bytes: int) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def write_text(path: str | Path, text: str) -> None:
-    """Writes a file completely or not at all. Raises OSError."""
-    path = Path(path)
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """A path to write a file at, which becomes ``path`` at the end; what stood there stays where that fails.
+    Raises OSError."""
     partial = path.with_name(f"{path.name}.partial{os.getpid()}")
     try:
-        partial.write_text(text, encoding="utf-8")
+        yield partial
         partial.replace(path)
-    except OSError:
+    except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Writes a file completely or not at all. Raises OSError."""
+    with written_whole(Path(path)) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def write_to_disk(path: Path, blocks: Iterable[bytes | memoryview]) -> None:
+    """Writes a new file and waits until it is on the disk. Each block is let go before the next one is asked
+    for. Raises OSError."""
+    with path.open("wb") as file:
+        for block in blocks:
+            file.write(block)
+            del block
+        file.flush()
+        os.fsync(file.fileno())

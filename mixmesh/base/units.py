@@ -75,6 +75,27 @@ def seconds_text(value: float) -> str:
     return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
 
 
+def link_text(bytes_per_s: float) -> str:
+    """Formats a link's speed for people: ``10 Gbit/s``."""
+    return f"{_three_digits(bytes_per_s / float(GBIT))} Gbit/s"
+
+
+def flop_rate_text(flop_per_s: float) -> str:
+    """Formats a device's speed for people: ``8.1 TFLOP/s``, ``40 GFLOP/s``."""
+    scale, unit = (1e12, "TFLOP/s") if flop_per_s >= 1e12 else (1e9, "GFLOP/s")
+    return f"{_three_digits(flop_per_s / scale)} {unit}"
+
+
+def memory_rate_text(bytes_per_s: float) -> str:
+    """Formats a memory's speed for people: ``320 GB/s``."""
+    return f"{_three_digits(bytes_per_s / float(GBYTE))} GB/s"
+
+
+def _three_digits(value: float) -> str:
+    """A number to three digits, without an exponent up to a million: 1000, and not 1e+03."""
+    return f"{float(f'{value:.3g}'):g}"
+
+
 def plural(count: int, noun: str) -> str:
     """Formats a count for people: ``1 device``, ``3 devices``."""
     return f"{count} {noun}" + ("" if count == 1 else "s")

@@ -8,7 +8,6 @@ that it never holds more than one beside its own.
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -36,6 +35,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from ..base.files import write_to_disk
 from ..errors import InputError
 from ..frontend.trace.dtypes import DTYPE_NAME, TORCH_DTYPE
 from .manifest import (
@@ -140,14 +140,14 @@ class Writer(StorageWriter):
         folder = self._unfinished_folder
         if self.plan:
             text = self.plan.encode()
-            write_whole(folder / PLAN, text)
+            write_to_disk(folder / PLAN, [text])
             files[PLAN] = FileEntry(len(text), digest_of(text))
         tensors = dict(self.manifest.tensors)  # the empty ones
         for name, of in metadata.state_dict_metadata.items():
             assert isinstance(of, TensorStorageMetadata)
             dtype = DTYPE_NAME[of.properties.dtype]
             tensors[name] = TensorEntry(dtype, tuple(of.size), tuple(pieces[name]))
-        write_whole(folder / MANIFEST, _joined(self.manifest, parts, files, tensors).text().encode())
+        write_to_disk(folder / MANIFEST, [_joined(self.manifest, parts, files, tensors).text().encode()])
         sync(folder)
         folder.rename(self.folder / self.name)
         sync(self.folder)
@@ -198,14 +198,6 @@ def remove_leftovers(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file and waits until it is on the disk."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _tensor_data(item: WriteItem) -> TensorWriteData:
     assert item.tensor_data is not None  # only tensors are written
     return item.tensor_data
@@ -224,15 +216,16 @@ def write_file(path: Path, items: list[WriteItem], planner: SavePlanner) -> tupl
         Piece(tuple(_tensor_data(item).chunk.offsets), part.shape, path.name, begin)
         for item, part, begin in zip(items, parts, begins)
     ]
-    checksum, size_bytes = new_digest(), 0
-    with path.open("wb") as file:
+    checksum, sizes = new_digest(), []
+
+    def blocks() -> Iterator[memoryview]:
         for block in _blocks(head, items, planner):
-            file.write(block)
             checksum.update(block)
-            size_bytes += len(block)
-        file.flush()
-        os.fsync(file.fileno())
-    return pieces, FileEntry(size_bytes, checksum.hexdigest())
+            sizes.append(len(block))
+            yield block
+
+    write_to_disk(path, blocks())
+    return pieces, FileEntry(sum(sizes), checksum.hexdigest())
 
 
 def _blocks(head: bytes, items: list[WriteItem], planner: SavePlanner) -> Iterator[memoryview]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from ..base.files import write_to_disk
 from ..errors import InputError
 from ..frontend.trace.dtypes import TORCH_DTYPE
 from ..runtime.saving import SAFETENSORS, SUFFIXES
@@ -113,7 +114,7 @@ class Target:
                 shutil.rmtree(path, ignore_errors=True)
             unfinished.mkdir()
             for name, text in texts.items():
-                write_blocks(unfinished / name, [text.encode()])
+                write_to_disk(unfinished / name, [text.encode()])
                 names.append(name)
             for stem, own in parts.items():
                 names += write_shards(unfinished, stem, own, max_shard_bytes, metadata, values_of)
@@ -170,7 +171,7 @@ def write_shards(
     for name, shard in zip(names, shards):
         # as safetensors orders them, so that each begins at a multiple of its elements' size
         ordered = sorted(shard, key=lambda part: (-TORCH_DTYPE[part.dtype].itemsize, part.name))
-        write_blocks(folder / name, _blocks(ordered, metadata, values_of))
+        write_to_disk(folder / name, _blocks(ordered, metadata, values_of))
     if len(shards) > 1:
         weight_map = {part.name: name for name, shard in zip(names, shards) for part in shard}
         index = {
@@ -179,7 +180,7 @@ def write_shards(
         }
         names.append(f"{stem}{SAFETENSORS}{INDEX}")
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        write_blocks(folder / names[-1], [text.encode()])
+        write_to_disk(folder / names[-1], [text.encode()])
     return names
 
 
@@ -196,13 +197,3 @@ def _values(tensor: Tensor) -> Iterator[memoryview]:
     data = bytes_of(tensor)
     for begin in range(0, len(data), BLOCK_BYTES):
         yield data[begin : begin + BLOCK_BYTES]
-
-
-def write_blocks(path: Path, blocks: Iterator[bytes | memoryview] | Sequence[bytes]) -> None:
-    """Writes a file and waits until it is on the disk."""
-    with path.open("wb") as file:
-        for block in blocks:
-            file.write(block)
-            del block  # which would keep its tensor until the next one is there
-        file.flush()
-        os.fsync(file.fileno())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..cluster import Cluster
-from ..cost import check_unmeasured
+from ..cost import UNMEASURED, check_unmeasured
 from ..cost.calls import is_computation
 from ..lang.ir import Program, print_program, regions, stages_of
 from ..lang.plan_file import Plan
@@ -55,7 +55,7 @@ Unmeasured = Annotated[
     typer.Option(
         "--unmeasured",
         metavar="NAME",
-        help="Count on what no GPU was measured to do: one-shot-sums, blocking-sends; repeat.",
+        help=f"Count on what no GPU was measured to do: {', '.join(UNMEASURED)}; repeat.",
     ),
 ]
 BatchNorm = Annotated[

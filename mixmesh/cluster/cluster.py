@@ -39,7 +39,18 @@ from pathlib import Path
 from typing import Literal
 
 from ..base.lazy import lazy
-from ..base.units import GBIT, GIB, MICRO, ONE, in_unit, plural, si
+from ..base.units import (
+    GBIT,
+    MICRO,
+    ONE,
+    flop_rate_text,
+    in_unit,
+    link_text,
+    memory_rate_text,
+    plural,
+    si,
+    size_text,
+)
 from ..errors import ClusterError
 from .device import Device, device_of, device_toml, first, require_positive, toml_string
 from .file import ClusterTable, MachineTable, machine_name, read_tables
@@ -224,21 +235,20 @@ class Cluster:
 
     def describe(self) -> str:
         """A few lines for people."""
-        gbit = 8e-9
         lines = [
             f"{self.name}: {plural(self.world_size, 'device')} in {plural(len(self.machines), 'machine')}, "
-            f"network {self.bandwidth_bytes_per_s * gbit:.3g} Gbit/s {self.latency_s * 1e6:.3g} us "
+            f"network {link_text(self.bandwidth_bytes_per_s)} {self.latency_s * 1e6:.3g} us "
             f"({self.fingerprint})"
         ]
         for index, machine in enumerate(self.machines):
             lines.append(
-                f"  {machine.name}: link {machine.link_bytes_per_s * gbit:.3g} Gbit/s, "
-                f"nic {machine.nic_bytes_per_s * gbit:.3g} Gbit/s" + _inside_text(machine)
+                f"  {machine.name}: link {link_text(machine.link_bytes_per_s)}, "
+                f"nic {link_text(machine.nic_bytes_per_s)}{_inside_text(machine)}"
             )
             for rank, device in zip(self.ranks_of(index), machine.devices):
                 share = f", {device.cpu_share:g} of a CPU core" if device.cpu_share else ""
-                memory = f"{device.memory_bytes / GIB:.3g} GiB at {device.memory_bytes_per_s / 1e9:.3g} GB/s"
-                speed = f"{device.flop_per_s / 1e12:.3g} TFLOP/s"
+                speed = flop_rate_text(device.flop_per_s)
+                memory = f"{size_text(device.memory_bytes)} at {memory_rate_text(device.memory_bytes_per_s)}"
                 lines.append(f"    rank {rank}  {device.name}  {speed}, {memory}{share}")
         return "\n".join(lines)
 
@@ -268,10 +278,9 @@ class Cluster:
 
 
 def _inside_text(machine: Machine) -> str:
-    gbit = 8e-9
-    links = (f", {link.devices} {link.bytes_per_s * gbit:.3g} Gbit/s" for link in machine.links)
+    links = (f", {link.devices} {link_text(link.bytes_per_s)}" for link in machine.links)
     shared = machine.bridge_bytes_per_s
-    return "".join(links) + ("" if shared is None else f", all others share {shared * gbit:.3g} Gbit/s")
+    return "".join(links) + ("" if shared is None else f", all others share {link_text(shared)}")
 
 
 def with_faster_links(cluster: Cluster, *, inside: float = 1.0, between: float = 1.0) -> Cluster:

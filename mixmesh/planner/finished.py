@@ -124,7 +124,7 @@ def most_hidden_s(proposal: Proposal) -> float:
 def finished(task: Task, proposal: Proposal) -> Proposal:
     """The proposal, or a faster form of it. There is always a budget for some (``budget_for``)."""
     budget = budget_for(proposal, task.budget)
-    if id(proposal.program) not in task.summed:
+    if proposal.program.key not in task.summed:
         proposal = REDUCTIONS(task, proposal, budget)
     return arranged(task, proposal, budget)
 

@@ -30,7 +30,7 @@ def reduced_near(task: Task, proposals: Sequence[Proposal]) -> dict[str, Proposa
     near = [p for p in proposals if p.feasible and p.timeline.step_s <= HOPEFUL * fastest.timeline.step_s]
     by_key: dict[tuple, Proposal] = {}
     for proposal in sorted(near, key=lambda p: p.key):
-        by_key.setdefault((id(proposal.program.instructions), supports(proposal.program)), proposal)
+        by_key.setdefault((proposal.program.body, supports(proposal.program)), proposal)
     with task.timed("sync"):
         floor_s = {key: p.simulation.least_s(p.program)[0] for key, p in by_key.items()}
     # first those that hidden sums would leave fastest; within a short budget, those that are so far, and of
@@ -50,7 +50,7 @@ def reduced_near(task: Task, proposals: Sequence[Proposal]) -> dict[str, Proposa
         if candidate is not proposal:
             tried[planner] += 1
             left = candidate.timeline.step_s / proposal.timeline.step_s
-        task.summed |= {id(p.program): p for p in (proposal, candidate)}
+        task.summed |= {p.program.key for p in (proposal, candidate)}
         best[planner], fastest = (min(a, candidate, key=lambda p: p.key) for a in (best[planner], fastest))
     return best
 

@@ -3,7 +3,8 @@
 A stage is a device, the equal devices of a machine or a whole machine. For every order of the machines, every
 set of the faster ones and every number of micro-steps, the borders between stages are those whose slowest
 stage or transfer is fastest, among those that fit (a dynamic programme over the groups of operators). A step
-of m micro-steps is then estimated as one micro-step through all stages and m - 1 times the slowest.
+of m micro-steps is then estimated as one micro-step through all stages and m - 1 times the slowest. With
+``BLOCKING_SENDS`` a stage takes as long as it computes and sends.
 
 ``hopeful`` is the part of this that ``auto`` has the time for, and that follows a search of placements: where
 the best plan is far from computing all the time, chains are estimated, and those that are faster than it are
@@ -20,6 +21,7 @@ import numpy as np
 
 from ..base.lazy import lazy
 from ..cost.exchanges import Exchange, sent_between
+from ..cost.unmeasured import BLOCKING_SENDS
 from ..errors import PlanError
 from ..lang.ir import make_ratio, samples_of, shard_sizes, with_whole_rows
 from ..lang.plan_file import MicroBatch
@@ -200,6 +202,7 @@ class _Estimate:
 
     def __init__(self, task: Task, space: Space, part: float) -> None:
         self.task, self.space, self.costs = task, space, task.costs
+        self.is_blocking = BLOCKING_SENDS in self.costs.unmeasured
         self.usable = [usable * part for usable in task.usable_bytes]
         self.constant = [task.costs.memory_constant_bytes(r) for r in range(task.world_size)]
         groups = space.groups
@@ -274,24 +277,27 @@ class _Estimate:
         shares = [self.shares(ranks, size) for ranks in units]
         if any(not counts[r] for ranks, counts in zip(units, shares) for r in ranks):
             return None
+        # seconds of a transfer over the border before each stage: inputs cross that before the first group
+        border_s = [np.zeros(count + 1) for _ in (None, *units)]
+        for n in range(1, len(units)):
+            fixed, per_byte = self._link(units[n - 1], shares[n - 1], units[n], shares[n])
+            border_s[n] = fixed + per_byte * self.crossing / micro_steps
         seconds, costs = [], []
-        for n, (ranks, counts) in enumerate(zip(units, shares)):
+        for n, ranks in enumerate(units):
             stage_s, fits = self.stage(ranks, size, min(len(units) - n, micro_steps))
-            # inputs cross the border before the first group
-            arrives = np.zeros(count + 1)
-            if n:
-                fixed, per_byte = self._link(units[n - 1], shares[n - 1], ranks, counts)
-                arrives = fixed + per_byte * self.crossing / micro_steps
-            slowest = np.maximum(stage_s, arrives[:, None])
-            seconds.append((stage_s, arrives))
-            costs.append(np.where(fits, slowest, np.inf))
+            # gradients go back, activations go on
+            held_s = stage_s + border_s[n][:, None] + border_s[n + 1] if self.is_blocking else stage_s
+            seconds.append(stage_s)
+            costs.append(np.where(fits, np.maximum(held_s, border_s[n][:, None]), np.inf))
         ends = borders(costs)
         if ends is None:
             return None
         starts = (0, *ends)
-        through = [(s[a, b], arriving[a]) for (s, arriving), a, b in zip(seconds, starts, ends)]
-        once = sum(stage_s + 2 * arriving for stage_s, arriving in through)
-        slowest_s = max(max(pair) for pair in through)
+        once = sum(
+            stage_s[a, b] + 2 * arriving[a]
+            for stage_s, arriving, a, b in zip(seconds, border_s, starts, ends)
+        )
+        slowest_s = max(cost[a, b] for cost, a, b in zip(costs, starts, ends))
         step_s = once + (micro_steps - 1) * slowest_s + self._end_s(units, starts, ends)
         return Chain(micro_steps, tuple(shares), ends, float(step_s))
 

@@ -26,7 +26,6 @@ class When(Enum):
     ALWAYS = "always"
     IN_NEED = "where nothing else fits, or with seconds to search"
     IN_A_SEARCH = "with seconds to search"
-    NEVER = "never"
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ ROWS = (
     Planner("poplar", poplar, When.IN_NEED),
     Planner("model-parallel", model_parallel, When.IN_NEED),
     Planner("segments", segments, When.IN_A_SEARCH),
-    Planner("tensor-parallel", simple.tensor_parallel_proportional, When.NEVER),
+    Planner("tensor-parallel", simple.tensor_parallel_proportional, When.IN_NEED),
     Planner("placed", placed, When.IN_A_SEARCH, is_open_ended=True),
     Planner("heterog", heterog, When.IN_A_SEARCH, is_open_ended=True, is_learned=True),
     Planner("tag", tag, When.IN_A_SEARCH, is_open_ended=True, is_learned=True),

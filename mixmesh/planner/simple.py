@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ..lang.ir import even_ratio
 from ..search.baselines import device_seconds, fully_sharded, only, tensor_parallel
+from .passes import SEQUENCE
 from .proposal import Proposal
 from .task import Task
 
@@ -33,5 +34,6 @@ def fsdp_even(task: Task) -> Iterator[Proposal]:
 
 
 def tensor_parallel_proportional(task: Task) -> Iterator[Proposal]:
+    """Tensor parallelism, with sequence parallelism where that is faster or what fits."""
     program = tensor_parallel(task.graph, task.costs, task.proportional, task.units, task.choices)
-    yield task.best_buckets("tensor-parallel", program)
+    yield SEQUENCE(task, task.best_buckets("tensor-parallel", program), task.budget)

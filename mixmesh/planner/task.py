@@ -17,6 +17,7 @@ from ..cost.levels import best_levels
 from ..cost.placed import supports
 from ..errors import Infeasible
 from ..lang.ir import (
+    Body,
     Buckets,
     Graph,
     Levels,
@@ -79,6 +80,9 @@ class Task:
         self.world_size = costs.cluster.world_size
         self.ranks = tuple(range(self.world_size))  # that may take part
         self._seconds_among: dict[int, tuple[float, ...]] = {}  # by the number of devices
+        # by ranks, so that all views of a task may share them
+        self._bounds_s: dict[tuple[int, ...], float] = {}
+        self._ideals_s: dict[tuple[int, ...], float] = {}
         self._progress = Progress()
         self._all_levels: tuple[Levels | None, ...] = ()  # one, if it is given
         self._levels: dict[tuple[int, ...], Levels | None] = {}  # by ranks
@@ -88,21 +92,20 @@ class Task:
         )
         able = tuple(d.supports_bf16 or d.kind == "cpu" for d in costs.cluster.devices)
         self.dtypes = half_dtypes(graph, able)
-        self._agreeing: dict[tuple[int, tuple], tuple[Program, bool]] = {}
+        self._agreeing: dict[tuple[Body, tuple], bool] = {}
         self.tried: dict[tuple[int, ...], Tried] = {}  # by devices
-        self.summed: dict[int, Proposal] = {}  # by the identity of programs: their sums are in their best way
+        self.summed: set[tuple] = set()  # keys of programs whose sums are in their best way
         self.refused = ""  # why a planner has nothing to propose
         # by whether one rank is alone: the path and its program
         self._data_parallel: dict[bool, tuple[Found, Program]] = {}
         self.searched: dict[int, tuple[Problem, Found]] = {}  # by the shape of the program
         self._programs: dict[tuple[bool, int], Program] = {}
-        self._packed: dict[int, tuple[Program, Program | None, float]] = {}  # by the identity of instructions
-        # by the identity of instructions, which are kept alive
-        self._simulations: dict[tuple[int, tuple, tuple[bool, int]], tuple[Program, Simulation]] = {}
+        self._packed: dict[Body, tuple[Program | None, float]] = {}
+        self._simulations: dict[tuple[Body, tuple, tuple[bool, int]], Simulation] = {}
         # by the bytes up to which sums are direct, and the identity of all instructions but those that load
         # parameters
         self._same_but_owners: dict[tuple[int, ...], list[Simulation]] = {}
-        self._first: dict[tuple[int, tuple[bool, ...], tuple[bool, int]], Simulation] = {}
+        self._first: dict[tuple[Body, tuple[bool, ...], tuple[bool, int]], Simulation] = {}
 
     @contextmanager
     def timed(self, step: str) -> Iterator[None]:
@@ -123,8 +126,6 @@ class Task:
             return self
         self.choices, self.seconds_by_class, self.peak_seconds_by_class  # noqa: B018 - the copy has them too
         twin = copy(self)
-        for name in ("proportional", "bound_s", "ideal_s"):
-            twin.__dict__.pop(name, None)
         twin.ranks, twin.proposed, twin.tried = ranks, {}, {}
         return twin
 
@@ -155,20 +156,26 @@ class Task:
     def units(self) -> Units:
         return self.choices.units
 
-    @lazy
+    @property
     def proportional(self) -> Ratio:
         return self.shares(self.ranks)
 
-    @lazy
+    @property
     def bound_s(self) -> float:
         """Seconds of a step that no plan is faster than: measured, or else at the devices' peaks."""
-        return ideal_s(self.peak_seconds_by_class, self.costs.class_of, self.ranks)
+        if self.ranks not in self._bounds_s:
+            seconds = self.peak_seconds_by_class
+            self._bounds_s[self.ranks] = ideal_s(seconds, self.costs.class_of, self.ranks)
+        return self._bounds_s[self.ranks]
 
-    @lazy
+    @property
     def ideal_s(self) -> float:
         """Seconds of a step of which all devices compute all the time, as the cost model estimates them: no
         simulated step is shorter."""
-        return ideal_s(self.seconds_by_class, self.costs.class_of, self.ranks)
+        if self.ranks not in self._ideals_s:
+            seconds = self.seconds_by_class
+            self._ideals_s[self.ranks] = ideal_s(seconds, self.costs.class_of, self.ranks)
+        return self._ideals_s[self.ranks]
 
     @lazy
     def peak_seconds_by_class(self) -> np.ndarray:
@@ -262,19 +269,17 @@ class Task:
         rank alone converts nothing. All types name the ratio (see ``without_needless_names``)."""
         key = (len(support(problem.ratio)) == 1, found.number)
         if key not in self._programs:
-            program = self._programs[key] = emit(problem, found, named=True)
-            program.types, program.requires_grad, program.producers, program.params  # noqa: B018 - copies have them too
+            self._programs[key] = emit(problem, found, named=True)
         return with_ratio(self._programs[key], "r0", problem.ratio)
 
     def packed(self, program: Program) -> Program:
         """The program with the small sums of a level as one, if that saves much of the step; what it saves
         less, an order of the program may save too (``ordered``)."""
-        key = id(program.instructions)
-        if key not in self._packed:
+        if program.body not in self._packed:
             groups = levels_of_sums(program, self.costs)
             grouped = coalesced(program, groups) if groups else None
-            self._packed[key] = program, grouped, most_saved_s(program, self.costs, groups)
-        _, grouped, most_s = self._packed[key]
+            self._packed[program.body] = grouped, most_saved_s(program, self.costs, groups)
+        grouped, most_s = self._packed[program.body]
         if grouped is None or most_s < MUCH * (apart_s := self.usual_s("hap", program)):
             return program
         grouped = grouped.changed(
@@ -297,11 +302,11 @@ class Task:
         """Whether ranks that compute in different dtypes never meet in one of these."""
         if not self.dtypes:
             return True
-        key = (id(program.instructions), supports(program))
+        key = (program.body, supports(program))
         if key not in self._agreeing:
             conflicts = dtype_conflicts(replace(program, dtypes=self.dtypes))
-            self._agreeing[key] = (program, next(conflicts, None) is None)
-        return self._agreeing[key][1]
+            self._agreeing[key] = next(conflicts, None) is None
+        return self._agreeing[key]
 
     def parting(self, program: Program) -> str:
         """How a program parts the parameters of an optimizer that needs all of them whole in one place: it
@@ -324,10 +329,10 @@ class Task:
         for again."""
         ranks = supports(program)
         way = accumulating, program.direct_bytes
-        key = (id(program.instructions), ranks, way)
+        key = (program.body, ranks, way)
         if key not in self._simulations:
             # all that does not depend on the ranks is known from the first such program
-            alike = (id(program.instructions), tuple(len(r) == 1 for r in ranks), way)
+            alike = (program.body, tuple(len(r) == 1 for r in ranks), way)
             like = self._first.get(alike)
             others = program.direct_bytes, *[id(i) for i in program.instructions if i.op != "param"]
             twins = [] if accumulating else self._same_but_owners.setdefault(others, [])
@@ -339,11 +344,11 @@ class Task:
                     made = Simulation(
                         program, self.costs, self.optimizer_states, accumulating=accumulating, like=like
                     )
-            self._simulations[key] = (program, made)
+            self._simulations[key] = made
             if twin is None:
                 twins.append(made)
             self._first.setdefault(alike, made)
-        return self._simulations[key][1]
+        return self._simulations[key]
 
     def step_s(self, program: Program) -> float:
         """Seconds of a step in the program's own buckets, at once."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..base.files import written_whole
 from ..errors import InputError
 
 SAFETENSORS = ".safetensors"
@@ -37,20 +38,18 @@ def save_weights(state: Mapping[str, Tensor], path: Path) -> None:
     """Writes a ``state_dict`` as a file of safetensors, or as ``torch.save`` does, by the name's ending. What
     stood there stays until all is written. A tensor of two names is written twice in safetensors, whose
     readers know no ties. Raises InputError if the file cannot be written."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        if path.suffix == SAFETENSORS:
-            from safetensors.torch import save_file
+        with written_whole(path) as partial:
+            if path.suffix == SAFETENSORS:
+                from safetensors.torch import save_file
 
-            own: dict[int, str] = {}
-            parts = {
-                name: x.contiguous() if own.setdefault(x.data_ptr(), name) == name else x.clone()
-                for name, x in state.items()
-            }
-            save_file(parts, part)
-        else:
-            torch.save(dict(state), part)
-        part.replace(path)
+                own: dict[int, str] = {}
+                parts = {
+                    name: x.contiguous() if own.setdefault(x.data_ptr(), name) == name else x.clone()
+                    for name, x in state.items()
+                }
+                save_file(parts, partial)
+            else:
+                torch.save(dict(state), partial)
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise InputError("the weights could not be written", got=str(error), where=str(path)) from error

@@ -63,7 +63,7 @@ class Simulation:
         self.costs = costs
         self.samples = samples_of(program) if accumulating else None
         self.program = program if self.samples is None else costed_micro_step(program, self.samples)
-        self.sheet: Sheet = Sheet(self.program, costs, None if like is None else like.sheet)
+        self.sheet: Sheet = Sheet(self.program, costs, None if like is None else like.sheet.table)
         rests = [costs.rest(r) for r in range(program.world_size)]
         self.network = Channels(costs, rests)
         self._sums: dict[tuple, Sums] = {}
@@ -168,9 +168,8 @@ class Simulation:
         """The seconds of all exchanges within the passes, one after another; those of a micro-batch when
         accumulating."""
         exchanges = [e for e in self.sheet.exchanges.values() if e is not None]
-        unlike = {id(e): e for e in exchanges}
-        each_s = {number: e.seconds(self.costs) for number, e in unlike.items()}
-        return sum(each_s[id(e)] for e in exchanges)
+        each_s = {e: e.seconds(self.costs) for e in dict.fromkeys(exchanges)}
+        return sum(each_s[e] for e in exchanges)
 
     def passes_s(self, device_class: int, share: float) -> float:
         """The seconds of a forward and a backward pass over a share of the batch, on a device of a class."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from ...base.files import written_whole
 from ...errors import MixmeshError
 
 T = TypeVar("T")
@@ -58,8 +59,7 @@ class Cache:
         if self.folder is None:
             return
         path = self.folder / name
-        partial = path.with_name(f"{path.name}.{os.getpid()}")
         with suppress(MixmeshError, OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            write(partial)
-            os.replace(partial, path)
+            with written_whole(path) as partial:
+                write(partial)

@@ -6,7 +6,7 @@ import html
 from collections.abc import Sequence
 
 from ...base.timeline import Timeline
-from ...base.units import size_text
+from ...base.units import link_text, size_text
 from ...cluster import Cluster, Machine
 from ...cost.resources import BRIDGE, INSIDE, OWN, bytes_per_s_of
 from ...lang.plan_file import Plan
@@ -19,10 +19,6 @@ def device_name(cluster: Cluster, rank: int) -> str:
     return f"rank {rank} ({cluster.devices[rank].name}, machine {cluster.machine_of(rank).name})"
 
 
-def gbit(bytes_per_s: float) -> str:
-    return f"{round(bytes_per_s * 8e-9, 3):g} Gbit/s"
-
-
 def busiest_link(cluster: Cluster, timeline: Timeline) -> str:
     """The link that carries longest in a predicted step: ``1 Gbit/s link of machine b``; empty where nothing
     is carried."""
@@ -32,8 +28,8 @@ def busiest_link(cluster: Cluster, timeline: Timeline) -> str:
     machine = cluster.machines[number]
     if way not in WAYS:
         what = "host bridge of" if way == BRIDGE else "link inside"
-        return f"{gbit(bytes_per_s_of(cluster, (way, number)))} {what} machine {machine.name}"
-    return f"{gbit(machine.nic_bytes_per_s)} link of machine {machine.name}"
+        return f"{link_text(bytes_per_s_of(cluster, (way, number)))} {what} machine {machine.name}"
+    return f"{link_text(machine.nic_bytes_per_s)} link of machine {machine.name}"
 
 
 def cluster_html(cluster: Cluster, plan: Plan, timeline: Timeline, samples: Sequence[int]) -> str:
@@ -42,7 +38,7 @@ def cluster_html(cluster: Cluster, plan: Plan, timeline: Timeline, samples: Sequ
     boxes = [machine_html(cluster, n, plan, timeline, samples, busy) for n in range(len(cluster.machines))]
     network = ""
     if len(boxes) > 1:
-        network = f'<p class="network">network of {gbit(cluster.bandwidth_bytes_per_s)}</p>'
+        network = f'<p class="network">network of {link_text(cluster.bandwidth_bytes_per_s)}</p>'
     return f'<div class="machines">{"".join(boxes)}</div>{network}'
 
 
@@ -59,11 +55,13 @@ def machine_html(
     links = ""
     if len(machine.devices) > 1:
         links += "".join(
-            link_html(f"{text}, {gbit(bytes_per_s_of(cluster, (way, number)))}", busy.get((way, number), 0.0))
+            link_html(
+                f"{text}, {link_text(bytes_per_s_of(cluster, (way, number)))}", busy.get((way, number), 0.0)
+            )
             for way, text in ways_inside(machine)
         )
     if len(cluster.machines) > 1:
-        speed = gbit(min(machine.nic_bytes_per_s, cluster.bandwidth_bytes_per_s))
+        speed = link_text(min(machine.nic_bytes_per_s, cluster.bandwidth_bytes_per_s))
         links += "".join(
             link_html(f"{way} to the network, {speed}" if way == "out" else f"in from it, {speed}",
                       busy.get((way, number), 0.0))

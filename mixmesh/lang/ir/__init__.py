@@ -1,5 +1,6 @@
 """The values that programs consist of: placements, types, the logical graph, the program and its text."""
 
+from .body import Body, Buckets
 from .copies import Cell, cell_bytes, cells, piece
 from .graph import (
     LEAVES,
@@ -52,7 +53,7 @@ from .placement import (
     support,
 )
 from .printing import print_instruction
-from .program import Buckets, Program, print_program, without_needless_names
+from .program import Program, print_program, without_needless_names
 from .recompute import region_of, regions, release_points, with_regions
 from .samples import Samples, local_kind, micro_step_program, once_program, samples_of
 from .slices import with_whole_rows
@@ -74,15 +75,16 @@ from .wgrad import (
 
 __all__ = [
     "BATCH_NORMS", "DTYPE_BYTES", "LEAVES", "LOCAL_NORM", "NEVER", "NOT_DIFFERENTIABLE", "PARTIAL",
-    "REDISTRIBUTIONS", "REPLICATE", "SINKS", "WGRADS", "Arg", "Beside", "Buckets", "Cell", "Cut", "DType",
-    "Graph", "Instruction", "Levels", "Node", "Partial", "Parts", "Placement", "Program", "Ratio", "Ref",
-    "Replicate", "Returned", "Samples", "Shard", "TensorType", "ValueType", "batch_norm_of", "batch_size_of",
-    "beside_points", "cell_bytes", "cells", "dealt_rows", "dual", "even_ratio", "has_gradient", "has_rows",
-    "held_rows", "in_flight", "last_points", "leaders", "local_bytes", "local_kind", "local_norms",
-    "local_shape", "lonely_norms", "make_ratio", "map_refs", "micro_step_program", "nameless", "once_program",
-    "outputs_of", "own_samples", "owned_type", "parse_program", "participants", "passes_of", "piece",
-    "print_instruction", "print_program", "rank_sizes", "redistribution", "refs", "region_of", "regions",
-    "release_points", "returned", "samples_of", "separable", "shard_offsets", "shard_sizes", "shown_rows",
-    "stage_of", "stages_of", "support", "transfers_of", "weight_points", "wgrad_of", "with_attrs",
-    "with_regions", "with_rows_as_dealt", "with_wgrads", "with_whole_rows", "without_needless_names",
+    "REDISTRIBUTIONS", "REPLICATE", "SINKS", "WGRADS", "Arg", "Beside", "Body", "Buckets", "Cell", "Cut",
+    "DType", "Graph", "Instruction", "Levels", "Node", "Partial", "Parts", "Placement", "Program", "Ratio",
+    "Ref", "Replicate", "Returned", "Samples", "Shard", "TensorType", "ValueType", "batch_norm_of",
+    "batch_size_of", "beside_points", "cell_bytes", "cells", "dealt_rows", "dual", "even_ratio",
+    "has_gradient", "has_rows", "held_rows", "in_flight", "last_points", "leaders", "local_bytes",
+    "local_kind", "local_norms", "local_shape", "lonely_norms", "make_ratio", "map_refs",
+    "micro_step_program", "nameless", "once_program", "outputs_of", "own_samples", "owned_type",
+    "parse_program", "participants", "passes_of", "piece", "print_instruction", "print_program", "rank_sizes",
+    "redistribution", "refs", "region_of", "regions", "release_points", "returned", "samples_of", "separable",
+    "shard_offsets", "shard_sizes", "shown_rows", "stage_of", "stages_of", "support", "transfers_of",
+    "weight_points", "wgrad_of", "with_attrs", "with_regions", "with_rows_as_dealt", "with_wgrads",
+    "with_whole_rows", "without_needless_names",
 ]  # fmt: skip

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise, product
 
+from .body import Body
 from .instruction import Instruction
-from .placement import Shard, shard_offsets
+from .placement import Ratio, Shard, shard_offsets
 from .program import Program
 from .types import DTYPE_BYTES, ValueType, rank_sizes
 
@@ -38,14 +39,19 @@ class Cell:
 
 def cells(program: Program, param: Instruction) -> tuple[Cell, ...]:
     """Returns the cells of a parameter with copies, of which ``param`` is the first."""
-    name = param.args[0]
-    if name not in program.cells:
-        held = []
-        for copy in program.copies[name]:
-            pieces = [(rank, piece(program, copy, rank)) for rank in program.participants(copy.type)]
-            held.append(tuple((rank, box) for rank, box in pieces if all(size for _, size in box)))
-        program.cells[name] = _cells(param.type.value, tuple(held))
-    return program.cells[name]
+    return _cells_under(program.body, program.world_size, program.ratios, param.args[0])
+
+
+@lru_cache(maxsize=1024)
+def _cells_under(
+    body: Body, world_size: int, ratios: tuple[tuple[str, Ratio], ...], name: str
+) -> tuple[Cell, ...]:
+    program = Program(body.name, world_size, ratios, body.instructions, body.loss, body=body)
+    held = []
+    for copy in program.copies[name]:
+        pieces = [(rank, piece(program, copy, rank)) for rank in program.participants(copy.type)]
+        held.append(tuple((rank, box) for rank, box in pieces if all(size for _, size in box)))
+    return _cells(program.copies[name][0].type.value, tuple(held))
 
 
 def piece(program: Program, param: Instruction, rank: int) -> Box:

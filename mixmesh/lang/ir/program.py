@@ -6,17 +6,16 @@ It is the forward program; the backward pass follows from the placements (see ``
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ...base.lazy import lazy
-from .graph import Graph, Node, gradient_flow, map_refs
+from .body import Body, Buckets, Values
+from .graph import Graph
 from .instruction import Instruction
 from .levels import Levels
 from .placement import Ratio, Replicate, Shard
 from .printing import print_instruction
-from .types import TensorType, ValueType, local_shape, participants
-
-Buckets = tuple[int | None, ...]  # per parameter, the number of the bucket that its gradient is summed in
+from .types import TensorType, local_shape, participants
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,18 @@ class Program:
     dtypes: tuple[tuple[str, tuple[str, ...]], ...] = ()
     levels: Levels | None = None
     direct_bytes: int = 0
+    body: Body = field(default=None, compare=False, repr=False)  # type: ignore[assignment]  # set below
+
+    def __post_init__(self) -> None:
+        if self.body is None or not self.body.is_of(self.name, self.instructions, self.loss):
+            values = Values(self.instructions, self.loss)
+            body = Body(self.name, self.instructions, self.loss, values)
+            object.__setattr__(self, "body", body)
+
+    @property
+    def key(self) -> tuple:
+        """A key that tells this program from those of other instructions, ratios or ways of summing."""
+        return self.body, self.ratios, self.dtypes, self.levels, self.direct_bytes
 
     def __str__(self) -> str:
         return print_program(self)
@@ -57,24 +68,23 @@ class Program:
 
     @lazy
     def types(self) -> dict[str, TensorType]:
-        return {r: t for i in self.instructions for r, t in zip(i.results, i.types) if r is not None}
+        return self.body.values.types
 
     @lazy
     def producers(self) -> dict[str, Instruction]:
-        return {r: i for i in self.instructions for r in i.results if r is not None}
+        return self.body.producers
 
     @lazy
     def requires_grad(self) -> frozenset[str]:
-        return gradient_flow(self.instructions, self.loss, {k: t.value for k, t in self.types.items()})
+        return self.body.values.requires_grad
 
     @lazy
     def params(self) -> tuple[Instruction, ...]:
-        return tuple(i for i in self.instructions if i.op == "param")
+        return self.body.params
 
     @lazy
     def buckets(self) -> Buckets:
-        """None for a parameter whose instruction says nothing."""
-        return tuple(i.attr("bucket") if i.attrs else None for i in self.params)
+        return self.body.buckets
 
     @lazy
     def owned(self) -> dict[str, TensorType]:
@@ -90,24 +100,11 @@ class Program:
 
     @lazy
     def wgrads(self) -> dict[int, str]:
-        """By index of the instructions that say it, when their weight's gradient is computed."""
-        said = [(n, i.attr("wgrad")) for n, i in enumerate(self.instructions) if i.attrs]
-        return {n: when for n, when in said if when is not None}
+        return self.body.wgrads
 
     @lazy
     def copies(self) -> dict[str, tuple[Instruction, ...]]:
-        """By name, the parameters that several instructions load, each for other ranks (see ``copies``)."""
-        loads: dict[str, list[Instruction]] = {}
-        if len({i.args[0] for i in self.params}) == len(self.params):
-            return {}  # nearly always; asked of every program that planning makes
-        for i in self.params:
-            loads.setdefault(i.args[0], []).append(i)
-        return {name: tuple(every) for name, every in loads.items() if len(every) > 1}
-
-    @lazy
-    def cells(self) -> dict[str, tuple]:
-        """The results of ``copies.cells`` so far, by the name of the parameter."""
-        return {}
+        return self.body.copies
 
     @lazy
     def late(self) -> frozenset[str]:
@@ -123,21 +120,13 @@ class Program:
 
     @lazy
     def factored(self) -> frozenset[str]:
-        """Parameters whose gradients are computed from gathered factors (``sfb``): nobody sums them."""
-        users = [i for i in self.instructions if i.attrs and i.attr("sfb", False)]
-        return frozenset(name for i in users for name in i.inputs if self.producers[name].op == "param")
+        return self.body.factored
 
     def changed(self, **fields) -> Program:
-        """A copy with other ratios, or other attributes of instructions. Results that follow from names and
-        types alone are handed on, as planning makes many such copies."""
-        copy = replace(self, **fields)
-        same: tuple[str, ...] = ("producers", "params", "buckets", "wgrads", "copies", "factored", "graph")
-        same = () if "instructions" in fields else same
-        same += ("cells",) if "ratios" not in fields else ()  # shared: what one finds, the other has
-        for name in ("types", "requires_grad", *same):
-            if name in self.__dict__:
-                copy.__dict__[name] = self.__dict__[name]
-        return copy
+        """A copy with other ratios, or with the same instructions but for attributes and order. What follows
+        from names and types alone is not computed again, as planning makes many such copies."""
+        instructions = fields.get("instructions")
+        return replace(self, body=self.body.changed(instructions) if instructions else self.body, **fields)
 
     def local_shape(self, name: str, rank: int) -> tuple[int, ...] | None:
         """The shape of what ``rank`` holds of value ``name``; None if it takes no part."""
@@ -163,23 +152,9 @@ class Program:
         names = {t.ratio for i in self.instructions if i.op not in held for t in i.types}
         return tuple(sorted({r for name in names for r in self._taking_part[name]}))
 
-    @lazy
+    @property
     def graph(self) -> Graph:
-        """The program without its placements and redistributions: what it computes."""
-        alias: dict[str, str] = {}
-
-        def resolve(ref):
-            return type(ref)(alias.get(ref.name, ref.name))
-
-        nodes = []
-        for i in self.instructions:
-            if i.is_redistribution:
-                alias[i.result] = alias.get(i.inputs[0], i.inputs[0])
-                continue
-            values: tuple[ValueType, ...] = tuple(t.value for t in i.types)
-            kwargs = tuple((k, map_refs(v, resolve)) for k, v in i.kwargs)
-            nodes.append(Node(i.results, values, i.op, map_refs(i.args, resolve), kwargs, i.location))
-        return Graph(self.name, tuple(nodes), alias.get(self.loss, self.loss))
+        return self.body.graph
 
 
 def without_needless_names(program: Program) -> Program:

@@ -16,6 +16,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ...base.files import write_text
 from .system import command, read, start_time, unmount
 
 _NAMESPACE = re.compile(r"mm[0-9a-f]{8}(sw|m\d+)")
@@ -34,9 +35,7 @@ class Journal:
 
     def save(self) -> None:
         directory().mkdir(mode=0o700, parents=True, exist_ok=True)
-        unfinished = self.path.with_suffix(".tmp")
-        unfinished.write_text(json.dumps(asdict(self)))
-        os.replace(unfinished, self.path)
+        write_text(self.path, json.dumps(asdict(self)))
 
     @property
     def path(self) -> Path:

@@ -36,11 +36,13 @@ def _fits(program: Program, i: Instruction) -> bool:
 
 def with_factors(program: Program, weights: frozenset[str]) -> Program:
     """``program`` with ``sfb`` on the users of these weights, whose gradients are in no bucket then."""
-    chosen = {id(i) for name, users in factorable(program).items() if name in weights for i in users}
-    parameters = {name for i in program.instructions if id(i) in chosen for name in i.inputs[1:]}
+    chosen = {i.result for name, users in factorable(program).items() if name in weights for i in users}
+    parameters = {
+        name for i in program.instructions if not chosen.isdisjoint(i.results) for name in i.inputs[1:]
+    }
     out = []
     for i in program.instructions:
-        if id(i) in chosen:
+        if not chosen.isdisjoint(i.results):
             i = with_attrs(i, (*i.attrs, ("sfb", True)))
         elif i.op == "param" and i.result in parameters:
             i = with_attrs(i, tuple((k, v) for k, v in i.attrs if k != "bucket"))

@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 from ...cost import CostModel
 from ...cost.exchanges import held_share
-from ...cost.placed import op_time, split_by_factors
+from ...cost.placed import op_time
+from ...cost.table import split_by_factors
 from ...lang.ir import Instruction, Program
 from .apply import factorable, with_factors
 from .cut import Product, cheapest_cut

@@ -78,13 +78,13 @@ def with_owners(program: Program, owners: Mapping[str, Ratio], stage: int = 1) -
     """
     program = program.changed(instructions=tuple(map(_plain, program.instructions)))
     out = []
-    held: set[tuple[int, str | None]] = set()  # shares, by identity, that the ranks of a ratio hold
+    held: set[tuple[Ratio, str | None]] = set()  # shares that the ranks of a ratio hold
     for i in program.instructions:
         if i.op == "param" and i.result in owners:
             shares = owners[i.result]
-            if (id(shares), i.type.ratio) not in held:
+            if (shares, i.type.ratio) not in held:
                 _check_held(program, i, shares)
-                held.add((id(shares), i.type.ratio))
+                held.add((shares, i.type.ratio))
             program, ratio = _with_ratio(program, shares)
             i = with_attrs(i, (*i.attrs, ("owned", ratio), ("stage", stage)))
         out.append(i)

@@ -13,6 +13,7 @@ from .order import ORDER
 from .reductions import REDUCTIONS
 from .rematerialisation import REMATERIALISATION
 from .row import Pass
+from .sequence import SEQUENCE
 from .shares import SHARES
 from .spelling import ALGORITHMS, NAMES, ONE_SHOT
 from .weight_gradients import WEIGHT_GRADIENTS
@@ -20,7 +21,7 @@ from .weight_gradients import WEIGHT_GRADIENTS
 # for a program that a search has just found
 REPAIRING = (REMATERIALISATION, FACTORS, SHARES)
 # for the plans that may become the fastest
-ARRANGING = (ORDER, WEIGHT_GRADIENTS, FLAT, ONE_SHOT)
+ARRANGING = (SEQUENCE, ORDER, WEIGHT_GRADIENTS, FLAT, ONE_SHOT)
 # for the program that is returned, whose step they do not change
 SPELLING = (NAMES, ALGORITHMS)
 # in the order in which a plan goes through them
@@ -34,6 +35,7 @@ __all__ = [
     "PASSES",
     "REDUCTIONS",
     "REMATERIALISATION",
+    "SEQUENCE",
     "SHARES",
     "SPELLING",
     "Pass",

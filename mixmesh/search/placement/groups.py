@@ -129,7 +129,7 @@ def _pieces(
 ) -> Iterator[tuple[tuple, _Piece, int]]:
     """Parts of the model in order, with what is equal for equal ones and how many groups each is to become:
     as many as its share of the seconds asks for."""
-    index = {id(o.node): n for n, o in enumerate(operators)}
+    index = {o.node.results: n for n, o in enumerate(operators)}
     steps = [n for n in graph.nodes if not n.is_leaf]
     total = sum(o.times.seconds for o in operators)
     inside: dict[int, list[tuple[int, int, int]]] = {}
@@ -137,7 +137,7 @@ def _pieces(
         inside.setdefault(edge[1], []).append(edge)
     runs = tuple(find_runs(graph, steps)) if runs is None else runs
     for kind, start, stop in _spans(steps, runs, count):
-        mine = tuple(index[id(s)] for s in steps[start:stop] if id(s) in index)
+        mine = tuple(index[s.results] for s in steps[start:stop] if s.results in index)
         if mine:
             kept = [
                 (a - mine[0], b - mine[0], n) for to in mine for a, b, n in inside.get(to, ()) if a >= mine[0]

@@ -140,10 +140,10 @@ class Builder:
 def hidden_first(instructions: list[Instruction], graph: Graph) -> list[Instruction]:
     """Communication that no gradient passes and that depends on the batch only (a count of labels) moves
     to the front, with all that leads to it: it then runs beside the forward pass."""
-    source: dict[str, Instruction] = {r: i for i in instructions for r in i.results if r is not None}
+    source = {r: n for n, i in enumerate(instructions) for r in i.results if r is not None}
     bound: set[str] = set()  # values that parameters, random numbers or gradients tie to their place
     first: set[int] = set()
-    for i in instructions:
+    for n, i in enumerate(instructions):
         if (
             any(r in graph.requires_grad for r in i.results)
             or i.op in ("param", "buffer")
@@ -152,15 +152,16 @@ def hidden_first(instructions: list[Instruction], graph: Graph) -> list[Instruct
         ):
             bound.update(r for r in i.results if r is not None)
         elif i.op in COLLECTIVE_OPS:
-            waiting = [i]
+            waiting = [n]
             while waiting:
                 this = waiting.pop()
-                if id(this) not in first:
-                    first.add(id(this))
-                    waiting += [source[name] for name in this.inputs]
+                if this not in first:
+                    first.add(this)
+                    waiting += [source[name] for name in instructions[this].inputs]
     if not first:
         return instructions
-    return [i for i in instructions if id(i) in first] + [i for i in instructions if id(i) not in first]
+    later = [i for n, i in enumerate(instructions) if n not in first]
+    return [instructions[n] for n in sorted(first)] + later
 
 
 COLLECTIVE_OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")

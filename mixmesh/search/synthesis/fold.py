@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 
 from ...base.lazy import lazy
 from ...lang.ir import Graph, Node, Ref, map_refs
@@ -93,13 +94,13 @@ def fold(graph: Graph) -> Fold:
                         other[name] = there
     if not runs:
         return unfolded(graph)
-    gone_ids = {id(steps[n]) for n in dropped}
     used = {name for n, step in enumerate(steps) if n not in dropped for name in step.inputs}
     of_gone = {name for n in dropped for name in steps[n].inputs} - used
+    numbers = count()  # of steps, as they come among the nodes
     nodes = tuple(
         _renamed(node, other)
         for node in graph.nodes
-        if id(node) not in gone_ids and not (node.is_leaf and node.result in of_gone)
+        if (node.result not in of_gone if node.is_leaf else next(numbers) not in dropped)
     )
     kept = tuple(n for n in range(len(steps)) if n not in dropped)
     return Fold(graph, Graph(graph.name, nodes, graph.loss), tuple(weights[n] for n in kept), kept, runs)

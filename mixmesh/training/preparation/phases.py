@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from ...base.progress import Teller
-from ...base.units import plural, seconds_text, size_text
+from ...base.units import flop_rate_text, link_text, plural, seconds_text, size_text
 from ...cluster import Cluster
 from ...cluster.detection import Cache
 from ...cost import Profile
@@ -22,7 +22,6 @@ from ...lang.plan_file import Plan
 from ...runtime.first_rank import from_first_rank
 
 T = TypeVar("T")
-GBIT_PER_S = 1e9 / 8  # in bytes per second
 SHOWN_OPERATORS = 3
 
 
@@ -89,24 +88,15 @@ def cluster_words(cluster: Cluster) -> str:
     """``3 devices in 2 machines: 2 x T4 of 8.1 TFLOP/s, 1 x V100 of 15.7 TFLOP/s; 10 Gbit/s between
     machines``."""
     counts = Counter(cluster.devices)
-    devices = ", ".join(f"{n} x {d.name} of {_rate_text(d.flop_per_s)}" for d, n in counts.items())
+    devices = ", ".join(f"{n} x {d.name} of {flop_rate_text(d.flop_per_s)}" for d, n in counts.items())
     place = f"{plural(cluster.world_size, 'device')} in {plural(len(cluster.machines), 'machine')}"
     if len(cluster.machines) > 1:
-        links = f"; {_gbit_text(cluster.bandwidth_bytes_per_s)} between machines"
+        links = f"; {link_text(cluster.bandwidth_bytes_per_s)} between machines"
     elif cluster.world_size > 1:
-        links = f"; {_gbit_text(cluster.machines[0].link_bytes_per_s)} between devices"
+        links = f"; {link_text(cluster.machines[0].link_bytes_per_s)} between devices"
     else:
         links = ""
     return f"{place}: {devices}{links}"
-
-
-def _rate_text(flop_per_s: float) -> str:
-    small = flop_per_s < 1e12
-    return f"{flop_per_s / 1e9:.3g} GFLOP/s" if small else f"{flop_per_s / 1e12:.3g} TFLOP/s"
-
-
-def _gbit_text(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / GBIT_PER_S:.3g} Gbit/s"
 
 
 def trace_words(traced: Traced) -> str:

@@ -1,0 +1,125 @@
+"""The works of a program: computations that cost alike, whichever ranks take part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..lang.ir import Cut, Instruction, Program, Shard, region_of, wgrad_of
+from .calls import Kind
+from .curve import ZERO
+from .model import CostModel, OpTime
+from .outline import Outline, is_factored
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Computations that cost alike: an operator's times per device class, and how its work is cut."""
+
+    times: tuple[OpTime, ...]
+    cut: Cut
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """The part of a cost table that follows from instructions, whatever the ratios and the owners of
+    parameters. ``borders`` are redistributions that cut by another ratio what is cut already, ``ratio_names``
+    the ratios that types name. Computations and works have numbers: ``factor_work_of``, ``again_work_of`` and
+    ``wgrad_work_of`` are the works of a weight's gradient from factors, of a second run, and of a weight's
+    gradient apart."""
+
+    kinds: Sequence[Kind | None]
+    borders: tuple[Instruction, ...]
+    ratio_names: frozenset[str | None]
+    works: Sequence[Work]
+    work_of: dict[int, int]
+    factor_work_of: dict[int, int]
+    again_work_of: dict[int, int]
+    wgrad_work_of: dict[int, int]
+    uses: dict[str, list[int]]
+    flows: tuple[bool, ...]
+
+
+def table_of(outline: Outline, costs: CostModel) -> Table:
+    """The works of a program on the devices of ``costs``."""
+    program = outline.program
+    borders = tuple(i for i in program.instructions if _moves_borders(program, i))
+    works: list[Work] = []
+    work_of: dict[int, int] = {}  # index of a computation -> index of its work
+    factor_work_of: dict[int, int] = {}  # a computation with sfb -> that of the weight's gradient
+    again_work_of: dict[int, int] = {}  # a computation in a region -> its second run
+    wgrad_work_of: dict[int, int] = {}  # a computation with wgrad -> that of the weight's gradient
+    numbers: dict[tuple[int, Cut, str], int] = {}
+
+    def number(times: int, cut: Cut, part: str, each: tuple[OpTime, ...]) -> int:
+        """The number of a work, which takes ``each`` device class so long."""
+        own = numbers.setdefault((times, cut, part), len(works))
+        if own == len(works):
+            works.append(Work(each, cut))
+        return own
+
+    calls: dict[tuple, int] = {}  # that cost alike
+    times: list[tuple[OpTime, ...]] = []
+    # by kind, and what else an instruction says: its work, that of the weight's gradient, of a second run
+    works_by_kind: dict[tuple[Kind, str, bool], tuple[int, int | None, int | None]] = {}
+    for n, (i, kind) in enumerate(zip(program.instructions, outline.kinds)):
+        if kind is None:
+            continue
+        apart = "factors" if is_factored(i) else "wgrad" if wgrad_of(i) else ""
+        key_of_work = (kind, apart, region_of(i) is not None)
+        if key_of_work not in works_by_kind:
+            call, grads = kind.call, kind.grads
+            inputs_cut = costs.cut(call, [t.placement for t in kind.inputs])
+            key = (i.plain, call.inputs, call.outputs, grads, inputs_cut)
+            at = calls.setdefault(key, len(times))
+            if at == len(times):
+                times.append(tuple(costs.op(call, grads, c, inputs_cut) for c in range(len(costs.classes))))
+            cut = kind.work_type.cut
+            gradient: int | None = None
+            if apart:
+                rest, product = split_by_factors(program, i, times[at])
+                cut_too = cut if apart == "wgrad" else (0, 1, cut[2])  # factors are gathered whole
+                own, gradient = number(at, cut, "own", rest), number(at, cut_too, apart, product)
+            else:
+                own = number(at, cut, "", times[at])
+            again: int | None = None
+            if region_of(i) is not None:
+                second = tuple(OpTime(ZERO, t.forward) for t in times[at])
+                again = number(at, cut, "again", second)
+            works_by_kind[key_of_work] = own, gradient, again
+        work_of[n], gradient_work, again_work = works_by_kind[key_of_work]
+        if gradient_work is not None:
+            (wgrad_work_of if apart == "wgrad" else factor_work_of)[n] = gradient_work
+        if again_work is not None:
+            again_work_of[n] = again_work
+    names = frozenset(t.ratio for i in program.instructions for t in i.types)
+    return Table(
+        outline.kinds,
+        borders,
+        names,
+        works,
+        work_of,
+        factor_work_of,
+        again_work_of,
+        wgrad_work_of,
+        outline.uses,
+        outline.flows,
+    )
+
+
+def _moves_borders(program: Program, i: Instruction) -> bool:
+    """Whether a redistribution cuts by another ratio what is cut already."""
+    if not i.is_redistribution:
+        return False
+    ends = program.types[i.inputs[0]], i.type
+    return all(isinstance(t.placement, Shard) for t in ends) and ends[0].ratio != ends[1].ratio
+
+
+def split_by_factors(
+    program: Program, i: Instruction, times: tuple[OpTime, ...]
+) -> tuple[tuple[OpTime, ...], tuple[OpTime, ...]]:
+    """Times of a product whose weight's gradient is apart: those of the rest, and those of that gradient. Of
+    two products in the backward pass one is the weight's."""
+    share = 0.5 if i.inputs[0] in program.requires_grad else 0.0
+    own = tuple(OpTime(t.forward, t.backward.scaled(share) if share else ZERO) for t in times)
+    return own, tuple(OpTime(ZERO, t.backward.scaled(1 - share)) for t in times)

@@ -1,0 +1,99 @@
+"""The facts that follow from a program's instructions alone, computed once for all programs of these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...base.lazy import lazy
+from .graph import Graph, Node, Ref, gradient_flow, map_refs
+from .instruction import Instruction
+from .types import TensorType, ValueType
+
+Buckets = tuple[int | None, ...]  # per parameter, the number of the bucket that its gradient is summed in
+
+
+@dataclass(frozen=True, eq=False)  # one object, however attributes and ratios change
+class Values:
+    """The facts that do not depend on attributes either, nor on the order of ``instructions``."""
+
+    instructions: tuple[Instruction, ...]
+    loss: str
+
+    @lazy
+    def types(self) -> dict[str, TensorType]:
+        return {r: t for i in self.instructions for r, t in zip(i.results, i.types) if r is not None}
+
+    @lazy
+    def requires_grad(self) -> frozenset[str]:
+        return gradient_flow(self.instructions, self.loss, {k: t.value for k, t in self.types.items()})
+
+
+@dataclass(frozen=True, eq=False)  # one object for each tuple of instructions: it is its own key
+class Body:
+    """The instructions of programs that differ in their ratios, and in how sums are made, at most. ``values``
+    are those of all bodies that differ in attributes."""
+
+    name: str
+    instructions: tuple[Instruction, ...]
+    loss: str
+    values: Values
+
+    def is_of(self, name: str, instructions: tuple[Instruction, ...], loss: str) -> bool:
+        return self.instructions is instructions and self.loss == loss and self.name == name
+
+    def changed(self, instructions: tuple[Instruction, ...]) -> Body:
+        """The body of the same instructions with other attributes, or in another order."""
+        return Body(self.name, instructions, self.loss, self.values)
+
+    @lazy
+    def producers(self) -> dict[str, Instruction]:
+        return {r: i for i in self.instructions for r in i.results if r is not None}
+
+    @lazy
+    def params(self) -> tuple[Instruction, ...]:
+        return tuple(i for i in self.instructions if i.op == "param")
+
+    @lazy
+    def buckets(self) -> Buckets:
+        """None for a parameter whose instruction says nothing."""
+        return tuple(i.attr("bucket") if i.attrs else None for i in self.params)
+
+    @lazy
+    def wgrads(self) -> dict[int, str]:
+        """By index of the instructions that say it, when their weight's gradient is computed."""
+        said = [(n, i.attr("wgrad")) for n, i in enumerate(self.instructions) if i.attrs]
+        return {n: when for n, when in said if when is not None}
+
+    @lazy
+    def copies(self) -> dict[str, tuple[Instruction, ...]]:
+        """By name, the parameters that several instructions load, each for other ranks (see ``copies``)."""
+        loads: dict[str, list[Instruction]] = {}
+        if len({i.args[0] for i in self.params}) == len(self.params):
+            return {}  # nearly always; asked of every program that planning makes
+        for i in self.params:
+            loads.setdefault(i.args[0], []).append(i)
+        return {name: tuple(every) for name, every in loads.items() if len(every) > 1}
+
+    @lazy
+    def factored(self) -> frozenset[str]:
+        """Parameters whose gradients are computed from gathered factors (``sfb``): nobody sums them."""
+        users = [i for i in self.instructions if i.attrs and i.attr("sfb", False)]
+        return frozenset(name for i in users for name in i.inputs if self.producers[name].op == "param")
+
+    @lazy
+    def graph(self) -> Graph:
+        """The program without its placements and redistributions: what it computes."""
+        alias: dict[str, str] = {}
+
+        def resolve(ref: Ref) -> Ref:
+            return type(ref)(alias.get(ref.name, ref.name))
+
+        nodes = []
+        for i in self.instructions:
+            if i.is_redistribution:
+                alias[i.result] = alias.get(i.inputs[0], i.inputs[0])
+                continue
+            values: tuple[ValueType, ...] = tuple(t.value for t in i.types)
+            kwargs = tuple((k, map_refs(v, resolve)) for k, v in i.kwargs)
+            nodes.append(Node(i.results, values, i.op, map_refs(i.args, resolve), kwargs, i.location))
+        return Graph(self.name, tuple(nodes), alias.get(self.loss, self.loss))

@@ -1,0 +1,275 @@
+"""Sequence parallelism: what tensor parallelism replicates is cut along the sequence in its place.
+
+Between the products that tensor parallelism cuts, every rank computes the same norms, dropout and residual
+additions. In Megatron-LM (Korthikanti et al., 2022, "Reducing Activation Recomputation in Large Transformer
+Models", section 4.2) each all-reduce before them is a reduce-scatter along the sequence, and an all-gather
+stands before the next product: together they move as many bytes, and a rank computes and keeps its own rows
+of what is in between. Here rows are dealt by the program's ratio, and the rules of the operators say which of
+them can be cut. The backward pass follows by duality.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..lang.ir import (
+    PARTIAL,
+    REPLICATE,
+    Instruction,
+    Placement,
+    Program,
+    Ref,
+    Shard,
+    TensorType,
+    map_refs,
+    redistribution,
+    regions,
+)
+from ..lang.rules import RULES, Strategy, call_of, strategies
+from ..lang.rules.pattern import Bound
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How an operator is cut: the placements of its inputs and its results, by position."""
+
+    inputs: tuple[Placement, ...]
+    results: tuple[Placement, ...]
+
+
+def sequence_parallel(program: Program) -> Program:
+    """``program`` with replicated operators behind all-reduces of activations cut along the sequence; itself
+    where there are none. Programs with regions that run again stay as they are: no collective runs again."""
+    reduced = {i.result: i for i in program.instructions if is_reduced(program, i)}
+    if not reduced or regions(program):
+        return program
+    operators = without_costly_ends(program, cut_operators(program, reduced))
+    return replace(program, instructions=tuple(_Rewrite(program, operators).emit())) if operators else program
+
+
+def is_reduced(program: Program, i: Instruction) -> bool:
+    """Whether ``i`` all-reduces an activation whose rows can be dealt to all ranks that take part."""
+    if i.op != "all_reduce" or len(i.type.value.shape) < 2 or i.result not in program.requires_grad:
+        return False
+    num_rows = i.type.value.shape[-2]
+    return ratio_name(program, i.type) is not None and num_rows >= len(program.participants(i.type)) > 1
+
+
+def ratio_name(program: Program, t: TensorType) -> str | None:
+    """The ratio by which a value of this type is cut: its own, or the first one under which every rank takes
+    part; None without any."""
+    everyone = (name for name, ratio in program.ratios if all(share > 0 for share in ratio))
+    return t.ratio or next(everyone, None)
+
+
+def cut_operators(program: Program, reduced: Mapping[str, Instruction]) -> dict[int, Cut]:
+    """The replicated operators, by index, that can be cut where what is ``reduced`` is cut by rows, and what
+    they make of it."""
+    cut: dict[str, Placement] = {name: Shard(len(i.type.value.shape) - 2) for name, i in reduced.items()}
+    ways: dict[tuple, Cut | None] = {}  # repeated layers have equal calls
+    operators: dict[int, Cut] = {}
+    for n, i in enumerate(program.instructions):
+        if not is_replicated(program, i) or cut.keys().isdisjoint(i.inputs):
+            continue
+        held = tuple([cut.get(name) for name in i.inputs])
+        key = i.plain, i.types, tuple([program.types[name] for name in i.inputs]), held
+        if key not in ways:
+            ways[key] = way_of(program, i, held)
+        if (way := ways[key]) is not None:
+            operators[n] = way
+            cut |= {r: p for r, p in zip(i.results, way.results) if r is not None}
+    return operators
+
+
+def is_replicated(program: Program, i: Instruction) -> bool:
+    """Whether all ranks of one ratio compute ``i`` alike, and nothing is said of how."""
+    if i.is_leaf or i.is_sink or i.is_redistribution or i.attrs:
+        return False
+    types = [*i.types, *(program.types[name] for name in i.inputs)]
+    ratios = {ratio_name(program, t) for t in types}
+    return len(ratios) == 1 and all(t.placement == REPLICATE for t in types)
+
+
+def way_of(program: Program, i: Instruction, held: tuple[Placement | None, ...]) -> Cut | None:
+    """How ``i`` is computed on inputs that are ``held``, None for those that are whole so far; None if it
+    cannot be, or not all of its results are cut then."""
+    rule = RULES.get(i.op)
+    if rule is None:
+        return None
+    call = call_of(i, program.types)
+    for strategy in strategies(rule, call):
+        if not fits(strategy, held):
+            continue
+        bound = rule.bound(call)
+        pieces = [(dims, p) for dims, p in zip(bound.inputs, held) if isinstance(p, Shard)]
+        steps = {p.unit / bound.trailing(dims[p.dim]) for dims, p in pieces}
+        if len(steps) == 1 and (step := steps.pop()).is_integer():
+            inputs = placed(bound, bound.inputs, strategy.inputs, int(step))
+            return Cut(inputs, placed(bound, bound.outputs, strategy.outputs, int(step)))
+    return None
+
+
+def placed(
+    bound: Bound, terms: Iterable[tuple], bare: Iterable[Placement], step: int
+) -> tuple[Placement, ...]:
+    """The placements of tensors with their units, where ``step`` of the factor that is cut stay together."""
+    return tuple(
+        [
+            replace(p, unit=step * bound.trailing(dims[p.dim])) if isinstance(p, Shard) else p
+            for dims, p in zip(terms, bare)
+        ]
+    )
+
+
+def is_cut(placement: Placement | None) -> bool:
+    return isinstance(placement, Shard)
+
+
+def fits(strategy: Strategy, held: tuple[Placement | None, ...]) -> bool:
+    """Whether a strategy takes inputs as they are ``held`` and cuts all results."""
+    return (
+        strategy.is_sharded
+        and all(map(is_cut, strategy.outputs))
+        and PARTIAL not in strategy.inputs
+        and all(
+            isinstance(p, Shard) and p.dim == h.dim
+            for p, h in zip(strategy.inputs, held)
+            if isinstance(h, Shard)
+        )
+    )
+
+
+def without_costly_ends(program: Program, operators: Mapping[int, Cut]) -> dict[int, Cut]:
+    """Those operators whose results are no larger, where they are gathered for others, than what would be
+    gathered before them in their place."""
+    kept = dict(operators)
+    made = {r for n in kept for r in program.instructions[n].results}
+    outside = {
+        name for n, i in enumerate(program.instructions) if n not in kept for name in i.inputs if name in made
+    }
+
+    def size_bytes(names: Iterable[str]) -> int:
+        return sum(program.types[name].value.size_bytes for name in names)
+
+    for n in sorted(kept, reverse=True):
+        i = program.instructions[n]
+        gathered = outside.intersection(i.results)
+        instead = {name for name, p in zip(i.inputs, kept[n].inputs) if is_cut(p)} - outside
+        if len(gathered) == len({*i.results}) and size_bytes(gathered) > size_bytes(instead):
+            del kept[n]
+            outside.update(i.inputs)
+    return kept
+
+
+class _Rewrite:
+    """One program in which ``operators`` are cut."""
+
+    def __init__(self, program: Program, operators: Mapping[int, Cut]) -> None:
+        self.program, self.operators = program, operators
+        self.used = {*program.types}
+        self.made = {r for n in operators for r in program.instructions[n].results}
+        self.wanted: dict[str, dict[Placement, None]] = {}  # by value, the placements that it is taken in
+        for n, i in enumerate(program.instructions):
+            taken = operators[n].inputs if n in operators else (self.taken(i),) * len(i.inputs)
+            for name, p in zip(i.inputs, taken):
+                self.wanted.setdefault(name, {})[p] = None
+        self.held: dict[tuple[str, Placement], str] = {}  # names of values as they are held in another way
+        self.pieces: dict[str, TensorType] = {}  # the types of the operators' results
+
+    def taken(self, i: Instruction) -> Placement:
+        """The placement in which an instruction outside takes its inputs: for a slice of an operator's
+        result its own, as pieces go from rank to rank then."""
+        if i.op != "local_slice" or i.inputs[0] not in self.made:
+            return REPLICATE
+        is_alike = i.type.ratio == ratio_name(self.program, self.program.types[i.inputs[0]])
+        return i.type.placement if is_alike else REPLICATE
+
+    def emit(self) -> Iterator[Instruction]:
+        for n, i in enumerate(self.program.instructions):
+            if n in self.operators:
+                yield from self.operator(i, self.operators[n])
+            elif self.is_entry(i):
+                yield from self.entry(i)
+            elif is_cut(self.taken(i)):
+                yield from self.recut(i)
+            else:
+                yield with_inputs(i, [self.held.get((name, REPLICATE), name) for name in i.inputs])
+
+    def operator(self, i: Instruction, way: Cut) -> Iterator[Instruction]:
+        """The operator on pieces, after slices of inputs that are whole; then its results for those who take
+        them whole."""
+        for name, p in zip(i.inputs, way.inputs):
+            if isinstance(p, Shard) and name not in self.made and (name, p) not in self.held:
+                yield self.held_as(name, self.program.types[name], p)
+        names = [self.held.get((name, p), name) for name, p in zip(i.inputs, way.inputs)]
+        types = tuple([self.placed(t, p) for t, p in zip(i.types, way.results)])
+        yield replace(with_inputs(i, names), types=types)
+        for result, t in zip(i.results, types):
+            if result is not None:
+                self.pieces[result] = t
+                if REPLICATE in self.wanted.get(result, ()):
+                    yield replace(self.held_as(result, t, REPLICATE), types=(self.program.types[result],))
+
+    def is_entry(self, i: Instruction) -> bool:
+        """Whether a redistribution brings what operators take in pieces, and can bring the pieces."""
+        if not i.is_redistribution or i.type.placement != REPLICATE or i.result in self.made:
+            return False
+        t, wanted = self.program.types[i.inputs[0]], self.wanted.get(i.result, {})
+        if sum(map(is_cut, wanted)) != 1 or i.op == "move":
+            return False
+        if t.placement == PARTIAL:
+            return True
+        is_activation = not self.program.producers[i.inputs[0]].is_leaf
+        return is_activation and len(wanted) == 1 and t.ratio == ratio_name(self.program, i.type)
+
+    def entry(self, i: Instruction) -> Iterator[Instruction]:
+        """The pieces in place of the whole, which is gathered from them if others take it."""
+        source = i.inputs[0]
+        t = self.program.types[source]
+        (p,) = (p for p in self.wanted[i.result] if isinstance(p, Shard))
+        if t.placement == p:
+            self.held[i.result, p] = source
+            return
+        pieces = self.held_as(source, t, p, i.result)
+        yield pieces
+        self.held[i.result, p] = pieces.result
+        if REPLICATE in self.wanted[i.result]:
+            yield Instruction(i.results, i.types, "all_gather", (Ref(pieces.result),))
+
+    def recut(self, i: Instruction) -> Iterator[Instruction]:
+        """A slice of an operator's result, which is in pieces already."""
+        t = self.pieces[i.inputs[0]]
+        if t.placement == i.type.placement:
+            self.held[i.result, REPLICATE] = i.inputs[0]
+        else:
+            op = redistribution(t.placement, i.type.placement)
+            yield Instruction(i.results, i.types, op, (Ref(i.inputs[0]),))
+
+    def held_as(self, name: str, t: TensorType, p: Placement, value: str = "") -> Instruction:
+        """``name``, of type ``t``, held as ``p``: as a form of ``value``, if it is one of another."""
+        suffix = f"s{p.dim}" if isinstance(p, Shard) else "r"
+        stem = f"{(value or name).removesuffix('.r')}.{suffix}"
+        result, count = stem, 1
+        while result in self.used:
+            count += 1
+            result = f"{stem}{count}"
+        self.used.add(result)
+        self.held[name, p] = result
+        op = redistribution(t.placement, p)
+        return Instruction((result,), (self.placed(t, p),), op, (Ref(name),))
+
+    def placed(self, t: TensorType, p: Placement) -> TensorType:
+        """The type held as ``p``, by the ratio that it names, or the one by which it would be cut."""
+        ratio = ratio_name(self.program, t) if isinstance(p, Shard) else t.ratio
+        return TensorType(t.value, (p,), ratio)
+
+
+def with_inputs(i: Instruction, inputs: Sequence[str]) -> Instruction:
+    """``i`` with other inputs, by position."""
+    if tuple(inputs) == i.inputs:
+        return i
+    names = iter(inputs)
+    args = map_refs(i.args, lambda _: Ref(next(names)))
+    kwargs = tuple([(key, map_refs(value, lambda _: Ref(next(names)))) for key, value in i.kwargs])
+    return replace(i, args=args, kwargs=kwargs)

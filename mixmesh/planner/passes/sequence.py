@@ -1,0 +1,27 @@
+"""Operators that tensor parallelism replicates, cut along the sequence where that is faster."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...passes.sequence import sequence_parallel
+from ..proposal import Proposal
+from ..task import Task
+from .row import Pass
+
+
+def along_the_sequence(task: Task, proposal: Proposal) -> Proposal:
+    """The proposal with all-reduces of activations as a reduce-scatter and an all-gather, and what is between
+    these cut; itself if that is no faster, and fits no better."""
+    program = sequence_parallel(proposal.program)
+    if program is proposal.program:
+        return proposal
+    candidate = task.best_buckets(proposal.planner, program)
+    return min(proposal, replace(candidate, gap=proposal.gap), key=lambda p: p.key)
+
+
+SEQUENCE = Pass(
+    "sequence",
+    "what tensor parallelism replicates between its products, cut along the sequence",
+    lambda task, proposal, _: along_the_sequence(task, proposal),
+)

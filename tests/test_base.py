@@ -1,0 +1,55 @@
+"""Figures in words, and files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from mixmesh.base.files import write_text, write_to_disk, written_whole
+from mixmesh.base.units import GBIT, flop_rate_text, link_text, memory_rate_text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    (
+        (link_text(10.4 * float(GBIT)), "10.4 Gbit/s"),
+        (link_text(1000 * float(GBIT)), "1000 Gbit/s"),  # no exponent
+        (link_text(10**6), "0.008 Gbit/s"),
+        (flop_rate_text(15.7e12), "15.7 TFLOP/s"),
+        (flop_rate_text(4e10), "40 GFLOP/s"),
+        (memory_rate_text(549.2e9), "549 GB/s"),
+    ),
+)
+def test_rates_in_words(text, expected):
+    assert text == expected
+
+
+def test_a_file_is_there_whole_or_as_it_was(tmp_path):
+    path = tmp_path / "x.json"
+    write_text(path, "before")
+    with pytest.raises(KeyboardInterrupt), written_whole(path) as partial:
+        partial.write_text("a half")
+        assert path.read_text() == "before" and partial.parent == tmp_path
+        raise KeyboardInterrupt
+    assert os.listdir(tmp_path) == ["x.json"] and path.read_text() == "before"
+    write_text(path, "after")
+    assert os.listdir(tmp_path) == ["x.json"] and path.read_text() == "after"
+    with pytest.raises(OSError, match="nowhere"):
+        write_text(tmp_path / "nowhere" / "x.json", "after")
+
+
+def test_blocks_are_let_go_one_by_one(tmp_path):
+    """A block that is a view of a large buffer must not keep it while the next one is made."""
+    held: list[bytearray] = []
+
+    def blocks():
+        for n in range(3):
+            # raises BufferError where a view of it is left
+            for buffer in held:
+                buffer.clear()
+            held.append(bytearray([n] * 4))
+            yield memoryview(held[-1])
+
+    write_to_disk(tmp_path / "x", blocks())
+    assert (tmp_path / "x").read_bytes() == bytes([0] * 4 + [1] * 4 + [2] * 4)
