@@ -13,7 +13,7 @@ from small_graphs import GRAPHS, graph
 from test_detection import found
 
 from mixmesh.__main__ import execute
-from mixmesh.cluster import Cluster, Device
+from mixmesh.cluster import Cluster, Device, Machine
 from mixmesh.cluster.classes import ANY, ATTENTION, CONVOLUTION, ELEMENTWISE, F32, HALF, PRODUCT, TF32
 from mixmesh.cluster.detection.assemble import assemble, calibrations_of
 from mixmesh.cluster.detection.inventory import Inventory
@@ -22,7 +22,10 @@ from mixmesh.cluster.device import catalogue_device
 from mixmesh.cluster.device_file import Calibration, Fit
 from mixmesh.cost import CostModel
 from mixmesh.cost.efficiency import Efficiency, efficiency
-from mixmesh.errors import ClusterError, InputError
+from mixmesh.cost.peaks import peak_op_s
+from mixmesh.errors import ClusterError, InputError, PlanError
+from mixmesh.explain.whatif.changes import device_of
+from mixmesh.lang.check import check_plan
 from mixmesh.lang.plan_file import is_measured
 from mixmesh.measure.calibration import check_name
 from mixmesh.measure.calibration.fit import (
@@ -96,10 +99,23 @@ def test_no_kernel_is_above_the_peaks_of_a_calibrated_card():
     fast = with_rows(V100, {(PRODUCT, F32): Efficiency(1.3, 5e-6), (ELEMENTWISE, ANY): Efficiency(1.1, 2e-6)})
     timings = drawn(fast, noise=0.0)
     fitted = fit_device(V100, timings)
-    assert max(row[2] for row in fitted.efficiency if row[0] != CONVOLUTION) <= 1
+    assert max(row[2] for row in fitted.efficiency) <= 1
     assert fitted.flop_per_s == pytest.approx(1.3 * V100.flop_per_s, rel=0.05)
     assert fitted.memory_bytes_per_s == pytest.approx(1.1 * V100.memory_bytes_per_s, rel=0.05)
     assert max(relative_errors(pairs(fitted, timings))) < 0.1
+
+
+@pytest.mark.parametrize("backward", [0.3, 1.0])
+def test_no_product_is_predicted_faster_than_the_bound(backward):
+    fast = with_rows(V100, {(PRODUCT, F32): Efficiency(0.95, 1e-8, backward)}, issue_s=1e-6)
+    measured = drawn(fast, noise=0.0)
+    timings = [t for t in measured if t.sample.row == (PRODUCT, F32)]
+    fitted = fit_device(V100, [*timings, *(t for t in measured if t.sample.kernels == SMALL)])
+    assert max(relative_errors(pairs(fitted, timings))) < 0.1
+    costs = CostModel(Cluster("one", (Machine("one", (fitted,), 1e9, 1e-6, 1e9),), 1e9, 1e-6))
+    for call in (t.sample.call for t in timings):
+        time = costs.op(call, 2, 0)
+        assert time.forward.at(1.0) + time.backward.at(1.0) >= 0.999 * peak_op_s(call, 2, fitted)
 
 
 def test_what_was_not_measured_stays_that_of_the_datasheet():
@@ -194,6 +210,7 @@ def test_a_device_that_the_catalogue_lacks_has_the_name_of_its_file(folder):
     assert path.name == "Quadro X-2.toml"
     read = Cluster.parse('[[machine]]\ndevices = ["Quadro X/2"]\n').devices[0]
     assert read == calibration(own).device
+    assert device_of("Quadro X/2") == read  # for mixmesh what-if --swap
     with pytest.raises(ClusterError, match="unknown device") as error:
         Cluster.parse('[[machine]]\ndevices = ["Quadro X/3"]\n')
     assert "Quadro X" in str(error.value)
@@ -239,6 +256,15 @@ def test_plans_rest_on_the_calibration_where_there_is_one(folder):
     assert mixed.cluster_fingerprint != before.cluster_fingerprint
     alone = make_plan(model, Cluster.parse('[[machine]]\ndevices = ["V100-16GB"]\n'), planner="ddp-even")
     assert alone.cost_source == "calibration"
+
+
+def test_a_plan_from_before_a_calibration_is_refused_with_what_to_do(folder):
+    plan = make_plan(graph(GRAPHS["mlp"], 256), Cluster.parse(ONE), planner="ddp-even")
+    check_plan(plan, Cluster.parse(ONE))
+    calibration().save()
+    with pytest.raises(PlanError, match="another cluster") as error:
+        check_plan(plan, Cluster.parse(ONE))
+    assert "MIXMESH_DEVICES=none" in error.value.hint[-1] and "V100-16GB" in error.value.hint[-1]
 
 
 def test_costs_are_those_of_the_file(folder):

@@ -18,6 +18,7 @@ from ...base.least_squares import bounded_least_squares, fit_logs
 from ...cluster import Cluster, Device, Machine
 from ...cluster.classes import (
     ANY,
+    ATTENTION,
     CONVOLUTION,
     DEPTHWISE,
     F32,
@@ -29,7 +30,7 @@ from ...cluster.classes import (
 from ...cluster.device_file import Fit
 from ...cost import CostModel, call_flop
 from ...cost.efficiency import Efficiency, efficiency, peak_flop_per_s
-from ...cost.kernels import kernels
+from ...cost.kernels import ATTENTION_BACKWARD, PER_GRADIENT, kernels
 from .samples import SMALL, Row, Timing
 
 STEPS = 12
@@ -141,19 +142,32 @@ def with_row(device: Device, row: Row, own: Efficiency) -> Device:
 
 def with_peaks_above(device: Device) -> Device:
     """The device with peaks that no class of kernels is above, and shares of these: a card may run above its
-    datasheet's clock, and bounds of plans rest on peaks. Convolutions may be faster than their multiply-adds
-    (Winograd)."""
+    datasheet's clock, and bounds of plans rest on peaks (``cost.peaks``). Convolutions with windows may be
+    faster than their multiply-adds (Winograd), and others are not: they raise no peak and are at most at it.
+    """
     for dtype, field in RATES.items():
         rows = [r for r in device.efficiency if (F32 if r[0] == DEPTHWISE else r[1]) == dtype]
-        above = max((r[2] for r in rows if r[0] != CONVOLUTION), default=1.0)
-        if above > 1:
-            own = {r[:2]: (*r[:2], rounded(r[2] / above), *r[3:]) for r in rows}
-            device = replace(
-                device,
-                efficiency=tuple(own.get(r[:2], r) for r in device.efficiency),
-                **{field: getattr(device, field) * above},
-            )
+        above = max([1.0, *(best_share(r) for r in rows if r[0] != CONVOLUTION)])
+        own = {r[:2]: (*r[:2], at_most_1(r[2] / above), *r[3:]) for r in rows}
+        device = replace(
+            device,
+            efficiency=tuple(own.get(r[:2], r) for r in device.efficiency),
+            **{field: getattr(device, field) * above},
+        )
     return device
+
+
+def best_share(row: tuple[str, str, float, float, float]) -> float:
+    """The share of the peak that a row reaches in either pass: products are repeated for two gradients."""
+    name, _, share, _, backward = row
+    if name not in PRODUCTS:
+        return share
+    each = (ATTENTION_BACKWARD / 2 if name == ATTENTION else PER_GRADIENT[name]) * backward
+    return max(share, share / each)
+
+
+def at_most_1(share: float) -> float:
+    return min(rounded(share), 1.0)
 
 
 def costs_of(device: Device, *, tf32: bool) -> CostModel:
