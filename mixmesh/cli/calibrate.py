@@ -84,7 +84,7 @@ def telling_steps() -> Iterator[Steps]:
             nonlocal group
             group = name
 
-        yield Steps(begin, end=lambda text: tell(f"{group}: {text}"))
+        yield Steps(begin, end=lambda number, text: tell(f"{group}: {text}"))
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -99,7 +99,7 @@ def telling_steps() -> Iterator[Steps]:
         yield Steps(
             lambda name, num: bars.add_task(name, total=num, text=""),
             lambda number, text: bars.update(bars.task_ids[-1], completed=number, text=text),
-            lambda text: bars.update(bars.task_ids[-1], completed=bars.tasks[-1].total, text=text),
+            lambda number, text: bars.update(bars.task_ids[-1], completed=number, text=text),
         )
 
 

@@ -41,12 +41,12 @@ MEMORY, HEAT, OPTIMIZER = "memory of a process", "computing, for clocks as under
 
 @dataclass(frozen=True)
 class Steps:
-    """Callbacks: a group with a number of samples begins, one of its samples is next, the group is over with
-    this result."""
+    """Callbacks: a group with a number of samples begins, one of its samples is next, the group is over after
+    so many samples with this result."""
 
     begin: Callable[[str, int], object] = lambda name, num: None
     step: Callable[[int, str], object] = lambda number, text: None
-    end: Callable[[str], object] = lambda text: None
+    end: Callable[[int, str], object] = lambda number, text: None
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def calibrate(
     )
     steps.begin(OPTIMIZER, 1)
     optimizer = measure_optimizer(bench, started + MEASURING * seconds)
-    steps.end(f"AdamW over {plural(len(optimizer), 'size')} of parameters")
+    steps.end(1, f"AdamW over {plural(len(optimizer), 'size')} of parameters")
     if not timings:
         raise InputError(
             "there was no time to measure anything",
@@ -116,7 +116,7 @@ def measure_groups(bench: Bench, every: Sequence[Group], until: float, steps: St
         timings += own
         rows = len({t.sample.row for t in own})
         took = seconds_text(time.perf_counter() - began)
-        steps.end(f"{plural(len(own), 'kernel')} of {rows} of {len(group.rows)} classes in {took}")
+        steps.end(len(own), f"{plural(len(own), 'kernel')} of {rows} of {len(group.rows)} classes in {took}")
     return timings
 
 
@@ -165,7 +165,7 @@ def heat(device: torch.device, until: float, steps: Steps) -> None:
     work = product(device, torch.float32, GPU_SIZES["products"])
     while time.perf_counter() < until:
         run_s(work, device)
-    steps.end("products for as long as the clocks need")
+    steps.end(1, "products for as long as the clocks need")
 
 
 def measure_memory(device: torch.device, seconds: float, steps: Steps) -> dict[str, int]:
@@ -175,16 +175,16 @@ def measure_memory(device: torch.device, seconds: float, steps: Steps) -> dict[s
     if is_accelerator(device):
         memory = own_card_memory(device)
         if memory.idle > MOST_CONTEXT_BYTES:
-            steps.end(f"{size_text(memory.idle)} of the card are in use, by other processes too: estimated")
+            steps.end(1, f"{size_text(memory.idle)} of the card are in use, by others too: estimated")
             return {}
     else:
         process = own_process_memory(seconds / 4) if seconds / 4 >= PROCESS_S else None
         if process is None:
-            steps.end(f"no time for it below {4 * PROCESS_S:g} seconds: estimated")
+            steps.end(1, f"no time for it below {4 * PROCESS_S:g} seconds: estimated")
             return {}
         memory = process
     kernel_bytes = max(memory.working - memory.idle, 0)
-    steps.end(f"{size_text(memory.idle)} before it computes, {size_text(kernel_bytes)} with it")
+    steps.end(1, f"{size_text(memory.idle)} before it computes, {size_text(kernel_bytes)} with it")
     return {"context_bytes": memory.idle, "kernel_bytes": kernel_bytes}
 
 

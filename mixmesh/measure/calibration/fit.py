@@ -50,13 +50,16 @@ RATES = {F32: "flop_per_s", TF32: "tf32_flop_per_s", HALF: "half_flop_per_s", AN
 def fit_device(plain: Device, timings: Sequence[Timing]) -> Device:
     """The device with the constants that fit the timings best; what no timing tells stays as it is."""
     device = replace(plain, sustained=1.0)  # rates under load were measured
-    device = fit_issue(device, [t for t in timings if t.sample.kernels == SMALL])
+    small = [t for t in timings if t.sample.kernels == SMALL]
+    device = fit_issue(device, small)
     rows = dict.fromkeys(t.sample.row for t in timings if t.sample.kernels != SMALL)
     # products move bytes at the rate of elementwise kernels, and TF32 counts where it is faster than float32
     order = [(name, dtype) for dtype in (ANY, F32, TF32, HALF) for name in (*MEMORY_BOUND, *PRODUCTS)]
     for row in order:
         if row in rows:
             device = fit_row(device, row, [t for t in timings if t.sample.row == row])
+    if device.kind == "cpu":  # where small kernels have a ramp too, which was not known before
+        device = fit_issue(device, small)
     return with_peaks_above(device)
 
 
@@ -142,12 +145,14 @@ def with_row(device: Device, row: Row, own: Efficiency) -> Device:
 
 def with_peaks_above(device: Device) -> Device:
     """The device with peaks that no class of kernels is above, and shares of these: a card may run above its
-    datasheet's clock, and bounds of plans rest on peaks (``cost.peaks``). Convolutions with windows may be
-    faster than their multiply-adds (Winograd), and others are not: they raise no peak and are at most at it.
+    datasheet's clock, and bounds of plans rest on peaks (``cost.peaks``). On a GPU convolutions with windows
+    may be faster than their multiply-adds (Winograd), and others are not: they raise no peak and are at most
+    at it.
     """
+    raising = {*PRODUCTS, *MEMORY_BOUND} - ({CONVOLUTION} if device.kind == "gpu" else set())
     for dtype, field in RATES.items():
         rows = [r for r in device.efficiency if (F32 if r[0] == DEPTHWISE else r[1]) == dtype]
-        above = max([1.0, *(best_share(r) for r in rows if r[0] != CONVOLUTION)])
+        above = max([1.0, *(best_share(r) for r in rows if r[0] in raising)])
         own = {r[:2]: (*r[:2], at_most_1(r[2] / above), *r[3:]) for r in rows}
         device = replace(
             device,
