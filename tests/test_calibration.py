@@ -331,15 +331,15 @@ def test_recorded_kernels_that_were_held_out_are_nearer_than_by_the_datasheet(of
 
 
 def test_a_cpu_is_calibrated_for_real(folder, capsys):
-    """Which classes it gets to in so short a time depends on how busy the machine is; a file it writes."""
+    """Which kernels it gets to in so short a time depends on how busy the machine is; a file it writes."""
     assert execute(["calibrate", "--device", "cpu", "--seconds", "5", "--json"]) == 0
     said = capsys.readouterr()
     told = json.loads(said.out.splitlines()[-1])
     made = Calibration.load(told["out"])
     assert Path(told["out"]) == folder / "cpu.toml" and made.device.kind == "cpu"
-    assert made.device.issue_s and made.fits and len(told["timings"]) >= 7
+    assert made.device.issue_s and made.fits and told["timings"]
     assert all(0 < t["forward_s"] < inf for t in told["timings"])
-    assert "small kernels: 7 kernels" in said.err and "optimizer:" in said.err
+    assert "small kernels: " in said.err and "optimizer:" in said.err
     one = Cluster.parse('[[machine]]\ndevices = ["cpu"]\n')
     (read,) = one.devices
     assert read == made.device and CostModel(one).source == "calibration"

@@ -9,6 +9,7 @@ import datetime
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -32,6 +33,7 @@ __all__ = ["Measured", "Steps", "calibrate"]
 MEASURING = 0.92  # share of the time by which measuring is over: then the constants are fitted
 HEATING = 0.08  # share of the time for which a GPU computes before it is measured, for clocks as under load
 OPTIMIZER_SHARE = 0.1
+LEAST_S = 1.0  # seconds of the first group, whatever the time
 PROCESS_S = 20.0  # at least, for a process of its own, whose memory is measured on a CPU
 HALF_ON_CPU_S = 60.0  # at least, as many CPUs take long for it
 MOST_CONTEXT_BYTES = 3 * 2**30  # more is other processes' on the card
@@ -111,7 +113,10 @@ def measure_groups(bench: Bench, every: Sequence[Group], until: float, steps: St
         steps.begin(group.name, len(group.samples))
         began = time.perf_counter()
         own = measure_group(
-            bench, group, began + share * left_s, lambda n, sample: steps.step(n, sample.kernels)
+            bench,
+            group,
+            began + max(share * left_s, LEAST_S if not number else 0.0),
+            lambda n, sample: steps.step(n, sample.kernels),
         )
         timings += own
         rows = len({t.sample.row for t in own})
@@ -168,7 +173,7 @@ def heat(device: torch.device, until: float, steps: Steps) -> None:
     steps.end(1, "products for as long as the clocks need")
 
 
-def measure_memory(device: torch.device, seconds: float, steps: Steps) -> dict[str, int]:
+def measure_memory(device: torch.device, seconds: float, steps: Steps) -> dict[str, Any]:
     """Fields of the device: bytes of a process without tensors, and those that computing adds. Empty where
     they could not be measured."""
     steps.begin(MEMORY, 1)

@@ -68,18 +68,14 @@ def fit_issue(device: Device, timings: Sequence[Timing]) -> Device:
     they are nothing else."""
     if not timings:
         return device
-    forward_s = statistics.median(t.forward_s for t in timings)
-    start = replace(device, issue_s=forward_s, backward_issue_s=forward_s / 2)
+    issue_s = statistics.median(t.forward_s for t in timings)
+    backward_s = issue_s / 2
 
     def with_logs(logs: np.ndarray) -> Device:
         ahead, back = np.exp(logs)
-        return replace(
-            start,
-            issue_s=rounded(start.issue_s * ahead),
-            backward_issue_s=rounded(start.backward_issue_s * back),
-        )
+        return replace(device, issue_s=rounded(issue_s * ahead), backward_issue_s=rounded(backward_s * back))
 
-    low, high = bounds((ISSUE_S, start.issue_s), (ISSUE_S, start.backward_issue_s))
+    low, high = bounds((ISSUE_S, issue_s), (ISSUE_S, backward_s))
     return fitted(with_logs, timings, low, high)
 
 
@@ -133,7 +129,7 @@ def fitted(
 def with_row(device: Device, row: Row, own: Efficiency) -> Device:
     """The device with a row of its own. One of convolutions in TF32 also bounds that in plain float32, which
     the cost model would else take for faster on cards whose TF32 is not (``cost.kernels.fastest``)."""
-    rows = {(name, dtype): tuple(figures) for name, dtype, *figures in device.efficiency}
+    rows = {r[:2]: r[2:] for r in device.efficiency}
     rows[row] = own.share, own.ramp_s, own.backward
     name, dtype = row
     if dtype == TF32 and name in (CONVOLUTION, DEPTHWISE):

@@ -35,15 +35,13 @@ OPTIMIZER_COPIES = 6  # parameter, gradient, two moments and what is made on the
 @contextmanager
 def tf32_set(is_on: bool) -> Iterator[None]:
     """Has products and convolutions of float32 run in TF32 or not, where the device has it."""
-    backends = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = [backend.allow_tf32 for backend in backends]
+    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = products.allow_tf32, convolutions.allow_tf32
     try:
-        for backend in backends:
-            backend.allow_tf32 = is_on
+        products.allow_tf32 = convolutions.allow_tf32 = is_on
         yield
     finally:
-        for backend, was in zip(backends, before):
-            backend.allow_tf32 = was
+        products.allow_tf32, convolutions.allow_tf32 = before
 
 
 @dataclass
@@ -116,7 +114,9 @@ class Bench:
         def forward() -> torch.Tensor:
             y = x
             for own in weights:
-                (y,) = run(y, *own)
+                result = run(y, *own)[0]
+                assert result is not None  # one rank has all of it
+                y = result
             return y
 
         forward_s = self.meter.best(forward) / CHAIN
