@@ -318,13 +318,14 @@ def timing(t: dict) -> Timing:
 
 @pytest.mark.parametrize("offset", [0, 1])
 def test_recorded_kernels_that_were_held_out_are_nearer_than_by_the_datasheet(offset):
-    """Of each class every other kernel is fitted, and the rest predicted."""
+    """Every other kernel of each class is fitted, and the rest predicted. Products alone: on a CPU kernels
+    bound by memory are no line of the bytes, as the small ones are in its caches."""
     plain, timings = recorded()
     rows = {t.sample.row: [u for u in timings if u.sample.row == t.sample.row] for t in timings}
     known = [t for own in rows.values() for t in own[offset::2]]
     rest = [t for own in rows.values() for t in own[1 - offset :: 2]]
     fitted = fit_device(plain, known)
-    for classes, most in (((PRODUCT, CONVOLUTION), 0.3), ({row[0] for row in rows}, 0.95)):
+    for classes, most in (((PRODUCT,), 0.2), ((PRODUCT, ATTENTION, CONVOLUTION), 0.6)):
         held = [t for t in rest if t.sample.kernels in classes]
         own, datasheet = (relative_errors(pairs(device, held)) for device in (fitted, plain))
         assert len(held) > 2 and sum(own) < most * sum(datasheet), (classes, sum(own), sum(datasheet))
