@@ -59,6 +59,9 @@ SCRIPTS = (
     Script("torchvision_reference", 96, ("--model", "resnet18", "--image-size", "64")),
     Script("lora", 64, ("--width", "256", "--depth", "4", "--length", "64")),
     Script("unet", 64, ("--channels", "64", "128", "--image-size", "16")),
+    Script("hf_trainer", 64, ("--width", "256", "--depth", "4", "--length", "64", "--accumulate", "1")),
+    Script("accelerate_loop", 2048, ("--width", "2048", "--accumulate", "1")),
+    Script("lightning_module", 2048, ("--width", "2048", "--accumulate", "1")),
 )
 
 

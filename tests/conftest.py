@@ -1,5 +1,6 @@
 """Options of the test suite."""
 
+import gc
 import os
 import sys
 
@@ -12,6 +13,10 @@ sys.dont_write_bytecode = False
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # cards that were calibrated on this machine must not change what tests expect of the catalogue
 os.environ["MIXMESH_DEVICES"] = "none"
+
+
+# modules that tests import are millions of objects, which the collector would go through again and again
+gc.set_threshold(100_000, 50, 100)
 
 
 def pytest_addoption(parser):

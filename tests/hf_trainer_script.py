@@ -79,12 +79,12 @@ def with_random_tokens(rows: list[dict]) -> dict:
     return {**batch, "input_ids": tokens}
 
 
-def classifier(seed: int = 0) -> BertForSequenceClassification:
+def classifier(seed: int = 0, kind: type = BertForSequenceClassification) -> BertForSequenceClassification:
     set_seed(seed)
     sizes = dict(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
     dropout = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     config = BertConfig(**sizes, **dropout, intermediate_size=32, max_position_embeddings=12, num_labels=3)
-    return BertForSequenceClassification(config).double()
+    return kind(config).double()
 
 
 def labelled(count: int) -> list[dict]:
@@ -189,6 +189,35 @@ def own_loss(name: str, planner: str, **changed) -> None:
     done(name, trainer)
 
 
+class Scaled(BertForSequenceClassification):
+    """Reads a number of its own, and one of its configuration."""
+
+    scale = 1.0
+
+    def forward(self, input_ids=None, labels=None, **others):
+        out = super().forward(input_ids=input_ids, labels=labels, **others)
+        out.loss = out.loss * self.scale * self.config.strength
+        return out
+
+
+class Changes(TrainerCallback):
+    def on_step_end(self, args, state, control, model=None, **_):
+        if state.global_step == 1:
+            model.scale = 0.5
+        elif state.global_step == 2:
+            model.config.strength = 3.0
+
+
+def changing(name: str, planner: str) -> None:
+    """Numbers of the model that a callback changes."""
+    model = classifier(kind=Scaled)
+    model.config.strength = 1.0
+    args = arguments(name, max_steps=3)
+    trainer = trainer_with(planner)(model, args, train_dataset=labelled(12), callbacks=[Changes()])
+    trainer.train()
+    done(name, trainer)
+
+
 def noting(name: str, planner: str) -> None:
     """A loss that is noted in an attribute of the Trainer: refused."""
     trainer = trainer_with(planner, Weighted)(classifier(), arguments(name), train_dataset=labelled(4))
@@ -231,6 +260,7 @@ if __name__ == "__main__":  # workers of a loader may import it
     own_loss("own loss", "fsdp-even")
     own_loss("adafactor", "ddp-proportional", optim="adafactor")
     written("written", "ddp-even")
+    changing("changing", "ddp-even")
     if LIBRARY == "mixmesh.hf":
         noting("noting", "ddp-even")
         unlike("unlike", "ddp-even")

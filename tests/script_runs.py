@@ -16,18 +16,29 @@ from pathlib import Path
 
 import mixmesh
 from benchmarks.vision import find_torchvision
+from mixmesh.training.integrations import launched
 
 
 def run(script: Path, arguments: list[str], planner: str, printed: Path) -> None:
-    """Runs a script, whose ``mixmesh.prepare`` measures nothing and asks one planner."""
+    """Runs a script, whose ``mixmesh.prepare`` measures nothing and asks one planner, as does that of the
+    trainers of other libraries."""
     original = mixmesh.prepare
-    mixmesh.prepare = partial(original, profile_s=0, planner=planner)
+    mixmesh.prepare = launched.prepare = partial(original, profile_s=0, planner=planner)
     sys.argv = [str(script), *arguments]
     try:
         with open(printed, "w") as file, redirect_stdout(file):
             runpy.run_path(str(script), run_name="__main__")
     finally:
-        mixmesh.prepare = original
+        mixmesh.prepare = launched.prepare = original
+        forget_processes()
+
+
+def forget_processes() -> None:
+    """Accelerate keeps one state for all of a process; every script stands for a process of its own."""
+    if "accelerate" in sys.modules:
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def main(folder: Path, runs: list[tuple[str, str, list[str], str]]) -> None:

@@ -76,6 +76,15 @@ def test_saved_models_load_and_are_those_of_one_device(runs, name):
         torch.testing.assert_close(got[key], value, rtol=1e-8, atol=1e-9)
 
 
+def test_numbers_of_the_model_change_as_on_one_device(runs):
+    """Of the script's own model and of its configuration: ranks train a copy that computes the loss."""
+    (single,) = histories(runs, "transformers", "changing")
+    losses = [row["loss"] for row in single if "loss" in row]
+    assert len(losses) == 3 and losses[1] < 0.7 * losses[0] and losses[2] > 1.5 * losses[1]
+    for rank in histories(runs, "mixmesh.hf", "changing"):
+        assert [row["loss"] for row in rank if "loss" in row] == pytest.approx(losses, rel=LOGGED)
+
+
 def test_checkpoints_are_those_of_one_device(runs):
     expected, got = (runs[library][0] / "cut" / "checkpoint-2" for library in runs)
     assert {p.name for p in expected.iterdir()} == {p.name for p in got.iterdir()}  # none by rank

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import lru_cache
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.errors import InputError
 from mixmesh.frontend.trace import trace
+from mixmesh.lang.ir import Program
 from mixmesh.search.baselines import data_parallel
 from mixmesh.training.preparation.own_rows import WATCHED_BATCHES, OwnRows, RowWatch
 
@@ -33,11 +35,14 @@ def rows() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.arange(20.0).reshape(5, 4) % 3, torch.arange(5) % 3
 
 
-def watch(rank: int = 0, shares=SHARES) -> RowWatch:
+@lru_cache
+def program(shares: tuple[float, ...]) -> Program:
     batch = torch.zeros(8, 4), torch.zeros(8, dtype=torch.int64)
-    graph = trace(Loss(4, 3), batch).graph
-    program = data_parallel(graph, CostModel(Cluster.parse(TWO)), shares)
-    return RowWatch(SimpleNamespace(program=program), rank)
+    return data_parallel(trace(Loss(4, 3), batch).graph, CostModel(Cluster.parse(TWO)), shares)
+
+
+def watch(rank: int = 0, shares=SHARES) -> RowWatch:
+    return RowWatch(SimpleNamespace(program=program(shares)), rank)
 
 
 ROW_BY_ROW = (
@@ -106,6 +111,97 @@ def test_numbers_made_of_own_rows_are_warned_of_once(read):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         read(x, y)  # the first rank says it
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.total = 0.0
+
+    def update(self, value: float, n: int = 1) -> None:
+        self.total += value * n
+
+
+def weighs(x, loss):
+    total = 0.0
+    total += loss.item() * x.size(0)
+    return total
+
+
+def weighs_before_a_mean(x, loss):
+    total = 0.0
+    total += loss.item() * len(x) / 20
+    return total
+
+
+def weighs_by_a_name(x, loss):
+    size = x.shape[0]
+    sizes = [size]
+    return loss.item() * size + sum(sizes)
+
+
+def weighs_in_a_list(x, loss):
+    values = []
+    values.append(len(x) * float(loss))
+    return sum(values)
+
+
+def counts(x, loss):
+    count = 0
+    count += len(x)
+    return count
+
+
+def counts_in_a_meter(x, loss):
+    meter = Meter()
+    meter.update(loss.item(), x.size(0))
+    return meter.total
+
+
+def counts_in_a_meter_by_keyword(x, loss):
+    meter = Meter()
+    meter.update(loss.item(), n=x.shape[0])
+    return meter.total
+
+
+COUNTING = (
+    weighs,
+    weighs_before_a_mean,
+    weighs_by_a_name,
+    weighs_in_a_list,
+    counts,
+    counts_in_a_meter,
+    counts_in_a_meter_by_keyword,
+)
+
+
+@pytest.mark.parametrize("read", COUNTING)
+def test_samples_that_are_counted_by_own_rows_are_warned_of_once(read):
+    """With the line, and the number that the script asked for."""
+    x, _ = watch().watched(rows())
+    loss = torch.tensor(2.0)
+    with pytest.warns(UserWarning, match="counted by a rank's own 5 rows") as caught:
+        assert read(x, loss) == read(rows()[0], loss)
+        read(x, loss)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    first = read.__code__.co_firstlineno
+    assert first < caught[0].lineno < first + 5
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read(rows()[0], loss)  # a whole batch
+        read(watch(rank=1).watched(rows())[0], loss)  # the first rank says it
+
+
+def test_sizes_that_shape_tensors_are_not_warned_of():
+    x, _ = watch().watched(rows())
+    loss = torch.tensor(2.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert x.view(x.size(0), -1).shape == (5, 4)
+        size = len(x)
+        assert torch.zeros(size, 2).shape == (5, 2)
+        x = x + torch.zeros(len(x), 1)
+        scaled = loss * 3 / x.size(1) if x.ndim > 3 else loss
+        assert scaled == loss and list(range(x.size(0))) == [0, 1, 2, 3, 4]
 
 
 def test_what_is_not_a_number_of_several_rows_is_not_warned_of():

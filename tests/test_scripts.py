@@ -43,6 +43,7 @@ class Case:
     tolerance: float = 1e-9
 
 
+OF_POINTS = ["--width", "16", "--samples", "41", "--batch-size", "13", "--epochs", "2"]
 SIZES = ["--width", "16", "--depth", "2", "--length", "8", "--samples", "41", "--batch-size", "13"]
 CASES = {
     "plain": Case("plain", [*SIZES, *IN_FLOAT64], "tensor-parallel"),
@@ -59,6 +60,9 @@ CASES = {
         ["--channels", "8", "16", "--image-size", "8", "--samples", "20", "--batch-size", "7", *IN_FLOAT64],
         "fsdp-even",
     ),
+    "hf trainer": Case("hf_trainer", [*SIZES, *IN_FLOAT64], "fsdp-even", tolerance=2e-6),
+    "accelerate": Case("accelerate_loop", [*OF_POINTS, *IN_FLOAT64], "tensor-parallel"),
+    "lightning": Case("lightning_module", [*OF_POINTS, *IN_FLOAT64], "fsdp-even"),
 }
 
 

@@ -24,7 +24,10 @@ from .source import build
 from .steps import Steps
 
 START_S = 300.0
-PRELOADED = ("torch", "torch._dynamo", "pytest", "mixmesh.planner", "mixmesh.runtime.parallel")
+PRELOADED = (
+    "torch", "torch._dynamo", "pytest", "mixmesh.planner", "mixmesh.runtime.parallel",
+    "mixmesh.training.preparation.start", "torch.distributed.checkpoint", "tests.warm",
+)  # fmt: skip
 STARTS = 3  # that are tried: a machine with much else to do is no reason to end an hour of cases
 COLLECTIVE_S = 30.0  # what a collective may take; a case that takes longer than twice that hangs
 LATER_S = 5.0  # after a rank failed, what others get to say why they did

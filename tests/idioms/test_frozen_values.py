@@ -19,6 +19,8 @@ from torch.nn import functional as F
 
 from mixmesh.errors import InputError, TraceError
 from mixmesh.frontend.trace import trace
+from mixmesh.frontend.trace.reads import Number, reads_of
+from mixmesh.training.preparation.outside_loss import with_loss
 
 
 class Net(nn.Module):
@@ -167,7 +169,98 @@ def check_a_weight_of_a_criterion_stays_the_scripts(_) -> None:
         model(*batches()[0])
 
 
+class Configuration:
+    """As libraries have them."""
+
+    def __init__(self) -> None:
+        self.alpha, self.noted, self.inner = 1.0, 0, None
+
+
+class Configured(nn.Module):
+    """Reads numbers of an object, of one in it, of a dict, of another one by a key that it computes, and of a
+    list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 8)
+        self.config, self.config.inner = Configuration(), Configuration()
+        self.options = {"scale": 1.0, "noted": 0}
+        self.by_name = {"a": 1.0, "b": 1.0}
+        self.powers, self.name = [1.0, 0.5], "a"
+
+    def forward(self, x):
+        x = self.layer(x) * self.config.alpha * self.options["scale"]
+        return self.config.inner.alpha * x + self.by_name[self.name] + self.powers[0]
+
+
+SETTINGS = {"scale": 0.1, "noted": 0}
+
+
+def check_a_number_within_a_container_is_traced_again(_) -> None:
+    def loop(prepare):
+        body = Configured()
+        model = Net(body)
+        model, optimizer, loader = prepare(model, sgd(model), batches(size=21), loss=F.cross_entropy)
+        changes = [lambda: setattr(body.config, "alpha", 0.5), lambda: body.options.update(scale=2.0)]
+        for change in (lambda: None, *changes):
+            change()
+            body.config.noted += 1  # not read
+            body.options["noted"] += 1
+            yield from train(model, optimizer, loader)
+        if hasattr(model, "_runtime"):
+            assert len(model._runtime.forms.kept) == len(changes)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check_same(loop, kinds=("fsdp-even",))
+
+
+def check_numbers_that_are_drawn_with_the_batch(_) -> None:
+    """The way that a loss with draws is told."""
+
+    def loop(prepare):
+        def with_noise(x, y):
+            return x, y, torch.rand(len(x), 4, dtype=torch.float64)
+
+        def loss(logits, y, noise):
+            return F.cross_entropy(F.dropout(logits, 0.3, training=False) + noise, y)
+
+        model = Net()
+        model, optimizer, loader = prepare(model, sgd(model), batches(), loss=loss, inputs=with_noise)
+        torch.manual_seed(3)
+        yield from train(model, optimizer, (with_noise(x, y) for x, y in loader))
+
+    check_same(loop, kinds=("fsdp-even",))
+
+
+class Scaling(Net):
+    """Reads a number of the model itself."""
+
+    alpha = 1.0
+
+    def forward(self, x):
+        return super().forward(x) * self.alpha
+
+
+def check_a_number_of_the_script_s_own_model_is_traced_again(_) -> None:
+    """Where the model that is planned is a copy of it, which computes the loss."""
+
+    def loop(prepare):
+        own = Scaling()
+        model, optimizer, loader = prepare(own, sgd(own), batches(), loss=F.cross_entropy)
+        for alpha in (1.0, 0.5):
+            own.alpha = alpha
+            yield from train(model, optimizer, loader)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check_same(loop, kinds=("fsdp-even",))
+
+
 IDIOMS = named(
+    check_numbers_that_are_drawn_with_the_batch,
+    check_a_number_within_a_container_is_traced_again,
+    check_a_number_of_the_script_s_own_model_is_traced_again,
     check_a_criterion_learns,
     check_a_weight_of_a_criterion_stays_the_scripts,
     check_a_number_of_a_module_is_traced_again,
@@ -191,6 +284,77 @@ def test_draws_from_other_generators_are_refused(draw, name):
     with pytest.raises(TraceError, match=f"draws from {name}:") as caught:
         trace(Drawn(), batches()[0])
     assert "torch.rand" in str(caught.value)
+
+
+def test_numbers_that_are_watched_in_containers():
+    """Each that is read, of modules and around a loss, and no other; afterwards classes are as before."""
+    body, settings = Configured(), Configuration()
+
+    def loss(logits, y):
+        return F.cross_entropy(logits * settings.alpha, y) + SETTINGS["scale"] * logits.square().mean()
+
+    model = with_loss(Net(body), loss)
+    trace(model, batches()[0])
+    reads = reads_of(model)
+    assert "__getattribute__" not in vars(Configuration)
+    for holder in (body.config, body.config.inner, settings):
+        holder.noted = 7
+    body.options["noted"] = SETTINGS["noted"] = 7
+    assert reads.changed(Number) == ()
+
+    def other_configuration() -> None:
+        body.config, old = Configuration(), body.config
+        body.config.inner, body.config.alpha = old.inner, 4.0
+
+    for path, change in {
+        "body.config.inner.alpha": lambda: setattr(body.config.inner, "alpha", 0.5),
+        "body.options['scale']": lambda: body.options.update(scale=2.0),
+        "body.by_name['a']": lambda: body.by_name.update(a=2.0),
+        "body.powers": lambda: body.powers.insert(0, 0.3),
+        "settings.alpha": lambda: setattr(settings, "alpha", 0.8),
+        "SETTINGS['scale']": lambda: SETTINGS.update(scale=0.2),
+        "body.config.alpha": lambda: setattr(body.config, "alpha", 2.0),
+    }.items():
+        reads.renew()
+        change()
+        assert [name for name, _ in reads.changed(Number)] == [path]
+    reads.renew()
+    other_configuration()
+    assert reads.changed(Number) == (("body.config.alpha", "4.0, was 2.0"),)
+
+
+def noisy(logits, y):
+    return F.cross_entropy(logits + 0.1 * torch.rand_like(logits), y)
+
+
+def dropped(logits, y):
+    return F.cross_entropy(F.dropout(logits, 0.3), y)
+
+
+def smoothed(logits, y):
+    other = torch.randint(4, y.shape)
+    return 0.9 * F.cross_entropy(logits, y) + 0.1 * F.cross_entropy(logits, other)
+
+
+class Dropping(nn.CrossEntropyLoss):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, logits, y):
+        return super().forward(self.drop(logits), y)
+
+
+@pytest.mark.parametrize("loss", [noisy, dropped, smoothed, Dropping()])
+def test_draws_in_a_loss_are_refused(loss):
+    """With the line, and where to draw them; a loss without draws is taken, and one device draws."""
+    model = with_loss(Net(), loss)
+    with pytest.raises(TraceError, match="the loss draws random numbers") as caught:
+        trace(model, batches()[0])
+    assert "inputs=lambda x, y: (x, y, torch.rand(len(x)))" in str(caught.value)
+    assert "test_frozen_values.py" in str(caught.value)
+    assert model(*batches()[0]).isfinite()
+    trace(with_loss(Net(), lambda logits, y: F.cross_entropy(F.dropout(logits, 0.3, False), y)), batches()[0])
 
 
 @dataclass

@@ -160,8 +160,11 @@ def test_planning_again_is_tried_only_where_it_can_pay():
         asked.append(cluster)
         return replace(plan, planner="other", predicted_step_s=1.05 * solver.balanced_step_s(plan, own_s)[1])
 
-    def better(new_step_s: float, steps_left: int, planning_s: float = 1.0, is_other: bool = True):
-        terms = Terms(50, 20, (1.0, 40.0), (0.5, 0.5), (0.9, 0.1), 1.0, new_step_s, steps_left, 0.5)
+    def better(
+        new_step_s: float, steps_left: int, planning_s: float = 1.0, is_other: bool = True, slow_share=0.1
+    ):
+        shares = (1 - slow_share, slow_share)
+        terms = Terms(50, 20, (1.0, 40.0), (0.5, 0.5), shares, 1.0, new_step_s, steps_left, 0.5)
         in_place = Decision(terms, "")
         return Replanner(plan_for, planning_s).better(
             solver, plan, own_s, in_place, 2.0, 0.05, lambda plan: is_other
@@ -180,7 +183,9 @@ def test_planning_again_is_tried_only_where_it_can_pay():
     assert len(asked) == 1
     assert better(0.5, 1000, is_other=False) is None
     assert len(asked) == 2
+    better(1.02 * hoped_s, 1000, slow_share=0.01)  # without a sample: a plan without that device is looked at
+    assert len(asked) == 3
     full = replace(plan, usable_bytes=(1000, 1000), predicted_peak_memory_bytes=(990, 10))
     decision = Decision(replace(decision.terms, new_step_s=0.5, pause_s=0.5, other_plan=""), "")
     at = (solver, full, own_s, decision, 2.0, 0.05, lambda plan: True)
-    assert Replanner(plan_for, 1.0).better(*at) is None and len(asked) == 2
+    assert Replanner(plan_for, 1.0).better(*at) is None and len(asked) == 3

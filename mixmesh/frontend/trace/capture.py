@@ -27,6 +27,7 @@ from .causal_masks import masks_as_given
 from .checked_losses import LossesWithoutChecks
 from .checkpoints import regions_kept
 from .composites import with_known_operators
+from .copies import take_attributes
 from .fakes import fixed_shapes
 from .functions import exact_functions
 from .generators import drawn_by_torch_alone
@@ -164,6 +165,7 @@ class LossAndOutputs(nn.Module):
 
     def __init__(self, model: nn.Module, batch: Batch, request: Request) -> None:
         super().__init__()
+        take_attributes(model)
         self.model = model
         self.training = model.training
         self._batch = batch

@@ -1,4 +1,5 @@
-"""Random numbers that a forward pass draws elsewhere than from torch: a program would hold the first ones."""
+"""Random numbers that a forward pass draws elsewhere than from torch: a program would hold the first ones.
+And those that a loss outside of the model draws: on one device they come from the script's generator."""
 
 from __future__ import annotations
 
@@ -8,8 +9,30 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...errors import TraceError
+from ...lang.ir.samples import draws_numbers
+
+
+class NoDraws(TorchDispatchMode):
+    """Within it runs a loss that the script computes. Raises TraceError where it draws random numbers: in a
+    program they would be other ones than on one device, which draws them from the generator of the script."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if draws_numbers(name):
+            raise TraceError(
+                "the loss draws random numbers: in a program they would not be those of one device",
+                expected="a loss of what the model returns and of the batch",
+                got=f"a draw by {name.removeprefix('aten.').partition('.')[0]}",
+                hint=(
+                    "draw them with the batch: mixmesh.prepare(..., loss=lambda out, y, noise: ..., "
+                    "inputs=lambda x, y: (x, y, torch.rand(len(x))))",
+                    "or in the model's forward, as dropout does: other numbers, alike in distribution",
+                ),
+            )
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -8,8 +8,8 @@ may count and note as it likes what its forward pass does not use.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any
@@ -18,12 +18,26 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-SIMPLE = (bool, int, float, str, type(None))
+from .containers import (
+    GONE,
+    SIMPLE,
+    Find,
+    Keys,
+    ObjectWatch,
+    find_in_object,
+    is_container,
+    keys_read,
+    keys_read_by_class,
+    numbers_in,
+)
+from .copies import original_of
+from .generators import NoDraws
+
 _OF_EVERY_MODULE = frozenset(
     {"training", "call_super_init", "dump_patches", "_version", "_compiled_call_impl"}
 )
+_TABLES = frozenset({"__dict__", *vars(nn.Module())})
 _OF_EXPORT = ("_tensor_constant", "_param_constant")  # the names by which it keeps constants itself
-Find = Callable[[], Any]
 Key = tuple[int, str]  # id of what holds a value, and its name there
 
 
@@ -68,13 +82,6 @@ class Constant:
         now = self.find()
         tensor = now if isinstance(now, Tensor) else self.tensor
         return replace(self, tensor=tensor, version=tensor._version)
-
-
-class _Gone:
-    """Stands for a value whose holder is no more."""
-
-
-GONE = _Gone()
 
 
 @dataclass
@@ -125,9 +132,22 @@ class _Pass:
     """A forward pass of ``model`` that is under way, and what it has read by now."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = {id(vars(module)): (path, module) for path, module in model.named_modules()}
+        self._modules = {
+            id(vars(each)): (path, original_of(module))
+            for path, module in model.named_modules()
+            for each in (module, original_of(module))
+        }
         self._held: list[Any] = []  # so that no other object has the id of one that was noted
         self.noted: dict[Key, Number | Constant] = {}
+        self.objects = ObjectWatch(self._note_inner)
+        self._containers: set[Key] = set()
+
+    def _place(self, module: nn.Module, attributes: Mapping[str, Any]) -> tuple[str, nn.Module | None]:
+        """The path of a module, and the script's own; no module where it is not the model's."""
+        if id(attributes) in self._modules:
+            return self._modules[id(attributes)]
+        original = original_of(module)
+        return self._modules.get(id(vars(original)), (type(module).__name__, None))
 
     def attribute(self, module: nn.Module, name: str, value: Any, *, is_own: bool = True) -> None:
         """Notes an attribute of a module. Export shows stand-ins of a model's modules, with the same
@@ -136,7 +156,7 @@ class _Pass:
         key = id(attributes), name
         if key in self.noted or name in _OF_EVERY_MODULE or name.startswith(_OF_EXPORT):
             return
-        path, true_module = self._modules.get(key[0], (type(module).__name__, None))
+        path, true_module = self._place(module, attributes)
         if true_module is not None and isinstance(value, Tensor) and not is_own:
             return  # an input of the program
         if is_metric(true_module if true_module is not None else module):
@@ -145,17 +165,45 @@ class _Pass:
         find = _find_attribute(weakref.ref(true_module if true_module is not None else module), name)
         self._note(key, f"{path}.{name}".lstrip("."), find, value)
 
+    def container(self, module: nn.Module, name: str, value: Any) -> None:
+        """Notes the numbers in an attribute of a module that is a dict, a list or an object."""
+        attributes = object.__getattribute__(module, "__dict__")
+        key = id(attributes), name
+        if key in self._containers or name in _TABLES or type(module).__module__.startswith("torch."):
+            return
+        self._containers.add(key)
+        self._held.append(attributes)
+        path, true_module = self._place(module, attributes)
+        holder = true_module if true_module is not None else module
+        if is_metric(holder):
+            return
+        kind: Any = type(module)
+        find = find_in_object(weakref.ref(holder), name)
+        self._numbers_in(f"{path}.{name}".lstrip("."), find, value, keys_read_by_class(kind, name))
+
+    def _numbers_in(self, path: str, find: Find, value: Any, keys: Keys) -> None:
+        for each in numbers_in(path, find, value, keys):
+            self.objects.note(*each)
+
+    def _note_inner(self, path: str, find: Find, value: Any) -> None:
+        self.noted.setdefault((0, path), Number(path, find, value))
+
     def function(self, function: Any) -> None:
         """Notes the numbers and tensors that a function reads from around it."""
         if not isinstance(function, FunctionType):
             return
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
             find = _find_in_cell(cell)
-            self._note((id(cell), name), name, find, find())
+            self._around(function, (id(cell), name), find, find())
         around = function.__globals__
         for name in function.__code__.co_names:
             if name in around:
-                self._note((id(around), name), name, _find_in(around, name), around[name])
+                self._around(function, (id(around), name), _find_in(around, name), around[name])
+
+    def _around(self, function: FunctionType, key: Key, find: Find, value: Any) -> None:
+        self._note(key, key[1], find, value)
+        if is_container(value):
+            self._numbers_in(key[1], find, value, keys_read(key[1], function))
 
     def _note(self, key: Key, path: str, find: Find, value: Any) -> None:
         if type(value) in SIMPLE:
@@ -164,11 +212,13 @@ class _Pass:
             self.noted[key] = Constant(path, find, value, value._version)
 
 
-def note_function(function: Any) -> None:
-    """Has what a function reads from around it watched, where it is called in a forward pass that is traced:
-    a loss that is not the model's own."""
-    if _passes:
-        _passes[-1].function(function)
+def loss_outside(function: Any) -> AbstractContextManager[Any]:
+    """Within it a loss that is not the model's own is called. In a forward pass that is traced, what the
+    function reads from around it is watched, and random numbers are refused."""
+    if not _passes:
+        return nullcontext()
+    _passes[-1].function(function)
+    return NoDraws()
 
 
 @contextmanager
@@ -183,6 +233,8 @@ def reading(model: nn.Module, reads: Reads) -> Iterator[None]:
         value = get(module, name)
         if type(value) in SIMPLE or isinstance(value, Tensor):
             seen.attribute(module, name, value)
+        elif is_container(value):
+            seen.container(module, name, value)
         return value
 
     def missing_attribute(module: nn.Module, name: str) -> Any:
@@ -194,7 +246,8 @@ def reading(model: nn.Module, reads: Reads) -> Iterator[None]:
     _set_on_modules({"__getattribute__": attribute, "__getattr__": missing_attribute})
     _passes.append(seen)
     try:
-        yield
+        with seen.objects.watching():
+            yield
     finally:
         _passes.pop()
         _set_on_modules(before)

@@ -12,8 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...errors import InputError
+from ...frontend.trace.copies import stand_for, take_attributes
 from ...frontend.trace.outputs import parts_of
-from ...frontend.trace.reads import note_function
+from ...frontend.trace.reads import loss_outside
 from ...lang.ir import Returned
 from ...runtime.outputs import Output
 from ...runtime.whole_model import IS_LENT, WITHOUT_LOSS
@@ -43,7 +44,11 @@ def with_loss(model: nn.Module, loss: Callable[..., Any], outputs: Collection[st
     patched = vars(model).get("forward")
     own_forward = patched.__func__ if isinstance(patched, MethodType) else patched and _without_self(patched)
 
+    def loss_in(module: nn.Module) -> Callable[..., Any]:
+        return loss if held is None else getattr(module, held)  # copies have one of their own
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        take_attributes(self)
         if self.__dict__.get(IS_LENT):
             return (own_forward or original.forward)(self, *args, **kwargs)
         others = {n: x for n, x in kwargs.items() if n in targets_named or not (n in names or takes_more)}
@@ -55,14 +60,14 @@ def with_loss(model: nn.Module, loss: Callable[..., Any], outputs: Collection[st
         targets = args[count:]
         if outputs and not _can_call(loss, made, *targets, **others):
             return _beside(None, made)  # evaluation without targets
-        note_function(loss)
-        called = loss if held is None else getattr(self, held)  # copies have one of their own
-        value = called(made, *targets, **others)
+        with loss_outside(loss):
+            value = loss_in(self)(made, *targets, **others)
         return _beside(value, made) if outputs else value
 
     wrapped = copy.copy(model)
     wrapped.__dict__.pop("forward", None)
     wrapped.__dict__[WITHOUT_LOSS] = model
+    stand_for(wrapped, model)
     if held is not None:
         wrapped.__dict__["_modules"] = {**model._modules, held: loss}
     wrapped.__class__ = type(original.__name__, (original,), {"forward": forward})

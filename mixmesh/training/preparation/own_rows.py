@@ -3,28 +3,37 @@ batch: a mean that goes into the model, rows chosen by their place, a sum that i
 
 Tensors of the first batches are of a class that goes through all that is computed of them. What joins rows
 (its result has no longer one for each sample) or picks them by their place is marked. A marked tensor is
-refused as an input of the model, and where a number is read from joined rows there is a warning.
+refused as an input of the model. Where a number is read from joined rows, or samples are counted, there
+is a warning.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ...base.callers import warn
+from ...base.callers import is_script, warn
 from ...errors import InputError
 from ...lang.plan_file import Plan
 from ...runtime.data import own_samples
+from .counted_rows import SIZES, counts_samples
 
 WATCHED_BATCHES = 3
 MESSAGE = (
     "a number was read that {function} has made of a rank's own {rows} rows of the batch: other ranks have "
     "other rows, and other numbers. Write model, optimizer, _ = mixmesh.prepare(...) and loop over your own "
     "loader, which has whole batches on every rank, or take out.gather(), or sum it over ranks"
+)
+OF_COUNTS = (
+    "samples are counted by a rank's own {rows} rows of the batch: other ranks have other rows, and the loss "
+    "is that of the whole batch. Write model, optimizer, _ = mixmesh.prepare(...) and loop over your own "
+    "loader, which has whole batches on every rank, or sum over ranks"
 )
 HINTS = (
     "model, optimizer, _ = mixmesh.prepare(...)  # and the script's own loader: whole batches on every rank",
@@ -43,6 +52,8 @@ FORMS = frozenset(
     "view reshape flatten unflatten transpose permute movedim t squeeze unsqueeze expand view_as reshape_as "
     "repeat_interleave ravel masked_select nonzero __get__ __getitem__".split()
 )
+# the code of PyTorch between len(x) in a script and this file
+_BETWEEN = frozenset({torch._tensor.__file__, torch.overrides.__file__})
 READING = frozenset("item tolist __float__ __int__ __bool__ __format__ __repr__".split())
 
 
@@ -58,6 +69,7 @@ class OwnRows(Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        _check_count(func, name, args, sys._getframe(1))
         sources = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, OwnRows)]
         joined = next((x.joined for x in sources if x.joined), "")
         picked = next((x.picked for x in sources if x.picked), "")
@@ -73,6 +85,19 @@ class OwnRows(Tensor):
                 made.joined = joined or (name if _joins(name, source, made, args, kwargs) else "")
                 made.picked = picked or (name if _picks(name, source, made, args, kwargs) else "")
         return result
+
+
+def _check_count(func: Any, name: str, args: tuple, reader: FrameType) -> None:
+    """Has a watch warn where a function asks for a size by which the script's own line counts samples."""
+    if name not in SIZES and not (name == "__get__" and func.__self__.__name__ == "shape"):
+        return
+    x = args[0]
+    if not isinstance(x, OwnRows) or x.watch is None or x.joined:
+        return
+    while reader.f_code.co_filename in _BETWEEN and reader.f_back is not None:
+        reader = reader.f_back
+    if is_script(reader.f_code.co_filename) and counts_samples(reader):
+        x.watch.warn_of_count(x.rows)
 
 
 def plain(x: Any) -> Any:
@@ -137,13 +162,19 @@ class RowWatch:
     def __init__(self, plan: Plan, rank: int) -> None:
         own = own_samples(plan.program, rank)
         self._left = WATCHED_BATCHES if own is not None and 0 < own[1] < own[2] else 0
-        self._has_warned = rank != 0
+        self._has_warned = self._has_warned_of_count = rank != 0
 
     def warn(self, function: str, rows: int) -> None:
         """Warns of a number that was read, once, on the first rank."""
         if not self._has_warned:
             self._has_warned = True
             warn(MESSAGE.format(function=_shown(function), rows=rows))
+
+    def warn_of_count(self, rows: int) -> None:
+        """Warns of samples that are counted, once, on the first rank."""
+        if not self._has_warned_of_count:
+            self._has_warned_of_count = True
+            warn(OF_COUNTS.format(rows=rows))
 
     def watching(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The same batches, the tensors of the first ones as ``OwnRows``."""

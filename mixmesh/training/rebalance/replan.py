@@ -3,7 +3,8 @@ turned out to have, and gone on with from a checkpoint.
 
 Planning takes a while, in which nobody trains. So it is asked for only where it can pay: as long as a step is
 about as far from perfect balance as the plan at the start was, another form of plan is not expected to be
-better, and where it is further, no more is expected of another plan than to be as close again.
+better, and where it is further, no more is expected of another plan than to be as close again. Shares that
+leave a device without samples are always compared with a plan without it.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from dataclasses import dataclass, replace
 from ...base.units import plural
 from ...cluster import Cluster
 from ...cost import Profile
+from ...lang.ir import shard_sizes
 from ...lang.plan_file import Plan
 from .decide import Decision, Terms, decide
-from .solve import Solver
+from .solve import Solver, samples_of_batch
 
 PlanFor = Callable[[Cluster, Profile | None], Plan]
 
@@ -60,7 +62,7 @@ class Replanner:
         hoped = replace(
             terms, step_s=step_s, new_step_s=hoped_s, pause_s=self._planning_s + restart_s, problem=""
         )
-        if not decide(hoped, least_gain).is_applied:
+        if not decide(hoped, least_gain).is_applied and not leaves_out(plan, in_place):
             return None
         costs = solver.costs(plan, own_s)
         started = time.perf_counter()
@@ -93,6 +95,13 @@ def has_room(plan: Plan) -> bool:
         return True
     model_bytes = sum(i.type.value.size_bytes for i in plan.program.params)
     return 2 * model_bytes <= plan.usable_bytes[0] - plan.predicted_peak_memory_bytes[0]
+
+
+def leaves_out(plan: Plan, in_place: Decision) -> bool:
+    """Whether other shares give no sample to a device that has some: a plan without it sums over fewer."""
+    samples, terms = samples_of_batch(plan.program), in_place.terms
+    pairs = zip(shard_sizes(samples, terms.shares), shard_sizes(samples, terms.new_shares))
+    return in_place.is_applied and any(before and not after for before, after in pairs)
 
 
 def form_text(plan: Plan) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import transformers
 from torch import nn
 
+from ....frontend.trace.copies import stand_for
 from .refusals import OF_TRAINING, in_compute_loss
 
 NUM_ITEMS = "num_items_in_batch"
@@ -28,6 +29,7 @@ def with_trainer_loss(model: nn.Module, trainer: transformers.Trainer) -> nn.Mod
     def forward(self: nn.Module, **inputs: Any) -> Any:
         num_items = inputs.pop(NUM_ITEMS, None)
         plain = copy.copy(self)
+        stand_for(plain, model)
         plain.__class__ = original
         if isinstance(patched, MethodType):
             plain.forward = MethodType(patched.__func__, plain)
@@ -35,6 +37,7 @@ def with_trainer_loss(model: nn.Module, trainer: transformers.Trainer) -> nn.Mod
             return checked.compute_loss(plain, inputs, num_items_in_batch=num_items)
 
     wrapped = copy.copy(model)
+    stand_for(wrapped, model)
     vars(wrapped).pop("forward", None)
     wrapped.__class__ = type(original.__name__, (original,), {"forward": forward})
     return wrapped

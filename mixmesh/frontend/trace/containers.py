@@ -1,0 +1,230 @@
+"""Numbers within the dicts, lists and objects that a module has, such as a configuration, and that a forward
+pass reads.
+
+A dict or a list shows no reads: those of its numbers count whose keys stand behind its name in the code, or
+all if there is another use of it. An object's class is made to tell each read while the forward pass runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dis
+import enum
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from types import CodeType, FunctionType, SimpleNamespace
+from typing import Any
+
+from torch import Tensor, nn
+
+SIMPLE = (bool, int, float, str, type(None))
+MOST_ITEMS = 256  # more of a dict or a list are not looked at
+DEPTH = 3  # how far dicts and lists are followed that stand in each other
+# libraries whose objects are no configurations: they count the steps of a training
+_NO_CONFIGURATIONS = frozenset(
+    "torch mixmesh lightning pytorch_lightning lightning_fabric torchmetrics".split()
+)
+_HEAP, _IMMUTABLE = 1 << 9, 1 << 8  # flags of a class: made by Python code, and not to be changed
+Find = Callable[[], Any]
+Note = Callable[[str, Find, Any], None]  # takes a path, what finds the value of now, and the value as it was
+
+
+class Gone:
+    """Stands for a value whose holder is no more."""
+
+
+GONE = Gone()
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys of a dict that some code reads: any if ``has_all``."""
+
+    names: frozenset[Any] = frozenset()
+    has_all: bool = False
+
+    def __contains__(self, key: Any) -> bool:
+        return self.has_all or key in self.names
+
+
+EVERY_KEY = Keys(has_all=True)
+
+
+@lru_cache(maxsize=1024)
+def keys_read_by_class(kind: type, name: str) -> Keys:
+    """The keys of the attribute ``name`` that methods of a module's class read."""
+    members = [x for base in kind.__mro__ if base not in (nn.Module, object) for x in vars(base).values()]
+    getters = [x.fget for x in members if isinstance(x, property)]
+    return keys_read(name, *(x for x in (*members, *getters) if isinstance(x, FunctionType)))
+
+
+def keys_read(name: str, *functions: FunctionType) -> Keys:
+    """The keys of what functions know as ``name``: those that stand behind it in brackets, or all where it
+    goes elsewhere first."""
+    each = [_keys_in(code, name) for f in functions for code in _codes(f.__code__)]
+    return Keys(frozenset().union(*(keys.names for keys in each)), any(keys.has_all for keys in each))
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _codes(inner)
+
+
+def _keys_in(code: CodeType, name: str) -> Keys:
+    if name not in (*code.co_names, *code.co_freevars):
+        return Keys()
+    steps = [(x.opname, x.argval) for x in dis.get_instructions(code)]
+    names = set()
+    for n, (operation, argument) in enumerate(steps):
+        if argument != name or not operation.startswith("LOAD_"):
+            continue
+        (then, key), (later, second), *_ = [*steps[n + 1 : n + 3], ("", None), ("", None)]
+        if then == "LOAD_CONST" and later.startswith("BINARY_"):  # name["key"]
+            names.add(key)
+        elif then in ("LOAD_ATTR", "LOAD_METHOD") and key == "get" and later == "LOAD_CONST":
+            names.add(second)
+        elif then in ("LOAD_ATTR", "LOAD_METHOD") and key not in ("get", "items", "values", "keys"):
+            names.add(key)  # name.key
+        else:
+            return EVERY_KEY
+    return Keys(frozenset(names))
+
+
+def is_container(value: Any) -> bool:
+    """Whether numbers within a value are looked for."""
+    return isinstance(value, dict | SimpleNamespace) or type(value) in (list, tuple) or is_plain_object(value)
+
+
+def is_plain_object(value: Any) -> bool:
+    """Whether a value is an object of a class of the script or of a library, that only holds other values."""
+    kind = type(value)
+    if not kind.__flags__ & _HEAP or kind.__flags__ & _IMMUTABLE or callable(value):
+        return False
+    if isinstance(value, nn.Module | Tensor | enum.Enum | dict | list | tuple | str | int | float):
+        return False
+    root = kind.__module__.partition(".")[0]
+    return kind is argparse.Namespace or not (root in sys.stdlib_module_names or root in _NO_CONFIGURATIONS)
+
+
+def numbers_in(
+    path: str, find: Find, value: Any, keys: Keys, depth: int = DEPTH
+) -> Iterator[tuple[str, Find, Any]]:
+    """Yields the path, what finds it, and the value of each number or word in a dict or a list, and of each
+    object in them, the object itself. A list of numbers counts as one value."""
+    if type(value) in SIMPLE or is_plain_object(value):
+        yield path, find, value
+    elif not depth or not is_container(value):
+        return
+    elif isinstance(value, dict | SimpleNamespace):
+        is_dict = isinstance(value, dict)
+        items: dict[Any, Any] = value if isinstance(value, dict) else vars(value)
+        for key in list(items)[:MOST_ITEMS]:
+            if key in keys:
+                inner = f"{path}[{key!r}]" if is_dict else f"{path}.{key}"
+                find_inner = _find_item(find, key) if is_dict else find_in_object(find, key)
+                yield from numbers_in(inner, find_inner, items[key], EVERY_KEY, depth - 1)
+    elif all(type(x) in SIMPLE for x in value) and len(value) <= MOST_ITEMS:
+        yield path, _find_items(find), tuple(value)
+    else:
+        for n, item in enumerate(value[:MOST_ITEMS]):
+            yield from numbers_in(f"{path}[{n}]", _find_item(find, n), item, EVERY_KEY, depth - 1)
+
+
+class ObjectWatch:
+    """Notes what is read from the objects that it was shown, and from objects in these."""
+
+    def __init__(self, note: Note) -> None:
+        self._note = note
+        self._places: dict[int, tuple[str, Find, Any]] = {}  # by id, the object so that it stays the only one
+        self._patched: dict[Any, Any] = {}  # by class, a method of its own that was there before
+        self._is_noting = False
+
+    def show(self, path: str, find: Find, value: Any) -> None:
+        """Watches an object, which has this path."""
+        if id(value) in self._places:
+            return
+        self._places[id(value)] = path, find, value
+        kind: Any = type(value)
+        if kind not in self._patched:
+            self._patched[kind] = vars(kind).get("__getattribute__")
+            kind.__getattribute__ = self._telling(kind.__getattribute__)
+
+    def _telling(self, get: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+        def attribute(of: Any, name: str) -> Any:
+            value = get(of, name)
+            if not self._is_noting and id(of) in self._places and not name.startswith("__"):
+                self._is_noting = True
+                try:
+                    self._read(of, name, value)
+                finally:
+                    self._is_noting = False
+            return value
+
+        return attribute
+
+    def _read(self, of: Any, name: str, value: Any) -> None:
+        if not (type(value) in SIMPLE or is_container(value)) or _is_computed(type(of), name):
+            return
+        path, find, _ = self._places[id(of)]
+        for each in numbers_in(f"{path}.{name}", find_in_object(find, name), value, EVERY_KEY):
+            self.note(*each)
+
+    def note(self, path: str, find: Find, value: Any) -> None:
+        """Notes a number, or watches an object."""
+        if is_plain_object(value):
+            self.show(path, find, value)
+        else:
+            self._note(path, find, value)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """At its end classes are as they were."""
+        try:
+            yield
+        finally:
+            for kind, before in self._patched.items():
+                if before is None:
+                    del kind.__getattribute__
+                else:
+                    kind.__getattribute__ = before
+            self._patched.clear()
+
+
+def _is_computed(kind: type, name: str) -> bool:
+    """Whether an attribute is a property, which reads others."""
+    return any(isinstance(vars(base).get(name), property) for base in kind.__mro__)
+
+
+def find_in_object(holder: Find, name: str) -> Find:
+    def find() -> Any:
+        of = holder()
+        try:
+            own = object.__getattribute__(of, "__dict__")
+        except AttributeError:  # slots
+            return getattr(of, name, GONE)
+        return own[name] if name in own else getattr(of, name, GONE)
+
+    return find
+
+
+def _find_item(holder: Find, key: Any) -> Find:
+    def find() -> Any:
+        try:
+            return holder()[key]
+        except (LookupError, TypeError):
+            return GONE
+
+    return find
+
+
+def _find_items(holder: Find) -> Find:
+    def find() -> Any:
+        now = holder()
+        return tuple(now) if isinstance(now, list | tuple) else now
+
+    return find

@@ -1,0 +1,55 @@
+"""Copies of a model that stand for it, such as one that computes its loss too: the script may have the
+original, and go on to set attributes of that."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+@dataclass(frozen=True)
+class _Link:
+    """The original of a copy, and its attributes when the copy last took them."""
+
+    original: weakref.ref[nn.Module]
+    taken: dict[str, Any]
+
+
+_LINKS: dict[int, _Link] = {}  # by id: some modules compare by their tensors
+
+
+def stand_for(copy: nn.Module, original: nn.Module) -> None:
+    """Has attributes that are set on ``original`` from now on count for a shallow ``copy`` of it."""
+    original = original_of(original)
+    _LINKS[id(copy)] = _Link(weakref.ref(original), _attributes(original))
+    weakref.finalize(copy, _LINKS.pop, id(copy), None)
+
+
+def original_of(module: nn.Module) -> nn.Module:
+    """The module that a copy stands for; any other one itself."""
+    link = _LINKS.get(id(module))
+    original = None if link is None else link.original()
+    return module if original is None else original
+
+
+def take_attributes(copy: nn.Module) -> None:
+    """Sets what was set on the original since, but for tensors and modules. Nothing for other modules."""
+    link = _LINKS.get(id(copy))
+    if link is None or (original := link.original()) is None:
+        return
+    for name, value in _attributes(original).items():
+        if name not in link.taken or value is not link.taken[name]:
+            vars(copy)[name] = link.taken[name] = value
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name not in _OF_EVERY_MODULE and name != "forward" and not isinstance(value, Tensor)
+    }

@@ -1,0 +1,28 @@
+"""Imported by the server that processes of tests are forked from: what a first trace imports is there for
+all of them, and objects that live for ever are not looked at by the garbage collector again and again."""
+
+import gc
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from mixmesh.frontend.trace import trace
+
+
+class Least(nn.Module):
+    """The least model that can be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.weight).sum()
+
+
+tqdm.monitor_interval = 0  # its thread would not be there in what is forked
+trace(Least(), (torch.zeros(2),))
+gc.set_threshold(100_000, 50, 100)
+gc.collect()
+gc.freeze()
