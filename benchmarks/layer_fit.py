@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from mixmesh.base.least_squares import fit_logs
 from mixmesh.cluster import Device
 from mixmesh.cluster.classes import ANY, ELEMENTWISE, F32, LOOKUP, PRODUCT, REDUCTION, TF32, THIN
 from mixmesh.cluster.device import device_toml
@@ -21,7 +22,6 @@ from mixmesh.cost.efficiency import efficiency
 from mixmesh.cost.model import GPU_ISSUE_S
 
 from .layer_times import Measured, Row, cluster_of, predict
-from .least_squares import bounded_least_squares
 
 SEED = 1
 STEPS = 6
@@ -29,7 +29,6 @@ WITHIN = 4.0  # times more or less than usual that a constant may be; no share m
 USUAL_WEIGHT = (
     0.03  # of a constant's distance from the usual one, beside relative errors: for what hardly matters
 )
-STEP = 1.05  # by which one is varied for the slope
 
 
 def chosen(measured: Sequence[Measured]) -> set[Measured]:
@@ -66,22 +65,14 @@ def fit(device: str, measured: Sequence[Measured]) -> Device:
     """The device with the constants that fit best."""
     plain = cluster_of(device, 1).devices[0]
     rows = rows_of(plain)
-    logs = np.zeros(2 * len(rows) + 1)
-    high = np.full_like(logs, np.log(WITHIN))
+    high = np.full(2 * len(rows) + 1, np.log(WITHIN))
     low = -high
     low[: 2 * len(rows) : 2] = [np.log(efficiency(*row, plain).share) for row in rows]
-    usual = USUAL_WEIGHT * np.eye(len(logs))
-    for _ in range(STEPS):
-        now = predicted(device, with_constants(plain, logs), measured)
-        slopes = []
-        for n in range(len(logs)):
-            varied = logs.copy()
-            varied[n] += np.log(STEP)
-            slopes.append((predicted(device, with_constants(plain, varied), measured) - now) / np.log(STEP))
-        matrix = np.array(slopes).T
-        wanted = np.concatenate([1 - now + matrix @ logs, np.zeros(len(logs))])
-        logs = bounded_least_squares(np.vstack([matrix, usual]), wanted, low, high)
-    return with_constants(plain, logs)
+
+    def errors(logs: np.ndarray) -> np.ndarray:
+        return predicted(device, with_constants(plain, logs), measured) - 1
+
+    return with_constants(plain, fit_logs(errors, low, high, weight=USUAL_WEIGHT, steps=STEPS))
 
 
 def predicted(device: str, own: Device, measured: Sequence[Measured]) -> np.ndarray:

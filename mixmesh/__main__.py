@@ -35,6 +35,7 @@ COMMANDS = {
     "verify": "verify",
     "doctor": "doctor",
     "detect": "detect",
+    "calibrate": "calibrate",
     "profile": "profile",
     "tune": "tune",
     "run": "run",

@@ -20,7 +20,7 @@ from benchmarks.layer_times import (
     program_of,
     score,
 )  # fmt: skip
-from benchmarks.least_squares import bounded_least_squares
+from mixmesh.base.least_squares import bounded_least_squares
 from mixmesh.cost.efficiency import efficiency
 from mixmesh.errors import InputError
 from mixmesh.lang.check import check_program

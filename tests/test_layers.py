@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[set[str], ...], ...] = (
         {"base.files", "base.callers", "base.progress"},
         {"base.units"},
         {"base.solver"},
+        {"base.least_squares"},
         {"lang.operators"},
         {"lang.optimizer_states"},
     ),
@@ -60,7 +61,7 @@ LAYERS: tuple[tuple[set[str], ...], ...] = (
     ),
     ({"search.learned"}, {"cluster.detection"}),
     ({"planner", "explain"},),
-    ({"api"}, {"measure.tuning"}),
+    ({"api"}, {"measure.tuning"}, {"measure.calibration"}),
     ({"training.rebalance"},),
     ({"training.preparation"}, {"explain.whatif"}),
     ({"checkpoint"},),
@@ -77,7 +78,7 @@ FOLDERS = {"base", "frontend", "lang", "measure", "passes", "search", "training"
 TORCH = {
     "lang.operators", "frontend.trace", "runtime", "measure.verification", "measure.profiler",
     "search.learned", "measure.tuning", "cluster.detection", "training", "checkpoint",
-    "measure.doctor", "hf", "accelerate", "lightning",
+    "measure.calibration", "measure.doctor", "hf", "accelerate", "lightning",
 }  # fmt: skip
 TORCH_FILES = {
     "lang/check/types.py",

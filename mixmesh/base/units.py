@@ -12,10 +12,12 @@ from decimal import Decimal
 from fractions import Fraction
 
 GIB = 2**30
+MIB = Fraction(2**20)
 GBIT = Fraction(10**9, 8)  # bytes
 GBYTE = Fraction(10**9)
 TFLOP = Fraction(10**12)
 MICRO = Fraction(1, 10**6)
+PICO = Fraction(1, 10**12)
 ONE = Fraction(1)
 
 

@@ -18,9 +18,10 @@ A rank is a device's index in the order of the file. ``Cluster.load`` reads the 
     [[machine]]
     devices = [{ device = "V100-16GB", memory_gib = 12, name = "V100-12GB", count = 2 }, { cpu_share = 0.35 }]
 
-A table takes what it does not give from its ``device``; ``count`` repeats it. ``cpu_share`` is the share of
-one CPU core that a device emulated by the testbed gets: its other figures then default to that share of a
-CPU core, its memory to 2 GiB, and its machine's link to 20 Gbit/s and 30 us, as gloo has over loopback.
+A table takes what it does not give from its ``device``, by its calibration where there is one; ``count``
+repeats it. ``cpu_share`` is the share of one CPU core that a device emulated by the testbed gets: its other
+figures then default to that share of a CPU core, its memory to 2 GiB, and its machine's link to 20 Gbit/s and
+30 us, as gloo has over loopback.
 
 The clusters of the papers are files of the package: ``Cluster.load("hap-32")`` (``mixmesh/cluster/presets``).
 """
@@ -52,14 +53,18 @@ from ..base.units import (
     size_text,
 )
 from ..errors import ClusterError
-from .device import Device, device_of, device_toml, first, require_positive, toml_string
+from .device import Device, device_of, device_toml, first, require_positive
 from .file import ClusterTable, MachineTable, machine_name, read_tables
+from .toml import toml_string
 
 PCIE_LINK = (Decimal(100), Decimal(10))  # Gbit/s, us
 LOOPBACK_LINK = (Decimal(20), Decimal(30))
 
 PRESETS = Path(__file__).parent / "presets"
-LATER_FIELDS = ("tf32_flop_per_s", "issue_s", "sustained", "efficiency")
+LATER_FIELDS = (
+    "tf32_flop_per_s", "issue_s", "sustained", "efficiency", "backward_issue_s", "optimizer_s_per_byte",
+    "context_bytes", "kernel_bytes",
+)  # fmt: skip
 # Cards behind one host bridge without peer-to-peer access were measured to share 1.6 to 5 GB/s
 BRIDGE_GBIT_PER_S = Decimal(24)
 
@@ -230,6 +235,7 @@ class Cluster:
             del machine["name"], machine["price_per_hour"]
             _without_defaults(machine, Machine, "links", "p2p", "bridge_bytes_per_s")
             for device in machine["devices"]:
+                del device["calibrated"]  # a date
                 _without_defaults(device, Device, *LATER_FIELDS)
         return hashlib.sha256(json.dumps(_as_floats(facts), sort_keys=True).encode()).hexdigest()[:12]
 
@@ -249,7 +255,8 @@ class Cluster:
                 share = f", {device.cpu_share:g} of a CPU core" if device.cpu_share else ""
                 speed = flop_rate_text(device.flop_per_s)
                 memory = f"{size_text(device.memory_bytes)} at {memory_rate_text(device.memory_bytes_per_s)}"
-                lines.append(f"    rank {rank}  {device.name}  {speed}, {memory}{share}")
+                date = f", calibrated {device.calibrated}" if device.calibrated else ""
+                lines.append(f"    rank {rank}  {device.name}  {speed}, {memory}{share}{date}")
         return "\n".join(lines)
 
     def to_toml(self) -> str:

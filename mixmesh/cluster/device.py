@@ -6,12 +6,15 @@ import json
 import math
 from dataclasses import dataclass
 from decimal import Decimal
+from fractions import Fraction
 from typing import Any, Literal
 
-from ..base.units import GBYTE, MICRO, ONE, TFLOP, in_gib, in_unit, si, si_bytes
+from ..base.units import GBYTE, MIB, MICRO, ONE, PICO, TFLOP, in_gib, in_unit, si, si_bytes
 from ..errors import ClusterError
-from .catalogue import CATALOGUE
+from .calibration import calibration_of, with_calibration
+from .catalogue import CATALOGUE, CatalogueRow
 from .file import DeviceTable
+from .toml import efficiency_toml, toml_string
 
 # One core of a current server CPU with AVX2, as a matrix product in PyTorch uses it.
 CPU_CORETFLOP_PER_S = Decimal("0.05")
@@ -28,7 +31,11 @@ class Device:
     ``kind`` says where the computing happens. ``issue_s`` is what an operator takes of its host, None if that
     is not known; ``sustained`` the share of the arithmetic peaks that its power limit allows under load.
     ``efficiency`` has rows that replace those of ``mixmesh.cost.efficiency``, for a card whose own are known:
-    class, dtype, share of the peak, ramp in seconds, factor on the usual backward pass.
+    class, dtype, share of the peak, ramp in seconds, factor on the usual backward pass. ``calibrated`` is the
+    date on which ``mixmesh calibrate`` measured the card, and empty where it did not: it alone gives
+    ``backward_issue_s`` (the host's time for a kernel of the backward pass), ``optimizer_s_per_byte`` (of the
+    parameters), ``context_bytes`` (of the card's memory that a process holds before it computes) and
+    ``kernel_bytes`` (those that computing adds).
     """
 
     name: str
@@ -43,6 +50,11 @@ class Device:
     issue_s: float | None = None
     sustained: float = 1.0
     efficiency: tuple[tuple[str, str, float, float, float], ...] = ()
+    backward_issue_s: float | None = None
+    optimizer_s_per_byte: float | None = None
+    context_bytes: int | None = None
+    kernel_bytes: int | None = None
+    calibrated: str = ""
 
     def __post_init__(self) -> None:
         if not self.half_flop_per_s:
@@ -54,7 +66,18 @@ class Device:
 
 
 def device_of(table: DeviceTable) -> Device:
-    """The device of a table: what it does not give is that of its row of the catalogue."""
+    """The device of a table: what it does not give is that of its calibration, or else of its row of the
+    catalogue."""
+    return plain_device_of(with_calibration(table))
+
+
+def catalogue_device(name: str) -> Device:
+    """A card as the catalogue has it, whether it was calibrated or not."""
+    return plain_device_of(DeviceTable(device=name))
+
+
+def plain_device_of(table: DeviceTable) -> Device:
+    """The device of a table whose ``device`` is a row of the catalogue, if it names one."""
     row = CATALOGUE[table.device] if table.device is not None else None
     share = table.cpu_share if table.cpu_share is not None else Decimal(1)
     tflop_per_s = first(table.tflop_per_s, row and row.tflop_per_s, CPU_CORETFLOP_PER_S * share)
@@ -65,14 +88,11 @@ def device_of(table: DeviceTable) -> Device:
     memory_gbyte_per_s = first(
         table.memory_gbyte_per_s, row and row.memory_gbyte_per_s, CPU_CORE_MEMORYGBYTE_PER_S * share
     )
-    name = row.name if row else "cpu"
-    if table.cpu_share is not None:
-        name += f"@{table.cpu_share}"
     kind = first(table.kind, "gpu" if table.cpu_share is None else "cpu")
     # a card has more than its rates, unless it is emulated or other rates are given
     card = row if kind == "gpu" and table.tflop_per_s is None else None
     return Device(
-        name=first(table.name, name),
+        name=first(table.name, _default_name(row, table.cpu_share)),
         flop_per_s=si(tflop_per_s, TFLOP),
         memory_bytes=si_bytes(memory_gib),
         memory_bytes_per_s=si(memory_gbyte_per_s, GBYTE),
@@ -81,17 +101,54 @@ def device_of(table: DeviceTable) -> Device:
         half_flop_per_s=si(half, TFLOP),
         supports_bf16=first(table.supports_bf16, row is not None and row.supports_bf16),
         tf32_flop_per_s=si(first(table.tf32_tflop_per_s, card.tf32_tflop_per_s if card else 0), TFLOP),
-        issue_s=None if table.issue_us is None else si(table.issue_us, MICRO),
         sustained=float(first(table.sustained, card.sustained if card else 1)),
-        efficiency=tuple(
-            (name, dtype, float(share), si(ramp_us, MICRO), float(backward))
-            for name, dtype, share, ramp_us, backward in table.efficiency or ()
-        ),
+        **measured_fields(table),
     )
+
+
+def _default_name(row: CatalogueRow | None, cpu_share: Decimal | None) -> str:
+    name = row.name if row else "cpu"
+    return name if cpu_share is None else f"{name}@{cpu_share}"
+
+
+def measured_fields(table: DeviceTable) -> dict[str, Any]:
+    """The fields of a device that no datasheet has, as a table has them."""
+    efficiency = tuple(
+        (name, dtype, float(share), si(ramp_us, MICRO), float(backward))
+        for name, dtype, share, ramp_us, backward in table.efficiency or ()
+    )
+    return {
+        "issue_s": _seconds(table.issue_us, MICRO),
+        "efficiency": efficiency,
+        "backward_issue_s": _seconds(table.backward_issue_us, MICRO),
+        "optimizer_s_per_byte": _seconds(table.optimizer_ps_per_byte, PICO),
+        "context_bytes": _mib(table.context_mib),
+        "kernel_bytes": _mib(table.kernels_mib),
+        "calibrated": table.calibrated or "",
+    }
+
+
+def calibrated_device(name: str) -> Device | None:
+    """The device of this name as it was calibrated here; None where it was not. Raises ClusterError."""
+    table = calibration_of(name)
+    return None if table is None else device_of(table)
+
+
+def _seconds(number: Decimal | None, unit: Fraction) -> float | None:
+    return None if number is None else si(number, unit)
+
+
+def _mib(number: Decimal | None) -> int | None:
+    return None if number is None else round(si(number, MIB))
 
 
 def device_toml(device: Device) -> str:
     """The table of a device in a cluster file, every figure written out."""
+    return "{ " + ", ".join(f"{key} = {value}" for key, value in device_pairs(device).items()) + " }"
+
+
+def device_pairs(device: Device) -> dict[str, str]:
+    """The keys of a device's table and their values as TOML."""
     pairs = {
         "name": toml_string(device.name),
         "kind": toml_string(device.kind),
@@ -110,20 +167,18 @@ def device_toml(device: Device) -> str:
     if device.sustained != 1.0:
         pairs["sustained"] = in_unit(device.sustained, ONE)
     if device.efficiency:
-        pairs["efficiency"] = f"[{', '.join(map(_efficiency_toml, device.efficiency))}]"
-    return "{ " + ", ".join(f"{key} = {value}" for key, value in pairs.items()) + " }"
-
-
-def _efficiency_toml(row: tuple[str, str, float, float, float]) -> str:
-    name, dtype, share, ramp_s, backward = row
-    figures = in_unit(share, ONE), in_unit(ramp_s, MICRO), in_unit(backward, ONE)
-    return f'["{name}", "{dtype}", {", ".join(figures)}]'
-
-
-def toml_string(text: str) -> str:
-    """Text in quotes."""
-    # JSON's escapes are TOML's, but for characters above U+FFFF, and for U+007F, which TOML wants escaped
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+        pairs["efficiency"] = f"[{', '.join(map(efficiency_toml, device.efficiency))}]"
+    if device.backward_issue_s is not None:
+        pairs["backward_issue_us"] = in_unit(device.backward_issue_s, MICRO)
+    if device.optimizer_s_per_byte is not None:
+        pairs["optimizer_ps_per_byte"] = in_unit(device.optimizer_s_per_byte, PICO)
+    if device.context_bytes is not None:
+        pairs["context_mib"] = in_unit(device.context_bytes, MIB)
+    if device.kernel_bytes is not None:
+        pairs["kernels_mib"] = in_unit(device.kernel_bytes, MIB)
+    if device.calibrated:
+        pairs["calibrated"] = toml_string(device.calibrated)
+    return pairs
 
 
 def first(*values):

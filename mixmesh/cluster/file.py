@@ -11,7 +11,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable
 from decimal import Decimal
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -27,7 +27,9 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from ..errors import ClusterError
 from .catalogue import CATALOGUE, rows_named
 from .classes import ROWS
+from .devices_folder import device_file, files
 
+T = TypeVar("T", bound=BaseModel)
 _FIGURES = ("tflop_per_s", "memory_gib", "memory_gbyte_per_s")
 
 
@@ -72,11 +74,11 @@ def _efficiency_row(row: list[Any]) -> list[Any]:
     return [*row[:2], share, ramp_us, backward]
 
 
-class _Table(BaseModel):
+class Table(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
-class DeviceTable(_Table):
+class DeviceTable(Table):
     device: Name | None = None
     name: Name | None = None
     kind: Literal["gpu", "cpu"] | None = None
@@ -88,8 +90,13 @@ class DeviceTable(_Table):
     memory_gbyte_per_s: Positive | None = None
     cpu_share: Share | None = None
     issue_us: Positive | None = None
+    backward_issue_us: Positive | None = None
     sustained: Part | None = None
     efficiency: list[EfficiencyRow] | None = None
+    optimizer_ps_per_byte: Positive | None = None
+    context_mib: Positive | None = None
+    kernels_mib: NotNegative | None = None
+    calibrated: Name | None = None
     count: Annotated[int, Field(ge=1, le=1024)] = 1
 
     @model_validator(mode="before")
@@ -103,8 +110,11 @@ class DeviceTable(_Table):
         rows = rows_named(device) if isinstance(device, str) else ()
         if len(rows) == 1:
             return {**value, "device": rows[0].name}
+        if isinstance(device, str) and device_file(device) is not None:
+            return value
         if isinstance(device, str):
-            near = [row.name for row in rows] or _closest(device, CATALOGUE, num=3)
+            calibrated = [path.stem for path in files()]
+            near = [row.name for row in rows] or _closest(device, [*CATALOGUE, *calibrated], num=3)
             raise _problem(
                 "a device of the catalogue: " + ", ".join(CATALOGUE),
                 f'unknown device "{device}"',
@@ -127,13 +137,13 @@ class DeviceTable(_Table):
         return self
 
 
-class LinkTable(_Table):
+class LinkTable(Table):
     devices: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=2)]
     gbit_per_s: Positive
     latency_us: NotNegative | None = None
 
 
-class MachineTable(_Table):
+class MachineTable(Table):
     name: Name | None = None
     devices: Annotated[list[DeviceTable], Field(min_length=1)]
     link_gbit_per_s: Positive | None = None
@@ -145,13 +155,13 @@ class MachineTable(_Table):
     price_per_hour: NotNegative | None = None
 
 
-class NetworkTable(_Table):
+class NetworkTable(Table):
     bandwidth_gbit_per_s: Positive
     latency_us: NotNegative = Decimal(50)  # for TCP over one switch
     kind: Literal["tcp", "rdma"] = "tcp"
 
 
-class ClusterTable(_Table):
+class ClusterTable(Table):
     name: Name | None = None
     network: NetworkTable | None = None
     machine: Annotated[list[MachineTable], Field(min_length=1)]
@@ -159,16 +169,21 @@ class ClusterTable(_Table):
 
 def read_tables(text: str, where: str) -> ClusterTable:
     """The checked tables of a cluster file. Raises ``ClusterError``."""
+    tables = checked(ClusterTable, text, where)
+    _check_together(tables, where)
+    return tables
+
+
+def checked(schema: type[T], text: str, where: str) -> T:
+    """The tables of TOML text by a schema; ``where`` names the text in errors. Raises ``ClusterError``."""
     try:
         raw = tomllib.loads(text, parse_float=Decimal)
     except (ValueError, ArithmeticError, RecursionError) as error:
         raise _toml_error(text, where, error) from None
     try:
-        tables = ClusterTable.model_validate(raw)
+        return schema.model_validate(raw)
     except ValidationError as error:
-        raise _schema_error(error, where) from None
-    _check_together(tables, where)
-    return tables
+        raise _schema_error(error, where, schema) from None
 
 
 def _check_together(tables: ClusterTable, where: str) -> None:
@@ -241,11 +256,11 @@ def _toml_error(text: str, where: str, error: Exception) -> ClusterError:
     )
 
 
-def _schema_error(error: ValidationError, where: str) -> ClusterError:
+def _schema_error(error: ValidationError, where: str, schema: type[BaseModel]) -> ClusterError:
     # a mistyped key also leaves the right one missing: speak of the mistyped one first
     problems = sorted(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
     first, more = problems[0], len(problems) - 1
-    message, expected, hint = _explain(first)
+    message, expected, hint = _explain(first, schema)
     missing = first["type"] == "missing"
     return ClusterError(
         message + (f" (and {more} more)" if more else ""),
@@ -256,14 +271,14 @@ def _schema_error(error: ValidationError, where: str) -> ClusterError:
     )
 
 
-def _explain(problem: ErrorDetails) -> tuple[str, str, str]:
+def _explain(problem: ErrorDetails, schema: type[BaseModel]) -> tuple[str, str, str]:
     """The message, what was expected and what to try, for one of pydantic's errors."""
     kind, path, context = problem["type"], key_path(problem["loc"]), problem.get("ctx", {})
     last = str(problem["loc"][-1]) if problem["loc"] else ""
     if kind == "mixmesh":
         return context["message"] or f"{path} is not usable", context["expected"], context["hint"]
     if kind == "extra_forbidden":
-        keys = _keys_at(problem["loc"])
+        keys = _keys_at(problem["loc"], schema)
         near = _closest(last, keys)
         return (
             f'unknown key "{last}"',
@@ -293,18 +308,30 @@ _EXPECTED = {
     "p2p": "true or false",
     "supports_bf16": "true or false",
     "count": "a whole number from 1 to 1024",
+    "figures": "a [figures] table, as mixmesh calibrate writes it",
+    "measured": "a [measured] table, as mixmesh calibrate writes it",
+    "fit": "a list of [[fit]] tables",
 }
 
 
-def _keys_at(loc: tuple[int | str, ...]) -> tuple[str, ...]:
-    names = [part for part in loc[:-1] if isinstance(part, str)]
-    table: dict[tuple[str, ...], type[BaseModel]] = {
-        (): ClusterTable,
-        ("network",): NetworkTable,
-        ("machine",): MachineTable,
-        ("machine", "links"): LinkTable,
-    }
-    return tuple(table.get(tuple(names), DeviceTable).model_fields)
+def _keys_at(loc: tuple[int | str, ...], schema: type[BaseModel]) -> tuple[str, ...]:
+    """The keys of the table that a key is in: of the schema, or of the tables that its fields hold."""
+    table = schema
+    for name in (part for part in loc[:-1] if isinstance(part, str)):
+        table = _table_within(table.model_fields[name].annotation)
+    return tuple(table.model_fields)
+
+
+def _table_within(annotation: Any) -> type[BaseModel]:
+    """The table in an annotation such as ``Annotated[list[Table], ...] | None``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(_table_within(a) for a in get_args(annotation) if _holds_table(a))
+
+
+def _holds_table(annotation: Any) -> bool:
+    is_table = isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    return is_table or any(map(_holds_table, get_args(annotation)))
 
 
 def _closest(word: str, words: Iterable[str], num: int = 1) -> list[str]:

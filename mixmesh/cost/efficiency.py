@@ -40,6 +40,7 @@ from ..cluster.classes import (
     HALF,
     LOOKUP,
     PRODUCT,
+    PRODUCTS,
     REDUCTION,
     TF32,
     THIN,
@@ -70,12 +71,19 @@ ROWS = (
 USUAL = {(name, dtype): Efficiency(share, ramp_us * MICRO) for name, dtype, share, ramp_us in ROWS}
 
 
+# On a CPU: products reach so much of its peak in practice, other operators all of its memory's rate
+CPU_EFFICIENCY = 0.5
+CPU_PRODUCT, CPU_MEMORY_BOUND = Efficiency(CPU_EFFICIENCY, 0.0), Efficiency(1.0, 0.0)
+
+
 def efficiency(name: str, dtype: str, device: Device) -> Efficiency:
-    """The efficiency of a class of operators on a device: its own where the cluster file has them, else the
-    usual one."""
+    """The efficiency of a class of operators on a device: its own where the cluster file or a calibration has
+    them, else the usual one."""
     for own_name, own_dtype, *figures in device.efficiency:
         if (own_name, own_dtype) == (name, dtype):
             return Efficiency(*figures)
+    if device.kind == "cpu":
+        return CPU_PRODUCT if name in PRODUCTS else CPU_MEMORY_BOUND
     return USUAL[name, dtype]
 
 

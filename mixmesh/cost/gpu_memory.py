@@ -114,8 +114,11 @@ def process_bytes(
     if communicators is None:
         communicators = usual_communicators(cluster.world_size)
     own = (communicator_bytes(cluster, c, rank) for c in communicators if rank in c.ranks)
-    computing = 0 if idle else KERNEL_BYTES + workspace_bytes(cluster.devices[rank].name)
-    return CONTEXT_BYTES + computing + sum(own)
+    device = cluster.devices[rank]
+    kernels, context = device.kernel_bytes, device.context_bytes
+    if kernels is None:
+        kernels = KERNEL_BYTES + workspace_bytes(device.name)
+    return (CONTEXT_BYTES if context is None else context) + (0 if idle else kernels) + sum(own)
 
 
 def measured_bytes(

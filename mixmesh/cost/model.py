@@ -40,6 +40,7 @@ CPU_LAUNCH_S = 4e-6  # dispatch of one operator on one full core
 # seconds forward and backward of operators bound by memory on a CPU, over those of reading and writing what
 # they are given and give
 MEMORY_BOUND = (1.0, 1.5)
+SOURCES = PROFILE, CALIBRATION, ROOFLINE = "profile", "calibration", "roofline"
 CALL_PER_PIECE = ("broadcasts", "reduces")  # algorithms with a call for every rank of the group
 
 
@@ -85,12 +86,15 @@ class CostModel:
 
     @property
     def _measured_source(self) -> str:
-        profile = self.profile
-        measured = [d for d in self.classes if profile and device_key(d) in profile.devices]
-        if profile is None or not measured:
-            return "roofline"
-        corrected = ", corrected by a trial" if "corrected" in profile.provenance else ""
-        return ("profile" if len(measured) == len(self.classes) else "profile and roofline") + corrected
+        sources = [self._source_of(device) for device in self.classes]
+        text = " and ".join(source for source in SOURCES if source in sources)
+        is_corrected = PROFILE in sources and self.profile and "corrected" in self.profile.provenance
+        return text + (", corrected by a trial" if is_corrected else "")
+
+    def _source_of(self, device: Device) -> str:
+        if self.has_profile_of(device):
+            return PROFILE
+        return CALIBRATION if device.calibrated else ROOFLINE
 
     @lazy
     def classes(self) -> tuple[Device, ...]:
@@ -155,7 +159,7 @@ class CostModel:
 
     def _estimated(self, call: Call, grads: int, device: Device) -> OpTime:
         scale = self._class_scale(device, is_product(call))
-        if device.kind == "cpu":
+        if device.kind == "cpu" and device.issue_s is None and not device.efficiency:
             work = roofline_s(call, device) * scale
             launch_s = CPU_LAUNCH_S / (device.cpu_share or 1)
             ahead, back = passes(call, grads)
@@ -163,21 +167,29 @@ class CostModel:
             return OpTime(affine_curve(launch_s, work * ahead), gradient)
         issue_s = self.issue_s(device)
         if call.op in VIEWS:
-            view = affine_curve(VIEW_ISSUE * issue_s, 0.0)
+            view = affine_curve(issue_s * (VIEW_ISSUE if device.kind == "gpu" else 1.0), 0.0)
             return OpTime(view, view if grads else ZERO)
 
         def curve(made: Kernels, each_s: float) -> Curve:
             if not made.count:
                 return ZERO
+            if device.kind == "cpu":  # which does nothing else while it issues
+                return affine_curve(made.count * each_s + made.ramp_s, made.full_s * scale)
             return issued_curve(made.count * each_s, made.ramp_s, made.full_s * scale)
 
         forward, backward = kernels(call, grads, device, tf32=self.tf32)
-        return OpTime(curve(forward, issue_s), curve(backward, BACKWARD_ISSUE * issue_s))
+        return OpTime(curve(forward, issue_s), curve(backward, self.backward_issue_s(device)))
+
+    def backward_issue_s(self, device: Device) -> float:
+        """Seconds that PyTorch takes to issue a kernel of the backward pass."""
+        if device.backward_issue_s is None:
+            return BACKWARD_ISSUE * self.issue_s(device)
+        return device.backward_issue_s * (self.issue_s(device) / usual_issue_s(device))
 
     def issue_s(self, device: Device) -> float:
-        """Seconds that the host of a GPU takes to issue an operator."""
+        """Seconds that the host of a GPU takes to issue an operator, or a CPU to begin one."""
         if device not in self._issues:
-            usual_s = GPU_ISSUE_S if device.issue_s is None else device.issue_s
+            usual_s = usual_issue_s(device)
             measured = self._measured(device)
             self._issues[device] = usual_s if measured is None else scales.issue_s(measured, usual_s)
         return self._issues[device]
@@ -232,6 +244,8 @@ class CostModel:
         measured = self._measured(device)
         if measured is not None:
             return measured.optimizer_s_per_byte * size_bytes
+        if device.optimizer_s_per_byte is not None:
+            return device.optimizer_s_per_byte * size_bytes
         # Adam reads weight, gradient and two moments and writes three of them
         return 7 * size_bytes / memory_rate(device)
 
@@ -305,8 +319,21 @@ class CostModel:
             one, world_size = measured.communicator_bytes, self.cluster.world_size
             return gpu_memory.measured_bytes(constant, one, world_size, communicators, rank)
         if device.kind == "cpu":
-            return CPU_PROCESS_BYTES[idle]
+            return _cpu_process_bytes(device, idle)
         return gpu_memory.process_bytes(self.cluster, rank, communicators, idle=idle)
+
+
+def usual_issue_s(device: Device) -> float:
+    """Seconds of issuing an operator where no profile tells: the device's own, or else usual ones."""
+    if device.issue_s is not None:
+        return device.issue_s
+    return GPU_ISSUE_S if device.kind == "gpu" else CPU_LAUNCH_S / (device.cpu_share or 1)
+
+
+def _cpu_process_bytes(device: Device, idle: bool) -> int:
+    if device.context_bytes is None:
+        return CPU_PROCESS_BYTES[idle]
+    return device.context_bytes + (0 if idle else device.kernel_bytes or 0)
 
 
 def _ratio(a: float, b: float) -> float:
@@ -325,7 +352,7 @@ def roofline_s(call: Call, device: Device) -> float:
 
 def memory_rate(device: Device) -> float:
     """Bytes per second of operators bound by memory."""
-    return device.memory_bytes_per_s * (device.kind == "cpu" or efficiency(ELEMENTWISE, ANY, device).share)
+    return device.memory_bytes_per_s * efficiency(ELEMENTWISE, ANY, device).share
 
 
 def passes(call: Call, grads: int) -> tuple[float, float]:

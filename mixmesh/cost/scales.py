@@ -20,7 +20,6 @@ from .work import HALF, VIEWS
 
 FIRST_DTYPE = re.compile(r"\((\w+)\[")
 SHAPE = re.compile(r"\[(\d+(?:, \d+)+)\]")
-CPU_EFFICIENCY = 0.5  # share of a CPU's peak that dense layers reach in practice
 
 
 def slope(measured: DeviceProfile, device: Device, *, product: bool, tf32: bool) -> float | None:
@@ -37,7 +36,7 @@ def slope(measured: DeviceProfile, device: Device, *, product: bool, tf32: bool)
 def work_s(key: str, op: OpMeasurement, device: Device, tf32: bool) -> float:
     """The estimate of a measured operator's work, of which the profile keeps the name, the floating point
     operations and the bytes."""
-    if device.kind == "cpu":
+    if device.kind == "cpu" and not device.efficiency:
         return cpu_work_s(op.flop, op.moved_bytes, device, half=False)
     moved_s = op.moved_bytes / (device.memory_bytes_per_s * e.efficiency(e.ELEMENTWISE, e.ANY, device).share)
     if not op.flop:
@@ -49,7 +48,7 @@ def work_s(key: str, op: OpMeasurement, device: Device, tf32: bool) -> float:
 def cpu_work_s(flop: int, moved: float, device: Device, *, half: bool) -> float:
     """Seconds that ``flop`` operations and ``moved`` bytes take on a CPU."""
     rate = device.half_flop_per_s if half and device.half_flop_per_s else device.flop_per_s
-    return max(flop / (rate * CPU_EFFICIENCY), moved / device.memory_bytes_per_s)
+    return max(flop / (rate * e.CPU_EFFICIENCY), moved / device.memory_bytes_per_s)
 
 
 def class_of_key(key: str, flop: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -262,7 +263,7 @@ def _toml(value: object) -> str:
 
 def is_measured(cost_source: str) -> bool:
     """Whether costs rest on a profile of all devices, by the text of their source."""
-    return cost_source.startswith("profile") and "roofline" not in cost_source
+    return cost_source.startswith("profile") and not re.search("roofline|calibration", cost_source)
 
 
 def digest(text: str) -> str:

@@ -23,6 +23,7 @@ from torch import nn
 
 from mixmesh.checkpoint.background import staged
 from mixmesh.cluster import Cluster, Device, Machine
+from mixmesh.cluster.device_file import Calibration
 from mixmesh.cost import CostModel, Profile
 from mixmesh.cost.gpu_memory import POOL_BYTES, allocator_loss, workspace_bytes
 from mixmesh.frontend.job import Job
@@ -266,6 +267,28 @@ def doctor(world_size: int, timeout_s: float) -> dict:
     report = json.loads(lines[-1]) if lines else {"ok": False, "checks": [], "error": done.stderr[-2000:]}
     wrong = [check for check in report["checks"] if check["status"] == "wrong"]
     return {"ok": report["ok"], "wrong": wrong, "error": report.get("error", ""), "code": done.returncode}
+
+
+def calibration(device: torch.device, seconds: float, folder: Path) -> dict:
+    """The errors of ``mixmesh calibrate`` in a process of its own, whose memory is measured too."""
+    command = ["calibrate", "--device", device.type, "--seconds", str(seconds), "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mixmesh", *command],
+        capture_output=True, text=True, timeout=3 * seconds + 120,
+        env=dict(os.environ, MIXMESH_DEVICES=str(folder)),
+    )  # fmt: skip
+    if done.returncode:
+        return {"code": done.returncode, "error": done.stderr[-2000:]}
+    made = Calibration.load(json.loads(done.stdout.splitlines()[-1])["out"])
+    fits = [fit for fit in made.fits if fit.kernels != "small kernels"]
+    return {
+        "code": 0,
+        "classes": len({(fit.kernels, fit.dtype) for fit in fits}),
+        "error": statistics.fmean(fit.mean_error for fit in fits),
+        "datasheet_error": statistics.fmean(fit.datasheet_error for fit in fits),
+        "issue_s": made.device.issue_s,
+        "context_bytes": made.device.context_bytes,
+    }
 
 
 def write(rows: dict[str, dict], device: torch.device, path: Path) -> str:

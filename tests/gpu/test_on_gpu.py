@@ -82,6 +82,13 @@ def test_predicted_step(rows, device):
     assert 0.9 <= row["ratio"] <= 1.1, row
 
 
+def test_calibration(rows, device, tmp_path):
+    """Every class gets a fit that is nearer than the datasheet on the kernels that it was fitted to."""
+    row = rows["calibration"] = checks.calibration(device, 60, tmp_path)
+    assert row["code"] == 0 and row["classes"] >= 14, row
+    assert row["error"] < row["datasheet_error"] and row["context_bytes"] > 0, row
+
+
 def test_overhead(rows, device):
     """Told and not asserted: a shared machine's times say little."""
     row = rows["a step"] = checks.overhead(device, checks.LARGE, STEPS, compiles=True)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from fractions import Fraction
+from types import MappingProxyType
 
 from ...base.units import GBIT, GIB, ONE, si, si_bytes
 from ..cluster import Cluster, Device, Machine
+from ..device import calibrated_device
 from .inventory import FoundDevice, Inventory
 from .links import Link, Links
 from .speed import Speed
@@ -15,11 +19,23 @@ SIGNIFICANT = 3  # digits of a measured figure
 ALONE = Link(12.5e9, 10e-6)  # for a machine of one device: nothing goes over its inner link
 
 
-def assemble(inventory: Inventory, speeds: tuple[Speed | None, ...], links: Links) -> Cluster:
+def calibrations_of(inventory: Inventory) -> dict[str, Device]:
+    """The cards of the inventory that were calibrated, by name, as the device files of this machine have
+    them. Raises ClusterError for a file that cannot be used."""
+    names = dict.fromkeys(base_name(found) for found in inventory.devices if found.kind == "gpu")
+    return {name: device for name in names if (device := calibrated_device(name)) is not None}
+
+
+def assemble(
+    inventory: Inventory,
+    speeds: tuple[Speed | None, ...],
+    links: Links,
+    calibrations: Mapping[str, Device] = MappingProxyType({}),
+) -> Cluster:
     """The cluster. Devices of one name are of one type and have the same figures: measured devices whose
-    speeds are close share those of the slowest."""
+    speeds are close share those of the slowest. Cards with ``calibrations`` have those."""
     machines = []
-    devices = typed_devices(inventory, speeds)
+    devices = typed_devices(inventory, speeds, calibrations)
     nics = nic_rates(links, len(inventory.machines))
     for index, ranks in enumerate(inventory.machines):
         link = links.inside.get(index, ALONE)
@@ -51,7 +67,9 @@ def nic_rates(links: Links, num_machines: int) -> dict[int, float]:
     return rates
 
 
-def typed_devices(inventory: Inventory, speeds: tuple[Speed | None, ...]) -> list[Device]:
+def typed_devices(
+    inventory: Inventory, speeds: tuple[Speed | None, ...], calibrations: Mapping[str, Device]
+) -> list[Device]:
     """The devices in rank order, equal ones under one name."""
     kinds: list[list[int]] = []  # ranks of a type, the fastest type first
     fastest_first = sorted(range(len(speeds)), key=lambda rank: -speed_of(inventory, speeds, rank))
@@ -68,7 +86,12 @@ def typed_devices(inventory: Inventory, speeds: tuple[Speed | None, ...]) -> lis
         base = base_name(inventory.devices[ranks[0]])
         name = next(n for n in (base, *(f"{base}-{i}" for i in range(2, 10_000))) if n not in names)
         names.add(name)
-        device = merged_device(name, inventory, speeds, ranks)
+        own = calibrations.get(base)
+        if own is not None:
+            memory_bytes = si_bytes(memory_gib(inventory, ranks[0]))
+            device = replace(own, name=name, memory_bytes=memory_bytes)
+        else:
+            device = merged_device(name, inventory, speeds, ranks)
         devices.update(dict.fromkeys(ranks, device))
     return [devices[rank] for rank in range(len(speeds))]
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from ...base.units import GIB
 from ...cluster import Cluster, Device, Machine, with_faster_inside, with_faster_links, without_device
 from ...cluster.catalogue import CATALOGUE, rows_named
+from ...cluster.devices_folder import device_file
+from ...cluster.toml import toml_string
 from ...errors import InputError
 
 GBIT_PER_S = 1e9 / 8  # in bytes per second
@@ -39,16 +41,16 @@ def changes(cluster: Cluster, swaps: Sequence[str] = ()) -> tuple[Change, ...]:
 
 
 def device_of(name: str) -> Device:
-    """The device of the catalogue that ``name`` means. Raises InputError."""
+    """The device of the catalogue, or of a device file, that ``name`` means. Raises InputError."""
     rows = rows_named(name)
-    if len(rows) != 1:
+    if len(rows) != 1 and device_file(name) is None:
         raise InputError(
             "no such device in the catalogue" if not rows else "several devices have this name",
             expected=", ".join(row.name for row in rows) or ", ".join(CATALOGUE),
             got=name,
             hint=f"--swap {rows[0].name if rows else 'A100-80GB'}",
         )
-    text = f'[[machine]]\ndevices = ["{rows[0].name}"]\n'
+    text = f"[[machine]]\ndevices = [{toml_string(rows[0].name if rows else name)}]\n"
     return Cluster.parse(text, f"catalogue: {name}").devices[0]
 
 

@@ -37,8 +37,15 @@ def _check_cluster(plan: Plan, cluster: Cluster, where: str) -> None:
         expected=f'"{plan.cluster_name}" ({plan.cluster_fingerprint}), {planned} devices',
         got=f'"{cluster.name}" ({cluster.fingerprint}), {cluster_size} devices: the plan has {differs[0]}',
         where=where,
-        hint="mixmesh plan JOB --cluster C.toml --out X.plan",
+        hint=("mixmesh plan JOB --cluster C.toml --out X.plan", *_calibration_hint(cluster)),
     )
+
+
+def _calibration_hint(cluster: Cluster) -> tuple[str, ...]:
+    calibrated = dict.fromkeys(d.name for d in cluster.devices if d.calibrated)
+    if not calibrated:
+        return ()
+    return (f"MIXMESH_DEVICES=none, if it was made before the calibration of {', '.join(calibrated)}",)
 
 
 def _check_graph(plan: Plan, graph: Graph, where: str) -> None:

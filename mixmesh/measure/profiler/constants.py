@@ -130,6 +130,16 @@ def gpu_process_memory(channel: Channel) -> ProcessMemory:
     return ProcessMemory(alone, alone + kernels + max(workspaces, 0), (sums, pairs))
 
 
+def own_card_memory(device: torch.device) -> ProcessMemory:
+    """The memory of a process on this card without communicators, where nothing else has computed in it yet.
+    What other processes hold of the card counts too."""
+    before = allocated_bytes(device)
+    torch.zeros(1, device=device)
+    alone = outside_bytes(device)
+    kernels = _added(device, lambda: use_kernels(device))
+    return ProcessMemory(alone, alone + kernels + max(allocated_bytes(device) - before, 0))
+
+
 def _added(device: torch.device, work: Callable[[], object]) -> int:
     """The bytes outside of the allocator that ``work`` leaves behind."""
     before = outside_bytes(device)

@@ -17,7 +17,7 @@ from ...api import plan_traced
 from ...base.progress import Teller, telling
 from ...base.units import plural
 from ...cluster import Cluster
-from ...cluster.detection import Cache, detect, read_inventory
+from ...cluster.detection import Cache, calibrations_of, detect, read_inventory
 from ...cluster.detection.cache import key_of
 from ...cost import Profile
 from ...cost.gpu_memory import allocator_loss
@@ -204,7 +204,8 @@ def detected_cluster(
 ) -> Cluster:
     """The cluster of all ranks, as an earlier start with these ``versions`` or this one measured it."""
     inventory = read_inventory(where)
-    key = key_of(inventory.fingerprint, dist.get_backend(), *versions)
+    calibrations = from_first_rank(lambda: calibrations_of(inventory))
+    key = key_of(inventory.fingerprint, dist.get_backend(), *versions, *calibrations.values())
     return phases.kept(
         "devices and links",
         f"clusters/{key}.toml",
@@ -212,6 +213,7 @@ def detected_cluster(
         lambda: detect(
             where,
             inventory=inventory,
+            calibrations=calibrations,
             on_start=device.on_start,
             on_end=device.on_end,
             progress=phases.teller,

@@ -1,11 +1,14 @@
-"""Least squares with bounds."""
+"""Least squares with bounds: of linear functions, and of others by Gauss-Newton steps."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 
 SWEEPS = 20_000
 SETTLED = 1e-12  # relative to the largest figure
+STEP = float(np.log(1.05))  # by which an unknown is varied for the slope
 
 
 def bounded_least_squares(
@@ -30,3 +33,25 @@ def bounded_least_squares(
         if np.max(abs(x - before), initial=0.0) <= SETTLED * max(np.max(abs(x)), 1e-300):
             break
     return x / scale
+
+
+def fit_logs(
+    errors: Callable[[np.ndarray], np.ndarray],
+    low: np.ndarray,
+    high: np.ndarray,
+    *,
+    weight: float,
+    steps: int,
+) -> np.ndarray:
+    """The logarithms of factors, between ``low`` and ``high``, for which the squares of ``errors`` are least:
+    Gauss-Newton steps from 0, each a problem of its own with the bounds. ``weight`` is that of a logarithm's
+    distance from 0 beside the errors, and decides what hardly matters to them."""
+    logs = np.zeros_like(low)
+    usual = weight * np.eye(len(logs))
+    for _ in range(steps):
+        now = errors(logs)
+        slopes = [(errors(logs + STEP * unit) - now) / STEP for unit in np.eye(len(logs))]
+        matrix = np.array(slopes).T
+        wanted = np.concatenate([matrix @ logs - now, np.zeros(len(logs))])
+        logs = bounded_least_squares(np.vstack([matrix, usual]), wanted, low, high)
+    return logs
