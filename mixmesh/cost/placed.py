@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..base.lazy import lazy
 from ..lang.ir import Cut, Instruction, Program, cells, owned_type, support
@@ -105,6 +105,7 @@ class Sheet(Outline):
             pairs = []
             ratio = program.ratio(work.cut[2])
             shares = self.shares(work.cut, program, part) if whole or not work.cut[0] else ratio
+            assert shares is not None  # a cut has a ratio
             for rank in ranks:
                 share = shares[rank]
                 key = (n, class_of[rank], share)
@@ -126,7 +127,7 @@ class Sheet(Outline):
         held = self.held_bytes(self.gradients, program)
         return tuple(self.costs.accumulation_s(rank, size) for rank, size in enumerate(held))
 
-    def held_bytes(self, sizes: dict[Cut, float], program: Program) -> list[float]:
+    def held_bytes(self, sizes: Mapping[Cut, float], program: Program) -> list[float]:
         """Bytes on every rank of values with these unsharded ``sizes``."""
         out = [0.0] * self.world_size
         for cut, size in sizes.items():
