@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mixmesh.frontend.job import optimizer_states
-from mixmesh.runtime.optimizers import fuse
+from mixmesh.runtime.optimizers import fuse, step_on_pieces
 
 KINDS = {
     "SGD": lambda p, **how: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01, **how),
@@ -66,3 +66,26 @@ def test_optimizers_that_stay_as_they_are():
 
     for optimizer in (warm, whole, torch.optim.Adagrad([p]), torch.optim.RMSprop([p]), Own([p])):
         assert not fuse(optimizer) and not optimizer.param_groups[0].get("fused")
+
+
+class WithoutClosure(torch.optim.Optimizer):
+    """As many are written: ``step`` takes no closure."""
+
+    def __init__(self, params) -> None:
+        super().__init__(params, {"lr": 0.5})
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            p.add_(p.grad / p.grad.norm(), alpha=-self.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_optimizer_whose_step_takes_no_closure(rank):
+    """It steps where parameters are whole, and not at all elsewhere."""
+    p = torch.ones(4, requires_grad=True)
+    optimizer = WithoutClosure([p])
+    step_on_pieces(optimizer, (0,), rank)
+    p.grad = torch.ones(4)
+    optimizer.step()
+    assert torch.equal(p.detach(), torch.full((4,), 0.75 if rank == 0 else 1.0))

@@ -112,7 +112,8 @@ def step_on_pieces(optimizer: optim.Optimizer, holders: tuple[int, ...] | None, 
         seeing = _seeing_shards(closure)
         with Off():
             if takes_part:
-                return kernel(self, seeing, **kwargs)
+                given = () if seeing is None else (seeing,)  # some take no closure
+                return kernel(self, *given, **kwargs)
             return None if seeing is None else seeing()
 
     step = optim.Optimizer.profile_hook_step(on_pieces)
