@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -95,12 +96,19 @@ def test_a_process_that_is_killed_leaves_whole_checkpoints(tmp_path):
 def test_a_crash_before_the_rename_leaves_the_previous_one(tmp_path, monkeypatch):
     model, optimizer = training()
     first = checkpoint.save(tmp_path, step=1, model=model, optimizer=optimizer)
-    for function in ("sync", "write_file", "write_whole"):
+    num_files = len(list(first.iterdir()))
+    for function, call in [("sync", 0), *(("write_to_disk", n) for n in range(num_files))]:
         with monkeypatch.context() as patch:
-            patch.setattr(storage, function, crash)
+            patch.setattr(storage, function, crashing_at(call, getattr(storage, function)))
             with pytest.raises(InputError, match="a crash"):
                 checkpoint.save(tmp_path, step=2, model=model, optimizer=optimizer, keep=1)
-        assert checkpoint.latest(tmp_path) == first, function
+        assert checkpoint.latest(tmp_path) == first, (function, call)
+
+
+def crashing_at(call: int, function):
+    """``function``, which crashes when it is called for that time, from 0 on."""
+    calls = itertools.count()
+    return lambda *args: crash() if next(calls) == call else function(*args)
 
 
 def crash(*_):
