@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,12 +21,15 @@ if TYPE_CHECKING:
 
     from ..measure.calibration import Measured, Steps
 
-Kind = Literal["cuda", "cpu"]
-
 
 def calibrate(
     device: Annotated[
-        Kind | None, typer.Option("--device", help="By default the accelerator, where there is one.")
+        str | None,
+        typer.Option(
+            "--device",
+            metavar="TYPE",
+            help="cpu, cuda or xpu. By default the accelerator, if any.",
+        ),
     ] = None,
     budget: Annotated[
         float, typer.Option("--seconds", min=1, metavar="SECONDS", help="Measure for so long.")
@@ -58,17 +61,18 @@ def calibrate(
     print(f"written to {path}" + ("" if out is None else ", which is not where device files are read"))
 
 
-def device_named(kind: Kind | None) -> torch.device:
-    """The device of a kind. Raises InputError where there is none."""
+def device_named(kind: str | None) -> torch.device:
+    """The device of a type. Raises InputError where there is none."""
     import torch
 
-    from ..runtime.comm import default_device
+    from ..runtime.accelerator import accelerator_type, local_device
 
-    if kind is None:
-        return default_device()
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise InputError("there is no CUDA device", expected="a GPU that PyTorch sees", got="--device cuda")
-    return torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
+    if kind is None or kind == accelerator_type():
+        return local_device()
+    if kind != "cpu":
+        types = " or ".join(filter(None, ("cpu", accelerator_type())))
+        raise InputError("there is no such device here", expected=f"--device {types}", got=f"--device {kind}")
+    return torch.device(kind)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 HOST = ("cpu", "meta")  # devices of which nothing is to be awaited
 HOST_BACKEND = "gloo"  # sends what is in the host's memory, and every tensor by way of it
+TF32_CAPABILITY = (8, 0)  # Ampere
 PRETENDED_BACKEND = "fake"  # PyTorch's, for one process as if all others were there
 
 
@@ -99,6 +100,13 @@ def computes_bf16(device: torch.device) -> bool:
     if device.type == "cuda":
         return module.is_bf16_supported(including_emulation=False)
     return torch.bfloat16 in torch.accelerator.get_device_capability(device)["supported_dtypes"]
+
+
+def computes_tf32(device: torch.device) -> bool:
+    """Whether products of float32 may be computed in TF32: by NVIDIA's cards from Ampere on."""
+    if device.type != "cuda" or torch.version.hip:
+        return False
+    return torch.get_device_module(device).get_device_capability(device) >= TF32_CAPABILITY
 
 
 def reaches(device: torch.device, other: int) -> bool:

@@ -21,7 +21,7 @@ from ...cluster.detection.speed import GPU_SIZES, measure_speed, product, run_s
 from ...cluster.device import catalogue_device
 from ...cluster.device_file import Calibration
 from ...errors import InputError
-from ...runtime.accelerator import is_accelerator
+from ...runtime.accelerator import computes_tf32, is_accelerator
 from ...runtime.allocator import steady_heap
 from ..profiler.constants import own_card_memory, own_process_memory
 from .fit import fit_device, fit_optimizer, fits_of
@@ -37,7 +37,6 @@ LEAST_S = 1.0  # seconds of the first group, whatever the time
 PROCESS_S = 20.0  # at least, for a process of its own, whose memory is measured on a CPU
 HALF_ON_CPU_S = 60.0  # at least, as many CPUs take long for it
 MOST_CONTEXT_BYTES = 3 * 2**30  # more is other processes' on the card
-TF32_CAPABILITY = (8, 0)  # Ampere
 MEMORY, HEAT, OPTIMIZER = "memory of a process", "computing, for clocks as under load", "optimizer"
 
 
@@ -155,9 +154,7 @@ def check_name(name: str | None) -> None:
 
 def tf32_flop_per_s(device: torch.device) -> float:
     """The rate of products of float32 in TF32; 0 where there is none."""
-    if device.type != "cuda" or torch.version.hip:
-        return 0.0
-    if torch.cuda.get_device_capability(device) < TF32_CAPABILITY:
+    if not computes_tf32(device):
         return 0.0
     size = GPU_SIZES["products"]
     with tf32_set(True):
