@@ -314,6 +314,28 @@ def test_a_profile_has_a_communicators_own_bytes():
     assert gpu_memory.measured_bytes(1000, (), 3, pair, 0) == 1000
 
 
+def test_constants_of_all_ranks_are_those_of_each():
+    """Machines and cards of several kinds, communicators of some ranks, idle ones among them."""
+    cluster = Cluster.parse(
+        'name = "x"\n[network]\nbandwidth_gbit_per_s = 25\n'
+        '[[machine]]\ndevices = [{ device = "A100-40GB", count = 2 }, { device = "T4-16GB" }]\n'
+        '[[machine]]\ndevices = [{ device = "A100-40GB", count = 2 }]\n'
+        '[[machine]]\nlink_gbit_per_s = 2400\ndevices = [{ device = "A100-40GB", count = 2 }]\n'
+    )
+    costs = CostModel(cluster)
+    several = (
+        Communicator("data", (0, 1, 2, 3), True), Communicator("sums", (1, 5, 6)), Communicator("x", (4,)),
+    )  # fmt: skip
+    for meetings in (None, (), several):
+        for working in (None, (), (0, 1, 4, 6)):
+            expected = [
+                costs.memory_constant_bytes(r, meetings, idle=working is not None and r not in working)
+                for r in range(7)
+            ]
+            assert costs.memory_constants_bytes(meetings, working=working) == expected
+    assert len(set(expected)) > 4
+
+
 def used_groups(planner: str, _: None) -> None:
     """A training step uses the groups that are counted, and no other, on this rank."""
     plan, used = planned(planner), set()

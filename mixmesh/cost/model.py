@@ -8,6 +8,7 @@ rates scaled to what the profile saw of the same class on that device, if it saw
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -321,6 +322,28 @@ class CostModel:
         if device.kind == "cpu":
             return _cpu_process_bytes(device, idle)
         return gpu_memory.process_bytes(self.cluster, rank, communicators, idle=idle)
+
+    def memory_constants_bytes(
+        self, communicators: Sequence[Communicator] | None = None, *, working: Collection[int] | None = None
+    ) -> list[int]:
+        """``memory_constant_bytes`` of every rank; those that are not ``working`` are idle. Ranks of one
+        class in machines that are alike, which meet as many others in theirs, hold as much."""
+        world_size = self.cluster.world_size
+        if communicators is None:
+            communicators = gpu_memory.usual_communicators(world_size)
+        machine_of = [self.cluster.machine_index_of(rank) for rank in range(world_size)]
+        met = [(frozenset(c.ranks), Counter(machine_of[rank] for rank in c.ranks)) for c in communicators]
+        wirings = [machine.wiring for machine in self.cluster.machines]
+        known: dict[tuple, int] = {}
+        sizes = []
+        for rank, machine in enumerate(machine_of):
+            idle = working is not None and rank not in working
+            near = tuple(counts[machine] if rank in ranks else 0 for ranks, counts in met)
+            key = (self.class_of[rank], wirings[machine], idle, near)
+            if key not in known:
+                known[key] = self.memory_constant_bytes(rank, communicators, idle=idle)
+            sizes.append(known[key])
+        return sizes
 
 
 def usual_issue_s(device: Device) -> float:

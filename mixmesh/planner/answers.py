@@ -21,10 +21,7 @@ def check_memory(task: Task) -> None:
     """Raises Infeasible for devices that are too small for a process that holds nothing: no share of them is
     small enough, not even none."""
     values = (Communicator(DATA, tuple(range(task.world_size))),)  # through which every rank gets the model's
-    every = range(task.world_size)
-    idle = [
-        task.costs.memory_constant_bytes(rank, values[task.world_size == 1 :], idle=True) for rank in every
-    ]
+    idle = task.costs.memory_constants_bytes(values[task.world_size == 1 :], working=())
     small = [rank for rank, size in enumerate(idle) if size > task.usable_bytes[rank]]
     if not small:
         return

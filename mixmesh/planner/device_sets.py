@@ -43,7 +43,8 @@ def machine_sets(task: Task) -> list[Ranks]:
 def _orders(task: Task, kinds: dict[tuple, list[Ranks]]) -> Iterator[list[Ranks]]:
     """Machines from the fastest, from the one with the fastest link between machines, and those of a kind."""
     every = [(kind, ranks) for kind, some in kinds.items() for ranks in some]
-    speed: Callable[[Ranks], float] = lambda ranks: -sum(task.proportional[r] for r in ranks)  # noqa: E731
+    shares = task.proportional
+    speed: Callable[[Ranks], float] = lambda ranks: -sum(shares[r] for r in ranks)  # noqa: E731
     yield [ranks for _, ranks in sorted(every, key=lambda pair: speed(pair[1]))]
     yield [ranks for _, ranks in sorted(every, key=lambda pair: (-pair[0][-2], speed(pair[1])))]
     yield from kinds.values()

@@ -204,7 +204,7 @@ class _Estimate:
         self.task, self.space, self.costs = task, space, task.costs
         self.is_blocking = BLOCKING_SENDS in self.costs.unmeasured
         self.usable = [usable * part for usable in task.usable_bytes]
-        self.constant = [task.costs.memory_constant_bytes(r) for r in range(task.world_size)]
+        self.constant = task.costs.memory_constants_bytes()
         groups = space.groups
         classes = range(len(task.costs.classes))
         # fixed seconds and those of the whole batch, per class

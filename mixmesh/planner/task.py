@@ -81,6 +81,7 @@ class Task:
         self.ranks = tuple(range(self.world_size))  # that may take part
         self._seconds_among: dict[int, tuple[float, ...]] = {}  # by the number of devices
         # by ranks, so that all views of a task may share them
+        self._shares: dict[tuple[int, ...], Ratio] = {}
         self._bounds_s: dict[tuple[int, ...], float] = {}
         self._ideals_s: dict[tuple[int, ...], float] = {}
         self._progress = Progress()
@@ -289,7 +290,9 @@ class Task:
 
     def shares(self, ranks: tuple[int, ...]) -> Ratio:
         """Shares in proportion to the speed of some devices, as if there were no others."""
-        return ratio_of_speeds(self.seconds_among(len(ranks)), ranks)
+        if ranks not in self._shares:
+            self._shares[ranks] = ratio_of_speeds(self.seconds_among(len(ranks)), ranks)
+        return self._shares[ranks]
 
     def seconds_among(self, num_devices: int) -> tuple[float, ...]:
         """Per rank, the seconds of an equal share of the work on ``num_devices`` devices."""

@@ -68,7 +68,7 @@ class Estimator:
         self.levels = levels
         self.space, self.costs, self.optimizer_states = space, space.costs, optimizer_states
         self.world_size = space.program.world_size
-        self.constant = [self.costs.memory_constant_bytes(r) for r in range(self.world_size)]
+        self.constant = self.costs.memory_constants_bytes()
         self._costs: dict[tuple[int, Placed], _Cost] = {}
         self._calls: dict[tuple[Ratio, Ratio, int], _Call | None] = {}
         self._shares = lru_cache(lambda r: tuple(n / space.batch for n in shard_sizes(space.batch, r)))

@@ -95,9 +95,8 @@ class PeakMemory:
     def constants(self, program: Program, computing: Collection[int] = ()) -> list[int]:
         """Bytes that the process itself takes, with the communicators of ``program``, per rank. Those of
         ``computing`` compute too, under other ratios."""
-        constant, working = self.costs.memory_constant_bytes, {*program.working_ranks, *computing}
-        meetings = self._communicators(program)
-        return [constant(rank, meetings, idle=rank not in working) for rank in range(program.world_size)]
+        working = {*program.working_ranks, *computing}
+        return self.costs.memory_constants_bytes(self._communicators(program), working=working)
 
     def _communicators(self, program: Program) -> tuple[Communicator, ...]:
         """The communicators of a program of these instructions, which depend on who takes part, and on which
