@@ -34,7 +34,7 @@ fuzz: setup    ## random models, programs and files for MINUTES=60; failures go 
 lint: setup    ## ruff: rules and format; mypy: no error in the package
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m tools.type_errors
+	$(BIN)/mypy
 
 golden: setup    ## rewrite the golden files from what the code does now
 	$(BIN)/python -m pytest tests/test_golden.py tests/step tests/rules/test_strategies_golden.py tests/docs --update-golden

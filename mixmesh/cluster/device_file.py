@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ..base.files import write_text
@@ -95,15 +95,8 @@ class Calibration:
 
 
 def fit_pairs(fit: Fit) -> dict[str, str]:
-    return {
-        "kernels": toml_string(fit.kernels),
-        "dtype": toml_string(fit.dtype),
-        "direction": toml_string(fit.direction),
-        "num": str(fit.num),
-        "mean_error": in_unit(fit.mean_error, ONE),
-        "largest_error": in_unit(fit.largest_error, ONE),
-        "datasheet_error": in_unit(fit.datasheet_error, ONE),
-    }
+    """The keys of a fit's table and their values as TOML."""
+    return {key: toml_string(x) if isinstance(x, str) else in_unit(x, ONE) for key, x in asdict(fit).items()}
 
 
 def _calibration(tables: CalibrationTable) -> Calibration:

@@ -41,6 +41,7 @@ CPU_LAUNCH_S = 4e-6  # dispatch of one operator on one full core
 # seconds forward and backward of operators bound by memory on a CPU, over those of reading and writing what
 # they are given and give
 MEMORY_BOUND = (1.0, 1.5)
+ADAM_ACCESSES = 7  # of each byte: weight, gradient and two moments are read, and three of them written
 SOURCES = PROFILE, CALIBRATION, ROOFLINE = "profile", "calibration", "roofline"
 CALL_PER_PIECE = ("broadcasts", "reduces")  # algorithms with a call for every rank of the group
 
@@ -247,8 +248,7 @@ class CostModel:
             return measured.optimizer_s_per_byte * size_bytes
         if device.optimizer_s_per_byte is not None:
             return device.optimizer_s_per_byte * size_bytes
-        # Adam reads weight, gradient and two moments and writes three of them
-        return 7 * size_bytes / memory_rate(device)
+        return ADAM_ACCESSES * size_bytes / memory_rate(device)
 
     def accumulation_s(self, rank: int, size_bytes: float) -> float:
         """Seconds of adding gradients of ``size_bytes`` to what is there of earlier micro-steps: two are read

@@ -22,9 +22,9 @@ from ..lang.ir import (
     Ref,
     Shard,
     TensorType,
-    map_refs,
     redistribution,
     regions,
+    with_inputs,
 )
 from ..lang.rules import RULES, Strategy, call_of, strategies
 from ..lang.rules.pattern import Bound
@@ -194,7 +194,7 @@ class _Rewrite:
             elif is_cut(self.taken(i)):
                 yield from self.recut(i)
             else:
-                yield with_inputs(i, [self.held.get((name, REPLICATE), name) for name in i.inputs])
+                yield using(i, [self.held.get((name, REPLICATE), name) for name in i.inputs])
 
     def operator(self, i: Instruction, way: Cut) -> Iterator[Instruction]:
         """The operator on pieces, after slices of inputs that are whole; then its results for those who take
@@ -204,7 +204,7 @@ class _Rewrite:
                 yield self.held_as(name, self.program.types[name], p)
         names = [self.held.get((name, p), name) for name, p in zip(i.inputs, way.inputs)]
         types = tuple([self.placed(t, p) for t, p in zip(i.types, way.results)])
-        yield replace(with_inputs(i, names), types=types)
+        yield replace(using(i, names), types=types)
         for result, t in zip(i.results, types):
             if result is not None:
                 self.pieces[result] = t
@@ -265,11 +265,9 @@ class _Rewrite:
         return TensorType(t.value, (p,), ratio)
 
 
-def with_inputs(i: Instruction, inputs: Sequence[str]) -> Instruction:
+def using(i: Instruction, inputs: Sequence[str]) -> Instruction:
     """``i`` with other inputs, by position."""
     if tuple(inputs) == i.inputs:
         return i
-    names = iter(inputs)
-    args = map_refs(i.args, lambda _: Ref(next(names)))
-    kwargs = tuple([(key, map_refs(value, lambda _: Ref(next(names)))) for key, value in i.kwargs])
+    args, kwargs = with_inputs(i.args, i.kwargs, inputs)
     return replace(i, args=args, kwargs=kwargs)

@@ -117,7 +117,7 @@ def kept_texts(log: RunLog) -> Iterator[str]:
     """How many checkpoints, and where the plan or its shares changed in mid-run."""
     if saved := log.of(CHECKPOINT):
         yield f"{plural(len(saved), 'checkpoint')}, the newest after step {saved[-1].step}."
-    changes = [(log.of(event), text) for event, text in CHANGES.items() if log.of(event)]
+    changes = [(marks, text) for event, text in CHANGES.items() if (marks := log.of(event))]
     for changed, text in sorted(changes, key=lambda change: change[0][-1].step):
         where = ", ".join(str(mark.step) for mark in changed)
         cause = changed[-1].facts.get("cause")

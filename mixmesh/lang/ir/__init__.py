@@ -15,6 +15,7 @@ from .graph import (
     map_refs,
     nameless,
     refs,
+    with_inputs,
 )
 from .instruction import REDISTRIBUTIONS, Instruction, redistribution, with_attrs
 from .levels import Levels, Parts, leaders
@@ -85,6 +86,6 @@ __all__ = [
     "parse_program", "participants", "passes_of", "piece", "print_instruction", "print_program", "rank_sizes",
     "redistribution", "refs", "region_of", "regions", "release_points", "returned", "samples_of", "separable",
     "shard_offsets", "shard_sizes", "shown_rows", "stage_of", "stages_of", "support", "transfers_of",
-    "weight_points", "wgrad_of", "with_attrs", "with_regions", "with_rows_as_dealt", "with_wgrads",
-    "with_whole_rows", "without_needless_names",
+    "weight_points", "wgrad_of", "with_attrs", "with_inputs", "with_regions", "with_rows_as_dealt",
+    "with_wgrads", "with_whole_rows", "without_needless_names",
 ]  # fmt: skip

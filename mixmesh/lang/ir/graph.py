@@ -72,6 +72,15 @@ def map_refs(args: Arg, fn: Callable[[Ref], Arg]) -> Arg:
     return args
 
 
+def with_inputs(
+    args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...], names: Iterable[str]
+) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
+    """The arguments with other inputs, by position: every use, in order, is of the next of ``names``."""
+    left = iter(names)
+    replaced = tuple([map_refs(value, lambda _: Ref(next(left))) for value in args])
+    return replaced, tuple([(key, map_refs(value, lambda _: Ref(next(left)))) for key, value in kwargs])
+
+
 def nameless(arg: Arg) -> Arg:
     """Returns an argument without the names of values, for comparisons; the types tell 1, 1.0 and True
     apart."""

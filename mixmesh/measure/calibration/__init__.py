@@ -42,8 +42,8 @@ MEMORY, HEAT, OPTIMIZER = "memory of a process", "computing, for clocks as under
 
 @dataclass(frozen=True)
 class Steps:
-    """Callbacks: a group with a number of samples begins, one of its samples is next, the group is over after
-    so many samples with this result."""
+    """The callbacks of a calibration: ``begin(name, num)`` of a group with ``num`` samples, ``step(number,
+    text)`` before each of them, ``end(number, text)`` after ``number`` samples, with the group's result."""
 
     begin: Callable[[str, int], object] = lambda name, num: None
     step: Callable[[int, str], object] = lambda number, text: None

@@ -31,6 +31,7 @@ from ...cluster.device_file import Fit
 from ...cost import CostModel, call_flop
 from ...cost.efficiency import Efficiency, efficiency, peak_flop_per_s
 from ...cost.kernels import ATTENTION_BACKWARD, PER_GRADIENT, kernels
+from ...cost.model import ADAM_ACCESSES
 from .samples import SMALL, Row, Timing
 
 STEPS = 12
@@ -43,7 +44,6 @@ CPU_RAMP_S = 1e-6  # where the fit of a CPU starts
 DIGITS = 4  # significant ones of a fitted constant
 OPTIMIZER = "optimizer"
 Predictions = Sequence[tuple[float, float]]  # predicted and measured seconds
-OPTIMIZER_ACCESSES = 7  # reads and writes of Adam, for each byte of parameters (``CostModel.optimizer_s``)
 RATES = {F32: "flop_per_s", TF32: "tf32_flop_per_s", HALF: "half_flop_per_s", ANY: "memory_bytes_per_s"}
 
 
@@ -235,7 +235,7 @@ def fit_optimizer(device: Device, steps: Sequence[tuple[float, float]]) -> tuple
         return device, ()
     sizes, seconds = np.array(steps, dtype=float).T
     matrix = np.stack([1 / seconds, sizes / seconds], axis=1)
-    least = OPTIMIZER_ACCESSES / device.memory_bytes_per_s
+    least = ADAM_ACCESSES / device.memory_bytes_per_s
     low, high = np.array([0.0, least]), np.array([1.0, 1.0])
     _, slope = bounded_least_squares(matrix, np.ones(len(steps)), low, high)
     own = replace(device, optimizer_s_per_byte=rounded(float(slope)))

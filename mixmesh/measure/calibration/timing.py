@@ -64,11 +64,15 @@ class Bench:
         bench.call_s = time_op(smallest.program, bench.meter, device)[1]
         return bench
 
-    def predicted_s(self, sample: Sample) -> float:
-        """Seconds for both directions of a sample, by its row's pace so far."""
+    def plain_s(self, sample: Sample) -> float:
+        """Seconds for both directions of a sample by the figures of ``plain``."""
         costs = costs_of(self.plain, tf32=sample.dtype == TF32)
         op = costs.op(sample.call, sample.num_gradients, 0)
-        return (op.forward.at(1.0) + op.backward.at(1.0)) * self.pace.get(sample.row, 1.0)
+        return op.forward.at(1.0) + op.backward.at(1.0)
+
+    def predicted_s(self, sample: Sample) -> float:
+        """The same, by its row's pace so far."""
+        return self.plain_s(sample) * self.pace.get(sample.row, 1.0)
 
     def needed_s(self, sample: Sample) -> float:
         """Seconds that measuring a sample takes."""
@@ -81,7 +85,7 @@ class Bench:
 
     def measure(self, sample: Sample) -> Timing | None:
         """The timing of a sample; None where the device cannot run it."""
-        predicted_s = self.predicted_s(sample) / self.pace.get(sample.row, 1.0)
+        predicted_s = self.plain_s(sample)
         started = time.perf_counter()
         try:
             with tf32_set(sample.dtype == TF32):

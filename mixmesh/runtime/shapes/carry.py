@@ -14,7 +14,18 @@ from typing import Any
 
 from ...errors import PlanError, VerificationError
 from ...lang.check import check_program
-from ...lang.ir import Graph, Instruction, Node, Program, Ref, Shard, TensorType, ValueType, map_refs
+from ...lang.ir import (
+    Graph,
+    Instruction,
+    Node,
+    Program,
+    Ref,
+    Shard,
+    TensorType,
+    ValueType,
+    map_refs,
+    with_inputs,
+)
 from ...lang.rules import RULES, shard_units
 from ..model_check import digest
 
@@ -65,9 +76,7 @@ class _Carrier:
             return replace(i, types=types, args=i.args if i.is_redistribution else (*i.args[:2], False))
         node = self._node(i)
         self._know(i, node.types, node.results if i.is_leaf else i.results)
-        names = iter(i.inputs)
-        args = map_refs(node.args, lambda _: Ref(next(names)))
-        kwargs = tuple((k, map_refs(v, lambda _: Ref(next(names)))) for k, v in node.kwargs)
+        args, kwargs = with_inputs(node.args, node.kwargs, i.inputs)
         types = tuple(
             replace(t, value=value) if i.op == "param" else self._placed(r, t, value)
             for r, t, value in zip(i.results, i.types, node.types)

@@ -26,10 +26,10 @@ from ...lang.ir import (
     Shard,
     TensorType,
     ValueType,
-    map_refs,
     participants,
     redistribution,
     support,
+    with_inputs,
     with_rows_as_dealt,
 )
 from ...lang.rules import RULES, Strategy, call_of, shard_units, strategies
@@ -119,9 +119,7 @@ class _Lowering:
         options = [whole] if rule is None else strategies(rule, call_of(node, self.graph.types))
         best = min(options, key=lambda option: self.cost(node, option))
         names = [self.convert(n, self._placed(n, p)) for n, p in zip(node.inputs, best.inputs)]
-        results = iter(names)
-        args = map_refs(node.args, lambda _: Ref(next(results)))
-        kwargs = tuple((k, map_refs(v, lambda _: Ref(next(results)))) for k, v in node.kwargs)
+        args, kwargs = with_inputs(node.args, node.kwargs, names)
         types = tuple(
             self._type(t, p if r is None else self._placed(r, p))
             for r, t, p in zip(node.results, node.types, best.outputs)

@@ -15,8 +15,8 @@ from ...lang.ir import (
     Ref,
     Shard,
     TensorType,
-    map_refs,
     redistribution,
+    with_inputs,
 )
 from .lower import Placed, even_over
 
@@ -76,9 +76,8 @@ class _Lifting:
             return
         program = self.others.get(operator_name(node), self.source)
         maker = program.producers[operator_name(node)]
-        names = iter([self.need(name, program.types[held]) for name, held in zip(node.inputs, maker.inputs)])
-        args = map_refs(node.args, lambda _: Ref(next(names)))
-        kwargs = tuple((k, map_refs(v, lambda _: Ref(next(names)))) for k, v in node.kwargs)
+        names = [self.need(name, program.types[held]) for name, held in zip(node.inputs, maker.inputs)]
+        args, kwargs = with_inputs(node.args, node.kwargs, names)
         types = tuple(TensorType(t.value, t.placements, "r0") for t in maker.types)
         self.add(Instruction(node.results, types, node.op, args, kwargs, maker.attrs, node.location))
 

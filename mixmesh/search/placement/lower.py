@@ -24,9 +24,9 @@ from ...lang.ir import (
     Shard,
     TensorType,
     make_ratio,
-    map_refs,
     redistribution,
     support,
+    with_inputs,
     with_rows_as_dealt,
 )
 
@@ -156,9 +156,8 @@ class _Lowering:
         self.out.append(replace(i, args=(i.args[0], Ref(name))))
 
     def _computation(self, i: Instruction, ratio: Ratio) -> None:
-        names = iter([self.need(name, ratio) for name in i.inputs])
-        args = map_refs(i.args, lambda _: Ref(next(names)))
-        kwargs = tuple((k, map_refs(v, lambda _: Ref(next(names)))) for k, v in i.kwargs)
+        names = [self.need(name, ratio) for name in i.inputs]
+        args, kwargs = with_inputs(i.args, i.kwargs, names)
         types = tuple(self._type(i, n, ratio) for n in range(len(i.types)))
         for name, t in zip(i.results, types):
             if name is not None:

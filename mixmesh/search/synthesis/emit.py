@@ -16,8 +16,8 @@ from ...lang.ir import (
     Shard,
     TensorType,
     ValueType,
-    map_refs,
     redistribution,
+    with_inputs,
     with_rows_as_dealt,
 )
 from ...lang.ir.samples import draws_numbers
@@ -110,9 +110,7 @@ class Builder:
         operands = tuple([self.held[n][p] for n, p in zip(node.inputs, inputs)])
         args, kwargs = node.args, node.kwargs
         if operands != node.inputs:
-            names = iter(operands)
-            args = map_refs(args, lambda _: Ref(next(names)))
-            kwargs = tuple((k, map_refs(v, lambda _: Ref(next(names)))) for k, v in kwargs)
+            args, kwargs = with_inputs(args, kwargs, operands)
         for name, t in zip(node.results, types):
             if name is not None:
                 self.held[name] = {t.placement: name}

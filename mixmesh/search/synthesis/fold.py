@@ -96,7 +96,7 @@ def fold(graph: Graph) -> Fold:
         return unfolded(graph)
     used = {name for n, step in enumerate(steps) if n not in dropped for name in step.inputs}
     of_gone = {name for n in dropped for name in steps[n].inputs} - used
-    numbers = count()  # of steps, as they come among the nodes
+    numbers = count()  # the steps', as these come among the nodes
     nodes = tuple(
         _renamed(node, other)
         for node in graph.nodes
