@@ -153,6 +153,9 @@ MUTATIONS = {
     "budget of sets": Mutation(
         "planner/hap.py", "Synthesis.most_sets = lambda *_: 1", f"{MECHANISMS} budget"
     ),
+    "sets in place of those that are too small": Mutation(
+        "planner/hap.py", "MORE_SETS = 0", "tests/test_mechanisms.py -k too_small"
+    ),
     "two levels on sets": Mutation("planner/propose.py", without_sets("two-level"), f"{MECHANISMS} levels"),
     "pipelines on sets": Mutation("planner/propose.py", without_sets("pipeline"), f"{MECHANISMS} pipelines"),
     "two levels": Mutation("planner/propose.py", without("two-level"), PARTS),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import le
 from pathlib import Path
 
 import pytest
@@ -280,6 +281,15 @@ def test_a_plan_is_slower_without(name, monkeypatch):
     if case.shows is not None:
         assert not case.shows(without.program)
     assert without.predicted_step_s > case.gain * plan.predicted_step_s
+
+
+def test_all_devices_are_searched_where_the_most_hopeful_are_too_small():
+    """There is time to search three sets. Data parallelism leaves most to hope for on the fewest devices,
+    which have no memory for the model, in whatever form; all of them cut it and hold it."""
+    plan = make_plan(layers(64, [6144] * 150), gpus(1, [8, 8], [8, 8], [4, 4], [4, 4], link_gbit_per_s=200))
+    check_program(plan.program)
+    assert plan.planner == "hap" and all(map(le, plan.predicted_peak_memory_bytes, plan.usable_bytes))
+    assert plan.program.working_ranks == tuple(range(8))
 
 
 def test_no_pipeline_for_an_optimizer_of_whole_parameters():

@@ -30,6 +30,8 @@ GRADIENT_PRICES = (0.0, 1.0, 0.3)  # a second of gradient communication, with al
 DATA_PARALLEL_ONLY = (None,)
 # sets of devices that are searched whatever the budget, and the share of it for a step of each
 LEAST_SETS, SETS_SHARE = 2, 0.2834
+# sets that may be searched beyond these, times as many: one in place of each whose memory is too small
+MORE_SETS = 3
 FEW_SETS = 4  # or more: some of them may be chosen for another reason than data parallelism gives
 WEIGHT = 1.01  # the search may return a program this much dearer than the cheapest
 MAX_STATES, MAX_STATES_PER_STEP = 50, 1.5  # together, before it keeps only the best few of every step
@@ -74,16 +76,27 @@ class Synthesis:
 
     def proposals(self, prices: Sequence[float | None]) -> Iterator[Proposal]:
         """Program and ratio in turn, for several prices and sets of devices; first the set that data
-        parallelism leaves most to hope for, as what cannot become faster than the best is left out."""
+        parallelism leaves most to hope for, as what cannot become faster than the best is left out. What it
+        leaves to hope for says nothing about memory: a set that is too small for what is found there is
+        followed by one that there would have been no time for, first by all devices."""
         task, baseline = self.task, self.task.proposed.get(DDP_TUNED)
         best = None if baseline is None else (baseline.key, support(baseline.program.ratio_of["r0"]))
-        for ranks in self.in_time(self.sets(), prices):
+        sets = self.sets()
+        chosen = self.in_time(sets, prices)
+        others = [ranks for ranks in sets if ranks not in chosen]
+        substitutes = sorted(others, key=lambda ranks: ranks != task.ranks)[: MORE_SETS * len(chosen)]
+        while chosen:
+            ranks = chosen.pop(0)
             if best is not None and self.is_slower(ranks, prices):
                 continue
+            on_these: list[Proposal] = []
             for proposal in self.on(ranks, prices, judged=best is None):
                 if best is None or proposal.key < best[0]:
                     best = proposal.key, ranks
+                on_these.append(proposal)
                 yield proposal
+            if substitutes and is_short_of_memory(on_these):
+                chosen.insert(0, substitutes.pop(0))
         for ranks in sets_in_need(task):
             if task.best_s == float("inf"):
                 yield from self.on(ranks, prices, judged=best is None)
@@ -366,6 +379,11 @@ class Synthesis:
             if candidate.feasible or spare == SPARE[-1]:
                 yield self.improved(candidate, SHARES)
                 return
+
+
+def is_short_of_memory(proposals: Sequence[Proposal]) -> bool:
+    """Whether none of those on a set of devices fits with all of its activations kept."""
+    return bool(proposals) and not any(p.feasible and not regions(p.program) for p in proposals)
 
 
 def is_same(ratio: Ratio, other: Ratio) -> bool:
