@@ -112,7 +112,8 @@ def with_other_owners(program: Program, order: tuple[Summed, ...]) -> tuple[Summ
         if s.cell is None and (s.kind.owned is not None or params[s.place].result in owned_types):
             owned, stage = _owners(program, params[s.place])
             if (owned, stage) != (s.kind.owned, s.kind.stage):
-                s = s._replace(kind=s.kind._replace(owned=owned, stage=stage))
+                kind = SumKind(s.kind.dtype, s.kind.ranks, owned, stage)
+                s = Summed(s.place, s.first_use, kind, None, s.late)
         sums.append(s)
     return tuple(sums)
 

@@ -142,6 +142,13 @@ class Pass:
         moved = tuple((replace(exchange, ranks=ranks), purpose) for exchange, purpose in self.exchanges)
         return Pass(program, self.script, moved)
 
+    def with_owned(self, program: Program) -> Pass:
+        """The forward pass of ``program``, which has other owners, where this one uses every parameter as
+        one that an owner stepped."""
+        owned = program.owned
+        events = tuple([e for e in self.script.events if type(e) is not Use or e.name in owned])
+        return Pass(program, Script(events), self.exchanges)
+
     def name_of(self, compute: Compute) -> tuple[str, str]:
         """The name of a computation in a timeline, and its operator."""
         i = self.program.instructions[compute.at]

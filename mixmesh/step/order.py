@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from ..base.timeline import factors_name, gradient_name, repeated_name
 from ..cost.exchanges import Exchange
@@ -71,19 +71,21 @@ class Writer:
         return Pass(self.outline.program, Script(tuple(self.events)), tuple(self.exchanges))
 
 
-def forward_pass(outline: Outline) -> Pass:
-    """The forward pass: a redistribution starts at its place and is awaited at its first use."""
+def forward_pass(outline: Outline, owned: Collection[str] | None = None) -> Pass:
+    """The forward pass: a redistribution starts at its place and is awaited at its first use. ``owned`` are
+    the parameters that an owner stepped, if these are not the program's."""
     program, writer = outline.program, Writer(outline)
     events, computes = writer.events, computes_of(FORWARD, len(program.instructions))
     arriving: dict[int, dict[str, int]] = {}  # redistributions by the index where they are awaited
-    used = {outline.uses[name][0] for name in program.owned if name in outline.uses}  # for the first time
+    owned = program.owned if owned is None else owned
+    used = {outline.uses[name][0] for name in owned if name in outline.uses}  # for the first time
     for n, i in enumerate(program.instructions):
         if n in arriving or n in used:
             here = arriving.get(n, {})
             for name in dict.fromkeys(i.inputs):
                 if name in here:
                     events.append(Await(name, FORWARD, here[name]))
-                elif name in program.owned and outline.uses[name][0] == n:
+                elif name in owned and outline.uses[name][0] == n:
                     events.append(Use(name))
         if outline.kinds[n] is not None:
             events.append(computes[n])

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
+from ..base.lazy import lazy
 from ..cost.outline import Outline
 from ..cost.sums import Summed, gradient_sums, order_of_sums, with_other_owners
 from ..lang.ir import Buckets, Program, weight_points
@@ -61,8 +62,13 @@ class Step(Generic[Facts]):
         where they were."""
         program = outline.program
         summed = with_other_owners(program, self.summed)
-        forward = forward_pass(outline)
+        forward = self._forward_of_owned.with_owned(program)
         return replace(self, program=program, forward=forward, summed=summed, outline=outline)
+
+    @lazy
+    def _forward_of_owned(self) -> Pass:
+        """The forward pass as if every parameter had an owner, for all sets of these that planning tries."""
+        return forward_pass(self.outline, frozenset(p.result for p in self.program.params))
 
     def reductions(self, program: Program, buckets: Buckets, *, scattered: bool = False) -> Reductions:
         """The reductions of gradients under these buckets, or if ``scattered`` those of them that every

@@ -76,7 +76,8 @@ def with_owners(program: Program, owners: Mapping[str, Ratio], stage: int = 1) -
 
     Raises PlanError if an owner does not hold its parameter.
     """
-    program = program.changed(instructions=tuple(map(_plain, program.instructions)))
+    if any(i.attr("owned") is not None for i in program.params):
+        program = program.changed(instructions=tuple(map(_plain, program.instructions)))
     out = []
     held: set[tuple[Ratio, str | None]] = set()  # shares that the ranks of a ratio hold
     for i in program.instructions:
