@@ -34,6 +34,7 @@ import hashlib
 import itertools
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -194,6 +195,20 @@ class Cluster:
 
     def ranks_of(self, machine_index: int) -> tuple[int, ...]:
         return self._ranks_by_machine[machine_index]
+
+    @lazy
+    def _by_machine(self) -> dict[tuple[int, ...], dict[int, tuple[int, ...]]]:
+        return {}
+
+    def by_machine(self, ranks: tuple[int, ...]) -> Mapping[int, tuple[int, ...]]:
+        """Ranks by the index of their machine, in their order. It is kept: planning asks thousands of times
+        for the same few groups."""
+        if ranks not in self._by_machine:
+            parts: dict[int, list[int]] = {}
+            for rank in ranks:
+                parts.setdefault(self.machine_index_of(rank), []).append(rank)
+            self._by_machine[ranks] = {m: tuple(mine) for m, mine in parts.items()}
+        return self._by_machine[ranks]
 
     def bandwidth_between(self, rank_a: int, rank_b: int) -> float:
         """Bytes per second from one rank to another with nothing else going on; infinite to itself."""

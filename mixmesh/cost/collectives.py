@@ -112,7 +112,7 @@ def ring_fit(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> Colle
         return in_turn(level_fits(cluster, FLAT[collective], ranks))
     lines = _lines(cluster, collective, ranks)
     if on_gpus(cluster, ranks):
-        machines = len({cluster.machine_index_of(r) for r in ranks})
+        machines = len(cluster.by_machine(ranks))
         lines = [line for each in lines for line in on_wire(cluster, machines, *each)]
     return fastest_of(lines)
 
@@ -144,7 +144,7 @@ def _wire_lines(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> li
     n = len(ranks)
     slowest = min(cluster.bandwidth_between(a, b) for a, b in ring_of(ranks))
     through = through_s(cluster, ranks)
-    machines = {cluster.machine_index_of(r) for r in ranks}
+    machines = cluster.by_machine(ranks)
     match collective:
         case "direct_all_reduce":
             latency_s = slowest_hop_s(cluster, ranks) + (n - 2) * MESSAGE_S
@@ -211,14 +211,19 @@ def on_gpus(cluster: Cluster, ranks: tuple[int, ...]) -> bool:
 def level_fits(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> tuple[CollectiveFit, ...]:
     """The stages of a collective by levels: between the leaders of machines, and to them, from them, or
     both."""
-    by_machine: dict[int, list[int]] = {}
-    for r in ranks:
-        by_machine.setdefault(cluster.machine_index_of(r), []).append(r)
-    parts = [*map(tuple, by_machine.values())]
-    within = [ring_fit(cluster, "reduce", part) for part in parts]
+    parts = cluster.by_machine(ranks)
+    alike = {_alike_key(cluster, m, part): part for m, part in parts.items()}  # most machines are
+    within = [ring_fit(cluster, "reduce", part) for part in alike.values()]
     inside = CollectiveFit(max(f.latency_s for f in within), max(f.s_per_byte for f in within))
-    between = ring_fit(cluster, collective, tuple(part[0] for part in parts))
+    between = ring_fit(cluster, collective, tuple(part[0] for part in parts.values()))
     return (between, inside, inside) if collective == "all_reduce" else (between, inside)
+
+
+def _alike_key(cluster: Cluster, m: int, part: tuple[int, ...]) -> tuple:
+    """All that the estimate of a collective between ranks of one machine depends on."""
+    first, devices = cluster.ranks_of(m)[0], cluster.devices
+    places = tuple([(r - first, devices[r].kind, devices[r].cpu_share is None) for r in part])
+    return cluster.machines[m].wiring, places
 
 
 def hop_s(cluster: Cluster, a: int, b: int) -> float:

@@ -81,8 +81,8 @@ MOST_NEIGHBOURS, MOST_FAR_NEIGHBOURS = 2, 4  # in a ring and a tree, in a machin
 def communicator_bytes(cluster: Cluster, communicator: Communicator, rank: int) -> int:
     """Bytes that a communicator holds on a rank's card, once all of its collectives have run."""
     machine = cluster.machine_index_of(rank)
-    near = sum(cluster.machine_index_of(r) == machine for r in communicator.ranks)
-    machines = len({cluster.machine_index_of(r) for r in communicator.ranks})
+    parts = cluster.by_machine(communicator.ranks)
+    near, machines = len(parts.get(machine, ())), len(parts)
     wires = next(w for w in WIRES if cluster.machines[machine].link_bytes_per_s >= w.bytes_per_s)
     channels, pairwise, step_bytes, far_bytes = wires.channels, wires.pairwise_channels, wires.step_bytes, 0
     if machines > 1:

@@ -9,7 +9,7 @@ a host bridge, if it has one, share its rate.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from ..cluster import Cluster
@@ -24,14 +24,14 @@ OWN = "link "
 
 def links_of(cluster: Cluster, ranks: tuple[int, ...]) -> frozenset[Link]:
     """All that collectives between ``ranks`` may cross."""
-    sizes = Counter(map(cluster.machine_index_of, ranks))
+    parts = cluster.by_machine(ranks)
     inside = {
         way_of(cluster, a, b)
-        for m, count in sizes.items()
-        if count > 1
-        for a, b in _every_pair([r for r in ranks if cluster.machine_index_of(r) == m], cluster, m)
+        for m, mine in parts.items()
+        if len(mine) > 1
+        for a, b in _every_pair(mine, cluster, m)
     }
-    nics = {(way, m) for m in sizes for way in ("out", "in")} if len(sizes) > 1 else set()
+    nics = {(way, m) for m in parts for way in ("out", "in")} if len(parts) > 1 else set()
     return frozenset(inside | nics)
 
 
@@ -73,7 +73,7 @@ def link_s_per_byte(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -
 
 def bridge_s_per_byte(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> float:
     """The seconds on the busiest host bridge among these; 0 without any."""
-    if all(cluster.machines[m].bridge_bytes_per_s is None for m in {*map(cluster.machine_index_of, ranks)}):
+    if all(cluster.machines[m].bridge_bytes_per_s is None for m in cluster.by_machine(ranks)):
         return 0.0
     busy = link_s_per_byte(cluster, collective, ranks)
     return max((s for (way, _), s in busy.items() if way == BRIDGE), default=0.0)
@@ -82,7 +82,7 @@ def bridge_s_per_byte(cluster: Cluster, collective: str, ranks: tuple[int, ...])
 def ring_order(cluster: Cluster, ranks: tuple[int, ...]) -> tuple[int, ...]:
     """The ranks in the order of a ring: those of a machine that have a link of their own follow each other,
     as libraries look for the ring with the fewest slow hops."""
-    if not any(cluster.machines[m].links for m in {*map(cluster.machine_index_of, ranks)}):
+    if not any(cluster.machines[m].links for m in cluster.by_machine(ranks)):
         return ranks
     left, out = list(ranks), [ranks[0]]
     left.remove(ranks[0])
@@ -126,13 +126,11 @@ def _hops(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> dict[Lin
 
 def _by_levels(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> dict[Link, float]:
     """All bytes to the first rank of each machine, between these, and back; or one way, between owners."""
-    by_machine: dict[int, list[int]] = {}
-    for r in ranks:
-        by_machine.setdefault(cluster.machine_index_of(r), []).append(r)
+    by_machine = cluster.by_machine(ranks)
     ways = 2.0 if collective == "all_reduce" else 1.0
     load: dict[Link, float] = {}
     for mine in by_machine.values():
-        order = ring_order(cluster, tuple(mine))
+        order = ring_order(cluster, mine)
         for a, b in zip(order, order[1:]):
             _add(load, cluster, a, b, ways)
     between = ways * (len(by_machine) - 1) / len(by_machine)
@@ -143,11 +141,11 @@ def _pairs(cluster: Cluster, ranks: tuple[int, ...], part: float) -> dict[Link, 
     """Each rank sends each other one the same part of the whole tensor."""
     n = len(ranks)
     load: dict[Link, float] = {}
-    for m, count in Counter(map(cluster.machine_index_of, ranks)).items():
+    for m, mine in cluster.by_machine(ranks).items():
+        count = len(mine)
         if count > 1 and _is_plain(cluster, m):
             load[INSIDE, m] = (count - 1) * part
         elif count > 1:
-            mine = [r for r in ranks if cluster.machine_index_of(r) == m]
             load |= _sent_inside(cluster, ((a, b, part) for a in mine for b in mine if a != b))
         if count < n:
             load["out", m] = load["in", m] = count * (n - count) * part
