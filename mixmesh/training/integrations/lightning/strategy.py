@@ -22,6 +22,7 @@ from ....runtime.comm import default_device, initialise
 from ....runtime.first_rank import from_first_rank, wait_for_all
 from ....runtime.modes import modes_by_name
 from ....runtime.parallel import ParallelModel, full_optimizer_state_dict
+from ....runtime.scaler import with_agreement
 from ...preparation.loading import same_random_numbers, take_random_numbers
 from ..launched import (
     check_alike,
@@ -139,6 +140,8 @@ class Strategy(SingleDeviceStrategy):
         if fits:
             check_training(trainer, self._module, self.optimizers)
             check_precision(self.precision_plugin)
+            if getattr(self.precision_plugin, "scaler", None) is not None:
+                self.precision_plugin.scaler = with_agreement(self.precision_plugin.scaler)
             take_random_numbers()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
