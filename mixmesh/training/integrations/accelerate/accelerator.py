@@ -21,7 +21,7 @@ from ....base.patch import patched
 from ....runtime.comm import default_device, initialise
 from ....runtime.first_rank import everyones, from_first_rank
 from ....runtime.parallel import ParallelModel, full_optimizer_state_dict
-from ....runtime.scaler import GradScaler, with_agreement
+from ....runtime.scaler import with_agreement
 from ...preparation.loading import example_batch, same_random_numbers, take_random_numbers
 from ...preparation.outside_loss import with_loss
 from ..launched import (
@@ -43,7 +43,7 @@ class _Optimizer(AcceleratedOptimizer):
     """The script's optimizer; its ``state_dict`` is the one of a single device."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, parallel: ParallelModel, scaler: GradScaler | None
+        self, optimizer: torch.optim.Optimizer, parallel: ParallelModel, scaler: torch.amp.GradScaler | None
     ) -> None:
         super().__init__(optimizer, device_placement=False, scaler=scaler)
         self.parallel = parallel
@@ -68,6 +68,7 @@ class Accelerator(accelerate.Accelerator):
 
     _models: list[nn.Module]
     _optimizers: list[Any]
+    scaler: torch.amp.GradScaler | None
 
     def __init__(self, *args: Any, planning: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self.planning = dict(planning or {})

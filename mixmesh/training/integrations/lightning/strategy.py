@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -140,8 +141,9 @@ class Strategy(SingleDeviceStrategy):
         if fits:
             check_training(trainer, self._module, self.optimizers)
             check_precision(self.precision_plugin)
-            if getattr(self.precision_plugin, "scaler", None) is not None:
-                self.precision_plugin.scaler = with_agreement(self.precision_plugin.scaler)
+            plugin = self.precision_plugin
+            if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+                plugin.scaler = with_agreement(plugin.scaler)
             take_random_numbers()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
