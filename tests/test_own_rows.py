@@ -191,6 +191,28 @@ def test_samples_that_are_counted_by_own_rows_are_warned_of_once(read):
         read(watch(rank=1).watched(rows())[0], loss)  # the first rank says it
 
 
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_words_that_are_counted_by_own_rows_are_warned_of(kind):
+    """As tensors are, and given to a model as they came."""
+    given, loss = kind(f"{n}.jpg" for n in range(5)), torch.tensor(2.0)
+    of = watch()
+    _, batch = of.watched((rows()[0], {"name": given}))
+    words = batch["name"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert (
+            isinstance(words, kind) and words == given and words[1] == "1.jpg" and list(words) == list(given)
+        )
+        assert torch.zeros(len(words), 2).shape == (5, 2) and list(range(len(words))) == [0, 1, 2, 3, 4]
+        (own,), _ = of.on_call((batch,), {})
+        assert type(own["name"]) is kind and own["name"] == given
+    with pytest.warns(UserWarning, match="counted by a rank's own 5 rows") as caught:
+        assert counts(words, loss) == 5
+    assert len(caught) == 1 and caught[0].filename == __file__
+    unequal = watch().watched((rows()[0], kind(["a", "b"])))[1]
+    assert type(unequal) is kind, "no word for each row"
+
+
 def test_sizes_that_shape_tensors_are_not_warned_of():
     x, _ = watch().watched(rows())
     loss = torch.tensor(2.0)

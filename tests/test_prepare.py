@@ -459,7 +459,7 @@ def doubled(rows):
         (torch.randn(20, 3), mixed, True),
         (torch.randn(20, 3), doubled, True),
         (torch.randn(20, 3), None, False),
-        (torch.randn(20, 3), lambda rows: torch.stack(rows) + torch.rand(len(rows), 1), False),
+        (torch.randn(20, 3), lambda rows: torch.stack(rows) + torch.rand(len(rows), 1), True),  # its draws
         (torch.randn(1, 3), None, False),
     ],
 )

@@ -146,7 +146,10 @@ class Calls:
                 f"the plan was made without the argument {name}, and would not look at it",
                 expected=", ".join(self.known or ()) or "no arguments",
                 got=f"{name}={text}",
-                hint=f"plan again with {name} in the batch",
+                hint=(
+                    f"plan again with {name} in the batch: mixmesh.prepare(model, optimizer, [batch])",
+                    "and give it in every call: the first state of a recurrent network as zeros, not None",
+                ),
             )
         argument = name.partition(".")[0]
         changing = f"a number that changes from call to call: {name}=torch.tensor(...), in the batch too"

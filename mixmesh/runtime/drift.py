@@ -4,6 +4,9 @@ They all start from rank 0's, and are given the same gradients. A script that ch
 random numbers of each rank's own, or on one rank alone, leaves them different, and from then on the ranks
 train other models without a word. So now and then they compare norms, which are numbers that travel fast.
 
+What a script sets the optimizer to is compared too: a scheduler that is given a rank's own numbers has other
+learning rates on every rank, and where parameters are cut no norm tells.
+
 Devices may round otherwise, so that values need not be equal to the bit. Where values differ by a share d of
 their size at random, the norm of n of them differs by about d / sqrt(n): what is compared is the difference
 of the norms times sqrt(n), which is that share.
@@ -29,6 +32,8 @@ from .shards import Stored
 FIRST_CALLS = (2, 4, 8, 16, 32)  # forward passes of a training before which parameters are compared
 EVERY = 64  # and from then on
 ORDERS = (1.0, 2.0)  # the orders of the norms
+SETTINGS = ("lr", "weight_decay", "momentum", "betas")  # of an optimizer, which schedulers change
+SETTINGS_ROUNDING = 1e-6  # machines may have other functions of mathematics
 # shares by which values may differ where devices round otherwise, by dtype
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
 HINTS = (
@@ -67,6 +72,7 @@ class DriftWatch:
             if is_replicated(layout)
         ]
         self._held = held
+        self.optimizer: torch.optim.Optimizer | None = None
         self.num_calls = 0
         self._alike_at = 0  # the forward pass before which all was alike for the last time
 
@@ -77,18 +83,39 @@ class DriftWatch:
             self.check()
 
     def check(self) -> None:
-        """Raises InputError, on all ranks, if a parameter has other values on other ranks. Collective where
-        several ranks hold any."""
+        """Raises InputError, on all ranks, if a parameter has other values on other ranks, or the optimizer
+        other settings. Collective."""
         comm = self._comm
-        if comm.world_size == 1 or not self._replicas:
+        if comm.world_size == 1 or not (self._replicas or self.optimizer):
             return
         with comm.call("comparison of parameters"):
             channel = comm.channel(comm.everyone, "all_gather of norms of parameters")
-            mine = self._norms().to(comm.device).unsqueeze(0)
+            settings = torch.tensor([settings_of(self.optimizer)], dtype=torch.float64)
+            mine = torch.cat([self._norms(), settings]).to(comm.device).unsqueeze(0)
             of_ranks = collectives.all_gather(channel, mine, [1] * comm.world_size).cpu()
+        self._compare_settings(of_ranks[:, -1])
         for number, replica in enumerate(self._replicas):
             self._compare(replica, of_ranks[:, number])
         self._alike_at = self.num_calls
+
+    def _compare_settings(self, settings: Tensor) -> None:
+        """``settings``: of all ranks, a row each."""
+        least, most = settings.min(0).values, settings.max(0).values
+        if bool(((most - least) <= SETTINGS_ROUNDING * most.abs()).all()):
+            return
+        low, high = (int(settings[:, 0].argmin()), int(settings[:, 0].argmax()))
+        rates = ", ".join(f"rank {rank}: {rate:.6g}" for rank, (rate, _) in enumerate(settings.tolist()))
+        raise InputError(
+            "the optimizer has other settings on other ranks: each trains its part of the model otherwise",
+            expected=f"one {', '.join(SETTINGS)} on all ranks",
+            got=f"learning rates, each group's times its number, of {rates}",
+            hint=(
+                "give a scheduler such as ReduceLROnPlateau a number that is the same on all ranks: the "
+                "loss of model(x, y), or one of whole batches",
+                "numbers of a rank's own rows: out.gather() has those of all, or sum them over ranks",
+            ),
+            ranks=(low, high),
+        )
 
     @torch.no_grad()
     def _norms(self) -> Tensor:
@@ -125,6 +152,20 @@ class DriftWatch:
             hint=HINTS,
             ranks=(low, high),
         )
+
+
+def settings_of(optimizer: torch.optim.Optimizer | None) -> tuple[float, float]:
+    """The sum of an optimizer's learning rates, each times the number of its group, and that of its other
+    settings."""
+    rates = others = 0.0
+    for number, group in enumerate(() if optimizer is None else optimizer.param_groups, 1):
+        for name in SETTINGS:
+            value = group.get(name)
+            for each in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(each, int | float | Tensor) and not isinstance(each, bool):
+                    rates += number * float(each) * (name == "lr")
+                    others += number * float(each) * (name != "lr")
+    return rates, others
 
 
 def is_replicated(layout: Layout) -> bool:

@@ -81,7 +81,10 @@ class _Model(torch.autograd.Function):
                 "the gradient of a parallel model has no gradient itself",
                 expected="backward() and torch.autograd.grad without create_graph",
                 got="create_graph=True",
-                hint="compute a gradient penalty within the model's forward, or run that model on one device",
+                hint=(
+                    "a penalty without gradients of gradients, such as spectral norms, or clipped weights",
+                    "or train this model on one device, without torchrun",
+                ),
             )
         if not ctx.holder:
             raise MixmeshError(

@@ -19,7 +19,7 @@ from torch import Tensor, optim
 
 from ..base.patch import put_on
 from ..errors import InputError
-from ..frontend.job import ELEMENTWISE, check_supported, is_elementwise
+from ..frontend.job import ELEMENTWISE, can_step_pieces, check_supported, is_elementwise
 from ..lang.ir import REPLICATE
 from .comm import Comm
 from .layout import Layout
@@ -37,7 +37,7 @@ def check_optimizer(
     Those of the names ``learning`` get gradients."""
     kind = type(optimizer).__name__
     check_supported(optimizer)
-    if is_elementwise(optimizer):
+    if can_step_pieces(optimizer):
         return
     cut = [s.name for s in stored.values() if s.num_pieces]
     if cut:
@@ -131,7 +131,8 @@ def _trial_shard(num_dims: int) -> Tensor:
 def _refusal(kind: str, how: str, names: list[str]) -> InputError:
     return InputError(
         f"{kind} may mix the elements of a parameter, and the plan has {len(names)} that are {how}",
-        expected=f"an elementwise optimizer: {', '.join(ELEMENTWISE)}",
+        expected=f"an elementwise optimizer: {', '.join(ELEMENTWISE)}, or a class of your own that steps "
+        "pieces of a parameter as it steps the whole",
         got=f"{kind}; parameters {how}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}",
         hint='a plan that keeps parameters whole on every rank: planner="ddp-proportional"',
     )

@@ -9,7 +9,7 @@ Nothing of this is in the way of the program's own kernels: they run on plain te
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -164,6 +164,17 @@ def _elementwise(func: Callable, rule: Rule, args: tuple, kwargs: dict) -> Any:
         return _elementwise_lists(func, rule, args, kwargs)
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     first = next(x for x in tensors if isinstance(x, ShardTensor))
+    if any(is_whole(x, first) for x in tensors):
+        if _is_of_whole(rule, args[0], tensors):
+            check_alike(rule.name, first, [x for x in tensors if not is_whole(x, first)])
+            args, kwargs = torch.utils._pytree.tree_map_only(
+                ShardTensor, ShardTensor.full_tensor, (args, kwargs)
+            )
+            return func(*args, **kwargs)
+        args, kwargs = torch.utils._pytree.tree_map_only(
+            Tensor, lambda x: _cut_like(first, x), (args, kwargs)
+        )
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     check_alike(rule.name, first, tensors)
     out = func(*args, **kwargs)
     if rule.in_place:
@@ -172,15 +183,47 @@ def _elementwise(func: Callable, rule: Rule, args: tuple, kwargs: dict) -> Any:
     return _as_shard(out, first.whole, first.shape)
 
 
+def is_whole(x: Any, beside: ShardTensor) -> bool:
+    """Whether a plain tensor beside a shard has the shape of the whole, on every rank."""
+    stored = beside.whole.stored
+    return not isinstance(x, ShardTensor) and x.ndim > 0 and tuple(x.shape) == stored.shape
+
+
+def _is_of_whole(rule: Rule, target: Any, tensors: Iterable[Tensor]) -> bool:
+    """Whether the result of shards beside whole tensors is whole too, as averages of weights are:
+    ``k.lerp_(p, 0.1)``, ``k.data = m * k.data + (1 - m) * p.data``. Else it is a shard, through which
+    gradients flow: ``(p - start).square().sum()``, or changes one: ``p.grad.mul_(mask)``."""
+    if rule.in_place:
+        return not isinstance(target, ShardTensor)
+    flows = torch.is_grad_enabled() and any(isinstance(x, ShardTensor) and x.requires_grad for x in tensors)
+    return not flows
+
+
+def _cut_like(first: ShardTensor, x: Tensor) -> Tensor:
+    """A whole tensor cut as a shard is; any other as it is."""
+    return _piece_of(first, x, "elements") if is_whole(x, first) else x
+
+
 def _elementwise_lists(func: Callable, rule: Rule, args: tuple, kwargs: dict) -> Any:
     lists = [a for a in (*args, *kwargs.values()) if isinstance(a, tuple | list)]
     lists = [a for a in lists if a and isinstance(a[0], Tensor)]
+    rows = [a for a in lists if len(a) == len(lists[0])]
     firsts: list[ShardTensor | None] = []
-    for row in zip(*(a for a in lists if len(a) == len(lists[0]))):
+    alike: list[list[Tensor]] = []
+    for row in zip(*rows):
         first = next((x for x in row if isinstance(x, ShardTensor)), None)
+        if first is not None and any(is_whole(x, first) for x in row):
+            if _is_of_whole(rule, row[0], row):
+                row, first = tuple(x.full_tensor() if isinstance(x, ShardTensor) else x for x in row), None
+            else:
+                row = tuple(_cut_like(first, x) for x in row)
         firsts.append(first)
+        alike.append(list(row))
         if first is not None:
             check_alike(rule.name, first, row)
+    now = {id(a): list(column) for a, column in zip(rows, zip(*alike))}
+    args = tuple(now.get(id(a), a) for a in args)
+    kwargs = {key: now.get(id(a), a) for key, a in kwargs.items()}
     out = func(*args, **kwargs)
     if rule.in_place:
         for x in lists[0]:
@@ -208,6 +251,8 @@ def _special(func: Callable, rule: Rule, args: tuple, kwargs: dict) -> Any:
 def _copy_(func: Callable, args: tuple, kwargs: dict) -> Tensor:
     target, source = args[0], args[1]
     if not isinstance(target, ShardTensor):
+        if target.ndim and is_whole(target, source):
+            return func(target, source.full_tensor(), *args[2:], **kwargs)
         if target.ndim and target.shape != source.shape:
             raise refusal("copy_ to a plain tensor", source.whole, f"of shape {list(target.shape)}")
         return func(*args, **kwargs)

@@ -10,7 +10,6 @@ from gloo_world import assert_passed
 from plans import PLANS, Mlp, batch, close, named, program
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from mixmesh.errors import InputError
 from mixmesh.runtime.parallel import parallelize
 
 
@@ -95,13 +94,54 @@ def check_averages_by_hand(_) -> None:
         same_loss(*(model for model, _ in pairs), 8, f"{name}: shadows")
 
 
-def check_an_average_made_of_the_original_is_refused_where_parameters_are_cut(_) -> None:
+def by_data(mean, model) -> None:
+    for a, p in zip(mean.parameters(), model.parameters()):
+        a.data = a.data * 0.9 + p.data * 0.1
+
+
+def in_place(mean, model) -> None:
+    for a, p in zip(mean.parameters(), model.parameters()):
+        a.mul_(0.9).add_(p, alpha=0.1)
+
+
+def by_lists(mean, model) -> None:
+    torch._foreach_lerp_(list(mean.parameters()), [p.detach() for p in model.parameters()], 0.1)
+
+
+def by_state(mean, model) -> None:
+    mean.load_state_dict(model.state_dict())
+
+
+def check_an_average_made_of_the_original_is_right_where_parameters_are_cut(_) -> None:
+    """A teacher: a copy from before parallelize, which every rank holds whole."""
     for name in ("fsdp", "tensor_parallel"):
-        mean = Mlp(0)  # a copy from before parallelize
-        model, _ = parallelize(Mlp(0), None, program(name), device="cpu", timeout_s=20)
-        with pytest.raises(InputError), torch.no_grad():
-            for a, p in zip(mean.parameters(), model.parameters()):
-                a.mul_(0.9).add_(p, alpha=0.1)
+        for update in (by_data, in_place, by_lists, by_state):
+            pairs, means = start(name), [Mlp(1), Mlp(1)]
+            for n in range(2):
+                for pair, mean in zip(pairs, means):
+                    step(pair, n)
+                    with torch.no_grad():
+                        update(mean, pair[0])
+            for (key, mine), value in zip(means[1].state_dict().items(), means[0].state_dict().values()):
+                assert type(mine) is torch.Tensor and mine.shape == value.shape, key
+                close(mine, value, f"{name}, {update.__name__}: {key}")
+
+
+def check_whole_tensors_beside_shards_are_cut_like_them(_) -> None:
+    """Masks of gradients, and penalties on the distance to weights that every rank holds whole, through which
+    gradients flow."""
+    for name in ("fsdp", "tensor_parallel"):
+        pairs = start(name)
+        begin = {key: p.detach().clone() + 0.5 for key, p in Mlp(1).named_parameters()}
+        for model, optimizer in pairs:
+            parameters = dict(model.named_parameters())
+            far = sum((begin[key] * (p - begin[key]).square()).sum() for key, p in parameters.items())
+            (model(**batch(0)) + far).backward()
+            for key, p in parameters.items():
+                p.grad.mul_(begin[key] > 0.5)
+            torch._foreach_mul_([p.grad for p in parameters.values()], [*begin.values()])
+            optimizer.step()
+        same_loss(*(model for model, _ in pairs), 3, name)
 
 
 IDIOMS = named(
@@ -109,7 +149,8 @@ IDIOMS = named(
     check_a_copy_beside_an_original_that_was_made_whole,
     check_averaged_models,
     check_averages_by_hand,
-    check_an_average_made_of_the_original_is_refused_where_parameters_are_cut,
+    check_an_average_made_of_the_original_is_right_where_parameters_are_cut,
+    check_whole_tensors_beside_shards_are_cut_like_them,
 )
 
 

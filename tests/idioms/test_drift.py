@@ -152,9 +152,22 @@ def check_one_rank_that_changes_its_weights_alone_is_told_before_a_checkpoint(_)
 
 def check_parameters_that_are_cut_are_not_compared(_) -> None:
     model, _, _ = prepared(Augmented(""), "fsdp-even")
-    calls = model.comm.watch.number
+    with torch.no_grad():
+        model[0].weight.to_local().add_(dist.get_rank())
     model.check_replicas()
-    assert model.comm.watch.number == calls, "no message"
+
+
+def check_other_learning_rates_are_told(_) -> None:
+    """As of a scheduler that is given numbers of own rows; where parameters are cut no norm tells."""
+    for planner in ("ddp-even", "fsdp-even"):
+        model, optimizer, loader = prepared(Augmented(""), planner)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        for accuracy in (0.5, 0.5 + 0.1 * dist.get_rank()):
+            scheduler.step(1 - accuracy)
+        with pytest.raises(InputError, match="the optimizer has other settings on other ranks") as caught:
+            for _ in range(2):
+                train(model, optimizer, loader)
+        assert "ReduceLROnPlateau" in str(caught.value)
 
 
 def test_rounding_is_no_drift():
@@ -182,6 +195,7 @@ IDIOMS = named(
     check_gradients_with_noise_of_their_own_are_told,
     check_one_rank_that_changes_its_weights_alone_is_told_before_a_checkpoint,
     check_parameters_that_are_cut_are_not_compared,
+    check_other_learning_rates_are_told,
 )
 
 

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 from gloo_world import assert_passed
-from loops import batches, check_same, prepare, sgd, train
+from loops import batches, check_same, prepare, rows, sgd, train
 from plans import named
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from mixmesh.errors import InputError, TraceError
 from mixmesh.frontend.trace import trace
@@ -257,7 +258,100 @@ def check_a_number_of_the_script_s_own_model_is_traced_again(_) -> None:
         check_same(loop, kinds=("fsdp-even",))
 
 
+def masked(samples):
+    """Draws a mask for each batch, as language models' data collators do."""
+    x, y = map(torch.stack, zip(*samples))
+    return x * (torch.rand(len(x), 1) > 0.3), y
+
+
+def check_masks_that_a_collate_function_draws_are_those_of_one_device(_) -> None:
+    def loop(prepare):
+        model, loader = Net(), DataLoader(rows(), 7, collate_fn=masked, shuffle=True)
+        model, optimizer, loader = prepare(model, sgd(model), loader, loss=F.cross_entropy)
+        for _ in range(2):
+            yield from train(model, optimizer, loader)
+
+    check_same(loop)
+
+
+TEMPERATURE = 1.0
+SCALES = {"body": {"alpha": 1.0}, "unread": 0}
+
+
+class Settings:
+    beta = 0.0
+    unread = 0
+
+
+def scaled(hidden):
+    return hidden * SCALES["body"]["alpha"]
+
+
+class OfVariables(Net):
+    """Reads variables of its file, by a function and by a method of its own."""
+
+    def cooled(self, hidden):
+        return scaled(hidden) / TEMPERATURE
+
+    def forward(self, x):
+        return self.head(self.cooled(self.body(x)).relu())
+
+
+def with_penalty(logits, y):
+    return F.cross_entropy(logits, y) + Settings.beta * logits.square().mean()
+
+
+class Recipe:
+    """An object whose method is the loss."""
+
+    def __init__(self) -> None:
+        self.smoothing, self.history = 0.0, [0.0]
+
+    def loss(self, logits, y):
+        return F.cross_entropy(logits, y, label_smoothing=self.smoothing)
+
+
+def check_variables_of_a_file_are_traced_again(_) -> None:
+    def loop(prepare):
+        global TEMPERATURE
+        TEMPERATURE, SCALES["body"]["alpha"], Settings.beta = 1.0, 1.0, 0.0
+        model = OfVariables()
+        model, optimizer, loader = prepare(
+            model, sgd(model), batches(), loss=lambda logits, y: with_penalty(logits, y)
+        )
+        for epoch in range(4):
+            TEMPERATURE = 1.0 + (epoch == 1)
+            SCALES["body"]["alpha"] = 1.0 + (epoch == 2)
+            Settings.beta = 0.5 * (epoch == 3)
+            SCALES["unread"] = Settings.unread = epoch
+            yield from train(model, optimizer, loader)
+        if hasattr(model, "_runtime"):
+            assert len(model._runtime.forms.kept) == 3, "one for each value"
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check_same(loop, kinds=("fsdp-even",))
+
+
+def check_a_number_of_an_object_whose_method_is_the_loss_is_traced_again(_) -> None:
+    def loop(prepare):
+        recipe, model = Recipe(), Net()
+        model, optimizer, loader = prepare(model, sgd(model), batches(), loss=recipe.loss)
+        for epoch in range(2):
+            recipe.smoothing = 0.2 * epoch
+            for loss in train(model, optimizer, loader):
+                recipe.history.append(float(loss))
+                yield loss
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check_same(loop, kinds=("ddp-even",))
+
+
 IDIOMS = named(
+    check_masks_that_a_collate_function_draws_are_those_of_one_device,
+    check_variables_of_a_file_are_traced_again,
+    check_a_number_of_an_object_whose_method_is_the_loss_is_traced_again,
     check_numbers_that_are_drawn_with_the_batch,
     check_a_number_within_a_container_is_traced_again,
     check_a_number_of_the_script_s_own_model_is_traced_again,

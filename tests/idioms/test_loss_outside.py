@@ -161,7 +161,34 @@ def check_micro_steps_are_refused(_) -> None:
         parallel("micro_steps", nn.Linear(6, 5).double(), (drawn(0),))
 
 
+class WithScale(nn.Module):
+    """As CLIP: two rows per sample, and a number that is no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.other = nn.Linear(6, 4).double(), nn.Linear(6, 4).double()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x):
+        return self.one(x), self.other(x), self.scale.exp()
+
+
+def check_a_number_beside_outputs_in_a_smaller_batch(_) -> None:
+    single = WithScale()
+    model, _ = parallel("data_parallel", WithScale(), (drawn(0),))
+    for seed, size in ((0, BATCH), (1, 7)):
+        losses = []
+        for m in (single, model):
+            one, other, scale = m(drawn(seed)[:size])
+            losses.append(cross_entropy(scale * one @ other.t(), torch.arange(size)))
+            losses[-1].backward()
+        close(losses[1].detach(), losses[0].detach())
+    close(model.get_parameter("scale").grad, single.scale.grad)
+
+
 IDIOMS = named(
+    check_a_number_beside_outputs_in_a_smaller_batch,
     check_any_loss_of_several_calls,
     check_outputs_are_those_of_one_device,
     check_two_models_in_turn,

@@ -7,7 +7,8 @@ import torch
 from gloo_world import assert_passed
 from plans import CUT, batch, close, named, parallel, same_weights
 
-from mixmesh.errors import InputError
+from mixmesh.errors import InputError, MixmeshError
+from mixmesh.frontend.job import can_step_pieces, check_supported
 
 
 class Lion(torch.optim.Optimizer):
@@ -165,7 +166,59 @@ def check_a_scaler_of_torch_agrees(_) -> None:
             close(value, before[key], key)
 
 
+class Lars(torch.optim.SGD):
+    """An elementwise optimizer of PyTorch with a step of its own, which is none."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.grad.mul_(0.1 * p.norm() / p.grad.norm())
+        return super().step(closure)
+
+
+class Slower(torch.optim.SGD):
+    """One with a step of its own that still is."""
+
+    def step(self, closure=None):
+        self.param_groups[0]["lr"] *= 0.9
+        return super().step(closure)
+
+
+class FactoredWhereLarge(Lion):
+    """As Adafactor: another step for large matrices alone."""
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                large = p.ndim == 2 and min(p.shape) >= 128
+                p.sub_(p.grad / p.grad.norm(dim=1, keepdim=True) if large else p.grad)
+
+
+def check_optimizers_of_ones_own_that_are_made_before(_) -> None:
+    from loops import batches, check_same, train
+    from torch import nn
+
+    def loop_of(make):
+        def loop(prepare):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+            loss = nn.functional.cross_entropy
+            model, optimizer, loader = prepare(model, make(model.parameters()), batches(), loss=loss)
+            yield from train(model, optimizer, loader)
+
+        return loop
+
+    for make in (Lion, lambda ps: Slower(ps, lr=0.1)):
+        check_same(loop_of(make), kinds=("fsdp-even",))
+    with pytest.raises(MixmeshError, match="steps whole ones only"):
+        check_same(loop_of(lambda ps: Lars(ps, lr=0.1)), kinds=("fsdp-even",))
+    check_same(loop_of(lambda ps: Lars(ps, lr=0.1)), kinds=("ddp-even",))
+
+
 IDIOMS = named(
+    check_optimizers_of_ones_own_that_are_made_before,
     check_right,
     check_refused,
     check_what_cannot_be_tried_is_refused_at_its_first_step,
@@ -178,3 +231,30 @@ IDIOMS = named(
 @pytest.mark.parametrize("name", IDIOMS)
 def test_optimizers_made_after(outcomes, name):
     assert_passed(outcomes[name])
+
+
+@pytest.mark.parametrize(
+    "make, expected",
+    [
+        (Lion, True),
+        (lambda ps: Slower(ps, lr=0.1), True),
+        (lambda ps: torch.optim.SGD(ps, lr=0.1), True),
+        (lambda ps: Lars(ps, lr=0.1), False),
+        (Rows, False),
+        (Lamb, False),
+        (FactoredWhereLarge, False),
+        (torch.optim.Adafactor, False),
+    ],
+)
+def test_a_step_is_tried_on_pieces(make, expected):
+    """On copies: parameters, gradients and state stay as they are."""
+    params = [torch.nn.Parameter(torch.randn(shape)) for shape in ((300, 200), (7,), (4, 3, 2, 2))]
+    before, optimizer = [p.detach().clone() for p in params], make(params)
+    assert can_step_pieces(optimizer) is expected
+    assert all(torch.equal(p, b) and p.grad is None for p, b in zip(params, before))
+    assert not optimizer.state and optimizer.param_groups[0]["params"] == params
+
+
+def test_sparse_adam_is_refused():
+    with pytest.raises(InputError, match="SparseAdam is not supported: gradients are dense"):
+        check_supported(torch.optim.SparseAdam([torch.nn.Parameter(torch.zeros(2, 2))]))

@@ -64,7 +64,25 @@ class Packed(Model):
         return padded.square().mean()
 
 
-@pytest.mark.parametrize("kind", [CustomFunction, ByMask, ByNonzero, Packed])
+class Forces(Model):
+    """Its loss has a gradient in it."""
+
+    line, hint = "torch.autograd.grad", "write the derivative out"
+
+    def forward(self, x):
+        x = x.requires_grad_()
+        energy = self.layer(x).tanh().sum()
+        return torch.autograd.grad(energy, x, create_graph=True)[0].square().mean()
+
+
+class FunctionalForces(Model):
+    line, hint = "torch.func.grad", "write the derivative out"
+
+    def forward(self, x):
+        return torch.func.grad(lambda row: self.layer(row).tanh().sum())(x).square().mean()
+
+
+@pytest.mark.parametrize("kind", [CustomFunction, ByMask, ByNonzero, Packed, Forces, FunctionalForces])
 def test_refused_with_the_line(kind):
     kind()(torch.randn(6, 4)).backward()  # it trains on one device
     with pytest.raises(TraceError) as caught:
@@ -90,3 +108,19 @@ class CustomOperator(Model):
 def test_an_operator_of_ones_own_is_kept():
     """It runs whole on every device, with a warning (``unsupported_ops``)."""
     assert "idioms.round" in [n.op for n in trace(CustomOperator(), {"x": torch.randn(6, 4)}).graph.nodes]
+
+
+class SparseLookups(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 4, sparse=True)
+
+    def forward(self, ids):
+        return self.table(ids).square().mean()
+
+
+def test_sparse_gradients_become_dense():
+    """Ranks can sum these; their values are the same."""
+    graph = trace(SparseLookups(), {"ids": torch.zeros(6, 3, dtype=torch.long)}).graph
+    (lookup,) = [n for n in graph.nodes if n.op == "aten.embedding"]
+    assert True not in lookup.args[2:]

@@ -134,8 +134,10 @@ def check_tensors_of_a_parameters_dtype_and_device(_) -> None:
     assert type(zeros) is type(sevens) is torch.Tensor and zeros.dtype == weight.dtype
     assert zeros.shape == (2, 5) and not zeros.any() and sevens.tolist() == [7, 7, 7]
     assert weight.new_ones(3).sum() == 3 and weight.new_tensor([1, 2]).dtype == weight.dtype
+    moved = weight + weight.new_ones(weight.shape)  # whole tensors are cut as the shard is
+    assert torch.equal(moved.to_local(), weight.to_local() + 1)
     with pytest.raises(InputError, match="beside a plain tensor"):
-        weight + weight.new_zeros(weight.shape)
+        weight + weight.new_zeros(2, *weight.shape)
 
 
 def check_files_of_safetensors_are_refused(_) -> None:

@@ -2,6 +2,7 @@
 
 job         the returned value                  loading     the file and the function
 checks      errors in the returned value        optimizers  its optimizer: states, kernels, what may be cut
+pieces      a trial of an optimizer of the script's own on pieces
 workloads   the package's own jobs, the only ones that import torch at once
 """
 
@@ -11,6 +12,7 @@ from .loading import load_job, split_name
 from .optimizers import (
     ELEMENTWISE,
     can_be_fused,
+    can_step_pieces,
     check_supported,
     is_elementwise,
     needs_whole_parameters,
@@ -23,6 +25,7 @@ __all__ = [
     "Job",
     "batch_size",
     "can_be_fused",
+    "can_step_pieces",
     "check_job",
     "check_supported",
     "is_elementwise",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from inspect import unwrap
 from typing import Any
 
 from ...errors import InputError
 from ...lang.optimizer_states import ADAM, OptimizerStates
+from .pieces import steps_alike_in_pieces
 
 
 def optimizer_states(optimizer: Callable[[Iterable], Any] | None) -> OptimizerStates:
@@ -64,10 +66,17 @@ ELEMENTWISE = (
 
 
 def is_elementwise(optimizer: Any) -> bool:
-    """Whether an optimizer can step a part of a parameter alone."""
+    """Whether an optimizer steps as those of PyTorch do that can step a part of a parameter alone. One of a
+    class that has a ``step`` of its own does not, whatever it inherits from."""
     import torch
 
-    return isinstance(optimizer, tuple(getattr(torch.optim, name) for name in ELEMENTWISE))
+    known = [unwrap(getattr(torch.optim, name).step) for name in ELEMENTWISE]
+    return isinstance(optimizer, torch.optim.Optimizer) and unwrap(type(optimizer).step) in known
+
+
+def can_step_pieces(optimizer: Any) -> bool:
+    """Whether an optimizer is known, or has been tried (``pieces``), to step a part of a parameter alone."""
+    return is_elementwise(optimizer) or steps_alike_in_pieces(optimizer)
 
 
 def check_supported(optimizer: Any) -> None:
@@ -84,6 +93,17 @@ def check_supported(optimizer: Any) -> None:
                 "or train with LBFGS on one device, without torchrun",
             ),
         )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise InputError(
+            "SparseAdam is not supported: gradients are dense, as ranks sum them",
+            expected="an optimizer that works element by element: " + ", ".join(ELEMENTWISE),
+            got="SparseAdam, which takes sparse gradients alone",
+            hint=(
+                "torch.optim.SGD or Adagrad: the same numbers as with sparse gradients",
+                "torch.optim.Adam, which moves rows that are not looked up too, by their momentum",
+                "or train with SparseAdam on one device, without torchrun",
+            ),
+        )
 
 
 def needs_whole_parameters(optimizer: Callable[[Iterable], Any] | None) -> bool:
@@ -98,4 +118,4 @@ def needs_whole_parameters(optimizer: Callable[[Iterable], Any] | None) -> bool:
     except Exception:  # the user's own function, on parameters that are not the model's
         return False
     check_supported(on_sample)
-    return not is_elementwise(on_sample)
+    return not can_step_pieces(on_sample)

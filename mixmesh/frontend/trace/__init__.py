@@ -161,8 +161,8 @@ def trace(
     request = Request(outputs, autocast, loss)
     captured = capture(model, batch, KNOWN, request)
     graph = convert(captured, model, graph_name(model))
-    may_be_outside = loss is LossSource.MAYBE_CALLER
-    if may_be_outside and captured.returned.names and not depends_on_batch(graph):
+    may_be_outside = loss in (LossSource.MAYBE_CALLER, LossSource.CALLER)
+    if loss is LossSource.MAYBE_CALLER and captured.returned.names and not depends_on_batch(graph):
         # a scalar among the outputs that is no loss, such as a scale
         captured = capture(model, batch, KNOWN, replace(request, loss=LossSource.CALLER))
         graph = convert(captured, model, graph_name(model))

@@ -32,6 +32,7 @@ from .fakes import fixed_shapes
 from .functions import exact_functions
 from .generators import drawn_by_torch_alone
 from .hooks import hooks_traced
+from .inner_gradients import no_inner_gradients
 from .leaves import check_leaf, describe_argument, instead_of
 from .locate import place_of_error, place_of_function, whole_stacks
 from .loops import experts_in_groups
@@ -308,7 +309,7 @@ def _as_it_is_traced() -> Iterator[None]:
     with (
         fixed_shapes(), exact_functions(), moves_in_place(), means_over_batches(), whole_stacks(),
         regions_kept(), experts_in_groups(), masks_as_given(), synced_norms_as_plain(),
-        no_autocast(), no_grad_within_autocast(), LossesWithoutChecks(),
+        no_autocast(), no_grad_within_autocast(), LossesWithoutChecks(), no_inner_gradients(),
     ):  # fmt: skip
         yield
 

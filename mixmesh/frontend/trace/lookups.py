@@ -1,4 +1,5 @@
-"""Rewrites embedding bags to look-ups and sums, which have rules."""
+"""Rewrites embedding bags to look-ups and sums, which have rules, and look-ups with sparse gradients to
+those with dense ones: the same values, which ranks can sum."""
 
 from __future__ import annotations
 
@@ -52,12 +53,24 @@ def _pooled(b: Builder, mode: int, rows: Ref, counted: Ref | None) -> Ref:
     return b("aten.div.Tensor", total, count)
 
 
-LOOKUP_RULES: dict[str, Rule] = {
-    f"aten.{name}": embedding_bag
-    for name in (
-        "embedding_bag",
-        "embedding_bag.padding_idx",
-        "_embedding_bag",
-        "_embedding_bag_forward_only",
+def embedding(b: Builder, node: Node) -> tuple[Ref] | None:
+    arg = bound(node)
+    if not arg["sparse"]:
+        return None
+    return (
+        b("aten.embedding", arg["weight"], arg["indices"], arg["padding_idx"], arg["scale_grad_by_freq"]),
     )
+
+
+LOOKUP_RULES: dict[str, Rule] = {
+    "aten.embedding": embedding,
+    **{
+        f"aten.{name}": embedding_bag
+        for name in (
+            "embedding_bag",
+            "embedding_bag.padding_idx",
+            "_embedding_bag",
+            "_embedding_bag_forward_only",
+        )
+    },
 }

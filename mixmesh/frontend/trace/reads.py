@@ -8,17 +8,19 @@ may count and note as it likes what its forward pass does not use.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from .called import all_called, functions_of, is_own, names_in, plain_functions
 from .containers import (
+    EVERY_KEY,
     GONE,
     SIMPLE,
     Find,
@@ -26,6 +28,7 @@ from .containers import (
     ObjectWatch,
     find_in_object,
     is_container,
+    is_plain_object,
     keys_read,
     keys_read_by_class,
     numbers_in,
@@ -90,6 +93,7 @@ class Reads:
     as export takes back what is assigned to modules."""
 
     of: dict[Key, Number | Constant] = field(default_factory=dict)
+    places: dict[int, tuple[str, Find]] = field(default_factory=dict)  # of tensors that may have been read
 
     def changed(self, *kinds: type[Number] | type[Constant]) -> tuple[tuple[str, str], ...]:
         """The path of each value of these kinds that is another one now, and how it has changed."""
@@ -115,8 +119,9 @@ class Reads:
         for name in program.graph_signature.inputs_to_lifted_tensor_constants.values():
             tensor = program.constants[name]
             if _is_real(tensor) and id(tensor) not in noted:
-                path = f"a tensor of shape {list(tensor.shape)}"
-                self.keep((id(tensor), ""), Constant(path, _find_itself(tensor), tensor, tensor._version))
+                path, find = f"a tensor of shape {list(tensor.shape)}", _find_itself(tensor)
+                path, find = self.places.get(id(tensor), (path, find))
+                self.keep((id(tensor), ""), Constant(path, find, tensor, tensor._version))
 
 
 _READ: weakref.WeakKeyDictionary[nn.Module, Reads] = weakref.WeakKeyDictionary()
@@ -141,6 +146,7 @@ class _Pass:
         self.noted: dict[Key, Number | Constant] = {}
         self.objects = ObjectWatch(self._note_inner)
         self._containers: set[Key] = set()
+        self.places: dict[int, tuple[str, Find]] = {}  # of tensors that may be read, by id
 
     def _place(self, module: nn.Module, attributes: Mapping[str, Any]) -> tuple[str, nn.Module | None]:
         """The path of a module, and the script's own; no module where it is not the model's."""
@@ -188,22 +194,48 @@ class _Pass:
     def _note_inner(self, path: str, find: Find, value: Any) -> None:
         self.noted.setdefault((0, path), Number(path, find, value))
 
-    def function(self, function: Any) -> None:
-        """Notes the numbers and tensors that a function reads from around it."""
-        if not isinstance(function, FunctionType):
-            return
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
-            find = _find_in_cell(cell)
-            self._around(function, (id(cell), name), find, find())
-        around = function.__globals__
-        for name in function.__code__.co_names:
-            if name in around:
-                self._around(function, (id(around), name), _find_in(around, name), around[name])
+    def functions(self, first: Iterable[tuple[FunctionType, type | None]], sure: Iterable[Any] = ()) -> None:
+        """Notes the numbers that functions, and those that they call, read from around them, and the tensors
+        of those that are ``sure`` to run. Other tensors are noted if the program turns out to have them."""
+        certain = {id(function) for function in sure}
+        for function in all_called(first):
+            is_sure = id(function) in certain
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+                find = _find_in_cell(cell)
+                self._around(function, (id(cell), name), find, find(), is_sure=is_sure)
+            around = function.__globals__
+            for name in names_in(function.__code__).of_globals:
+                if name in around:
+                    key, find = (id(around), name), _find_in(around, name)
+                    self._around(function, key, find, around[name], is_sure=is_sure)
 
-    def _around(self, function: FunctionType, key: Key, find: Find, value: Any) -> None:
-        self._note(key, key[1], find, value)
+    def holder_of(self, method: Any) -> None:
+        """Watches the object whose method is called, where that is no module."""
+        holder = getattr(method, "__self__", None)
+        if is_plain_object(holder):
+            self.objects.show(type(holder).__name__, lambda: holder, holder)
+
+    def _around(self, function: FunctionType, key: Key, find: Find, value: Any, *, is_sure: bool) -> None:
+        name = key[1]
+        if _is_real(value) and not is_sure:
+            self.places[id(value)] = name, find
+            return
+        self._note(key, name, find, value)
         if is_container(value):
-            self._numbers_in(key[1], find, value, keys_read(key[1], function))
+            self._numbers_in(name, find, value, keys_read(name, function))
+        elif isinstance(value, ModuleType | type) and is_own(value):
+            for inner in keys_read(name, function).names:
+                self._around_in(f"{name}.{inner}", (id(value), str(inner)), find, value)
+
+    def _around_in(self, path: str, key: Key, find: Find, holder: ModuleType | type) -> None:
+        """Notes an attribute of a module or of a class of the script."""
+        find_inner, value = find_in_object(find, key[1]), getattr(holder, key[1], GONE)
+        if _is_real(value):
+            self.places[id(value)] = path, find_inner
+            return
+        self._note(key, path, find_inner, value)
+        if is_container(value):
+            self._numbers_in(path, find_inner, value, EVERY_KEY)
 
     def _note(self, key: Key, path: str, find: Find, value: Any) -> None:
         if type(value) in SIMPLE:
@@ -217,7 +249,9 @@ def loss_outside(function: Any) -> AbstractContextManager[Any]:
     function reads from around it is watched, and random numbers are refused."""
     if not _passes:
         return nullcontext()
-    _passes[-1].function(function)
+    own = list(plain_functions(function))
+    _passes[-1].functions(own, [each for each, _ in own])
+    _passes[-1].holder_of(function)
     return NoDraws()
 
 
@@ -225,7 +259,7 @@ def loss_outside(function: Any) -> AbstractContextManager[Any]:
 def reading(model: nn.Module, reads: Reads) -> Iterator[None]:
     """Within it runs a forward pass of ``model``. The values that it reads are noted in ``reads``, but for
     those that it changes itself."""
-    seen = _Pass(model)
+    seen, modules = _Pass(model), [original_of(module) for module in model.modules()]
     before = {name: nn.Module.__dict__.get(name) for name in ("__getattribute__", "__getattr__")}
     get, get_missing = before["__getattribute__"] or object.__getattribute__, nn.Module.__getattr__
 
@@ -247,10 +281,12 @@ def reading(model: nn.Module, reads: Reads) -> Iterator[None]:
     _passes.append(seen)
     try:
         with seen.objects.watching():
+            seen.functions(each for module in modules for each in functions_of(module))
             yield
     finally:
         _passes.pop()
         _set_on_modules(before)
+    reads.places = seen.places
     for key, value in seen.noted.items():
         reads.keep(key, value)
 

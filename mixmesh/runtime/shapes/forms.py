@@ -258,7 +258,7 @@ class Forms:
 
     def _loss_source(self, is_partial: bool) -> LossSource:
         if not self.plan.returned.has_loss:
-            return LossSource.MAYBE_CALLER
+            return LossSource.CALLER
         return LossSource.OPTIONAL if is_partial else LossSource.RETURNED
 
     @contextmanager

@@ -19,7 +19,7 @@ from ...runtime.first_rank import everyones, from_first_rank
 from .lengths import length
 from .own_batches import OwnBatches, sampler_of
 from .own_loader import FirstKept, OwnIterator, OwnLoader, not_resumable
-from .resuming import numbers_of_process, set_numbers_of_process
+from .resuming import fingerprint, numbers_of_process, set_numbers_of_process
 from .untouched import untouched
 
 PROBED_ROWS = 8  # enough that lengths differ, if they do
@@ -100,16 +100,25 @@ def has_indices(loader: Iterable) -> TypeGuard[DataLoader]:
 
 def load(loader: DataLoader, indices: list[int]) -> Any:
     """The samples of ``indices`` as one batch, loaded by this process."""
+    return loader.collate_fn(samples_of(loader, indices))
+
+
+def samples_of(loader: DataLoader, indices: list[int]) -> Any:
+    """The samples of ``indices``, as PyTorch loads them."""
     dataset = loader.dataset
-    many = getattr(dataset, "__getitems__", None)  # as PyTorch loads them
-    return loader.collate_fn(many(indices) if many is not None else [dataset[i] for i in indices])
+    many = getattr(dataset, "__getitems__", None)
+    return many(indices) if many is not None else [dataset[i] for i in indices]
 
 
 def depends_on_others(loader: DataLoader) -> bool:
     """Whether the rows of a batch are others in a smaller batch: padded to its longest row, or mixed with
     each other. Some samples from all over the data set are loaded together, the first half of them alone and
-    each alone, with the same random numbers. Rows that cannot be loaded in parts depend on others too."""
+    each alone, with the same random numbers. Rows that cannot be loaded in parts depend on others too, and
+    so do those for which the collate function draws random numbers, as for masks of words: of a whole batch
+    these are the numbers of one device."""
     try:
+        if draws_in_collating(loader):
+            return True
         size = length(loader.dataset)
         count = min(loader.batch_size or PROBED_ROWS, PROBED_ROWS, size)
         indices = [n * size // count for n in range(count)]
@@ -120,6 +129,16 @@ def depends_on_others(loader: DataLoader) -> bool:
         return any(x.shape[1:] != y.shape[1:] for row in alone for x, y in zip(whole, row, strict=True))
     except Exception:  # a collate function's own, of any kind: it has never seen such a batch
         return True
+
+
+def draws_in_collating(loader: DataLoader) -> bool:
+    """Whether the collate function draws random numbers of the process. These are as they were before."""
+    with same_random_numbers():
+        count = min(loader.batch_size or PROBED_ROWS, PROBED_ROWS, length(loader.dataset))
+        samples = samples_of(loader, list(range(count)))
+        before = fingerprint(numbers_of_process())
+        loader.collate_fn(samples)
+        return fingerprint(numbers_of_process()) != before
 
 
 def load_again(loader: DataLoader, indices: list[int]) -> list[torch.Tensor]:

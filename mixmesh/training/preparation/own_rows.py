@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ...base.callers import is_script, warn
 from ...errors import InputError
+from ...frontend.trace.words import is_words
 from ...lang.plan_file import Plan
 from ...runtime.data import own_samples
 from .counted_rows import SIZES, counts_samples
@@ -100,8 +101,45 @@ def _check_count(func: Any, name: str, args: tuple, reader: FrameType) -> None:
         x.watch.warn_of_count(x.rows)
 
 
+class OwnWords(list):
+    """Words of a rank's own rows, such as names of files; ``watch`` is told where they are counted."""
+
+    watch: RowWatch | None = None
+
+    def __len__(self) -> int:
+        _check_words(self, sys._getframe(1))
+        return super().__len__()
+
+
+class OwnWordsInTuple(tuple):
+    """The same, as PyTorch collates samples that are tuples."""
+
+    watch: RowWatch | None = None
+
+    def __len__(self) -> int:
+        _check_words(self, sys._getframe(1))
+        return super().__len__()
+
+
+WORDS: dict[type, type[OwnWords] | type[OwnWordsInTuple]] = {list: OwnWords, tuple: OwnWordsInTuple}
+
+
+def _check_words(words: OwnWords | OwnWordsInTuple, reader: FrameType) -> None:
+    if words.watch is not None and is_script(reader.f_code.co_filename) and counts_samples(reader):
+        words.watch.warn_of_count(sum(1 for _ in words))
+
+
+def _is_watched_words(x: Any) -> bool:
+    return isinstance(x, OwnWords | OwnWordsInTuple)
+
+
 def plain(x: Any) -> Any:
-    """A tensor of a rank's rows as one of PyTorch's own class; anything else as it is."""
+    """A tensor of a rank's rows as one of PyTorch's own class, and words as they were; anything else as it
+    is."""
+    if isinstance(x, OwnWords):
+        return list(x)
+    if isinstance(x, OwnWordsInTuple):
+        return tuple(iter(x))
     if not isinstance(x, OwnRows):
         return x
     with torch._C.DisableTorchFunctionSubclass():
@@ -189,13 +227,17 @@ class RowWatch:
         rows = max((len(x) for x in leaves), key=[len(x) for x in leaves].count, default=0)
 
         def watched(x: Any) -> Any:
+            if type(x) in WORDS and len(x) == rows:
+                words = WORDS[type(x)](x)
+                words.watch = self
+                return words
             if type(x) is not Tensor or not x.ndim or len(x) != rows:
                 return x
             made = x.as_subclass(OwnRows)
             made.rows, made.watch = rows, self
             return made
 
-        return pytree.tree_map(watched, batch)
+        return pytree.tree_map(watched, batch, is_leaf=is_words)
 
     def on_call(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, Mapping[str, Any]]:
         """The arguments of a model's call as plain tensors. Raises InputError for rows that were joined, or
@@ -209,4 +251,7 @@ class RowWatch:
                     got=f"{_shown(x.joined or x.picked)} of {x.rows} rows",
                     hint=HINTS,
                 )
-        return pytree.tree_map(plain, args), pytree.tree_map(plain, kwargs)
+        return (
+            pytree.tree_map(plain, args, is_leaf=_is_watched_words),
+            pytree.tree_map(plain, kwargs, is_leaf=_is_watched_words),
+        )

@@ -16,7 +16,7 @@ from ...base.progress import tell
 from ...cluster.detection import Cache
 from ...cluster.detection.cache import default_folder
 from ...errors import TraceError
-from ...frontend.job import Job, check_supported, is_elementwise, optimizer_states
+from ...frontend.job import Job, can_step_pieces, check_supported, optimizer_states
 from ...frontend.trace import LossSource
 from ...frontend.trace.autocast import autocast_for
 from ...frontend.trace.capture import CALL_ONCE
@@ -105,6 +105,8 @@ def prepare(
     same plan. Raises TraceError for a model that cannot be exported, Infeasible if nothing fits in memory.
     """
     if "RANK" not in os.environ:
+        if loss is not None:
+            check_unwrapped(model)
         alone = model if loss is None else on_one_device(model, loss, outputs)
         if compile and alone is uncompiled(alone):
             alone.compile()
@@ -129,7 +131,7 @@ def prepare(
             heartbeat_s=heartbeat_s,
             batch_norm=batch_norm,
             autocast=autocast_for(model, autocast),
-            whole_parameters=optimizer is not None and not is_elementwise(optimizer),
+            whole_parameters=optimizer is not None and not can_step_pieces(optimizer),
             compiles=compile,
             loss=LossSource.MAYBE_CALLER if loss is None and not outputs else LossSource.RETURNED,
         )

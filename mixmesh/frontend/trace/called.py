@@ -1,0 +1,129 @@
+"""The functions that a forward pass or a loss may call, as far as their code names them, and the values that
+they read from around them: variables of a module, attributes of a script's own module or class
+(``config.alpha``, ``CFG.alpha``).
+
+A program runs none of this code, so what it reads is compared before every call. Only code of the script
+counts: libraries change few of their variables, and have many.
+"""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import nn
+
+from ...base.callers import is_script
+
+MOST_FUNCTIONS = 512  # more are not followed
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names in a function's code: of variables around it, and of attributes of anything."""
+
+    of_globals: tuple[str, ...]
+    attributes: frozenset[str]
+
+
+def functions_of(module: nn.Module) -> Iterator[tuple[FunctionType, type | None]]:
+    """Yields what may run in a forward pass of a module alone, with the class whose methods it calls: its
+    ``forward``, and those of the classes that it is made from, and functions that it has as attributes."""
+    patched = vars(module).get("forward")
+    if patched is not None:
+        yield from plain_functions(patched)
+    for base in type(module).__mro__:
+        forward = vars(base).get("forward")
+        if isinstance(forward, FunctionType):
+            yield forward, type(module)
+    for value in vars(module).values():
+        if isinstance(value, FunctionType | MethodType | partial):
+            yield from plain_functions(value)
+
+
+def plain_functions(function: Any) -> Iterator[tuple[FunctionType, type | None]]:
+    """Yields the function within what can be called, with the class whose methods it calls."""
+    if isinstance(function, partial):
+        yield from plain_functions(function.func)
+    elif isinstance(function, MethodType):
+        if isinstance(function.__func__, FunctionType):
+            yield function.__func__, type(function.__self__)
+    elif isinstance(function, FunctionType):
+        yield function, None
+    elif isinstance(function, nn.Module):
+        for module in function.modules():
+            yield from functions_of(module)
+
+
+def all_called(first: Iterable[tuple[FunctionType, type | None]]) -> list[FunctionType]:
+    """These functions, of the script's own code, and those that they may call by a name."""
+    waiting, called = list(first), dict[int, FunctionType]()
+    while waiting and len(called) < MOST_FUNCTIONS:
+        function, owner = waiting.pop()
+        if id(function) in called or not is_script(function.__code__.co_filename):
+            continue
+        called[id(function)] = function
+        waiting += _callees(function, owner)
+    return list(called.values())
+
+
+def _callees(function: FunctionType, owner: type | None) -> Iterator[tuple[FunctionType, type | None]]:
+    names, around = names_in(function.__code__), function.__globals__
+    for value in (*(around.get(name) for name in names.of_globals), *_cells(function)):
+        if isinstance(value, ModuleType) and is_own(value):
+            for inner in names.attributes & vars(value).keys():
+                yield from _functions_alone(vars(value)[inner])
+        else:
+            yield from _functions_alone(value)
+    if owner is not None:
+        for name in names.attributes:
+            member = getattr(owner, name, None)
+            member = member.fget if isinstance(member, property) else member
+            if isinstance(member, FunctionType):
+                yield member, owner
+
+
+def _cells(function: FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # it is empty
+            continue
+
+
+def _functions_alone(value: Any) -> Iterator[tuple[FunctionType, type | None]]:
+    """As ``plain_functions``; nothing for modules, which are watched as parts of the model."""
+    if isinstance(value, FunctionType | MethodType | partial):
+        yield from plain_functions(value)
+
+
+def is_own(value: ModuleType | type) -> bool:
+    """Whether a module or a class is of the script."""
+    if isinstance(value, ModuleType):
+        return is_script(getattr(value, "__file__", None) or "<none>")
+    import sys
+
+    module = sys.modules.get(value.__module__)
+    return module is not None and is_own(module) and not issubclass(value, nn.Module)
+
+
+@lru_cache(maxsize=4096)
+def names_in(code: CodeType) -> Names:
+    """The names that code, and code within it, reads."""
+    of_globals: dict[str, None] = {}
+    attributes: set[str] = set()
+    for step in dis.get_instructions(code):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            of_globals[step.argval] = None
+        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
+            attributes.add(step.argval)
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            names = names_in(inner)
+            of_globals.update(dict.fromkeys(names.of_globals))
+            attributes |= names.attributes
+    return Names(tuple(of_globals), frozenset(attributes))
