@@ -30,7 +30,11 @@ def accelerator_with(planner: str, planning: dict | None = None, **options):
     """In both libraries what differs is how a parallel step is planned."""
     AcceleratorState._reset_state()  # every scenario stands for a script of its own
     chosen = {"profile_s": 0, "planner": planner, **KEPT, **(planning or {})}
-    return Accelerator(cpu=True, **options, **({"planning": chosen} if PARALLEL else {}))
+    accelerator = Accelerator(cpu=True, **options, **({"planning": chosen} if PARALLEL else {}))
+    if accelerator.mixed_precision == "fp16":  # Accelerate scales on accelerators only
+        accelerator.native_amp = True
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    return accelerator
 
 
 class Net(nn.Module):
@@ -194,7 +198,7 @@ def criterion(name: str, planner: str, **options) -> None:
     called_with = torch.zeros(4, 8, dtype=listed[0].dtype), torch.zeros(4, dtype=torch.long)
     planned = {"planning": {"batch": called_with}} if PARALLEL else {}
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader, **planned)
-    told = []
+    told, scales = [], []
     for x, y in loader:
         x = x.to(listed[0].dtype)
         if PARALLEL:
@@ -208,13 +212,14 @@ def criterion(name: str, planner: str, **options) -> None:
         told.append(logits.detach().square().sum().item())
         optimizer.step()
         optimizer.zero_grad()
+        scales.append(accelerator.scaler.get_scale() if accelerator.scaler is not None else 1.0)
     model.eval()
     with torch.no_grad():
         told.append(model(x).sum().item())
         for p in model.parameters():
             p.data.mul_(0.5)
         told.append(model(x).sum().item())
-    tell(FOLDER, name, told=told)
+    tell(FOLDER, name, told=told, scales=scales)
 
 
 def frozen_later(name: str, planner: str) -> None:
@@ -282,6 +287,7 @@ if __name__ == "__main__":
     criterion("criterion", "ddp-even")
     frozen_later("frozen later", "fsdp-even")
     criterion("half", "tensor-parallel", mixed_precision="bf16")
+    criterion("scaled", "fsdp-even", mixed_precision="fp16")
     if PARALLEL:
         refused("refused")
     else:

@@ -141,7 +141,12 @@ def short(name: str, planner: str, **changed) -> None:
     args = arguments(name, activation_checkpointing=True, max_steps=5, **changed)
     data = dict(train_dataset=sentences(12), data_collator=with_random_tokens, compute_loss_func=tokens_loss)
     trainer = trainer_with(planner)(language_model().float(), args, **data)
+    if args.fp16:  # Accelerate scales on accelerators only
+        trainer.accelerator.native_amp = True
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
     trainer.train()
+    if args.fp16:
+        trainer.log({"scale": trainer.accelerator.scaler.get_scale()})
     done(name, trainer)
 
 
@@ -257,6 +262,7 @@ if __name__ == "__main__":  # workers of a loader may import it
     classes("classes", "ddp-proportional")
     short("whole", "ddp-even")
     short("half", "ddp-even", bf16=True)
+    short("scaled", "fsdp-even", fp16=True)
     own_loss("own loss", "fsdp-even")
     own_loss("adafactor", "ddp-proportional", optim="adafactor")
     written("written", "ddp-even")

@@ -15,6 +15,7 @@ import torch
 from launches import cluster_file, rank, tell
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -83,7 +84,10 @@ class Told(L.Callback):
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
         rate = trainer.optimizers[0].param_groups[0]["lr"]
-        self._note(trainer, step=trainer.global_step, rate=rate, returned=float(outputs["loss"]))
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        returned = float(outputs["loss"])
+        self._note(trainer, step=trainer.global_step, rate=rate, returned=returned, scale=scale)
 
     def on_validation_end(self, trainer, module) -> None:
         self._note(trainer)
@@ -248,5 +252,7 @@ if __name__ == "__main__":
     usual("resumed", "ddp-even", str(FOLDER / "usual" / "epoch0.ckpt"))
     named("whole", "ddp-even")
     named("half", "ddp-even", precision="bf16-mixed")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    named("scaled", "fsdp-even", plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
     if PARALLEL:
         refused()

@@ -131,6 +131,17 @@ def test_autocast_is_that_of_the_arguments(runs):
         assert first_loss(history) == pytest.approx(whole, rel=LOGGED)
 
 
+def test_the_loss_is_scaled_in_float16(runs):
+    """All ranks skip the step whose gradients overflow, as a single device does."""
+    (single,) = histories(runs, "transformers", "scaled")
+    scale = single[-1]["scale"]
+    assert scale < 2.0**24
+    for history in histories(runs, "mixmesh.hf", "scaled"):
+        assert history[-1]["scale"] == scale
+        losses, expected = ([row["loss"] for row in rows if "loss" in row] for rows in (history, single))
+        assert losses == pytest.approx(expected, rel=5e-3)
+
+
 def first_loss(history: list[dict]) -> float:
     """The loss of the first step."""
     return history[0]["loss"]
@@ -148,7 +159,7 @@ def arguments(tmp_path: Path, **options) -> TrainingArguments:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("fsdp", "full_shard"), ("deepspeed", {"stage": 3}), ("torch_compile", True), ("fp16", True),
+        ("fsdp", "full_shard"), ("deepspeed", {"stage": 3}), ("torch_compile", True),
         ("optim", "lomo"),
         ("auto_find_batch_size", True), ("neftune_noise_alpha", 5.0), ("push_to_hub", True),
         ("use_liger_kernel", True), ("bf16_full_eval", True),

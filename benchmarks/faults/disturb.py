@@ -51,8 +51,15 @@ def _see_end(
     scene: Scene, kind: Kind, fault: Fault, made_at_s: float, others: set[int], victim: set[int]
 ) -> None:
     """Waits for the others to end, for a new start and for all machines in it."""
-    if kind.is_ended_late:
-        scene.wait(lambda: _are_gone(victim), "the end of the victim")
+    if kind.press is not None:
+
+        def is_gone() -> bool:
+            if _are_gone(victim):
+                return True
+            kind.press(scene, fault.machine)
+            return False
+
+        scene.wait(is_gone, "the end of the victim")
         made_at_s = time.monotonic()  # the fault is its death
     scene.wait(lambda: _are_gone(others), "the other ranks to notice")
     fault.noticed_s = time.monotonic() - made_at_s

@@ -41,7 +41,8 @@ class Fault:
 class Kind:
     """``make`` makes a fault and says what was done. Where it ``ends_ranks`` the others notice it and a
     new start is to go on; else this one does. ``undo`` is called when the others have noticed it
-    (``"noticed"``), or train again (``"again"``); a victim that ``is_ended_late`` is gone by then as well."""
+    (``"noticed"``), or train again (``"again"``). A fault that takes a while to end its victim is made
+    stronger by ``press`` until the victim is gone."""
 
     name: str
     text: str
@@ -51,7 +52,7 @@ class Kind:
     undo: Callable[[Scene, int], None] = lambda scene, machine: None
     undo_when: str = "noticed"
     has_alive_victim: bool = False  # its rank is one of those that are to notice
-    is_ended_late: bool = False
+    press: Callable[[Scene, int], None] | None = None
     is_saved: bool = False  # all ranks write a checkpoint before they end, so that no step is lost
     warning: str = ""  # by which it is noticed, where it does not end ranks
 
@@ -106,8 +107,13 @@ def return_share(scene: Scene, machine: int) -> None:
 
 
 def take_memory(scene: Scene, machine: int, rng: random.Random) -> str:
-    scene.bed.take_memory(rank_of(scene, machine))
+    take_freed_memory(scene, machine)
     return f"no more memory for machine {machine}"
+
+
+def take_freed_memory(scene: Scene, machine: int) -> None:
+    """Lowers the limit to what is held now: of checkpoints that were deleted since, nothing is left over."""
+    scene.bed.take_memory(rank_of(scene, machine))
 
 
 def return_memory(scene: Scene, machine: int) -> None:
@@ -163,7 +169,8 @@ KINDS = (
     Kind("truncate", "newest checkpoint cut short, then kill", cut_file),
     Kind("flip", "a bit of the newest checkpoint flipped, then kill", flip_bit),
     Kind("link", "the link of a machine down", cut_link, True, undo=join_link, undo_when="again"),
-    Kind("memory", "memory limit lowered", take_memory, True, undo=return_memory, is_ended_late=True),
+    Kind("memory", "memory limit lowered", take_memory, True, undo=return_memory,
+         press=take_freed_memory),
     Kind("share", "half of a device's CPU share", halve_share, True, ends_ranks=False, undo=return_share),
     Kind("disk", "disk of the checkpoints full", fill_disk, True, ends_ranks=False, undo=empty_disk,
          warning=NOT_WRITTEN),

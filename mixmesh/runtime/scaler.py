@@ -28,3 +28,11 @@ class GradScaler(torch.amp.GradScaler):
             for f in inf_by_device.values():
                 f.copy_(of_all)
         return inf_by_device
+
+
+def with_agreement(scaler: torch.amp.GradScaler) -> GradScaler:
+    """A scaler with the settings and the state of ``scaler``, whose ranks agree."""
+    agreeing = GradScaler(scaler._device, enabled=scaler.is_enabled())
+    if scaler.is_enabled():
+        agreeing.load_state_dict(scaler.state_dict())
+    return agreeing

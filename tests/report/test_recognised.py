@@ -84,9 +84,9 @@ def test_faults_and_plans_are_marked_with_their_cause(tmp_path):
     assert page.sentences[2:] == [
         f"After step 3 {lost} was lost: it {why}.",
         "It was started again after step 2; 1 step was made twice.",
-        "It was stopped by SIGTERM after step 6.",
         f"Training went on with another plan after step 6: {cause}.",
         f"Shares followed the devices' speeds after step 6: {cause}.",
+        "It was stopped by SIGTERM after step 6.",
     ]
     marks = page.data["runs"][0]["marks"]
     assert [event for event, _ in marks] == ["start", "fault", "start", "plan", "shares", "stop"]

@@ -69,10 +69,15 @@ def list_items(texts: Iterable[str]) -> str:
 
 
 def table_html(header: Sequence[str], rows: Iterable[Sequence[str]], words: Sequence[int] = (0,)) -> str:
-    """A table that scrolls where it is too wide; the columns ``words`` are text, the others numbers."""
+    """A table that scrolls where it is too wide; the columns ``words`` are text, the others numbers. Text in
+    the last column is wrapped, as it may be a sentence."""
 
     def cells(tag: str, row: Sequence[str]) -> str:
-        kinds = ("" if n in words else ' class="number"' for n in range(len(row)))
+        last = len(row) - 1
+        kinds = (
+            ' class="number"' if n not in words else ' class="words"' if 0 < n == last else ""
+            for n in range(len(row))
+        )
         return "".join(f"<{tag}{kind}>{html.escape(text)}</{tag}>" for kind, text in zip(kinds, row))
 
     body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)

@@ -75,7 +75,7 @@ def sentences(run: Run) -> list[str]:
     log = run.log
     if not log.steps:
         return ["No step was made."]
-    lines = [*progress_texts(log), *interruption_texts(log), *kept_texts(log)]
+    lines = [*progress_texts(log), *interruption_texts(log), *kept_texts(log), *stop_texts(log)]
     if own := log.of(OWN):
         lines.append(slowest_text(own[-1].facts["own_s"]))
     return lines
@@ -97,7 +97,7 @@ def progress_texts(log: RunLog) -> Iterator[str]:
 
 
 def interruption_texts(log: RunLog) -> Iterator[str]:
-    """The faults, the starts after them, and the stop by a signal; or that there was none of them."""
+    """The faults and the starts after them; or that there was none, and no stop by a signal."""
     faults, stops = log.of(FAULT), log.of(STOP)
     again = [mark for mark in log.of(START) if mark.step or mark.num_undone]
     yield from (f"{fault_text(mark)}." for mark in faults[-MOST_TOLD:])
@@ -106,9 +106,6 @@ def interruption_texts(log: RunLog) -> Iterator[str]:
         where = ", ".join(str(mark.step) for mark in again)
         twice = f"{plural(undone, 'step')} {'was' if undone == 1 else 'were'} made twice"
         yield f"It was started again after step {where}; {twice}."
-    if stops:
-        cause = stops[-1].facts.get("cause", "a signal")
-        yield f"It was stopped by {cause} after step {stops[-1].step}."
     if not (again or faults or stops):
         yield "It was never interrupted."
 
@@ -122,6 +119,12 @@ def kept_texts(log: RunLog) -> Iterator[str]:
         where = ", ".join(str(mark.step) for mark in changed)
         cause = changed[-1].facts.get("cause")
         yield f"{text} after step {where}{f': {cause}' if cause else ''}."
+
+
+def stop_texts(log: RunLog) -> Iterator[str]:
+    """The last stop by a signal, if there was one."""
+    for stop in log.of(STOP)[-1:]:
+        yield f"It was stopped by {stop.facts.get('cause', 'a signal')} after step {stop.step}."
 
 
 def slowest_text(own_s: Sequence[float]) -> str:

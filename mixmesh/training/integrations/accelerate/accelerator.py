@@ -21,6 +21,7 @@ from ....base.patch import patched
 from ....runtime.comm import default_device, initialise
 from ....runtime.first_rank import everyones, from_first_rank
 from ....runtime.parallel import ParallelModel, full_optimizer_state_dict
+from ....runtime.scaler import with_agreement
 from ...preparation.loading import example_batch, same_random_numbers, take_random_numbers
 from ...preparation.outside_loss import with_loss
 from ..launched import (
@@ -41,8 +42,10 @@ TIMEOUT_S = 300.0
 class _Optimizer(AcceleratedOptimizer):
     """The script's optimizer; its ``state_dict`` is the one of a single device."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parallel: ParallelModel) -> None:
-        super().__init__(optimizer, device_placement=False)
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, parallel: ParallelModel, scaler: torch.amp.GradScaler | None
+    ) -> None:
+        super().__init__(optimizer, device_placement=False, scaler=scaler)
         self.parallel = parallel
 
     def state_dict(self) -> dict[str, Any]:
@@ -65,6 +68,7 @@ class Accelerator(accelerate.Accelerator):
 
     _models: list[nn.Module]
     _optimizers: list[Any]
+    scaler: torch.amp.GradScaler | None
 
     def __init__(self, *args: Any, planning: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self.planning = dict(planning or {})
@@ -127,7 +131,9 @@ class Accelerator(accelerate.Accelerator):
         self._lenders[parallel] = as_one_device(parallel, optimizer)
         shown = dict(parallel.named_parameters(remove_duplicate=False))
         self._shown.update({p: shown[name] for name, p in before.items()})
-        prepared = _Optimizer(optimizer, parallel)
+        if self.scaler is not None:
+            self.scaler = with_agreement(self.scaler)
+        prepared = _Optimizer(optimizer, parallel, self.scaler)
         parallel.__dict__["_is_accelerate_prepared"] = prepared.__dict__["_is_accelerate_prepared"] = True
         return parallel, prepared
 

@@ -30,7 +30,7 @@ VARIABLES = (
     "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG",
 )  # fmt: skip
-PRECISIONS = ("no", "bf16")
+PRECISIONS = ("no", "bf16", "fp16")
 LOADER_OPTIONS = ("dispatch_batches", "use_stateful_dataloader")
 TOGETHER = (
     "model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)"

@@ -48,7 +48,6 @@ REFUSALS = (
     _flag("deepspeed", "leave deepspeed out: the plan decides which parameters are cut, and where"),
     _flag("parallelism_config", "leave parallelism_config out: the plan decides the parallelism"),
     _flag("torch_compile", "leave torch_compile out"),
-    _flag("fp16", "bf16=True, or leave fp16 out"),
     _flag("fp16_full_eval", "leave fp16_full_eval out"),
     _flag("bf16_full_eval", "leave bf16_full_eval out"),
     _flag("use_liger_kernel", "leave use_liger_kernel out"),

@@ -18,6 +18,7 @@ from ....base.patch import patched
 from ....errors import InputError
 from ....runtime.first_rank import from_first_rank
 from ....runtime.parallel import ParallelModel, full_optimizer_state_dict
+from ....runtime.scaler import with_agreement
 from ...preparation.loading import load, same_random_numbers
 from ..accelerate.one_process import as_first_process, look_like_one_process
 from ..launched import check_alike, check_not_spread, is_launched, prepare_for
@@ -109,7 +110,10 @@ class Trainer(transformers.Trainer):
         parallel, optimizer = prepare_for(
             with_trainer_loss(model, self), self.optimizer, self._example, self.planning
         )
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler = with_agreement(self.accelerator.scaler)
         self.optimizer = self.accelerator.prepare_optimizer(optimizer, device_placement=False)
+        vars(self.optimizer)["_is_accelerate_prepared"] = True  # the Trainer has it prepared once more
         self._example, self._has_trained, self.parallel = {}, True, parallel
         return parallel
 

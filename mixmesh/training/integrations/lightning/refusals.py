@@ -66,10 +66,11 @@ def check_training(trainer: pl.Trainer, module: pl.LightningModule, optimizers: 
 
 def check_precision(plugin: Precision) -> None:
     """Raises InputError for a precision under which sums over ranks differ from those of a single device."""
-    is_bf16 = isinstance(plugin, MixedPrecision) and plugin.precision == "bf16-mixed"
-    if type(plugin) not in (Precision, DoublePrecision) and not is_bf16:
+    if type(plugin) not in (Precision, DoublePrecision, MixedPrecision):
         raise refused(
-            f"precision={plugin.precision!r}", "32-true, 64-true or bf16-mixed", 'precision="bf16-mixed"'
+            f"precision={plugin.precision!r}",
+            "32-true, 64-true, bf16-mixed or 16-mixed",
+            'precision="bf16-mixed"',
         )
 
 

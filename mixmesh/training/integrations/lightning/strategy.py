@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -22,6 +23,7 @@ from ....runtime.comm import default_device, initialise
 from ....runtime.first_rank import from_first_rank, wait_for_all
 from ....runtime.modes import modes_by_name
 from ....runtime.parallel import ParallelModel, full_optimizer_state_dict
+from ....runtime.scaler import with_agreement
 from ...preparation.loading import same_random_numbers, take_random_numbers
 from ..launched import (
     check_alike,
@@ -139,6 +141,9 @@ class Strategy(SingleDeviceStrategy):
         if fits:
             check_training(trainer, self._module, self.optimizers)
             check_precision(self.precision_plugin)
+            plugin = self.precision_plugin
+            if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+                plugin.scaler = with_agreement(plugin.scaler)
             take_random_numbers()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
