@@ -53,7 +53,10 @@ def infeasible(task: Task, proposals: list[Proposal]) -> Infeasible:
         return Infeasible(
             f"the {closest.planner} plan {parting}, and the job's optimizer steps whole ones only",
             expected="a plan that keeps all parameters whole on every rank that computes, or an optimizer "
-            "that works element by element: " + ", ".join(ELEMENTWISE),
+            "that works element by element: "
+            + ", ".join(ELEMENTWISE)
+            + ", or a class of your own whose step "
+            "comes out alike on pieces of small tensors, where it is tried",
             hint=('planner="auto"', 'planner="ddp-proportional"'),
         )
     if over <= 0:

@@ -9,6 +9,7 @@ counts: libraries change few of their variables, and have many.
 from __future__ import annotations
 
 import dis
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -105,8 +106,6 @@ def is_own(value: ModuleType | type) -> bool:
     """Whether a module or a class is of the script."""
     if isinstance(value, ModuleType):
         return is_script(getattr(value, "__file__", None) or "<none>")
-    import sys
-
     module = sys.modules.get(value.__module__)
     return module is not None and is_own(module) and not issubclass(value, nn.Module)
 
