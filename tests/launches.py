@@ -7,9 +7,10 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
+
+from warm_python import python
 
 Told = tuple[Path, list[dict]]
 TORCHRUN = "-m", "torch.distributed.run", "--nproc-per-node"
@@ -61,7 +62,7 @@ def start(
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with open(folder / "printed", "w") as printed:
         return subprocess.Popen(
-            [sys.executable, *launcher, str(script), str(folder), *arguments],
+            [python(), *launcher, str(script), str(folder), *arguments],
             env=environment, stdout=printed, stderr=printed,
         )  # fmt: skip
 

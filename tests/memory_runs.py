@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import memory_jobs
@@ -169,11 +170,17 @@ def worker(job: str, path: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@cache
+def constant_bytes() -> int:
+    """What a process without tensors holds, measured once: it is no case's own."""
+    return process_memory().working
+
+
 def compared(name: str) -> list[tuple[int, int]]:
     """Per rank, predicted and measured bytes, with the constant that is measured here."""
     job, kind, shares = CASES[name]
     program, micro_batches, states = planned(job, kind, shares)
-    constant = process_memory().working
+    constant = constant_bytes()
     costs = CostModel(cpus(len(shares)))
     timeline = simulate(program, costs, optimizer_states=states, micro_batches=micro_batches)
     held = zip(timeline.peak_memory_bytes, map(costs.memory_constant_bytes, range(len(shares))))

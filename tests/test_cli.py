@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from jobs import GOOD, write_job
 from programs import TWO_DEVICES
+from warm_python import python
 
 from mixmesh.__main__ import execute
 from mixmesh.errors import InputError
@@ -124,7 +125,7 @@ def test_a_difference_is_exit_status_1(folder, capsys, monkeypatch):
 def mixmesh(*arguments: str, cwd, **environment: str) -> subprocess.CompletedProcess:
     env = {**os.environ, **environment}
     return subprocess.run(
-        [sys.executable, "-m", "mixmesh", *arguments],
+        [python(), "-m", "mixmesh", *arguments],
         cwd=cwd,
         env=env,
         capture_output=True,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from gloo_world import assert_passed, run_world
 from launches import cluster_file
+from warm_python import python
 
 from mixmesh.base.units import GIB
 from mixmesh.cluster import Cluster
@@ -163,7 +163,7 @@ def test_a_spoiled_file_of_the_cache_is_as_good_as_none(tmp_path):
 
 def launch(arguments: list[str], world_size: int, cache: Path) -> subprocess.CompletedProcess:
     environment = {**os.environ, "MIXMESH_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size)]
+    command = [python(), "-m", "torch.distributed.run", "--nproc-per-node", str(world_size)]
     return subprocess.run(
         [*command, "-m", "mixmesh", *arguments],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240,

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from fuzz.ports import free_port
 from gloo_world import assert_passed, run_world
 from torch import nn
+from warm_python import python
 
 from mixmesh.errors import InputError, PlanError
 from mixmesh.frontend.job import Job
@@ -275,7 +276,7 @@ def test_calls_tell_who_answers():
 def doctor(*arguments: str, package: Path = ROOT, **environment: str) -> subprocess.Popen:
     """``mixmesh doctor`` of the package in a folder."""
     settings = {**os.environ, "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1", **environment}
-    command = [sys.executable, "-m", "mixmesh", "doctor", *arguments]
+    command = [python(), "-m", "mixmesh", "doctor", *arguments]
     return subprocess.Popen(
         command, env=settings, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=package
     )

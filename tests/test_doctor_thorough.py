@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from gloo_world import assert_passed, run_world
 from launches import TORCHRUN
+from warm_python import python
 
 from mixmesh.cluster import Cluster
 from mixmesh.cluster.detection.inventory import FoundDevice, Inventory
@@ -259,7 +259,7 @@ def test_a_rank_that_is_killed_is_named_in_the_first_ones_table(tmp_path):
     job = tmp_path / "job.py"
     job.write_text(KILLED)
     command = [
-        sys.executable,
+        python(),
         *TORCHRUN,
         "4",
         "-m",

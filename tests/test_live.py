@@ -7,10 +7,10 @@ import math
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm_python import python
 
 from mixmesh.base.run_log import parse_log, read_log
 from mixmesh.cli.live import Live, check_targets, lag_text, left_text
@@ -122,7 +122,7 @@ def test_a_run_tells_all_three(tmp_path):
     words = [str(job), "--profile-seconds=0", "--steps=4", "--print-every=2"]
     words += ["--log-json", str(log), "--tensorboard", str(board), "--cache", str(tmp_path / "cache")]
     done = subprocess.run(
-        [sys.executable, "-m", "mixmesh", "run", *words],
+        [python(), "-m", "mixmesh", "run", *words],
         env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

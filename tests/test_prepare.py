@@ -8,7 +8,6 @@ import os
 import random
 import re
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -21,6 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, TensorDataset
+from warm_python import python
 
 import mixmesh
 from mixmesh.training.preparation.loading import depends_on_others, example_batch, same_random_numbers
@@ -68,7 +68,7 @@ def run_script(tmp_path: Path, world_size: int, planner: str = "auto", workers: 
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(world_size)] if world_size else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *launcher, str(script)],
+        [python(), *launcher, str(script)],
         env=environment, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.utils import _pytree as pytree
+from warm_python import python
 
 from benchmarks.scripts import changed_lines
 from benchmarks.vision import has_torchvision
@@ -79,7 +79,7 @@ def runs(tmp_path_factory) -> tuple[Path, Path]:
             [name, str(SCRIPTS / f"{case.script}{suffix}.py"), case.arguments, case.planner]
             for name, case in CASES.items()
         ]
-        command = [sys.executable, *how, "-m", "tests.script_runs", str(folder), json.dumps(wanted)]
+        command = [python(), *how, "-m", "tests.script_runs", str(folder), json.dumps(wanted)]
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",

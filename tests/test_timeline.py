@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from dataclasses import dataclass, replace
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 from gloo_world import assert_passed, run_world
 from jobs import GOOD, write_job
 from programs import TWO_DEVICES
+from warm_python import python
 
 from mixmesh.__main__ import execute
 from mixmesh.base.timeline import (
@@ -184,7 +184,7 @@ def test_simulate_writes_a_trace(folder, capsys, monkeypatch):
 
 def started(folder, launcher: str, rest: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", *launcher.split(), *rest.split()],
+        [python(), "-m", *launcher.split(), *rest.split()],
         cwd=folder, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from traceback import StackSummary
@@ -14,6 +13,7 @@ from traceback import StackSummary
 import pytest
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from warm_python import python
 
 from mixmesh.base.files import PACKAGE
 from mixmesh.errors import CollectiveError
@@ -87,7 +87,7 @@ def ends_of(scenarios: list[str], folder: Path) -> dict[str, list[Ended]]:
     """How the ranks of each scenario ended."""
     paths = os.pathsep.join([str(WORKER.parent.parent), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    subprocess.run([sys.executable, str(WORKER), str(folder), *scenarios], env=env, check=True)
+    subprocess.run([python(), str(WORKER), str(folder), *scenarios], env=env, check=True)
     found = {
         (s, rank): (status, at) for s, rank, status, at in json.loads((folder / "ends.json").read_text())
     }

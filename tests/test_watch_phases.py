@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from phases_worker import HEARTBEAT_S, LONG_S, PHASES
+from warm_python import python
 
 from mixmesh.runtime.awake import AwakeClock
 from mixmesh.runtime.watch import BEAT_S, GRACE_S
@@ -26,7 +26,7 @@ def ends(tmp_path_factory) -> dict[str, tuple[str, float | None]]:
     paths = os.pathsep.join([str(WORKER.parent.parent), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     scenarios = [f"stopped {phase}" for phase in PHASES]
-    subprocess.run([sys.executable, str(WORKER), str(folder), *scenarios], env=env, check=True)
+    subprocess.run([python(), str(WORKER), str(folder), *scenarios], env=env, check=True)
     told = json.loads((folder / "ends.json").read_text())
     after_s = {scenario: at for scenario, rank, status, at in told if rank == 0 and status}
     return {s: ((folder / f"{s}-0.txt").read_text(), after_s.get(s)) for s in scenarios}

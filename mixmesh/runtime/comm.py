@@ -111,7 +111,7 @@ class Comm:
     def add(self, sets: Iterable[tuple[str, tuple[int, ...]]], backend: str | None = None) -> None:
         """Makes the groups of these sets that are not there yet. Collective, in one order on all ranks."""
         timeout = datetime.timedelta(seconds=self.timeout_s)
-        others = open_sockets()
+        others = {} if self.watch is None else open_sockets()
         for purpose, ranks in sets:
             if (purpose, ranks) not in self.groups and len(ranks) > 1:
                 # a group of our own even for all ranks: the default one may have another timeout
@@ -120,7 +120,7 @@ class Comm:
         if dist.get_backend() == "gloo":
             begin_threads()
         if self.watch is not None:
-            self.watch.sockets |= {n: name for n, name in open_sockets().items() if others.get(n) != name}
+            self.watch.sockets |= {n: it for n, it in open_sockets().items() if others.get(n) != it}
 
     def call(self, kind: str) -> AbstractContextManager:
         """A call in which ranks meet, as the watch knows it."""

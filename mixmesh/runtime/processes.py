@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import socket
+import stat
 import sys
 from contextlib import suppress
 from functools import cache
@@ -51,24 +52,24 @@ def end_with_launcher() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def open_sockets() -> dict[int, str]:
-    """This process's sockets by file descriptor, each with its name in the kernel."""
+def open_sockets() -> dict[int, int]:
+    """This process's sockets by file descriptor, each with its number in the kernel."""
     sockets = {}
     with suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
             with suppress(OSError):
-                target = os.readlink(f"/proc/self/fd/{name}")
-                if target.startswith("socket:"):
-                    sockets[int(name)] = target
+                status = os.fstat(int(name))
+                if stat.S_ISSOCK(status.st_mode):
+                    sockets[int(name)] = status.st_ino
     return sockets
 
 
-def shut(sockets: dict[int, str]) -> None:
+def shut(sockets: dict[int, int]) -> None:
     """Ends the connections of those that are still the same: whoever waits for one is told so. A socket that
     listens stays, as gloo ends the process where accepting fails."""
     now = open_sockets()
-    for number, name in sockets.items():
-        if now.get(number) != name:
+    for number, in_kernel in sockets.items():
+        if now.get(number) != in_kernel:
             continue
         with suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
             one.getpeername()

@@ -63,7 +63,7 @@ class Watch:
         self._clock = AwakeClock()
         self._peers = Peers(own_connection(store), rank, world_size, heartbeat_s, self._clock)
         self._store = own_connection(store)
-        self.sockets: dict[int, str] = {}
+        self.sockets: dict[int, int] = {}
         self.number, self.doing, self.since = 0, "", time.monotonic()
         self.waiting: Waiting | None = None
         self.position = Position()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 
 import pytest
+from warm_python import python
 
 JOB = """
 import os, torch, mixmesh
@@ -41,7 +41,7 @@ def test_every_rank_ends_with_the_error_of_one(tmp_path, failure, words):
     command = "-m torch.distributed.run --nproc-per-node 2 -m mixmesh run job.py --profile-seconds 0"
     started = time.monotonic()
     done = subprocess.run(
-        [sys.executable, *command.split(), "--steps", "50"],
+        [python(), *command.split(), "--steps", "50"],
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode != 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from fuzz.ports import free_port
 from plans import THREE
 from safetensors.torch import load_file
 from torch import nn
+from warm_python import python
 
 import mixmesh
 from mixmesh.cluster import Cluster
@@ -51,7 +51,7 @@ def run(tmp_path: Path, arguments: str, **environment: str) -> list[subprocess.C
     (tmp_path / "job.py").write_text(JOB)
     own = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     common = {**os.environ, **own, "WORLD_SIZE": "2", "MIXMESH_CACHE": str(tmp_path / "cache"), **environment}
-    command = [sys.executable, "-m", "mixmesh", "run", str(tmp_path / "job.py"), *arguments.split()]
+    command = [python(), "-m", "mixmesh", "run", str(tmp_path / "job.py"), *arguments.split()]
     ranks = []
     for rank in range(2):
         folder = tmp_path / f"machine{rank}"

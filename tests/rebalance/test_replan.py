@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import torch
 from fuzz.ports import free_port
 from rebalance import slow_job
+from warm_python import python
 
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
@@ -58,7 +58,7 @@ class Run:
             with open(folder / f"out{rank}", "w") as out, open(folder / f"said{rank}", "w") as said:
                 self.ranks.append(
                     subprocess.Popen(
-                        [sys.executable, *command, *options],
+                        [python(), *command, *options],
                         env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=out, stderr=said,
                     )
                 )  # fmt: skip
