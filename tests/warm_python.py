@@ -55,9 +55,12 @@ CLIENT = '''#!{executable} -SEsI
 import json, os, signal, socket, sys
 
 FORWARDED = [getattr(signal, f"SIG{{name}}") for name in ("TERM", "INT", "HUP", "USR1", "USR2", "QUIT")]
-signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
 server = socket.socket(socket.AF_UNIX)
-server.connect({socket!r})
+try:
+    server.connect({socket!r})
+except OSError:  # it has ended
+    os.execv({executable!r}, [{executable!r}, *sys.argv[1:]])
+signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
 ignored = [n for n in FORWARDED if signal.getsignal(n) == signal.SIG_IGN]
 request = {{"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd(), "ignored": ignored}}
 data = json.dumps(request).encode()
@@ -117,7 +120,7 @@ class Request:
             return False
         own = self.cwd if words[0].startswith("-") else os.path.dirname(os.path.join(self.cwd, words[0]))
         packages = (Path(self.cwd, path, "mixmesh") for path in [own, *self.paths(), *sys.path])
-        package = next(path for path in packages if (path / "__init__.py").exists())
+        package = next((path for path in packages if (path / "__init__.py").exists()), ROOT / "mixmesh")
         return package.samefile(ROOT / "mixmesh") and read_early(self.env) == AT_START
 
     def paths(self) -> list[str]:
@@ -158,24 +161,23 @@ class Server:
                         return request
                 elif key.fd in self._clients:
                     self._ended(key.fd)
-                else:
+                elif key.fileobj.fileno() >= 0:  # its process may have ended by the same look
                     self._left(key.fileobj)
 
     def _accept(self) -> Request | None:
         client, _ = self._listener.accept()
-        head, streams, _, _ = socket.recv_fds(client, 12, 3)
-        data = client.makefile("rb").read(int(head)) if head else b""
-        if not data:
+        try:
+            request, streams = receive(client)
+        except (OSError, ValueError):  # it was killed meanwhile
             client.close()
             return None
-        request = Request(**json.loads(data))
         pid = os.fork() if request.can_be_forked() else -1
         if pid == 0:
             self._become(request, streams)
             return request
         for stream in streams:
             os.close(stream)
-        client.sendall(b"%d\n" % pid)
+        tell(client, pid)
         if pid < 0:
             client.close()
             return None
@@ -206,10 +208,7 @@ class Server:
         os.close(pidfd)
         if client.fileno() >= 0:
             self._selector.unregister(client)
-            try:
-                client.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
-            except OSError:
-                pass
+            tell(client, os.waitstatus_to_exitcode(status))
             client.close()
 
     def _left(self, client: socket.socket) -> None:
@@ -218,6 +217,25 @@ class Server:
         os.kill(pid, signal.SIGKILL)
         self._selector.unregister(client)
         client.close()
+
+
+def receive(client: socket.socket) -> tuple[Request, list[int]]:
+    """What a client asks for, and its standard streams. Raises ValueError if it left before all was said."""
+    head, streams, _, _ = socket.recv_fds(client, 12, 3)
+    try:
+        return Request(**json.loads(client.makefile("rb").read(int(head)))), streams
+    except ValueError:
+        for stream in streams:
+            os.close(stream)
+        raise
+
+
+def tell(client: socket.socket, number: int) -> None:
+    """Sends a number to a client, which may have been killed."""
+    try:
+        client.sendall(b"%d\n" % number)
+    except OSError:
+        pass
 
 
 def run(request: Request, client: str, paths: list[str]) -> None:
