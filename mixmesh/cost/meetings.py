@@ -6,7 +6,7 @@ gradients that no sum takes are left out here, although the runtime has a group 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ..lang.ir import Instruction, Parts, Program, Samples, leaders
 from .communicators import (
@@ -22,16 +22,18 @@ from .communicators import (
 )
 from .exchanges import exchange_of
 from .outline import is_factored, purpose_of
-from .sums import gradient_sums
+from .sums import GradientSum, Summed, gradient_sums
 
 PAIRWISE = ("all_to_all",)  # collectives by which every rank sends to every other one
 
 
-def communicators(program: Program, samples: Samples | None = None) -> tuple[Communicator, ...]:
+def communicators(
+    program: Program, samples: Samples | None = None, summed: tuple[Summed, ...] | None = None
+) -> tuple[Communicator, ...]:
     """The communicators of a program's step, in micro-steps of ``samples`` if there are any. The initial
-    values and the loss go through one of all ranks."""
+    values and the loss go through one of all ranks. ``summed`` are its ``order_of_sums``, if known."""
     found: dict[tuple[str, tuple[int, ...]], bool] = {}
-    for purpose, ranks, is_pairwise in _meetings(program, samples):
+    for purpose, ranks, is_pairwise in _meetings(program, samples, gradient_sums(program, order=summed)):
         if len(ranks) > 1:
             found[purpose, ranks] = found.get((purpose, ranks), False) or is_pairwise
     return tuple(Communicator(*key, is_pairwise) for key, is_pairwise in found.items())
@@ -40,7 +42,7 @@ def communicators(program: Program, samples: Samples | None = None) -> tuple[Com
 _Meeting = tuple[str, tuple[int, ...], bool]
 
 
-def _meetings(program: Program, samples: Samples | None) -> Iterator[_Meeting]:
+def _meetings(program: Program, samples: Samples | None, sums: Iterable[GradientSum]) -> Iterator[_Meeting]:
     yield DATA, tuple(range(program.world_size)), False
     transfers = frozenset[str]() if samples is None else samples.transfers
     for i in program.instructions:
@@ -50,7 +52,7 @@ def _meetings(program: Program, samples: Samples | None) -> Iterator[_Meeting]:
             yield from _redistribution(program, i)
         elif is_factored(i):
             yield DATA, program.participants(i.type), False
-    for s in gradient_sums(program):
+    for s in sums:
         if s.parts:
             yield from _levels(s.parts)
         else:

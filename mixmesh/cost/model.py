@@ -332,13 +332,14 @@ class CostModel:
         if communicators is None:
             communicators = gpu_memory.usual_communicators(world_size)
         machine_of = [self.cluster.machine_index_of(rank) for rank in range(world_size)]
-        met = [(frozenset(c.ranks), Counter(machine_of[rank] for rank in c.ranks)) for c in communicators]
+        counts = [Counter([machine_of[rank] for rank in c.ranks]) for c in communicators]
+        met = [{rank: each[machine_of[rank]] for rank in c.ranks} for c, each in zip(communicators, counts)]
         wirings = [machine.wiring for machine in self.cluster.machines]
         known: dict[tuple, int] = {}
         sizes = []
         for rank, machine in enumerate(machine_of):
             idle = working is not None and rank not in working
-            near = tuple(counts[machine] if rank in ranks else 0 for ranks, counts in met)
+            near = tuple([near_of.get(rank, 0) for near_of in met])
             key = (self.class_of[rank], wirings[machine], idle, near)
             if key not in known:
                 known[key] = self.memory_constant_bytes(rank, communicators, idle=idle)

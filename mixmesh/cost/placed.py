@@ -11,7 +11,7 @@ from .exchanges import cut_shares, exchange_of
 from .micro_steps import Part, scaled
 from .model import CostModel, OpTime
 from .outline import Outline
-from .table import Table, table_of
+from .table import PassSeconds, Table, table_of
 
 
 def op_time(program: Program, i: Instruction, costs: CostModel, device_class: int) -> OpTime:
@@ -39,10 +39,6 @@ class Sheet(Outline):
         self.wgrad_work_of = table.wgrad_work_of
         self.uses, self.flows = table.uses, table.flows
         self.pattern = self.pattern_of(program)
-
-    def with_owners(self, program: Program) -> Sheet:
-        """The costs of the same program with other owners of its parameters."""
-        return Sheet(program, self.costs, self.table)
 
     def pattern_of(self, program: Program) -> tuple:
         """The key of which collectives there are and between whom: the ranks that take part, and what
@@ -87,52 +83,49 @@ class Sheet(Outline):
         return scaled(cut_shares(cut, program.ratio(cut[2]), self.world_size), cut[2], part)
 
     def seconds(
-        self,
-        program: Program,
-        *,
-        whole: bool = True,
-        ranks: Sequence[int] | None = None,
-        part: Part = None,
-    ) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
+        self, program: Program, *, whole: bool = True, ranks: Sequence[int] | None = None, part: Part = None
+    ) -> PassSeconds:
         """Seconds of every work on every rank, or on ``ranks``, under the ratios of ``program``, forward and
         backward; if not ``whole``, as if a tensor could be cut within an element. ``part`` is that of a
         micro-step."""
         class_of = self.costs.class_of
-        ranks = range(self.world_size) if ranks is None else ranks
-        known: dict[tuple, tuple[float, float]] = {}
+        ranks = tuple(range(self.world_size) if ranks is None else ranks)
+        ratios = tuple([program.ratio(name) for name in self.ratio_names])
+        key = (ratios, whole, ranks, part and tuple(part))
+        if key in self.table.seconds:
+            return self.table.seconds[key]
         forward, backward = [], []
-        for n, work in enumerate(self.works):
-            pairs = []
+        for work in self.works:
             ratio = program.ratio(work.cut[2])
             shares = self.shares(work.cut, program, part) if whole or not work.cut[0] else ratio
             assert shares is not None  # a cut has a ratio
-            for rank in ranks:
-                share = shares[rank]
-                key = (n, class_of[rank], share)
-                if key not in known:
-                    time = work.times[class_of[rank]]
-                    known[key] = (time.forward.at(share), time.backward.at(share))
-                pairs.append(known[key])
-            forward.append(tuple(f for f, _ in pairs))
-            backward.append(tuple(b for _, b in pairs))
+            known: dict[tuple[int, float], tuple[float, float]] = {}
+            for c, share in (pairs := [(class_of[rank], shares[rank]) for rank in ranks]):
+                if (c, share) not in known:
+                    known[c, share] = work.times[c].forward.at(share), work.times[c].backward.at(share)
+            forward.append(tuple([known[pair][0] for pair in pairs]))
+            backward.append(tuple([known[pair][1] for pair in pairs]))
+        self.table.seconds[key] = forward, backward
         return forward, backward
 
-    def optimizer_s(self, program: Program) -> tuple[float, ...]:
-        """Seconds of the optimizer's step on every rank."""
-        held = self.held_bytes(self.optimized, program)
-        return tuple(self.costs.optimizer_s(rank, size) for rank, size in enumerate(held))
+    def optimizer_s(self, program: Program, ranks: Sequence[int] | None = None) -> list[float]:
+        """Seconds of the optimizer's step on every rank, or on ``ranks``."""
+        ranks = range(self.world_size) if ranks is None else ranks
+        held = self.held_bytes(self.optimized, program, ranks)
+        return [self.costs.optimizer_s(rank, size) for rank, size in zip(ranks, held)]
 
-    def accumulation_s(self, program: Program) -> tuple[float, ...]:
-        """Seconds in which every rank adds the gradients of a micro-step to those of earlier ones."""
-        held = self.held_bytes(self.gradients, program)
-        return tuple(self.costs.accumulation_s(rank, size) for rank, size in enumerate(held))
+    def accumulation_s(self, program: Program, ranks: Sequence[int]) -> list[float]:
+        """Seconds in which ``ranks`` add the gradients of a micro-step to those of earlier ones."""
+        held = self.held_bytes(self.gradients, program, ranks)
+        return [self.costs.accumulation_s(rank, size) for rank, size in zip(ranks, held)]
 
-    def held_bytes(self, sizes: Mapping[Cut, float], program: Program) -> list[float]:
-        """Bytes on every rank of values with these unsharded ``sizes``."""
-        out = [0.0] * self.world_size
+    def held_bytes(self, sizes: Mapping[Cut, float], program: Program, ranks: Sequence[int]) -> list[float]:
+        """Bytes on ``ranks`` of values with these unsharded ``sizes``."""
+        out = [0.0] * len(ranks)
         for cut, size in sizes.items():
-            for rank, share in enumerate(self.shares(cut, program)):
-                out[rank] += size * share
+            shares = self.shares(cut, program)
+            for n, rank in enumerate(ranks):
+                out[n] += size * shares[rank]
         return out
 
 

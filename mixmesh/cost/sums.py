@@ -156,8 +156,8 @@ def gradient_sums(
         (number, _, late), members = item  # by first use, last first
         return (late, 0, number) if number >= 0 else (late, 1, -members[-1].first_use)
 
-    def rooted(owned: str | None) -> bool:
-        return owned is not None and len(support(program.ratio_of[owned])) == 1
+    owners = {kind.owned for _, kind, _ in groups if kind.owned is not None}
+    rooted = {owned for owned in owners if len(support(program.ratio_of[owned])) == 1}
 
     def made(kind: SumKind, late: bool, members: list[Summed]) -> GradientSum:
         cells = tuple([s.cell for s in members]) if program.copies else ()
@@ -170,7 +170,7 @@ def gradient_sums(
             size_bytes,
             kind.owned,
             kind.stage,
-            rooted(kind.owned),
+            kind.owned in rooted,
             cells if any(cells) else (),
             late,
             parts,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..lang.ir import Cut, Instruction, Program, Shard, region_of, wgrad_of
 from .calls import Kind
 from .curve import ZERO
 from .model import CostModel, OpTime
 from .outline import Outline, is_factored
+
+# by work and rank, of the forward and of the backward pass
+PassSeconds = tuple[list[tuple[float, ...]], list[tuple[float, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,7 @@ class Table:
     parameters. ``borders`` are redistributions that cut by another ratio what is cut already, ``ratio_names``
     the ratios that types name. Computations and works have numbers: ``factor_work_of``, ``again_work_of`` and
     ``wgrad_work_of`` are the works of a weight's gradient from factors, of a second run, and of a weight's
-    gradient apart."""
+    gradient apart. ``seconds`` are those of works on ranks, by all that they follow from."""
 
     kinds: Sequence[Kind | None]
     borders: tuple[Instruction, ...]
@@ -38,6 +41,7 @@ class Table:
     wgrad_work_of: dict[int, int]
     uses: dict[str, list[int]]
     flows: tuple[bool, ...]
+    seconds: dict[tuple, PassSeconds] = field(default_factory=dict)
 
 
 def table_of(outline: Outline, costs: CostModel) -> Table:

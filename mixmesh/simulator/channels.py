@@ -36,18 +36,21 @@ class Channels:
         if kind not in self._s_per_byte:
             self._s_per_byte[kind] = exchange.link_s_per_byte(self.costs.cluster)
         name, ranks, size_bytes = exchange.performed, exchange.ranks, exchange.size_bytes
-        alone = max((self.costs.exchange_alone_s(r, name, ranks, size_bytes) for r in ranks), default=0.0)
+        class_of = self.costs.class_of  # devices of one class spend as long
+        each = {class_of[r]: r for r in ranks}.items()
+        alone = max((self.costs.exchange_alone_s(r, name, ranks, size_bytes) for _, r in each), default=0.0)
         # seconds that the computing threads spend on it are counted there
         lag_s = exchange.lag_s(self.costs)
         seconds = max(exchange.seconds(self.costs) - lag_s - alone, 0.0)
         # it may have been measured faster than the cluster file allows: then it occupies links no longer
         links = [(link, min(s * size_bytes, seconds)) for link, s in self._s_per_byte[kind].items()]
-        host = tuple(self.costs.exchange_host_s(r, name, ranks, size_bytes) / 2 for r in ranks)
+        host = {c: self.costs.exchange_host_s(r, name, ranks, size_bytes) / 2 for c, r in each}
         # a device that computes while gradients travel gains no burst credit that this could use up
-        overlapped = tuple(
-            self.costs.exchange_beside_s(r, name, ranks, size_bytes) / 2 if self.rests[r][0] else 0.0
-            for r in (ranks if purpose != "gradient" else ())
-        )
+        overlapped = {
+            c: self.costs.exchange_beside_s(r, name, ranks, size_bytes) / 2
+            for c, r in each
+            if self.rests[r][0] and purpose != "gradient"
+        }
         channel = self.channel(purpose, exchange.ranks)
         return Call(
             exchange,
@@ -56,8 +59,8 @@ class Channels:
             tuple((self.links[link], s) for link, s in links),
             max((s for _, s in links), default=0.0),
             purpose == "gradient",
-            host if any(host) else (),
-            overlapped if any(overlapped) else (),
+            tuple([host[class_of[r]] for r in ranks]) if any(host.values()) else (),
+            tuple([overlapped.get(class_of[r], 0.0) for r in ranks]) if any(overlapped.values()) else (),
             lag_s,
         )
 

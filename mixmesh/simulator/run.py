@@ -138,8 +138,7 @@ class Run:
     @lazy
     def added_s(self) -> list[float]:
         """By kind, the seconds of adding a micro-batch's gradients to earlier ones."""
-        seconds = self.parts.sheet.accumulation_s(self.program)
-        return [seconds[rank] for rank in self.alike.firsts]
+        return self.parts.sheet.accumulation_s(self.program, self.alike.firsts)
 
     def start_gathers(self) -> None:
         """Starts gathers of the parameters that shard owners stepped, as many at a time as the runtime
@@ -167,9 +166,8 @@ class Run:
                 self.fetched += 1
 
     def optimizer(self) -> None:
-        seconds = self.parts.sheet.optimizer_s(self.program)
-        for kind, rank in enumerate(self.alike.firsts):
-            self.compute(kind, "optimizer", seconds[rank])
+        for kind, seconds in enumerate(self.parts.sheet.optimizer_s(self.program, self.alike.firsts)):
+            self.compute(kind, "optimizer", seconds)
 
     def compute(self, kind: int, name: str, seconds: float, op: str = "") -> None:
         start = self.clock[kind]
@@ -211,10 +209,6 @@ class Run:
             return start + seconds
         slow = start + seconds * (1 + slowdown)
         return slow if slow <= until else until + seconds - (until - start) / (1 + slowdown)
-
-    def last(self, ranks: tuple[int, ...]) -> float:
-        """The clock of the last of these ranks."""
-        return max([self.clock[k] for k in self.alike.of(ranks)])
 
     def occupy(self, call: Call, kinds: Iterable[int]) -> None:
         """Spends half of the computing time that a collective takes, and of the burst credit."""
@@ -346,9 +340,9 @@ class Run:
 
     def issue(self, k: int, ranks: tuple[int, ...]) -> None:
         """Has these ranks issue a gradient reduction."""
-        call = self.sums.calls[k]
-        self.occupy(call, self.alike.of(ranks))
-        self.issued[k] = max(self.issued[k], self.last(ranks))
+        call, kinds = self.sums.calls[k], self.alike.of(ranks)
+        self.occupy(call, kinds)
+        self.issued[k] = max([self.issued[k], *[self.clock[kind] for kind in kinds]])
         self.left[k] -= len(ranks)
         if not self.left[k]:
             self.sum_end[k] = self.communicate(call, self.sums.reductions.names[k], self.issued[k])

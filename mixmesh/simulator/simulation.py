@@ -113,7 +113,7 @@ class Simulation:
         same times. Not for micro-batches."""
         twin = copy(self)
         twin.program = program
-        twin.sheet = self.sheet.with_owners(program)
+        twin.sheet = Sheet(program, self.costs, self.sheet.table)
         twin.step = self.step.with_owners(twin.sheet)
         twin.memory = PeakMemory(self.costs, self.memory.optimizer_states, step=twin.step)
         twin._sums = {}
@@ -216,7 +216,7 @@ class Simulation:
         run = self._step(program, buckets, planned, events=events, whole=whole)
         for _ in range(MAX_STEPS):
             credit_s = run.credit_s
-            if np.allclose(credit_s, run.first_credit_s, rtol=0.0, atol=1e-9):
+            if not run.has_credit or np.allclose(credit_s, run.first_credit_s, rtol=0.0, atol=1e-9):
                 break
             run = self._step(program, buckets, planned, events=events, whole=whole, credit_s=credit_s)
         return run

@@ -21,9 +21,10 @@ class Alike:
 
     def of(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         """The kinds of some ranks."""
-        if ranks not in self._kinds:
-            self._kinds[ranks] = tuple(dict.fromkeys(self.kind_of[r] for r in ranks))
-        return self._kinds[ranks]
+        kinds = self._kinds.get(ranks)  # once: the hash of many ranks takes long
+        if kinds is None:
+            kinds = self._kinds[ranks] = tuple(dict.fromkeys([self.kind_of[r] for r in ranks]))
+        return kinds
 
     def ranks(self, kinds: Iterable[int]) -> tuple[int, ...]:
         wanted = set(kinds)

@@ -73,7 +73,7 @@ class Instruction:
         """Operator and arguments without the names of values, for comparisons."""
         return self.op, nameless(self.args), nameless(self.kwargs)
 
-    @property
+    @lazy
     def is_leaf(self) -> bool:
         return self.op in _LEAVES
 
@@ -81,16 +81,16 @@ class Instruction:
     def is_sink(self) -> bool:
         return self.op in SINKS
 
-    @property
+    @lazy
     def is_redistribution(self) -> bool:
         return self.op in _REDISTRIBUTIONS
 
-    @property
+    @lazy
     def result(self) -> str:
         (name,) = self.results
         return name  # type: ignore[return-value]  # only one of several results can be None
 
-    @property
+    @lazy
     def type(self) -> TensorType:
         (only,) = self.types
         return only

@@ -83,13 +83,13 @@ def best_factors(program: Program, costs: CostModel, judge: Callable[[Program], 
             gains[kind] = gains.get(kind, 0.0) + gain
     if not kinds:
         return None
-    best, applied = judge(program), frozenset[str]()
+    best, applied, chosen = judge(program), frozenset[str](), program
     seed = cut_factors(program, costs)
-    if seed and (score := judge(with_factors(program, seed))) < best:
-        best, applied = score, seed
+    if seed and (score := judge(tried := with_factors(program, seed))) < best:
+        best, applied, chosen = score, seed, tried
     for kind in sorted(kinds, key=lambda k: -gains[k]):
         names = kinds[kind]
         other = applied - names if names <= applied else applied | names
-        if other != seed and (score := judge(with_factors(program, other))) < best:
-            best, applied = score, other
-    return with_factors(program, applied) if applied else None
+        if other != seed and (score := judge(tried := with_factors(program, other))) < best:
+            best, applied, chosen = score, other, tried
+    return chosen if applied else None

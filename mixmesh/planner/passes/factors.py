@@ -17,6 +17,8 @@ def factored(task: Task, proposal: Proposal) -> Proposal:
     shares that are best then."""
 
     def judge(program: Program) -> tuple[bool, float]:
+        if program is proposal.program:
+            return proposal.key  # it has its best buckets
         return task.best_buckets(proposal.planner, program).key
 
     with_sums = best_factors(proposal.program, task.costs, judge)

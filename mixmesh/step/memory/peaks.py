@@ -41,7 +41,7 @@ class PeakMemory:
         self._memories: dict[tuple, Memory] = {}
         self._meetings: dict[tuple, tuple[Communicator, ...]] = {}
         self._step = step
-        self._summed: tuple[Summed, ...] | None = None
+        self._summed: tuple[Summed, ...] | None = step.summed if step and samples is None else None
         self._has_bound: bool | None = None
         self._bound: Bound | None = None if like is None else like._bound
 
@@ -106,7 +106,7 @@ class PeakMemory:
         levels = (program.levels, program.buckets) if program.levels is not None else None
         key = (tuple(support(ratio) for _, ratio in program.ratios), program.direct_bytes, levels)
         if key not in self._meetings:
-            self._meetings[key] = communicators(program, self.samples)
+            self._meetings[key] = communicators(program, self.samples, self._summed)
         return self._meetings[key]
 
     def at_most(self, program: Program) -> tuple[int, ...] | None:
