@@ -38,6 +38,7 @@ from .loading import (
 )
 from .modes import as_its_train_has_it
 from .outside_loss import needed_names, with_loss
+from .own_generators import generators_in
 from .own_loader import OwnLoader
 from .refusals import check_gives_all, check_last_batch, check_unwrapped
 from .start import Options, Prepared, prepare_job
@@ -118,11 +119,12 @@ def prepare(
     check_can_be_prepared(optimizer)
     check_gives_all(loader)
     batch, loader = from_first_batch(loader)
-    with same_random_numbers():
+    own_generators = generators_in(loader, inputs, loss, model)
+    with same_random_numbers(own_generators):
         arguments = as_arguments(batch)
         example = taken_by(model, loss, arguments) if inputs is None else made_inputs(inputs, arguments)
     model = model if loss is None else with_loss(model, loss, outputs)
-    with same_random_numbers(), as_its_train_has_it(model) as modes:
+    with same_random_numbers(own_generators), as_its_train_has_it(model) as modes:
         job = Job(model, example, optimizer=maker_like(optimizer), outputs=outputs)
         options = Options(
             profile_s=profile_s,
@@ -161,7 +163,7 @@ def prepare(
             check_model=False,  # it was traced just now
         )
     set_modes(parallel.modules(), modes)
-    take_random_numbers()
+    take_random_numbers(own_generators)
     enter_device()  # in the testbed: all groups are there, and their threads outside of the device's quota
     if inputs is not None or not prepared.plan.returned.has_loss:
         return parallel, optimizer, loader

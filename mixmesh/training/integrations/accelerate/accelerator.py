@@ -24,6 +24,7 @@ from ....runtime.parallel import ParallelModel, full_optimizer_state_dict
 from ....runtime.scaler import with_agreement
 from ...preparation.loading import example_batch, same_random_numbers, take_random_numbers
 from ...preparation.outside_loss import with_loss
+from ...preparation.own_generators import generators_in
 from ..launched import (
     check_not_spread,
     is_launched,
@@ -106,7 +107,7 @@ class Accelerator(accelerate.Accelerator):
             planning.pop("batch", None)
             return super().prepare(*(_with_loss(x, planning) for x in args), **kwargs)
         check_prepared(models, optimizers, loaders)
-        take_random_numbers()
+        take_random_numbers(generators_in(loaders))
         ready: dict[int, Any] = {}
         if optimizers:
             model, optimizer = self._parallel(models[0], optimizers[0], loaders[0], planning)

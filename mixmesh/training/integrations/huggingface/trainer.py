@@ -20,6 +20,7 @@ from ....runtime.first_rank import from_first_rank
 from ....runtime.parallel import ParallelModel, full_optimizer_state_dict
 from ....runtime.scaler import with_agreement
 from ...preparation.loading import load, same_random_numbers
+from ...preparation.own_generators import generators_in
 from ..accelerate.one_process import as_first_process, look_like_one_process
 from ..launched import check_alike, check_not_spread, is_launched, prepare_for
 from ..weights import fill, whole_weights
@@ -77,7 +78,7 @@ class Trainer(transformers.Trainer):
         """A batch of the full size in the form in which ``compute_loss`` gets it. Restores the state of
         random numbers."""
         size = min(self._train_batch_size, len(loader.dataset))
-        with same_random_numbers():
+        with same_random_numbers(generators_in(loader)):
             batch = self._prepare_inputs(load(loader, list(range(size))))
         num_items = self._get_num_items_in_batch([batch], self.args.device)
         return dict(batch) if num_items is None else {**batch, NUM_ITEMS: num_items}
