@@ -27,6 +27,7 @@ from ...preparation.outside_loss import with_loss
 from ...preparation.own_generators import generators_in
 from ..launched import (
     check_not_spread,
+    check_scaled,
     is_launched,
     keep_metrics_apart,
     prepare_for,
@@ -129,6 +130,7 @@ class Accelerator(accelerate.Accelerator):
         model = super().prepare_model(model, evaluation_mode=True)
         self._models.remove(model)
         parallel, optimizer = prepare_for(model, optimizer, example, planning)
+        check_scaled(parallel, self.scaler, 'Accelerator(mixed_precision="fp16")')
         self._lenders[parallel] = as_one_device(parallel, optimizer)
         shown = dict(parallel.named_parameters(remove_duplicate=False))
         self._shown.update({p: shown[name] for name, p in before.items()})

@@ -22,7 +22,7 @@ from ....runtime.scaler import with_agreement
 from ...preparation.loading import load, same_random_numbers
 from ...preparation.own_generators import generators_in
 from ..accelerate.one_process import as_first_process, look_like_one_process
-from ..launched import check_alike, check_not_spread, is_launched, prepare_for
+from ..launched import check_alike, check_not_spread, check_scaled, is_launched, prepare_for
 from ..weights import fill, whole_weights
 from .loss import NUM_ITEMS, with_trainer_loss
 from .refusals import check_args, check_dataset, check_methods, check_own_methods, check_version, refused
@@ -111,6 +111,7 @@ class Trainer(transformers.Trainer):
         parallel, optimizer = prepare_for(
             with_trainer_loss(model, self), self.optimizer, self._example, self.planning
         )
+        check_scaled(parallel, self.accelerator.scaler, "TrainingArguments(fp16=True)")
         if self.accelerator.scaler is not None:
             self.accelerator.scaler = with_agreement(self.accelerator.scaler)
         self.optimizer = self.accelerator.prepare_optimizer(optimizer, device_placement=False)
