@@ -25,9 +25,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from warm_python import python
 
 import mixmesh
+from mixmesh.frontend.trace.own_generators import generators_in, marks_of
 from mixmesh.training.preparation.loading import depends_on_others, example_batch, same_random_numbers
 from mixmesh.training.preparation.outside_loss import with_loss
-from mixmesh.training.preparation.own_generators import generators_in, marks_of
 from mixmesh.training.preparation.refusals import check_gives_all, check_last_batch
 from mixmesh.training.preparation.script import made_inputs, maker_like, taken_by
 from mixmesh.training.preparation.untouched import untouched

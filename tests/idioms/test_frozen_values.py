@@ -434,6 +434,36 @@ def test_draws_from_other_generators_are_refused(draw, name):
     assert "torch.rand" in str(caught.value)
 
 
+@pytest.mark.parametrize("draw", [random.Random(0).random, np.random.default_rng(0).random])
+def test_draws_from_generators_of_the_model_s_own_are_refused(draw):
+    class Drawn(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.draw = draw
+
+        def forward(self, x, y):
+            return F.cross_entropy(super().forward(x) * (2 if self.draw() < 0.5 else 1), y)
+
+    with pytest.raises(TraceError, match="draws from a generator of its own") as caught:
+        trace(Drawn(), batches()[0])
+    assert "torch.rand" in str(caught.value)
+
+
+def test_a_generator_of_torch_in_the_model_is_refused_with_its_line():
+    class Drawn(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.numbers = torch.Generator().manual_seed(0)
+
+        def forward(self, x, y):
+            return F.cross_entropy(super().forward(x * torch.rand(x.shape, generator=self.numbers)), y)
+
+    with pytest.raises(TraceError, match="cannot be traced") as caught:
+        trace(Drawn(), batches()[0])
+    assert "a torch.Generator of the model's own" in str(caught.value)
+    assert "without generator=" in str(caught.value) and "test_frozen_values.py:" in caught.value.where
+
+
 def test_numbers_that_are_watched_in_containers():
     """Each that is read, of modules and around a loss, and no other; afterwards classes are as before."""
     body, settings = Configured(), Configuration()

@@ -14,13 +14,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ...base.callers import warn
 from ...errors import InputError
+from ...frontend.trace.own_generators import generators_in, marks_of, set_states, states_of
 from ...lang.plan_file import Plan
 from ...runtime.data import own_rows, own_samples
 from ...runtime.first_rank import everyones, from_first_rank
 from .alike import digest
 from .lengths import length
 from .own_batches import OwnBatches, sampler_of
-from .own_generators import generators_in, marks_of, set_states, states_of
 from .own_loader import FirstKept, OwnIterator, OwnLoader, not_resumable
 from .resuming import fingerprint, numbers_of_process, set_numbers_of_process
 from .untouched import untouched

@@ -21,6 +21,7 @@ from ...frontend.trace import LossSource
 from ...frontend.trace.autocast import autocast_for
 from ...frontend.trace.capture import CALL_ONCE
 from ...frontend.trace.compiled import is_compiled, uncompiled
+from ...frontend.trace.own_generators import generators_in
 from ...frontend.trace.words import is_words
 from ...lang.optimizer_states import OptimizerStates
 from ...measure.testbed import enter_device
@@ -38,7 +39,6 @@ from .loading import (
 )
 from .modes import as_its_train_has_it
 from .outside_loss import needed_names, with_loss
-from .own_generators import generators_in
 from .own_loader import OwnLoader
 from .refusals import check_gives_all, check_last_batch, check_unwrapped
 from .start import Options, Prepared, prepare_job

@@ -18,13 +18,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ....base.patch import patched
+from ....frontend.trace.own_generators import generators_in
 from ....runtime.comm import default_device, initialise
 from ....runtime.first_rank import everyones, from_first_rank
 from ....runtime.parallel import ParallelModel, full_optimizer_state_dict
 from ....runtime.scaler import with_agreement
 from ...preparation.loading import example_batch, same_random_numbers, take_random_numbers
 from ...preparation.outside_loss import with_loss
-from ...preparation.own_generators import generators_in
 from ..launched import (
     check_not_spread,
     check_scaled,

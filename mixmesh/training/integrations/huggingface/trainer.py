@@ -16,11 +16,11 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from ....base.patch import patched
 from ....errors import InputError
+from ....frontend.trace.own_generators import generators_in
 from ....runtime.first_rank import from_first_rank
 from ....runtime.parallel import ParallelModel, full_optimizer_state_dict
 from ....runtime.scaler import with_agreement
 from ...preparation.loading import load, same_random_numbers
-from ...preparation.own_generators import generators_in
 from ..accelerate.one_process import as_first_process, look_like_one_process
 from ..launched import check_alike, check_not_spread, check_scaled, is_launched, prepare_for
 from ..weights import fill, whole_weights

@@ -1,5 +1,6 @@
-"""Generators of random numbers that a script made for itself, as far as its data set, its collate function or
-another function of its own leads to them: as attributes, in closures, and as variables of the script's files.
+"""Generators of random numbers that a script made for itself, as far as its model, its data set, its collate
+function or another function of its own leads to them: as attributes, in closures, and as variables of the
+script's files.
 
 Planning loads some samples. The script's own generators go on afterwards from where they were, as the
 process's do, so that masks and changed samples are those of one device.
@@ -18,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...frontend.trace.called import is_own, names_in
-from .untouched import GENERATORS
+from .called import is_own, names_in
 
+GENERATORS = torch.Generator, random.Random, np.random.Generator, np.random.RandomState
 MOST = 20_000  # objects that are visited
 MOST_ITEMS = 1000  # of a collection, which may be the data
 _BUILTIN = types.BuiltinMethodType
