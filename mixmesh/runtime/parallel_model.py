@@ -115,8 +115,6 @@ class ParallelModel(Face):
         with self.comm.call("train forward" if self.training else "evaluation forward"):
             self._runtime.check_values()
             self._runtime.guards.check(self)
-            if self.training:
-                self._runtime.drift.before_call()
             if self._runtime.before_call is not None:
                 args, kwargs = self._runtime.before_call(args, kwargs)
             self._hooks_seen.check(self)
@@ -139,6 +137,8 @@ class ParallelModel(Face):
         inputs, given = given_inputs(form.program, tensors, inputs, wanted, run.comm)
         if run.random.step - run.random.first_step < COMPARED_STEPS:
             run.comm.compare(lambda: facts_of_batch(form.program, tensors))
+        if self.training:  # by now the ranks have agreed on what they call
+            run.drift.before_call()
         if self.training or form is run.forms.planned:
             self._check_planned(args, kwargs)
         params = run.params
