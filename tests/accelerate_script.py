@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker, on_main_process
-from launches import cluster_file, rank, tell
+from launches import WITHOUT_BF16, cluster_file, rank, tell
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -281,6 +281,21 @@ def refused(name: str) -> None:
     tell(FOLDER, name, errors=errors)
 
 
+def without_bf16(name: str) -> None:
+    """A card that would compute in float16, where nothing scales the loss: refused."""
+    planning = {"loss": F.cross_entropy, "cluster": cluster_file(FOLDER, WITHOUT_BF16)}
+    accelerator = accelerator_with("ddp-even", planning, mixed_precision="bf16")
+    model = Plain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    called_with = torch.zeros(4, 8), torch.zeros(4, dtype=torch.long)
+    try:
+        accelerator.prepare(
+            model, optimizer, DataLoader(pairs(8), batch_size=4), planning={"batch": called_with}
+        )
+    except InputError as error:
+        tell(FOLDER, name, error=str(error))
+
+
 if __name__ == "__main__":
     labelled("labelled", "tensor-parallel")
     labelled("resumed", "ddp-even", resumed=True)
@@ -290,5 +305,6 @@ if __name__ == "__main__":
     criterion("scaled", "fsdp-even", mixed_precision="fp16")
     if PARALLEL:
         refused("refused")
+        without_bf16("without bf16")
     else:
         criterion("whole", "", mixed_precision="no")

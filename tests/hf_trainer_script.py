@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from launches import cluster_file, rank, tell
+from launches import CLUSTER, WITHOUT_BF16, cluster_file, rank, tell
 from torch.nn import functional as F
 from transformers import (
     BertConfig,
@@ -34,8 +34,8 @@ Trainer = importlib.import_module(LIBRARY).Trainer
 Seq2SeqTrainer = importlib.import_module(LIBRARY).Seq2SeqTrainer
 if LIBRARY == "mixmesh.hf":
 
-    def trainer_with(planner: str, kind: type = Trainer):
-        kept = {"cache": FOLDER / "cache", "cluster": cluster_file(FOLDER)}
+    def trainer_with(planner: str, kind: type = Trainer, cluster: str = CLUSTER):
+        kept = {"cache": FOLDER / "cache", "cluster": cluster_file(FOLDER, cluster)}
         return partial(kind, planning={"profile_s": 0, "planner": planner, **kept})
 else:
 
@@ -256,6 +256,15 @@ def unlike(name: str, planner: str) -> None:
         tell(FOLDER, name, error=str(error))
 
 
+def without_bf16(name: str) -> None:
+    """A card that would compute in float16, where nothing scales the loss: refused."""
+    trainer = trainer_with("ddp-even", cluster=WITHOUT_BF16)
+    try:
+        trainer(language_model().float(), arguments(name, bf16=True), train_dataset=sentences(8)).train()
+    except InputError as error:
+        tell(FOLDER, name, error=str(error))
+
+
 if __name__ == "__main__":  # workers of a loader may import it
     language("cut", "tensor-parallel")
     language("resumed", "ddp-even", str(FOLDER / "cut" / "checkpoint-2"), dataloader_num_workers=1)
@@ -270,3 +279,4 @@ if __name__ == "__main__":  # workers of a loader may import it
     if LIBRARY == "mixmesh.hf":
         noting("noting", "ddp-even")
         unlike("unlike", "ddp-even")
+        without_bf16("without bf16")

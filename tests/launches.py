@@ -29,11 +29,13 @@ devices = [
 ]
 """
 
+WITHOUT_BF16 = '[[machine]]\ndevices = ["V100-16GB", "A100-40GB"]\n'
 
-def cluster_file(folder: Path) -> Path:
+
+def cluster_file(folder: Path, text: str = CLUSTER) -> Path:
     """A file in ``folder`` that describes two unequal devices, so that nothing depends on measured speeds."""
-    path = folder / f"cluster{rank()}.toml"
-    path.write_text(CLUSTER)
+    path = folder / f"cluster{rank()}.{len(text)}.toml"
+    path.write_text(text)
     return path
 
 

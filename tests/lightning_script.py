@@ -12,7 +12,7 @@ from pathlib import Path
 
 import lightning as L
 import torch
-from launches import cluster_file, rank, tell
+from launches import CLUSTER, WITHOUT_BF16, cluster_file, rank, tell
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -103,14 +103,14 @@ def samples(count: int) -> list[tuple]:
     return [(x, int(x[0] > 0) + 2 * int(x[1] > 0)) for x in xs]
 
 
-def trainer_with(planner: str, callbacks: list, **options) -> L.Trainer:
+def trainer_with(planner: str, callbacks: list, cluster: str = CLUSTER, **options) -> L.Trainer:
     """In both runs, but for the strategy."""
     if PARALLEL:
         planning = {
             "profile_s": 0,
             "planner": planner,
             "cache": FOLDER / "cache",
-            "cluster": cluster_file(FOLDER),
+            "cluster": cluster_file(FOLDER, cluster),
         }
         options["strategy"] = Strategy(planning=planning)
     quiet = dict(enable_progress_bar=False, enable_model_summary=False, accelerator="cpu")
@@ -247,6 +247,14 @@ def refused() -> None:
             tell(FOLDER, "refused", what="again", error=str(raised))
 
 
+def without_bf16() -> None:
+    """A card that would compute in float16, where nothing scales the loss: refused."""
+    try:
+        named("", "ddp-even", cluster=WITHOUT_BF16, precision="bf16-mixed")
+    except InputError as raised:
+        tell(FOLDER, "without bf16", error=str(raised))
+
+
 if __name__ == "__main__":
     usual("usual", "tensor-parallel")
     usual("resumed", "ddp-even", str(FOLDER / "usual" / "epoch0.ckpt"))
@@ -255,4 +263,5 @@ if __name__ == "__main__":
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
     named("scaled", "fsdp-even", plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
     if PARALLEL:
+        without_bf16()
         refused()

@@ -126,6 +126,12 @@ def test_what_a_prepared_model_refuses(runs):
         assert "weights were changed" in changed and "last.bias" in changed
 
 
+def test_cards_without_bf16_are_refused_where_nothing_scales_the_loss(runs):
+    for rank in of(runs, "mixmesh.accelerate", "without bf16"):
+        assert "rank 0 has no bf16 and computes it in float16" in rank["error"]
+        assert 'Accelerator(mixed_precision="fp16")' in rank["error"]
+
+
 @pytest.fixture
 def fresh(monkeypatch):
     """Accelerate keeps one state for all of a process."""

@@ -120,6 +120,12 @@ def test_batches_of_each_rank_are_refused(runs):
     assert len(errors) == RANKS and all("2 different batches" in error for error in errors)
 
 
+def test_cards_without_bf16_are_refused_where_nothing_scales_the_loss(runs):
+    errors = [row["error"] for row in runs["mixmesh.hf"][1] if row["name"] == "without bf16"]
+    assert len(errors) == RANKS
+    assert all("no bf16" in error and "TrainingArguments(fp16=True)" in error for error in errors)
+
+
 def test_autocast_is_that_of_the_arguments(runs):
     """With a loss function, and regions that are computed again. Sums in bfloat16 in another order differ by
     a part of what bfloat16 changes."""

@@ -190,6 +190,12 @@ def test_another_device_than_the_plan_s_is_refused():
         check_device(torch.device("cpu"), torch.device("cuda:0"))
 
 
+def test_cards_without_bf16_are_refused_where_nothing_scales_the_loss(runs):
+    errors = [row["error"] for row in of(runs, "mixmesh", "without bf16")]
+    assert len(errors) == RANKS
+    assert all("no bf16" in error and 'precision="16-mixed"' in error for error in errors)
+
+
 def test_batches_are_put_together_again():
     batch = {"x": torch.ones(2), "rest": [torch.zeros(3), "word", 4]}
     form, tensors = Form.of(batch)

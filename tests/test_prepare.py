@@ -8,6 +8,8 @@ import os
 import random
 import re
 import subprocess
+import time
+import warnings
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -23,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from warm_python import python
 
 import mixmesh
+from mixmesh.frontend.trace.own_generators import generators_in, marks_of
 from mixmesh.training.preparation.loading import depends_on_others, example_batch, same_random_numbers
 from mixmesh.training.preparation.outside_loss import with_loss
 from mixmesh.training.preparation.refusals import check_gives_all, check_last_batch
@@ -468,3 +471,66 @@ def test_rows_that_depend_on_others_of_their_batch_are_found(data, collate, depe
     before = torch.get_rng_state()
     assert depends_on_others(DataLoader(data, batch_size=6, collate_fn=collate)) is depends
     assert torch.equal(torch.get_rng_state(), before)
+
+
+OF_FILE = torch.Generator()
+
+
+class Holder:
+    """Draws by generators that are reached in all ways."""
+
+    of_class = np.random.RandomState(0)
+    __slots__ = ("of_slot",)
+
+    def __init__(self) -> None:
+        self.of_slot = random.Random(0)
+
+    @staticmethod
+    def draw(generator=torch.Generator()):  # noqa: B008
+        return torch.rand(1, generator=OF_FILE)
+
+
+def test_generators_of_the_script_are_found_and_go_on_from_where_they_were():
+    enclosed, in_list = np.random.default_rng(0), torch.Generator()
+    in_partial, of_builtin = random.Random(1), random.Random(2)
+
+    def collate(rows, holder=[Holder(), {"a": [in_list]}], draw=of_builtin.random):  # noqa: B006, B008
+        return enclosed, random.random(), np.random.rand(), torch.rand(1)
+
+    loader = DataLoader(torch.randn(9, 3), 3, collate_fn=partial(collate, other=in_partial))
+    found = generators_in(loader)
+    wanted = [
+        enclosed,
+        in_list,
+        in_partial,
+        of_builtin,
+        OF_FILE,
+        Holder.of_class,
+        Holder.draw.__defaults__[0],
+    ]
+    assert len(found) == 1 + len(wanted) and {id(x) for x in wanted} < {id(x) for x in found}
+    before = marks_of(found)
+    with same_random_numbers(found):
+        for draw in (enclosed.random, in_partial.random, Holder.draw, Holder.of_class.rand):
+            draw()
+            assert marks_of(found) != before
+    assert marks_of(found) == before
+    assert generators_in(random.random, np.random.rand, torch.default_generator) == []  # the process's
+
+
+class Hidden:
+    """Changes its samples by what nothing leads to."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, i):
+        return torch.tensor([time.perf_counter_ns() % 2**40, i])
+
+
+def test_samples_that_come_out_otherwise_by_what_is_not_found_are_warned_of():
+    with pytest.warns(UserWarning, match="loaded twice with the same random numbers, came out otherwise"):
+        assert depends_on_others(DataLoader(Hidden(), 6))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        depends_on_others(DataLoader(torch.full((12, 3), torch.nan), 6))  # not equal to itself

@@ -8,6 +8,7 @@ import sysconfig
 import warnings
 from functools import lru_cache
 from types import FrameType
+from typing import Any
 
 from .files import PACKAGE
 
@@ -35,6 +36,17 @@ def warn(text: str) -> None:
     module = frame.f_globals.get("__name__", "__main__")
     registry = frame.f_globals.setdefault("__warningregistry__", {})
     warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno, module, registry)
+
+
+def variables_of_script() -> list[Any]:
+    """The values of the variables that the script's own line may name: of its function, of the object whose
+    method that is, and of its file."""
+    frame = _frame_of_script()
+    if frame is None:
+        return []
+    own = frame.f_locals
+    holder = own.get("self")
+    return [*own.values(), *getattr(holder, "__dict__", {}).values(), *frame.f_globals.values()]
 
 
 def _frame_of_script(innermost: FrameType | None = None) -> FrameType | None:

@@ -21,6 +21,7 @@ from ..lang.plan_file import Plan
 from ..runtime.agreement import COMPARED_STEPS
 from ..runtime.data import Feed
 from ..runtime.parallel import ParallelModel
+from ..runtime.scaler import GradScaler
 from ..runtime.train import own_batches, owned
 from ..training.preparation.alike import HINTS, check_digests
 from ..training.preparation.loading import own_loader
@@ -111,11 +112,16 @@ class RunCheckpoints:
         self.stopped_by = 0  # the number of the signal that ended the run
 
     def begin(
-        self, model: ParallelModel, optimizer: torch.optim.Optimizer, scheduler: Any, job: Any
+        self,
+        model: ParallelModel,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any,
+        scaler: GradScaler | None,
+        job: Any,
     ) -> tuple[Feed, int]:
         """This rank's batches that remain, and the number of steps that were made before this start. Raises
         InputError for data that cannot be gone on with."""
-        self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
+        self._model, self._optimizer, self._scheduler, self._scaler = model, optimizer, scheduler, scaler
         self._most_devices = model.comm.world_size  # the most of any start so far
         # compared before each checkpoint, and not at every batch, which takes a message
         self._loader = None if job.data is None else own_loader(job.data, self._plan, is_compared=False)
@@ -149,7 +155,7 @@ class RunCheckpoints:
 
     def _parts(self) -> dict[str, Any]:
         named = {"model": self._model, "optimizer": self._optimizer, "loader": self._loader}
-        return {**named, "scheduler": self._scheduler}
+        return {**named, "scheduler": self._scheduler, "scaler": self._scaler}
 
     def _batches(self, job: Any) -> Feed:
         if self._loader is not None:
@@ -278,7 +284,7 @@ class RunCheckpoints:
         """Gives signals back to whom they belonged: the status to exit with, 128 and the number of the signal
         that has stopped the run, or 0."""
         self._open.close()
-        del self._model, self._optimizer, self._scheduler, self._loader
+        del self._model, self._optimizer, self._scheduler, self._scaler, self._loader
         return OF_SIGNAL + self.stopped_by if self.stopped_by else 0
 
     def figures(self) -> dict[str, float]:

@@ -107,7 +107,10 @@ def dtype_warnings(task: Task, program: Program) -> Iterator[str]:
     ranks = ", ".join(map(str, without))
     for name, row in program.dtypes:
         instead = row[without[0]]
-        yield f"ranks {ranks} have no {name} and compute it in {instead}: scale the loss (mixmesh.GradScaler)"
+        yield (
+            f"ranks {ranks} have no {name} and compute it in {instead}: scale the loss "
+            "(Job(..., scaler=...), or mixmesh.GradScaler in a loop of your own)"
+        )
     if not program.dtypes and without and any(t.dtype == "bf16" for t in task.graph.types.values()):
         yield f"ranks {ranks} have no bf16, and no other dtype can stand in: it is emulated there"
 

@@ -20,11 +20,13 @@ from .first_rank import everyones
 from .inspection import is_spoilt
 from .not_finite import NotFinite, first_not_finite
 from .parallel_model import ParallelModel
+from .scaler import GradScaler
 from .shard_numbers import Off
 from .shard_tensor import ShardTensor, plain
 
 T = TypeVar("T")
 MOST_IN_A_ROW = 10  # steps that are left out
+LEAST_SCALE = 1.0  # for a loss; gradients that overflow below it are no matter of the scale
 SAID_EVERY = 100  # steps at most, that one was left out
 
 
@@ -38,11 +40,14 @@ class OnNan(Enum):
 
 class FiniteGuard:
     """Sums the loss of every step, and looks at it and at the gradients before the optimizer's step:
-    ``backward`` runs a batch, then ``may_step`` says whether the optimizer is to, and ``loss`` is there after
-    its step. All three are collective."""
+    ``backward`` runs a batch, then ``may_step`` says whether the optimizer is to, ``step`` has it do so, and
+    ``loss`` is there after its step. All are collective.
 
-    def __init__(self, model: ParallelModel, on_nan: OnNan) -> None:
-        self._model, self._on_nan = model, on_nan
+    Where a ``scaler`` scales the loss, gradients that overflow are left out by it, and the scale is lowered:
+    they are not looked at until it is below one."""
+
+    def __init__(self, model: ParallelModel, on_nan: OnNan, scaler: GradScaler | None = None) -> None:
+        self._model, self._on_nan, self._scaler = model, on_nan, scaler
         self._updated = {i.args[0] for i in model.program.instructions if i.op == "update"}
         self._params = list(model.parameters())
         self._buffers: list[tuple[Tensor, Tensor]] = []
@@ -65,7 +70,7 @@ class FiniteGuard:
             written = [plain(b) for name, b in self._model.named_buffers() if name in self._updated]
             self._buffers = [(b, b.clone()) for b in written]
             local = call(self._model.forward_addend, batch)
-        local.backward()
+        (local if self._scaler is None else self._scaler.scale(local)).backward()
         self._addend = local.detach()
 
     def may_step(self, step: int, batch: Any) -> bool:
@@ -73,7 +78,7 @@ class FiniteGuard:
         where the run is to stop."""
         if self._on_nan is OnNan.IGNORE:
             return True
-        gradients = gradients_of(self._params)
+        gradients = [] if self._leaves_overflows() else gradients_of(self._params)
         self._total = self._sum(may_be_spoilt(gradients))
         loss, num_spoilt = self._total.wait().tolist()
         if math.isfinite(loss):
@@ -95,6 +100,27 @@ class FiniteGuard:
             raise error_of(message, self._found(batch), *hints)
         self._leave_out(step, message, batch)
         return False
+
+    def _leaves_overflows(self) -> bool:
+        return self._scaler is not None and self._scaler.get_scale() >= LEAST_SCALE
+
+    def step(self, optimizer: torch.optim.Optimizer, on_step: Callable[[], object]) -> None:
+        """Has the optimizer make its step, and calls ``on_step`` after it: not where gradients overflowed
+        that a scaler looks at."""
+        if self._scaler is None:
+            optimizer.step()
+            on_step()
+            return
+        self._scaler.unscale_(optimizer)
+        overflows = self._scaler.has_overflowed
+        self._scaler.step(optimizer)
+        self._scaler.update()
+        if not overflows:
+            on_step()
+            return
+        self.num_skipped += 1
+        if self._model.comm.watch is not None:
+            self._model.comm.watch.step_is_left_out()
 
     def _sum(self, flag: Tensor) -> Handle:
         """A handle on the loss and the number of ranks with a flag."""

@@ -12,11 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..lang.ir import Program
+from .agreement import ranks_text
 from .first_rank import largest
 
 
 class GradScaler(torch.amp.GradScaler):
     """As ``torch.amp.GradScaler``, for models that ``parallelize`` returned. ``step`` is collective."""
+
+    has_overflowed = False  # whether a gradient of the last step did, on any rank
 
     def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16) -> dict[torch.device, Tensor]:
         inf_by_device = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
@@ -27,7 +31,15 @@ class GradScaler(torch.amp.GradScaler):
             of_all = largest(everyones, "whether gradients are finite")
             for f in inf_by_device.values():
                 f.copy_(of_all)
+        self.has_overflowed = any(bool(f) for f in inf_by_device.values())
         return inf_by_device
+
+
+def stand_in_text(program: Program) -> str:
+    """The ranks that compute in float16 what a program has in bf16, in words; empty if there are none."""
+    ranks = [rank for name, row in program.dtypes for rank, dtype in enumerate(row) if dtype != name]
+    has, computes = ("has", "computes") if len(ranks) == 1 else ("have", "compute")
+    return f"{ranks_text(ranks)} {has} no bf16 and {computes} it in float16" if ranks else ""
 
 
 def with_agreement(scaler: torch.amp.GradScaler) -> GradScaler:

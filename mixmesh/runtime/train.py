@@ -32,6 +32,7 @@ from .first_rank import everyones, largest, wait_for_all
 from .memory_errors import memory_errors_named
 from .parallel import ParallelModel, parallelize
 from .recording import Recorder, gather_steps
+from .scaler import GradScaler, stand_in_text, with_agreement
 from .taking_part import taking_part
 from .verdicts import END_OF_DATA
 
@@ -46,7 +47,12 @@ class Keeper(Protocol):
     """Keeps the state of a training, so that another start goes on with it. All calls are collective."""
 
     def begin(
-        self, model: ParallelModel, optimizer: torch.optim.Optimizer, scheduler: Any, job: Any
+        self,
+        model: ParallelModel,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any,
+        scaler: GradScaler | None,
+        job: Any,
     ) -> tuple[Feed, int]:
         """This rank's batches, and how many steps were made before this start."""
 
@@ -229,6 +235,24 @@ def scheduler_of(job: Any, optimizer: Any) -> tuple[Any, Callable[[], object]]:
     return scheduler, scheduler.step
 
 
+def scaler_of(job: Any, model: ParallelModel) -> GradScaler | None:
+    """The scaler of a job's loss, whose ranks agree; None without one, or for one that is not enabled. Raises
+    JobError where a device computes bf16 in float16, and nothing scales the loss."""
+    if job.scaler is not None and job.scaler.is_enabled():
+        return with_agreement(job.scaler)
+    if stand_ins := stand_in_text(model.program):
+        raise JobError(
+            f"{stand_ins}, whose gradients vanish and overflow without a scaled loss",
+            expected="a job with a scaler",
+            got="one without" if job.scaler is None else "a scaler that is not enabled",
+            hint=(
+                "mixmesh.Job(..., scaler=torch.amp.GradScaler()), on CPUs GradScaler('cpu')",
+                "float32 in the job's model, or a cluster file without these devices",
+            ),
+        )
+    return None
+
+
 @taking_part("the training")
 @memory_errors_named()
 def train(
@@ -283,13 +307,14 @@ def train(
     parallel.check_planned(job.batch)
     comm = parallel.comm
     scheduler, step_scheduler = scheduler_of(job, optimizer)
+    scaler = scaler_of(job, parallel)
     first = 0
     if keeper is None:
         initial(parallel)
         look, may_follow = ComparesFirst(parallel), balancer is not None
         batches = own_batches(job, plan, comm.rank, epochs, look, may_follow=may_follow)
     else:
-        batches, first = keeper.begin(parallel, optimizer, scheduler, job)
+        batches, first = keeper.begin(parallel, optimizer, scheduler, scaler, job)
     del job, model  # frees what this rank does not need of them
     if balancer is not None:
         balancer.begin(parallel, optimizer, batches)
@@ -299,7 +324,7 @@ def train(
     losses: list[float] = []
     recording = _Recording(parallel) if record else None
     span: Span = nullcontext
-    is_stopped, guard = False, FiniteGuard(parallel, on_nan)
+    is_stopped, guard = False, FiniteGuard(parallel, on_nan, scaler)
     for number in itertools.count(first) if steps is None else range(first, steps):
         started = time.perf_counter()
         with span("batch"):
@@ -315,8 +340,7 @@ def train(
             span = recording.before_optimizer(number - first)
         with span("optimizer"):
             if may_step:
-                optimizer.step()
-                step_scheduler()
+                guard.step(optimizer, step_scheduler)
             optimizer.zero_grad()
         if recording is not None:
             span = recording.after_optimizer(number - first)

@@ -304,18 +304,20 @@ def check_data_that_differs(_) -> None:
 
 
 def check_noise_for_own_rows_is_noticed(_) -> None:
-    """Numbers drawn between the loader and the model, at the first batch of which a rank draws some."""
-    mine = network()
-    model, _, loader = prepare(mine, sgd(mine), DataLoader(rows(), 6), loss=F.cross_entropy)
-    for has_noise, draws_late, wanted in ((False, True, 0), (True, False, 1), (True, False, 0)):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for x, y in loader:
-                loss = model(x + torch.randn(x.shape[1:]) if has_noise else x, y)
-                torch.rand(1 + draws_late)  # after the call nothing depends on it
-                loss.backward()
-        noticed = [w for w in caught if "inputs=function" in str(w.message)]
-        assert len(noticed) == (wanted if dist.get_rank() == 0 else 0)
+    """Numbers drawn between the loader and the model, at the first batch of which a rank draws some, also by
+    a generator of the loop's own."""
+    for numbers in (None, torch.Generator()):
+        mine = network()
+        model, _, loader = prepare(mine, sgd(mine), DataLoader(rows(), 6), loss=F.cross_entropy)
+        for has_noise, draws_late, wanted in ((False, True, 0), (True, False, 1), (True, False, 0)):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for x, y in loader:
+                    loss = model(x + torch.randn(x.shape[1:], generator=numbers) if has_noise else x, y)
+                    torch.rand(1 + draws_late, generator=numbers)  # after the call nothing depends on it
+                    loss.backward()
+            noticed = [w for w in caught if "inputs=function" in str(w.message)]
+            assert len(noticed) == (wanted if dist.get_rank() == 0 else 0)
 
 
 def check_a_model_within_a_wrapper_is_refused(_) -> None:

@@ -4,6 +4,7 @@ modules, tensors of closures, draws from other generators than torch's, batches 
 from __future__ import annotations
 
 import copy
+import os
 import random
 import warnings
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from loops import batches, check_same, prepare, rows, sgd, train
 from plans import named
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from mixmesh.errors import InputError, TraceError
 from mixmesh.frontend.trace import trace
@@ -274,6 +275,58 @@ def check_masks_that_a_collate_function_draws_are_those_of_one_device(_) -> None
     check_same(loop)
 
 
+class Changing(Dataset):
+    """Changes each sample by a generator of its own."""
+
+    def __init__(self, draw) -> None:
+        self.rows, self.draw = rows(), draw
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        x, y = self.rows[i]
+        return x + self.draw(), y
+
+
+class Masking:
+    """A collate function that is an object with a generator of its own."""
+
+    def __init__(self) -> None:
+        self.numbers = np.random.default_rng(3)
+
+    def __call__(self, samples):
+        x, y = map(torch.stack, zip(*samples))
+        return x * torch.from_numpy(self.numbers.random((len(x), 1)) > 0.3), y
+
+
+def check_generators_of_the_script_s_own_draw_what_they_draw_on_one_device(_) -> None:
+    """In collate functions and in data sets; where ranks have made theirs with other seeds, too."""
+
+    def masking_by(generator):
+        def collate(samples):
+            x, y = map(torch.stack, zip(*samples))
+            return x * (torch.rand(len(x), 1, generator=generator) > 0.3), y
+
+        return collate
+
+    def loop(prepare):
+        rank = int(os.environ.get("RANK", "0"))
+        of_torch, of_python = torch.Generator().manual_seed(7 + rank), random.Random(7)
+        for data, collate in (
+            (rows(), Masking()),
+            (rows(), masking_by(of_torch)),
+            (Changing(of_python.random), None),
+            (Changing(np.random.RandomState(2).rand), None),
+        ):
+            model, loader = Net(), DataLoader(data, 7, collate_fn=collate, shuffle=True)
+            model, optimizer, loader = prepare(model, sgd(model), loader, loss=F.cross_entropy)
+            for _ in range(2):
+                yield from train(model, optimizer, loader)
+
+    check_same(loop)
+
+
 TEMPERATURE = 1.0
 SCALES = {"body": {"alpha": 1.0}, "unread": 0}
 
@@ -350,6 +403,7 @@ def check_a_number_of_an_object_whose_method_is_the_loss_is_traced_again(_) -> N
 
 IDIOMS = named(
     check_masks_that_a_collate_function_draws_are_those_of_one_device,
+    check_generators_of_the_script_s_own_draw_what_they_draw_on_one_device,
     check_variables_of_a_file_are_traced_again,
     check_a_number_of_an_object_whose_method_is_the_loss_is_traced_again,
     check_numbers_that_are_drawn_with_the_batch,
@@ -378,6 +432,36 @@ def test_draws_from_other_generators_are_refused(draw, name):
     with pytest.raises(TraceError, match=f"draws from {name}:") as caught:
         trace(Drawn(), batches()[0])
     assert "torch.rand" in str(caught.value)
+
+
+@pytest.mark.parametrize("draw", [random.Random(0).random, np.random.default_rng(0).random])
+def test_draws_from_generators_of_the_model_s_own_are_refused(draw):
+    class Drawn(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.draw = draw
+
+        def forward(self, x, y):
+            return F.cross_entropy(super().forward(x) * (2 if self.draw() < 0.5 else 1), y)
+
+    with pytest.raises(TraceError, match="draws from a generator of its own") as caught:
+        trace(Drawn(), batches()[0])
+    assert "torch.rand" in str(caught.value)
+
+
+def test_a_generator_of_torch_in_the_model_is_refused_with_its_line():
+    class Drawn(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.numbers = torch.Generator().manual_seed(0)
+
+        def forward(self, x, y):
+            return F.cross_entropy(super().forward(x * torch.rand(x.shape, generator=self.numbers)), y)
+
+    with pytest.raises(TraceError, match="cannot be traced") as caught:
+        trace(Drawn(), batches()[0])
+    assert "a torch.Generator of the model's own" in str(caught.value)
+    assert "without generator=" in str(caught.value) and "test_frozen_values.py:" in caught.value.where
 
 
 def test_numbers_that_are_watched_in_containers():

@@ -57,6 +57,13 @@ def _check_functions(job: Job, fail: Callable[..., JobError]) -> None:
             _describe(job.scheduler),
             "scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1000)",
         )
+    if job.scaler is not None and not isinstance(job.scaler, torch.amp.GradScaler):
+        raise fail(
+            "returns a job with a scaler of another kind",
+            "a torch.amp.GradScaler",
+            _describe(job.scaler),
+            "scaler=torch.amp.GradScaler()",
+        )
 
 
 def _check_batch(batch: Any, fail: Callable[..., JobError]) -> None:

@@ -17,8 +17,10 @@ class Job:
     ``batch`` is one global example batch, with the samples in dim 0 of its tensors; tensors without dims are
     the same for all samples. ``optimizer`` maps parameters to a ``torch.optim`` optimizer; ``data`` is an
     iterable of batches like ``batch``. ``scheduler`` maps the optimizer to a learning rate scheduler, which
-    is stepped after each of the optimizer's steps. ``outputs`` names what the parallel model returns in
-    addition to the loss, from what the model returns (``("logits",)``, or ``(1,)`` for a tuple).
+    is stepped after each of the optimizer's steps. ``scaler`` is a ``torch.amp.GradScaler``, for a model in
+    float16: the loss is scaled, and all ranks leave a step out whose gradients overflow. ``outputs`` names
+    what the parallel model returns in addition to the loss, from what the model returns (``("logits",)``, or
+    ``(1,)`` for a tuple).
     """
 
     model: Any
@@ -27,6 +29,7 @@ class Job:
     data: Iterable | None = None
     outputs: tuple[str | int, ...] = ()
     scheduler: Callable[[Any], Any] | None = None
+    scaler: Any = None
 
 
 def batch_size(batch: Mapping[str, Any] | tuple) -> int | None:

@@ -178,7 +178,7 @@ class LossAndOutputs(nn.Module):
         source = self._request.loss
         reads = reading(self.model, self.reads)
         context = under(self._request.autocast)
-        with context, self.attributes.watched(), reads, drawn_by_torch_alone():
+        with context, self.attributes.watched(), reads, drawn_by_torch_alone(self.model):
             output = self._batch.call(self.model, tensors)
         where = str(place_of_function(type(self.model).forward))
         loss = loss_of(output)

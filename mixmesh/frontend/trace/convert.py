@@ -103,6 +103,14 @@ class _Converter:
                 op, key = "input", next(self.inputs)
             case InputKind.CONSTANT_TENSOR:
                 op, key = "const", target.split(".")[-1]
+            case InputKind.CUSTOM_OBJ if isinstance(self.program.constants.get(target), torch.Generator):
+                self.refuse(
+                    next(iter(node.users), node),
+                    "a draw from a torch.Generator of the model's own",
+                    "a forward pass that draws from torch's own random numbers: no generator is in a program",
+                    "torch.rand(size) without generator=, or numbers drawn with the batch: "
+                    "mixmesh.prepare(..., inputs=lambda x, y: (x, y, torch.rand(len(x), generator=g)))",
+                )
             case _:
                 raise TraceError(f"the model needs {spec.kind.name.lower()} {spec.target}, not a tensor")
         value = node.meta["val"]

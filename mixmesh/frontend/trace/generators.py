@@ -9,10 +9,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...errors import TraceError
 from ...lang.ir.samples import draws_numbers
+from .own_generators import generators_in, marks_of
 
 
 class NoDraws(TorchDispatchMode):
@@ -36,12 +39,18 @@ class NoDraws(TorchDispatchMode):
 
 
 @contextmanager
-def drawn_by_torch_alone() -> Iterator[None]:
-    """Within it runs a forward pass. Raises TraceError afterwards if it has drawn from the generators of
-    Python or NumPy."""
-    before = random.getstate(), _state_of_numpy()
+def drawn_by_torch_alone(model: nn.Module) -> Iterator[None]:
+    """Within it runs a forward pass of ``model``. Raises TraceError afterwards if it has drawn from the
+    generators of Python or NumPy, or from one of the script's own of these."""
+    own = [each for each in generators_in(model) if not isinstance(each, torch.Generator)]
+    names = ("random", "numpy.random", *(f"a generator of its own ({type(each).__name__})" for each in own))
+
+    def marks() -> list[Any]:
+        return [random.getstate(), _state_of_numpy(), *(marks_of([each]) for each in own)]
+
+    before = marks()
     yield
-    for name, was, now in zip(("random", "numpy.random"), before, (random.getstate(), _state_of_numpy())):
+    for name, was, now in zip(names, before, marks()):
         if was != now:
             raise TraceError(
                 f"the forward pass draws from {name}: every step would have the numbers of the first",

@@ -3,15 +3,17 @@ that of one device nor other noise on every rank."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ...base.callers import warn
+from ...base.callers import variables_of_script, warn
 from ...runtime.device_random import drawing_device, generator_state
 
+Read = Callable[[], torch.Tensor]
 MESSAGE = (
     "random numbers were drawn between the loader and the model, by each rank for its own rows: if they are "
     "noise or mixtures of samples, they are not those of one device, and may be the same for other samples. "
@@ -25,20 +27,20 @@ class DrawWatch:
     called with it. Warns once, on the first rank."""
 
     def __init__(self) -> None:
-        self._given: list[torch.Tensor] | None = None
+        self._given: list[tuple[Read, torch.Tensor]] | None = None
         self._has_warned = False
 
     def on_batch(self) -> None:
         """Called when a batch has been given to the script."""
         if not self._has_warned:
-            self._given = states()
+            self._given = [(read, read()) for read in readers()]
 
     def on_call(self) -> None:
         """Called before the model runs: the first time after a batch it compares."""
         given, self._given = self._given, None
         if given is None or not torch.is_grad_enabled():
             return
-        if any(not torch.equal(x, y) for x, y in zip(given, states())):
+        if any(not torch.equal(read(), state) for read, state in given):
             self._has_warned = True
             if dist.get_rank() == 0:
                 warn(MESSAGE)
@@ -63,7 +65,12 @@ class Watched:
         return batch
 
 
-def states() -> list[torch.Tensor]:
-    """The states of the generators that loops draw from: the CPU's, and the current GPU's."""
+def readers() -> Iterator[Read]:
+    """Functions that give the states of the generators that loops draw from: the CPU's, the current GPU's,
+    and those that are variables where the script is."""
+    yield torch.get_rng_state
     device = drawing_device()
-    return [torch.get_rng_state(), *([] if device is None else [generator_state(device)])]
+    if device is not None:
+        yield partial(generator_state, device)
+    own = {id(x): x for x in variables_of_script() if isinstance(x, torch.Generator)}
+    yield from (generator.get_state for generator in own.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeGuard
@@ -12,10 +12,13 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset
 
+from ...base.callers import warn
 from ...errors import InputError
+from ...frontend.trace.own_generators import generators_in, marks_of, set_states, states_of
 from ...lang.plan_file import Plan
 from ...runtime.data import own_rows, own_samples
 from ...runtime.first_rank import everyones, from_first_rank
+from .alike import digest
 from .lengths import length
 from .own_batches import OwnBatches, sampler_of
 from .own_loader import FirstKept, OwnIterator, OwnLoader, not_resumable
@@ -24,6 +27,11 @@ from .untouched import untouched
 
 PROBED_ROWS = 8  # enough that lengths differ, if they do
 KEPT_OPTIONS = "collate_fn", "pin_memory", "worker_init_fn", "generator"
+OTHERWISE_AGAIN = (
+    "the same samples, loaded twice with the same random numbers, came out otherwise: what changes them is "
+    "not found, so a rank changes its own rows otherwise than one device. If it is a generator, make it an "
+    "attribute of the data set or of an object that is the collate_fn, or draw torch's own random numbers"
+)
 OPTIONS_OF_WORKERS = (
     "num_workers", "prefetch_factor", "persistent_workers", "timeout", "multiprocessing_context",
 )  # fmt: skip
@@ -46,9 +54,9 @@ def is_iterator(loader: Iterable) -> TypeGuard[Iterator]:
 
 
 def example_batch(loader: Iterable) -> Any:
-    """A batch like all of a loader. Random numbers are as they were before, and so is what the loader holds
-    to choose samples by."""
-    with same_random_numbers():
+    """A batch like all of a loader. Random numbers are as they were before, also those of generators of the
+    script's own, and so is what the loader holds to choose samples by."""
+    with same_random_numbers(generators_in(loader)):
         if has_indices(loader) and loader.batch_size is not None:
             # no sampler is asked: one with a generator of its own would go on from there
             batch = load(loader, list(range(min(loader.batch_size, length(loader.dataset)))))
@@ -74,19 +82,25 @@ def as_arguments(batch: Any) -> Any:
 
 
 @contextmanager
-def same_random_numbers() -> Iterator[None]:
-    """Gives back the numbers that are drawn inside, so that a script draws the same ones as without it."""
-    of_script = numbers_of_process()
+def same_random_numbers(generators: Sequence[Any] = ()) -> Iterator[None]:
+    """Gives back the numbers that are drawn inside, so that a script draws the same ones as without it: those
+    of the process, and of ``generators`` of its own."""
+    of_script, states = numbers_of_process(), states_of(generators)
     try:
         yield
     finally:
         set_numbers_of_process(of_script)
+        set_states(generators, states)
 
 
-def take_random_numbers() -> None:
-    """Continues the random numbers of the first rank on every rank: what a script draws from now on is the
-    same on all. Collective."""
-    set_numbers_of_process(from_first_rank(numbers_of_process, what="random numbers"))
+def take_random_numbers(generators: Sequence[Any] = ()) -> None:
+    """Continues the random numbers of the first rank on every rank, those of the process and of
+    ``generators``: what a script draws from now on is the same on all. Collective."""
+    of_process, states = from_first_rank(
+        lambda: (numbers_of_process(), states_of(generators)), what="random numbers"
+    )
+    set_numbers_of_process(of_process)
+    set_states(generators, states)
 
 
 def has_indices(loader: Iterable) -> TypeGuard[DataLoader]:
@@ -114,36 +128,44 @@ def depends_on_others(loader: DataLoader) -> bool:
     """Whether the rows of a batch are others in a smaller batch: padded to its longest row, or mixed with
     each other. Some samples from all over the data set are loaded together, the first half of them alone and
     each alone, with the same random numbers. Rows that cannot be loaded in parts depend on others too, and
-    so do those for which the collate function draws random numbers, as for masks of words: of a whole batch
-    these are the numbers of one device."""
+    so do those for which random numbers are drawn as ``draws`` says: of a whole batch these are the numbers
+    of one device."""
     try:
-        if draws_in_collating(loader):
+        generators = generators_in(loader)
+        if draws(loader, generators):
             return True
         size = length(loader.dataset)
         count = min(loader.batch_size or PROBED_ROWS, PROBED_ROWS, size)
         indices = [n * size // count for n in range(count)]
-        whole, half = load_again(loader, indices), load_again(loader, indices[: count // 2 or 1])
+        load = partial(load_again, loader, generators=generators)
+        whole, half = load(indices), load(indices[: count // 2 or 1])
+        if digest(whole) != digest(load(indices)):
+            warn(OTHERWISE_AGAIN)
+            return True
         if any(not torch.equal(x[: len(y)], y) for x, y in zip(whole, half, strict=True)):
             return True
-        alone = [load_again(loader, [i]) for i in indices]
+        alone = [load([i]) for i in indices]
         return any(x.shape[1:] != y.shape[1:] for row in alone for x, y in zip(whole, row, strict=True))
     except Exception:  # a collate function's own, of any kind: it has never seen such a batch
         return True
 
 
-def draws_in_collating(loader: DataLoader) -> bool:
-    """Whether the collate function draws random numbers of the process. These are as they were before."""
-    with same_random_numbers():
+def draws(loader: DataLoader, generators: Sequence[Any]) -> bool:
+    """Whether the collate function draws random numbers of the process, or anything in a batch those of
+    ``generators``, which are the script's own. All are as they were before."""
+    with same_random_numbers(generators):
         count = min(loader.batch_size or PROBED_ROWS, PROBED_ROWS, length(loader.dataset))
+        own = marks_of(generators)
         samples = samples_of(loader, list(range(count)))
         before = fingerprint(numbers_of_process())
         loader.collate_fn(samples)
-        return fingerprint(numbers_of_process()) != before
+        return fingerprint(numbers_of_process()) != before or marks_of(generators) != own
 
 
-def load_again(loader: DataLoader, indices: list[int]) -> list[torch.Tensor]:
-    """The tensors with rows in a batch of these samples. Random numbers are as they were before."""
-    with same_random_numbers():
+def load_again(loader: DataLoader, indices: list[int], generators: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors with rows in a batch of these samples. Random numbers are as they were before, those of
+    ``generators`` too."""
+    with same_random_numbers(generators):
         leaves = pytree.tree_leaves(load(loader, indices))
     return [x for x in leaves if isinstance(x, torch.Tensor) and x.ndim]
 

@@ -21,6 +21,7 @@ from ...frontend.trace import LossSource
 from ...frontend.trace.autocast import autocast_for
 from ...frontend.trace.capture import CALL_ONCE
 from ...frontend.trace.compiled import is_compiled, uncompiled
+from ...frontend.trace.own_generators import generators_in
 from ...frontend.trace.words import is_words
 from ...lang.optimizer_states import OptimizerStates
 from ...measure.testbed import enter_device
@@ -118,11 +119,12 @@ def prepare(
     check_can_be_prepared(optimizer)
     check_gives_all(loader)
     batch, loader = from_first_batch(loader)
-    with same_random_numbers():
+    own_generators = generators_in(loader, inputs, loss, model)
+    with same_random_numbers(own_generators):
         arguments = as_arguments(batch)
         example = taken_by(model, loss, arguments) if inputs is None else made_inputs(inputs, arguments)
     model = model if loss is None else with_loss(model, loss, outputs)
-    with same_random_numbers(), as_its_train_has_it(model) as modes:
+    with same_random_numbers(own_generators), as_its_train_has_it(model) as modes:
         job = Job(model, example, optimizer=maker_like(optimizer), outputs=outputs)
         options = Options(
             profile_s=profile_s,
@@ -161,7 +163,7 @@ def prepare(
             check_model=False,  # it was traced just now
         )
     set_modes(parallel.modules(), modes)
-    take_random_numbers()
+    take_random_numbers(own_generators)
     enter_device()  # in the testbed: all groups are there, and their threads outside of the device's quota
     if inputs is not None or not prepared.plan.returned.has_loss:
         return parallel, optimizer, loader

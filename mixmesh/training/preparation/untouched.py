@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections import deque
 from typing import Any, TypeVar
 
@@ -11,9 +10,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
+from ...frontend.trace.own_generators import GENERATORS
+
 T = TypeVar("T")
 SOURCES = DataLoader, IterableDataset, Sampler
-GENERATORS = torch.Generator, random.Random, np.random.Generator, np.random.RandomState
 COLLECTIONS = list, dict, set, deque
 
 

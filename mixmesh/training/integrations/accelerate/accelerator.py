@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ....base.patch import patched
+from ....frontend.trace.own_generators import generators_in
 from ....runtime.comm import default_device, initialise
 from ....runtime.first_rank import everyones, from_first_rank
 from ....runtime.parallel import ParallelModel, full_optimizer_state_dict
@@ -26,6 +27,7 @@ from ...preparation.loading import example_batch, same_random_numbers, take_rand
 from ...preparation.outside_loss import with_loss
 from ..launched import (
     check_not_spread,
+    check_scaled,
     is_launched,
     keep_metrics_apart,
     prepare_for,
@@ -106,7 +108,7 @@ class Accelerator(accelerate.Accelerator):
             planning.pop("batch", None)
             return super().prepare(*(_with_loss(x, planning) for x in args), **kwargs)
         check_prepared(models, optimizers, loaders)
-        take_random_numbers()
+        take_random_numbers(generators_in(loaders))
         ready: dict[int, Any] = {}
         if optimizers:
             model, optimizer = self._parallel(models[0], optimizers[0], loaders[0], planning)
@@ -128,6 +130,7 @@ class Accelerator(accelerate.Accelerator):
         model = super().prepare_model(model, evaluation_mode=True)
         self._models.remove(model)
         parallel, optimizer = prepare_for(model, optimizer, example, planning)
+        check_scaled(parallel, self.scaler, 'Accelerator(mixed_precision="fp16")')
         self._lenders[parallel] = as_one_device(parallel, optimizer)
         shown = dict(parallel.named_parameters(remove_duplicate=False))
         self._shown.update({p: shown[name] for name, p in before.items()})

@@ -16,12 +16,13 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from ....base.patch import patched
 from ....errors import InputError
+from ....frontend.trace.own_generators import generators_in
 from ....runtime.first_rank import from_first_rank
 from ....runtime.parallel import ParallelModel, full_optimizer_state_dict
 from ....runtime.scaler import with_agreement
 from ...preparation.loading import load, same_random_numbers
 from ..accelerate.one_process import as_first_process, look_like_one_process
-from ..launched import check_alike, check_not_spread, is_launched, prepare_for
+from ..launched import check_alike, check_not_spread, check_scaled, is_launched, prepare_for
 from ..weights import fill, whole_weights
 from .loss import NUM_ITEMS, with_trainer_loss
 from .refusals import check_args, check_dataset, check_methods, check_own_methods, check_version, refused
@@ -77,7 +78,7 @@ class Trainer(transformers.Trainer):
         """A batch of the full size in the form in which ``compute_loss`` gets it. Restores the state of
         random numbers."""
         size = min(self._train_batch_size, len(loader.dataset))
-        with same_random_numbers():
+        with same_random_numbers(generators_in(loader)):
             batch = self._prepare_inputs(load(loader, list(range(size))))
         num_items = self._get_num_items_in_batch([batch], self.args.device)
         return dict(batch) if num_items is None else {**batch, NUM_ITEMS: num_items}
@@ -110,6 +111,7 @@ class Trainer(transformers.Trainer):
         parallel, optimizer = prepare_for(
             with_trainer_loss(model, self), self.optimizer, self._example, self.planning
         )
+        check_scaled(parallel, self.accelerator.scaler, "TrainingArguments(fp16=True)")
         if self.accelerator.scaler is not None:
             self.accelerator.scaler = with_agreement(self.accelerator.scaler)
         self.optimizer = self.accelerator.prepare_optimizer(optimizer, device_placement=False)

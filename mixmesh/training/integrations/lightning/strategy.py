@@ -27,6 +27,7 @@ from ....runtime.scaler import with_agreement
 from ...preparation.loading import same_random_numbers, take_random_numbers
 from ..launched import (
     check_alike,
+    check_scaled,
     is_launched,
     keep_metrics_apart,
     learning_rates,
@@ -159,6 +160,7 @@ class Strategy(SingleDeviceStrategy):
         step.log.keep(from_first_rank(step.log.traced))  # only one rank traces
         vars(module)["zero_grad"] = parallel.zero_grad  # before validation Lightning calls the module's
         self._planned = _Planned(step, parallel, Lender(parallel), modes)
+        check_scaled(parallel, getattr(self.precision_plugin, "scaler", None), 'precision="16-mixed"')
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         planned = self._planned
