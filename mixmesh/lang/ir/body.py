@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...base.lazy import lazy
-from .graph import Graph, Node, Ref, gradient_flow, map_refs
+from .graph import Graph, Node, Ref, gradient_flow, map_arguments
 from .instruction import Instruction
 from .types import TensorType, ValueType
 
@@ -94,6 +94,6 @@ class Body:
                 alias[i.result] = alias.get(i.inputs[0], i.inputs[0])
                 continue
             values: tuple[ValueType, ...] = tuple(t.value for t in i.types)
-            kwargs = tuple((k, map_refs(v, resolve)) for k, v in i.kwargs)
-            nodes.append(Node(i.results, values, i.op, map_refs(i.args, resolve), kwargs, i.location))
+            args, kwargs = map_arguments(i.args, i.kwargs, resolve)
+            nodes.append(Node(i.results, values, i.op, args, kwargs, i.location))
         return Graph(self.name, tuple(nodes), alias.get(self.loss, self.loss))
