@@ -54,6 +54,11 @@ class Body:
         return tuple(i for i in self.instructions if i.op == "param")
 
     @lazy
+    def computations(self) -> tuple[Instruction, ...]:
+        """All instructions but those that load parameters."""
+        return tuple(i for i in self.instructions if i.op != "param")
+
+    @lazy
     def buckets(self) -> Buckets:
         """None for a parameter whose instruction says nothing."""
         return tuple(i.attr("bucket") if i.attrs else None for i in self.params)

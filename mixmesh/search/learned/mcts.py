@@ -22,8 +22,8 @@ from functools import partial
 
 import numpy as np
 
+from ..evaluate import Actions, Evaluator, Outcome
 from ..placement import Action, Space
-from .evaluate import Actions, Evaluator, Outcome
 from .improve import Improvement
 from .seeds import best_alike, data_parallel, everywhere
 

@@ -115,7 +115,7 @@ class Builder:
             if name is not None:
                 self.held[name] = {t.placement: name}
         instruction = Instruction(node.results, types, node.op, args, kwargs, location=node.location)
-        instruction.__dict__["plain"] = like.plain  # one object, by which repeated layers are known
+        Instruction.plain.give(instruction, like.plain)  # one object, by which repeated layers are known
         self.append(instruction)
 
     def finish(self) -> Program:

@@ -50,7 +50,7 @@ class Steps:
         self.live = self.lives.live
         self.kinds = problem.choices.kinds
         self._closures: dict[tuple[int, int], int] = {}
-        self._loads: dict[tuple[int, int], int | None] = {}  # by option, which lives as long, and value
+        self._loads: dict[tuple[tuple[Need, ...], int], int | None] = {}  # by what an option needs, and value
         self._load_s: dict[tuple[int, int, float], Vector] = {}
         self._cheapest: dict[tuple[int, int, int], tuple[float, float] | None] = {}
         self._transitions: list[dict[tuple[int, ...], tuple[Transition, ...]]] = [
@@ -156,7 +156,7 @@ class Steps:
     def load(self, option: Option, value: int) -> int | None:
         """How an option loads a leaf: as it is forced to be, or else as it is needed; whole if it is needed
         in two ways."""
-        key = (id(option), value)
+        key = option.needs, value
         if key not in self._loads:
             self._loads[key] = self._load(option, value)
         return self._loads[key]
