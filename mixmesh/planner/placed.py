@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from ..lang.ir import make_ratio, support
@@ -130,20 +130,18 @@ def local_search(
     task: Task,
     space: Space,
     *,
-    seeds: Iterable[Sequence[Action | Placed]] = (),
     usable: Sequence[float] | None = None,
     max_evaluations: int = MAX_EVALUATIONS,
     max_s: float = math.inf,
-    seed: int = 0,
 ) -> Evaluator:
     """Changes runs of groups of the best strategy, while that makes it better by estimate. It begins with
-    the best of data parallelism, single devices, contiguous cuts and ``seeds``; ``usable`` is memory by
-    rank, if not all but the headroom."""
+    the best of data parallelism, single devices and contiguous cuts; ``usable`` is memory by rank, if not
+    all but the headroom."""
     memory = tuple(usable or task.usable_bytes)
     evaluate = Evaluator(space, Measure(space, task.optimizer_states, memory, levels=task.levels))
-    for strategy in (*seeds, *cuts(space, task), *uniform(space)):
+    for strategy in (*cuts(space, task), *uniform(space)):
         evaluate(strategy)
-    climb(evaluate, MOVES, max_evaluations, max_s, random.Random(seed))
+    climb(evaluate, MOVES, max_evaluations, max_s, random.Random(0))
     return evaluate
 
 

@@ -122,12 +122,12 @@ def more_memory(cluster: Cluster, others: Sequence[Device]) -> Iterator[Change]:
     for device in dict.fromkeys(cluster.devices):
         larger = replace(device, memory_bytes=MORE_MEMORY * device.memory_bytes)
 
-        def grown(machine: Machine, old: Device = device, new: Device = larger) -> Machine:
-            return replace(machine, devices=tuple(new if d == old else d for d in machine.devices))
-
+        machines = tuple(
+            replace(machine, devices=tuple(larger if d == device else d for d in machine.devices))
+            for machine in cluster.machines
+        )
         text = f"{larger.memory_bytes / GIB:.3g} GiB on every {device.name}"
-        changed = replace(cluster, machines=tuple(map(grown, cluster.machines)))
-        yield Change("memory", text, changed, adds_price=True)
+        yield Change("memory", text, replace(cluster, machines=machines), adds_price=True)
 
 
 KINDS: dict[str, Callable[[Cluster, Sequence[Device]], Iterator[Change]]] = {

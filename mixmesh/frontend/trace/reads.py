@@ -101,7 +101,7 @@ class Reads:
         return tuple((path, mark) for path, mark in marks if mark)
 
     def renew(self) -> None:
-        """Takes the values of now for those that were read."""
+        """Replaces the values that were read by the current ones."""
         self.of = {key: value.renewed() for key, value in self.of.items()}
 
     def keep(self, key: Key, value: Number | Constant) -> None:

@@ -168,7 +168,7 @@ def find_runs(graph: Graph, steps: list[Node]) -> Iterator[Run]:
     alike_steps = _Steps(graph, steps)
     distances = _distances(alike_steps.kinds)
     candidates = []
-    # the total of some distances is the period where a block has equal parts
+    # where a block has equal parts, its period is a sum of several distances
     common = [d for d, _ in distances.most_common(PERIODS)]
     tried = dict.fromkeys(common + [a + b for a in common[:3] for b in common[:3]] + [sum(common[:4])])
     for period in filter(None, tried):  # 0 where nothing repeats

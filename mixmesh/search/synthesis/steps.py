@@ -11,7 +11,7 @@ from __future__ import annotations
 from operator import add
 from typing import NamedTuple
 
-from .choices import Need, P, R
+from .choices import Need, R
 from .lives import BITS
 from .problem import Option, Problem, Vector
 
@@ -179,7 +179,7 @@ class Steps:
         key = (value, code, weight)
         if key not in self._load_s:
             load = self.problem.load(value, code)
-            assert load is not None  # else no option has it
+            assert load is not None  # otherwise no option has it
             self._load_s[key] = tuple([weight * (load.sync_s + seconds) for seconds in load.optimizer])
         return self._load_s[key]
 
@@ -217,8 +217,3 @@ def _covers(a: Transition, b: Transition) -> bool:
         and all(map(float.__le__, a.forward, b.forward))
         and all(map(float.__le__, a.backward, b.backward))
     )
-
-
-def single_code(mask: int) -> int:
-    """A code that a mask was made from: R before S before P."""
-    return R if mask & 1 else P if mask == 1 << P else (mask & ~3).bit_length() - 1

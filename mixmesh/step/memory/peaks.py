@@ -162,11 +162,9 @@ class PeakMemory:
         return self._step
 
 
-def held_moments(
-    program: Program, optimizer_states: OptimizerStates, *, cuda: bool = False
-) -> tuple[Sizes, ...]:
+def held_moments(program: Program, optimizer_states: OptimizerStates) -> tuple[Sizes, ...]:
     """Unsharded bytes by how they are cut, for every moment that may be the peak: one LP row each."""
-    return Memory(program, optimizer_states, cuda=cuda).envelope()
+    return Memory(program, optimizer_states).envelope()
 
 
 def peak_memory_bytes(
