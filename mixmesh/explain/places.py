@@ -69,7 +69,7 @@ class Place:
         self.own = held_as(program, self.graph, names[0])
         self.kept = {ids[n]: code for n, code in all_held(program).items() if n in ids}
         self.fixed = {ids[n]: self.kept[ids[n]] for n in search.fixed}
-        self._first = self  # of the places that share a search
+        self._first = self  # the place that searches for all that share its results
         self._searched: dict[int, Programs] = {}
 
     def on(self, program: Program, ratio: Ratio) -> Place:

@@ -335,21 +335,23 @@ class Task:
         if key not in self._simulations:
             # all that does not depend on the ranks is known from the first such program
             alike = (program.body, tuple(len(r) == 1 for r in ranks), way)
-            known = self._first.get(alike)
+            first = self._first.get(alike)
             length = program.direct_bytes, len(program.body.computations)
             twins = [] if accumulating else self._same_but_owners.setdefault(length, [])
             twin = next((t for t in twins if t.differs_in_owners(program)), None)
             with self.timed("simulate"):
                 if twin is not None:
-                    made = twin.with_owners(program)
-                elif known is not None:
-                    made = known.on(program)
+                    simulation = twin.with_owners(program)
+                elif first is not None:
+                    simulation = first.on(program)
                 else:
-                    made = Simulation(program, self.costs, self.optimizer_states, accumulating=accumulating)
-            self._simulations[key] = made
+                    simulation = Simulation(
+                        program, self.costs, self.optimizer_states, accumulating=accumulating
+                    )
+            self._simulations[key] = simulation
             if twin is None:
-                twins.append(made)
-            self._first.setdefault(alike, made)
+                twins.append(simulation)
+            self._first.setdefault(alike, simulation)
         return self._simulations[key]
 
     def step_s(self, program: Program) -> float:
