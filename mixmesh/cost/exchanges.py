@@ -199,7 +199,7 @@ def is_cut_alike(program: Program, a: TensorType, b: TensorType) -> bool:
 
 
 def cut_shares(cut: Cut, ratio: Ratio | None, world_size: int) -> tuple[float, ...]:
-    """The share of a tensor that each rank holds under a cut, in whole elements."""
+    """The share of a tensor that each rank holds under a cut, with sizes rounded to integers."""
     size, unit, _ = cut
     if ratio is None:
         return (1.0,) * world_size
