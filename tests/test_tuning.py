@@ -111,10 +111,13 @@ class Net(nn.Module):
 
 
 class Failing(torch.optim.SGD):
-    def step(self, closure=None):
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_step_pre_hook(self.fail)
+
+    def fail(self, *_) -> None:
         if torch.distributed.get_rank() == 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return super().step(closure)
 
 
 def job(optimizer=torch.optim.SGD) -> Job:
