@@ -23,8 +23,8 @@ Strategy = tuple[Placed, ...]  # the placements that actions come down to
 
 @dataclass(frozen=True)
 class Outcome:
-    """A simulated step. ``memory`` and ``busy`` are per rank: the peak over what is usable, and the share of
-    the step in which it computes."""
+    """An estimated or simulated step. ``memory`` and ``busy`` are per rank: the peak over what is usable,
+    and the share of the step in which it computes."""
 
     step_s: float
     memory: tuple[float, ...]
