@@ -12,7 +12,7 @@ from mixmesh.planner.placed import cuts, local_search
 from mixmesh.planner.planners import BY_NAME
 from mixmesh.planner.proposal import Proposal
 from mixmesh.planner.task import HEADROOM, Task
-from mixmesh.search.learned.evaluate import Evaluator
+from mixmesh.search.evaluate import Evaluator
 from mixmesh.search.learned.features import Facts
 from mixmesh.search.learned.heterog import Training
 from mixmesh.search.learned.mcts import Tree
@@ -74,7 +74,7 @@ def local(task: Task, budget: Budget) -> Found:
     search = _Search(task, evaluator(task, "partition"))
     most = search.seeded + budget.calls
     found = local_search(task, search.evaluate.space, max_evaluations=most, max_s=MOST_S)
-    for strategy in found.seen:  # in the order in which they were tried
+    for strategy in found.judged:  # in the order in which they were tried
         search.evaluate(strategy)
     return search.found()
 

@@ -113,7 +113,7 @@ def execute(arguments: Sequence[str], run: Callable[[Sequence[str]], int] = run)
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader, such as head, has closed its end
+    except BrokenPipeError:  # the reader of the pipe, such as head, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:

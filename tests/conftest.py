@@ -1,10 +1,10 @@
 """Options of the test suite."""
 
-import gc
 import os
 import sys
 
 import pytest
+from support.collector import collect_seldom
 
 # processes that tests start import mixmesh, which is compiled once for all of them
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -15,8 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["MIXMESH_DEVICES"] = "none"
 
 
-# modules that tests import are millions of objects, which the collector would go through again and again
-gc.set_threshold(100_000, 50, 100)
+collect_seldom()
 
 
 def pytest_addoption(parser):

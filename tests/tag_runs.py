@@ -35,7 +35,7 @@ from mixmesh.lang.optimizer_states import ADAM
 from mixmesh.planner.placed import cuts
 from mixmesh.planner.spaces import space_of
 from mixmesh.planner.task import HEADROOM, Task
-from mixmesh.search.learned.evaluate import Evaluator, estimated
+from mixmesh.search.evaluate import Evaluator, measure_with
 from mixmesh.search.learned.features import Facts
 from mixmesh.search.learned.mcts import Tree
 from mixmesh.search.learned.seeds import judged_seeds
@@ -105,7 +105,7 @@ class Searches:
         return found
 
     def _begun(self, level_s: float = 0.0) -> tuple[Evaluator, float, int]:
-        evaluate = Evaluator(self.space, estimated(self.space, ADAM, HEADROOM))
+        evaluate = Evaluator(self.space, measure_with(self.space, ADAM, HEADROOM))
         _, base_s = judged_seeds(evaluate, self.cuts)
         seeded, judge = evaluate.calls, evaluate.judge
         evaluate.max_calls = seeded + CALLS

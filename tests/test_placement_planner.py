@@ -21,10 +21,11 @@ from mixmesh.lang.optimizer_states import ADAM
 from mixmesh.measure.verification import verify
 from mixmesh.passes.zero import with_stage
 from mixmesh.planner.hap import synthesised
-from mixmesh.planner.placed import LocalSearch, cuts, local_search, uniform
+from mixmesh.planner.placed import cuts, local_search, uniform
 from mixmesh.planner.segments import balanced, segments
 from mixmesh.planner.spaces import space_of
 from mixmesh.planner.task import Task
+from mixmesh.search.evaluate import Evaluator
 from mixmesh.search.placement import Space, make_grouping
 
 # one computes fast, the other reads memory fast
@@ -148,13 +149,13 @@ def test_local_search_finds_what_enumeration_finds():
     base = space_of(task).program
     space = Space(base, task.costs, make_grouping(task.graph, task.costs, 3))
     found = local_search(task, space, max_evaluations=1500)
-    every = LocalSearch(space, found.judge, found.usable)
+    every = Evaluator(space, found.judge)
     choices = [[a.placed for a in space.actions(k)] for k in range(len(space.groups))]
     assert 100 < np.prod([len(c) for c in choices]) < 20_000
-    least = min(every.key(strategy) for strategy in product(*choices))
-    (best,) = found.best(1)
-    assert found.key(best) <= least  # it may also move single samples
-    assert found.key(best) <= min(map(found.key, (*cuts(space, task), *uniform(space))))
+    least = min(every(strategy).penalised for strategy in product(*choices))
+    (best,) = found.least_penalised(1)
+    assert found(best).penalised <= least  # it may also move single samples
+    assert found(best).penalised <= min(found(s).penalised for s in (*cuts(space, task), *uniform(space)))
 
 
 @pytest.mark.parametrize("planner", ["model-parallel", "segments", "placed"])

@@ -27,8 +27,8 @@ from mixmesh.lang.optimizer_states import ADAM
 from mixmesh.measure.verification import verify
 from mixmesh.planner import make_plan
 from mixmesh.search.baselines import data_parallel
+from mixmesh.search.evaluate import Evaluator, Fidelity, Outcome, measure_with, placed_of
 from mixmesh.search.learned.choices import Tables
-from mixmesh.search.learned.evaluate import Evaluator, Outcome, estimated, placed_of, simulated
 from mixmesh.search.learned.features import Facts
 from mixmesh.search.learned.heterog import Training
 from mixmesh.search.learned.improve import Improvement, of_one_ratio
@@ -89,7 +89,7 @@ def space(machines: tuple[str, ...] = SMALL, count: int = 4) -> Space:
 
 
 def searched(s: Space, **budget) -> tuple[Evaluator, float]:
-    evaluate = Evaluator(s, estimated(s, ADAM, HEADROOM), **budget)
+    evaluate = Evaluator(s, measure_with(s, ADAM, HEADROOM), **budget)
     return evaluate, judged_seeds(evaluate)[1]
 
 
@@ -100,7 +100,7 @@ def test_the_search_finds_the_optimum_of_a_space_small_enough_to_enumerate():
     s = space((FAST, SLOW), count=3)
     evaluate, base_s = searched(s)
     every = list(itertools.product(*(s.actions(k) for k in range(len(s.groups)))))
-    judge = estimated(s, ADAM, HEADROOM)
+    judge = measure_with(s, ADAM, HEADROOM)
     best = min(judge(tuple(a.placed for a in actions)).key for actions in every)
     Tree(evaluate, base_s).run(2 * len(every))
     assert evaluate.outcome.key == best
@@ -143,7 +143,10 @@ def test_what_oversteps_memory_is_worse_than_anything_that_fits():
 
 def test_the_estimate_and_the_simulator_agree_on_what_fits():
     s = space()
-    by_groups, by_program = estimated(s, ADAM, HEADROOM), simulated(s, ADAM, HEADROOM)
+    by_groups, by_program = (
+        measure_with(s, ADAM, HEADROOM),
+        measure_with(s, ADAM, HEADROOM, Fidelity.SIMULATED),
+    )
     for strategy in itertools.islice(all_devices(s), 3):
         placed = tuple(a.placed for a in strategy)
         guess, truth = by_groups(placed), by_program(placed)

@@ -15,7 +15,7 @@ from mixmesh.lang.optimizer_states import ADAM
 from mixmesh.planner.placed import cuts
 from mixmesh.planner.spaces import space_of
 from mixmesh.planner.task import HEADROOM, Task
-from mixmesh.search.learned.evaluate import Evaluator, estimated
+from mixmesh.search.evaluate import Evaluator, measure_with
 from mixmesh.search.learned.features import Facts
 from mixmesh.search.learned.mcts import Tree
 from mixmesh.search.learned.seeds import judged_seeds
@@ -53,7 +53,7 @@ def space_of_problem(number: int):
 def found(number: int, seed: int, policy: Policy | None) -> float:
     """The estimated step that a search finds within ``CALLS``, over the best that it begins with."""
     space, borders, facts = space_of_problem(number)
-    evaluate = Evaluator(space, estimated(space, ADAM, HEADROOM))
+    evaluate = Evaluator(space, measure_with(space, ADAM, HEADROOM))
     _, base_s = judged_seeds(evaluate, borders)
     evaluate.max_calls = evaluate.calls + CALLS
     Tree(evaluate, base_s, None if policy is None else TagPriors(policy, facts), seed).run()

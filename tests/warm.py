@@ -8,6 +8,7 @@ from torch import nn
 from tqdm import tqdm
 
 from mixmesh.frontend.trace import trace
+from tests.support.collector import collect_seldom
 
 
 class Least(nn.Module):
@@ -23,6 +24,6 @@ class Least(nn.Module):
 
 tqdm.monitor_interval = 0  # its thread would not be there in what is forked
 trace(Least(), (torch.zeros(2),))
-gc.set_threshold(100_000, 50, 100)
+collect_seldom()
 gc.collect()
 gc.freeze()

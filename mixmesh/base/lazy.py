@@ -26,5 +26,9 @@ class lazy(Generic[T]):  # noqa: N801 - a decorator
     def __get__(self, instance: object | None, owner: type) -> lazy[T] | T:
         if instance is None:
             return self
-        value = instance.__dict__[self.name] = self.compute(instance)
+        return self.give(instance, self.compute(instance))
+
+    def give(self, instance: object, value: T) -> T:
+        """Sets the value of an instance: to one that is known already, in place of an equal one."""
+        instance.__dict__[self.name] = value
         return value

@@ -43,9 +43,9 @@ def fit_logs(
     weight: float,
     steps: int,
 ) -> np.ndarray:
-    """The logarithms of factors, between ``low`` and ``high``, for which the squares of ``errors`` are least:
-    Gauss-Newton steps from 0, each a problem of its own with the bounds. ``weight`` is that of a logarithm's
-    distance from 0 beside the errors, and decides what hardly matters to them."""
+    """The logarithms of factors, between ``low`` and ``high``, that minimise the squared ``errors``, by
+    Gauss-Newton steps from 0, each with the bounds. ``weight`` is that of a logarithm's distance from 0, and
+    decides what the errors hardly depend on."""
     logs = np.zeros_like(low)
     usual = weight * np.eye(len(logs))
     for _ in range(steps):

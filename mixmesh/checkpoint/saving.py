@@ -127,7 +127,7 @@ def _begun(
 
 
 def check_numbers(step: int, keep: int | None) -> None:
-    """Raises InputError for a step or number of checkpoints that is none."""
+    """Raises InputError unless the step and the number of checkpoints are valid."""
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise InputError("a checkpoint is of a step", expected="a whole number, 0 or more", got=repr(step))
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):

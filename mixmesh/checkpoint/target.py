@@ -1,4 +1,4 @@
-"""The files that an export writes: all of them or none, whatever happens in between."""
+"""The files of an export, written all or not at all, whatever happens in between."""
 
 from __future__ import annotations
 

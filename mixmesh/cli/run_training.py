@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from ..training.rebalance import OtherPlan, RunBalancer
     from ..training.rebalance.replan import PlanFor
 
-Costs = Callable[[], tuple[Cluster | None, Profile | None]]  # for the first rank, which alone may know them
+# for the first rank, which may be the only one that knows them
+Costs = Callable[[], tuple[Cluster | None, Profile | None]]
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 from ..base.files import write_text
 from ..base.units import ONE, in_unit, si
@@ -101,18 +103,10 @@ def fit_pairs(fit: Fit) -> dict[str, str]:
 
 def _calibration(tables: CalibrationTable) -> Calibration:
     measured = tables.measured
-    fits = (
-        Fit(
-            f.kernels,
-            f.dtype,
-            f.direction,
-            f.num,
-            si(f.mean_error, ONE),
-            si(f.largest_error, ONE),
-            si(f.datasheet_error, ONE),
-        )
-        for f in tables.fit
-    )
+    fits = []
+    for table in tables.fit:
+        values: dict[str, Any] = {key: si(x, ONE) if isinstance(x, Decimal) else x for key, x in table}
+        fits.append(Fit(**values))
     device = replace(device_of(tables.figures), calibrated=measured.date)
     took_s = si(measured.seconds, ONE)
     return Calibration(device, measured.date, measured.reported, measured.torch, took_s, tuple(fits))

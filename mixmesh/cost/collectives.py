@@ -140,7 +140,7 @@ def _lines(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> list[tu
 
 
 def _wire_lines(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> list[tuple[float, float]]:
-    """The same, each hop at the rate of its own link."""
+    """As above, with each hop at the rate of its own link."""
     n = len(ranks)
     slowest = min(cluster.bandwidth_between(a, b) for a, b in ring_of(ranks))
     through = through_s(cluster, ranks)

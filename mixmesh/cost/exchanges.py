@@ -97,7 +97,7 @@ class Exchange:
 
     @property
     def is_one_way(self) -> bool:
-        """Whether nobody both sends and receives."""
+        """Whether no rank both sends and receives."""
         sent = self.sent or ()
         return bool(sent) and not {a for a, _, _ in sent} & {b for _, b, _ in sent}
 
@@ -199,7 +199,7 @@ def is_cut_alike(program: Program, a: TensorType, b: TensorType) -> bool:
 
 
 def cut_shares(cut: Cut, ratio: Ratio | None, world_size: int) -> tuple[float, ...]:
-    """The share of a tensor cut so that each rank holds, by integer sizes."""
+    """The share of a tensor that each rank holds under a cut, with sizes rounded to integers."""
     size, unit, _ = cut
     if ratio is None:
         return (1.0,) * world_size

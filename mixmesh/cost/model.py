@@ -41,7 +41,7 @@ CPU_LAUNCH_S = 4e-6  # dispatch of one operator on one full core
 # seconds forward and backward of operators bound by memory on a CPU, over those of reading and writing what
 # they are given and give
 MEMORY_BOUND = (1.0, 1.5)
-ADAM_ACCESSES = 7  # of each byte: weight, gradient and two moments are read, and three of them written
+ADAM_ACCESSES = 7  # per byte: reads weight, gradient and two moments; writes weight and moments
 SOURCES = PROFILE, CALIBRATION, ROOFLINE = "profile", "calibration", "roofline"
 CALL_PER_PIECE = ("broadcasts", "reduces")  # algorithms with a call for every rank of the group
 

@@ -10,7 +10,7 @@ from ..cost import CostModel
 from ..cost.exchanges import Exchange, exchange_of
 from ..cost.outline import is_factored, is_resharded
 from ..cost.sums import gradient_bytes, gradient_sums
-from ..lang.ir import Instruction, Program, Ref, map_refs
+from ..lang.ir import Instruction, Program, Ref, map_arguments
 
 HOW = ("bucket", "algorithm", "gradient_algorithm")  # attributes that follow from the rest
 
@@ -133,8 +133,7 @@ def _instructions(program: Program) -> Iterator[tuple]:
     for i in program.instructions:
         yield (
             i.op,
-            map_refs(i.args, held),
-            tuple((k, map_refs(v, held)) for k, v in i.kwargs),
+            *map_arguments(i.args, i.kwargs, held),
             tuple(tensor_of[r] if r is not None else None for r in i.results),
             tuple((t.value, t.placement) for t in i.types),
             _attributes(i),

@@ -8,6 +8,7 @@ redistribute the tensor later. One more program is searched in which all other t
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
+from copy import copy
 from dataclasses import dataclass
 from enum import Enum
 
@@ -55,15 +56,11 @@ class Place:
         ratio: Ratio,
         names: tuple[str, ...],
         search: Search,
-        like: Place | None = None,
     ) -> None:
-        """``like`` is a place of the same tensors in an equal program on as many equal ranks."""
-        self.graph, self.ratio, self.settings, self.like = program.graph, ratio, search, like
+        self.graph, self.ratio, self.settings = program.graph, ratio, search
         # a value that is forced in one layer alone makes that layer differ from the others: no folding then
         folded = len(names) > 1 and not search.fixed
-        self.choices: Choices = (
-            Choices(self.graph, search.costs, folded=folded) if like is None else like.choices
-        )
+        self.choices = Choices(self.graph, search.costs, folded=folded)
         ids = self.choices.ids
         self.values = tuple(ids[n] for n in names if n in ids)
         self.names, self.name = names, names[0]
@@ -72,7 +69,14 @@ class Place:
         self.own = held_as(program, self.graph, names[0])
         self.kept = {ids[n]: code for n, code in all_held(program).items() if n in ids}
         self.fixed = {ids[n]: self.kept[ids[n]] for n in search.fixed}
+        self._first = self  # the place that searches for all that share its results
         self._searched: dict[int, Programs] = {}
+
+    def on(self, program: Program, ratio: Ratio) -> Place:
+        """The same tensors in an equal program on as many equal ranks: the search is the same."""
+        twin = copy(self)
+        twin.graph, twin.ratio = program.graph, ratio
+        return twin
 
     @property
     def codes(self) -> Iterable[int]:
@@ -85,12 +89,9 @@ class Place:
 
     def searched(self, code: int) -> Programs:
         """The cheapest program with the tensor's placement ``code`` at each price, where there is one."""
-        if code not in self._searched and self.like is not None:
-            alike = self.like.searched(code).items()
-            self._searched[code] = {key: with_ratio(p, "r0", self.ratio) for key, p in alike}
-        elif code not in self._searched:
-            self._searched[code] = dict(self._search(code))
-        return self._searched[code]
+        if code not in self._searched:
+            self._searched[code] = dict(self._first._search(code))
+        return {key: with_ratio(p, "r0", self.ratio) for key, p in self._searched[code].items()}
 
     def _search(self, code: int) -> Iterator[tuple[Hashable, Program]]:
         for price in (KEPT, *self.settings.prices):

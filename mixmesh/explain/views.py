@@ -247,9 +247,10 @@ class Joined(View):
             shares = tuple((costs.class_of[r], ratio[r]) for r in support(ratio))
             types = tuple(i.types for i in self.sets[m].program.instructions)
             key = (graph.fingerprint, names, shares, types)
-            place = Place(self.sets[m].program, ratio, names, settings, like=place_of.get(key))
-            place_of.setdefault(key, place)
-            places.append(place)
+            if key in place_of:
+                places.append(place_of[key].on(self.sets[m].program, ratio))
+            else:
+                places.append(place_of.setdefault(key, Place(self.sets[m].program, ratio, names, settings)))
             tensors += names if m == self.numbers[0] else ()
             values.append(f"{name}.m{m}" if f"{name}.m{m}" in program.producers else name)
         self.places, self.tensors, self.values = tuple(places), tuple(tensors), tuple(values)

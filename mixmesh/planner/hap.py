@@ -55,7 +55,7 @@ def synthesised(task: Task) -> Iterator[Proposal]:
 
 
 def tuned(task: Task) -> Iterator[Proposal]:
-    """Data parallelism in the best shares of several sets of devices: the bar for a search."""
+    """Data parallelism with the best shares, on several sets of devices: the search has to beat it."""
     return Synthesis(task, DDP_TUNED).proposals(DATA_PARALLEL_ONLY)
 
 

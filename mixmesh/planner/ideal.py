@@ -70,10 +70,10 @@ def operator_s(choices: Choices, at_peaks: bool) -> list[list[float]]:
 
     weights: dict[int, float] = {}
     firsts: dict[int, Node] = {}
-    for node, times, weight in zip(choices.steps, choices.times, choices.fold.weights):
-        if times:  # an update has none
-            weights[id(times)] = weights.get(id(times), 0.0) + weight
-            firsts.setdefault(id(times), node)
+    for node, kind, weight in zip(choices.steps, choices.kind_of_step, choices.fold.weights):
+        if kind is not None:
+            weights[kind] = weights.get(kind, 0.0) + weight
+            firsts.setdefault(kind, node)
     out = []
     for key, node in firsts.items():
         call = call_of(node, graph.types)

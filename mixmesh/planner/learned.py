@@ -9,6 +9,7 @@ import importlib.util
 from collections.abc import Iterator
 
 from ..errors import InputError
+from ..search.evaluate import Evaluator, Measure, placed_of
 from ..search.ratios import with_ratio
 from .passes import SHARES
 from .placed import JUDGED, cuts, judged
@@ -54,18 +55,15 @@ def heterog(task: Task) -> Iterator[Proposal]:
     yield from best_of(task, "heterog", evaluate)
 
 
-def evaluator(task: Task, method: str):
-    from ..search.learned.evaluate import Evaluator, estimated
-
+def evaluator(task: Task, method: str) -> Evaluator:
     space = space_of(task, method)
-    judge = estimated(space, task.optimizer_states, HEADROOM)
-    return Evaluator(space, judge, MAX_CALLS, task.budget.search_s)
+    measure = Measure(space, task.optimizer_states, task.usable_bytes, levels=task.levels)
+    return Evaluator(space, measure, MAX_CALLS, task.budget.search_s)
 
 
-def best_of(task: Task, planner: str, evaluate, count: int = JUDGED) -> Iterator[Proposal]:
+def best_of(task: Task, planner: str, evaluate: Evaluator, count: int = JUDGED) -> Iterator[Proposal]:
     """The best strategies of a search, and data parallelism whatever the estimate says of it; the best of
     those in which all groups run alike with the shares of the LP too."""
-    from ..search.learned.evaluate import placed_of
     from ..search.learned.seeds import data_parallel
 
     everyone = [placed_of(strategy) for strategy in data_parallel(evaluate.space)]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from ..lang.ir import make_ratio, support
-from ..search.placement import Action, Estimate, Estimator, Placed, Space
-from ..simulator import Timeline, simulate
+from ..search.evaluate import Evaluator, Fidelity, Measure, Strategy
+from ..search.placement import Action, Estimator, Placed, Space
 from .passes.shares import whole_counts
 from .pipelines import pipelines
 from .proposal import Proposal
@@ -19,13 +19,10 @@ from .task import Task
 
 FILLED = (1.0, 0.85, 0.7)  # shares of a device's memory that a cut by memory gives to what is estimated
 TIGHTENED = (1.0, 0.93, 0.85)  # shares of usable memory, for a search with estimates off by some per cent
-EXCESS = 10.0  # memory that is missing makes a strategy so much dearer: of a tenth, by as much again
 MAX_EVALUATIONS = 3000
 MAX_SIMULATIONS = 40
 JUDGED = 6  # strategies that the simulator judges after a search
 LONGEST = 12  # groups that one move of the search changes together
-
-Strategy = tuple[Placed, ...]
 
 
 def model_parallel(task: Task) -> Iterator[Proposal]:
@@ -109,7 +106,8 @@ def placed(task: Task) -> Iterator[Proposal]:
     Where nothing of it fits, the estimate is given less memory."""
     space = space_of(task)
     usable = task.usable_bytes
-    simulated = LocalSearch(space, simulator_of(task, space), usable)
+    states = task.optimizer_states
+    simulated = Evaluator(space, Measure(space, states, usable, Fidelity.SIMULATED))
     end_s = time.perf_counter() + task.budget.search_s
     for part in TIGHTENED:
         task.progress(f"planning: placed, local search in {part:.0%} of memory")
@@ -117,91 +115,53 @@ def placed(task: Task) -> Iterator[Proposal]:
             max_s = (end_s - time.perf_counter()) / 2
             estimated = local_search(task, space, usable=[size * part for size in usable], max_s=max_s)
             # the estimate of what is alike everywhere is off by as much, so the best of these has its chance
-            alike = min(dict.fromkeys(uniform(space)), key=estimated.key)
-            for strategy in (*estimated.best(JUDGED), estimated.cheapest(), alike):
-                simulated.key(strategy)
+            alike = min(dict.fromkeys(uniform(space)), key=lambda strategy: estimated(strategy).penalised)
+            for strategy in (*estimated.least_penalised(JUDGED), estimated.cheapest(), alike):
+                simulated(strategy)
             max_s = (end_s - time.perf_counter()) / 2
             climb(simulated, MOVES, MAX_SIMULATIONS, max_s, random.Random(0))
-        unfit, _ = simulated.key(*simulated.best(1))
-        if not unfit:
+        if simulated(*simulated.least_penalised(1)).fits:
             break
-    for strategy in simulated.best(JUDGED // 2):
+    for strategy in simulated.least_penalised(JUDGED // 2):
         yield judged(task, "placed", space, strategy)
-
-
-def simulator_of(task: Task, space: Space) -> Judge:
-    def judge(strategy: Strategy) -> Timeline:
-        return simulate(space.lower(strategy), task.costs, optimizer_states=task.optimizer_states)
-
-    return judge
-
-
-Judge = Callable[[Strategy], Estimate | Timeline]
-
-
-@dataclass
-class LocalSearch:
-    """Strategies as a judge sees them: what fits into ``usable`` memory first, then by cost."""
-
-    space: Space
-    judge: Judge
-    usable: Sequence[float]
-    seen: dict[Strategy, tuple[bool, float]] = field(default_factory=dict)
-
-    def key(self, strategy: Strategy) -> tuple[bool, float]:
-        """Whether it does not fit; the step's seconds, and more for what it needs too much."""
-        if strategy not in self.seen:
-            said = self.judge(strategy)
-            peaks = zip(said.peak_memory_bytes, self.usable)
-            # summed over all ranks, so that each one relieved is a step in the right direction
-            excess = sum(max(0.0, peak / usable - 1) for peak, usable in peaks)
-            self.seen[strategy] = excess > 0, said.step_s * (1 + EXCESS * excess)
-        return self.seen[strategy]
-
-    def best(self, count: int) -> list[Strategy]:
-        return sorted(self.seen, key=self.seen.__getitem__)[:count]
-
-    def cheapest(self) -> Strategy:
-        """By cost, whether it fits or not: from there it may be a short way to what fits."""
-        return min(self.seen, key=lambda strategy: self.seen[strategy][1])
 
 
 def local_search(
     task: Task,
     space: Space,
     *,
-    seeds: Iterable[Sequence[Action | Placed]] = (),
     usable: Sequence[float] | None = None,
     max_evaluations: int = MAX_EVALUATIONS,
     max_s: float = math.inf,
-    seed: int = 0,
-) -> LocalSearch:
+) -> Evaluator:
     """Changes runs of groups of the best strategy, while that makes it better by estimate. It begins with
-    the best of data parallelism, single devices, contiguous cuts and ``seeds``; ``usable`` is memory by
-    rank, if not all but the headroom."""
-    estimate = Estimator(space, task.optimizer_states, task.levels)
-    local = LocalSearch(space, estimate, usable or task.usable_bytes)
-    for strategy in (*map(_placed, seeds), *cuts(space, task), *uniform(space)):
-        local.key(strategy)
-    climb(local, MOVES, max_evaluations, max_s, random.Random(seed))
-    return local
+    the best of data parallelism, single devices and contiguous cuts; ``usable`` is memory by rank, if not
+    all but the headroom."""
+    memory = tuple(usable or task.usable_bytes)
+    evaluate = Evaluator(space, Measure(space, task.optimizer_states, memory, levels=task.levels))
+    for strategy in (*cuts(space, task), *uniform(space)):
+        evaluate(strategy)
+    climb(evaluate, MOVES, max_evaluations, max_s, random.Random(0))
+    return evaluate
 
 
 Move = Callable[[Space, Strategy, random.Random], Strategy]
 
 
 def climb(
-    found: LocalSearch, moves: Sequence[Move], max_evaluations: int, max_s: float, draw: random.Random
+    evaluate: Evaluator, moves: Sequence[Move], max_evaluations: int, max_s: float, draw: random.Random
 ) -> None:
     """Moves drawn by chance from the best, each kept if it makes the strategy better."""
     started = time.perf_counter()
-    best = found.cheapest()
+    best = evaluate.cheapest()
+    least_s = evaluate(best).penalised[1]
     for _ in range(max_evaluations):
         if time.perf_counter() - started > max_s:
             break
-        other = draw.choice(moves)(found.space, best, draw)
-        if found.key(other)[1] < found.key(best)[1]:
-            best = other
+        other = draw.choice(moves)(evaluate.space, best, draw)
+        cost_s = evaluate(other).penalised[1]
+        if cost_s < least_s:
+            best, least_s = other, cost_s
 
 
 def uniform(space: Space) -> Iterator[Strategy]:
@@ -242,7 +202,3 @@ def shifted(space: Space, strategy: Strategy, draw: random.Random) -> Strategy:
 
 
 MOVES = (replaced, replaced, shifted)
-
-
-def _placed(strategy: Sequence[Action | Placed]) -> Strategy:
-    return tuple(a.placed if isinstance(a, Action) else a for a in strategy)

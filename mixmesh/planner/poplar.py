@@ -202,7 +202,8 @@ class Staged:
 
 
 def samples_if_any(program: Program) -> Samples | None:
-    """None if micro-steps cannot run it: a value of the whole batch depends on parameters."""
+    """The samples of a program; None if it cannot run in micro-steps, as a value of the whole batch depends
+    on parameters."""
     try:
         return samples_of(program)
     except PlanError:

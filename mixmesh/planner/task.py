@@ -103,9 +103,8 @@ class Task:
         self._programs: dict[tuple[bool, int], Program] = {}
         self._packed: dict[Body, tuple[Program | None, float]] = {}
         self._simulations: dict[tuple[Body, tuple, tuple[bool, int]], Simulation] = {}
-        # by the bytes up to which sums are direct, and the identity of all instructions but those that load
-        # parameters
-        self._same_but_owners: dict[tuple[int, ...], list[Simulation]] = {}
+        # by the bytes up to which sums are direct, and the number of computations
+        self._same_but_owners: dict[tuple[int, int], list[Simulation]] = {}
         self._first: dict[tuple[Body, tuple[bool, ...], tuple[bool, int]], Simulation] = {}
 
     @contextmanager
@@ -336,21 +335,23 @@ class Task:
         if key not in self._simulations:
             # all that does not depend on the ranks is known from the first such program
             alike = (program.body, tuple(len(r) == 1 for r in ranks), way)
-            like = self._first.get(alike)
-            others = program.direct_bytes, *[id(i) for i in program.instructions if i.op != "param"]
-            twins = [] if accumulating else self._same_but_owners.setdefault(others, [])
+            first = self._first.get(alike)
+            length = program.direct_bytes, len(program.body.computations)
+            twins = [] if accumulating else self._same_but_owners.setdefault(length, [])
             twin = next((t for t in twins if t.differs_in_owners(program)), None)
             with self.timed("simulate"):
                 if twin is not None:
-                    made = twin.with_owners(program)
+                    simulation = twin.with_owners(program)
+                elif first is not None:
+                    simulation = first.on(program)
                 else:
-                    made = Simulation(
-                        program, self.costs, self.optimizer_states, accumulating=accumulating, like=like
+                    simulation = Simulation(
+                        program, self.costs, self.optimizer_states, accumulating=accumulating
                     )
-            self._simulations[key] = made
+            self._simulations[key] = simulation
             if twin is None:
-                twins.append(made)
-            self._first.setdefault(alike, made)
+                twins.append(simulation)
+            self._first.setdefault(alike, simulation)
         return self._simulations[key]
 
     def step_s(self, program: Program) -> float:

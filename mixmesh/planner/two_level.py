@@ -90,8 +90,8 @@ def least_two_level_s(task: Task) -> float | None:
 
 
 def between_machines_s(task: Task, machines: Sequence[tuple[int, ...]]) -> float:
-    """Seconds for which the busiest link between machines carries gradients: all of them, however they are
-    cut within machines."""
+    """Seconds for which the busiest link between machines is occupied by all gradients, which cross it
+    whole however they are cut within machines."""
     one_of_each = tuple(ranks[0] for ranks in machines)
     return busiest_link_s(task, Exchange("all_reduce", task.gradient_bytes, one_of_each))
 
@@ -167,8 +167,8 @@ class TwoLevel:
             self.task.refused = str(error)
 
     def prices(self) -> list[float]:
-        """The prices, first the one that is nearest to how many times as long a sum of all gradients takes
-        between machines as within the slowest of them."""
+        """The prices, first the one nearest to the ratio of two times: those of a sum of all gradients
+        between machines and within the slowest one."""
         exchanges = [Exchange("all_reduce", self.task.gradient_bytes, ranks) for ranks in self.machines]
         within_s = max(busiest_link_s(self.task, e) for e in exchanges if len(e.ranks) > 1)
         between_s = between_machines_s(self.task, self.machines)

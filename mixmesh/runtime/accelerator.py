@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 HOST = ("cpu", "meta")  # devices of which nothing is to be awaited
-HOST_BACKEND = "gloo"  # sends what is in the host's memory, and every tensor by way of it
+HOST_BACKEND = "gloo"  # sends from the host's memory, to which every tensor is copied first
 TF32_CAPABILITY = (8, 0)  # Ampere
 PRETENDED_BACKEND = "fake"  # PyTorch's, for one process as if all others were there
 

@@ -105,7 +105,7 @@ class Calls:
     def tensors(
         self, args: tuple, kwargs: Mapping[str, Any], *, evaluates: bool = False
     ) -> dict[str, Tensor]:
-        """The inputs of the program by its own names; a call that ``evaluates`` may leave some out. Raises
+        """The inputs of the program by its own names; a call that ``evaluates`` may omit some. Raises
         InputError for a call that the program cannot answer."""
         bound = self.signature.bind(args, kwargs)
         leaves = flat(bound)
@@ -170,7 +170,7 @@ class Calls:
 
 
 def missing(name: str, given: str = "None") -> InputError:
-    """An input that the call does not have: the program computes the loss, and the loss is made of it."""
+    """The error for a call without an input that the loss depends on."""
     return InputError(
         f"the batch has no tensor {name!r}, and the planned loss is made of it",
         expected=f"a tensor {name}, as in the batch that was planned with",

@@ -316,7 +316,7 @@ def _all_reduce_directly(channel: Channel, x: Tensor, op: str) -> Handle:
     size_bytes = n * n * x.numel() * x.element_size()
 
     def added(addends: list[Tensor]) -> Tensor:
-        if op == "sum" and is_accelerator(addends[0].device):  # one kernel, which adds in order too
+        if op == "sum" and is_accelerator(addends[0].device):  # one kernel, which also adds in order
             return torch.stack(addends).sum(0, dtype=x.dtype)
         return reduce_pairs(TWO_BY_TWO[op], addends)
 

@@ -31,7 +31,7 @@ def generator_state(device: torch.device) -> Tensor:
 
 
 def set_generator_state(device: torch.device, state: Tensor) -> None:
-    """Sets what ``generator_state`` gave on a device of the same type."""
+    """Restores a state from ``generator_state`` of a device of the same type."""
     if not is_accelerator(device):
         torch.set_rng_state(state)
     else:

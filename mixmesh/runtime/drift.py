@@ -32,7 +32,7 @@ from .shards import Stored
 FIRST_CALLS = (2, 4, 8, 16, 32)  # forward passes of a training before which parameters are compared
 EVERY = 64  # and from then on
 ORDERS = (1.0, 2.0)  # the orders of the norms
-SETTINGS = ("lr", "weight_decay", "momentum", "betas")  # of an optimizer, which schedulers change
+SETTINGS = ("lr", "weight_decay", "momentum", "betas")  # optimizer settings that schedulers change
 SETTINGS_ROUNDING = 1e-6  # machines may have other functions of mathematics
 # shares by which values may differ where devices round otherwise, by dtype
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}

@@ -74,15 +74,15 @@ class FiniteGuard:
         self._addend = local.detach()
 
     def may_step(self, step: int, batch: Any) -> bool:
-        """Whether the optimizer is to make its step, number ``step``: the same on all ranks. Raises JobError
-        where the run is to stop."""
+        """Whether the optimizer should make step number ``step``; all ranks get the same answer. Raises
+        JobError if the run should stop."""
         if self._on_nan is OnNan.IGNORE:
             return True
         gradients = [] if self._leaves_overflows() else gradients_of(self._params)
         self._total = self._sum(may_be_spoilt(gradients))
         loss, num_spoilt = self._total.wait().tolist()
         if math.isfinite(loss):
-            # the same sums on all ranks: so is whether the second look is needed, and what it finds
+            # the sums are the same on all ranks, so all agree on whether to look again, and on what they see
             is_finite = not num_spoilt
             if not is_finite:
                 spoilt = torch.tensor(float(any(map(is_spoilt, gradients))))

@@ -46,13 +46,13 @@ def from_first_rank(
     return box[0]
 
 
-def everyones(value: T, group: dist.ProcessGroup | None = None, *, what: str = OF_ALL) -> tuple[T, ...]:
+def everyones(value: T, group: dist.ProcessGroup | None = None) -> tuple[T, ...]:
     """The ``value`` of every rank, in rank order. Collective over ``group``, which has all ranks. Without
-    process groups this one is the only rank. ``what`` names the exchange in messages."""
+    process groups this one is the only rank."""
     if not dist.is_initialized():
         return (value,)
     values: list[Any] = [None] * dist.get_world_size()
-    with _exchange(what) as waiting, waiting():
+    with _exchange(OF_ALL) as waiting, waiting():
         dist.all_gather_object(values, value, group=group or message_group())
     return tuple(values)
 

@@ -27,7 +27,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from ..cost.sums import BUCKET_CAP_BYTES, IN_FLIGHT_BYTES, gradient_sums
+from ..cost.sums import IN_FLIGHT_BYTES, gradient_sums
 from ..lang.ir import Cell, Parts, Program
 from .collectives import Handle, all_reduce, reduce_scatter
 from .comm import Channel, Comm
@@ -51,7 +51,7 @@ class Bucket:
     parts: Parts = ()  # the ranks by machine, if they are summed by levels
 
 
-def assign_buckets(program: Program, cap_bytes: int = BUCKET_CAP_BYTES) -> tuple[Bucket, ...]:
+def assign_buckets(program: Program) -> tuple[Bucket, ...]:
     """The buckets of a program, in the order in which the backward pass completes them (``cost.sums``).
 
     Raises MixmeshError for a parameter that is used with ``sfb`` and without.
@@ -60,7 +60,7 @@ def assign_buckets(program: Program, cap_bytes: int = BUCKET_CAP_BYTES) -> tuple
         summed_by_sfb(program, param)
     return tuple(
         Bucket(tuple(p.args[0] for p in s.params), s.ranks, s.owned, s.stage, s.cells, s.late, s.parts)
-        for s in gradient_sums(program, cap_bytes)
+        for s in gradient_sums(program)
     )
 
 
@@ -335,7 +335,7 @@ class GradientReducer:
 
     def _hook(self, index: int, p: Tensor):
         # autograd keeps hooks where Python's collector does not look: with a reducer in them it would never
-        # be let go of, nor would its parameters and process groups
+        # be freed, nor would its parameters and process groups
         key, reducer = id(p), weakref.ref(self)
 
         def ready(_: Tensor) -> None:

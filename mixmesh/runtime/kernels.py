@@ -67,8 +67,8 @@ class Dropout(torch.autograd.Function):
         return grad * keep * ctx.scale, None, None
 
 
-def drawing(site: Site, index: int = 0) -> Callable[[Callable], Tensor]:
-    """How this site draws numbers for result ``index``: a function of ``draw(shape, generator)``.
+def drawing(site: Site) -> Callable[[Callable], Tensor]:
+    """How this site draws numbers for its first result: a function of ``draw(shape, generator)``.
 
     See ``random``: a replicated result draws the same on all ranks, a cut one its own, or in exact mode
     its piece of the whole. An attribute ``drawn`` says that the result is a part of what is drawn: the number
@@ -80,9 +80,9 @@ def drawing(site: Site, index: int = 0) -> Callable[[Callable], Tensor]:
         operator, dim, start, *drawn_shape = drawn
     else:
         operator = sum(1 for other in instructions_before(site.program, i) if other.op in DRAWS)
-    placement = site.local.out_placements[index]
+    placement = site.local.out_placements[0]
     sharded = isinstance(placement, Shard)
-    shape, full_shape = site.local.out_shapes[index], i.types[index].value.shape
+    shape, full_shape = site.local.out_shapes[0], i.types[0].value.shape
 
     def make(draw):
         if sharded and not random.exact:
@@ -93,9 +93,9 @@ def drawing(site: Site, index: int = 0) -> Callable[[Callable], Tensor]:
             whole = draw(drawn_shape, random.generator(operator, 0, device))
             whole = whole.narrow(dim, start, full_shape[dim])
         else:  # the same on all ranks of a part of the batch, and of no other
-            first = site.program.participants(i.types[index])[0]
+            first = site.program.participants(i.types[0])[0]
             whole = draw(full_shape, random.generator(operator, first + 1, device))
-        return whole.narrow(placement.dim, *site.span(i.types[index])) if sharded else whole
+        return whole.narrow(placement.dim, *site.span(i.types[0])) if sharded else whole
 
     return make
 

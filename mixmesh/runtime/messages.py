@@ -17,7 +17,7 @@ _made: list[tuple[dist.ProcessGroup | None, dist.ProcessGroup]] = []
 
 
 def begin_messages(timeout: timedelta) -> None:
-    """Makes the group, if the default one is of cards and has none yet. Collective."""
+    """Makes the group of messages if the default group is of accelerators and has none yet. Collective."""
     if is_on_device() and message_group() is None:
         _made[:] = [(dist.group.WORLD, dist.new_group(timeout=timeout, backend=HOST_BACKEND))]
 

@@ -21,7 +21,7 @@ from .shard_tensor import ShardTensor, plain, shard
 from .shards import Stored
 from .states import check_optimizer_state, numbered
 
-# states of PyTorch's optimizers that have no dims; all others are like their parameter, which may have none
+# scalar states of PyTorch's optimizers; all others have the shape of their parameter
 # either
 NUMBERS = frozenset(("step", "mu_product", "eta", "mu"))
 
@@ -93,10 +93,10 @@ def swap_params(
 
 
 def step_on_pieces(optimizer: optim.Optimizer, holders: tuple[int, ...] | None, rank: int) -> None:
-    """Has the steps of an elementwise optimizer of torch.optim run on plain pieces: the same result as on
-    shards, without the microseconds that asking each shard takes. Any other runs on plain tensors where
-    ``holders`` have all parameters whole: there it steps as on a single device, and not at all on the other
-    ranks, which hold nothing. Hooks and closures still see shards."""
+    """Makes an elementwise optimizer of torch.optim step on plain pieces: the same result as on shards, but
+    microseconds less per shard. Any other optimizer steps on plain tensors if ``holders`` have all parameters
+    whole: on these ranks as on a single device, on the others, which hold nothing, not at all. Hooks and
+    closures still see shards."""
     kind = type(optimizer)
     own = vars(optimizer).get("step")
     tracked = hasattr(own, "_wrapped_by_lr_sched")

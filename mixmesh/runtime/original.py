@@ -1,4 +1,4 @@
-"""The model that was handed to ``parallelize``: taken over, and of no further use until it is loaded.
+"""The model that was handed to ``parallelize``, which is emptied, and unusable until it is loaded again.
 
 Under some plans its tensors would be the trained ones, under others their initial values. One rule holds
 for all plans: the parameters and buffers of the original are empty, and whoever asks for their values is told

@@ -80,8 +80,8 @@ def _without_gradient(name: str) -> PlanError:
 
 
 class _Whole(torch.autograd.Function):
-    """Forward: the whole of what ranks hold pieces of. Backward: this rank's piece of the gradient; of what
-    every rank holds the first one's alone, as gradients of such values are summed."""
+    """Forward: gathers a value that ranks hold pieces of. Backward: gives this rank's piece of the gradient;
+    where every rank holds the value, only the first one's, as gradients of such values are summed."""
 
     @staticmethod
     def forward(ctx, piece: Tensor, kept: Kept, comm: Comm, is_compared: bool):

@@ -44,7 +44,7 @@ class Owned:
         return cls(name, whole, nn.Parameter(rows), held, ranks, stage)
 
     def count(self, rank: int) -> int:
-        """Elements that ``rank`` owns."""
+        """The number of elements that ``rank`` owns."""
         return self.held.sizes[rank] * math.prod(self.whole.shape[1:])
 
     def rows(self, x: Tensor, rank: int) -> Tensor:

@@ -126,7 +126,7 @@ class ParallelModel(Face):
         if self.training:
             run.heap.before_step()
         tensors = run.calls.tensors(args, kwargs, evaluates=not self.training)
-        # a rank reports errors that it sees by itself before it waits for others
+        # report errors that this rank sees by itself before waiting for others
         wanted = wanted_gradients(run.program, tensors)
         form = run.forms.form(tensors, args, kwargs, modes=self.modes, wanted=wanted)
         steps = form.steps

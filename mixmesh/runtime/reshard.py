@@ -59,7 +59,7 @@ class Keeper:
         return record
 
     def forget(self, record: _Record) -> None:
-        """After the last use: from here on the memory may become another tensor's."""
+        """Drops the record after the last use: another tensor may take the memory."""
         if record.address is not None:
             self._records.pop(record.address, None)
 

@@ -173,7 +173,7 @@ class Watch:
             self.set_step(self.position.step)
 
     def set_step(self, num_steps: int) -> None:
-        """``num_steps`` have been made in all."""
+        """Notes that ``num_steps`` have been made in all."""
         self.position = replace(self.position, step=num_steps + 1)
 
     def raise_verdict(self) -> None:

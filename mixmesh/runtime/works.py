@@ -103,7 +103,7 @@ class PairwiseWork:
     that something has come, so ``is_completed`` and futures have a thread wait from then on."""
 
     def __init__(self, posted: Posted) -> None:
-        self._posted: Posted | None = posted  # not waited for yet
+        self._posted: Posted | None = posted  # collectives that nothing has waited for yet
         self._watched: StagedWork | None = None
 
     def wait(self) -> None:

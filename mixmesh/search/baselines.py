@@ -76,14 +76,13 @@ def device_seconds(
     apart. ``choices`` of the graph spare making them again."""
     choices = choices or Choices(graph, costs)
     counts: dict[int, float] = {}
-    alike = {}
-    for times, weight in zip(choices.times, choices.fold.weights):
-        counts[id(times)] = counts.get(id(times), 0.0) + weight
-        alike[id(times)] = times
+    for kind, weight in zip(choices.kind_of_step, choices.fold.weights):
+        if kind is not None:
+            counts[kind] = counts.get(kind, 0.0) + weight
     by_class = [0.0] * len(costs.classes)
-    for key, times in alike.items():
-        for c, time in enumerate(times):
-            by_class[c] += counts[key] * (time.forward.at(share) + time.backward.at(share))
+    for kind, count in counts.items():
+        for c, time in enumerate(choices.timed[kind]):
+            by_class[c] += count * (time.forward.at(share) + time.backward.at(share))
     return tuple(by_class[c] for c in costs.class_of)
 
 

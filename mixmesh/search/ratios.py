@@ -156,7 +156,6 @@ def ratio_program(
     *,
     optimizer_states: OptimizerStates,
     headroom: float,
-    step: Step[Sheet] | None = None,
     memory: PeakMemory | None = None,
     limited: bool = True,
     every: tuple[Phase, ...] | None = None,
@@ -166,7 +165,7 @@ def ratio_program(
     program spares making them again."""
     classes = equal_ranks(costs, ranks)
     firsts = tuple(equal[0] for equal in classes)
-    every = phases(program, costs, firsts, step) if every is None else every
+    every = phases(program, costs, firsts) if every is None else every
     alike = {(p.fixed.tobytes(), p.slope.tobytes()): p for p in every}
     weights = Counter((p.fixed.tobytes(), p.slope.tobytes()) for p in every)
     parts = list(alike.values())

@@ -56,36 +56,45 @@ class Simulation:
         optimizer_states: OptimizerStates = ADAM,
         *,
         accumulating: bool = False,
-        like: Simulation | None = None,
     ) -> None:
-        """``like`` is a simulation of the same instructions on other ranks, whose results are reused; where
-        several ranks take part here, several do there."""
-        self.costs = costs
-        self.samples = samples_of(program) if accumulating else None
-        self.program = program if self.samples is None else costed_micro_step(program, self.samples)
-        self.sheet: Sheet = Sheet(self.program, costs, None if like is None else like.sheet.table)
-        rests = [costs.rest(r) for r in range(program.world_size)]
-        self.network = Channels(costs, rests)
+        samples = samples_of(program) if accumulating else None
+        sheet = Sheet(program if samples is None else costed_micro_step(program, samples), costs)
+        step = step_of(sheet, program)
+        self._prepare(program, step, PeakMemory(costs, optimizer_states, samples, step))
+
+    def on(self, program: Program) -> Simulation:
+        """The simulation of the same instructions on other ranks, which reuses what does not depend on these.
+        Where several ranks take part there, several do here."""
+        samples = None if self.samples is None else samples_of(program)
+        own = program if samples is None else costed_micro_step(program, samples)
+        sheet = Sheet(own, self.costs, self.sheet.table)
+        is_timed = bool(sheet.ranks and self.sheet.ranks)
+        step = self.step.on(sheet, sheet.ranks) if is_timed else step_of(sheet, program)
+        other = Simulation.__new__(Simulation)
+        other._prepare(program, step, self.memory.on(samples, step), self.parts if is_timed else None)
+        return other
+
+    def _prepare(
+        self, program: Program, step: Step[Sheet], memory: PeakMemory, timed: Parts | None = None
+    ) -> None:
+        """``timed`` are the passes of the same instructions on other ranks."""
+        self.step, self.memory, self.sheet = step, memory, step.outline
+        self.costs, self.samples, self.program = memory.costs, memory.samples, self.sheet.program
+        rests = [self.costs.rest(r) for r in range(program.world_size)]
+        self.network = Channels(self.costs, rests)
         self._sums: dict[tuple, Sums] = {}
         self._last_turn: tuple[tuple, Run, Seconds] | None = None
         loss = self._loss(program)
-        model = like if like is not None and self.sheet.ranks and like.sheet.ranks else None
-        if model is None:
-            self.step: Step[Sheet] = step_of(self.sheet, program)
-        else:
-            self.step = model.step.on(self.sheet, self.sheet.ranks)
-        memory = None if like is None else like.memory
-        self.memory: PeakMemory = PeakMemory(costs, optimizer_states, self.samples, memory, self.step)
-        for group in dict.fromkeys(s.kind.ranks for s in self.step.summed):
+        for group in dict.fromkeys(s.kind.ranks for s in step.summed):
             self.network.channel("gradient", group)
         # communication takes its share of the burst credit of devices that have some, in place of a slowdown
-        slowdown = tuple(0.0 if s > 0 else costs.slowdown(r) for r, (s, _) in enumerate(rests))
-        if model is None:
-            forward = time_pass(self.step.forward, self.sheet, self.network)
-            backward = time_pass(self.step.backward, self.sheet, self.network)
+        slowdown = tuple(0.0 if s > 0 else self.costs.slowdown(r) for r, (s, _) in enumerate(rests))
+        if timed is None:
+            forward = time_pass(step.forward, self.sheet, self.network)
+            backward = time_pass(step.backward, self.sheet, self.network)
         else:
-            forward = model.parts.forward.on(self.step.forward, self.network)
-            backward = model.parts.backward.on(self.step.backward, self.network)
+            forward = timed.forward.on(step.forward, self.network)
+            backward = timed.backward.on(step.backward, self.network)
         self.parts: Parts = Parts(self.sheet, self.network, slowdown, forward, backward, loss)
         self._once = self._once_per_step(program)
         self.pipeline = None
@@ -101,8 +110,9 @@ class Simulation:
         return sheet, time_pass(forward_pass(sheet), sheet, self.network)
 
     def differs_in_owners(self, program: Program) -> bool:
-        """Whether ``program``, which must have the same computations, differs from this one in the shard
-        owners of parameters at most."""
+        """Whether ``program`` differs from this one in the shard owners of parameters at most."""
+        if program.body.computations != self.program.body.computations:
+            return False
         names = [name for name in self.sheet.ratio_names if name is not None]
         if any(support(program.ratio_of[n]) != support(self.program.ratio_of[n]) for n in names):
             return False

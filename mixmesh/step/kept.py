@@ -80,8 +80,8 @@ def row_of(call: Call) -> Row:
 
 
 def kept(call: Call, takes_gradient: tuple[bool, ...]) -> Iterator[tuple[str, int]]:
-    """The values that autograd keeps of a call: ("input" or "result", position). ``takes_gradient`` is per
-    input."""
+    """Yields the values of a call that autograd keeps: ("input" or "result", position). ``takes_gradient`` is
+    per input."""
     last = len(call.inputs) - 1
     match row_of(call).keeps:
         case "inputs":

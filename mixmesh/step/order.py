@@ -47,7 +47,7 @@ class Writer:
         self.outline = outline
         self.events: list[Event] = []
         self.exchanges: list[tuple[Exchange, str]] = []
-        self.numbers: dict[tuple[int, str], int] = {}  # by the identity of what ``exchanges`` keeps alive
+        self.numbers: dict[tuple[Exchange, str], int] = {}
 
     def start(
         self,
@@ -62,7 +62,7 @@ class Writer:
     ) -> None:
         number = LOCAL
         if exchange is not None:
-            number = self.numbers.setdefault((id(exchange), purpose), len(self.exchanges))
+            number = self.numbers.setdefault((exchange, purpose), len(self.exchanges))
             if number == len(self.exchanges):
                 self.exchanges.append((exchange, purpose))
         self.events.append(Start(name, number, part, at, value, product))

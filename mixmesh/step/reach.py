@@ -105,8 +105,8 @@ def _kept(program: Program, i: Instruction, name: str) -> set[int]:
 
 
 def _passed(outline: Outline, i: Instruction, name: str, here: set[int]) -> set[int]:
-    """The ranks on which an instruction whose results have gradients ``here`` gives one to an input. Of those
-    that meet in a redistribution the ones without a gradient send zeros."""
+    """The ranks on which an instruction whose results have gradients ``here`` gives one to an input. In a
+    redistribution, ranks without a gradient send zeros."""
     kept = _kept(outline.program, i, name)
     return (here & kept) | (
         _meeting(outline, i) & {*outline.program.participants(outline.program.types[name])}

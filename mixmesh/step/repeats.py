@@ -36,7 +36,7 @@ def repeats(program: Program) -> dict[int, Repeat]:
 
 
 def keeps_something(program: Program, n: int) -> bool:
-    """Whether autograd keeps something of instruction ``n``, a computation."""
+    """Whether autograd keeps a tensor for computation ``n``."""
     i = program.instructions[n]
     if not any(r in program.requires_grad for r in i.results):
         return False

@@ -105,7 +105,7 @@ program added world=3 {
 def test_a_step_on_other_ranks_is_that_of_their_program():
     """Only the rank that adds a bias has a gradient of it."""
     some, every = (parse_program(ADDED_BY_ONE.replace("RATIO", s)) for s in ("0, 0.5, 0.5", "0.4, 0.3, 0.3"))
-    reused = Simulation(every, costs(), like=Simulation(some, costs()))
+    reused = Simulation(some, costs()).on(every)
     new = Simulation(every, costs())
     assert [ranks for _, ranks in new.step.ready.points["b"]] == [(0,)]
     assert reused.step.ready == new.step.ready

@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from mixmesh.search.learned.evaluate import Actions, Evaluator, Outcome, placed_of
+from mixmesh.search.evaluate import Actions, Evaluator, Outcome, placed_of
 from mixmesh.search.learned.mcts import order_of_groups
 from mixmesh.search.learned.moves import Moves
 from mixmesh.search.learned.seeds import everywhere

@@ -32,7 +32,7 @@ from torch_geometric.utils import scatter, softmax
 
 from mixmesh.base.lazy import lazy
 from mixmesh.lang.optimizer_states import ADAM
-from mixmesh.search.learned.evaluate import Actions, Evaluator, estimated
+from mixmesh.search.evaluate import Actions, Evaluator, measure_with
 from mixmesh.search.learned.features import Facts
 from mixmesh.search.learned.graphs import hetero_data
 from mixmesh.search.learned.mcts import order_of_groups
@@ -66,7 +66,7 @@ class Taught:
 
     @lazy
     def evaluate(self) -> Evaluator:
-        return Evaluator(self.space, estimated(self.space, ADAM, HEADROOM))
+        return Evaluator(self.space, measure_with(self.space, ADAM, HEADROOM))
 
     @lazy
     def facts(self) -> Facts:
@@ -94,7 +94,7 @@ class Taught:
 
 
 def taught(rng: random.Random, space: Space) -> Taught:
-    evaluate = Evaluator(space, estimated(space, ADAM, HEADROOM))
+    evaluate = Evaluator(space, measure_with(space, ADAM, HEADROOM))
     judged_seeds(evaluate)
     return Taught(space, lessons(evaluate, rng))
 

@@ -45,7 +45,7 @@ class Line:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """The answers to what would change the step, the cluster as it is first, and how long asking took."""
+    """The step on the cluster as it is, then after each change, and how long it took to find out."""
 
     answers: tuple[Answer, ...]
     took_s: float

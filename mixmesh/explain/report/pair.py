@@ -53,7 +53,7 @@ def share_words(one: Facts, two: Facts) -> list[str]:
 
 
 def memory_words(one: Facts, two: Facts) -> str:
-    """The device whose memory is fullest, in each."""
+    """Names the device with the fullest memory in each plan."""
 
     def fullest(facts: Facts) -> str:
         used = [c.peak_bytes / d.memory_bytes for c, d in zip(facts.memory, facts.cluster.devices)]

@@ -68,8 +68,9 @@ def answers(
     """The answer for the cluster as it is, and for each change in its order.
 
     ``traced(n)`` is the model traced with ``n`` times the batch, whose samples are ``samples`` once.
-    ``planned`` makes a plan. Of ``profile`` what devices take counts; links are those that the cluster says,
-    as nothing was measured on changed ones. ``epoch_samples`` are those of an epoch, for its price.
+    ``planned`` makes a plan. Of ``profile`` only the times on devices count; links are as the cluster
+    file says, as nothing was measured on changed ones. ``epoch_samples`` are those of an epoch, for
+    its price.
     """
     devices_only = None if profile is None else profile.without_links()
     for change in (now, *asked):

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ...base.units import GIB
+from ...base.units import GBIT, GIB, si
 from ...cluster import Cluster, Device, Machine, with_faster_inside, with_faster_links, without_device
 from ...cluster.catalogue import CATALOGUE, rows_named
 from ...cluster.devices_folder import device_file
 from ...cluster.toml import toml_string
 from ...errors import InputError
 
-GBIT_PER_S = 1e9 / 8  # in bytes per second
 CARDS_GBIT_PER_S = (10, 25, 100)  # that are sold; the next one above what is there is asked about
 FASTER = 2  # times, of links
 MORE_MEMORY = 2  # times
@@ -88,9 +87,9 @@ def faster_network(cluster: Cluster, others: Sequence[Device]) -> Iterator[Chang
     twice = f"links between machines {FASTER}x as fast"
     yield Change("network", twice, with_faster_links(cluster, between=FASTER), adds_price=True)
     for gbit_per_s in CARDS_GBIT_PER_S:
-        if gbit_per_s * GBIT_PER_S > slowest:
-            at_least = _with_network_of(cluster, gbit_per_s * GBIT_PER_S)
-            text = f"{gbit_per_s} Gbit/s between machines (now {slowest / GBIT_PER_S:.3g})"
+        if si(gbit_per_s, GBIT) > slowest:
+            at_least = _with_network_of(cluster, si(gbit_per_s, GBIT))
+            text = f"{gbit_per_s} Gbit/s between machines (now {slowest / float(GBIT):.3g})"
             yield Change("network", text, at_least, adds_price=True)
             return
 
@@ -123,12 +122,12 @@ def more_memory(cluster: Cluster, others: Sequence[Device]) -> Iterator[Change]:
     for device in dict.fromkeys(cluster.devices):
         larger = replace(device, memory_bytes=MORE_MEMORY * device.memory_bytes)
 
-        def grown(machine: Machine, old: Device = device, new: Device = larger) -> Machine:
-            return replace(machine, devices=tuple(new if d == old else d for d in machine.devices))
-
+        machines = tuple(
+            replace(machine, devices=tuple(larger if d == device else d for d in machine.devices))
+            for machine in cluster.machines
+        )
         text = f"{larger.memory_bytes / GIB:.3g} GiB on every {device.name}"
-        changed = replace(cluster, machines=tuple(map(grown, cluster.machines)))
-        yield Change("memory", text, changed, adds_price=True)
+        yield Change("memory", text, replace(cluster, machines=machines), adds_price=True)
 
 
 KINDS: dict[str, Callable[[Cluster, Sequence[Device]], Iterator[Change]]] = {

@@ -17,7 +17,7 @@ STEPS = 3
 TOLERANCE = 1e-10  # relative: vectorised kernels round the ends of a tensor otherwise
 MOST_OF_A_DIM = 256  # sizes above are cut to it: Adafactor's factored moments begin at 32 or 128
 MOST_ELEMENTS = 2**16
-MOST_TENSORS = 8  # of other shapes that are tried
+MOST_TENSORS = 8  # the number of tensors of different shapes to try
 SEED = 5
 
 
@@ -25,7 +25,7 @@ def steps_alike_in_pieces(optimizer: Any) -> bool:
     """Whether copies of an optimizer that step pieces of parameters give the same as one that steps them
     whole. False where that cannot be tried: it holds what cannot be copied, has hooks, or needs a closure."""
     if type(optimizer).__module__.startswith("torch."):
-        return False  # those of PyTorch are known
+        return False  # PyTorch's optimizers are known
     try:
         return _is_alike(optimizer)
     except Exception:  # the user's own code, on tensors that are not the model's

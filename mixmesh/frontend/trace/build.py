@@ -8,13 +8,12 @@ names that begin with the node's.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ...errors import TraceError
-from ...lang.ir import Arg, DType, Graph, Node, Ref, ValueType, map_refs
+from ...lang.ir import Arg, DType, Graph, Node, Ref, ValueType, with_names
 from .convert import Names
 from .dtypes import DTYPE_NAME, TORCH_DTYPE
 from .locate import Place
@@ -92,9 +91,9 @@ class Builder:
 def rewrite(graph: Graph, rules: Mapping[str, Rule]) -> Graph:
     """Applies ``rules``, by operator. Raises TraceError for a replacement of another type."""
     build = Builder(graph)
-    alias: dict[str, Ref] = {}
+    alias: dict[str, str] = {}
     for node in graph.nodes:
-        node = substitute(node, alias)
+        node = with_names(node, alias)
         build.begin(node)
         rule = rules.get(node.op)
         instead = rule(build, node) if rule else None
@@ -103,9 +102,8 @@ def rewrite(graph: Graph, rules: Mapping[str, Rule]) -> Graph:
             continue
         for result, ref in zip(node.results, instead):
             if result is not None:
-                alias[result] = _checked(node, ref, build.types[result], build)
-    loss = alias.get(graph.loss, Ref(graph.loss)).name
-    return Graph(graph.name, tuple(build.nodes), loss)
+                alias[result] = _checked(node, ref, build.types[result], build).name
+    return Graph(graph.name, tuple(build.nodes), alias.get(graph.loss, graph.loss))
 
 
 def _checked(node: Node, ref: Ref | None, expected: ValueType, build: Builder) -> Ref:
@@ -119,15 +117,3 @@ def _checked(node: Node, ref: Ref | None, expected: ValueType, build: Builder) -
         where=str(Place(node.location, node.source)),
         hint="do all inputs of this operator have one dtype?",
     )
-
-
-def substitute(node: Node, alias: Mapping[str, Ref]) -> Node:
-    """Returns ``node`` with other values in place of those in ``alias``."""
-    if not any(name in alias for name in node.inputs):
-        return node
-
-    def follow(ref: Ref) -> Ref:
-        return alias.get(ref.name, ref)
-
-    kwargs = tuple((k, map_refs(v, follow)) for k, v in node.kwargs)
-    return replace(node, args=map_refs(node.args, follow), kwargs=kwargs)

@@ -136,7 +136,7 @@ def numbers_in(
 
 
 class ObjectWatch:
-    """Notes what is read from the objects that it was shown, and from objects in these."""
+    """Records which attributes are read from the watched objects and from objects inside them."""
 
     def __init__(self, note: Note) -> None:
         self._note = note

@@ -38,7 +38,8 @@ def original_of(module: nn.Module) -> nn.Module:
 
 
 def take_attributes(copy: nn.Module) -> None:
-    """Sets what was set on the original since, but for tensors and modules. Nothing for other modules."""
+    """Copies attributes set on the original since, except tensors and modules. A module that is no copy
+    stays as it is."""
     link = _LINKS.get(id(copy))
     if link is None or (original := link.original()) is None:
         return

@@ -1,4 +1,4 @@
-"""The leaves of a batch: tensors, which are a program's inputs, and values that it has as they are."""
+"""The leaves of a batch: tensors are inputs of the program, other values are constants in it."""
 
 from __future__ import annotations
 

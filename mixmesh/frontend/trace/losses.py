@@ -7,7 +7,7 @@ from .build import Builder, Rule
 from .schema import bound, changed
 
 NONE, MEAN, SUM = 0, 1, 2  # at::Reduction
-MANY_CLASSES = 1024  # from here on, a row's sum has less than 0.2 % of the bytes of its logits, in f32
+MANY_CLASSES = 1024  # from this many on, a row's f32 sum has less than 0.2 % of the bytes of its logits
 HALF = frozenset({"bf16", "f16", "f8e4m3", "f8e5m2"})
 
 

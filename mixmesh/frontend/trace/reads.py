@@ -93,7 +93,7 @@ class Reads:
     as export takes back what is assigned to modules."""
 
     of: dict[Key, Number | Constant] = field(default_factory=dict)
-    places: dict[int, tuple[str, Find]] = field(default_factory=dict)  # of tensors that may have been read
+    places: dict[int, tuple[str, Find]] = field(default_factory=dict)  # by the id of a tensor
 
     def changed(self, *kinds: type[Number] | type[Constant]) -> tuple[tuple[str, str], ...]:
         """The path of each value of these kinds that is another one now, and how it has changed."""
@@ -101,7 +101,7 @@ class Reads:
         return tuple((path, mark) for path, mark in marks if mark)
 
     def renew(self) -> None:
-        """Takes the values of now for those that were read."""
+        """Replaces the values that were read by the current ones."""
         self.of = {key: value.renewed() for key, value in self.of.items()}
 
     def keep(self, key: Key, value: Number | Constant) -> None:
@@ -146,7 +146,7 @@ class _Pass:
         self.noted: dict[Key, Number | Constant] = {}
         self.objects = ObjectWatch(self._note_inner)
         self._containers: set[Key] = set()
-        self.places: dict[int, tuple[str, Find]] = {}  # of tensors that may be read, by id
+        self.places: dict[int, tuple[str, Find]] = {}  # by the id of a tensor that may be read
 
     def _place(self, module: nn.Module, attributes: Mapping[str, Any]) -> tuple[str, nn.Module | None]:
         """The path of a module, and the script's own; no module where it is not the model's."""

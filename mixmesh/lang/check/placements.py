@@ -198,7 +198,7 @@ def _check_update(program: Program, i: Instruction, fail: Fail) -> None:
 
 
 def _check_reach(program: Program, i: Instruction, fail: Fail) -> None:
-    """All ranks that read a buffer in the next step need its new value."""
+    """Checks that all ranks which read a buffer in the next step have its new value."""
     updates = [u for u in program.instructions if u.op == "update" and u.args[:1] == i.args[:1]]
     reached = {
         rank for u in updates for name in u.inputs for rank in program.participants(program.types[name])

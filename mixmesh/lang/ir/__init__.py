@@ -12,10 +12,12 @@ from .graph import (
     Node,
     Ref,
     has_gradient,
+    map_arguments,
     map_refs,
     nameless,
     refs,
     with_inputs,
+    with_names,
 )
 from .instruction import REDISTRIBUTIONS, Instruction, redistribution, with_attrs
 from .levels import Levels, Parts, leaders
@@ -81,11 +83,11 @@ __all__ = [
     "Ref", "Replicate", "Returned", "Samples", "Shard", "TensorType", "ValueType", "batch_norm_of",
     "batch_size_of", "beside_points", "cell_bytes", "cells", "dealt_rows", "dual", "even_ratio",
     "has_gradient", "has_rows", "held_rows", "in_flight", "last_points", "leaders", "local_bytes",
-    "local_kind", "local_norms", "local_shape", "lonely_norms", "make_ratio", "map_refs",
+    "local_kind", "local_norms", "local_shape", "lonely_norms", "make_ratio", "map_arguments", "map_refs",
     "micro_step_program", "nameless", "once_program", "outputs_of", "own_samples", "owned_type",
     "parse_program", "participants", "passes_of", "piece", "print_instruction", "print_program", "rank_sizes",
     "redistribution", "refs", "region_of", "regions", "release_points", "returned", "samples_of", "separable",
     "shard_offsets", "shard_sizes", "shown_rows", "stage_of", "stages_of", "support", "transfers_of",
-    "weight_points", "wgrad_of", "with_attrs", "with_inputs", "with_regions", "with_rows_as_dealt",
-    "with_wgrads", "with_whole_rows", "without_needless_names",
+    "weight_points", "wgrad_of", "with_attrs", "with_inputs", "with_names", "with_regions",
+    "with_rows_as_dealt", "with_wgrads", "with_whole_rows", "without_needless_names",
 ]  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...base.lazy import lazy
-from .graph import Graph, Node, Ref, gradient_flow, map_refs
+from .graph import Graph, Node, Ref, gradient_flow, map_arguments
 from .instruction import Instruction
 from .types import TensorType, ValueType
 
@@ -54,6 +54,11 @@ class Body:
         return tuple(i for i in self.instructions if i.op == "param")
 
     @lazy
+    def computations(self) -> tuple[Instruction, ...]:
+        """All instructions but those that load parameters."""
+        return tuple(i for i in self.instructions if i.op != "param")
+
+    @lazy
     def buckets(self) -> Buckets:
         """None for a parameter whose instruction says nothing."""
         return tuple(i.attr("bucket") if i.attrs else None for i in self.params)
@@ -94,6 +99,6 @@ class Body:
                 alias[i.result] = alias.get(i.inputs[0], i.inputs[0])
                 continue
             values: tuple[ValueType, ...] = tuple(t.value for t in i.types)
-            kwargs = tuple((k, map_refs(v, resolve)) for k, v in i.kwargs)
-            nodes.append(Node(i.results, values, i.op, map_refs(i.args, resolve), kwargs, i.location))
+            args, kwargs = map_arguments(i.args, i.kwargs, resolve)
+            nodes.append(Node(i.results, values, i.op, args, kwargs, i.location))
         return Graph(self.name, tuple(nodes), alias.get(self.loss, self.loss))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
 
 from ...base.lazy import lazy
 from .types import ValueType
@@ -33,6 +33,8 @@ class DType:
 
 # An argument: Ref, DType, int, float, bool, str, None, or a tuple of arguments.
 Arg = Any
+Args = tuple[Arg, ...]
+Kwargs = tuple[tuple[str, Arg], ...]
 
 LEAVES = ("input", "param", "buffer", "const")
 # instructions without results: they give a buffer its new value, or show a value to the caller
@@ -54,6 +56,9 @@ class Operation(Protocol):
     def inputs(self) -> tuple[str, ...]: ...
 
 
+AnyOperation = TypeVar("AnyOperation", bound=Operation)
+
+
 def refs(args: Arg) -> Iterator[Ref]:
     """Yields every use in an argument tree, in order, repeated uses included."""
     if isinstance(args, Ref):
@@ -72,13 +77,23 @@ def map_refs(args: Arg, fn: Callable[[Ref], Arg]) -> Arg:
     return args
 
 
-def with_inputs(
-    args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...], names: Iterable[str]
-) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
+def map_arguments(args: Args, kwargs: Kwargs, fn: Callable[[Ref], Arg]) -> tuple[Args, Kwargs]:
+    """Replaces every use in the arguments of an operator, in order, by ``fn`` of it."""
+    return map_refs(args, fn), tuple([(key, map_refs(value, fn)) for key, value in kwargs])
+
+
+def with_inputs(args: Args, kwargs: Kwargs, names: Iterable[str]) -> tuple[Args, Kwargs]:
     """The arguments with other inputs, by position: every use, in order, is of the next of ``names``."""
     left = iter(names)
-    replaced = tuple([map_refs(value, lambda _: Ref(next(left))) for value in args])
-    return replaced, tuple([(key, map_refs(value, lambda _: Ref(next(left)))) for key, value in kwargs])
+    return map_arguments(args, kwargs, lambda _: Ref(next(left)))
+
+
+def with_names(operation: AnyOperation, names: Mapping[str, str]) -> AnyOperation:
+    """A node or instruction with other inputs in place of those in ``names``."""
+    if not any(name in names for name in operation.inputs):
+        return operation
+    renamed = map_arguments(operation.args, operation.kwargs, lambda ref: Ref(names.get(ref.name, ref.name)))
+    return replace(operation, args=renamed[0], kwargs=renamed[1])  # type: ignore[type-var]
 
 
 def nameless(arg: Arg) -> Arg:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .graph import Ref, map_refs
+from .graph import Ref, with_names
 from .instruction import Instruction, redistribution
 from .placement import REPLICATE
 from .program import Program
@@ -23,7 +23,7 @@ def with_whole_rows(program: Program) -> Program:
     instructions: list[Instruction] = []
     for i in program.instructions:
         if not is_cut_without_samples(program, i, values):
-            instructions.append(_renamed(i, slices) if slices else i)
+            instructions.append(with_names(i, slices) if slices else i)
             continue
         part = whole = i.result
         if i.is_leaf:
@@ -32,7 +32,7 @@ def with_whole_rows(program: Program) -> Program:
             whole = _fresh(program, f"{part}.whole")
         t = replace(i.type, placements=(REPLICATE,))
         op = _op_of_whole(program, i)
-        instructions.append(replace(_renamed(i, slices), results=(whole,), types=(t,), op=op))
+        instructions.append(replace(with_names(i, slices), results=(whole,), types=(t,), op=op))
         instructions.append(Instruction((part,), i.types, "local_slice", (Ref(whole),)))
     if len(instructions) == len(program.instructions):
         return program
@@ -45,17 +45,6 @@ def _op_of_whole(program: Program, i: Instruction) -> str:
     source = program.types[i.inputs[0]]
     same_ranks = program.participants(source) == program.participants(i.type)
     return redistribution(source.placement, REPLICATE) if same_ranks else "move"
-
-
-def _renamed(i: Instruction, names: dict[str, str]) -> Instruction:
-    if not any(name in names for name in i.inputs):
-        return i
-
-    def renamed(ref: Ref) -> Ref:
-        return Ref(names.get(ref.name, ref.name))
-
-    kwargs = tuple((k, map_refs(v, renamed)) for k, v in i.kwargs)
-    return replace(i, args=map_refs(i.args, renamed), kwargs=kwargs)
 
 
 def _fresh(program: Program, name: str) -> str:

@@ -56,7 +56,7 @@ class Ground:
         self._meeting = meeting
         self.device = default_device()
         self.backend = backend_for(self.device)
-        self.machines: tuple[tuple[int, ...], ...] = ()  # the ranks that one launcher started on one host
+        self.machines: tuple[tuple[int, ...], ...] = ()  # the ranks started by one launcher on one host
         self.hosts: list[str] = []
         self.devices: list[FoundDevice] = []
         self.columns: dict[str, list[str]] = {}

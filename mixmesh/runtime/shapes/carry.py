@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from ...errors import PlanError, VerificationError
 from ...lang.check import check_program
@@ -23,7 +22,7 @@ from ...lang.ir import (
     Shard,
     TensorType,
     ValueType,
-    map_refs,
+    map_arguments,
     with_inputs,
 )
 from ...lang.rules import RULES, shard_units
@@ -145,8 +144,7 @@ def _without_passed(made: Program, graph: Graph) -> Graph:
 
     nodes: list[Node] = []
     for node in made.graph.nodes:
-        args: Any = map_refs(node.args, follow)
-        kwargs = tuple((k, map_refs(v, follow)) for k, v in node.kwargs)
+        args, kwargs = map_arguments(node.args, node.kwargs, follow)
         if node.op == DROPOUT and node.results[0] not in graph.producers:
             if node.results[0] is not None:
                 alias[node.results[0]] = args[0]

@@ -20,10 +20,10 @@ import numpy as np
 
 from ...base.lazy import lazy
 from ...lang.optimizer_states import OptimizerStates
+from ..evaluate import Outcome
 from ..placement import SYNCS, Action, Group, Space
 from ..ratios import usable_bytes
 from .choices import Tables
-from .evaluate import Outcome
 
 PARTS = (1.0, 0.5, 0.25, 0.125)  # shares of the batch at which times are looked at
 # widths of the rows of ``Features``

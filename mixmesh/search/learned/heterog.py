@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch_geometric.nn import GATv2Conv
 
+from ..evaluate import Evaluator, Outcome, Strategy
 from ..placement import Action, Placed, Space
-from .evaluate import Evaluator, Outcome, Strategy
 from .features import EDGE, Facts
 from .seeds import judged_seeds, like
 

@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ...lang.ir import Ratio
+from ..evaluate import Actions, Outcome
 from ..placement import SYNCS, Action, Space
-from .evaluate import Actions, Outcome
 from .moves import Moves
 
 ADVISED = 0.6  # share of the changes, the rest is by chance

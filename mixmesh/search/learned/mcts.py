@@ -22,8 +22,8 @@ from functools import partial
 
 import numpy as np
 
+from ..evaluate import Actions, Evaluator, Outcome
 from ..placement import Action, Space
-from .evaluate import Actions, Evaluator, Outcome
 from .improve import Improvement
 from .seeds import best_alike, data_parallel, everywhere
 
@@ -35,7 +35,7 @@ EXPLORE = 0.1
 EXPLORE_ADVISED = 0.25  # advice is to be followed for longer where the first gains were made without it
 EVEN = 0.25  # share of probability spread evenly: wrong advice must not keep a search from looking
 REFINED = 3  # times at most that a policy is asked of its own strategy before the first playout
-PLAYOUTS_PER_CALL = 30  # most of them, where strategies repeat
+PLAYOUTS_PER_CALL = 30  # at most, as strategies repeat
 
 
 def order_of_groups(space: Space) -> tuple[int, ...]:
@@ -73,7 +73,7 @@ class Node:
 
 
 class Tree:
-    """A search; ``evaluate`` keeps the best that it sees. ``priors`` None: all choices alike."""
+    """A tree search; ``evaluate`` keeps the best strategy. Without ``priors`` all choices are alike."""
 
     def __init__(
         self, evaluate: Evaluator, base_s: float, priors: Priors | None = None, seed: int = 0

@@ -12,8 +12,8 @@ import random
 from collections.abc import Sequence
 from functools import lru_cache
 
+from ..evaluate import Actions
 from ..placement import SYNCS, Action, Space
-from .evaluate import Actions
 from .seeds import like
 
 TOGETHER = {"run": 0.45, "one": 0.25, "heavy": 0.18, "equal": 0.12}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from ..evaluate import Actions, Evaluator, Strategy, placed_of
 from ..placement import Action, Placed, Space
-from .evaluate import Actions, Evaluator, Strategy, placed_of
 
 
 def like(space: Space, k: int, action: Action) -> Action:

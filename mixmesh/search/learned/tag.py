@@ -22,8 +22,8 @@ from torch_geometric.nn import GATv2Conv, HeteroConv
 from torch_geometric.utils import scatter, softmax
 
 from ...errors import InputError
+from ..evaluate import Actions, Outcome
 from . import features as sizes
-from .evaluate import Actions, Outcome
 from .features import Facts
 from .graphs import RELATIONS, hetero_data
 from .mcts import Advice, order_of_groups

@@ -21,7 +21,7 @@ from ...lang.ir import (
     TensorType,
     ValueType,
     has_rows,
-    map_refs,
+    map_arguments,
     outputs_of,
     redistribution,
     support,
@@ -116,7 +116,7 @@ class _Joining:
             yield ""
 
     def of_set(self, m: int, i: Instruction) -> Instruction:
-        rename = lambda ref: Ref(f"{ref.name}.m{m}")  # noqa: E731
+        args, kwargs = map_arguments(i.args, i.kwargs, lambda ref: Ref(f"{ref.name}.m{m}"))
         part, attrs = self.sets[m].part, i.attrs
         drawn = next((r for r in i.results if r in part.drawn), None)
         if drawn is not None:
@@ -132,8 +132,8 @@ class _Joining:
             i,
             results=tuple(None if r is None else f"{r}.m{m}" for r in i.results),
             types=tuple(self.type(m, t) for t in i.types),
-            args=map_refs(i.args, rename),
-            kwargs=tuple((k, map_refs(v, rename)) for k, v in i.kwargs),
+            args=args,
+            kwargs=kwargs,
             attrs=attrs,
         )
 

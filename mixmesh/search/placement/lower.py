@@ -255,7 +255,7 @@ class _Lowering:
         return self._placed_type(i.types[n], i.types[n].placement, ratio)
 
     def _placed_type(self, t: TensorType, placement: Placement, ratio: Ratio) -> TensorType:
-        """A ratio is named only where it matters."""
+        """The type of a value as it is placed; it names a ratio only where that matters."""
         named = isinstance(placement, Shard) or not all(ratio)
         return TensorType(t.value, (placement,), self._ratio_name(ratio) if named else None)
 

@@ -25,6 +25,7 @@ from ...lang.ir import (
     ValueType,
     has_gradient,
     make_ratio,
+    map_arguments,
     map_refs,
     shard_offsets,
     shard_sizes,
@@ -137,9 +138,8 @@ class _Cutting:
             self.alias[f"{i.result}.whole"] = self.name(self.in_whole(i.inputs[0]))
             return
         rename = lambda ref: Ref(self.name(self.in_whole(ref.name)))  # noqa: E731
-        kwargs = tuple((k, map_refs(v, rename)) for k, v in i.kwargs)
+        args, kwargs = map_arguments(i.args, i.kwargs, rename)
         results = tuple(None if r is None else f"{r}.whole" for r in i.results)
-        args = map_refs(i.args, rename)
         types = tuple(t.value for t in i.types)
         self.nodes.append(Node(results, types, i.op, args, kwargs, i.location))
 
@@ -175,8 +175,7 @@ class _Cutting:
         self.nodes.append(Node((result or i.result,), (self.value(i.result),), op, args, (), i.location))
 
     def keep(self, i: Instruction, types: tuple[ValueType, ...], args, kwargs, results=None) -> None:
-        kwargs = tuple((k, map_refs(v, self.renamed)) for k, v in kwargs)
-        args = map_refs(args, self.renamed)
+        args, kwargs = map_arguments(args, kwargs, self.renamed)
         self.nodes.append(Node(results or i.results, types, i.op, args, kwargs, i.location))
 
     def renamed(self, ref: Ref) -> Ref:

@@ -13,7 +13,7 @@ from ...lang.ir import (
     Ref,
     TensorType,
     ValueType,
-    map_refs,
+    map_arguments,
 )
 from .join import GATHERED, PADDED, SHARED, Set
 from .part import Cut, Part, output_key
@@ -116,7 +116,7 @@ class _Splitting:
             self.out[m].append(replace(leaf, types=(local(i.type),), attrs=()))
 
     def of_set(self, m: int, i: Instruction) -> Instruction:
-        rename = lambda ref: Ref(own(ref.name))  # noqa: E731
+        args, kwargs = map_arguments(i.args, i.kwargs, lambda ref: Ref(own(ref.name)))
         results = tuple(None if r is None else own(r) for r in i.results)
         drawn = i.attr("drawn") if i.attrs else None
         if drawn is not None:
@@ -131,8 +131,8 @@ class _Splitting:
             i,
             results=results,
             types=tuple(map(local, i.types)),
-            args=map_refs(i.args, rename),
-            kwargs=tuple((k, map_refs(v, rename)) for k, v in i.kwargs),
+            args=args,
+            kwargs=kwargs,
             attrs=tuple(attrs),
         )
 

@@ -90,12 +90,6 @@ class Grouping:
         group."""
         return {name: k for k, group in enumerate(self.groups) for name in group.nodes}
 
-    @lazy
-    def by_cost(self) -> tuple[int, ...]:
-        """Numbers of the groups, the most expensive first."""
-        seconds = [max(group.seconds) for group in self.groups]
-        return tuple(sorted(range(len(seconds)), key=lambda k: (-seconds[k], k)))
-
 
 @dataclass(frozen=True)
 class Action:

@@ -87,7 +87,7 @@ class Bound:
         return bound_of[mask]
 
     def _child(self, step: int, mask: int) -> Vector:
-        """The least remainder from ``step`` on if ``value`` is held as the mask has it, never otherwise."""
+        """The lower bound from ``step`` on if ``value`` is only ever held as the mask says."""
         key = (step, mask)
         if key not in self._one:
             costs = [cost for needed, cost in self._below[step] if needed & mask == needed]
@@ -111,7 +111,7 @@ class Bound:
                 for have, seconds, _ in every
                 if (price := self.steps.cheapest(value, have, R)) is not None
             )
-            # held whole it is held in every way, so that dearer sets are worth nothing
+            # a value held whole is held in every way, so that dearer sets are of no use
             useful = [(have, seconds) for have, seconds, count in every if count <= most and seconds < whole]
             useful.append((mask | self.steps.closure(value, R), whole))
             self._converted[key] = useful

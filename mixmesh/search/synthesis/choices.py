@@ -39,13 +39,14 @@ def code_of(placement: Placement) -> int:
 @dataclass(frozen=True, slots=True)
 class Choice:
     """One way to execute a step. ``work`` is the (value, code) whose share is the share of the work;
-    None if every rank does all of it. ``times`` are per device class; () for an update or an output."""
+    None if every rank does all of it. ``kind`` is the number of its times in ``Choices.timed``; None for an
+    update or an output."""
 
     needs: tuple[Need, ...]
     gives: tuple[Need, ...]
     work: Need | None
     strategy: Strategy | None
-    times: tuple[OpTime, ...] = ()
+    kind: int | None = None
 
 
 class Choices:
@@ -76,8 +77,9 @@ class Choices:
         self.values = tuple(tuple(self.ids[name] for name in names) for names in self.inputs)
         self.options: dict[tuple, tuple] = {}  # for problems, by what they depend on
         self._strategies: dict[tuple, tuple[Strategy, ...]] = {}
-        self._times: dict[tuple, tuple[OpTime, ...]] = {}
-        self.times: list[tuple[OpTime, ...]] = []  # per step and device class; () for an update or an output
+        self._kinds: dict[tuple, int] = {}
+        self.timed: list[tuple[OpTime, ...]] = []  # per kind, the times on each class of devices
+        self.kind_of_step: list[int | None] = []  # per step; None for an update or an output
         self._sample_dims = self._tied_to_samples()
         self.choices = tuple(self._choices(n) for n in self.steps)
 
@@ -219,22 +221,23 @@ class Choices:
     def _choices(self, node: Node) -> tuple[Choice, ...]:
         ids = self.ids
         if node.op == "update":
-            self.times.append(())
+            self.kind_of_step.append(None)
             return (Choice(((ids[node.inputs[0]], R),), (), None, None),)
         if node.op == "output":
-            self.times.append(())
+            self.kind_of_step.append(None)
             return tuple(Choice(((ids[node.inputs[0]], c),), (), None, None) for c in self._shown(node))
         call = call_of(node, self.graph.types)
         grads = sum(1 for name in dict.fromkeys(node.inputs) if name in self.graph.requires_grad)
         key = self._key(call)
 
-        def times(cut: str = "") -> tuple[OpTime, ...]:
-            if (key, grads, cut) not in self._times:
-                count = len(self.costs.classes)
-                self._times[key, grads, cut] = tuple(self.costs.op(call, grads, c, cut) for c in range(count))
-            return self._times[key, grads, cut]
+        def kind(cut: str = "") -> int:
+            number = self._kinds.setdefault((key, grads, cut), len(self.timed))
+            if number == len(self.timed):
+                classes = range(len(self.costs.classes))
+                self.timed.append(tuple(self.costs.op(call, grads, c, cut) for c in classes))
+            return number
 
-        self.times.append(times())
+        self.kind_of_step.append(kind())
         allowed = self._allowed(node)
         if all(map(self._is_minor, (*node.inputs, *(r for r in node.results if r is not None)))):
             # batch statistics, scales, position tables: cutting them only multiplies the states
@@ -243,7 +246,7 @@ class Choices:
             allowed = allowed[:1]  # constants are cheap and the same everywhere
         options: dict[tuple, Choice] = {}
         for strategy in allowed:
-            choice = self._choice(node, strategy, times(self.costs.cut(call, strategy.inputs)))
+            choice = self._choice(node, strategy, kind(self.costs.cut(call, strategy.inputs)))
             if choice is not None:
                 options.setdefault((choice.needs, choice.gives), choice)
         return tuple(options.values())
@@ -270,7 +273,7 @@ class Choices:
         samples = any((name, dim) in self._sample_dims for dim in range(len(t.shape)))
         return t.size_bytes <= SMALL_BYTES and not samples
 
-    def _choice(self, node: Node, strategy: Strategy, times: tuple[OpTime, ...]) -> Choice | None:
+    def _choice(self, node: Node, strategy: Strategy, kind: int) -> Choice | None:
         needs = tuple((self.ids[n], code_of(p)) for n, p in zip(node.inputs, strategy.inputs))
         gives = tuple(
             (self.ids[n], code_of(p)) for n, p in zip(node.results, strategy.outputs) if n is not None
@@ -278,4 +281,4 @@ class Choices:
         if any(c >= 2 and not self.can_shard(v, c) for v, c in needs + gives):
             return None
         work = next((n for n in gives + needs if n[1] >= 2), None)
-        return Choice(tuple(dict.fromkeys(needs)), gives, work, strategy, times)
+        return Choice(tuple(dict.fromkeys(needs)), gives, work, strategy, kind)

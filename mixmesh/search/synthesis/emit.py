@@ -30,11 +30,11 @@ from .search import Found
 class Builder:
     """Collects the instructions of one program over one ratio; conversions are made once and reused."""
 
-    def __init__(self, graph: Graph, ratio: Ratio, ratio_name: str = "r0", *, named: bool = False) -> None:
+    def __init__(self, graph: Graph, ratio: Ratio, *, named: bool = False) -> None:
         """``named``: every type names its ratio, also where it does not matter."""
         self.graph = graph
-        self.ratio_name, self.named = ratio_name, named
-        self.ratios: dict[str, Ratio] = {ratio_name: ratio}
+        self.ratio_name, self.named = "r0", named
+        self.ratios: dict[str, Ratio] = {self.ratio_name: ratio}
         self._everyone: dict[str, bool] = {}
         self._placed: dict[tuple[ValueType, Placement, str], TensorType] = {}
         self.instructions: list[Instruction] = []
@@ -115,7 +115,7 @@ class Builder:
             if name is not None:
                 self.held[name] = {t.placement: name}
         instruction = Instruction(node.results, types, node.op, args, kwargs, location=node.location)
-        instruction.__dict__["plain"] = like.plain  # one object, by which repeated layers are known
+        Instruction.plain.give(instruction, like.plain)  # one object, by which repeated layers are known
         self.append(instruction)
 
     def finish(self) -> Program:

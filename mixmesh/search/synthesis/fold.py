@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 
 from ...base.lazy import lazy
-from ...lang.ir import Graph, Node, Ref, map_refs
+from ...lang.ir import Graph, Node, with_names
 
 KEPT = 4  # blocks: the first, two for the middle, the last
 WINDOW = 6  # steps that must look alike before a period is tried
@@ -98,7 +98,7 @@ def fold(graph: Graph) -> Fold:
     of_gone = {name for n in dropped for name in steps[n].inputs} - used
     numbers = count()  # the steps', as these come among the nodes
     nodes = tuple(
-        _renamed(node, other)
+        with_names(node, other)
         for node in graph.nodes
         if (node.result not in of_gone if node.is_leaf else next(numbers) not in dropped)
     )
@@ -109,17 +109,6 @@ def fold(graph: Graph) -> Fold:
 def unfolded(graph: Graph) -> Fold:
     count = sum(1 for n in graph.nodes if not n.is_leaf)
     return Fold(graph, graph, (1.0,) * count, tuple(range(count)), ())
-
-
-def _renamed(node: Node, other: dict[str, str]) -> Node:
-    if not any(name in other for name in node.inputs):
-        return node
-
-    def rename(ref: Ref) -> Ref:
-        return Ref(other.get(ref.name, ref.name))
-
-    kwargs = tuple((k, map_refs(v, rename)) for k, v in node.kwargs)
-    return replace(node, args=map_refs(node.args, rename), kwargs=kwargs)
 
 
 class _Steps:
@@ -179,7 +168,7 @@ def find_runs(graph: Graph, steps: list[Node]) -> Iterator[Run]:
     alike_steps = _Steps(graph, steps)
     distances = _distances(alike_steps.kinds)
     candidates = []
-    # the total of some distances is the period where a block has equal parts
+    # where a block has equal parts, its period is a sum of several distances
     common = [d for d, _ in distances.most_common(PERIODS)]
     tried = dict.fromkeys(common + [a + b for a in common[:3] for b in common[:3]] + [sum(common[:4])])
     for period in filter(None, tried):  # 0 where nothing repeats

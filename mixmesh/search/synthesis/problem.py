@@ -163,13 +163,13 @@ class Problem:
         for choice in self._allowed(step):
             if len(self.ranks) == 1 and any(code != R for _, code in choice.needs + choice.gives):
                 continue  # one rank alone has nothing to cut
-            if not choice.times:
+            if choice.kind is None:
                 forward = backward = self.nothing
             else:
                 shares = self.shares(*choice.work) if choice.work else self.shares(0, R)
-                key = (id(choice.times), shares)
+                key = choice.kind, shares
                 if key not in self._costs:
-                    self._costs[key] = self._cost(choice.times, shares)
+                    self._costs[key] = self._cost(self.choices.timed[choice.kind], shares)
                 forward, backward = self._costs[key]
                 if choice.work is None and varying:
                     forward = tuple(t * (1 + REPEATED_WORK) for t in forward)

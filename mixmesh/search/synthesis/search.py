@@ -22,7 +22,7 @@ from operator import add
 from ...base.lazy import lazy
 from .bound import Bound
 from .problem import Problem, Vector
-from .steps import Move, Steps, Transition, single_code
+from .steps import Move, Steps, Transition
 
 BEAM = 8  # states kept per step once the exact search has used up its budget
 
@@ -36,14 +36,13 @@ class Found:
     """The cheapest path. ``cost_s`` is its stage sum, ``bound_s`` what no path goes below."""
 
     moves: tuple[Move, ...]
-    loss_code: int
     cost_s: float
     bound_s: float
     states_expanded: int
 
     @property
     def gap(self) -> float:
-        """How much dearer than the cheapest the path may be, as a share."""
+        """The share by which the path may be dearer than the cheapest."""
         return max(self.cost_s / self.bound_s - 1, 0.0) if self.bound_s > 0 else 0.0
 
     @lazy
@@ -246,12 +245,10 @@ def cost_s(state: State) -> float:
 
 def found_at(steps: Steps, state: State, expanded: int, open_s: float) -> Found:
     """The path that ends in a state; no other goes below ``open_s``."""
-    loss = steps.problem.ids[steps.problem.graph.loss]
-    code = single_code(steps.masks(state.step, state.masks)[loss])
     cost = cost_s(state)
     moves = []
     passed: State | None = state
     while passed is not None and passed.transition is not None:
         moves.append(passed.transition.move)
         passed = passed.parent
-    return Found(tuple(reversed(moves)), code, cost, min(cost, open_s), expanded)
+    return Found(tuple(reversed(moves)), cost, min(cost, open_s), expanded)

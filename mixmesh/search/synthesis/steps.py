@@ -11,7 +11,7 @@ from __future__ import annotations
 from operator import add
 from typing import NamedTuple
 
-from .choices import Need, P, R
+from .choices import Need, R
 from .lives import BITS
 from .problem import Option, Problem, Vector
 
@@ -50,7 +50,7 @@ class Steps:
         self.live = self.lives.live
         self.kinds = problem.choices.kinds
         self._closures: dict[tuple[int, int], int] = {}
-        self._loads: dict[tuple[int, int], int | None] = {}  # by option, which lives as long, and value
+        self._loads: dict[tuple[tuple[Need, ...], int], int | None] = {}  # by what an option needs, and value
         self._load_s: dict[tuple[int, int, float], Vector] = {}
         self._cheapest: dict[tuple[int, int, int], tuple[float, float] | None] = {}
         self._transitions: list[dict[tuple[int, ...], tuple[Transition, ...]]] = [
@@ -156,7 +156,7 @@ class Steps:
     def load(self, option: Option, value: int) -> int | None:
         """How an option loads a leaf: as it is forced to be, or else as it is needed; whole if it is needed
         in two ways."""
-        key = (id(option), value)
+        key = option.needs, value
         if key not in self._loads:
             self._loads[key] = self._load(option, value)
         return self._loads[key]
@@ -179,7 +179,7 @@ class Steps:
         key = (value, code, weight)
         if key not in self._load_s:
             load = self.problem.load(value, code)
-            assert load is not None  # else no option has it
+            assert load is not None  # otherwise no option has it
             self._load_s[key] = tuple([weight * (load.sync_s + seconds) for seconds in load.optimizer])
         return self._load_s[key]
 
@@ -217,8 +217,3 @@ def _covers(a: Transition, b: Transition) -> bool:
         and all(map(float.__le__, a.forward, b.forward))
         and all(map(float.__le__, a.backward, b.backward))
     )
-
-
-def single_code(mask: int) -> int:
-    """A code that a mask was made from: R before S before P."""
-    return R if mask & 1 else P if mask == 1 << P else (mask & ~3).bit_length() - 1

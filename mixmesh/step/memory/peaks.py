@@ -31,19 +31,23 @@ class PeakMemory:
         costs: CostModel,
         optimizer_states: OptimizerStates = ADAM,
         samples: Samples | None = None,
-        like: PeakMemory | None = None,
         step: Step | None = None,
     ) -> None:
-        """``like`` is that of the same instructions on other ranks; ``step`` is that of the program, of a
-        micro-batch's with ``samples``, where it is known already."""
+        """``step`` is that of the program, with ``samples`` of its micro-batch, where it is known already."""
         self.costs, self.optimizer_states, self.samples = costs, optimizer_states, samples
-        self._walked: dict[tuple, Walked] = {} if like is None else like._walked
+        self._walked: dict[tuple, Walked] = {}
         self._memories: dict[tuple, Memory] = {}
         self._meetings: dict[tuple, tuple[Communicator, ...]] = {}
         self._step = step
         self._summed: tuple[Summed, ...] | None = step.summed if step and samples is None else None
         self._has_bound: bool | None = None
-        self._bound: Bound | None = None if like is None else like._bound
+        self._bound: Bound | None = None
+
+    def on(self, samples: Samples | None, step: Step) -> PeakMemory:
+        """The peaks of the same instructions on other ranks, which share what was walked."""
+        other = PeakMemory(self.costs, self.optimizer_states, samples, step)
+        other._walked, other._bound = self._walked, self._bound
+        return other
 
     def peaks(self, program: Program, planned: Schedule | None = None) -> tuple[int, ...]:
         """Bytes per rank, with what the process itself takes.
@@ -158,11 +162,9 @@ class PeakMemory:
         return self._step
 
 
-def held_moments(
-    program: Program, optimizer_states: OptimizerStates, *, cuda: bool = False
-) -> tuple[Sizes, ...]:
+def held_moments(program: Program, optimizer_states: OptimizerStates) -> tuple[Sizes, ...]:
     """Unsharded bytes by how they are cut, for every moment that may be the peak: one LP row each."""
-    return Memory(program, optimizer_states, cuda=cuda).envelope()
+    return Memory(program, optimizer_states).envelope()
 
 
 def peak_memory_bytes(

@@ -126,8 +126,8 @@ def check_has_state(name: str, part: Any) -> None:
 
 
 def _is_loader(name: str, part: Any) -> bool:
-    """Whether a part gives batches. What is no DataLoader and no iterator does so where its name says it:
-    other lists of tensors may be results."""
+    """Whether a part gives batches: a DataLoader, an iterator, or anything named like a loader, as other
+    lists of tensors may be results."""
     if isinstance(part, DataLoader | Iterator):
         return True
     if "loader" not in name.lower() or isinstance(part, str | Mapping | torch.Tensor | np.ndarray):
