@@ -135,10 +135,7 @@ class ParallelModel(Face):
         else:
             inputs = local_inputs(form.program, tensors, run.comm.rank, run.comm.device)
         inputs, given = given_inputs(form.program, tensors, inputs, wanted, run.comm)
-        if run.random.step - run.random.first_step < COMPARED_STEPS:
-            run.comm.compare(lambda: facts_of_batch(form.program, tensors))
-        if self.training:  # by now the ranks have agreed on what they call
-            run.drift.before_call()
+        self._agree(form.program, tensors)
         if self.training or form is run.forms.planned:
             self._check_planned(args, kwargs)
         params = run.params
@@ -166,6 +163,15 @@ class ParallelModel(Face):
         run.summed = form.program
         total = self.sum_of_ranks(result.value) if sums and form.outside is None else None
         return replace(result, returns=form.returns, total=total, outside=form.outside, given=given)
+
+    def _agree(self, program: Program, tensors: Mapping[str, Tensor]) -> None:
+        """Compares what is due with the other ranks, which have agreed on what they call: the batch in the
+        first steps, and parameters now and then. Collective."""
+        run = self._runtime
+        if run.random.step - run.random.first_step < COMPARED_STEPS:
+            run.comm.compare(lambda: facts_of_batch(program, tensors))
+        if self.training:
+            run.drift.before_call()
 
     def sum_of_ranks(self, addend: Tensor) -> Handle:
         """A handle on the sum of the addends of all ranks that computed the last batch: of the loss, or of
