@@ -13,6 +13,8 @@ from .model import CostModel, OpTime
 from .outline import Outline
 from .table import PassSeconds, Table, table_of
 
+KEPT_RATIOS = 16  # the newest, of which seconds are kept: programs with other owners come one after the other
+
 
 def op_time(program: Program, i: Instruction, costs: CostModel, device_class: int) -> OpTime:
     call = call_of(i, program.types)
@@ -105,7 +107,10 @@ class Sheet(Outline):
                     known[c, share] = work.times[c].forward.at(share), work.times[c].backward.at(share)
             forward.append(tuple([known[pair][0] for pair in pairs]))
             backward.append(tuple([known[pair][1] for pair in pairs]))
-        self.table.seconds[key] = forward, backward
+        known_seconds = self.table.seconds
+        if len(known_seconds) == KEPT_RATIOS:
+            del known_seconds[next(iter(known_seconds))]
+        known_seconds[key] = forward, backward
         return forward, backward
 
     def optimizer_s(self, program: Program, ranks: Sequence[int] | None = None) -> list[float]:
