@@ -59,6 +59,7 @@ LAYERS: tuple[tuple[set[str], ...], ...] = (
         {"measure.verification"},
         {"search.placement"},
     ),
+    ({"search.evaluate"},),
     ({"search.learned"}, {"cluster.detection"}),
     ({"planner", "explain"},),
     ({"api"}, {"measure.tuning"}, {"measure.calibration"}),
