@@ -13,16 +13,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..base.units import plural
 from ..errors import InputError
 from ..lang.plan_file import Plan
 from ..runtime.agreement import COMPARED_STEPS
 from ..runtime.data import Feed
 from ..runtime.parallel import ParallelModel
-from ..runtime.scaler import GradScaler
-from ..runtime.train import own_batches, owned
+from ..runtime.train import Trained, own_batches, owned
 from ..training.preparation.alike import HINTS, check_digests
 from ..training.preparation.loading import own_loader
 from ..training.preparation.own_loader import OwnIterator, OwnLoader
@@ -111,27 +108,20 @@ class RunCheckpoints:
         self.first_step = 0  # how many were made before this start
         self.stopped_by = 0  # the number of the signal that ended the run
 
-    def begin(
-        self,
-        model: ParallelModel,
-        optimizer: torch.optim.Optimizer,
-        scheduler: Any,
-        scaler: GradScaler | None,
-        job: Any,
-    ) -> tuple[Feed, int]:
+    def begin(self, trained: Trained, job: Any) -> tuple[Feed, int]:
         """This rank's batches that remain, and the number of steps that were made before this start. Raises
         InputError for data that cannot be gone on with."""
-        self._model, self._optimizer, self._scheduler, self._scaler = model, optimizer, scheduler, scaler
-        self._most_devices = model.comm.world_size  # the most of any start so far
+        self._trained = trained
+        self._most_devices = trained.model.comm.world_size  # the most of any start so far
         # compared before each checkpoint, and not at every batch, which takes a message
         self._loader = None if job.data is None else own_loader(job.data, self._plan, is_compared=False)
         if isinstance(self._loader, OwnIterator):
             self._loader.state_dict()  # raises
         if self._settings.is_fresh or not self._go_on():
-            self._initial(model)
+            self._initial(trained.model)
         self._number = self._newest_number()  # number of the newest checkpoint that this training knows
         self._signals = self._open.enter_context(Signals())
-        ranks = Ranks.of(model)
+        ranks = Ranks.of(trained.model)
         ranks.ends_when_told(self._signals)
         self._vote = Vote(ranks)
         self._saved_at = time.monotonic()
@@ -153,9 +143,12 @@ class RunCheckpoints:
         self._say(f"{start}{devices}, going on after step {loaded.step}, from {loaded.path}")
         return True
 
+    @property
+    def _model(self) -> ParallelModel:
+        return self._trained.model
+
     def _parts(self) -> dict[str, Any]:
-        named = {"model": self._model, "optimizer": self._optimizer, "loader": self._loader}
-        return {**named, "scheduler": self._scheduler, "scaler": self._scaler}
+        return {**self._trained._asdict(), "loader": self._loader}
 
     def _batches(self, job: Any) -> Feed:
         if self._loader is not None:
@@ -209,7 +202,7 @@ class RunCheckpoints:
             has_room = True
             if self._model.comm.device.type == "cpu" and is_predicted:
                 left = plan.usable_bytes[rank] - plan.predicted_peak_memory_bytes[rank]
-                has_room = state_bytes(self._model, self._optimizer) <= left
+                has_room = state_bytes(self._model, self._trained.optimizer) <= left
             self._has_room = all(Ranks.of(self._model).everyones(has_room))
         return self._has_room
 
@@ -284,7 +277,7 @@ class RunCheckpoints:
         """Gives signals back to whom they belonged: the status to exit with, 128 and the number of the signal
         that has stopped the run, or 0."""
         self._open.close()
-        del self._model, self._optimizer, self._scheduler, self._scaler, self._loader
+        del self._trained, self._loader
         return OF_SIGNAL + self.stopped_by if self.stopped_by else 0
 
     def figures(self) -> dict[str, float]:

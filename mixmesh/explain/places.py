@@ -75,7 +75,7 @@ class Place:
     def on(self, program: Program, ratio: Ratio) -> Place:
         """The same tensors in an equal program on as many equal ranks: the search is the same."""
         twin = copy(self)
-        twin.graph, twin.ratio = program.graph, ratio
+        twin.graph, twin.ratio, twin._searched = program.graph, ratio, {}
         return twin
 
     @property
@@ -90,8 +90,10 @@ class Place:
     def searched(self, code: int) -> Programs:
         """The cheapest program with the tensor's placement ``code`` at each price, where there is one."""
         if code not in self._searched:
-            self._searched[code] = dict(self._first._search(code))
-        return {key: with_ratio(p, "r0", self.ratio) for key, p in self._searched[code].items()}
+            first = self._first
+            alike = self._search(code) if first is self else first.searched(code).items()
+            self._searched[code] = {key: with_ratio(p, "r0", self.ratio) for key, p in alike}
+        return self._searched[code]
 
     def _search(self, code: int) -> Iterator[tuple[Hashable, Program]]:
         for price in (KEPT, *self.settings.prices):

@@ -118,6 +118,9 @@ class FiniteGuard:
         if not overflows:
             on_step()
             return
+        self._count_left_out()
+
+    def _count_left_out(self) -> None:
         self.num_skipped += 1
         if self._model.comm.watch is not None:
             self._model.comm.watch.step_is_left_out()
@@ -141,9 +144,7 @@ class FiniteGuard:
         return call(partial(first_not_finite, self._model), batch)
 
     def _leave_out(self, step: int, message: str, batch: Any) -> None:
-        self.num_skipped += 1
-        if self._model.comm.watch is not None:
-            self._model.comm.watch.step_is_left_out()
+        self._count_left_out()
         self._in_a_row += 1
         if self._in_a_row == MOST_IN_A_ROW:
             message = f"{message}, the last of {MOST_IN_A_ROW} steps in a row that were left out"

@@ -35,11 +35,17 @@ class GradScaler(torch.amp.GradScaler):
         return inf_by_device
 
 
-def stand_in_text(program: Program) -> str:
-    """The ranks that compute in float16 what a program has in bf16, in words; empty if there are none."""
+def unscaled_text(program: Program, scaler: torch.amp.GradScaler | None) -> str:
+    """Says which ranks compute in float16 what a program has in bf16 though no scaler scales the loss; empty
+    where that is not so."""
+    if scaler is not None and scaler.is_enabled():
+        return ""
     ranks = [rank for name, row in program.dtypes for rank, dtype in enumerate(row) if dtype != name]
     has, computes = ("has", "computes") if len(ranks) == 1 else ("have", "compute")
-    return f"{ranks_text(ranks)} {has} no bf16 and {computes} it in float16" if ranks else ""
+    if not ranks:
+        return ""
+    in_float16 = f"{ranks_text(ranks)} {has} no bf16 and {computes} it in float16"
+    return f"{in_float16}, whose gradients vanish and overflow without a scaled loss"
 
 
 def with_agreement(scaler: torch.amp.GradScaler) -> GradScaler:

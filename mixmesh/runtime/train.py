@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -32,7 +32,7 @@ from .first_rank import everyones, largest, wait_for_all
 from .memory_errors import memory_errors_named
 from .parallel import ParallelModel, parallelize
 from .recording import Recorder, gather_steps
-from .scaler import GradScaler, stand_in_text, with_agreement
+from .scaler import GradScaler, unscaled_text, with_agreement
 from .taking_part import taking_part
 from .verdicts import END_OF_DATA
 
@@ -43,17 +43,20 @@ FRAME = re.compile(r'File "([^"]+)", line ([0-9]+), in .*\n\s*(.*)')
 Span = Callable[[str], AbstractContextManager]
 
 
+class Trained(NamedTuple):
+    """The parts of a training that its steps change. ``scheduler`` and ``scaler`` are None where there is
+    none."""
+
+    model: ParallelModel
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    scaler: GradScaler | None
+
+
 class Keeper(Protocol):
     """Keeps the state of a training, so that another start goes on with it. All calls are collective."""
 
-    def begin(
-        self,
-        model: ParallelModel,
-        optimizer: torch.optim.Optimizer,
-        scheduler: Any,
-        scaler: GradScaler | None,
-        job: Any,
-    ) -> tuple[Feed, int]:
+    def begin(self, trained: Trained, job: Any) -> tuple[Feed, int]:
         """This rank's batches, and how many steps were made before this start."""
 
     def after_step(self, num_steps: int) -> bool:
@@ -238,11 +241,9 @@ def scheduler_of(job: Any, optimizer: Any) -> tuple[Any, Callable[[], object]]:
 def scaler_of(job: Any, model: ParallelModel) -> GradScaler | None:
     """The scaler of a job's loss, whose ranks agree; None without one, or for one that is not enabled. Raises
     JobError where a device computes bf16 in float16, and nothing scales the loss."""
-    if job.scaler is not None and job.scaler.is_enabled():
-        return with_agreement(job.scaler)
-    if stand_ins := stand_in_text(model.program):
+    if text := unscaled_text(model.program, job.scaler):
         raise JobError(
-            f"{stand_ins}, whose gradients vanish and overflow without a scaled loss",
+            text,
             expected="a job with a scaler",
             got="one without" if job.scaler is None else "a scaler that is not enabled",
             hint=(
@@ -250,7 +251,7 @@ def scaler_of(job: Any, model: ParallelModel) -> GradScaler | None:
                 "float32 in the job's model, or a cluster file without these devices",
             ),
         )
-    return None
+    return with_agreement(job.scaler) if job.scaler is not None and job.scaler.is_enabled() else None
 
 
 @taking_part("the training")
@@ -314,7 +315,7 @@ def train(
         look, may_follow = ComparesFirst(parallel), balancer is not None
         batches = own_batches(job, plan, comm.rank, epochs, look, may_follow=may_follow)
     else:
-        batches, first = keeper.begin(parallel, optimizer, scheduler, scaler, job)
+        batches, first = keeper.begin(Trained(parallel, optimizer, scheduler, scaler), job)
     del job, model  # frees what this rank does not need of them
     if balancer is not None:
         balancer.begin(parallel, optimizer, batches)

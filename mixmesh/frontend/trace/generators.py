@@ -3,19 +3,17 @@ And those that a loss outside of the model draws: on one device they come from t
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...errors import TraceError
 from ...lang.ir.samples import draws_numbers
-from .own_generators import generators_in, marks_of
+from .own_generators import OF_PROCESS, generators_in, marks_of
 
 
 class NoDraws(TorchDispatchMode):
@@ -45,8 +43,8 @@ def drawn_by_torch_alone(model: nn.Module) -> Iterator[None]:
     own = [each for each in generators_in(model) if not isinstance(each, torch.Generator)]
     names = ("random", "numpy.random", *(f"a generator of its own ({type(each).__name__})" for each in own))
 
-    def marks() -> list[Any]:
-        return [random.getstate(), _state_of_numpy(), *(marks_of([each]) for each in own)]
+    def marks() -> list[str]:
+        return [marks_of([each]) for each in (*OF_PROCESS, *own)]
 
     before = marks()
     yield
@@ -61,8 +59,3 @@ def drawn_by_torch_alone(model: nn.Module) -> Iterator[None]:
                     "numbers that are drawn in the loop, and passed to the model as a tensor of the batch",
                 ),
             )
-
-
-def _state_of_numpy() -> tuple[bytes, int]:
-    state: Any = np.random.get_state()
-    return state[1].tobytes(), state[2]

@@ -22,6 +22,7 @@ import torch
 from .called import is_own, names_in
 
 GENERATORS = torch.Generator, random.Random, np.random.Generator, np.random.RandomState
+OF_PROCESS = random._inst, np.random.mtrand._rand  # type: ignore[attr-defined]
 MOST = 20_000  # objects that are visited
 MOST_ITEMS = 1000  # in a collection, which may be the data
 _BUILTIN = types.BuiltinMethodType
@@ -30,7 +31,7 @@ _PLAIN = (torch.Tensor, np.ndarray, str, bytes, int, float, complex, type(None))
 
 def generators_in(*roots: Any) -> list[Any]:
     """The generators that ``roots`` lead to, nearest first; without those of the process."""
-    of_process = {id(g) for g in (torch.default_generator, random._inst, np.random.mtrand._rand)}  # type: ignore[attr-defined]
+    of_process = {id(g) for g in (torch.default_generator, *OF_PROCESS)}
     waiting, visited = deque(roots), dict[int, Any]()
     generators = []
     while waiting and len(visited) < MOST:

@@ -15,7 +15,7 @@ from torch import nn
 from ...errors import InputError
 from ...runtime.first_rank import everyones
 from ...runtime.parallel import ParallelModel
-from ...runtime.scaler import stand_in_text
+from ...runtime.scaler import unscaled_text
 from ..preparation.alike import check_digests, digest
 from ..preparation.script import prepare
 
@@ -39,10 +39,9 @@ def prepare_for(
 def check_scaled(model: ParallelModel, scaler: Any, float16: str) -> None:
     """Raises InputError where devices compute bf16 in float16, and no ``scaler`` scales the loss; ``float16``
     is what a script writes to have one."""
-    stand_ins = stand_in_text(model.program)
-    if stand_ins and (scaler is None or not scaler.is_enabled()):
+    if text := unscaled_text(model.program, scaler):
         raise InputError(
-            f"{stand_ins}, whose gradients vanish and overflow without a scaled loss",
+            text,
             expected="float16 on all ranks, with a scaled loss, or float32",
             got="bf16",
             hint=(f"{float16} in place of bf16", "or these devices left out: planning={'cluster': FILE}"),
