@@ -88,8 +88,8 @@ def types(draw, ratios) -> TensorType:
         dim = draw(st.integers(0, len(shape) - 1))
         units = [u for u in range(1, 13) if shape[dim] % u == 0]
         placement = Shard(dim, draw(st.sampled_from(units)))
-        return TensorType(value, (placement,), draw(st.sampled_from(ratios)))
-    return TensorType(value, (placement,), draw(st.sampled_from([None, *ratios])))
+        return TensorType(value, placement, draw(st.sampled_from(ratios)))
+    return TensorType(value, placement, draw(st.sampled_from([None, *ratios])))
 
 
 @st.composite

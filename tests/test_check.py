@@ -43,7 +43,6 @@ WRONG = {
     "max": ("f32[] P(sum)", "f32[] P(max)", 10, "P(max) is not supported", "P(sum)"),
     "loss whole": ("%g.s1) : f32[] P(sum)", "%g) : f32[] R", 10, "not held as a sum", "P(sum)"),
     "loss no scalar": ("return %loss", "return %g", 8, "no scalar", "f32[]"),
-    "two axes": ("f32[6, 8] R", "f32[6, 8] (R, R)", 5, "2 placements", "one"),
     "no input": ('input("x")', "input(3)", 4, "no input", ""),
 }
 

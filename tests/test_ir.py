@@ -76,6 +76,7 @@ WRONG = {
     "unit": ("S(1)@r0", "S(1, 4)@r0", 9, "S(1, 4)", "dim 1 of f32[20, 6] cannot be cut in units of 4"),
     "dtype": ("f32[6, 8]", "f33[6, 8]", 5, "f33", "unknown dtype 'f33'"),
     "placement": ("f32[6, 8] R", "f32[6, 8] Q", 5, "Q", "unknown placement 'Q'"),
+    "two axes": ("f32[6, 8] R", "f32[6, 8] (R, R)", 5, "(R, R)", "unexpected '('"),
     "shares": ("[0.5, 0.3, 0.2]", "[0.5, 0.5]", 2, "0.5, 0.5", "2 shares for 3 ranks"),
     "sum": ("[0.5, 0.3, 0.2]", "[0.5, 0.5, 0.2]", 2, "0.5, 0.5", "shares that sum to 1.2"),
     "sign": ("[0.5, 0.3, 0.2]", "[1.2, -0.4, 0.2]", 2, "1.2", "shares that sum to 1"),

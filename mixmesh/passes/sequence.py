@@ -262,7 +262,7 @@ class _Rewrite:
     def placed(self, t: TensorType, p: Placement) -> TensorType:
         """The type held as ``p``, by the ratio that it names, or the one by which it would be cut."""
         ratio = ratio_name(self.program, t) if isinstance(p, Shard) else t.ratio
-        return TensorType(t.value, (p,), ratio)
+        return TensorType(t.value, p, ratio)
 
 
 def using(i: Instruction, inputs: Sequence[str]) -> Instruction:

@@ -186,8 +186,8 @@ def _differences(program: Program, params, buffers) -> Iterator[tuple[str, str]]
                 f"requires_grad={tensor.requires_grad}",
             )
         other = seen.setdefault(id(tensor), i)
-        if other.args[0] != name and (other.type.placements, other.type.ratio, other.attr("owned")) != (
-            i.type.placements, i.type.ratio, i.attr("owned")
+        if other.args[0] != name and (other.type.placement, other.type.ratio, other.attr("owned")) != (
+            i.type.placement, i.type.ratio, i.attr("owned")
         ):  # fmt: skip
             yield (
                 f"{name} apart from {other.args[0]}",

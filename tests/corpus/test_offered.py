@@ -67,7 +67,7 @@ def test_every_plan_is_checked(monkeypatch):
 def uncut(proposal: Proposal) -> Proposal:
     """With a result that is said to be whole, where its inputs are cut."""
     instructions = tuple(
-        replace(i, types=(replace(i.type, placements=(REPLICATE,)),)) if i.op == "aten.relu" else i
+        replace(i, types=(replace(i.type, placement=REPLICATE),)) if i.op == "aten.relu" else i
         for i in proposal.program.instructions
     )
     return replace(proposal, program=replace(proposal.program, instructions=instructions))

@@ -131,7 +131,7 @@ class Walk:
     def type(self, value: ValueType, placement: Placement, ratio: str) -> TensorType:
         everyone = all(self.ratios[ratio])
         named = isinstance(placement, Shard) or not everyone or self.rng.random() < 0.3
-        return TensorType(value, (placement,), ratio if named else None)
+        return TensorType(value, placement, ratio if named else None)
 
     def ranks(self, t: TensorType) -> tuple[int, ...]:
         return tuple(range(self.world_size)) if t.ratio is None else support(self.ratios[t.ratio])

@@ -185,7 +185,7 @@ def one_instruction(call: Call, strategy: Strategy, ratio=None, units=None) -> P
     def typed(value: ValueType, placement: Placement, key) -> TensorType:
         if isinstance(placement, Shard):
             placement = Shard(placement.dim, units.get(key, 1))
-        return TensorType(value, (placement,), "r" if ratio else None)
+        return TensorType(value, placement, "r" if ratio else None)
 
     in_types = [typed(v, p, ("in", n)) for n, (v, p) in enumerate(zip(call.inputs, strategy.inputs))]
     out_types = [typed(v, p, ("out", n)) for n, (v, p) in enumerate(zip(call.outputs, strategy.outputs))]

@@ -123,8 +123,6 @@ def _check_names(i: Instruction, defined: dict[str, Instruction], fail: Fail) ->
 
 
 def _check_type(program: Program, t: TensorType, fail: Fail) -> None:
-    if len(t.placements) != 1:
-        raise fail(f"{t} has {len(t.placements)} placements", "one: the cluster has one mesh axis")
     if t.ratio is not None and t.ratio not in program.ratio_of:
         raise fail(f"unknown ratio {t.ratio}", ", ".join(program.ratio_of) or "a ratio line", t.ratio)
     p = t.placement

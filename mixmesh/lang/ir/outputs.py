@@ -104,6 +104,6 @@ def _redistribution_to_show(program: Program, i: Instruction) -> Iterator[tuple[
     """Yields the redistribution that an output needs so that ranks hold what they show, if it needs one."""
     t = program.types[i.inputs[0]]
     if held_rows(program, i) not in (None, shown_rows(program, i)):
-        yield "all_gather", replace(t, placements=(REPLICATE,))
+        yield "all_gather", replace(t, placement=REPLICATE)
     elif not has_rows(i) and len(program.participants(t)) < program.world_size:
-        yield "move", TensorType(t.value, (REPLICATE,))
+        yield "move", TensorType(t.value, REPLICATE)

@@ -1,4 +1,4 @@
-"""Placements: how one tensor is held across the ranks of one mesh axis.
+"""Placements: how one tensor is held across the ranks.
 
 The sizes of shards are decided only here: of a dim of ``size`` elements, cut in multiples of ``unit``
 elements by ratio ``r``, rank j holds ``shard_sizes(size, r, unit)[j]`` elements, by largest remainder.

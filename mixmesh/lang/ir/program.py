@@ -90,7 +90,7 @@ class Program:
     def owned(self) -> dict[str, TensorType]:
         """By result, how the gradients of parameters with owners are held (see ``ownership``)."""
         return {
-            i.result: TensorType(i.type.value, (Shard(0),), ratio)
+            i.result: TensorType(i.type.value, Shard(0), ratio)
             for i in self.params
             if (ratio := i.attr("owned")) is not None
             and i.result in self.requires_grad
@@ -162,8 +162,8 @@ def without_needless_names(program: Program) -> Program:
     everyone = {name for name, ratio in program.ratios if all(share > 0 for share in ratio)}
 
     def bare(t: TensorType) -> TensorType:
-        is_cut = any(isinstance(p, Shard) for p in t.placements)
-        return replace(t, ratio=None) if t.ratio in everyone and not is_cut else t
+        needless = t.ratio in everyone and not isinstance(t.placement, Shard)
+        return replace(t, ratio=None) if needless else t
 
     bare_types: dict[TensorType, TensorType] = {}
     out = []

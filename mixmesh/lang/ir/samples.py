@@ -132,7 +132,7 @@ def samples_of(program: Program) -> Samples:
     if flow.stages:
         counts = _counts_of_stages(program, flow.moved, batch_size)
     else:
-        counts = rank_sizes(replace(first, placements=(Shard(0),)), program.ratio(first.ratio))
+        counts = rank_sizes(replace(first, placement=Shard(0)), program.ratio(first.ratio))
     roles: dict[str, Role] = {}
     for i in program.instructions:
         _check_operator(program, i)

@@ -30,7 +30,7 @@ def with_whole_rows(program: Program) -> Program:
             part = slices[whole] = _fresh(program, f"{whole}.s{i.type.shard.dim}")
         else:
             whole = _fresh(program, f"{part}.whole")
-        t = replace(i.type, placements=(REPLICATE,))
+        t = replace(i.type, placement=REPLICATE)
         op = _op_of_whole(program, i)
         instructions.append(replace(with_names(i, slices), results=(whole,), types=(t,), op=op))
         instructions.append(Instruction((part,), i.types, "local_slice", (Ref(whole),)))

@@ -30,7 +30,7 @@ def transfers_of(program: Program) -> Iterator[Instruction]:
 
 
 def _is_cut(t: TensorType) -> bool:
-    return len(t.placements) == 1 and isinstance(t.placement, Shard)
+    return isinstance(t.placement, Shard)
 
 
 def stages_of(program: Program) -> tuple[Ranks, ...]:

@@ -11,7 +11,7 @@
     argument   = value | NAME "=" value
     value      = VALUE | NUMBER | STRING | DTYPE | "true" | "false" | "none" | "[" value,* "]"
     type       = DTYPE "[" INT,* "]" placement ["@" NAME]
-    placement  = "R" | "P(" NAME ")" | "S(" INT ["," INT] ")" | "(" placement,+ ")"
+    placement  = "R" | "P(" NAME ")" | "S(" INT ["," INT] ")"
 
 A comment runs from # to the end of the line and never carries meaning. If it ends with a file and line of the
 user's code, as printed comments do, errors of the instruction show these.
@@ -226,19 +226,15 @@ class _Parser(Tokens):
         if math.prod(size or 1 for size in shape) > bounds.MAX_ELEMENTS:
             self.fail(place, f"{value} is too large", f"at most {bounds.MAX_ELEMENTS} elements")
         place = self.token[2]
-        if self.accept("("):
-            placements = tuple(self.separated(")", lambda: self.placement(value)))
-        else:
-            placements = (self.placement(value),)
-        ratio = None
+        placement, ratio = self.placement(value), None
         if self.accept("@"):
             place = self.token[2]
             ratio = self.take("name", what="the name of a ratio")
             if ratio not in ratios:
                 self.fail(place, f"unknown ratio {ratio!r}", expected=", ".join(ratios) or "a ratio line")
-        elif any(isinstance(p, Shard) for p in placements):
+        elif isinstance(placement, Shard):
             self.fail(place, "a sharded type needs a ratio", expected="S(...)@NAME")
-        tensor_type = TensorType(value, placements, ratio)
+        tensor_type = TensorType(value, placement, ratio)
         return self.known_types.setdefault(tensor_type, tensor_type)
 
     def placement(self, value: ValueType) -> Placement:

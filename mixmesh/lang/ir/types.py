@@ -44,21 +44,15 @@ class ValueType:
 
 @dataclass(frozen=True)  # no slots, as above
 class TensorType:
-    """A value type with one placement per mesh axis and the name of the ratio that it is cut by.
+    """A value type with its placement and the name of the ratio that it is cut by.
 
     ``ratio`` also decides the participants: ranks whose share is zero hold nothing of the tensor. It may be
     None only where nothing is sharded, and then every rank participates.
     """
 
     value: ValueType
-    placements: tuple[Placement, ...] = (REPLICATE,)
+    placement: Placement = REPLICATE
     ratio: str | None = None
-
-    @lazy
-    def placement(self) -> Placement:
-        """The placement on a flat cluster (one axis)."""
-        (only,) = self.placements
-        return only
 
     @property
     def shard(self) -> Shard:
@@ -75,9 +69,7 @@ class TensorType:
         return 0, 1, self.ratio
 
     def __str__(self) -> str:
-        inner = ", ".join(map(str, self.placements))
-        text = inner if len(self.placements) == 1 else f"({inner})"
-        return f"{self.value} {text}" + (f"@{self.ratio}" if self.ratio else "")
+        return f"{self.value} {self.placement}" + (f"@{self.ratio}" if self.ratio else "")
 
 
 def rank_sizes(t: TensorType, ratio: Ratio | None) -> tuple[int, ...]:

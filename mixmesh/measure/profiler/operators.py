@@ -236,7 +236,7 @@ def shard_program(
             size = value.shape[placement.dim]
             rows = size // placement.unit
             exact = max(1, round(rows * share)) / rows
-        return TensorType(value, (placement,), "r0")
+        return TensorType(value, placement, "r0")
 
     inputs = strategy.inputs if strategy else (REPLICATE,) * len(node.inputs)
     outputs = strategy.outputs if strategy else (REPLICATE,) * len(node.results)

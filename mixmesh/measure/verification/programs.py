@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ...lang.ir import (
-    REPLICATE,
     Arg,
     DType,
     Graph,
@@ -43,7 +42,7 @@ def single_device(graph: Graph) -> Program:
     instructions = tuple(
         Instruction(
             n.results,
-            tuple(TensorType(t, (REPLICATE,)) for t in n.types),
+            tuple(TensorType(t) for t in n.types),
             n.op,
             n.args,
             n.kwargs,

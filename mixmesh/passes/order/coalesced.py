@@ -128,7 +128,7 @@ def _packed(program: Program, sums: Sequence[Instruction], names: set[str]) -> I
         return name
 
     def of(t: TensorType, shape: tuple[int, ...]) -> TensorType:
-        return TensorType(ValueType(t.value.dtype, shape), t.placements, t.ratio)
+        return TensorType(ValueType(t.value.dtype, shape), t.placement, t.ratio)
 
     results = [i.result for i in sums]
     dim = common_dim(shapes)

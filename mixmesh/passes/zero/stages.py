@@ -153,7 +153,7 @@ def stored_by_owners(program: Program, names: Collection[str], ratio: str) -> Pr
     for i in program.instructions:
         if i.op == "param" and i.result in names:
             name = f"{i.result}.shard"
-            held = shards.setdefault(i.type, TensorType(i.type.value, (Shard(0),), ratio))
+            held = shards.setdefault(i.type, TensorType(i.type.value, Shard(0), ratio))
             attrs = tuple((k, v) for k, v in i.attrs if k != "bucket")
             waiting.append(replace(i, results=(name,), types=(held,), attrs=attrs))
             reshard = (("reshard", i.result in again),)

@@ -113,7 +113,7 @@ class _Carrier:
             if len(value.shape) != len(t.value.shape):
                 raise CannotCarry("a value has another number of dims", expected=str(t), got=str(value))
             placement = replace(placement, unit=self._unit(result, placement, value))
-        return TensorType(value, (placement,), t.ratio)
+        return TensorType(value, placement, t.ratio)
 
     def _unit(self, result: str | None, placement: Shard, value: ValueType) -> int:
         if self._units is None:

@@ -84,7 +84,7 @@ class _Lowering:
             t, attrs = replace(leaf_of.type, value=value), leaf_of.attrs
         if isinstance(t.placement, Shard) and value.shape[t.placement.dim] % t.placement.unit:
             unit = self._unit(node.result, t.placement.dim)  # only inputs: parameters keep their shapes
-            t = replace(t, placements=(Shard(t.placement.dim, unit),))
+            t = replace(t, placement=Shard(t.placement.dim, unit))
         self._append((node.result,), (t,), node.op, node.args, node.kwargs, attrs, node.location)
         if node.result not in self.used:
             return
@@ -187,7 +187,7 @@ class _Lowering:
     def _type(self, value: ValueType, placement: Placement) -> TensorType:
         is_everyone = self.ratio is None or all(self.planned.ratio_of[self.ratio])
         bare = is_everyone and not isinstance(placement, Shard)
-        return TensorType(value, (placement,), None if bare else self.ratio)
+        return TensorType(value, placement, None if bare else self.ratio)
 
     def _ranks(self, t: TensorType) -> tuple[int, ...]:
         ratio: Mapping = self.planned.ratio_of

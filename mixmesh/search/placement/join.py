@@ -151,17 +151,17 @@ class _Joining:
         value = self.values.get(i.result, i.type.value)
         if i.result not in self.everyone:
             self.everyone.add(i.result)
-            whole = TensorType(value, (REPLICATE,), self.shared)
+            whole = TensorType(value, REPLICATE, self.shared)
             self.out.append(replace(i, types=(whole,), attrs=()))
         cut = self.sets[m].part.cuts.get(i.result) if i.op == "input" else None
         sharded = not isinstance(i.type.placement, Replicate)
         last = f"{i.result}.m{m}"
         first = last if cut is None and not sharded else f"{last}.whole"
-        held = TensorType(value, (REPLICATE,), f"m{m}")
+        held = TensorType(value, REPLICATE, f"m{m}")
         self.add(first, "move", (Ref(i.result),), held)
         if cut is not None:
             name = f"{last}.samples" if sharded else last
-            held = TensorType(i.type.value, (REPLICATE,), f"m{m}")
+            held = TensorType(i.type.value, REPLICATE, f"m{m}")
             args = (Ref(first), cut.dim, cut.start, cut.start + cut.size, 1)
             self.add(name, "aten.slice.Tensor", args, held)
             first = name
@@ -180,10 +180,10 @@ class _Joining:
             sources.append((m, source))
         total = self.total(sources, f"{name}.addends")
         value = self.sets[0].program.types[name].value
-        self.add(f"{name}.total", "all_reduce", (Ref(total),), TensorType(value, (REPLICATE,), self.shared))
+        self.add(f"{name}.total", "all_reduce", (Ref(total),), TensorType(value, REPLICATE, self.shared))
         for m, s in enumerate(self.sets):
             t = self.type(m, s.program.types[name])
-            held = TensorType(value, (REPLICATE,), f"m{m}")
+            held = TensorType(value, REPLICATE, f"m{m}")
             if isinstance(t.placement, Replicate):
                 self.add(f"{name}.m{m}", "move", (Ref(f"{name}.total"),), replace(held, ratio=t.ratio))
                 continue
@@ -198,7 +198,7 @@ class _Joining:
 
     def sum(self, pieces: list[str], name: str, value: ValueType, ratio: str | None = None) -> str:
         """The addends ``pieces``, one of each set, as one that the ranks of a ratio hold, or everyone."""
-        everyone = TensorType(value, (PARTIAL,), ratio)
+        everyone = TensorType(value, PARTIAL, ratio)
         totals = [self.add(f"{name}.m{m}", "move", (Ref(v),), everyone) for m, v in enumerate(pieces)]
         result = totals[0]
         for n, other in enumerate(totals[1:], 1):
@@ -214,7 +214,7 @@ class _Joining:
         source = source if moved is None else moved.inputs[0]
         value, cut = self.sets[0].program.types[source].value, self.sets[0].part.cuts.get(output_key(name))
         if cut is None:
-            whole = TensorType(value, (REPLICATE,))
+            whole = TensorType(value, REPLICATE)
             shown = self.add(f"{name}.shown", "move", (Ref(f"{source}.m0"),), whole)
         elif value.dtype == "bool":
             raise NotDivisible(f"the output {name} is bool, of which sets of devices make no sum")
@@ -222,7 +222,7 @@ class _Joining:
             value = replace(value, shape=cut.whole)
             pieces = [self.padded(m, outputs_of(s.program)[name]) for m, s in enumerate(self.sets)]
             total = self.sum(pieces, f"{name}.addends", value)
-            whole = TensorType(value, (REPLICATE,))
+            whole = TensorType(value, REPLICATE)
             shown = self.add(f"{name}.shown", "all_reduce", (Ref(total),), whole)
         self.out.append(replace(first, args=(name, Ref(shown))))
 
@@ -232,7 +232,7 @@ class _Joining:
         t, cut = program.types[source], self.sets[m].part.cuts[output_key(i.args[0])]
         name, held = f"{source}.m{m}", self.type(m, t)
         if not isinstance(t.placement, Replicate):
-            held = replace(held, placements=(REPLICATE,))
+            held = replace(held, placement=REPLICATE)
             name = self.add(f"{source}{GATHERED}.m{m}", "all_gather", (Ref(name),), held)
         rows = cut.start, cut.whole[0] - cut.start - cut.size
         args = Ref(name), (0, 0) * (len(cut.whole) - 1) + rows

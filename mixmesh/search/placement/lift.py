@@ -61,7 +61,7 @@ class _Lifting:
     def program(self) -> Program:
         for node in self.graph.nodes:
             if node.is_leaf:
-                types = (TensorType(node.types[0], (REPLICATE,), "r0"),)
+                types = (TensorType(node.types[0], REPLICATE, "r0"),)
                 self.add(Instruction(node.results, types, node.op, node.args, node.kwargs, (), node.location))
             else:
                 self.operator(node)
@@ -78,7 +78,7 @@ class _Lifting:
         maker = program.producers[operator_name(node)]
         names = [self.need(name, program.types[held]) for name, held in zip(node.inputs, maker.inputs)]
         args, kwargs = with_inputs(node.args, node.kwargs, names)
-        types = tuple(TensorType(t.value, t.placements, "r0") for t in maker.types)
+        types = tuple(TensorType(t.value, t.placement, "r0") for t in maker.types)
         self.add(Instruction(node.results, types, node.op, args, kwargs, maker.attrs, node.location))
 
     def need(self, name: str, wanted: TensorType) -> str:
@@ -88,7 +88,7 @@ class _Lifting:
             return name
         held_name = f"{name} as {wanted.placement}"
         if held_name not in self.types:
-            t = TensorType(self.types[name].value, wanted.placements, "r0")
+            t = TensorType(self.types[name].value, wanted.placement, "r0")
             self.add(Instruction((held_name,), (t,), redistribution(held, wanted.placement), (Ref(name),)))
         return held_name
 

@@ -257,7 +257,7 @@ class _Lowering:
     def _placed_type(self, t: TensorType, placement: Placement, ratio: Ratio) -> TensorType:
         """The type of a value as it is placed; it names a ratio only where that matters."""
         named = isinstance(placement, Shard) or not all(ratio)
-        return TensorType(t.value, (placement,), self._ratio_name(ratio) if named else None)
+        return TensorType(t.value, placement, self._ratio_name(ratio) if named else None)
 
     def _ratio_name(self, ratio: Ratio) -> str:
         return self.ratios.setdefault(ratio, f"r{len(self.ratios)}")

@@ -49,7 +49,7 @@ class Builder:
         key = (value, placement, ratio_name or self.ratio_name)
         if key not in self._placed:
             named = self.named or isinstance(placement, Shard) or not self.everyone(key[2])
-            self._placed[key] = TensorType(value, (placement,), key[2] if named else None)
+            self._placed[key] = TensorType(value, placement, key[2] if named else None)
         return self._placed[key]
 
     def everyone(self, ratio_name: str) -> bool:
