@@ -186,7 +186,7 @@ def test_a_card_needs_what_is_predicted_in_steps_of_plans(planner, seed):
     rank = draw.choice(program.working_ranks)
 
     def share(cut) -> float:
-        return cut_shares(cut, program.ratio(cut[2]), program.world_size)[rank]
+        return cut_shares(cut, program.ratio(cut.ratio), program.world_size)[rank]
 
     walked = Walked(seed)
     walked.store(program, share, kept=ADAM.kept)

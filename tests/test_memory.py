@@ -141,7 +141,7 @@ def test_resharded_parameters_are_not_kept():
     def gathered(program) -> float:
         """Whole weights at the most, in the forward pass."""
         moments = [m for m in Memory(program, ADAM).moments if m.what.startswith("%x")]
-        return max(size for m in moments for cut, size in m.held.items() if not cut[0]) / weight
+        return max(size for m in moments for cut, size in m.held.items() if not cut.size) / weight
 
     assert gathered(sharded) == pytest.approx(2, abs=0.1) and gathered(kept) == pytest.approx(7, abs=0.1)
 
@@ -177,7 +177,10 @@ def test_the_rows_of_the_lp_hold_the_peak(share):
     name = program.ratios[0][0]
     program = replace(program, ratios=((name, make_ratio([share, 1 - share])),))
     rows = [
-        sum(size * (cut_shares(cut, program.ratio(name), 2)[0] if cut[0] else 1) for cut, size in row.items())
+        sum(
+            size * (cut_shares(cut, program.ratio(name), 2)[0] if cut.size else 1)
+            for cut, size in row.items()
+        )
         for row in held_moments(program, ADAM)
     ]
     assert max(rows) == pytest.approx(Memory(program, ADAM).peaks(program)[0], rel=0.01)

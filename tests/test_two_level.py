@@ -24,7 +24,7 @@ from mixmesh.errors import Infeasible, InputError, VerificationError
 from mixmesh.explain import explain_tensor
 from mixmesh.frontend.trace import trace
 from mixmesh.lang.check import check_program
-from mixmesh.lang.ir import Program, cells, even_ratio, make_ratio, parse_program, piece, regions
+from mixmesh.lang.ir import EVERYWHERE, Program, cells, even_ratio, make_ratio, parse_program, piece, regions
 from mixmesh.lang.optimizer_states import ADAM
 from mixmesh.lang.plan_file import Plan
 from mixmesh.measure.verification import TOLERANCE_F64, verify
@@ -125,7 +125,7 @@ def test_every_process_makes_the_model_once():
     even = data_parallel(graph, CostModel(cluster), even_ratio(WORLD))
     copied, once = (Memory(p, ADAM).moments[0] for p in (program(), even))
     assert copied.what == once.what == "the initial values"
-    assert copied.held[0, 1, None] == once.held[0, 1, None]
+    assert copied.held[EVERYWHERE] == once.held[EVERYWHERE]
 
 
 def test_there_are_no_two_levels_in_one_machine():

@@ -200,9 +200,8 @@ def is_cut_alike(program: Program, a: TensorType, b: TensorType) -> bool:
 
 def cut_shares(cut: Cut, ratio: Ratio | None, world_size: int) -> tuple[float, ...]:
     """The share of a tensor that each rank holds under a cut, with sizes rounded to integers."""
-    size, unit, _ = cut
     if ratio is None:
         return (1.0,) * world_size
-    if not size:
+    if not cut.size:
         return tuple(1.0 if share > 0 else 0.0 for share in ratio)
-    return _shares(size, ratio, unit)
+    return _shares(cut.size, ratio, cut.unit)

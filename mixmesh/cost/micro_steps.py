@@ -1,8 +1,8 @@
 """A micro-step as costs see it: a rank takes a part of its samples, and the whole of everything else.
 
-In the program of a micro-step what is cut between samples names ratios of its own, equal to the step's. So a
-cut tells whether the *part* of its samples that a rank takes scales what it holds: activations and the work
-on them, but neither stored parameters nor the batch.
+In the program of a micro-step what is cut between samples has the scope of a micro-batch. So a cut tells
+whether the *part* of its samples that a rank takes scales what it holds: activations and the work on them,
+but neither stored parameters nor the batch.
 """
 
 from __future__ import annotations
@@ -10,41 +10,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..lang.ir import Program, Samples, Shard, micro_step_program
+from ..lang.ir import Cut, Program, Samples, Scope, Shard, TensorType, micro_step_program
 from ..lang.plan_file import Schedule
 
 Part = Sequence[float | None] | None  # per rank, of its samples; None for a rank, or all, without micro-steps
-MARK = " of a micro-step"  # behind the name of a ratio; no program text has such names
 
 
 def costed_micro_step(program: Program, samples: Samples) -> Program:
-    """The part of ``program`` that runs in every micro-step, with samples marked."""
+    """The part of ``program`` that runs in every micro-step; what is cut between samples has its scope."""
 
-    def marked(name, t):
+    def scoped(name: str | None, t: TensorType) -> TensorType:
         is_cut = name in samples.values and isinstance(t.placement, Shard)
-        return replace(t, ratio=t.ratio + MARK) if is_cut else t
+        return replace(t, scope=Scope.MICRO_BATCH) if is_cut else t
 
     step = micro_step_program(program, samples)
     instructions = tuple(
-        replace(i, types=tuple(map(marked, i.results, i.types)))
+        replace(i, types=tuple(map(scoped, i.results, i.types)))
         if any(r in samples.values for r in i.results)
         else i
         for i in step.instructions
     )
-    return with_ratios_of(replace(step, instructions=instructions), program)
-
-
-def with_ratios_of(step: Program, program: Program) -> Program:
-    """A costed micro-step under the ratios of ``program``."""
-    return step.changed(ratios=(*program.ratios, *((name + MARK, ratio) for name, ratio in program.ratios)))
-
-
-def is_marked(ratio: str | None) -> bool:
-    return ratio is not None and ratio.endswith(MARK)
-
-
-def unmarked(ratio: str | None) -> str | None:
-    return ratio.removesuffix(MARK) if ratio is not None else None
+    return replace(step, instructions=instructions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +64,8 @@ def largest_parts(schedule: Schedule) -> tuple[float, ...]:
     return tuple(max(sizes) / max(sum(sizes), 1) for sizes in schedule.sizes)
 
 
-def scaled(shares: tuple[float, ...], ratio: str | None, part: Part) -> tuple[float, ...]:
-    """Shares of what is cut by ``ratio`` in a micro-step of these parts."""
-    if part is None or not is_marked(ratio):
+def scaled(shares: tuple[float, ...], cut: Cut, part: Part) -> tuple[float, ...]:
+    """``shares`` of what is cut so, in a micro-step of these parts."""
+    if part is None or cut.scope is Scope.STEP:
         return shares
     return tuple(share * (p or 0.0) for share, p in zip(shares, part))

@@ -82,7 +82,7 @@ class Sheet(Outline):
 
     def shares(self, cut: Cut, program: Program, part: Part = None) -> tuple[float, ...]:
         """Shares of what is cut so; in a micro-step, in which ranks take this ``part`` of their samples."""
-        return scaled(cut_shares(cut, program.ratio(cut[2]), self.world_size), cut[2], part)
+        return scaled(cut_shares(cut, program.ratio(cut.ratio), self.world_size), cut, part)
 
     def seconds(
         self, program: Program, *, whole: bool = True, ranks: Sequence[int] | None = None, part: Part = None
@@ -98,8 +98,8 @@ class Sheet(Outline):
             return self.table.seconds[key]
         forward, backward = [], []
         for work in self.works:
-            ratio = program.ratio(work.cut[2])
-            shares = self.shares(work.cut, program, part) if whole or not work.cut[0] else ratio
+            ratio = program.ratio(work.cut.ratio)
+            shares = self.shares(work.cut, program, part) if whole or not work.cut.size else ratio
             assert shares is not None  # a cut has a ratio
             known: dict[tuple[int, float], tuple[float, float]] = {}
             for c, share in (pairs := [(class_of[rank], shares[rank]) for rank in ranks]):

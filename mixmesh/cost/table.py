@@ -82,7 +82,7 @@ def table_of(outline: Outline, costs: CostModel) -> Table:
             gradient: int | None = None
             if apart:
                 rest, product = split_by_factors(program, i, times[at])
-                cut_too = cut if apart == "wgrad" else (0, 1, cut[2])  # factors are gathered whole
+                cut_too = cut if apart == "wgrad" else cut.whole  # factors are gathered whole
                 own, gradient = number(at, cut, "own", rest), number(at, cut_too, apart, product)
             else:
                 own = number(at, cut, "", times[at])

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..cost.micro_steps import is_marked
-from ..lang.ir import Program, Ratio, make_ratio
+from ..lang.ir import Program, Ratio, Scope, make_ratio
 from ..step.memory import Held, PeakMemory
 from .task import Task
 
@@ -61,7 +60,7 @@ class Room:
         memory: PeakMemory,
     ) -> None:
         self.task, self.ranks, self.owned = task, ranks, owners is not None
-        in_micro_steps = any(is_marked(name) for name, _ in program.ratios)
+        in_micro_steps = any(t.scope is Scope.MICRO_BATCH for t in program.types.values())
         shares, constants = task.shares(tuple(ranks)), memory.constants(program, ranks)
         by_kind: dict[tuple, _Moments] = {}
         self.moments: dict[int, _Moments] = {}
@@ -73,12 +72,12 @@ class Room:
             if key not in by_kind:
                 moments = memory.of(program, device.kind, held)
                 terms = np.zeros((3, len(moments.cuts)))
-                for n, (size, _, ratio) in enumerate(moments.cuts):
-                    if not size:
+                for n, cut in enumerate(moments.cuts):
+                    if not cut.size:
                         terms[0, n] = 1.0
-                    elif ratio == owners:
+                    elif cut.ratio == owners:
                         terms[2, n] = 1.0
-                    elif is_marked(ratio) or not in_micro_steps:
+                    elif cut.scope is Scope.MICRO_BATCH or not in_micro_steps:
                         terms[1, n] = 1 / task.batch
                     else:
                         terms[0, n] = shares[r]

@@ -88,8 +88,8 @@ def phases(
     step = step or step_of(Sheet(program, costs))
     sheet = step.outline
     optimizer = np.zeros((len(sheet.optimized), 2, len(ranks)))
-    for line, ((size, _, _), size_bytes) in zip(optimizer, sheet.optimized.items()):
-        line[1 if size else 0] = [costs.optimizer_s(rank, size_bytes) for rank in ranks]
+    for line, (cut, size_bytes) in zip(optimizer, sheet.optimized.items()):
+        line[1 if cut.size else 0] = [costs.optimizer_s(rank, size_bytes) for rank in ranks]
     lines = np.concatenate(_lines(sheet, program, ranks))
     out: list[Phase | None] = []
     known: dict[tuple[bool, bytes], Phase | None] = {}
@@ -138,14 +138,14 @@ def _lines(sheet: Sheet, program: Program, ranks: tuple[int, ...]) -> tuple[np.n
     """Fixed and per-share seconds of every work, forward and backward: (work, 2, rank)."""
     out = np.zeros((2, len(sheet.works), 2, len(ranks)))
     for n, work in enumerate(sheet.works):
-        ratio = program.ratio(work.cut[2])
+        ratio = program.ratio(work.cut.ratio)
         for column, rank in enumerate(ranks):
             time = work.times[sheet.costs.class_of[rank]]
-            share = ratio[rank] if work.cut[0] and ratio else 1.0
+            share = ratio[rank] if work.cut.size and ratio else 1.0
             for direction, curve in enumerate((time.forward, time.backward)):
                 a, b = curve.line_at(share)
                 # work that is not cut costs its whole at any share
-                out[direction, n, :, column] = (a, b) if work.cut[0] else (a + b, 0.0)
+                out[direction, n, :, column] = (a, b) if work.cut.size else (a + b, 0.0)
     return out[0], out[1]
 
 
@@ -186,8 +186,8 @@ def ratio_program(
         moments = {kind: known.of(program, kind).envelope() for kind in dict.fromkeys(kinds)}
         for column, (rank, kind) in enumerate(zip(firsts, kinds)):
             for number, held in enumerate(moments[kind]):
-                slope = sum(size_bytes for (size, _, _), size_bytes in held.items() if size)
-                fixed = sum(size_bytes for (size, _, _), size_bytes in held.items() if not size)
+                slope = sum(size_bytes for cut, size_bytes in held.items() if cut.size)
+                fixed = sum(size_bytes for cut, size_bytes in held.items() if not cut.size)
                 row = np.zeros(n + s)
                 row[column] = slope / 2**30
                 room = usable_bytes(costs, rank, headroom) - constants[rank] - fixed

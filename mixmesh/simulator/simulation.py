@@ -12,10 +12,10 @@ from ..base.lazy import lazy
 from ..base.timeline import Timeline
 from ..cost import CostModel
 from ..cost.exchanges import Exchange, cut_shares
-from ..cost.micro_steps import costed_micro_step, passes, with_ratios_of
+from ..cost.micro_steps import costed_micro_step, passes
 from ..cost.placed import Sheet
 from ..cost.sums import gradient_bytes, summed
-from ..lang.ir import Buckets, Program, once_program, samples_of, support
+from ..lang.ir import EVERYWHERE, Buckets, Program, once_program, samples_of, support
 from ..lang.optimizer_states import ADAM, OptimizerStates
 from ..lang.plan_file import Schedule, accumulates, schedule
 from ..step import Alike, Step, membership, step_of
@@ -188,7 +188,7 @@ class Simulation:
             *(order.counts.sum(axis=0).tolist() for order in (self.parts.forward, self.parts.backward))
         )
         for work, (forward, backward) in zip(self.sheet.works, counts):
-            time, part = work.times[device_class], share if work.cut[0] else 1.0
+            time, part = work.times[device_class], share if work.cut.size else 1.0
             total += forward * time.forward.at(part) + backward * time.backward.at(part)
         return total
 
@@ -247,7 +247,7 @@ class Simulation:
             run = turn.with_sums(sums)
             run.backward_pass(backward_s)
             return run
-        step = program if planned is None else with_ratios_of(self.program, program)
+        step = program if planned is None else self.program.changed(ratios=program.ratios)
         self._check_pattern(step)
         # events are recorded for each rank, so equal ranks are not grouped
         alike = Alike(range(program.world_size) if events else self._kinds(step, whole, planned))
@@ -309,8 +309,8 @@ class Simulation:
         is on, and its micro-batches."""
         ratios = [ratio for _, ratio in program.ratios]
         if whole:
-            # a cut without a size tells whether a rank participates
-            held = [cut_shares((0, 1, None), ratio, program.world_size) for ratio in ratios]
+            # what is held whole tells whether a rank participates
+            held = [cut_shares(EVERYWHERE, ratio, program.world_size) for ratio in ratios]
             held += [self.sheet.shares(cut, program) for cut in self.sheet.cuts]
         else:
             held = ratios

@@ -47,6 +47,7 @@ from .placement import (
     Placement,
     Ratio,
     Replicate,
+    Scope,
     Shard,
     dual,
     even_ratio,
@@ -62,7 +63,17 @@ from .samples import Samples, local_kind, micro_step_program, once_program, samp
 from .slices import with_whole_rows
 from .stages import in_flight, passes_of, stages_of, transfers_of
 from .text import parse_program
-from .types import DTYPE_BYTES, Cut, TensorType, ValueType, local_bytes, local_shape, participants, rank_sizes
+from .types import (
+    DTYPE_BYTES,
+    EVERYWHERE,
+    Cut,
+    TensorType,
+    ValueType,
+    local_bytes,
+    local_shape,
+    participants,
+    rank_sizes,
+)
 from .wgrad import (
     NEVER,
     WGRADS,
@@ -77,17 +88,18 @@ from .wgrad import (
 )
 
 __all__ = [
-    "BATCH_NORMS", "DTYPE_BYTES", "LEAVES", "LOCAL_NORM", "NEVER", "NOT_DIFFERENTIABLE", "PARTIAL",
-    "REDISTRIBUTIONS", "REPLICATE", "SINKS", "WGRADS", "Arg", "Beside", "Body", "Buckets", "Cell", "Cut",
-    "DType", "Graph", "Instruction", "Levels", "Node", "Partial", "Parts", "Placement", "Program", "Ratio",
-    "Ref", "Replicate", "Returned", "Samples", "Shard", "TensorType", "ValueType", "batch_norm_of",
-    "batch_size_of", "beside_points", "cell_bytes", "cells", "dealt_rows", "dual", "even_ratio",
-    "has_gradient", "has_rows", "held_rows", "in_flight", "last_points", "leaders", "local_bytes",
-    "local_kind", "local_norms", "local_shape", "lonely_norms", "make_ratio", "map_arguments", "map_refs",
-    "micro_step_program", "nameless", "once_program", "outputs_of", "own_samples", "owned_type",
-    "parse_program", "participants", "passes_of", "piece", "print_instruction", "print_program", "rank_sizes",
-    "redistribution", "refs", "region_of", "regions", "release_points", "returned", "samples_of", "separable",
-    "shard_offsets", "shard_sizes", "shown_rows", "stage_of", "stages_of", "support", "transfers_of",
-    "weight_points", "wgrad_of", "with_attrs", "with_inputs", "with_names", "with_regions",
-    "with_rows_as_dealt", "with_wgrads", "with_whole_rows", "without_needless_names",
+    "BATCH_NORMS", "DTYPE_BYTES", "EVERYWHERE", "LEAVES", "LOCAL_NORM", "NEVER", "NOT_DIFFERENTIABLE",
+    "PARTIAL", "REDISTRIBUTIONS", "REPLICATE", "SINKS", "WGRADS", "Arg", "Beside", "Body", "Buckets",
+    "Cell", "Cut", "DType", "Graph", "Instruction", "Levels", "Node", "Partial", "Parts", "Placement",
+    "Program", "Ratio", "Ref", "Replicate", "Returned", "Samples", "Scope", "Shard", "TensorType",
+    "ValueType", "batch_norm_of", "batch_size_of", "beside_points", "cell_bytes", "cells", "dealt_rows",
+    "dual", "even_ratio", "has_gradient", "has_rows", "held_rows", "in_flight", "last_points", "leaders",
+    "local_bytes", "local_kind", "local_norms", "local_shape", "lonely_norms", "make_ratio",
+    "map_arguments", "map_refs", "micro_step_program", "nameless", "once_program", "outputs_of",
+    "own_samples", "owned_type", "parse_program", "participants", "passes_of", "piece", "print_instruction",
+    "print_program", "rank_sizes", "redistribution", "refs", "region_of", "regions", "release_points",
+    "returned", "samples_of", "separable", "shard_offsets", "shard_sizes", "shown_rows", "stage_of",
+    "stages_of", "support", "transfers_of", "weight_points", "wgrad_of", "with_attrs", "with_inputs",
+    "with_names", "with_regions", "with_rows_as_dealt", "with_wgrads", "with_whole_rows",
+    "without_needless_names",
 ]  # fmt: skip

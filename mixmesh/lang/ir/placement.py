@@ -9,11 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import lru_cache
 
 Ratio = tuple[float, ...]  # world_size shares that sum to 1
 
 RATIO_DIGITS = 6
+
+
+class Scope(IntEnum):  # of int, as it is hashed often
+    """The samples that a rank's share is taken of: its own in the whole step, or its own in one micro-batch.
+    Only what costs read of a micro-batch has the latter (``cost.micro_steps``); programs as text do not."""
+
+    STEP = 0
+    MICRO_BATCH = 1
 
 
 @dataclass(frozen=True, slots=True)

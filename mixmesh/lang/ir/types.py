@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ...base.lazy import lazy
-from .placement import REPLICATE, Placement, Ratio, Shard, shard_sizes, support
+from .placement import REPLICATE, Placement, Ratio, Scope, Shard, shard_sizes, support
 
 # printed name -> bytes per element; the names are those of MLIR
 DTYPE_BYTES = {
@@ -16,7 +17,28 @@ DTYPE_BYTES = {
 }  # fmt: skip
 FLOATING = frozenset({"f64", "f32", "bf16", "f16", "f8e4m3", "f8e5m2", "c64", "c128"})
 
-Cut = tuple[int, int, str | None]  # size and unit of the cut dim (0 and 1 without one), name of the ratio
+
+class Cut(NamedTuple):  # the key of many tables: hashed in a fraction of a frozen dataclass's time
+    """The facts that decide how much of a value each rank holds: the size and unit of the dim that is cut, 0
+    and 1 of a value held whole, the name of the ratio, and what its shares are shares of."""
+
+    size: int
+    unit: int
+    ratio: str | None
+    scope: Scope = Scope.STEP
+
+    @property
+    def whole(self) -> Cut:
+        """The same ranks, each with the whole."""
+        return Cut(0, 1, self.ratio, self.scope)
+
+    @property
+    def of_step(self) -> Cut:
+        """The same of all samples of a step."""
+        return Cut(self.size, self.unit, self.ratio)
+
+
+EVERYWHERE = Cut(0, 1, None)  # whole on every rank
 
 
 @dataclass(frozen=True)  # no slots: ``lazy`` values are kept
@@ -47,12 +69,14 @@ class TensorType:
     """A value type with its placement and the name of the ratio that it is cut by.
 
     ``ratio`` also decides the participants: ranks whose share is zero hold nothing of the tensor. It may be
-    None only where nothing is sharded, and then every rank participates.
+    None only where nothing is sharded, and then every rank participates. ``scope`` says what its shares are
+    shares of.
     """
 
     value: ValueType
     placement: Placement = REPLICATE
     ratio: str | None = None
+    scope: Scope = Scope.STEP
 
     @property
     def shard(self) -> Shard:
@@ -63,13 +87,13 @@ class TensorType:
 
     @lazy
     def cut(self) -> Cut:
-        """The facts that decide how much of the value each rank holds."""
         if isinstance(self.placement, Shard):
-            return self.value.shape[self.placement.dim], self.placement.unit, self.ratio
-        return 0, 1, self.ratio
+            return Cut(self.value.shape[self.placement.dim], self.placement.unit, self.ratio, self.scope)
+        return Cut(0, 1, self.ratio, self.scope)
 
     def __str__(self) -> str:
-        return f"{self.value} {self.placement}" + (f"@{self.ratio}" if self.ratio else "")
+        text = f"{self.value} {self.placement}" + (f"@{self.ratio}" if self.ratio else "")
+        return text if self.scope is Scope.STEP else f"{text} of a micro-batch"
 
 
 def rank_sizes(t: TensorType, ratio: Ratio | None) -> tuple[int, ...]:

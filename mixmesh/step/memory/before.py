@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from ...cost.micro_steps import unmarked
-from ...lang.ir import Shard
+from ...lang.ir import EVERYWHERE, Shard
 from .ledger import Storage, View
-from .moments import BEFORE, EVERYWHERE, Moment, Sizes
+from .moments import BEFORE, Moment, Sizes
 from .state import Held, State
 from .views import contiguous
 
@@ -42,8 +39,8 @@ def stored(state: State) -> None:
     for i in program.instructions:
         if i.op in ("param", "buffer", "input", "const"):
             # a rank has its whole share of the batch, whatever a micro-batch takes of it
-            held = replace(i.type, ratio=unmarked(i.type.ratio)) if i.op == "input" else i.type
-            ledger.take(i.type.value.size_bytes, held.cut, stays=True)
+            cut = i.type.cut.of_step if i.op == "input" else i.type.cut
+            ledger.take(i.type.value.size_bytes, cut, stays=True)
             if i.op == "param" and i.result in program.requires_grad:
                 _trained(state, i)
             storage = Storage(0.0, i.type.cut, references=2)  # never let go of
@@ -51,8 +48,7 @@ def stored(state: State) -> None:
     for i in program.instructions:
         if i.op == "output":  # a loop holds those of the step before until it is given new ones
             shown = program.types[i.inputs[0]]
-            held = replace(shown, ratio=unmarked(shown.ratio))
-            ledger.take(shown.value.size_bytes, held.cut, stays=True)
+            ledger.take(shown.value.size_bytes, shown.cut.of_step, stays=True)
     inputs = [i.type for i in program.instructions if i.op == "input"]
     if not state.setting.cuda:
         ledger.moment("the batch", *((float(t.value.size_bytes), EVERYWHERE) for t in inputs))

@@ -17,14 +17,14 @@ from ...cost.calls import Kind
 from ...cost.exchanges import DUAL_COLLECTIVE, cut_shares
 from ...cost.model import VIEWS
 from ...cost.outline import is_factored
-from ...lang.ir import Cut, Instruction, Program, owned_type, regions
+from ...lang.ir import EVERYWHERE, Cut, Instruction, Program, owned_type, regions
 from ...lang.optimizer_states import OptimizerStates
 from ...lang.rules import Call
 from ..kept import backward_bytes, extra_bytes, forward_bytes, kept, row_of
 from ..step import Step
 from .before import BROADCAST_BYTES
 from .footprints import LOOKUPS
-from .moments import EVERYWHERE, Sizes, whole
+from .moments import Sizes
 
 Times = list[tuple[int, float]]  # when bytes come, and go as negative ones
 # views whatever the strides; the rest of ``VIEWS`` may have to copy
@@ -64,7 +64,7 @@ class Bound:
 
     def held_bytes(self, program: Program) -> np.ndarray:
         """Bytes per rank under the ratios of ``program``, without what a heap loses."""
-        shares = [cut_shares(cut, program.ratio(cut[2]), program.world_size) for cut in self.cuts]
+        shares = [cut_shares(cut, program.ratio(cut.ratio), program.world_size) for cut in self.cuts]
         in_steps = self.sizes @ np.array(shares).reshape(len(self.cuts), program.world_size)
         return np.maximum(in_steps, self.at_first)
 
@@ -101,7 +101,7 @@ def _stored(program: Program, states: OptimizerStates, sizes: Sizes) -> None:
             owned = owned_type(program, i)
             _add(sizes, (owned or i.type).cut, (states.kept + 1) * size)
             _add(sizes, i.type.cut, size)
-            _add(sizes, whole(i.type), size if owned is None else 4 * size)
+            _add(sizes, i.type.cut.whole, size if owned is None else 4 * size)
             if owned is not None:
                 _add(sizes, owned.cut, program.world_size * size)
 
@@ -168,7 +168,7 @@ def _temporaries(program: Program, kinds: Sequence[Kind | None], sizes: Sizes) -
         needs = [(forward_bytes(call) + backward_bytes(call), cut)]
         needs += [(2.0 * t.value.size_bytes, t.cut) for t in (*kind.inputs, *kind.outputs)]
         if call.op in LOOKUPS:
-            needs.append((2.0 * kind.outputs[0].value.size_bytes, whole(kind.outputs[0])))
+            needs.append((2.0 * kind.outputs[0].value.size_bytes, kind.outputs[0].cut.whole))
         here: Sizes = {}
         for size, cut in needs:
             _add(here, cut, size)
@@ -179,7 +179,7 @@ def _temporaries(program: Program, kinds: Sequence[Kind | None], sizes: Sizes) -
     for i in program.instructions:
         if is_factored(i):  # the factors of all ranks
             factors = program.types[i.inputs[0]].value.size_bytes + i.type.value.size_bytes
-            _add(sizes, whole(i.type), float(factors))
+            _add(sizes, i.type.cut.whole, float(factors))
 
 
 def _gradients(program: Program, last: Mapping[str, int], later: Mapping[int, float], sizes: Sizes) -> None:
@@ -229,7 +229,7 @@ def _moved(program: Program, sizes: Sizes) -> None:
             _add(sizes, target.cut, program.world_size * size)
         elif DUAL_COLLECTIVE.get(i.op) == "reduce_scatter":
             _add(sizes, source.cut, program.world_size * size)
-        for cut in (source.cut, target.cut, whole(target)):
+        for cut in (source.cut, target.cut, target.cut.whole):
             _add(sizes, cut, 2 * size)
             at_once[cut] = max(at_once.get(cut, 0.0), 2 * size)
     for cut, size in at_once.items():

@@ -8,7 +8,7 @@ from ...base.timeline import bucket_name
 from ...cost.outline import first_uses
 from ...cost.sums import GradientSum, Summed, gradient_sums
 from ...lang.ir import NEVER, Program
-from .moments import Moment, whole
+from .moments import Moment
 
 
 def bucket_moments(
@@ -29,7 +29,7 @@ def bucket_moments(
             copied = (_with_copies(program, bucket, complete[n]) for n in ends if n in complete)
             yield from (moment._replace(event=event) for moment in copied)
         elif len(bucket.params) > 1:
-            at, cut = complete[last], whole(bucket.params[0].type)
+            at, cut = complete[last], bucket.params[0].type.cut.whole
             held = {**at.held, cut: at.held.get(cut, 0.0) + bucket.size_bytes}
             yield at._replace(held=held, event=event)
 

@@ -10,7 +10,7 @@ from ...cost.sums import IN_FLIGHT_BYTES, GradientSum
 from ...lang.ir import Cut, Instruction
 from .gradients import accumulate
 from .ledger import Storage
-from .moments import BUCKET, whole
+from .moments import BUCKET
 from .staging import Transfer
 from .state import Held, State
 
@@ -44,7 +44,7 @@ def fetch(state: State) -> None:
     """Begins gathers of what owners have stepped, each into a buffer of its own."""
     while state.to_fetch and sum(s.size_bytes for s, _ in state.fetching) < IN_FLIGHT_BYTES:
         s = state.to_fetch.pop(0)
-        state.fetching.append((s, state.ledger.take(s.size_bytes, whole(s.params[0].type))))
+        state.fetching.append((s, state.ledger.take(s.size_bytes, s.params[0].type.cut.whole)))
     state.ledger.moment("the gathers of what owners have stepped")
 
 
@@ -61,7 +61,7 @@ def land_parameter(state: State, name: str) -> None:
 def gather_again(state: State, i: Instruction) -> None:
     """Gathers a parameter that was freed after the forward pass."""
     program = state.setting.program
-    state.again[i.result] = state.ledger.take(i.type.value.size_bytes, whole(i.type))
+    state.again[i.result] = state.ledger.take(i.type.value.size_bytes, i.type.cut.whole)
     transfer = Transfer("all_gather", program.types[i.inputs[0]], i.type)
     buffers = transfer.staging(program.world_size, state.setting.cuda)
     state.ledger.moment(f"%{i.result} again", *buffers, event=repeated_name(i.result))
@@ -79,7 +79,7 @@ def move_back(state: State, i: Instruction) -> None:
     transfer, goes_to_parameter = Transfer.back(i, source), is_stored(setting.program, i)
     buffers: Iterable[tuple[float, Cut]] = transfer.staging(setting.program.world_size, setting.cuda)
     if goes_to_parameter and transfer.op != "reduce_scatter":
-        buffers = [(float(i.type.value.size_bytes), whole(i.type))]
+        buffers = [(float(i.type.value.size_bytes), i.type.cut.whole)]
     carried = [state.ledger.take(size_bytes, cut, stays=True) for size_bytes, cut in buffers]
     leaving = [g.storage for g in outgoing]
     if transfer.op == "reduce_scatter" and transfer.is_sent_as_it_is(setting.cuda):
@@ -119,7 +119,7 @@ def scatter_complete(state: State, names: set[str]) -> None:
 def _scatter(state: State, s: GradientSum) -> None:
     """A bucket goes to its owners: in one buffer, and the whole gradients are freed."""
     setting, ledger = state.setting, state.ledger
-    flat = ledger.take(s.size_bytes, whole(s.params[0].type)) if len(s.params) > 1 else None
+    flat = ledger.take(s.size_bytes, s.params[0].type.cut.whole) if len(s.params) > 1 else None
     ledger.moment(BUCKET, event=bucket_name([p.result for p in s.params]))
     leaving = [state.gradients.pop(p.result).storage for p in s.params if p.result in state.gradients]
     if flat is not None:

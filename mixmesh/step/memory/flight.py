@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...cost.micro_steps import unmarked
 from ...lang.ir import Cut, Program, Samples, in_flight, support
 from ...lang.plan_file import Schedule
 from .moments import Moment, Sizes
@@ -25,10 +24,10 @@ class Flight:
         others = dict(self.others)
         held: Sizes = {}
         for cut, size in kept.held.items():
-            count = others.get(unmarked(cut[2]), 0)
+            count = others.get(cut.ratio, 0)
             held[cut] = count * max(size - before.held.get(cut, 0.0), 0.0)
         small = {
-            cut: others.get(unmarked(cut[2]), 0) * max(size - before.small.get(cut, 0.0), 0.0)
+            cut: others.get(cut.ratio, 0) * max(size - before.small.get(cut, 0.0), 0.0)
             for cut, size in kept.small.items()
         }
         for name in self.moved:

@@ -9,7 +9,6 @@ from ...cost.calls import Kind
 from ...lang.ir import Cut, Partial, Shard
 from ...lang.rules import Call
 from ..kept import Row, backward_bytes, extra_bytes, forward_bytes, kept, row_of
-from .moments import whole
 from .views import contiguous, is_dense, reshaped, view_of
 
 Strides = tuple[int, ...]
@@ -77,7 +76,7 @@ def mask_bytes(kind: Kind) -> float:
 def temporaries(kind: Kind, cut: Cut, size_bytes: float) -> tuple[tuple[float, Cut], ...]:
     """Temporaries of a computation; a look-up in a piece of a table masks what it found."""
     masked = kind.call.op in LOOKUPS and isinstance(kind.outputs[0].placement, Partial)
-    looked_up = [(float(kind.outputs[0].value.size_bytes), whole(kind.outputs[0]))] if masked else []
+    looked_up = [(float(kind.outputs[0].value.size_bytes), kind.outputs[0].cut.whole)] if masked else []
     return ((size_bytes, cut), *looked_up)
 
 

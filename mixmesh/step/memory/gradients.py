@@ -9,7 +9,7 @@ from ...cost.outline import is_factored
 from ...lang.ir import Cut, Instruction
 from .footprints import Footprint
 from .ledger import View
-from .moments import result_name, whole
+from .moments import result_name
 from .state import State
 from .views import is_dense
 
@@ -55,7 +55,7 @@ def _factors(i: Instruction, footprint: Footprint) -> Iterator[tuple[float, Cut]
     """With ``sfb``, the factors of all ranks."""
     if is_factored(i):
         call = footprint.call
-        yield float(call.inputs[0].size_bytes + call.outputs[0].size_bytes), whole(i.type)
+        yield float(call.inputs[0].size_bytes + call.outputs[0].size_bytes), i.type.cut.whole
 
 
 def compute_weight(state: State, n: int) -> None:

@@ -44,9 +44,8 @@ class Ledger:
         held = self.held
         held[cut] = held.get(cut, 0.0) + size_bytes
         # by an even share, so that memory stays linear in the shares
-        small = (
-            self.has_heap and not stays and size_bytes / (self.world_size if cut[0] else 1) < OWN_PIECE_BYTES
-        )
+        piece_bytes = size_bytes / (self.world_size if cut.size else 1)
+        small = self.has_heap and not stays and piece_bytes < OWN_PIECE_BYTES
         if small:
             self.small[cut] = self.small.get(cut, 0.0) + size_bytes
             self.same_small = None

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ...lang.ir import Cut, Instruction, TensorType
+from ...lang.ir import Cut, Instruction
 
 Sizes = dict[Cut, float]
 BUCKET = "a bucket of gradients"
 BEFORE = "before the first step"  # in the place of an event
 OPTIMIZER = "optimizer"  # the event
-EVERYWHERE: Cut = (0, 1, None)  # whole on every rank
 
 
 class Moment(NamedTuple):  # made by the thousand, in a third of a frozen dataclass's time
@@ -24,11 +23,6 @@ class Moment(NamedTuple):  # made by the thousand, in a third of a frozen datacl
     held: Sizes
     small: Mapping[Cut, float] = MappingProxyType({})
     event: str = ""
-
-
-def whole(t: TensorType) -> Cut:
-    """As ``t``, on the same ranks, but not cut."""
-    return 0, 1, t.ratio
 
 
 def result_name(i: Instruction) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ...lang.ir import EVERYWHERE
 from .collectives import land_all
-from .moments import EVERYWHERE, OPTIMIZER, Sizes
+from .moments import OPTIMIZER, Sizes
 from .state import State
 
 

@@ -9,7 +9,6 @@ from math import prod
 
 from ...cost.exchanges import DUAL_COLLECTIVE
 from ...lang.ir import Cut, Instruction, Shard, TensorType
-from .moments import whole
 
 EXCHANGES = (None, "all_to_all")  # forms of a reduce_scatter by which each rank has all addends of its piece
 
@@ -46,7 +45,7 @@ class Transfer:
         match self.op:
             case "reduce_scatter":
                 if not self.is_sent_as_it_is(cuda):
-                    yield size, whole(self.source)
+                    yield size, self.source.cut.whole
                 if not cuda and self.algorithm in EXCHANGES:
                     yield world_size * size, self.target.cut
             case "all_to_all" | "move":
@@ -59,4 +58,4 @@ class Transfer:
         if self.op != "all_gather" or not isinstance(placement, Shard):
             return
         if prod(self.target.value.shape[: placement.dim]) > 1 or cuda:
-            yield float(self.target.value.size_bytes), whole(self.target)
+            yield float(self.target.value.size_bytes), self.target.cut.whole

@@ -12,13 +12,13 @@ from ...cost.gpu_memory import POOL_BYTES, allocator_loss
 from ...cost.micro_steps import Part, scaled
 from ...cost.outline import Outline
 from ...cost.sums import Summed, order_of_sums
-from ...lang.ir import Cut, Program
+from ...lang.ir import EVERYWHERE, Cut, Program
 from ...lang.optimizer_states import OptimizerStates
 from ..step import Step, step_of
 from .buckets import bucket_moments
 from .flight import NO_FLIGHT, Flight
 from .fold import liveness
-from .moments import EVERYWHERE, Moment, Sizes
+from .moments import Moment, Sizes
 from .state import Held, Setting
 
 # a CPU's heap: what it loses between tensors, and what it keeps of small ones (``runtime.allocator``)
@@ -49,7 +49,7 @@ class Walked:
         self.moments, self.complete = lives.moments, lives.complete
         every = (*self.moments, *self.complete.values())
         # a bucket is whole on the ranks of its parameters
-        summed = ((0, 1, p.type.ratio) for p in program.params)
+        summed = (p.type.cut.whole for p in program.params)
         copied = (p.type.cut for copies in program.copies.values() for p in copies)
         cuts = dict.fromkeys(chain(*(m.held for m in every), summed, copied))
         self.cuts: tuple[Cut, ...] = tuple(dict.fromkeys((*cuts, EVERYWHERE)))
@@ -120,7 +120,7 @@ class Memory:
     def shares(self, program: Program, part: Part = None) -> np.ndarray:
         """(cut, rank); in a micro-batch of this ``part`` of the samples."""
         shares = [
-            scaled(cut_shares(cut, program.ratio(cut[2]), program.world_size), cut[2], part)
+            scaled(cut_shares(cut, program.ratio(cut.ratio), program.world_size), cut, part)
             for cut in self.cuts
         ]
         return np.array(shares).reshape(len(self.cuts), program.world_size)
@@ -139,7 +139,7 @@ class Memory:
 
     def envelope(self) -> tuple[Sizes, ...]:
         """The moments that are the peak for some share from 0 to 1 of all that is cut."""
-        cut = np.array([bool(size) for size, _, _ in self.cuts], dtype=bool)
+        cut = np.array([bool(cut.size) for cut in self.cuts], dtype=bool)
         fixed, slope = self.sizes[:, ~cut].sum(axis=1), self.sizes[:, cut].sum(axis=1)
         highest, share = [], 0.0
         at = int(np.lexsort((slope, fixed))[-1])
