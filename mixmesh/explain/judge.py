@@ -27,7 +27,7 @@ from ..planner.passes.rematerialisation import fewest
 from ..planner.proposal import Proposal
 from ..planner.task import Task
 from ..planner.two_level import recomputed_within
-from ..search.placement.split import is_joined
+from ..search.placement.sets import is_joined
 
 
 @dataclass(frozen=True)

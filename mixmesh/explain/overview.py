@@ -26,7 +26,8 @@ from ..lang.optimizer_states import ADAM, OptimizerStates
 from ..lang.plan_file import Plan
 from ..passes.zero import zero_stage
 from ..search.placement.lift import operator_name, ratios_of
-from ..search.placement.split import is_joined, split
+from ..search.placement.sets import is_joined, members_of
+from ..search.placement.split import split
 from .changes import collectives
 from .judge import Judge
 from .summary import kinds
@@ -121,11 +122,11 @@ def _held_samples(program: Program, i: Instruction, rank: int) -> int:
 
 def _machines(plan: Plan) -> Iterator[Unit]:
     sets, wholes = split(plan.program)
-    for m, s in enumerate(sets):
+    for member, s in zip(members_of(plan.program), sets):
         sizes = [s.part.cuts[name].size for name in wholes if name in s.part.cuts]
         operators = [i for i in s.program.instructions if is_computation(i)]
         samples = (sizes[0],) * len(s.ranks) if sizes else ()
-        yield _unit(f"m{m}", s.program, s.ranks, samples, operators)
+        yield _unit(str(member), s.program, s.ranks, samples, operators)
 
 
 def _stages(plan: Plan) -> Iterator[Unit]:

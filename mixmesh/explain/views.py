@@ -11,7 +11,6 @@ A placement may name the part of the plan where it holds: ``S(0)@r1`` under the 
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -27,7 +26,8 @@ from ..search.baselines import fully_sharded
 from ..search.placement.join import join
 from ..search.placement.lift import lifted, operator_name, placed_of, ratios_of
 from ..search.placement.lower import Placed, lower
-from ..search.placement.split import is_joined, split
+from ..search.placement.sets import is_joined, members_of
+from ..search.placement.split import split
 from ..search.synthesis.choices import R
 from .names import find_tensor, in_all_layers
 from .places import Place, Search, held_as
@@ -228,34 +228,35 @@ class Joined(View):
         self.program = program
         self.sets, self.wholes = split(program)
         asked = tensor.strip().removeprefix("%")
-        machine = re.fullmatch(r"(.+)\.m(\d+)", asked)
-        numbers: Sequence[int] = range(len(self.sets))
-        if machine and int(machine[2]) in numbers:
-            asked, numbers = machine[1], (int(machine[2]),)
-        self.numbers = tuple(numbers)
+        members = members_of(program)
+        of_one = [member for member in members if member.own(asked) != asked]
+        self.members = tuple(of_one) or members
+        asked = self.members[0].own(asked)
         places: list[Place] = []
         tensors: list[str] = []
         values: list[str] = []
         place_of: dict[tuple, Place] = {}  # machines of equal devices with equal samples share a search
         settings = Search(costs, optimizer_states, PRICES)
-        for m in self.numbers:
-            graph = self.sets[m].program.graph
-            name = find_tensor(self.sets[m].program, asked)
+        for member in self.members:
+            mine = self.sets[member.number].program
+            graph = mine.graph
+            name = find_tensor(mine, asked)
             names = in_all_layers(graph, name) if all_layers else (name,)
             names = (name, *(other for other in names if other != name))
-            ratio = self.sets[m].program.ratios[0][1]
+            ratio = mine.ratios[0][1]
             shares = tuple((costs.class_of[r], ratio[r]) for r in support(ratio))
-            types = tuple(i.types for i in self.sets[m].program.instructions)
+            types = tuple(i.types for i in mine.instructions)
             key = (graph.fingerprint, names, shares, types)
             if key in place_of:
-                places.append(place_of[key].on(self.sets[m].program, ratio))
+                places.append(place_of[key].on(mine, ratio))
             else:
-                places.append(place_of.setdefault(key, Place(self.sets[m].program, ratio, names, settings)))
-            tensors += names if m == self.numbers[0] else ()
-            values.append(f"{name}.m{m}" if f"{name}.m{m}" in program.producers else name)
+                places.append(place_of.setdefault(key, Place(mine, ratio, names, settings)))
+            tensors += names if member == self.members[0] else ()
+            value = member.value(name)
+            values.append(value if value in program.producers else name)
         self.places, self.tensors, self.values = tuple(places), tuple(tensors), tuple(values)
-        if len(self.numbers) == 1:
-            self.tensors = tuple(f"{name}.m{self.numbers[0]}" for name in tensors)
+        if len(self.members) == 1:
+            self.tensors = tuple(map(self.members[0].value, tensors))
 
     @property
     def own(self) -> tuple[int, ...]:
@@ -265,24 +266,24 @@ class Joined(View):
         """The placement if it is the same in all machines, else that of each."""
         if len(codes) == len(self.sets) and len(set(codes)) == 1:
             return placement_text(codes[0])
-        return ", ".join(f"{placement_text(code)}@m{m}" for m, code in zip(self.numbers, codes))
+        return ", ".join(f"{placement_text(code)}@{member}" for member, code in zip(self.members, codes))
 
     def programs(self, codes: tuple[int, ...]) -> Iterator[Program]:
         """Joins the machines' programs at one price each; a machine without a program at that price uses its
         first one, and machines that are not in question keep theirs."""
         options_of = [
             {
-                **({"plan": self.sets[m].program} if code == place.own else {}),
+                **({"plan": self.sets[member.number].program} if code == place.own else {}),
                 **place.searched(code),
                 **{("stored", price): p for price, p in place.stored(code).items()},
             }
-            for m, place, code in zip(self.numbers, self.places, codes)
+            for member, place, code in zip(self.members, self.places, codes)
         ]
         keys = dict.fromkeys(key for options in options_of for key in options)
         for key in keys if all(options_of) else ():
             chosen = [s.program for s in self.sets]
-            for m, options in zip(self.numbers, options_of):
-                chosen[m] = options[key] if key in options else next(iter(options.values()))
+            for member, options in zip(self.members, options_of):
+                chosen[member.number] = options[key] if key in options else next(iter(options.values()))
             yield self.joined(chosen)
 
     def joined(self, programs: Sequence[Program]) -> Program:

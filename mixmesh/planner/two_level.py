@@ -136,7 +136,7 @@ class TwoLevel:
         while left:
             slowest = max(range(self.task.world_size), key=lambda r: made.timeline.compute_s[r])
             m = next(m for m, ranks in enumerate(self.machines) if slowest in ranks)
-            mine = [number for number in regions(made.program) if number % len(self.machines) == m]
+            mine = regions_on(made.program, self.machines[m])
             fewer = fewest(self.task, made, mine)
             if m not in left or fewer.timeline.step_s >= made.timeline.step_s:
                 break
@@ -255,6 +255,12 @@ class TwoLevel:
             if fits(inner, timeline, ranks, spare):
                 candidates.append((timeline.step_s, shared))
         return min(candidates, key=lambda pair: pair[0])[1] if candidates else forms[-1]
+
+
+def regions_on(program: Program, ranks: tuple[int, ...]) -> list[int]:
+    """The numbers of the regions that run on some of ``ranks`` and nowhere else."""
+    starts = {number: program.instructions[members[0]] for number, members in regions(program).items()}
+    return [number for number, i in starts.items() if {*program.participants(i.types[0])} <= {*ranks}]
 
 
 def fits(task: Task, timeline: Timeline, ranks: Iterable[int], spare: float = 0.0) -> bool:

@@ -28,8 +28,9 @@ from ...lang.ir import (
 )
 from .lower import even_over
 from .part import NotDivisible, Part, output_key
+from .sets import SHARED, Member
 
-SHARED = "m"  # the ratio of what all sets hold, where some ranks are of none
+WHOLE, SAMPLES = ".whole", ".samples"  # behind the name of an input's value, on its way to a set
 GATHERED, PADDED = ".gathered", ".padded"  # behind the name of an output's value, on its way to everyone
 
 
@@ -56,6 +57,7 @@ def join(name: str, sets: Sequence[Set], values: dict[str, ValueType]) -> Progra
 class _Joining:
     def __init__(self, name: str, sets: Sequence[Set], values: dict[str, ValueType]) -> None:
         self.name, self.sets, self.values = name, sets, values
+        self.members = tuple(map(Member, range(len(sets))))
         self.world_size = sets[0].program.world_size
         self.ratios: list[tuple[str, Ratio]] = []
         members = tuple(sorted(r for s in sets for r in s.ranks))
@@ -67,10 +69,10 @@ class _Joining:
         self.loaded = [{i.args[0]: i for i in s.program.params} for s in sets]
 
     def program(self) -> Program:
-        for m, s in enumerate(self.sets):
-            self.ratios += [(f"m{m}.{name}", ratio) for name, ratio in s.program.ratios]
-            self.ratios.append((f"m{m}", even_over(s.ranks, self.world_size)))
-        streams = [self.stream(m) for m in range(len(self.sets))]
+        for member, s in zip(self.members, self.sets):
+            self.ratios += [(member.ratio(name), ratio) for name, ratio in s.program.ratios]
+            self.ratios.append((member.ratio(None), even_over(s.ranks, self.world_size)))
+        streams = [self.stream(member) for member in self.members]
         while True:
             # each up to its next sum over all samples, or its end
             met = self.interleave(streams)
@@ -81,7 +83,7 @@ class _Joining:
             self.meet(met[0])
         for i in outputs_of(self.sets[0].program).values():
             self.output(i)
-        loss = self.total([(m, s.program.loss) for m, s in enumerate(self.sets)], "loss.total")
+        loss = self.total([s.program.loss for s in self.sets], "loss.total")
         return Program(self.name, self.world_size, tuple(self.ratios), tuple(self.out), loss)
 
     def interleave(self, streams: list[Iterator[str]]) -> list[str | None]:
@@ -94,30 +96,30 @@ class _Joining:
                     met[m] = next(stream, None)
         return met
 
-    def stream(self, m: int) -> Iterator[str]:
+    def stream(self, member: Member) -> Iterator[str]:
         """Adds the instructions of a set; gives "" after each, or the name of a sum over all samples where
         one has to be made."""
-        s = self.sets[m]
+        s = self.sets[member.number]
         moved = [moved_to_all(s.program, i) for i in outputs_of(s.program).values()]
         for i in s.program.instructions:
             if i in moved:
                 continue  # to ranks outside of the set
             if i.is_leaf:
-                self.leaf(m, i)
+                self.leaf(member, i)
             elif i.op == "update":
-                args = (i.args[0], Ref(f"{i.inputs[0]}.m{m}"))
+                args = (i.args[0], Ref(member.value(i.inputs[0])))
                 self.out.append(replace(i, args=args))
             elif i.op == "output":
                 continue  # for all sets together, in the end
             elif i.results[0] in s.part.summed:
                 yield i.results[0]
             else:
-                self.out.append(self.of_set(m, i))
+                self.out.append(self.of_set(member, i))
             yield ""
 
-    def of_set(self, m: int, i: Instruction) -> Instruction:
-        args, kwargs = map_arguments(i.args, i.kwargs, lambda ref: Ref(f"{ref.name}.m{m}"))
-        part, attrs = self.sets[m].part, i.attrs
+    def of_set(self, member: Member, i: Instruction) -> Instruction:
+        args, kwargs = map_arguments(i.args, i.kwargs, lambda ref: Ref(member.value(ref.name)))
+        part, attrs = self.sets[member.number].part, i.attrs
         drawn = next((r for r in i.results if r in part.drawn), None)
         if drawn is not None:
             cut = part.cuts.get(drawn)
@@ -126,42 +128,42 @@ class _Joining:
             else:
                 shape = i.types[0].value.shape
                 attrs += (("drawn", (part.drawn[drawn], 0, 0, *shape)),)
-        # a region is of one set's computations: no rank computes again for another
-        attrs = tuple((k, v * len(self.sets) + m if k == "recompute" else v) for k, v in attrs)
+        num_sets = len(self.sets)
+        attrs = tuple((k, member.region(v, num_sets) if k == "recompute" else v) for k, v in attrs)
         return replace(
             i,
-            results=tuple(None if r is None else f"{r}.m{m}" for r in i.results),
-            types=tuple(self.type(m, t) for t in i.types),
+            results=tuple(None if r is None else member.value(r) for r in i.results),
+            types=tuple(self.type(member, t) for t in i.types),
             args=args,
             kwargs=kwargs,
             attrs=attrs,
         )
 
-    def type(self, m: int, t: TensorType) -> TensorType:
-        return replace(t, ratio=f"m{m}" if t.ratio is None else f"m{m}.{t.ratio}")
+    def type(self, member: Member, t: TensorType) -> TensorType:
+        return replace(t, ratio=member.ratio(t.ratio))
 
-    def leaf(self, m: int, i: Instruction) -> None:
-        mine = self.type(m, i.type)
+    def leaf(self, member: Member, i: Instruction) -> None:
+        mine = self.type(member, i.type)
         if i.op == "param" and any(
             not isinstance(loaded[i.args[0]].type.placement, Replicate) for loaded in self.loaded
         ):
             attrs = tuple((k, v) for k, v in i.attrs if k != "bucket")
-            self.out.append(replace(i, results=(f"{i.result}.m{m}",), types=(mine,), attrs=attrs))
+            self.out.append(replace(i, results=(member.value(i.result),), types=(mine,), attrs=attrs))
             return
         value = self.values.get(i.result, i.type.value)
         if i.result not in self.everyone:
             self.everyone.add(i.result)
             whole = TensorType(value, REPLICATE, self.shared)
             self.out.append(replace(i, types=(whole,), attrs=()))
-        cut = self.sets[m].part.cuts.get(i.result) if i.op == "input" else None
+        cut = self.sets[member.number].part.cuts.get(i.result) if i.op == "input" else None
         sharded = not isinstance(i.type.placement, Replicate)
-        last = f"{i.result}.m{m}"
-        first = last if cut is None and not sharded else f"{last}.whole"
-        held = TensorType(value, REPLICATE, f"m{m}")
+        last = member.value(i.result)
+        first = last if cut is None and not sharded else f"{last}{WHOLE}"
+        held = TensorType(value, REPLICATE, member.ratio(None))
         self.add(first, "move", (Ref(i.result),), held)
         if cut is not None:
-            name = f"{last}.samples" if sharded else last
-            held = TensorType(i.type.value, REPLICATE, f"m{m}")
+            name = f"{last}{SAMPLES}" if sharded else last
+            held = TensorType(i.type.value, REPLICATE, member.ratio(None))
             args = (Ref(first), cut.dim, cut.start, cut.start + cut.size, 1)
             self.add(name, "aten.slice.Tensor", args, held)
             first = name
@@ -174,32 +176,33 @@ class _Joining:
 
     def meet(self, name: str) -> None:
         """The sum over all samples, then in each set as its program holds it."""
-        sources = []
-        for m, s in enumerate(self.sets):
-            (source,) = s.program.producers[name].inputs
-            sources.append((m, source))
+        sources = [s.program.producers[name].inputs[0] for s in self.sets]
         total = self.total(sources, f"{name}.addends")
         value = self.sets[0].program.types[name].value
         self.add(f"{name}.total", "all_reduce", (Ref(total),), TensorType(value, REPLICATE, self.shared))
-        for m, s in enumerate(self.sets):
-            t = self.type(m, s.program.types[name])
-            held = TensorType(value, REPLICATE, f"m{m}")
+        for member, s in zip(self.members, self.sets):
+            t = self.type(member, s.program.types[name])
+            held, last = TensorType(value, REPLICATE, member.ratio(None)), member.value(name)
             if isinstance(t.placement, Replicate):
-                self.add(f"{name}.m{m}", "move", (Ref(f"{name}.total"),), replace(held, ratio=t.ratio))
+                self.add(last, "move", (Ref(f"{name}.total"),), replace(held, ratio=t.ratio))
                 continue
-            first = self.add(f"{name}.m{m}.whole", "move", (Ref(f"{name}.total"),), held)
+            first = self.add(f"{last}{WHOLE}", "move", (Ref(f"{name}.total"),), held)
             op = redistribution(REPLICATE, t.placement)
-            self.add(f"{name}.m{m}", op, (Ref(first),), t)
+            self.add(last, op, (Ref(first),), t)
 
-    def total(self, sources: list[tuple[int, str]], name: str) -> str:
+    def total(self, sources: list[str], name: str) -> str:
         """Addends of a sum over all sets, which all of them hold: a rank has zero for those of other sets."""
-        value = self.sets[0].program.types[sources[0][1]].value
-        return self.sum([f"{v}.m{m}" for m, v in sources], name, value, self.shared)
+        value = self.sets[0].program.types[sources[0]].value
+        addends = [member.value(v) for member, v in zip(self.members, sources)]
+        return self.sum(addends, name, value, self.shared)
 
     def sum(self, pieces: list[str], name: str, value: ValueType, ratio: str | None = None) -> str:
         """The addends ``pieces``, one of each set, as one that the ranks of a ratio hold, or everyone."""
         everyone = TensorType(value, PARTIAL, ratio)
-        totals = [self.add(f"{name}.m{m}", "move", (Ref(v),), everyone) for m, v in enumerate(pieces)]
+        totals = [
+            self.add(member.value(name), "move", (Ref(v),), everyone)
+            for member, v in zip(self.members, pieces)
+        ]
         result = totals[0]
         for n, other in enumerate(totals[1:], 1):
             total = name if n == len(totals) - 1 else f"{name}.{n}"
@@ -215,29 +218,31 @@ class _Joining:
         value, cut = self.sets[0].program.types[source].value, self.sets[0].part.cuts.get(output_key(name))
         if cut is None:
             whole = TensorType(value, REPLICATE)
-            shown = self.add(f"{name}.shown", "move", (Ref(f"{source}.m0"),), whole)
+            shown = self.add(f"{name}.shown", "move", (Ref(self.members[0].value(source)),), whole)
         elif value.dtype == "bool":
             raise NotDivisible(f"the output {name} is bool, of which sets of devices make no sum")
         else:
             value = replace(value, shape=cut.whole)
-            pieces = [self.padded(m, outputs_of(s.program)[name]) for m, s in enumerate(self.sets)]
+            pieces = [
+                self.padded(member, outputs_of(s.program)[name]) for member, s in zip(self.members, self.sets)
+            ]
             total = self.sum(pieces, f"{name}.addends", value)
             whole = TensorType(value, REPLICATE)
             shown = self.add(f"{name}.shown", "all_reduce", (Ref(total),), whole)
         self.out.append(replace(first, args=(name, Ref(shown))))
 
-    def padded(self, m: int, i: Instruction) -> str:
+    def padded(self, member: Member, i: Instruction) -> str:
         """The rows of a set among zeros for those of others, whole on its ranks."""
-        program, (source,) = self.sets[m].program, i.inputs
-        t, cut = program.types[source], self.sets[m].part.cuts[output_key(i.args[0])]
-        name, held = f"{source}.m{m}", self.type(m, t)
+        s, (source,) = self.sets[member.number], i.inputs
+        t, cut = s.program.types[source], s.part.cuts[output_key(i.args[0])]
+        name, held = member.value(source), self.type(member, t)
         if not isinstance(t.placement, Replicate):
             held = replace(held, placement=REPLICATE)
-            name = self.add(f"{source}{GATHERED}.m{m}", "all_gather", (Ref(name),), held)
+            name = self.add(member.value(f"{source}{GATHERED}"), "all_gather", (Ref(name),), held)
         rows = cut.start, cut.whole[0] - cut.start - cut.size
         args = Ref(name), (0, 0) * (len(cut.whole) - 1) + rows
         whole = replace(held, value=replace(t.value, shape=cut.whole))
-        return self.add(f"{source}{PADDED}.m{m}", "aten.constant_pad_nd", args, whole)
+        return self.add(member.value(f"{source}{PADDED}"), "aten.constant_pad_nd", args, whole)
 
 
 def moved_to_all(program: Program, i: Instruction) -> Instruction | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 from ...lang.ir import (
@@ -15,16 +14,9 @@ from ...lang.ir import (
     ValueType,
     map_arguments,
 )
-from .join import GATHERED, PADDED, SHARED, Set
+from .join import GATHERED, PADDED, SAMPLES, WHOLE, Set
 from .part import Cut, Part, output_key
-
-OF_SET = re.compile(r"m(\d+)(?:\.(.+))?")  # a ratio of a set; without a name that of what it holds whole
-WHOLE, SAMPLES = ".whole", ".samples"  # suffixes of an input on its way to a set
-
-
-def is_joined(program: Program) -> bool:
-    """Whether ``join`` made a program, by the names of its ratios."""
-    return "m0" in program.ratio_of and "m1" in program.ratio_of
+from .sets import SHARED, Member, SetScope, members_of, scope_of
 
 
 def split(program: Program) -> tuple[tuple[Set, ...], dict[str, ValueType]]:
@@ -42,112 +34,119 @@ def split(program: Program) -> tuple[tuple[Set, ...], dict[str, ValueType]]:
 class _Splitting:
     def __init__(self, program: Program) -> None:
         self.whole = program
-        numbers = {int(match[1]) for name, _ in program.ratios if (match := OF_SET.fullmatch(name))}
-        self.sources: dict[str, dict[int, str]] = {}  # by sum over all sets, what each adds
+        self.members = members_of(program)
+        self.scopes = {name: scope for name, _ in program.ratios if (scope := scope_of(name)) is not None}
+        self.sources: dict[str, dict[Member, str]] = {}  # by sum over all sets, what each adds
         for i in program.instructions:
             is_shared = i.op == "move" and i.type.ratio in (None, SHARED)
             if is_shared and isinstance(i.type.placement, Partial):
-                name, _, number = i.result.rpartition(".m")
-                self.sources.setdefault(name, {})[int(number)] = own(i.inputs[0])
-        self.out: dict[int, list[Instruction]] = {m: [] for m in sorted(numbers)}
-        self.cuts: dict[int, dict[str, Cut]] = {m: {} for m in self.out}
-        self.drawn: dict[int, dict[str, int]] = {m: {} for m in self.out}
-        self.summed: dict[int, set[str]] = {m: set() for m in self.out}
+                member = self.member_of(i.inputs[0])
+                self.sources.setdefault(member.own(i.result), {})[member] = member.own(i.inputs[0])
+        self.out: dict[Member, list[Instruction]] = {member: [] for member in self.members}
+        self.cuts: dict[Member, dict[str, Cut]] = {member: {} for member in self.members}
+        self.drawn: dict[Member, dict[str, int]] = {member: {} for member in self.members}
+        self.summed: dict[Member, set[str]] = {member: set() for member in self.members}
+
+    def scope(self, t: TensorType) -> SetScope | None:
+        """The scope of a type's ratio; None for what is not of one set alone."""
+        return None if t.ratio is None else self.scopes.get(t.ratio)
+
+    def member_of(self, name: str) -> Member:
+        """The set that holds a value."""
+        scope = self.scope(self.whole.types[name])
+        assert scope is not None  # asked of values of one set
+        return scope.member
 
     def sets(self) -> tuple[Set, ...]:
         for i in self.whole.instructions:
             if i.op == "output":
                 self.output(i)
             elif i.op == "update":
-                self.out[number_of(i.inputs[0])].append(replace(i, args=(i.args[0], Ref(own(i.inputs[0])))))
-            elif i.types and (match := OF_SET.fullmatch(i.types[0].ratio or "")):
-                self.instruction(int(match[1]), i)
-        return tuple(self.set(m) for m in self.out)
+                self.sink(i, i.inputs[0])
+            elif i.types and (scope := self.scope(i.types[0])) is not None:
+                self.instruction(scope.member, i)
+        return tuple(map(self.set, self.members))
+
+    def sink(self, i: Instruction, source: str) -> None:
+        """A sink of the set that holds ``source``, which it takes there."""
+        member = self.member_of(source)
+        self.out[member].append(replace(i, args=(i.args[0], Ref(member.own(source)))))
 
     def output(self, i: Instruction) -> None:
         """An output goes back to the sets that give rows of it, or to the one that gives all."""
         maker = self.whole.producers[i.inputs[0]]
         addends = self.sources.get(f"{i.args[0]}.addends")
         if addends is None:
-            source = maker.inputs[0]
-            self.out[number_of(source)].append(replace(i, args=(i.args[0], Ref(own(source)))))
+            self.sink(i, maker.inputs[0])
             return
-        for m, padded in addends.items():
-            source = padded.removesuffix(PADDED)
-            pad = self.whole.producers[f"{padded}.m{m}"]
-            value, start = self.whole.types[f"{source}.m{m}"].value, pad.args[1][-2]
+        for member, padded in addends.items():
+            source = member.value(padded.removesuffix(PADDED))
+            pad = self.whole.producers[member.value(padded)]
+            value, start = self.whole.types[source].value, pad.args[1][-2]
             whole = pad.type.value.shape
-            self.cuts[m][output_key(i.args[0])] = Cut(0, start, value.shape[0], whole)
-            self.out[m].append(replace(i, args=(i.args[0], Ref(source))))
+            self.cuts[member][output_key(i.args[0])] = Cut(0, start, value.shape[0], whole)
+            self.sink(i, source)
 
-    def set(self, m: int) -> Set:
+    def set(self, member: Member) -> Set:
         ratios: list[tuple[str, Ratio]] = []
-        for name, ratio in self.whole.ratios:
-            match = OF_SET.fullmatch(name)
-            if match and int(match[1]) == m and match[2]:
-                ratios.append((match[2], ratio))
-        loss = self.sources["loss.total"][m]
+        for name, scope in self.scopes.items():
+            if scope.member == member and scope.own is not None:
+                ratios.append((scope.own, self.whole.ratio_of[name]))
+        whole, loss = self.whole, self.sources["loss.total"][member]
         program = Program(
-            self.whole.name, self.whole.world_size, tuple(ratios), tuple(self.out[m]), loss, self.whole.dtypes
+            whole.name, whole.world_size, tuple(ratios), tuple(self.out[member]), loss, whole.dtypes
         )
-        return Set(Part(program.graph, self.cuts[m], frozenset(self.summed[m]), self.drawn[m]), program)
+        summed = frozenset(self.summed[member])
+        return Set(Part(program.graph, self.cuts[member], summed, self.drawn[member]), program)
 
-    def instruction(self, m: int, i: Instruction) -> None:
-        if i.results[0] is not None and own(i.results[0]).endswith((GATHERED, PADDED)):
+    def instruction(self, member: Member, i: Instruction) -> None:
+        first = next(r for r in i.results if r is not None)
+        if member.own(first).endswith((GATHERED, PADDED)):
             return  # on the way of an output to everyone
-        name = own(next(r for r in i.results if r is not None).removesuffix(WHOLE).removesuffix(SAMPLES))
+        name = member.own(first.removesuffix(WHOLE).removesuffix(SAMPLES))
         leaf = self.whole.producers.get(name)
         if leaf is not None and leaf.is_leaf:
-            self.leaf(m, i, name, leaf)
+            self.leaf(member, i, name, leaf)
         elif f"{name}.total" in self.whole.producers and f"{name}.addends" in self.sources:
-            if i.result == f"{name}.m{m}":
-                self.summed[m].add(name)
-                args = (Ref(self.sources[f"{name}.addends"][m]), 1)
-                self.out[m].append(Instruction((name,), (local(i.type),), "aten.mul.Tensor", args))
+            if first == member.value(name):
+                self.summed[member].add(name)
+                args = (Ref(self.sources[f"{name}.addends"][member]), 1)
+                self.out[member].append(Instruction((name,), (self.local(i.type),), "aten.mul.Tensor", args))
         else:
-            self.out[m].append(self.of_set(m, i))
+            self.out[member].append(self.of_set(member, i))
 
-    def leaf(self, m: int, i: Instruction, name: str, leaf: Instruction) -> None:
+    def leaf(self, member: Member, i: Instruction, name: str, leaf: Instruction) -> None:
         """The last of what brings an input or parameter to a set becomes that leaf."""
         if i.op == "aten.slice.Tensor":
             dim, start, stop = i.args[1:4]
-            self.cuts[m][name] = Cut(dim, start, stop - start, leaf.type.value.shape)
-        if i.result == f"{name}.m{m}":
-            self.out[m].append(replace(leaf, types=(local(i.type),), attrs=()))
+            self.cuts[member][name] = Cut(dim, start, stop - start, leaf.type.value.shape)
+        if i.result == member.value(name):
+            self.out[member].append(replace(leaf, types=(self.local(i.type),), attrs=()))
 
-    def of_set(self, m: int, i: Instruction) -> Instruction:
-        args, kwargs = map_arguments(i.args, i.kwargs, lambda ref: Ref(own(ref.name)))
-        results = tuple(None if r is None else own(r) for r in i.results)
+    def of_set(self, member: Member, i: Instruction) -> Instruction:
+        args, kwargs = map_arguments(i.args, i.kwargs, lambda ref: Ref(member.own(ref.name)))
+        results = tuple(None if r is None else member.own(r) for r in i.results)
         drawn = i.attr("drawn") if i.attrs else None
         if drawn is not None:
             number, dim, start, *whole = drawn
             for r, t in zip(results, i.types):
                 if r is not None:
-                    self.drawn[m][r] = number
+                    self.drawn[member][r] = number
                     size = t.value.shape[dim] if t.value.shape else 0
-                    self.cuts[m][r] = Cut(dim, start, size, tuple(whole))
-        attrs = ((k, v // len(self.out) if k == "recompute" else v) for k, v in i.attrs if k != "drawn")
+                    self.cuts[member][r] = Cut(dim, start, size, tuple(whole))
+        num_sets = len(self.members)
+        kept = ((k, v) for k, v in i.attrs if k != "drawn")
+        attrs = ((k, member.own_region(v, num_sets) if k == "recompute" else v) for k, v in kept)
         return replace(
             i,
             results=results,
-            types=tuple(map(local, i.types)),
+            types=tuple(map(self.local, i.types)),
             args=args,
             kwargs=kwargs,
             attrs=tuple(attrs),
         )
 
-
-def own(name: str) -> str:
-    """The name of a value within a set."""
-    return re.sub(r"\.m\d+$", "", name)
-
-
-def number_of(name: str) -> int:
-    """The number of the set that a value is of."""
-    return int(name.rpartition(".m")[2])
-
-
-def local(t: TensorType) -> TensorType:
-    """A type as the program of a set has it."""
-    match = OF_SET.fullmatch(t.ratio or "")
-    return replace(t, ratio=match and match[2])
+    def local(self, t: TensorType) -> TensorType:
+        """A type as the program of a set has it."""
+        scope = self.scope(t)
+        return replace(t, ratio=None if scope is None else scope.own)
