@@ -17,7 +17,6 @@ from ..lang.ir import Graph, Program, Ratio, support
 from ..lang.optimizer_states import OptimizerStates
 from ..planner.hap import GRADIENT_PRICES, WEIGHT, most_states
 from ..search.baselines import DATA_PARALLEL, fully_sharded
-from ..search.ratios import with_ratio
 from ..search.synthesis import Choices, NoProgram, Prices, Problem, emit, search
 from ..search.synthesis.choices import P, R, code_of
 from .reasons import why_not
@@ -92,7 +91,7 @@ class Place:
         if code not in self._searched:
             first = self._first
             alike = self._search(code) if first is self else first.searched(code).items()
-            self._searched[code] = {key: with_ratio(p, "r0", self.ratio) for key, p in alike}
+            self._searched[code] = {key: p.with_shares(self.ratio) for key, p in alike}
         return self._searched[code]
 
     def _search(self, code: int) -> Iterator[tuple[Hashable, Program]]:

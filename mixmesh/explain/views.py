@@ -134,7 +134,7 @@ class Lowered(View):
         self.graph = program.graph
         self.ratios = ratios_of(program)
         first = self.operators_of(names[0])
-        self.ratio = next((self.ratios[o] for o in first if o in self.ratios), program.ratios[0][1])
+        self.ratio = next((self.ratios[o] for o in first if o in self.ratios), program.shares)
         # its counterparts in layers under other ratios stay as they are
         names = tuple(n for n in names if n == names[0] or self.ratio in self.ratios_of(n))
         self.tensors = names
@@ -243,7 +243,7 @@ class Joined(View):
             name = find_tensor(mine, asked)
             names = in_all_layers(graph, name) if all_layers else (name,)
             names = (name, *(other for other in names if other != name))
-            ratio = mine.ratios[0][1]
+            ratio = mine.shares
             shares = tuple((costs.class_of[r], ratio[r]) for r in support(ratio))
             types = tuple(i.types for i in mine.instructions)
             key = (graph.fingerprint, names, shares, types)
@@ -293,7 +293,7 @@ class Joined(View):
     def in_shards(self, program: Program) -> Program | None:
         sets, _ = split(program)
         rest = {p.result for p in self.places[0].graph.params} - {n for p in self.places for n in p.names}
-        ranks = [support(s.program.ratios[0][1]) for s in sets]
+        ranks = [support(s.program.shares) for s in sets]
         return self.joined(
             [fully_sharded(s.program, rest) if len(r) > 1 else s.program for s, r in zip(sets, ranks)]
         )

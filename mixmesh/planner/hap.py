@@ -13,7 +13,6 @@ from ..lang.ir import PARTIAL, Program, Ratio, Shard, regions, support
 from ..passes.factors import most_saved_s
 from ..passes.recomputation import recomputed
 from ..search.baselines import fully_sharded
-from ..search.ratios import with_ratio
 from ..search.synthesis import Found, NoProgram, Prices, Problem, search
 from ..search.synthesis.choices import code_of
 from ..simulator import Simulation
@@ -80,7 +79,7 @@ class Synthesis:
         leaves to hope for says nothing about memory: a set that is too small for what is found there is
         followed by one that there would have been no time for, first by all devices."""
         task, baseline = self.task, self.task.proposed.get(DDP_TUNED)
-        best = None if baseline is None else (baseline.key, support(baseline.program.ratio_of["r0"]))
+        best = None if baseline is None else (baseline.key, support(baseline.program.shares))
         sets = self.sets()
         chosen = self.in_time(sets, prices)
         others = [ranks for ranks in sets if ranks not in chosen]
@@ -265,9 +264,7 @@ class Synthesis:
             if not judged and self.is_lost(free, simulation, least_s):
                 break
             better = self.task.ratio(simulation, program, ranks)
-            candidate = self.task.best_buckets(
-                self.planner, with_ratio(program, "r0", better or ratio), simulation
-            )
+            candidate = self.task.best_buckets(self.planner, program.with_shares(better or ratio), simulation)
             candidate = replace(candidate, gap=gap)
             tried.roomy &= candidate.feasible and not candidate.timeline.peak_memory_bytes
             yield from self.in_less_memory(candidate, program, ranks, least_s)
@@ -312,8 +309,8 @@ class Synthesis:
         so if nothing is summed, and whatever the buckets."""
         program = self.task.in_our_sums(self.planner, program)
         simulation = self.task.simulation(program)
-        ratio = self.task.ratio(simulation, program, ranks, limited=False) or program.ratio_of["r0"]
-        free = with_ratio(program, "r0", ratio)
+        ratio = self.task.ratio(simulation, program, ranks, limited=False) or program.shares
+        free = program.with_shares(ratio)
         with self.task.timed("simulate"):
             return free, *simulation.least_s(free)
 
@@ -330,7 +327,7 @@ class Synthesis:
         if all(made.peak_memory_bytes[r] < FULL * self.task.usable_bytes[r] for r in ranks):
             return False
         free = self.task.ratio(made.simulation, made.program, ranks, limited=False)
-        pairs = zip(made.program.ratio_of["r0"], free or ())
+        pairs = zip(made.program.shares, free or ())
         return max((abs(a - b) for a, b in pairs), default=0.0) > BOUND_BY_MEMORY
 
     def computed_again(self, program: Program, ranks: tuple[int, ...], least_s: float) -> Iterator[Proposal]:
@@ -356,7 +353,7 @@ class Synthesis:
             ratio = self.task.ratio(simulation, program, ranks, HEADROOM + spare)
             if ratio is None:
                 break
-            best = self.task.best_buckets(self.planner, with_ratio(program, "r0", ratio), simulation)
+            best = self.task.best_buckets(self.planner, program.with_shares(ratio), simulation)
             if best.feasible:
                 break
         return best
@@ -375,7 +372,7 @@ class Synthesis:
             ratio = self.task.ratio(simulation, sharded, ranks, HEADROOM + spare)
             if ratio is None:
                 return
-            candidate = self.task.judge(self.planner, with_ratio(sharded, "r0", ratio), simulation)
+            candidate = self.task.judge(self.planner, sharded.with_shares(ratio), simulation)
             if candidate.feasible or spare == SPARE[-1]:
                 yield self.improved(candidate, SHARES)
                 return

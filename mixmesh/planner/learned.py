@@ -9,8 +9,8 @@ import importlib.util
 from collections.abc import Iterator
 
 from ..errors import InputError
+from ..lang.ir import support
 from ..search.evaluate import Evaluator, Measure, placed_of
-from ..search.ratios import with_ratio
 from .passes import SHARES
 from .placed import JUDGED, cuts, judged
 from .proposal import Proposal
@@ -77,11 +77,10 @@ def best_of(task: Task, planner: str, evaluate: Evaluator, count: int = JUDGED) 
 
 
 def with_best_shares(task: Task, made: Proposal) -> Iterator[Proposal]:
-    ((name, ratio),) = made.program.ratios
-    ranks = tuple(r for r, share in enumerate(ratio) if share)
+    ranks = support(made.program.shares)
     better = task.ratio(made.simulation, made.program, ranks)
     if better is not None:
-        program = with_ratio(made.program, name, better)
+        program = made.program.with_shares(better)
         best = task.best_buckets(made.planner, program, made.simulation)
         yield SHARES(task, best, task.budget)
 

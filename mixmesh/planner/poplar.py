@@ -146,7 +146,7 @@ class Staged:
                     seen.add(ranks)
                     yield from Staged(self.task, self.stage, ranks).proposals()
                 continue
-            program = with_ratio(self.program, "r0", make_ratio(allocation.samples))
+            program = self.program.with_shares(make_ratio(allocation.samples))
             program = self.owned_as(program, owners)
             planned = micro_batches if accumulating else None
             yield self.task.best_buckets("poplar", program, simulation, planned)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..passes.order import separated
-from ..search.ratios import with_ratio
 from ..search.synthesis import prove
 from .hap import shape_of
 from .passes import SHARES
@@ -27,7 +26,7 @@ def proved(task: Task, proposal: Proposal, limit_s: float) -> Proposal:
         exact = prove(problem, path, limit_s)
     best = replace(proposal, gap=replace(path, bound_s=exact.bound_s).gap)
     if exact.cost_s < path.cost_s * (1 - CHEAPER):
-        program = with_ratio(task.spell(problem, exact), "r0", proposal.program.ratio_of["r0"])
+        program = task.spell(problem, exact).with_shares(proposal.program.shares)
         candidate = replace(task.best_buckets(proposal.planner, task.packed(program)), gap=exact.gap)
         best = min(best, SHARES(task, candidate, task.budget), key=lambda p: p.key)
     return best

@@ -37,7 +37,7 @@ from ..lang.rules import RULES, Units
 from ..passes.buckets import bucketings, numbered
 from ..passes.order import coalesced, levels_of_sums, most_saved_s
 from ..search.baselines import data_parallel, device_seconds, ratio_of_speeds
-from ..search.ratios import optimal_ratio, usable_bytes, with_ratio
+from ..search.ratios import optimal_ratio, usable_bytes
 from ..search.synthesis import Choices, Found, Problem, emit
 from ..simulator import MicroBatches, Simulation
 from .budget import AMPLE, CARE_STEPS, EACH, Budget
@@ -257,7 +257,7 @@ class Task:
 
             with self.timed("search"):
                 data_parallel(self.graph, self.costs, ratio, self.units, self.choices, spell)
-        return with_ratio(self._data_parallel[alone][1], "r0", ratio)
+        return self._data_parallel[alone][1].with_shares(ratio)
 
     def data_parallel_path(self, *, alone: bool) -> Found | None:
         """Its path for several ranks, or for one that is ``alone``, if it was asked for."""
@@ -270,7 +270,7 @@ class Task:
         key = (len(support(problem.ratio)) == 1, found.number)
         if key not in self._programs:
             self._programs[key] = emit(problem, found, named=True)
-        return with_ratio(self._programs[key], "r0", problem.ratio)
+        return self._programs[key].with_shares(problem.ratio)
 
     def packed(self, program: Program) -> Program:
         """The program with the small sums of a level as one, if that saves much of the step; what it saves
@@ -447,7 +447,7 @@ class Task:
     ) -> Ratio | None:
         """The best shares of ``ranks`` for a program and its simulation; None if they cannot all fit."""
         if len(ranks) == 1:
-            return program.ratio_of["r0"]
+            return program.shares
         try:
             with self.timed("ratios"):
                 ratio = optimal_ratio(

@@ -23,7 +23,7 @@ from ..search.baselines import TENSOR_PARALLEL, fully_sharded, only
 from ..search.placement.join import Set, join
 from ..search.placement.part import NotDivisible, Part, part_of
 from ..search.placement.split import split
-from ..search.ratios import usable_bytes, with_ratio
+from ..search.ratios import usable_bytes
 from ..simulator import Timeline
 from .budget import EACH
 from .device_sets import busiest_link_s
@@ -209,11 +209,9 @@ class TwoLevel:
             if (price, key, self.spare) not in self._fitting:
                 self._fitting[price, key, self.spare] = self.fitting(inner, program, ranks, self.spare)
             program = self._fitting[price, key, self.spare]
-        found_on = support(program.ratio_of["r0"])
-        shares = dict(zip(ranks, (program.ratio_of["r0"][r] for r in found_on)))
-        mine = with_ratio(
-            program, "r0", make_ratio([shares.get(r, 0.0) for r in range(self.task.world_size)])
-        )
+        found_on = support(program.shares)
+        shares = dict(zip(ranks, (program.shares[r] for r in found_on)))
+        mine = program.with_shares(make_ratio([shares.get(r, 0.0) for r in range(self.task.world_size)]))
         return Found(Set(part, mine), inner.simulation(mine).step_s(mine))
 
     def inner(self, key: tuple, part: Part) -> Task:
@@ -236,7 +234,7 @@ class TwoLevel:
         if program is None:
             return None
         ratio = inner.ratio(inner.simulation(program), program, ranks, limited=False)
-        return program if ratio is None else with_ratio(program, "r0", ratio)
+        return program if ratio is None else program.with_shares(ratio)
 
     def fitting(self, inner: Task, program: Program, ranks: tuple[int, ...], spare: float) -> Program:
         """The fastest form of a machine's program that fits; if none does, that of the least memory."""
@@ -250,7 +248,7 @@ class TwoLevel:
             ratio = inner.ratio(simulation, form, ranks, HEADROOM + spare)
             if ratio is None:
                 continue
-            shared = with_ratio(form, "r0", ratio)
+            shared = form.with_shares(ratio)
             timeline = simulation.run(shared)
             if fits(inner, timeline, ranks, spare):
                 candidates.append((timeline.step_s, shared))

@@ -66,7 +66,7 @@ def fully_sharded(program: Program, params: Collection[str] | None = None) -> Pr
         and i.result in program.requires_grad
         and (params is None or i.result in params)
     }
-    return stored_by_owners(program, stored, program.ratios[0][0])
+    return stored_by_owners(program, stored, program.main_ratio)
 
 
 def device_seconds(

@@ -256,7 +256,7 @@ def optimal_ratio(
     enough memory. ``step`` and ``memory``, of the same program, spare making them again.
 
     Raises Infeasible."""
-    name, ratio = program.ratios[0]
+    ratio = program.shares
     step = step or step_of(Sheet(program, costs))
     memory = memory or PeakMemory(costs, optimizer_states, step=step)
     classes = equal_ranks(costs, ranks)
@@ -279,11 +279,11 @@ def optimal_ratio(
         return make_ratio(found)
 
     def surely_fits(ratio: Ratio) -> bool:
-        most = memory.at_most(with_ratio(program, name, ratio))
+        most = memory.at_most(program.with_shares(ratio))
         return most is not None and all(most[r] <= usable_bytes(costs, r, headroom) for r in ranks)
 
     for _ in range(MAX_REFITS if costs.profile else 1):
-        before, at = ratio, with_ratio(program, name, ratio)
+        before, at = ratio, program.with_shares(ratio)
         every = phases(at, costs, tuple(equal[0] for equal in classes), step)
         free = solved(at, every, limited=False)
         # the best of all shares is the best of those that fit, if it does
@@ -294,5 +294,8 @@ def optimal_ratio(
 
 
 def with_ratio(program: Program, name: str, ratio: Ratio) -> Program:
-    """``program`` with another value for one ratio; the ranks that take part must stay the same."""
+    """``program`` with another value for one ratio; the ranks that take part must stay the same. Raises
+    KeyError for a ratio that it does not have."""
+    if name not in program.ratio_of:
+        raise KeyError(name)
     return program.changed(ratios=tuple((n, ratio if n == name else r) for n, r in program.ratios))

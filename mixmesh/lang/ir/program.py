@@ -49,6 +49,21 @@ class Program:
     def __str__(self) -> str:
         return print_program(self)
 
+    @property
+    def main_ratio(self) -> str:
+        """The name of the first ratio, by which a program over one ratio cuts all that it computes. Those
+        behind it are of what is stored."""
+        return self.ratios[0][0]
+
+    @property
+    def shares(self) -> Ratio:
+        """The shares of the main ratio."""
+        return self.ratios[0][1]
+
+    def with_shares(self, shares: Ratio) -> Program:
+        """The program under other shares of the main ratio; the ranks that take part must stay the same."""
+        return self.changed(ratios=((self.main_ratio, shares), *self.ratios[1:]))
+
     def ratio(self, name: str | None) -> Ratio | None:
         return None if name is None else self.ratio_of[name]
 

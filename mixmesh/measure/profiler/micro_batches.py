@@ -33,7 +33,6 @@ from ...runtime.allocator import resident_bytes
 from ...runtime.data import shard_batches
 from ...runtime.parallel import parallelize
 from ...runtime.train import default_optimizer, owned, peak_memory_bytes
-from ...search.ratios import with_ratio
 from ...step.memory import PeakMemory
 from .children import Outcome, attempt_on
 from .steps import tensors_of
@@ -200,7 +199,7 @@ class Plans:
         rows = [MicroBatch(-(-n // steps), steps, n // steps) for n in counts]
         counts.insert(self.rank, steps * size)
         rows.insert(self.rank, MicroBatch(size, steps, size))
-        program = with_ratio(self.program, "r0", make_ratio(counts))
+        program = self.program.with_shares(make_ratio(counts))
         return Plan(
             program,
             "rehearsal",

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from ...lang.ir import Program, support
 from ...passes.factors import best_factors
-from ...search.ratios import with_ratio
 from ..proposal import Proposal
 from ..task import Task
 from .row import Pass
@@ -24,9 +23,9 @@ def factored(task: Task, proposal: Proposal) -> Proposal:
     with_sums = best_factors(proposal.program, task.costs, judge)
     if with_sums is None:
         return proposal
-    simulation, ratio = task.simulation(with_sums), proposal.program.ratio_of["r0"]
+    simulation, ratio = task.simulation(with_sums), proposal.program.shares
     better = task.ratio(simulation, with_sums, support(ratio)) or ratio
-    with_better = task.best_buckets(proposal.planner, with_ratio(with_sums, "r0", better), simulation)
+    with_better = task.best_buckets(proposal.planner, with_sums.with_shares(better), simulation)
     candidates = (proposal, task.best_buckets(proposal.planner, with_sums, simulation), with_better)
     return replace(min(candidates, key=lambda p: p.key), gap=proposal.gap)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...lang.ir import Program, Ratio, make_ratio, shard_sizes, support
-from ...search.ratios import with_ratio
 from ..proposal import Proposal
 from ..task import Task
 from .row import Pass
@@ -17,7 +16,7 @@ FAR = 1.05  # times the best step: single samples save less
 def polish(task: Task, proposal: Proposal) -> Proposal:
     """Moves single samples between ranks while that shortens the simulated step; not where the best would
     stay far off, or there are fewer samples than ranks."""
-    ranks = support(proposal.program.ratio_of["r0"])
+    ranks = support(proposal.program.shares)
     if (
         not 1 < len(ranks) <= task.batch
         or not proposal.feasible
@@ -27,13 +26,13 @@ def polish(task: Task, proposal: Proposal) -> Proposal:
     simulation = proposal.simulation
 
     def at(counts) -> Program:
-        return with_ratio(proposal.program, "r0", make_ratio(counts))
+        return proposal.program.with_shares(make_ratio(counts))
 
     def judge(program: Program) -> Proposal:
         candidate_plan = task.judge(proposal.planner, program, simulation, step="polish")
         return replace(candidate_plan, gap=proposal.gap)
 
-    counts = list(whole_counts(proposal.program.ratio_of["r0"], task.batch))
+    counts = list(whole_counts(proposal.program.shares, task.batch))
     best = judge(at(counts))
     if proposal.key < best.key:
         best = proposal

@@ -252,7 +252,7 @@ class RunBalancer:
     ) -> tuple[Decision, NewShares | None, tuple[float, ...]]:
         """The decision on other shares for the same program."""
         plan, own_s = self._plan, self._observed.own_s()
-        name = sample_ratio(plan.program) or plan.program.ratios[0][0]
+        name = sample_ratio(plan.program) or plan.program.main_ratio
         shares = plan.program.ratio_of[name]
         left = None if self._num_steps is None else self._num_steps - num_steps
         terms = Terms(

@@ -109,7 +109,7 @@ class Solver:
         scaled = program.changed(ratios=tuple(_by_speed(program, costs, self.cluster)))
         proposed = [scaled]
         name = sample_ratio(program)
-        if name is not None and program.ratios[0][0] == name:
+        if name is not None and program.main_ratio == name:
             ranks = support(program.ratio_of[name])
             ratio = optimal_ratio(
                 program, costs, ranks, optimizer_states=self.optimizer_states, headroom=HEADROOM
