@@ -13,12 +13,14 @@ from mixmesh.cost.calls import is_computation, work_type
 from mixmesh.cost.curve import issued_curve
 from mixmesh.cost.efficiency import ANY, ELEMENTWISE, USUAL
 from mixmesh.cost.exchanges import held_share
+from mixmesh.cost.micro_steps import costed_micro_step
 from mixmesh.cost.model import GPU_ISSUE_S, VIEW_ISSUE
 from mixmesh.cost.placed import Sheet, op_time
 from mixmesh.cost.resources import link_s_per_byte, links_of, sent_s_per_byte
-from mixmesh.lang.ir import ValueType, make_ratio
+from mixmesh.errors import ParseError
+from mixmesh.lang.ir import Scope, Shard, ValueType, even_ratio, make_ratio, parse_program, samples_of
 from mixmesh.lang.rules import Call
-from mixmesh.search.baselines import data_parallel
+from mixmesh.search.baselines import data_parallel, fully_sharded
 from mixmesh.search.ratios import with_ratio
 
 points = st.lists(
@@ -239,3 +241,36 @@ def test_sheet_agrees_with_every_instruction(name):
         whole = sum(i.type.value.size_bytes for i in changed.params)
         expected = tuple(costs.optimizer_s(r, whole) for r in range(3))
         assert sheet.optimizer_s(changed) == pytest.approx(expected)
+
+
+def test_a_part_of_the_samples_scales_what_is_cut_between_them_and_nothing_else():
+    """Parameters are stored in shards of the same ratio, and whole of them belongs to no micro-batch."""
+    costs = CostModel(cluster(THREE))
+    program = fully_sharded(data_parallel(graph(GRAPHS["mlp"], 16), costs, even_ratio(3)))
+    samples = samples_of(program)
+    step = costed_micro_step(program, samples)
+    assert step.ratios == program.ratios
+    sheet, halves = Sheet(step, costs), (0.5, 0.5, 0.5)
+    scopes = set()
+    for name, t in step.types.items():
+        is_cut = name in samples.values and isinstance(t.placement, Shard)
+        assert (t.scope is Scope.MICRO_BATCH) == is_cut
+        full, half = sheet.shares(t.cut, step), sheet.shares(t.cut, step, halves)
+        assert half == (tuple(share / 2 for share in full) if is_cut else full)
+        assert sheet.shares(t.cut.of_step, step, halves) == full
+        assert sheet.shares(t.cut.whole, step, halves) == ((0.5,) * 3 if is_cut else (1.0,) * 3)
+        scopes.add((t.cut.ratio, t.cut.scope, t.cut.size > 0))
+    assert {("r0", Scope.STEP, True), ("r0", Scope.MICRO_BATCH, True)} <= scopes
+    with pytest.raises(ParseError, match="of"):
+        parse_program(str(step))  # it is no program of a whole step
+
+
+def test_shares_of_a_program_are_those_of_its_first_ratio():
+    program = data_parallel(graph(GRAPHS["mlp"], 16), CostModel(cluster(THREE)), even_ratio(3))
+    ratio, other = make_ratio([5, 3, 2]), make_ratio([1, 2, 1])
+    owned = program.changed(ratios=(*program.ratios, ("z", other)))
+    assert owned.with_shares(ratio).ratios == ((owned.main_ratio, ratio), ("z", other))
+    assert owned.with_shares(ratio).shares == with_ratio(owned, owned.main_ratio, ratio).shares == ratio
+    assert with_ratio(owned, "z", ratio).ratios == ((owned.main_ratio, owned.shares), ("z", ratio))
+    with pytest.raises(KeyError):
+        with_ratio(program, "z", ratio)

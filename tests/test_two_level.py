@@ -30,10 +30,11 @@ from mixmesh.lang.plan_file import Plan
 from mixmesh.measure.verification import TOLERANCE_F64, verify
 from mixmesh.planner import two_level
 from mixmesh.planner.task import Task
-from mixmesh.planner.two_level import TwoLevel
+from mixmesh.planner.two_level import TwoLevel, regions_on
 from mixmesh.runtime.parallel import parallelize
 from mixmesh.search.baselines import TENSOR_PARALLEL, data_parallel
 from mixmesh.search.placement.join import join
+from mixmesh.search.placement.sets import Member, SetScope, is_joined, members_of, scope_of
 from mixmesh.search.placement.split import split
 from mixmesh.step.memory import Memory
 from tests.support.small_devices import free_communicators, memory_gib  # noqa: F401
@@ -109,6 +110,28 @@ def test_a_machine_without_work_holds_nothing():
     report = verify(model_of(), batch(0), made, traced=graph)
     assert report.max_loss_error_f64 <= TOLERANCE_F64, report
     assert report.max_gradient_error_f64 <= TOLERANCE_F64, report
+
+
+def test_sets_share_no_rank():
+    """A program whose ratios have the names of sets, and are none, was not joined."""
+    made = program(is_partial=True)
+    assert members_of(made) == (Member(0), Member(1)) and is_joined(made)
+    everyone, ratios = even_ratio(WORLD), dict(made.ratios)
+    for other in ({**ratios, "m1": everyone}, {k: v for k, v in ratios.items() if k != "m1"}):
+        assert not is_joined(made.changed(ratios=tuple(other.items())))
+    one_set = {k: v for k, v in ratios.items() if scope_of(k) in (None, SetScope(Member(0), None))}
+    assert not is_joined(made.changed(ratios=tuple(one_set.items())))
+
+
+def test_names_of_sets_are_read_as_written():
+    for member, own in product((Member(0), Member(1), Member(11)), ("r0", "z", "m2.r0", None)):
+        assert scope_of(member.ratio(own)) == SetScope(member, own)
+    assert [scope_of(name) for name in ("m", "max", "r0", "m.r0")] == [None] * 4
+    one = Member(1)
+    assert one.own(one.value("h.m1")) == "h.m1" and one.own("h.m11") == "h.m11"
+    numbers = {member.region(own, 3): (member, own) for member in map(Member, range(3)) for own in range(4)}
+    assert len(numbers) == 12
+    assert all(member.own_region(number, 3) == own for number, (member, own) in numbers.items())
 
 
 def test_the_planner_of_that_name():
@@ -371,6 +394,9 @@ def test_regions_are_of_one_machine():
     for members in regions(program).values():
         ranks = {r for n in members for r in program.participants(program.instructions[n].types[0])}
         assert any(ranks <= machine for machine in machines)
+    of_machines = [regions_on(program, tuple(machine)) for machine in machines]
+    assert all(of_machines) and {n for numbers in of_machines for n in numbers} == regions(program).keys()
+    assert not {*of_machines[0]} & {*of_machines[1]}
     sets, wholes = split(program)
     again = join(program.name, sets, wholes)
     assert regions(again).keys() == regions(program).keys()
