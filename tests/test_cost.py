@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_graphs import GRAPHS, THREE, cluster, graph
 
+from mixmesh.base.timeline import BRIDGE, INSIDE, OWN, Link
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel, Curve, affine_curve, ring_fit
 from mixmesh.cost.calls import is_computation, work_type
@@ -178,7 +179,7 @@ def test_hops_through_one_host_bridge_add_up(collective, hops):
     told = Cluster.parse(FOUR_CARDS + "bridge_gbit_per_s = 40\n")
     assert ring_fit(told, collective, everyone).s_per_byte == pytest.approx(hops / 5e9)
     assert ring_fit(shared, "send", (0, 1)).s_per_byte == pytest.approx(1 / 3e9)
-    assert links_of(shared, everyone) == {("bridge", 0)} and links_of(plain, everyone) == {("inside", 0)}
+    assert links_of(shared, everyone) == {Link(BRIDGE, 0)} and links_of(plain, everyone) == {Link(INSIDE, 0)}
 
 
 def test_pairs_with_a_link_of_their_own_use_it():
@@ -189,15 +190,15 @@ def test_pairs_with_a_link_of_their_own_use_it():
     assert ring_fit(where, "all_reduce", (0, 1, 2, 3)).s_per_byte == pytest.approx(2 * 1.5 / 3e9)
     busy = link_s_per_byte(where, "all_reduce", (0, 1, 2, 3))
     assert busy == pytest.approx(
-        {("link 0", 0): 1.5 / 50e9, ("link 1", 0): 1.5 / 50e9, ("bridge", 0): 3 / 3e9}
+        {Link(OWN, 0, 0): 1.5 / 50e9, Link(OWN, 0, 1): 1.5 / 50e9, Link(BRIDGE, 0): 3 / 3e9}
     )
-    assert links_of(where, (0, 2)) == {("link 0", 0)} and links_of(where, (1, 3)) == {("link 1", 0)}
+    assert links_of(where, (0, 2)) == {Link(OWN, 0, 0)} and links_of(where, (1, 3)) == {Link(OWN, 0, 1)}
     # each sends each other one a sixteenth: two by links, eight through the bridge
     assert link_s_per_byte(where, "all_to_all", (0, 1, 2, 3)) == pytest.approx(
-        {("link 0", 0): 1 / 16 / 50e9, ("link 1", 0): 1 / 16 / 50e9, ("bridge", 0): 8 / 16 / 3e9}
+        {Link(OWN, 0, 0): 1 / 16 / 50e9, Link(OWN, 0, 1): 1 / 16 / 50e9, Link(BRIDGE, 0): 8 / 16 / 3e9}
     )
     assert sent_s_per_byte(where, ((0, 2, 0.5), (0, 1, 0.25), (1, 0, 0.25))) == pytest.approx(
-        {("link 0", 0): 0.5 / 50e9, ("bridge", 0): 0.5 / 3e9}
+        {Link(OWN, 0, 0): 0.5 / 50e9, Link(BRIDGE, 0): 0.5 / 3e9}
     )
 
 

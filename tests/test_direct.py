@@ -8,6 +8,7 @@ from small_graphs import THREE, cluster
 from test_coalesced import Branches, pictures
 
 from benchmarks.measure import cluster_text
+from mixmesh.base.timeline import OUT, Link
 from mixmesh.cluster import Cluster
 from mixmesh.cost import DIRECT, ONE_SHOT_SUMS, CostModel, LinkMeasurement, Profile
 from mixmesh.cost.direct import SIZES_BYTES, best_direct_bytes
@@ -66,7 +67,7 @@ def test_one_hop_and_more_bytes():
     usual, direct = (Exchange("all_reduce", 2**12, everyone, direct=how) for how in (False, True))
     assert direct.seconds(costs) < 0.65 * usual.seconds(costs)
     # a machine's two devices send six others each what they have
-    assert direct.link_s_per_byte(devices)["out", 0] == pytest.approx(
+    assert direct.link_s_per_byte(devices)[Link(OUT, 0)] == pytest.approx(
         12 / devices.machines[0].nic_bytes_per_s
     )
     most = best_direct_bytes(trusting(devices))

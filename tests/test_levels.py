@@ -11,6 +11,7 @@ import torch.distributed as dist
 from gloo_world import assert_passed, run_world
 from small_graphs import MLP, graph
 
+from mixmesh.base.timeline import OUT, Link
 from mixmesh.cluster import Cluster
 from mixmesh.cost import LEVELLED, CostModel, LinkMeasurement, Profile
 from mixmesh.cost.exchanges import Exchange
@@ -84,7 +85,7 @@ def test_machines_have_all_the_ranks(sizes):
 def test_levels_pass_a_thin_link_less_often():
     costs, everyone = CostModel(cluster()), (0, 1, 2, 3, 4)
     flat, levelled = (Exchange("all_reduce", 2**24, everyone, levelled=by) for by in (False, True))
-    loads = [e.link_s_per_byte(costs.cluster)["out", 0] for e in (flat, levelled)]
+    loads = [e.link_s_per_byte(costs.cluster)[Link(OUT, 0)] for e in (flat, levelled)]
     assert loads[1] / loads[0] == pytest.approx((2 * 1 / 2) / (2 * 4 / 5))
     assert levelled.seconds(costs) / flat.seconds(costs) == pytest.approx(5 / 8, rel=0.05)
     assert 0 < levelled.lag_s(costs) < 0.1 * levelled.seconds(costs)

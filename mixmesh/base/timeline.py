@@ -24,12 +24,22 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import InputError
 from .files import write_text
 
 STREAMS = ("compute", "communication")
+OUT, IN, INSIDE, BRIDGE, OWN = "out", "in", "inside", "bridge", "link"
+
+
+class Link(NamedTuple):  # the key of many tables
+    """A link that collectives share: the ``OUT`` or ``IN`` way of a machine's NIC, the ways ``INSIDE`` of it
+    or its host ``BRIDGE``, or one that some of its devices have of their ``OWN``, which has a ``number``."""
+
+    way: str
+    machine: int
+    number: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +64,7 @@ class Timeline:
 
     ``peak_memory_bytes`` and ``compute_s`` have one entry per rank; ``peak_memory_bytes`` is empty where it
     was enough to know that the step fits. ``communication_s`` counts a collective once. ``link_busy_s`` says,
-    for a predicted step with events, how long each link carries data: its direction ("out", "in",
-    "inside", "bridge" or "link N"), the number of its machine, and seconds.
+    for a predicted step with events, for how many seconds each link carries data.
     """
 
     step_s: float
@@ -63,7 +72,7 @@ class Timeline:
     compute_s: tuple[float, ...]
     communication_s: float
     events: tuple[Event, ...] = ()
-    link_busy_s: tuple[tuple[str, int, float], ...] = ()
+    link_busy_s: tuple[tuple[Link, float], ...] = ()
 
 
 def gradient_name(result: str) -> str:

@@ -12,14 +12,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
+from ..base.timeline import BRIDGE, IN, INSIDE, OUT, OWN, Link
 from ..cluster import Cluster
 from .names import DIRECT, FLAT
-
-# "out" or "in" (of the NIC), "inside", "bridge" or "link N" (one that some devices have of their own), and
-# the machine
-Link = tuple[str, int]
-BRIDGE, INSIDE = "bridge", "inside"
-OWN = "link "
 
 
 def links_of(cluster: Cluster, ranks: tuple[int, ...]) -> frozenset[Link]:
@@ -31,7 +26,7 @@ def links_of(cluster: Cluster, ranks: tuple[int, ...]) -> frozenset[Link]:
         if len(mine) > 1
         for a, b in _every_pair(mine, cluster, m)
     }
-    nics = {(way, m) for m in parts for way in ("out", "in")} if len(parts) > 1 else set()
+    nics = {Link(way, m) for m in parts for way in (OUT, IN)} if len(parts) > 1 else set()
     return frozenset(inside | nics)
 
 
@@ -48,8 +43,8 @@ def way_of(cluster: Cluster, a: int, b: int) -> Link:
     machine, first = cluster.machines[m], cluster.ranks_of(m)[0]
     number = machine.link_between(a - first, b - first) if machine.links else None
     if number is not None:
-        return f"{OWN}{number}", m
-    return (INSIDE if machine.bridge_bytes_per_s is None else BRIDGE), m
+        return Link(OWN, m, number)
+    return Link(INSIDE if machine.bridge_bytes_per_s is None else BRIDGE, m)
 
 
 def link_s_per_byte(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> dict[Link, float]:
@@ -76,7 +71,7 @@ def bridge_s_per_byte(cluster: Cluster, collective: str, ranks: tuple[int, ...])
     if all(cluster.machines[m].bridge_bytes_per_s is None for m in cluster.by_machine(ranks)):
         return 0.0
     busy = link_s_per_byte(cluster, collective, ranks)
-    return max((s for (way, _), s in busy.items() if way == BRIDGE), default=0.0)
+    return max((s for link, s in busy.items() if link.way == BRIDGE), default=0.0)
 
 
 def ring_order(cluster: Cluster, ranks: tuple[int, ...]) -> tuple[int, ...]:
@@ -97,8 +92,8 @@ def ring_order(cluster: Cluster, ranks: tuple[int, ...]) -> tuple[int, ...]:
 
 def _add(load: dict[Link, float], cluster: Cluster, a: int, b: int, share: float) -> None:
     """Adds the load of one hop of a ring or a chain inside a machine."""
-    way = way_of(cluster, a, b)
-    load[way] = load.get(way, 0.0) + share if way[0] == BRIDGE else max(load.get(way, 0.0), share)
+    link = way_of(cluster, a, b)
+    load[link] = load.get(link, 0.0) + share if link.way == BRIDGE else max(load.get(link, 0.0), share)
 
 
 def _hops(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> dict[Link, float]:
@@ -119,8 +114,8 @@ def _hops(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> dict[Lin
         if here == there:
             _add(load, cluster, a, b, carried)
         else:
-            load["out", here] += carried
-            load["in", there] += carried
+            load[Link(OUT, here)] += carried
+            load[Link(IN, there)] += carried
     return load
 
 
@@ -134,7 +129,7 @@ def _by_levels(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> dic
         for a, b in zip(order, order[1:]):
             _add(load, cluster, a, b, ways)
     between = ways * (len(by_machine) - 1) / len(by_machine)
-    return load | {(way, m): between for m in by_machine for way in ("out", "in") if len(by_machine) > 1}
+    return load | {Link(way, m): between for m in by_machine for way in (OUT, IN) if len(by_machine) > 1}
 
 
 def _pairs(cluster: Cluster, ranks: tuple[int, ...], part: float) -> dict[Link, float]:
@@ -144,11 +139,11 @@ def _pairs(cluster: Cluster, ranks: tuple[int, ...], part: float) -> dict[Link, 
     for m, mine in cluster.by_machine(ranks).items():
         count = len(mine)
         if count > 1 and _is_plain(cluster, m):
-            load[INSIDE, m] = (count - 1) * part
+            load[Link(INSIDE, m)] = (count - 1) * part
         elif count > 1:
             load |= _sent_inside(cluster, ((a, b, part) for a in mine for b in mine if a != b))
         if count < n:
-            load["out", m] = load["in", m] = count * (n - count) * part
+            load[Link(OUT, m)] = load[Link(IN, m)] = count * (n - count) * part
     return load
 
 
@@ -168,8 +163,8 @@ def sent_s_per_byte(cluster: Cluster, sent: Sent) -> dict[Link, float]:
         if here == there:
             inside.append((a, b, share))
         else:
-            load["out", here] += share
-            load["in", there] += share
+            load[Link(OUT, here)] += share
+            load[Link(IN, there)] += share
     load |= _sent_inside(cluster, inside)
     return {link: share / bytes_per_s_of(cluster, link) for link, share in load.items()}
 
@@ -180,11 +175,11 @@ def _sent_inside(cluster: Cluster, sent: Iterable[tuple[int, int, float]]) -> di
     load: dict[Link, float] = defaultdict(float)
     for a, b, share in sent:
         link = way_of(cluster, a, b)
-        if link[0] == BRIDGE:
+        if link.way == BRIDGE:
             load[link] += share
         else:
-            ways[link, "out", a] += share
-            ways[link, "in", b] += share
+            ways[link, OUT, a] += share
+            ways[link, IN, b] += share
     for (link, _, _), share in ways.items():
         load[link] = max(load[link], share)
     return load
@@ -192,11 +187,10 @@ def _sent_inside(cluster: Cluster, sent: Iterable[tuple[int, int, float]]) -> di
 
 def bytes_per_s_of(cluster: Cluster, link: Link) -> float:
     """The rate of a link."""
-    way, number = link
-    machine = cluster.machines[number]
-    if way.startswith(OWN):
-        return machine.links[int(way.removeprefix(OWN))].bytes_per_s
-    if way == BRIDGE:
+    machine = cluster.machines[link.machine]
+    if link.number is not None:
+        return machine.links[link.number].bytes_per_s
+    if link.way == BRIDGE:
         assert machine.bridge_bytes_per_s is not None  # as way_of says
         return machine.bridge_bytes_per_s
-    return machine.link_bytes_per_s if way == INSIDE else machine.nic_bytes_per_s
+    return machine.link_bytes_per_s if link.way == INSIDE else machine.nic_bytes_per_s

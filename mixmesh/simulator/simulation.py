@@ -153,7 +153,7 @@ class Simulation:
             tuple([run.busy[k] for k in run.alike.kind_of]),
             run.communication,
             tuple(run.events),
-            tuple((*link, run.link_busy_s[n]) for link, n in self.network.links.items()) if events else (),
+            tuple((link, run.link_busy_s[n]) for link, n in self.network.links.items()) if events else (),
         )
 
     def peak_memory_bytes(self, program: Program, micro_batches: MicroBatches = None) -> tuple[int, ...]:
@@ -309,7 +309,7 @@ class Simulation:
         is on, and its micro-batches."""
         ratios = [ratio for _, ratio in program.ratios]
         if whole:
-            # what is held whole tells whether a rank participates
+            # a value held whole tells whether a rank participates
             held = [cut_shares(EVERYWHERE, ratio, program.world_size) for ratio in ratios]
             held += [self.sheet.shares(cut, program) for cut in self.sheet.cuts]
         else:

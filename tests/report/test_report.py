@@ -16,7 +16,7 @@ import mixmesh
 from benchmarks.demo.cases import CLUSTER as DEMO_CLUSTER
 from benchmarks.demo.job import job
 from mixmesh.__main__ import execute
-from mixmesh.base.timeline import Event, Timeline, save_trace, to_chrome_trace
+from mixmesh.base.timeline import IN, INSIDE, OUT, Event, Link, Timeline, save_trace, to_chrome_trace
 from mixmesh.base.units import seconds_text
 from mixmesh.cli.plan import bound
 from mixmesh.cluster import Cluster
@@ -222,10 +222,10 @@ def test_links_are_busy_for_as_long_as_their_collectives(facts):
     """One machine of two devices and one of one: a ring crosses each network card once each way."""
     sums = {(e.name, e.start_s): e for e in facts.timeline.events if e.stream == "communication"}
     carried = sum(e.size_bytes for e in sums.values())
-    busy = {(way, number): busy_s for way, number, busy_s in facts.timeline.link_busy_s}
+    busy = dict(facts.timeline.link_busy_s)
     card = facts.cluster.machines[0].nic_bytes_per_s
-    assert busy["out", 0] == busy["in", 1] == pytest.approx(2 * 2 / 3 * carried / card)
-    assert busy["inside", 0] > 0 and ("inside", 1) not in busy
+    assert busy[Link(OUT, 0)] == busy[Link(IN, 1)] == pytest.approx(2 * 2 / 3 * carried / card)
+    assert busy[Link(INSIDE, 0)] > 0 and Link(INSIDE, 1) not in busy
 
 
 def test_why_data_parallelism_lost(facts):

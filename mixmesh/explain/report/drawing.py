@@ -5,13 +5,13 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from ...base.timeline import Timeline
+from ...base.timeline import BRIDGE, IN, INSIDE, OUT, OWN, Link, Timeline
 from ...base.units import link_text, size_text
 from ...cluster import Cluster, Machine
-from ...cost.resources import BRIDGE, INSIDE, OWN, bytes_per_s_of
+from ...cost.resources import bytes_per_s_of
 from ...lang.plan_file import Plan
 
-WAYS = "out", "in"
+WAYS = OUT, IN
 
 
 def device_name(cluster: Cluster, rank: int) -> str:
@@ -22,19 +22,19 @@ def device_name(cluster: Cluster, rank: int) -> str:
 def busiest_link(cluster: Cluster, timeline: Timeline) -> str:
     """The link that carries longest in a predicted step: ``1 Gbit/s link of machine b``; empty where nothing
     is carried."""
-    if not any(busy_s for _, _, busy_s in timeline.link_busy_s):
+    if not any(busy_s for _, busy_s in timeline.link_busy_s):
         return ""
-    way, number, _ = max(timeline.link_busy_s, key=lambda link: link[2])
-    machine = cluster.machines[number]
-    if way not in WAYS:
-        what = "host bridge of" if way == BRIDGE else "link inside"
-        return f"{link_text(bytes_per_s_of(cluster, (way, number)))} {what} machine {machine.name}"
+    link, _ = max(timeline.link_busy_s, key=lambda pair: pair[1])
+    machine = cluster.machines[link.machine]
+    if link.way not in WAYS:
+        what = "host bridge of" if link.way == BRIDGE else "link inside"
+        return f"{link_text(bytes_per_s_of(cluster, link))} {what} machine {machine.name}"
     return f"{link_text(machine.nic_bytes_per_s)} link of machine {machine.name}"
 
 
 def cluster_html(cluster: Cluster, plan: Plan, timeline: Timeline, samples: Sequence[int]) -> str:
     """The machines as boxes with their devices; below the network that joins them."""
-    busy = {(way, number): busy_s / timeline.step_s for way, number, busy_s in timeline.link_busy_s}
+    busy = {link: busy_s / timeline.step_s for link, busy_s in timeline.link_busy_s}
     boxes = [machine_html(cluster, n, plan, timeline, samples, busy) for n in range(len(cluster.machines))]
     network = ""
     if len(boxes) > 1:
@@ -48,23 +48,21 @@ def machine_html(
     plan: Plan,
     timeline: Timeline,
     samples: Sequence[int],
-    busy: dict[tuple[str, int], float],
+    busy: dict[Link, float],
 ) -> str:
     machine = cluster.machines[number]
     devices = "".join(device_html(cluster, r, plan, timeline, samples) for r in cluster.ranks_of(number))
     links = ""
     if len(machine.devices) > 1:
         links += "".join(
-            link_html(
-                f"{text}, {link_text(bytes_per_s_of(cluster, (way, number)))}", busy.get((way, number), 0.0)
-            )
-            for way, text in ways_inside(machine)
+            link_html(f"{text}, {link_text(bytes_per_s_of(cluster, link))}", busy.get(link, 0.0))
+            for link, text in links_inside(machine, number)
         )
     if len(cluster.machines) > 1:
         speed = link_text(min(machine.nic_bytes_per_s, cluster.bandwidth_bytes_per_s))
         links += "".join(
-            link_html(f"{way} to the network, {speed}" if way == "out" else f"in from it, {speed}",
-                      busy.get((way, number), 0.0))
+            link_html(f"{way} to the network, {speed}" if way == OUT else f"in from it, {speed}",
+                      busy.get(Link(way, number), 0.0))
             for way in WAYS
         )  # fmt: skip
     return (
@@ -73,14 +71,15 @@ def machine_html(
     )
 
 
-def ways_inside(machine: Machine) -> list[tuple[str, str]]:
+def links_inside(machine: Machine, number: int) -> list[tuple[Link, str]]:
     """The links between devices of a machine, each with what it is called."""
     own = [
-        (f"{OWN}{n}", f"link of devices {', '.join(map(str, link.devices))}")
+        (Link(OWN, number, n), f"link of devices {', '.join(map(str, link.devices))}")
         for n, link in enumerate(machine.links)
     ]
-    rest = (INSIDE, "link inside") if machine.bridge_bytes_per_s is None else (BRIDGE, "shared host bridge")
-    return [*own, rest]
+    is_direct = machine.bridge_bytes_per_s is None
+    way, text = (INSIDE, "link inside") if is_direct else (BRIDGE, "shared host bridge")
+    return [*own, (Link(way, number), text)]
 
 
 def device_html(cluster: Cluster, rank: int, plan: Plan, timeline: Timeline, samples: Sequence[int]) -> str:

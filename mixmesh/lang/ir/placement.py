@@ -17,7 +17,7 @@ Ratio = tuple[float, ...]  # world_size shares that sum to 1
 RATIO_DIGITS = 6
 
 
-class Scope(IntEnum):  # of int, as it is hashed often
+class Scope(IntEnum):  # an int is hashed fast
     """The samples that a rank's share is taken of: its own in the whole step, or its own in one micro-batch.
     Only what costs read of a micro-batch has the latter (``cost.micro_steps``); programs as text do not."""
 
