@@ -72,21 +72,21 @@ class Question:
         for other ranks."""
         view, own = self.view, self._own()
         rows: list[Alternative] = []
-        for code in view.places[0].codes:
-            reason = view.impossible(code) if code not in view.own else ""
+        for one in view.places[0].placements:
+            reason = view.impossible(one) if one not in view.own else ""
             if reason:
-                rows.append(Alternative(view.text((code,) * len(view.own)), False, impossible=reason))
+                rows.append(Alternative(view.text((one,) * len(view.own)), False, impossible=reason))
                 continue
-            codes = view.forced(code) if len(view.own) > 1 else (code,)
-            if codes == view.own:
+            placements = view.forced(one) if len(view.own) > 1 else (one,)
+            if placements == view.own:
                 if not any(a.is_plan for a in rows):
-                    rows.append(self._alternative(view.text(codes), own, own, is_plan=True))
+                    rows.append(self._alternative(view.text(placements), own, own, is_plan=True))
                 continue
-            candidate = self.cheapest(view.programs(codes))
+            candidate = self.cheapest(view.programs(placements))
             if candidate is None:
-                rows.append(Alternative(view.text(codes), False, impossible=view.nothing))
+                rows.append(Alternative(view.text(placements), False, impossible=view.nothing))
             else:
-                rows.append(self._alternative(view.text(codes), candidate, own))
+                rows.append(self._alternative(view.text(placements), candidate, own))
         if not any(a.is_plan for a in rows):  # machines hold it with different placements
             rows.insert(0, self._alternative(view.text(view.own), own, own, is_plan=True))
         yield from rows

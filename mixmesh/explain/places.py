@@ -13,16 +13,17 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ..cost import CostModel
-from ..lang.ir import Graph, Program, Ratio, support
+from ..lang.ir import PARTIAL, REPLICATE, Graph, Placement, Program, Ratio, Shard, support
 from ..lang.optimizer_states import OptimizerStates
 from ..planner.hap import GRADIENT_PRICES, WEIGHT, most_states
 from ..search.baselines import DATA_PARALLEL, fully_sharded
 from ..search.synthesis import Choices, NoProgram, Prices, Problem, emit, search
-from ..search.synthesis.choices import P, R, code_of
+from ..search.synthesis.choices import code_of
 from .reasons import why_not
 
 PRICES = (None, *GRADIENT_PRICES)  # for a second of gradient reductions; None is data parallelism
 Programs = dict[Hashable, Program]  # by price
+ROWS = Shard(0)
 
 
 class Kept(Enum):
@@ -66,10 +67,10 @@ class Place:
         if self.name not in ids:  # its layer is folded, and another represents it
             self.name = self.choices.names[self.values[0]]
         self.own = held_as(program, self.graph, names[0])
-        self.kept = {ids[n]: code for n, code in all_held(program).items() if n in ids}
+        self.kept = {ids[n]: code_of(held) for n, held in all_held(program).items() if n in ids}
         self.fixed = {ids[n]: self.kept[ids[n]] for n in search.fixed}
         self._first = self  # the place that searches for all that share its results
-        self._searched: dict[int, Programs] = {}
+        self._searched: dict[Placement, Programs] = {}
 
     def on(self, program: Program, ratio: Ratio) -> Place:
         """The same tensors in an equal program on as many equal ranks: the search is the same."""
@@ -78,27 +79,29 @@ class Place:
         return twin
 
     @property
-    def codes(self) -> Iterable[int]:
+    def placements(self) -> Iterable[Placement]:
         """Every placement: R, S(d) for every dim, P."""
-        return (R, *range(2, 2 + len(self.graph.types[self.name].shape)), P)
+        return (REPLICATE, *map(Shard, range(len(self.graph.types[self.name].shape))), PARTIAL)
 
     @property
     def is_param(self) -> bool:
         return self.graph.producers[self.name].op == "param"
 
-    def searched(self, code: int) -> Programs:
-        """The cheapest program with the tensor's placement ``code`` at each price, where there is one."""
-        if code not in self._searched:
+    def searched(self, placement: Placement) -> Programs:
+        """The cheapest program with this placement of the tensor at each price, where there is one."""
+        if placement not in self._searched:
             first = self._first
-            alike = self._search(code) if first is self else first.searched(code).items()
-            self._searched[code] = {key: p.with_shares(self.ratio) for key, p in alike}
-        return self._searched[code]
+            alike = self._search(placement) if first is self else first.searched(placement).items()
+            self._searched[placement] = {key: p.with_shares(self.ratio) for key, p in alike}
+        return self._searched[placement]
 
-    def _search(self, code: int) -> Iterator[tuple[Hashable, Program]]:
+    def _search(self, placement: Placement) -> Iterator[tuple[Hashable, Program]]:
         for price in (KEPT, *self.settings.prices):
-            problem = self.problem(code, price)
+            problem = self.problem(placement, price)
             leaves = [value for value in self.values if value in problem.leaves]
-            if not all(problem.options) or any(problem.load(value, code) is None for value in leaves):
+            if not all(problem.options) or any(
+                problem.load(value, code_of(placement)) is None for value in leaves
+            ):
                 continue
             limit = most_states(problem)
             try:
@@ -106,17 +109,17 @@ class Place:
             except NoProgram:
                 continue
 
-    def stored(self, code: int) -> Programs:
+    def stored(self, placement: Placement) -> Programs:
         """Programs that store a parameter in rows and gather it before they use it whole."""
-        if code != 2 or not self.is_param or len(support(self.ratio)) == 1:
+        if placement != ROWS or not self.is_param or len(support(self.ratio)) == 1:
             return {}
-        sharded = {price: fully_sharded(p, self.names) for price, p in self.searched(R).items()}
-        return {price: p for price, p in sharded.items() if held_as(p, self.graph, self.name) == code}
+        sharded = {price: fully_sharded(p, self.names) for price, p in self.searched(REPLICATE).items()}
+        return {price: p for price, p in sharded.items() if held_as(p, self.graph, self.name) == ROWS}
 
-    def possible(self, code: int) -> bool:
-        return bool(self.searched(code) or self.stored(code))
+    def possible(self, placement: Placement) -> bool:
+        return bool(self.searched(placement) or self.stored(placement))
 
-    def problem(self, code: int, price: Price) -> Problem:
+    def problem(self, placement: Placement, price: Price) -> Problem:
         """The search problem with the placement forced; without a price that of data parallelism."""
         prices = DATA_PARALLEL
         if price is not None:
@@ -130,29 +133,36 @@ class Place:
             shard_params=price is not None,
             batch_only=price is None,
             choices=self.choices,
-            forced={**(self.kept if price is KEPT else self.fixed), **dict.fromkeys(self.values, code)},
+            forced={
+                **(self.kept if price is KEPT else self.fixed),
+                **dict.fromkeys(self.values, code_of(placement)),
+            },
         )
 
-    def impossible(self, code: int) -> str:
+    def impossible(self, placement: Placement) -> str:
         """The reason why no program has this placement."""
         ranks = support(self.ratio)
-        if len(ranks) == 1 and code != self.own:
+        if len(ranks) == 1 and placement != self.own:
             return f"rank {ranks[0]} works alone: there is nothing to share out"
-        plain = self.problem(code, GRADIENT_PRICES[0])
-        reasons = (why_not(plain, plain.names[value], code) for value in self.values)
+        plain = self.problem(placement, GRADIENT_PRICES[0])
+        reasons = (why_not(plain, plain.names[value], placement) for value in self.values)
         return next(filter(None, reasons), "no program of the whole model has it so")
 
 
-def held_as(program: Program, graph: Graph, name: str) -> int:
-    """The placement with which a program makes or loads a tensor of its graph."""
+def held_as(program: Program, graph: Graph, name: str) -> Placement:
+    """The placement, in whatever units, with which a program makes or loads a tensor of its graph."""
     node = graph.producers[name]
     if not node.is_leaf:
-        return code_of(program.types[name].placement)
+        return without_unit(program.types[name].placement)
     (leaf,) = (i for i in program.instructions if i.op == node.op and i.args == node.args)
-    return code_of(leaf.type.placement)
+    return without_unit(leaf.type.placement)
 
 
-def all_held(program: Program) -> dict[str, int]:
+def without_unit(placement: Placement) -> Placement:
+    return Shard(placement.dim) if isinstance(placement, Shard) else placement
+
+
+def all_held(program: Program) -> dict[str, Placement]:
     """``held_as`` for all tensors of the program's graph."""
     makers = [i for i in program.instructions if not i.is_redistribution]
-    return {r: code_of(t.placement) for i in makers for r, t in zip(i.results, i.types) if r is not None}
+    return {r: t.placement for i in makers for r, t in zip(i.results, i.types) if r is not None}

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from ..errors import MixmeshError
-from ..lang.ir import PARTIAL, Node, Placement, Shard
+from ..lang.ir import PARTIAL, REPLICATE, Node, Placement, Shard
 from ..lang.rules import PatternMismatch, call_of, strategies
 from ..search.synthesis import Problem
-from ..search.synthesis.choices import P, R, code_of
+from ..search.synthesis.choices import code_of
 
 
-def why_not(problem: Problem, name: str, code: int) -> str:
-    """The reason why ``name`` cannot be made (or loaded, if it is a leaf) as ``code``; empty if there is
+def why_not(problem: Problem, name: str, placement: Placement) -> str:
+    """The reason why ``name`` cannot be made (or loaded, if it is a leaf) as ``placement``; empty if there is
     none."""
-    value = problem.ids[name]
-    if len(problem.ranks) == 1 and code != R:
+    value, code = problem.ids[name], code_of(placement)
+    if len(problem.ranks) == 1 and placement != REPLICATE:
         return f"rank {problem.ranks[0]} works alone: there is nothing to share out"
-    if code >= 2 and not problem.can_shard(value, code):
-        return uncut(problem, name, code - 2)
+    if isinstance(placement, Shard) and not problem.can_shard(value, code):
+        return uncut(problem, name, placement.dim)
     node = problem.graph.producers[name]
     if node.is_leaf:
-        if code == P:
+        if placement == PARTIAL:
             return f"{LEAF_WORDS[node.op]} is held whole or cut, never as addends"
         if problem.load(value, code) is None:
             return f"{LEAF_WORDS[node.op]} is held whole"
@@ -27,7 +27,7 @@ def why_not(problem: Problem, name: str, code: int) -> str:
     step = problem.steps.index(node)
     if any((value, code) in choice.gives for choice in problem.choices.choices[step]):
         return ""
-    return _why_no_strategy(problem, node, node.results.index(name), code)
+    return _why_no_strategy(problem, node, node.results.index(name), placement)
 
 
 LEAF_WORDS = {"param": "a parameter", "buffer": "a buffer", "input": "an input", "const": "a constant"}
@@ -47,22 +47,20 @@ def uncut(problem: Problem, name: str, dim: int) -> str:
     return f"dim {dim}, of {size}, cannot be cut in two"
 
 
-def _why_no_strategy(problem: Problem, node: Node, result: int, code: int) -> str:
+def _why_no_strategy(problem: Problem, node: Node, result: int, wanted: Placement) -> str:
     rule = problem.choices.rules.get(node.op)
-    printed = placement_text(code)
     if rule is None:
         return f"{node.op} has no sharding rule, so it runs replicated"
     call = call_of(node, problem.graph.types)
-    wanted: Placement = PARTIAL if code == P else Shard(code - 2)
     fitting = [s for s in strategies(rule, call) if code_of(s.outputs[result]) == code_of(wanted)]
-    if code == R or not fitting:
+    if wanted == REPLICATE or not fitting:
         try:
             text = f": its rule is {rule.text(call)[0]!r}"
         except (PatternMismatch, MixmeshError):
             text = ", whose shapes its rule does not cover"
-        if code == P and not rule.linear:
+        if wanted == PARTIAL and not rule.linear:
             text += ", and it is not linear"
-        return f"no strategy of {node.op} gives {printed}{text}"
+        return f"no strategy of {node.op} gives {wanted}{text}"
     for strategy in fitting:
         placed = [*zip(node.inputs, strategy.inputs), *zip(node.results, strategy.outputs)]
         for other, p in placed:
@@ -72,8 +70,3 @@ def _why_no_strategy(problem: Problem, node: Node, result: int, code: int) -> st
     if not any(r in problem.choices.varying for r in node.results):
         return "it depends on no input and no parameter: every rank makes it for itself"
     return "it is small and holds no samples: whole, it is cut for nothing where a piece is wanted"
-
-
-def placement_text(code: int) -> str:
-    """A placement as programs print it, without the unit."""
-    return "R" if code == R else "P(sum)" if code == P else f"S({code - 2})"

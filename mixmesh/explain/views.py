@@ -18,7 +18,7 @@ from dataclasses import replace
 from ..base.lazy import lazy
 from ..cost import CostModel
 from ..errors import InputError
-from ..lang.ir import Program, Ratio, even_ratio, support
+from ..lang.ir import REPLICATE, Placement, Program, Ratio, even_ratio, support
 from ..lang.optimizer_states import OptimizerStates
 from ..passes.zero import stored_by_owners
 from ..planner.two_level import PRICES
@@ -28,10 +28,8 @@ from ..search.placement.lift import lifted, operator_name, placed_of, ratios_of
 from ..search.placement.lower import Placed, lower
 from ..search.placement.sets import is_joined, members_of
 from ..search.placement.split import split
-from ..search.synthesis.choices import R
 from .names import find_tensor, in_all_layers
-from .places import Place, Search, held_as
-from .reasons import placement_text
+from .places import ROWS, Place, Search, held_as
 
 
 class View(ABC):
@@ -45,25 +43,25 @@ class View(ABC):
 
     @property
     @abstractmethod
-    def own(self) -> tuple[int, ...]:
+    def own(self) -> tuple[Placement, ...]:
         """The plan's placement of the tensor, by place."""
 
-    def forced(self, code: int) -> tuple[int, ...]:
-        """The placements that are tried for ``code``: places where it is impossible keep their own."""
-        return tuple(code if place.possible(code) else place.own for place in self.places)
+    def forced(self, placement: Placement) -> tuple[Placement, ...]:
+        """The placements that are tried for one: places where it is impossible keep their own."""
+        return tuple(placement if place.possible(placement) else place.own for place in self.places)
 
-    def text(self, codes: Sequence[int]) -> str:
+    def text(self, placements: Sequence[Placement]) -> str:
         """A placement in words."""
-        return placement_text(codes[0])
+        return str(placements[0])
 
-    def impossible(self, code: int) -> str:
+    def impossible(self, placement: Placement) -> str:
         """The reason why no program has the placement; empty if one may have it."""
-        if any(place.possible(code) for place in self.places):
+        if any(place.possible(placement) for place in self.places):
             return ""
-        return next(filter(None, (place.impossible(code) for place in self.places)))
+        return next(filter(None, (place.impossible(placement) for place in self.places)))
 
     @abstractmethod
-    def programs(self, codes: tuple[int, ...]) -> Iterator[Program]:
+    def programs(self, placements: tuple[Placement, ...]) -> Iterator[Program]:
         """Yields whole programs with these placements: at every price, and stored in rows."""
 
     def in_shards(self, program: Program) -> Program | None:
@@ -109,12 +107,12 @@ class Flat(View):
         self.places = (self.place,)
 
     @property
-    def own(self) -> tuple[int, ...]:
+    def own(self) -> tuple[Placement, ...]:
         return (self.place.own,)
 
-    def programs(self, codes: tuple[int, ...]) -> Iterator[Program]:
-        yield from self.place.searched(*codes).values()
-        yield from self.place.stored(*codes).values()
+    def programs(self, placements: tuple[Placement, ...]) -> Iterator[Program]:
+        yield from self.place.searched(*placements).values()
+        yield from self.place.stored(*placements).values()
 
     def in_shards(self, program: Program) -> Program | None:
         rest = {p.result for p in self.place.graph.params} - set(self.place.names)
@@ -154,45 +152,45 @@ class Lowered(View):
         return {self.ratios[o] for o in self.operators_of(name) if o in self.ratios}
 
     @property
-    def own(self) -> tuple[int, ...]:
+    def own(self) -> tuple[Placement, ...]:
         return (self.place.own,)
 
-    def text(self, codes: Sequence[int]) -> str:
-        return f"{placement_text(codes[0])}@{self.name_of(self.ratio)}"
+    def text(self, placements: Sequence[Placement]) -> str:
+        return f"{placements[0]}@{self.name_of(self.ratio)}"
 
     def name_of(self, ratio: Ratio) -> str:
         return next(name for name, r in self.program.ratios if r == ratio)
 
-    def impossible(self, code: int) -> str:
+    def impossible(self, placement: Placement) -> str:
         ranks = support(self.ratio)
-        if len(ranks) == 1 and code != self.place.own:
-            return self.place.impossible(code)
-        return super().impossible(code)
+        if len(ranks) == 1 and placement != self.place.own:
+            return self.place.impossible(placement)
+        return super().impossible(placement)
 
     @lazy
     def placed(self) -> dict[str, Placed]:
         return placed_of(self.program)
 
-    def programs(self, codes: tuple[int, ...]) -> Iterator[Program]:
-        (code,) = codes
+    def programs(self, placements: tuple[Placement, ...]) -> Iterator[Program]:
+        (placement,) = placements
         if len(support(self.ratio)) == 1:
             return
         mine = [name for name, ratio in self.ratios.items() if ratio == self.ratio]
-        for plain in self.place.searched(code).values():
+        for plain in self.place.searched(placement).values():
             yield from self.held_so(
-                code, lower(lifted(self.program, dict.fromkeys(mine, plain)), self.placed)
+                placement, lower(lifted(self.program, dict.fromkeys(mine, plain)), self.placed)
             )
-        if code == 2 and self.place.is_param:
-            for plain in self.place.searched(R).values():
+        if placement == ROWS and self.place.is_param:
+            for plain in self.place.searched(REPLICATE).values():
                 lowered = lower(lifted(self.program, dict.fromkeys(mine, plain)), self.placed)
                 owners = [name for name, ratio in lowered.ratios if ratio == self.ratio]
-                names = {n for n in self.tensors if held_as(lowered, self.graph, n) == R}
+                names = {n for n in self.tensors if held_as(lowered, self.graph, n) == REPLICATE}
                 if owners and names:
-                    yield from self.held_so(code, stored_by_owners(lowered, names, owners[0]))
+                    yield from self.held_so(placement, stored_by_owners(lowered, names, owners[0]))
 
-    def held_so(self, code: int, lowered: Program) -> Iterator[Program]:
+    def held_so(self, placement: Placement, lowered: Program) -> Iterator[Program]:
         """Yields the program, if the tensor has the placement after lowering."""
-        if all(held_as(lowered, self.graph, name) == code for name in self.tensors):
+        if all(held_as(lowered, self.graph, name) == placement for name in self.tensors):
             yield lowered
 
     def elsewhere(self) -> Iterator[tuple[str, Program]]:
@@ -209,8 +207,8 @@ class Lowered(View):
                 continue
             for names in moved:
                 lowered = lower(plain, {**self.placed, **dict.fromkeys(names, Placed(ratio))})
-                text = placement_text(held_as(lowered, self.graph, self.tensors[0]))
-                yield f"{text}@{self.name_of(ratio)}", lowered
+                held = held_as(lowered, self.graph, self.tensors[0])
+                yield f"{held}@{self.name_of(ratio)}", lowered
 
 
 class Joined(View):
@@ -259,25 +257,25 @@ class Joined(View):
             self.tensors = tuple(map(self.members[0].value, tensors))
 
     @property
-    def own(self) -> tuple[int, ...]:
+    def own(self) -> tuple[Placement, ...]:
         return tuple(place.own for place in self.places)
 
-    def text(self, codes: Sequence[int]) -> str:
+    def text(self, placements: Sequence[Placement]) -> str:
         """The placement if it is the same in all machines, else that of each."""
-        if len(codes) == len(self.sets) and len(set(codes)) == 1:
-            return placement_text(codes[0])
-        return ", ".join(f"{placement_text(code)}@{member}" for member, code in zip(self.members, codes))
+        if len(placements) == len(self.sets) and len(set(placements)) == 1:
+            return str(placements[0])
+        return ", ".join(f"{placement}@{member}" for member, placement in zip(self.members, placements))
 
-    def programs(self, codes: tuple[int, ...]) -> Iterator[Program]:
+    def programs(self, placements: tuple[Placement, ...]) -> Iterator[Program]:
         """Joins the machines' programs at one price each; a machine without a program at that price uses its
         first one, and machines that are not in question keep theirs."""
         options_of = [
             {
-                **({"plan": self.sets[member.number].program} if code == place.own else {}),
-                **place.searched(code),
-                **{("stored", price): p for price, p in place.stored(code).items()},
+                **({"plan": self.sets[member.number].program} if placement == place.own else {}),
+                **place.searched(placement),
+                **{("stored", price): p for price, p in place.stored(placement).items()},
             }
-            for member, place, code in zip(self.members, self.places, codes)
+            for member, place, placement in zip(self.members, self.places, placements)
         ]
         keys = dict.fromkeys(key for options in options_of for key in options)
         for key in keys if all(options_of) else ():
