@@ -143,20 +143,21 @@ def gradient_sums(
     params = program.params
     for s in order_of_sums(program) if order is None else order:
         number = numbers[s.place]
+        is_open = number is None  # and taken by first use
         if number is None:
             size = gradient_bytes(params[s.place], s.cell)
             index, held = filled.get(s.kind, (0, 0))
             if held and held + size > cap_bytes:
                 index, held = index + 1, 0
             filled[s.kind] = (index, held + size)
-            number = -1 - index  # apart from the numbers that the program gives
-        groups.setdefault((number, s.kind, s.late), []).append(s)
+            number = index
+        groups.setdefault((is_open, number, s.kind, s.late), []).append(s)
 
-    def ready(item: tuple[tuple, list[Summed]]) -> tuple[bool, int, float]:
-        (number, _, late), members = item  # by first use, last first
-        return (late, 0, number) if number >= 0 else (late, 1, -members[-1].first_use)
+    def ready(item: tuple[tuple, list[Summed]]) -> tuple[bool, bool, float]:
+        (is_open, number, _, late), members = item  # by first use, last first
+        return late, is_open, -members[-1].first_use if is_open else number
 
-    owners = {kind.owned for _, kind, _ in groups if kind.owned is not None}
+    owners = {kind.owned for _, _, kind, _ in groups if kind.owned is not None}
     rooted = {owned for owned in owners if len(support(program.ratio_of[owned])) == 1}
 
     def made(kind: SumKind, late: bool, members: list[Summed]) -> GradientSum:
@@ -177,7 +178,7 @@ def gradient_sums(
         )
 
     ordered = sorted(groups.items(), key=ready)
-    return tuple(made(kind, late, members) for (_, kind, late), members in ordered)
+    return tuple(made(kind, late, members) for (_, _, kind, late), members in ordered)
 
 
 def parts_of(program: Program, size_bytes: int, ranks: tuple[int, ...], owned: str | None = None) -> Parts:
