@@ -163,6 +163,6 @@ def without_unit(placement: Placement) -> Placement:
 
 
 def all_held(program: Program) -> dict[str, Placement]:
-    """``held_as`` for all tensors of the program's graph."""
+    """The placement with which a program makes or loads each tensor of its graph."""
     makers = [i for i in program.instructions if not i.is_redistribution]
     return {r: t.placement for i in makers for r, t in zip(i.results, i.types) if r is not None}
