@@ -65,7 +65,7 @@ def test_faults_and_plans_are_marked_with_their_cause(tmp_path):
     """Rank 1 is lost in step 4, which two survivors tell; three devices go on, and later follow a speed."""
     four = {"world_size": 4, "planner": "hap", "predicted_step_s": 0.1}
     three = {"world_size": 3, "planner": "ddp-tuned", "predicted_step_s": 0.12}
-    why = "ended without a message: no sign of life"
+    why = "has ended without a message: no sign of life"
     cause = "beside the others device 2 takes 1.90x of what was planned"
     lines = [mark_line("start", 0, 1.0, **four)]
     lines += [step_line(n, 3.0, 0.2, 160, 1.0) for n in range(1, 4)]
