@@ -183,7 +183,9 @@ def test_ranks_that_run_out_of_memory_are_stopped_or_killed(agents, tmp_path, mo
     assert "Unable to shutdown process" not in agent.text(), restarted_s  # torchrun has not waited 30 s
     read = agent.wait_for(r"step [3-9]\d ", read)
     os.kill(newest(tmp_path, 2, 0)["pid"], signal.SIGKILL)
-    read = agent.wait_for(r'rank 0 \(cpu.* of machine ".+"\) has ended without a message.*, at step \d+\n', read)
+    read = agent.wait_for(
+        r'rank 0 \(cpu.* of machine ".+"\) has ended without a message.*, at step \d+\n', read
+    )
     agent.wait_for(r"restart 3: 2 of 2 devices, going on after step \d+", read)
     agent.end()
     assert len(committed(tmp_path)) == 14 * PER_EPOCH
