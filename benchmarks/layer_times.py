@@ -40,8 +40,8 @@ TARGETS = {DATASHEET: (0.25, 0.97), FITTED: (0.12, 0.0)}
 
 @dataclass(frozen=True)
 class Measured:
-    """A layer of a model on a device as it was measured; seconds. ``count`` is how many layers of the model
-    it stands for, with the mean of their times."""
+    """A layer of a model as measured on one device, in seconds. ``count`` is the number of the model's layers
+    that it represents; the times are their means."""
 
     model: str
     device: str
@@ -55,8 +55,8 @@ class Measured:
 
     @property
     def has_backward(self) -> bool:
-        """Whether its backward pass was run. Of the embedding it was not: 3 us are stated whatever the size,
-        as nothing that it is given takes a gradient by which the measurement could begin."""
+        """Whether its backward pass was run. The embedding's was not, because none of its inputs takes a
+        gradient from which to start: its file states 3 us at every size."""
         return self.layer != "embedding"
 
 

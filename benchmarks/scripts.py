@@ -187,7 +187,7 @@ def single_device(case: Script, words: Sequence[str]) -> list[float]:
 
 
 def changed_lines(before: str | Path, after: str | Path) -> tuple[list[str], list[str]]:
-    """The lines that were taken out of a file and those that were written, empty ones left out."""
+    """The lines removed from a file and the lines added, without empty ones."""
     texts = (Path(path).read_text().splitlines() for path in (before, after))
     lines = list(difflib.unified_diff(*texts, n=0, lineterm=""))[2:]
     removed, written = ([x[1:] for x in lines if x[0] == sign and x[1:].strip()] for sign in "-+")

@@ -37,8 +37,8 @@ def device_of(model: nn.Module) -> torch.device | None:
 
 
 def restore_random_state(model: nn.Module, manifest: Manifest, rank: int, world_size: int) -> None:
-    """Has this rank draw what the run that saved would have drawn next. Where the number of ranks is another
-    one all of them draw what the first one would have."""
+    """Restores the random state that the saving run had on this rank. If the number of ranks has changed,
+    every rank takes the first rank's state."""
     same_ranks = manifest.world_size == world_size
     kept = manifest.random.get(str(rank), manifest.random["0"]) if same_ranks else manifest.random["0"]
     numbers = decode(kept)

@@ -79,24 +79,24 @@ class Ranks:
         return comm.groups[purpose, comm.everyone]
 
     def meeting(self, what: str) -> AbstractContextManager:
-        """A call in which all ranks meet, as the watch knows it: one that fails, or is elsewhere, is named to
-        all others."""
+        """A context for a call in which all ranks meet. The watch knows of it, and names to all a rank that
+        fails or is elsewhere."""
         return nullcontext() if self.is_alone else self._joined.call(what)
 
     def set_step(self, num_steps: int) -> None:
-        """Has errors name the step by the ``num_steps`` that have been made in all."""
+        """Makes errors name the step, ``num_steps`` having been made in all."""
         if self.comm is not None and self.comm.watch is not None:
             self.comm.watch.set_step(num_steps)
 
     def ends_when_told(self, signals: Signals) -> None:
-        """Has a signal, which is noted for the end of a step, end this process where a rank was lost and no
-        step has an end."""
+        """Lets a signal end this process at once if a rank was lost. Signals otherwise wait for the end of a
+        step, which then never comes."""
         if self.comm is not None and self.comm.watch is not None:
             self.comm.watch.is_told_to_stop = lambda: bool(signals.number)
 
     @property
     def unwatched(self) -> Ranks:
-        """The same ranks, for another thread than the one that the watch looks at."""
+        """The same ranks for use in another thread than the watched one."""
         return self if self.is_alone else replace(self, comm=replace(self._joined, watch=None))
 
     @contextmanager

@@ -48,8 +48,8 @@ class Signals:
         os.close(self._from)
 
     def _unless_same(self, handler: Any) -> Callable[[int, Any], None]:
-        """``handler`` for a second signal alone: one that belongs to the first may come when all is saved and
-        the process is about to end by itself."""
+        """Wraps ``handler`` to ignore repeats of the first signal: they may arrive when all is saved and the
+        process is about to end by itself."""
 
         def handle(number: int, frame: Any) -> None:
             if time.monotonic() - self._came_at <= SAME_S:

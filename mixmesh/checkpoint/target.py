@@ -88,7 +88,7 @@ class Target:
             raise InputError("the export cannot be written there", got=got, where=str(self.folder))
 
     def existing(self) -> list[Path]:
-        """The files of tensors of an earlier export, those first that say where the others are."""
+        """The tensor files of an earlier export: first the files by which readers find the others."""
         stems = "|".join(map(re.escape, (self.stem, self.optimizer_stem)))
         entry = re.compile(rf"({stems})({re.escape(SAFETENSORS)}|{re.escape(SAFETENSORS + INDEX)})")
         other = re.compile(rf"({stems})-\d{{5}}-of-\d{{5}}{re.escape(SAFETENSORS)}")
@@ -128,8 +128,8 @@ class Target:
         return tuple(self.folder / name for name in names)
 
     def _replace(self, unfinished: Path, names: Sequence[str]) -> None:
-        """Puts new files in the place of an earlier export. Those that others are found by go first and come
-        last, so that at no time there is a mixture of two."""
+        """Replaces an earlier export by new files. The files by which readers find the others are removed
+        first and written last, so that there is never a mixture of two exports."""
         for path in self.existing():
             path.unlink()
         for name in names:

@@ -141,8 +141,8 @@ _MEMORY_TOLERANCE = 0.12
 
 def catalogue_row(reported_name: str, memory_bytes: int) -> CatalogueRow | None:
     """The row of the card that PyTorch reports as ``reported_name`` (``torch.cuda.get_device_name()``) with
-    ``memory_bytes`` of memory, or None if no row is surely that card: a laptop's chip is another one.
-    """
+    ``memory_bytes`` of memory. None if no row matches both: a laptop's chip may share the name of a desktop
+    card."""
     memory_gib = memory_bytes / 2**30
     for rows in _rows_by_form(_words(reported_name)):
         near = [row for row in rows if abs(memory_gib / row.memory_gib - 1) <= _MEMORY_TOLERANCE]

@@ -101,7 +101,8 @@ def communicator_bytes(cluster: Cluster, communicator: Communicator, rank: int) 
 
 
 def usual_communicators(world_size: int) -> tuple[Communicator, ...]:
-    """Those that nearly every plan has, before there is one: of samples, and of gradients."""
+    """The communicators that nearly every plan needs, for use before a plan exists: for samples and for
+    gradients."""
     everyone = tuple(range(world_size))
     return tuple(Communicator(purpose, everyone) for purpose in (DATA, GRADIENT)) if world_size > 1 else ()
 
@@ -143,9 +144,7 @@ def measured_bytes(
 
 # --- the caching allocator ----------------------------------------------------------------------------------
 
-# share of its tensors' bytes that the allocator reserves beside them, and bytes of pages that are half used:
-# in 20 MiB of the large pool and 2 MiB of the small one. With segments that cannot grow a freed block is used
-# again only for what fits into it, and more is lost (tests/test_gpu_memory.py replays traces of trainings)
+# x
 GROWING_LOSS, FIXED_LOSS = 0.08, 0.32
 POOL_BYTES = 80 * MIB
 SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the first that is set counts

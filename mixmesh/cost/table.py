@@ -25,11 +25,14 @@ class Work:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """The part of a cost table that follows from instructions, whatever the ratios and the owners of
-    parameters. ``borders`` are redistributions that cut by another ratio what is cut already, ``ratio_names``
-    the ratios that types name. Computations and works have numbers: ``factor_work_of``, ``again_work_of`` and
-    ``wgrad_work_of`` are the works of a weight's gradient from factors, of a second run, and of a weight's
-    gradient apart. ``seconds`` are those of works on ranks, by all that they follow from."""
+    """The part of a cost table that depends only on a program's instructions, not on its ratios or shard
+    owners.
+
+    ``borders`` are redistributions from one ratio to another, ``ratio_names`` the ratios named in types.
+    Computations and works are numbered: ``factor_work_of``, ``again_work_of`` and ``wgrad_work_of`` map a
+    computation to the work of a weight gradient from factors, of a second run, and of a split weight
+    gradient. ``seconds`` caches the seconds of works on ranks.
+    """
 
     kinds: Sequence[Kind | None]
     borders: tuple[Instruction, ...]

@@ -23,8 +23,8 @@ MAX_LEVELS = 48  # limits of bytes held at a cut that are tried; equal layers ha
 
 
 def recomputed(program: Program) -> Program:
-    """``program`` with its regions (``divided``) computed again, all but the last ones. Between the passes
-    these may keep as much as the largest of the others makes again later."""
+    """``program`` with its regions (``divided``) recomputed, except for the last ones, which may keep as many
+    bytes between the passes as the largest other region makes again later."""
     live = _Live(program)
     numbers: dict[int, int] = {}
     for number, region in enumerate(live.earlier(live.divided())):
@@ -32,14 +32,14 @@ def recomputed(program: Program) -> Program:
         for n in reversed(region):
             rest = [m for m in chosen if m != n]
             if live.kept_bytes(region, rest) <= live.kept_bytes(region, chosen):
-                chosen = rest  # it would run again for nothing
+                chosen = rest  # recomputing n would save nothing
         numbers |= dict.fromkeys(chosen, number)
     return with_regions(program, numbers)
 
 
 def divided(program: Program) -> Regions:
-    """The computations of the program in the regions that keep least, by an estimate: what crosses the ends
-    of all regions, and what the largest of them keeps inside."""
+    """Divides a program's computations into the regions that keep least, by an estimate: the bytes that cross
+    the ends of all regions, and those that the largest keeps inside."""
     return _Live(program).divided()
 
 
@@ -52,7 +52,7 @@ def can_run_again(program: Program, n: int, stale: frozenset[str]) -> bool:
 
 
 class _Live:
-    """The bytes of a program's activations that are held behind every computation, whatever keeps them."""
+    """Bytes of a program's activations held after each computation, whatever keeps them."""
 
     def __init__(self, program: Program) -> None:
         self.program = program

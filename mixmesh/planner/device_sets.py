@@ -93,7 +93,7 @@ def _unlike(task: Task, sets: Sequence[Ranks]) -> list[Ranks]:
         parts = []
         for m, mine in held.items():
             machine, classes = cluster.machines[m], [class_of[r] for r in mine]
-            # where some devices have links of their own, which devices they are matters
+            # devices with links of their own cannot stand in for each other
             links = (*machine.wiring, str(mine) if machine.links else "")
             parts.append((tuple(classes), *(links if len(held) > 1 or len(classes) > 1 else ())))
         unlike.setdefault(tuple(sorted(parts)), ranks)
@@ -101,8 +101,8 @@ def _unlike(task: Task, sets: Sequence[Ranks]) -> list[Ranks]:
 
 
 def least_parallel_s(task: Task, ranks: Ranks) -> float:
-    """About what no step of data parallelism on these devices is shorter than: that of computing, and the
-    seconds of the busiest link for the sums of all gradients, by levels or flat."""
+    """A rough lower bound on the seconds of a data-parallel step on these devices: computing, and the busiest
+    link's time for reducing all gradients, hierarchically or flat."""
     computing_s = task.least_seconds(ranks)
     if len(ranks) == 1:
         return computing_s
@@ -113,5 +113,5 @@ def least_parallel_s(task: Task, ranks: Ranks) -> float:
 
 
 def busiest_link_s(task: Task, exchange: Exchange) -> float:
-    """Seconds for which the link that carries most of it is busy."""
+    """Seconds of the exchange on the link that carries most of it."""
     return max(exchange.link_s_per_byte(task.costs.cluster).values()) * exchange.size_bytes

@@ -134,7 +134,7 @@ def choose(task: Task, asked: Asked, options: Options) -> Proposal:
 
 
 def check_proposed(task: Task, planner: str) -> None:
-    """Raises InputError where nothing was proposed, Infeasible where nothing of it fits."""
+    """Raises InputError if nothing was proposed, Infeasible if no proposal fits."""
     cluster = task.costs.cluster
     if not task.proposed:
         needs = BY_NAME[planner].needs if planner in BY_NAME else ""

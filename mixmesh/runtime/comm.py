@@ -109,7 +109,7 @@ class Comm:
         return comm
 
     def add(self, sets: Iterable[tuple[str, tuple[int, ...]]], backend: str | None = None) -> None:
-        """Makes the groups of these sets that are not there yet. Collective, in one order on all ranks."""
+        """Makes the missing groups of these sets. Collective, in the same order on all ranks."""
         timeout = datetime.timedelta(seconds=self.timeout_s)
         others = {} if self.watch is None else open_sockets()
         for purpose, ranks in sets:
@@ -159,8 +159,8 @@ class Comm:
         *,
         is_call: bool = True,
     ) -> Channel:
-        """The group of ``ranks`` on behalf of an instruction (or of what a string says), or of a ``part``
-        of it: its gradient. ``is_call`` is False where some ranks start within a call what others start after
+        """The group of ``ranks`` on behalf of an instruction (or of a description), or of a ``part`` of it
+        such as its gradient. ``is_call`` is False if some ranks start this within a call and others after
         it."""
         if isinstance(instruction, str):
             what, where = instruction, ""
@@ -250,13 +250,13 @@ class Channel:
 
 
 def default_device() -> torch.device:
-    """This process's device, by its number among those of its machine."""
+    """The device of this process, by its local rank."""
     return local_device()
 
 
 def backend_for(device: torch.device) -> str:
-    """The device's own (NCCL) where every process of this machine has a GPU of its own, gloo otherwise (NCCL
-    refuses two ranks on one GPU)."""
+    """The device's own backend (NCCL) if every process of this machine has its own GPU, else gloo: NCCL
+    refuses two ranks on one GPU."""
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     has_own = is_accelerator(device) and local_world <= device_count()
     return device_backend(device) if has_own else HOST_BACKEND
@@ -288,7 +288,7 @@ def _initialise(world_size: int, device: torch.device, timeout: datetime.timedel
         )
     else:
         store = connect_store(timeout.total_seconds()) if is_of_launcher() else None
-        # without a store of ours PyTorch reads both from the environment, and takes -1 alone
+        # without our store PyTorch reads both from the environment, and then accepts only -1
         rank, size = (-1, -1) if store is None else (int(os.environ["RANK"]), world_size)
         dist.init_process_group(backend, store=store, timeout=timeout, rank=rank, world_size=size)
         atexit.register(release_last_tensors)

@@ -40,7 +40,8 @@ def set_generator_state(device: torch.device, state: Tensor) -> None:
 
 @contextmanager
 def seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Within it the CPU and the device draw from ``seed``; after it what they would have drawn without."""
+    """A context in which the CPU and the device draw from ``seed``. Afterwards they continue as if nothing
+    had been drawn."""
     others = [device] if is_accelerator(device) else []
     with torch.random.fork_rng(others, device_type=device.type if others else None):
         torch.manual_seed(seed)

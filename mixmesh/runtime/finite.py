@@ -39,12 +39,14 @@ class OnNan(Enum):
 
 
 class FiniteGuard:
-    """Sums the loss of every step, and looks at it and at the gradients before the optimizer's step:
-    ``backward`` runs a batch, then ``may_step`` says whether the optimizer is to, ``step`` has it do so, and
-    ``loss`` is there after its step. All are collective.
+    """Sums the loss of every step, and checks it and the gradients before the optimizer's step.
 
-    Where a ``scaler`` scales the loss, gradients that overflow are left out by it, and the scale is lowered:
-    they are not looked at until it is below one."""
+    In each step, ``backward`` runs a batch, ``may_step`` says whether the optimizer may step, ``step`` makes
+    its step, after which ``loss`` is known. All are collective.
+
+    A ``scaler`` of the loss leaves out gradients that overflow and lowers the scale; they are not checked
+    until the scale is below one.
+    """
 
     def __init__(self, model: ParallelModel, on_nan: OnNan, scaler: GradScaler | None = None) -> None:
         self._model, self._on_nan, self._scaler = model, on_nan, scaler
@@ -55,12 +57,12 @@ class FiniteGuard:
         self._said_at: int | None = None  # step
         self._has_warned = False
         self._addend = torch.zeros(())
-        self._total: Handle = done(self._addend)  # the loss, and what is summed with it
+        self._total: Handle = done(self._addend)  # the loss, and the flags summed with it
         self.num_skipped = 0
 
     def backward(self, batch: Any) -> None:
-        """Runs the forward and backward pass of a batch. Where gradients are looked at, what was seen of them
-        travels with the loss, after the backward pass; else the loss travels beside that."""
+        """Runs the forward and backward pass of a batch. If gradients are checked, the loss is summed after
+        the backward pass, together with the findings; otherwise it is summed during the backward pass."""
         if self._on_nan is OnNan.IGNORE:
             local, total = call(self._model.forward_local, batch)
             assert total is not None  # the model computes its loss

@@ -17,8 +17,8 @@ AGAIN = "plan again with the model as it is now, and parallelize that"
 
 @dataclass(frozen=True)
 class Guards:
-    """``shown``: the parameters of the model in their order. ``inner``: what the program has of each, in the
-    same memory. ``trainable``: whether each was to be trained when the plan was made."""
+    """``shown`` are the model's parameters in their order, ``inner`` the program's tensors for them, in the
+    same memory. ``trainable`` tells for each whether it was to be trained when the plan was made."""
 
     names: tuple[str, ...]
     shown: tuple[nn.Parameter, ...]

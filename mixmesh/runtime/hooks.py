@@ -1,7 +1,8 @@
-"""Hooks that are put on a parallel model after it was made: none of them would do what it does elsewhere.
+"""Refuses hooks that were put on a parallel model after it was made: none of them would do there what it does
+on an ordinary model.
 
-A hook on a gradient would see what one rank adds to it, before it is summed, and the modules within a
-parallel model are never called: their operators are those of the program.
+A gradient hook would see one rank's addend before the sum, and the modules within a parallel model are never
+called: the program has their operators.
 """
 
 from __future__ import annotations

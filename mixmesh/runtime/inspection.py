@@ -1,4 +1,4 @@
-"""Looks at every value and every gradient that a rank makes in one pass, for those that are not finite."""
+"""Searches all values and gradients that a rank makes in one pass for those that are not finite."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Local kernels: where the result on a shard is not the plain operator on the shard.
+"""Local kernels, for operators whose result on a shard is not that of the plain operator on the shard.
 
-A kernel looks at its site and returns a function of the local inputs, or None where the plain operator
-will do. A rank with an empty piece never gets here (see ``empty``).
+A kernel looks at its site and returns a function of the local inputs, or None if the plain operator will do.
+Ranks with an empty piece run none of them (see ``empty``).
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ class Dropout(torch.autograd.Function):
 
 
 def drawing(site: Site) -> Callable[[Callable], Tensor]:
-    """How this site draws numbers for its first result: a function of ``draw(shape, generator)``.
+    """Draws random numbers for this site's first result: returns a function of ``draw(shape, generator)``.
 
-    See ``random``: a replicated result draws the same on all ranks, a cut one its own, or in exact mode
-    its piece of the whole. An attribute ``drawn`` says that the result is a part of what is drawn: the number
-    of the operator, the dim that is cut and where the part starts, and the whole shape.
+    See ``random``: a replicated result draws the same on all ranks, a cut one draws its own numbers, or in
+    exact mode its piece of the whole. An attribute ``drawn`` marks a result that is a part of a larger draw:
+    the number of the operator, the dim that is cut, the start of the part, and the whole shape.
     """
     i, random, device = site.instruction, site.random, site.device
     drawn = i.attr("drawn") if i.attrs else None
@@ -154,9 +154,9 @@ def fill_kernel(draw: Callable):
 
 
 def seeded_kernel(site: Site) -> LocalOp:
-    """The kernel of an operator that draws in a way of its own and runs whole everywhere: by the process's
-    generator, seeded alike on all ranks. Its number among the draws is made of its name, which every part of
-    a program keeps."""
+    """The kernel of an operator that draws in its own way and runs whole on every rank, from the process's
+    generator, seeded alike on all ranks. The number of its draw is a hash of its results' names, which are
+    the same in every part of a program."""
     plain, device = site.plain(), site.device
     operator = zlib.crc32(" ".join(r or "" for r in site.instruction.results).encode())
 
@@ -209,7 +209,7 @@ def cut_table(site: Site, dim: int) -> Callable[[], tuple[int, int]] | None:
 
 
 def localize_ids(ids: Tensor, start: int, length: int) -> tuple[Tensor, Tensor]:
-    """Ids counted from this rank's first row, held within its rows, and which of them are its own."""
+    """(ids relative to this rank's first row and clamped to its rows, mask of the ids that are its own)."""
     local = ids - start
     return local.clamp(0, length - 1), (local >= 0) & (local < length)
 
@@ -295,8 +295,8 @@ def cross_entropy_kernel(site: Site) -> LocalOp | None:
 
 
 def attention_kernel(site: Site) -> LocalOp | None:
-    """Causal attention of some of the queries: each sees the keys up to its own place among all queries, and
-    those behind the last of them are not looked at."""
+    """Causal attention of a part of the queries: each query sees the keys up to its own position among all
+    queries, so keys behind the last query are left out."""
     call, placement = site.local.call, site.local.in_placements[0]
     queries = site.program.types[site.instruction.inputs[0]]
     is_cut = isinstance(placement, Shard) and placement.dim == len(queries.value.shape) - 2

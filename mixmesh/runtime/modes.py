@@ -10,7 +10,7 @@ Modes = tuple[bool, ...]  # whether each module of a model trains, in their orde
 
 
 def modes_of(modules: Iterable[nn.Module]) -> Modes:
-    """Whether each of these modules trains."""
+    """The training mode of each of these modules."""
     return tuple([module.training for module in modules])
 
 

@@ -27,9 +27,9 @@ NUMBERS = frozenset(("step", "mu_product", "eta", "mu"))
 
 
 def fuse(optimizer: optim.Optimizer) -> bool:
-    """Has PyTorch's fused kernel make the steps of an optimizer where it can and nobody chose otherwise;
-    whether it does now. On a CPU that takes a sixth (AdamW) or half (SGD) of the time, with the same
-    results up to rounding."""
+    """Switches an optimizer to PyTorch's fused kernel if possible and the user has not chosen otherwise;
+    returns whether it did. On a CPU a fused step takes a sixth (AdamW) or half (SGD) of the time, with the
+    same results up to rounding."""
     if not can_be_fused(optimizer):
         return False
     for group in optimizer.param_groups:
@@ -40,17 +40,17 @@ def fuse(optimizer: optim.Optimizer) -> bool:
 def put_on_shards(
     optimizer: optim.Optimizer, swapped: Mapping[Tensor, tuple[Tensor, Stored]], rank: int
 ) -> None:
-    """Makes the optimizer of a model that of one rank: its parameters swapped, its steps fused where they can
-    be, and gradients laid out in memory as the parameters are."""
+    """Turns the optimizer of a model into this rank's: its parameters are swapped, its steps fused if
+    possible, and gradients get the memory layout of their parameters."""
     swap_params(optimizer, swapped, rank)
     fuse(optimizer)
     optimizer.register_step_pre_hook(lambda o, *_: lay_out(o))
 
 
 def lay_out(optimizer: optim.Optimizer) -> None:
-    """Gives gradients and state the strides of their parameters, as they have on a single device: a fused
-    kernel walks them all in the order of memory. Sums over ranks leave gradients contiguous, as checkpoints
-    leave state, and a parameter in channels_last is not."""
+    """Gives gradients and state the strides of their parameters, as on a single device, because a fused
+    kernel walks all of them in memory order. Sums over ranks leave gradients contiguous, checkpoints leave
+    state contiguous, and a parameter in channels_last is not."""
     with Off():
         for p in params_of(optimizer):
             if p.grad is not None:

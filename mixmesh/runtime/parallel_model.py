@@ -306,7 +306,7 @@ class ParallelModel(Face):
         self._runtime.drop_gradients()
 
     def train(self, mode: bool = True) -> ParallelModel:
-        """As the original's own, where it has one; also of the whole model, while it is lent."""
+        """Sets the training mode, also on the whole model while it is lent."""
         super().train(mode)
         if (lent := self._runtime.lent) is not None:
             lent.train(mode)

@@ -190,7 +190,7 @@ class _Ahead:
 
 
 def transfers(program: Program, samples: Samples, micro_steps: int) -> list[Transfer]:
-    """The transfers of every micro-step; what moves once per step, before them, is none of these."""
+    """The transfers of every micro-step, without those made once per step before the first micro-step."""
     moves = transfers_of(micro_step_program(program, samples))
     return [Transfer.of(program, samples, i, micro_steps) for i in moves]
 

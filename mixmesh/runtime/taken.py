@@ -131,7 +131,8 @@ def _parameter(x: Tensor) -> nn.Parameter:
 
 
 def _heir(whole: Tensor) -> Tensor:
-    """The tensor that the parallel model, which is there, shows for one of its original's."""
+    """The tensor that the parallel model shows in place of one of its original's; the parallel model must
+    exist."""
     assert isinstance(whole, TakenOver)
     heir = whole.heir()
     assert heir is not None

@@ -22,21 +22,22 @@ class Waits(Protocol):
 
 Stage = Callable[[], Sequence[Waits]]
 
-WATCHING = 4  # exchanges that threads wait for at once: more are under way, and told of later
+WATCHING = 4  # exchanges that threads wait for at the same time; later ones end later for their callers
 
 
 class StagedWork:
-    """Stages that follow each other, each begun when all of the one before has ended."""
+    """Stages that run one after the other; each begins when all work of the stage before has ended."""
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self.stages = stages
         self.done: torch.futures.Future[Any] = torch.futures.Future()
-        self.over = threading.Event()  # set when what was to happen at the end has happened too
-        # its text: an error itself remembers all that was going on where it was raised
+        self.over = threading.Event()  # set after the callbacks of the future have run
+        # only the text of the error: the exception itself would keep the frames it passed through alive
         self.error: str | None = None
 
     def advance(self, stage: int) -> None:
-        """A failure is told to who waits; later stages are left out, and time out elsewhere."""
+        """Runs a stage. After a failure, which ``wait`` reports, later stages are skipped and time out
+        elsewhere."""
         is_last = stage == len(self.stages) - 1
         if self.error is None and stage < len(self.stages):
             try:
@@ -45,7 +46,7 @@ class StagedWork:
                 self.error = str(error)
         if not is_last:
             return
-        self.stages = ()  # with the tensors: who waits may hold on to a work for longer
+        self.stages = ()  # frees the tensors, as a waiting caller may keep the work for longer
         try:
             if self.error is None:
                 self.done.set_result(None)

@@ -114,9 +114,9 @@ def _awaited_at(outline: Outline, i: Instruction, n: int) -> int:
 def backward_pass(
     outline: Outline, points: Iterable[float], later: Mapping[int, float], regions: Mapping[int, Repeat]
 ) -> Pass:
-    """The backward pass, which autograd runs in the reverse of the order in which nodes were made, with a
-    ``Ready`` at each of these ``points``. ``later`` are weights' gradients that come after those of the
-    inputs (``weight_points``), ``regions`` run again (``repeats``)."""
+    """The backward pass, in autograd's order: the reverse of the order in which nodes were made. It has a
+    ``Ready`` at each of ``points``, delays the weight gradients in ``later`` (``weight_points``) and runs
+    ``regions`` again (``repeats``)."""
     writer = _Backward(outline, frozenset(points), later, regions)
     writer.write()
     return writer.end()

@@ -110,5 +110,5 @@ def link_html(text: str, busy: float) -> str:
 
 
 def meter_html(share: float) -> str:
-    """A bar of a share, for the eye alone: the text beside it says the same."""
+    """A bar that shows a share. Hidden from screen readers, as the text beside it says the same."""
     return f'<span class="meter" aria-hidden="true"><span style="width:{min(share, 1):.1%}"></span></span>'

@@ -39,7 +39,7 @@ from .overlap import measure_overlap
 from .rest import measure_rest
 from .steps import measure_steps
 
-LINKS_SHARE = 0.27  # share of the budget, beside some seconds for links and computing together
+LINKS_SHARE = 0.27  # share of the budget for links; computing beside transfers has seconds of its own
 
 
 def profile(

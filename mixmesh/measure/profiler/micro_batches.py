@@ -183,12 +183,13 @@ class Plans:
         self.batch = next(i.types[0].shape[0] for i in program.graph.batch_inputs if i.types[0].shape)
         self.most = min(math.ceil(largest_share * self.batch), self.batch - (world_size - 1))  # all take part
         self.samples = samples_of(self.program)
-        # a micro-step and a whole step are walked apart
+        # memory is folded separately for a micro-step and for a whole step
         self.in_micro_steps = PeakMemory(costs, optimizer_states, self.samples)
         self.at_once = PeakMemory(costs, optimizer_states)
 
     def __call__(self, size: int) -> Plan:
-        """With what it is predicted to hold, near which the runtime trims its heap."""
+        """A plan for micro-batches of ``size`` samples, with its predicted memory: the runtime trims its heap
+        near that."""
         plan = self._unpredicted(size)
         return replace(plan, predicted_peak_memory_bytes=self._peaks(plan))
 

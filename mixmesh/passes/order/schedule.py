@@ -36,7 +36,8 @@ GAIN = 0.005  # share of the estimated step below which an order is not worth a 
 
 @dataclass(frozen=True)
 class Played:
-    """Tasks in the order in which they began, when each could begin, and when the last had ended."""
+    """Tasks in the order in which they began, the seconds at which each could begin, and the end of the
+    last."""
 
     order: tuple[int, ...]
     ready_s: dict[int, float]

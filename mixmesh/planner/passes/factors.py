@@ -13,8 +13,8 @@ from .row import Pass
 
 
 def factored(task: Task, proposal: Proposal) -> Proposal:
-    """The proposal with those weight gradients computed from gathered factors that are faster so, under the
-    shares that are best then."""
+    """The proposal with weight gradients computed from gathered factors wherever that is faster, and with the
+    shares that are then best."""
 
     def judge(program: Program) -> tuple[bool, float]:
         if program is proposal.program:

@@ -85,7 +85,7 @@ class Training:
         more: Iterable[Sequence[Action | Placed]] = (),
         seed: int = 0,
     ) -> None:
-        """``more`` are seeds beside data parallelism and single devices."""
+        """``more`` are further strategies to start from, besides data parallelism and single devices."""
         self.evaluate, self.space = evaluate, evaluate.space
         self.generator = torch.Generator().manual_seed(seed)
         self.random = random.Random(seed)

@@ -197,7 +197,7 @@ class _Joining:
         return self.sum([f"{v}.m{m}" for m, v in sources], name, value, self.shared)
 
     def sum(self, pieces: list[str], name: str, value: ValueType, ratio: str | None = None) -> str:
-        """The addends ``pieces``, one of each set, as one that the ranks of a ratio hold, or everyone."""
+        """Sums ``pieces``, one addend from each set; the sum is held by the ranks of ``ratio``, or by all."""
         everyone = TensorType(value, (PARTIAL,), ratio)
         totals = [self.add(f"{name}.m{m}", "move", (Ref(v),), everyone) for m, v in enumerate(pieces)]
         result = totals[0]

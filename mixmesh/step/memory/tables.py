@@ -134,7 +134,7 @@ class Memory:
         return tuple((self.highest @ self.shares(program, part)).max(axis=0).tolist())
 
     def peak_moment(self, program: Program, rank: int) -> Moment:
-        """When ``rank`` holds most, and what."""
+        """The moment at which ``rank`` holds most, with what it holds."""
         return self.moments[int(self.held_bytes(program)[:, rank].argmax())]
 
     def envelope(self) -> tuple[Sizes, ...]:
