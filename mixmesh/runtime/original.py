@@ -1,8 +1,8 @@
-"""The model that was handed to ``parallelize``, which is emptied, and unusable until it is loaded again.
+"""The model that was handed to ``parallelize``: emptied, and unusable until it is loaded again.
 
-Under some plans its tensors would be the trained ones, under others their initial values. One rule holds
-for all plans: the parameters and buffers of the original are empty, and whoever asks for their values is told
-where they are. ``original.load_state_dict(state)`` makes it an ordinary model again.
+Under some plans its tensors would be the trained ones, under others their initial values. One rule holds for
+all plans: the original's parameters and buffers are empty, and using one raises an error that says where its
+values are. ``original.load_state_dict(state)`` makes it an ordinary model again.
 """
 
 from __future__ import annotations

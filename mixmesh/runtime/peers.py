@@ -77,8 +77,8 @@ class Peers:
                 self._seen[rank] = (seen, self._clock.now_s)
 
     def meet(self, store: dist.Store) -> None:
-        """Looks at those that have not been seen yet: all of them have written. A rank that stops before the
-        next beat is known then. ``store``: the connection of the thread that calls this."""
+        """Reads the state of ranks that have not been seen yet, all of which have written one, so that a rank
+        that stops before its next beat is noticed. ``store`` is the calling thread's connection."""
         try:
             states = _read(store, [r for r in self._others if r not in self._seen])
         except RuntimeError:

@@ -1,10 +1,9 @@
-"""Measuring a step: what this rank's compute and communication streams do, as a ``Timeline``.
+"""Measures a step: the work of this rank's compute and communication streams, as a ``Timeline``.
 
-A recording replaces, for a while, what a model runs by the same with clocks around it; outside of it
-nothing is measured and nothing is paid. A collective lasts from its issue to its completion, told by
-the future of its work. In the backward pass there is no call to put a clock around: the time from the
-moment when autograd reaches the nodes of one instruction to when it reaches those of another belongs to
-the first. Whatever waits is on no one's account.
+A recording temporarily replaces a model's functions by the same ones with clocks around them; otherwise
+nothing is measured and nothing is paid. A collective lasts from its issue to its completion, which the future
+of its work reports. The backward pass has no call to put a clock around: an instruction gets the time from
+the moment autograd reaches its nodes until it reaches those of another. Waiting is charged to nothing.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ class Recorder:
             x.grad_fn.register_prehook(leave)
 
     def reach(self, name: str, op: str = "") -> None:
-        """From here on this rank computes what has this ``name``, until it reaches another or leaves."""
+        """Charges this rank's time to ``name`` from here until it reaches another name or leaves."""
         self._enter(name, op)
 
     def transfer(self, name: str, op: str, size_bytes: int) -> Callable[[], None]:
@@ -254,9 +253,9 @@ def recorded(
 
 
 def clock_offset_s() -> float:
-    """How far this rank's clock is ahead of rank 0's. Collective.
+    """Seconds by which this rank's clock is ahead of rank 0's. Collective.
 
-    All ranks leave a barrier at about the same moment; how late one learns of it varies, hence the median
+    All ranks leave a barrier at about the same moment, but notice it after varying delays, hence the median
     of several.
     """
     moments = []

@@ -1,9 +1,8 @@
-"""Other shares for a model that is being trained: the same program with other ratios, from one step to the
-next.
+"""Gives a model in training new shares: the same program with other ratios, from one step to the next.
 
-Parameters, buffers and optimizer state that are cut go from the ranks that had them to those that have them
-from now on, one tensor at a time. All objects stay: the model, its parameters, the optimizer with its groups
-and hooks, and a learning rate scheduler on it. All that runs the program on them is made anew.
+The pieces of parameters, buffers and optimizer state move from their old ranks to their new ones, one tensor
+at a time. All objects stay: the model, its parameters, the optimizer with its groups and hooks, and a
+learning rate scheduler on it. Everything that runs the program on them is made anew.
 """
 
 from __future__ import annotations
@@ -145,8 +144,8 @@ def _moved(comm: Comm, what: str, piece: Tensor, old: Stored, new: Stored) -> Te
 
 
 def _moved_params(run: Runtime, stored: Mapping[str, Stored]) -> dict[Tensor, Before]:
-    """By shown parameter, its new piece. For an owned one, whose rows lie in a working copy of the whole, the
-    program's tensor alone."""
+    """The new piece of each shown parameter. For an owned one, whose rows lie in a working copy of the whole,
+    only the program's tensor."""
     owned = {id(o.piece): o for o in run.owned.values()}
     before: dict[Tensor, Before] = {}
     for shown, inner in zip(run.node.shown, run.node.inner):
@@ -168,8 +167,8 @@ def _moved_buffers(model: nn.Module, run: Runtime, stored: Mapping[str, Stored])
 
 
 def _move_state(run: Runtime, optimizer: optim.Optimizer, stored: Mapping[str, Stored]) -> None:
-    """Moves all states that are like a parameter whose pieces move. A rank that had no piece, and no state,
-    gets the plain values of those that have."""
+    """Moves all optimizer states that have the shape of a parameter whose pieces move. A rank that had no
+    piece, and so no state, gets the plain values of the others."""
     moving = [p for p in params_of(optimizer) if run.by_param[p].held != stored[run.by_param[p].name].held]
     # also on ranks of another copy of a parameter: whether any moves is the same on all
     if not any(_differ(old, stored[name]) for name, old in run.stored.items()):

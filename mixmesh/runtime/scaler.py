@@ -36,8 +36,8 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def unscaled_text(program: Program, scaler: torch.amp.GradScaler | None) -> str:
-    """Says which ranks compute in float16 what a program has in bf16 though no scaler scales the loss; empty
-    where that is not so."""
+    """A text naming the ranks that compute a program's bf16 in float16 although no scaler scales the loss;
+    empty if there are none."""
     if scaler is not None and scaler.is_enabled():
         return ""
     ranks = [rank for name, row in program.dtypes for rank, dtype in enumerate(row) if dtype != name]

@@ -20,7 +20,8 @@ from .comm import Comm
 
 Off = torch._C.DisableTorchFunctionSubclass
 
-# by kind: from the numbers of all ranks (dim 0) to that of the whole; the number of a rank without a piece
+# by kind: the function from all ranks' numbers (dim 0) to the whole's; the neutral number of a rank without a
+# piece
 COMBINE: dict[str, tuple[Callable[[Tensor, float], Tensor], float]] = {
     "sum": (lambda x, _: x.sum(0), 0.0),
     "norm": (lambda x, order: torch.linalg.vector_norm(x, order, dim=0), 0.0),
@@ -33,8 +34,8 @@ _GETTERS = frozenset(("device", "dtype", "shape", "ndim", "requires_grad", "is_c
 
 
 class ShardNumber(torch.Tensor):
-    """A number of this rank's piece that stands for that of the whole. ``row`` is the rank whose number a
-    gradient goes back to (its own, or the one that speaks for all replicas)."""
+    """A number of this rank's piece that stands for the whole tensor's. Its gradient goes back to rank
+    ``row``: this rank, or the one that represents all replicas."""
 
     comm: Comm
     kind: str
@@ -60,7 +61,7 @@ class ShardNumber(torch.Tensor):
 def number(
     mine: Tensor | None, comm: Comm, kind: str, *, order: float = 2.0, row: int, dtype: torch.dtype
 ) -> ShardNumber:
-    """A number of the whole, from that of this rank's piece (None where it counts for nothing)."""
+    """A number of the whole, made from that of this rank's piece (None if it does not count)."""
     if mine is None:
         wide = dtype if dtype.is_floating_point else torch.float64  # integers have no infinity
         mine = torch.full((), COMBINE[kind][1], dtype=wide, device=comm.device)
@@ -101,8 +102,9 @@ def _ask(numbers: Sequence[ShardNumber]) -> None:
 
 
 class _Everyones(torch.autograd.Function):
-    """All ranks' numbers, one row each. A replica says nothing, and takes the gradient of the one that speaks
-    for it. Every rank goes back alone: what follows is the same on all."""
+    """Gathers all ranks' numbers, one row each. A replica contributes nothing, and takes the gradient of the
+    rank that represents it. The backward needs no communication, as the rest of the graph is the same on all
+    ranks."""
 
     @staticmethod
     def forward(ctx, mine: Tensor, comm: Comm, rows: tuple[tuple[int, float], ...]):

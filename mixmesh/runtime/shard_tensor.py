@@ -1,10 +1,10 @@
 """Parameters of which a rank holds a piece: tensors that stand for the whole.
 
 A ``ShardTensor`` is this rank's piece, in plain memory, with a note of the whole. PyTorch's kernels run on it
-as they are. Python code gets answers for the whole (shape, norm, sum); its operations are done piece by piece
+directly. Python code gets answers for the whole (shape, norm, sum); its operations are done piece by piece
 (arithmetic, clamping, copying) or refused (``shard_rules``). So clipping, penalties, optimizers that compute
-norms, ``numel()`` and checkpoints by ``torch.distributed.checkpoint`` give what they give on one device.
-Nothing of this is in the way of the program's own kernels: they run on plain tensors of the same memory.
+norms, ``numel()`` and checkpoints by ``torch.distributed.checkpoint`` give the same results as on one device.
+The program's own kernels run on plain tensors in the same memory, and never meet a ShardTensor.
 """
 
 from __future__ import annotations
@@ -184,15 +184,15 @@ def _elementwise(func: Callable, rule: Rule, args: tuple, kwargs: dict) -> Any:
 
 
 def is_whole(x: Any, beside: ShardTensor) -> bool:
-    """Whether a plain tensor beside a shard has the shape of the whole, on every rank."""
+    """Whether a plain tensor used together with a shard has the shape of the whole, on every rank."""
     stored = beside.whole.stored
     return not isinstance(x, ShardTensor) and x.ndim > 0 and tuple(x.shape) == stored.shape
 
 
 def _is_of_whole(rule: Rule, target: Any, tensors: Iterable[Tensor]) -> bool:
-    """Whether the result of shards beside whole tensors is whole too, as averages of weights are:
-    ``k.lerp_(p, 0.1)``, ``k.data = m * k.data + (1 - m) * p.data``. Else it is a shard, through which
-    gradients flow: ``(p - start).square().sum()``, or changes one: ``p.grad.mul_(mask)``."""
+    """Whether shards combined with whole tensors give a whole tensor, as in averages of weights: ``k.lerp_(p,
+    0.1)``, ``k.data = m * k.data + (1 - m) * p.data``. Otherwise the result is a shard through which
+    gradients flow, ``(p - start).square().sum()``, or changes a shard, ``p.grad.mul_(mask)``."""
     if rule.in_place:
         return not isinstance(target, ShardTensor)
     flows = torch.is_grad_enabled() and any(isinstance(x, ShardTensor) and x.requires_grad for x in tensors)
@@ -318,8 +318,8 @@ def _new_empty(func: Callable, args: tuple, kwargs: dict) -> Tensor:
 
 
 def _new_plain(func: Callable, args: tuple, kwargs: dict) -> Tensor:
-    """A tensor of the shard's dtype and device, and of nothing else of it: states of a recurrent network,
-    which scripts make of any parameter."""
+    """A plain tensor with only the shard's dtype and device: scripts make states of recurrent networks from
+    any parameter."""
     return func(args[0].as_subclass(Tensor), *args[1:], **kwargs)
 
 

@@ -1,6 +1,5 @@
-"""Is this the state of this model, or of its optimizer? Asked before anything of it is loaded: a file may be
-of another model, of another optimizer, or spoilt.
-"""
+"""Checks that a state belongs to this model, or to its optimizer, before any of it is loaded: a file may be
+of another model, of another optimizer, or damaged."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Streams and events of a device, and copies to it.
 
-By ``torch.Stream`` and ``torch.Event``, which are those of CUDA, ROCm and XPU alike. On a CPU nothing is
-issued ahead: its moments are those of the clock.
+Uses ``torch.Stream`` and ``torch.Event``, which work for CUDA, ROCm and XPU. A CPU does everything at once,
+so its events are readings of the clock.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def host_buffer(x: Tensor) -> Tensor:
 
 
 def issue_copy(x: Tensor, buffer: Tensor) -> None:
-    """Has the values of ``x`` copied into a buffer of the host, in the current stream. They are there when
-    the device has done what it was given (``accelerator.synchronize``); on a CPU at once."""
+    """Copies the values of ``x`` into a buffer of the host, in the current stream. They are valid when the
+    device has finished its work (``accelerator.synchronize``); on a CPU at once."""
     buffer.copy_(x, non_blocking=True)
 
 
 @cache
 def side_stream(device: torch.device) -> torch.Stream:
-    """The stream of an accelerator for what runs beside its current one, the same at every call."""
+    """An accelerator's second stream, for work that overlaps its current one; the same at every call."""
     return torch.Stream(device)
 
 

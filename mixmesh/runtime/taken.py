@@ -1,5 +1,5 @@
-"""The tensors of a model on their way into the parallel one: pieces of those of the original, or of those
-that a parallel model holds already and that have moved to other ranks (``reshare``)."""
+"""Takes the tensors of a model into a parallel one: as pieces of the original's tensors, or as tensors that a
+parallel model already holds and whose pieces have moved to other ranks (``reshare``)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .shards import Stored
 
 @dataclass(frozen=True)
 class Before:
-    """A tensor that a parallel model shows, and what it had of it before its pieces moved: the ``piece`` that
-    it holds now, and the tensor that its program ran on, which for an owned parameter was a working copy."""
+    """The state of a shown tensor before its pieces moved: the ``piece`` that it holds now, and the tensor
+    that its program ran on, which for an owned parameter was a working copy."""
 
     piece: Tensor
     used: Tensor
@@ -140,7 +140,7 @@ def _heir(whole: Tensor) -> Tensor:
 
 
 def is_whole(stored: Stored, comm: Comm) -> bool:
-    """Whether every rank holds all of it."""
+    """Whether every rank holds the whole tensor."""
     return not (stored.held.sizes or stored.copies) and len(stored.held.ranks) == comm.world_size
 
 
@@ -152,8 +152,8 @@ def _show(mine: nn.Parameter, stored: Stored, comm: Comm, written) -> nn.Paramet
 
 
 def _shared(whole: TakenOver, stored: Stored, comm: Comm, *, is_owned: bool) -> Tensor:
-    """The tensor that another parallel model shows for the same original. Raises InputError if this one would
-    hold it otherwise: then there would be two, trained apart."""
+    """The tensor that another parallel model shows for the same original. Raises InputError if this model
+    would hold it differently: there would then be two, trained separately."""
     shown = whole.heir()
     if isinstance(shown, ShardTensor):
         alike = shown.whole.stored.held == stored.held and shown.whole.written is None

@@ -1,4 +1,4 @@
-"""The stretches of a process in which it does nothing but take part in a training."""
+"""Marks stretches of a process in which it only takes part in a training."""
 
 from __future__ import annotations
 

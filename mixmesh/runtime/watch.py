@@ -1,16 +1,18 @@
-"""A side channel beside the collectives: what every rank is doing, and whether it is still there.
+"""A side channel to the collectives: what every rank is doing, and whether it is still there.
 
-A thread of every rank writes once a second into the store of ``torch.distributed`` which call of mixmesh the
-rank is in, and reads what the others wrote. A rank that waits in a collective for long then learns why:
+Once a second a thread of every rank writes the rank's current call of mixmesh into the store of
+``torch.distributed``, and reads the other ranks' entries. A rank that waits long in a collective then learns
+why:
 
-- the others are in another call (one evaluates or saves alone), or had other input: an error on all ranks;
+- the others are in another call (one rank alone evaluates or saves), or had other input:
+  an error on all ranks;
 - a rank has failed or ended: an error, with its reason;
 - a rank has been silent for ``heartbeat_s`` and its process is stopped or gone: an error. A process on this
-  machine that runs is not taken for lost, as its thread may wait for the interpreter's lock;
+  machine that still runs is not taken for lost, as its thread may be waiting for the interpreter's lock;
 - a rank is between two calls (it writes a file): a notice, and the wait goes on up to the time-out.
 
-A rank that is silent for ``heartbeat_s`` ends the others also where they do not wait for it: in a call
-that computes, and in a stretch in which a process does nothing but take part (``taking_part``).
+A rank that is silent for ``heartbeat_s`` ends the others even if they do not wait for it: in a call that
+computes, and in a stretch in which a process only takes part in a training (``taking_part``).
 
 A thread that is blocked in gloo is woken by shutting the sockets of this program's groups. A process that is
 still there ``GRACE_S`` later, whatever holds it up, is ended by the watch itself, with the message. Code of a
@@ -100,7 +102,7 @@ class Watch:
 
     @contextmanager
     def call(self, kind: str) -> Iterator[None]:
-        """A call in which ranks meet; a call within another one is a part of it."""
+        """A context for a call in which ranks meet; a call within another one is a part of it."""
         if self.doing and self.doing != BACKWARD:
             yield
             return
@@ -116,8 +118,8 @@ class Watch:
             self.doing = outer
 
     def meet(self, kind: str) -> None:
-        """Notes a collective of all ranks: where no call is under way it is one by itself. Nothing is noted
-        in another thread than the one that computes."""
+        """Notes a collective of all ranks; outside of any call it counts as a call of its own. In other
+        threads than the computing one nothing is noted."""
         is_within = self.doing and (self.doing != BACKWARD or is_in_backward())
         if self.is_of_this_thread and not is_within:
             self.begin(kind)
@@ -157,8 +159,8 @@ class Watch:
             self.waiting = None
 
     def count_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Has errors name the step that is under way, by the steps of the first optimizer that is given, and
-        where that is gone, of another one."""
+        """Makes errors name the current step, counted by the steps of the first optimizer that is given, or
+        of another one when that is gone."""
         if self._counted() is None:
             self._counted = weakref.ref(optimizer)
             self.set_step(0)
@@ -269,7 +271,7 @@ class Watch:
         self._peers.write(state)
 
     def _judge(self) -> None:
-        """Concludes what can be concluded from what was read."""
+        """Draws conclusions from the states of the other ranks."""
         states, waiting = self._peers.states(), self.waiting
         told = next((seen.verdict for seen in states.values() if seen.verdict is not None), None)
         if told is not None:
@@ -285,7 +287,7 @@ class Watch:
         return self._judge_stuck(states, waiting)
 
     def _follow(self, told: dict[str, Any], waiting: Waiting | None) -> None:
-        """Concludes what another rank has concluded, in the words of what this one waits for."""
+        """Adopts another rank's conclusion, worded for the call that this rank waits in."""
         error, lost = error_of(told)
         if lost is not None and waiting is not None:
             error = self.position.error(lost, waiting, self.world_size)
@@ -345,7 +347,7 @@ class Watch:
         if not self._is_taking_part:
             text = f"mixmesh: {error.message}; the next call on this rank raises it"
             print(text, file=sys.stderr, flush=True)
-        # whatever this process does: a thread that writes a checkpoint may wait in its own group
+        # even if this rank waits for nothing: its checkpoint thread may be waiting in its own group
         shut(self.sockets)
 
 
@@ -364,8 +366,8 @@ _of_process: list[tuple[object, Watch]] = []  # with its default group; empty be
 
 @contextmanager
 def in_call(kind: str) -> Iterator[None]:
-    """A call in which ranks meet, where there is no parallel model to make it; a part of the call that is
-    under way, if there is one."""
+    """A context for a call in which ranks meet, for code without a parallel model; within another call it is
+    a part of that."""
     watch = running_watch()
     if watch is None:
         yield

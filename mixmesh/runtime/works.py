@@ -139,16 +139,17 @@ class PairwiseWork:
 def pairwise(
     received: Sequence[Tensor], sent: Sequence[Tensor], *, group: dist.ProcessGroup, async_op: bool
 ) -> PairwiseWork:
-    """Between every two ranks of a gloo group, ``sent[j]`` goes to rank j of it and ``received[j]`` comes
-    from there; what is empty does not. Sizes may all differ.
+    """Exchanges tensors between every two ranks of a gloo group: ``sent[j]`` goes to its rank j and
+    ``received[j]`` comes from there, unless they are empty. All sizes may differ.
 
-    All that is to be received is said before anything is sent. gloo says so over the connection that it
-    sends over, so that a rank that sends first says it when its megabytes are gone. Where both do, the one
-    waits for the other, and of the two ways of a link only one is in use (gloo's own all_to_all and
-    broadcasts take up to twice as long for it, as threads happen to run).
+    All receives are posted before anything is sent. gloo announces a receive over the connection on which it
+    sends, so a rank that sends first announces its receive only after its megabytes have gone. If both ranks
+    do so, one waits for the other, and only one direction of the link is in use (gloo's own all_to_all and
+    broadcasts take up to twice as long for this reason, depending on how threads happen to run).
 
-    A thread of their own does both: who sends holds the connection and copies into it what it takes, and a
-    computing thread that is held up meanwhile, its quota used, holds up all that the peer sends here too.
+    A separate thread posts both: a sender holds the connection and copies what it takes into it, and a
+    computing thread that is stopped meanwhile, its CPU quota used up, would also hold up everything that the
+    peer sends here.
     """
     me, count, tag = dist.get_rank(group), len(sent), _next_tag(group)
     received[me].copy_(sent[me])
@@ -170,7 +171,7 @@ _tags: dict[str, int] = {}
 
 
 def _next_tag(group: dist.ProcessGroup) -> int:
-    """Tells the parts of one exchange from those of others of the group, which all ranks begin in one
+    """A tag that distinguishes one exchange from others of the group; all ranks begin exchanges in the same
     order."""
     tag = _tags[group.group_name] = (_tags.get(group.group_name, 0) + 1) % 2**30
     return tag
@@ -187,8 +188,8 @@ def _watching() -> SimpleQueue:
 
 
 def begin_threads() -> None:
-    """The threads that exchanges need, now and not at the first one: a thread has the limits (of processor
-    time, of cores) of the one that begins it, and who computes may be given others."""
+    """Starts the threads that exchanges need, now rather than at the first exchange: a thread inherits the
+    limits (CPU time, cores) of the one that starts it, and the computing thread may get others later."""
     _posting()
     _watching()
 
