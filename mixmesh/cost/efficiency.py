@@ -77,8 +77,8 @@ CPU_PRODUCT, CPU_MEMORY_BOUND = Efficiency(CPU_EFFICIENCY, 0.0), Efficiency(1.0,
 
 
 def efficiency(name: str, dtype: str, device: Device) -> Efficiency:
-    """The efficiency of a class of operators on a device: its own where the cluster file or a calibration has
-    them, else the usual one."""
+    """The efficiency of a class of operators on a device: its own from the cluster file or a calibration, or
+    else the usual one."""
     for own_name, own_dtype, *figures in device.efficiency:
         if (own_name, own_dtype) == (name, dtype):
             return Efficiency(*figures)
@@ -88,7 +88,7 @@ def efficiency(name: str, dtype: str, device: Device) -> Efficiency:
 
 
 def peak_flop_per_s(name: str, dtype: str, device: Device) -> float:
-    """The arithmetic peak that kernels of a class are to be held against. Depthwise convolutions have none on
+    """The arithmetic peak that bounds the kernels of a class. Depthwise convolutions have no kernels for
     tensor cores."""
     if name == DEPTHWISE:
         return device.flop_per_s

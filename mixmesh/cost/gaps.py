@@ -1,4 +1,4 @@
-"""Where a program's predicted time rests on something else than a measurement of just that.
+"""Lists the parts of a program's predicted time that do not rest on a measurement of exactly that part.
 
 Only for a cluster with a profile: without one everything is an estimate, and the plan says so itself.
 """

@@ -9,7 +9,7 @@ LEVELLED = {
     "all_gather": "levelled_all_gather",
 }
 FLAT = {levelled: name for name, levelled in LEVELLED.items()}
-DIRECT = "direct_all_reduce"  # every rank sends its addend to every other one, and adds up what it gets
+DIRECT = "direct_all_reduce"  # every rank sends its addend to every other one, and sums what it receives
 USUAL = {**FLAT, DIRECT: "all_reduce"}  # the library's own collective, by the name of another way to do it
 COLLECTIVES = (
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send", *USUAL,

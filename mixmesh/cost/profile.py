@@ -33,7 +33,7 @@ else:
 FORMAT = 2
 MAX_BYTES = 256 * 2**20  # in a file: one line an operator, on every kind of device
 FIRST_SIZES_BYTES = (2**12, 2**24)  # the lines of version 1 were fitted to these
-# far from what any device or link has, and near enough that sums and products of them stay finite
+# limits far from any real device or link, and small enough that sums and products of them stay finite
 _NotNegative = Annotated[float, pydantic.Field(ge=0, le=1e9, allow_inf_nan=False)]
 _Positive = Annotated[float, pydantic.Field(ge=1e-12, le=1e15, allow_inf_nan=False)]
 _Factor = Annotated[float, pydantic.Field(ge=1e-3, le=1e3, allow_inf_nan=False)]
@@ -121,10 +121,10 @@ class _FirstFile(pydantic.BaseModel, extra="forbid"):
 
 @dataclass(frozen=True)
 class OpMeasurement:
-    """Curves over the share of an operator's work, and how much work that is in all.
+    """Curves over the share of an operator's work, and the amount of that work.
 
-    ``cuts`` are those of a product of which other inputs are cut than where the batch is: a digit per input,
-    1 where it is cut (``cut_inputs``).
+    ``cuts`` has further curves of a product, for other inputs cut than in data parallelism. A key has a digit
+    per input, 1 if it is cut (``cut_inputs``).
     """
 
     forward: Curve
@@ -140,21 +140,24 @@ class OpMeasurement:
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """``ops`` maps ``op_key`` to what was measured.
+    """Measurements of one kind of device. ``ops`` maps ``op_key`` to the measurement of an operator.
 
-    ``step_scale`` is a whole measured step divided by the sum of its ops measured alone: what caches
-    and the allocator do to ops that run one after the other. ``slowdown`` is the part of a second that
-    a second of computing takes longer while a collective is under way. ``host_s`` maps ``host_key`` of a
-    collective to the seconds for which it keeps the computing thread itself busy (issuing, joining, copying):
-    fixed, and per byte of the whole tensor; where nothing else is computed, and ``host_scale`` times that
-    where the device computes. ``memory_constant_bytes`` is what a process holds beside tensors, and
-    ``idle_constant_bytes`` what one does that computes nothing. ``largest_micro_batch`` is, by stage of
-    ZeRO, how many samples the device was seen to hold in a micro-step with even owners; empty where that was
-    not tried. After a rest the device works at ``rested_speed`` times its usual pace until it is ``rested_s``
-    ahead of it; a second of rest is good for a second of lead, up to that. ``beside_s`` is as ``host_s``, of
-    the threads that communicate: what they take, a device that rests does not save up. On a GPU
-    ``communicator_bytes`` are what a first sum and a first all_to_all between all ranks add to the memory of
-    a process, which its constants are then without.
+    ``step_scale`` is a whole measured step divided by the sum of its ops measured alone, which shows the
+    effect of caches and of the allocator on consecutive ops. ``slowdown`` is the extra time, per second of
+    computing, while a collective is under way. ``host_s`` maps ``host_key`` of a collective to the seconds
+    for which it occupies the computing thread (issuing, joining, copying), fixed and per byte of the whole
+    tensor, while nothing else is computed; while the device computes they are ``host_scale`` times as long.
+    ``beside_s`` is the same for communicating threads: a device with burst credit does not save up the CPU
+    time that they use.
+
+    ``memory_constant_bytes`` is the memory of a process besides tensors, ``idle_constant_bytes`` that of a
+    process that computes nothing. On a GPU ``communicator_bytes`` are what a first sum and a first all_to_all
+    between all ranks add to the memory of a process, and its constants then exclude them.
+    ``largest_micro_batch`` is, by ZeRO stage, the largest number of samples that was seen to fit in a
+    micro-step with even owners; empty if that was not tried.
+
+    After a rest the device works at ``rested_speed`` times its usual pace until it is ``rested_s`` ahead of
+    it; each second of rest adds a second of lead, up to that limit.
     """
 
     ops: dict[str, OpMeasurement]
@@ -174,8 +177,9 @@ class DeviceProfile:
 
 @dataclass(frozen=True)
 class Profile:
-    """``devices`` are by ``device_key``. The provenance's ``cluster`` is the fingerprint of the cluster that
-    was measured, ``links`` that of its links, ``backend`` what carried the collectives."""
+    """A whole profile; ``devices`` are by ``device_key``. In the provenance, ``cluster`` is the fingerprint
+    of the measured cluster, ``links`` that of its links, and ``backend`` the library that ran the
+    collectives."""
 
     devices: dict[str, DeviceProfile]
     collectives: tuple[LinkMeasurement, ...]
@@ -325,8 +329,8 @@ def _links(file: _File | _FirstFile) -> tuple[LinkMeasurement, ...]:
 
 
 def links_fingerprint(cluster: Cluster) -> str:
-    """12 hex digits of what a measurement of links depends on: who sits where, on which links, how much of
-    a core each process has. Neither names nor memories."""
+    """12 hex digits of everything on which a measurement of links depends: positions of devices, links, and
+    the share of a core of each process. Names and memories do not count."""
     facts = [cluster.bandwidth_bytes_per_s, cluster.latency_s] + [
         [*m.wiring[:3], [(d.kind, d.cpu_share) for d in m.devices], *_more_wiring(m)]
         for m in cluster.machines
@@ -344,7 +348,7 @@ def _curve(points: list[tuple[float, float]]) -> Curve:
 
 
 def device_key(device: Device) -> str:
-    """The key by which two devices are one for the profiler: everything that is declared of them."""
+    """A key of everything declared about a device that matters to the profiler."""
     share = "" if device.cpu_share is None else f" x{device.cpu_share:g}"
     return f"{device.name}{share} {device.flop_per_s / 1e12:g}TF {device.memory_bytes_per_s / 1e9:g}GB/s"
 

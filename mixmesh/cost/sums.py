@@ -1,6 +1,6 @@
-"""Which gradients are summed over ranks after they were computed, together with which, in which order.
+"""The buckets of gradients that are summed over ranks after they were computed, and their order.
 
-One answer for the runtime, which sums them, and for the simulator, which says how long that takes.
+Both the runtime, which makes the sums, and the simulator, which times them, use this.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from .exchanges import Exchange
 from .outline import summed_params
 
 BUCKET_CAP_BYTES = 4 * 2**20
-# a gradient on its way to the ranks that own it, or back from them, holds its buffer: the runtime has no
-# more than this under way beside the newest
+# limit on the buffers of gradients that are on their way to or from their owners, not counting the newest
 IN_FLIGHT_BYTES = 32 * 2**20
 
 
@@ -131,11 +130,11 @@ def gradient_sums(
 ) -> tuple[GradientSum, ...]:
     """The buckets of a program, in the order in which every rank starts them.
 
-    A ``param`` with an attribute ``bucket`` goes where it says; the others are taken by first use, last
+    A ``param`` with an attribute ``bucket`` goes into that one; the others are taken by first use, last
     first, up to ``cap_bytes`` each. A bucket holds one dtype, one set of ranks and one of owners. Numbered
-    ones come in the order of their numbers, then the others by when their last gradient is ready. ``order``
-    is that of the program with whatever buckets, where it is known already; ``buckets`` count instead of the
-    program's own.
+    buckets come in the order of their numbers, then the others by when their last gradient is ready.
+    ``order`` is that of the program's sums, if it is already known: it does not depend on buckets.
+    ``buckets`` replace the program's own.
     """
     numbers = program.buckets if buckets is None else buckets
     groups: dict[tuple, list[Summed]] = {}
@@ -181,8 +180,8 @@ def gradient_sums(
 
 
 def parts_of(program: Program, size_bytes: int, ranks: tuple[int, ...], owned: str | None = None) -> Parts:
-    """The ranks by machine of a sum of ``size_bytes``, if it goes by levels: to owners where these are
-    leaders, several of them."""
+    """The ranks by machine of a sum of ``size_bytes`` if it is hierarchical, else empty. A sum to owners is
+    hierarchical only if there are several owners, all of them leaders."""
     parts = () if program.levels is None else program.levels.parts(ranks, size_bytes)
     if not parts or owned is None:
         return parts

@@ -1,4 +1,4 @@
-"""The works of a program: computations that cost alike, whichever ranks take part."""
+"""The works of a program: computations with equal costs, whichever ranks take part."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PassSeconds = tuple[list[tuple[float, ...]], list[tuple[float, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Computations that cost alike: an operator's times per device class, and how its work is cut."""
+    """Computations with equal costs: an operator's times per device class, and how its work is cut."""
 
     times: tuple[OpTime, ...]
     cut: Cut
@@ -67,7 +67,8 @@ def table_of(outline: Outline, costs: CostModel) -> Table:
 
     calls: dict[tuple, int] = {}  # that cost alike
     times: list[tuple[OpTime, ...]] = []
-    # by kind, and what else an instruction says: its work, that of the weight's gradient, of a second run
+    # for each kind and other cost-relevant attributes: its work, and the works of its weight gradient and
+    # second run
     works_by_kind: dict[tuple[Kind, str, bool], tuple[int, int | None, int | None]] = {}
     for n, (i, kind) in enumerate(zip(program.instructions, outline.kinds)):
         if kind is None:
@@ -115,7 +116,7 @@ def table_of(outline: Outline, costs: CostModel) -> Table:
 
 
 def _moves_borders(program: Program, i: Instruction) -> bool:
-    """Whether a redistribution cuts by another ratio what is cut already."""
+    """Whether a redistribution goes from one ratio to another."""
     if not i.is_redistribution:
         return False
     ends = program.types[i.inputs[0]], i.type
@@ -125,8 +126,8 @@ def _moves_borders(program: Program, i: Instruction) -> bool:
 def split_by_factors(
     program: Program, i: Instruction, times: tuple[OpTime, ...]
 ) -> tuple[tuple[OpTime, ...], tuple[OpTime, ...]]:
-    """Times of a product whose weight's gradient is apart: those of the rest, and those of that gradient. Of
-    two products in the backward pass one is the weight's."""
+    """Splits the times of a product into those of its weight gradient and the rest. Of two products in the
+    backward pass one is the weight gradient."""
     share = 0.5 if i.inputs[0] in program.requires_grad else 0.0
     own = tuple(OpTime(t.forward, t.backward.scaled(share) if share else ZERO) for t in times)
     return own, tuple(OpTime(ZERO, t.backward.scaled(1 - share)) for t in times)

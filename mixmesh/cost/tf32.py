@@ -33,7 +33,7 @@ def tf32_warnings(costs: CostModel, graph: Graph) -> tuple[str, ...]:
 
 
 def has_float32_products(graph: Graph) -> bool:
-    """Whether TF32 would change any product: those of float32 that are no convolutions, which use it
+    """Whether TF32 would change any product: a float32 one that is not a convolution, as these use it
     anyway."""
     calls = (call_of(node, graph.types) for node in graph.nodes if node.op.startswith("aten."))
     return any(

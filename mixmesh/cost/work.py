@@ -16,10 +16,10 @@ VIEWS = frozenset(
     ).split()
 )
 HALF = ("f16", "bf16")
-# Passes over what they are given and give, forward and backward, of operators bound by memory that read it
-# otherwise than once: of moments the gradient is written and then added to that of normalise; batch norm by
-# PyTorch's kernels reads its data once more in either pass for the statistics; cross entropy looks at one
-# logit of a row in the forward pass
+# Forward and backward passes over inputs and results, for memory-bound operators that do not read them just
+# once. The gradient of moments is written, then added to that of normalise. PyTorch's batch norm reads its
+# data once more in either pass, for the statistics. Cross entropy looks at one logit of a row in the forward
+# pass.
 MEMORY_BOUND_OWN = {
     "mixmesh.local_batch_norm": (1.5, 2.5), "mixmesh.moments": (1.0, 5.0), "mixmesh.normalise": (1.0, 2.0),
     "mixmesh.sum_exp": (1.0, 0.0), "mixmesh.cross_entropy": (0.0, 1.5),

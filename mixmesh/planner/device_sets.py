@@ -1,6 +1,7 @@
-"""Sets of devices that may be faster than all of them: a plan in which some have nothing to do is a plan too.
+"""Sets of devices that may be faster than all devices together: a plan may leave some of them idle.
 
-Machines of equal devices and links are alike, so of a set it matters only how many it has of each kind.
+Machines with equal devices and links can stand in for each other, so only the number of each kind in a set
+matters.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from .task import Task
 
 Ranks = tuple[int, ...]
 
-MOST_SETS = 16  # as many sets of machines are all looked at; else the first of them, in numbers that double
+MOST_SETS = 16  # up to this many sets of machines are all tried; otherwise the first 1, 2, 4, ... machines
 
 
 def machine_sets(task: Task) -> list[Ranks]:
-    """Sets of whole machines, one of those that are alike: all sets if these are few; else those of the
-    fastest, of those with the fastest links, and of each kind."""
+    """Sets of whole machines, one for each combination of kinds. If there are many, only sets of the fastest
+    machines, of those with the fastest links, and of each kind."""
     cluster = task.costs.cluster
     mine = set(task.ranks)
     numbers = range(len(cluster.machines))
@@ -41,7 +42,8 @@ def machine_sets(task: Task) -> list[Ranks]:
 
 
 def _orders(task: Task, kinds: dict[tuple, list[Ranks]]) -> Iterator[list[Ranks]]:
-    """Machines from the fastest, from the one with the fastest link between machines, and those of a kind."""
+    """Yields orders of machines: fastest first, fastest link between machines first, and the machines of each
+    kind."""
     every = [(kind, ranks) for kind, some in kinds.items() for ranks in some]
     shares = task.proportional
     speed: Callable[[Ranks], float] = lambda ranks: -sum(shares[r] for r in ranks)  # noqa: E731
@@ -76,7 +78,7 @@ def device_sets(task: Task) -> list[Ranks]:
 
 
 def sets_in_need(task: Task) -> list[Ranks]:
-    """All devices without those of any one class: its memory may be the one that is too small."""
+    """All devices except one class, for each class: the memory of that class may be what is too small."""
     class_of = task.costs.class_of
     classes = dict.fromkeys(class_of[r] for r in task.ranks)
     return [tuple(r for r in task.ranks if class_of[r] != c) for c in classes if len(classes) > 1]

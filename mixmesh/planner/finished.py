@@ -16,7 +16,7 @@ from .planners import BY_NAME
 from .proposal import Proposal
 from .task import HOPEFUL, Task
 
-ALIKE = 1e-4  # relative difference of the times of programs of which one is finished
+ALIKE = 1e-4  # relative difference of times below which one of two programs is finished
 FEW = 8  # proposals that are finished; those in micro-steps, which keep their order and sums, are not counted
 # share of the budget for a step of every further program: three of the largest, examined with care
 SHARE = 0.3
@@ -77,8 +77,8 @@ def finished_near(task: Task, proposals: Sequence[Proposal]) -> list[Proposal]:
 
 
 def are_alike(one: Proposal, other: Proposal) -> bool:
-    """Whether two proposals are the same program, or take the same time on the same devices, where most of
-    what they do is the same."""
+    """Whether two proposals are the same program, or take about the same times on the same devices, which
+    suggests that they are mostly the same."""
     if one.micro_batches != other.micro_batches or supports(one.program) != supports(other.program):
         return False
     times = zip(
@@ -109,15 +109,15 @@ def least_s(task: Task, proposal: Proposal) -> float:
 
 
 def can_lead(proposal: Proposal, fastest_s: float) -> bool:
-    """Whether a proposal may become the fastest, where one takes ``fastest_s``."""
+    """Whether a proposal may still become faster than ``fastest_s``."""
     if proposal.planner == "two-level":
         return proposal.timeline.step_s <= JOINED_HOPEFUL * fastest_s
     return proposal.timeline.step_s - most_hidden_s(proposal) <= HOPEFUL * fastest_s
 
 
 def most_hidden_s(proposal: Proposal) -> float:
-    """Seconds of exchanges within the passes that another order may hide: no more than there is to compute
-    meanwhile."""
+    """Seconds of exchanges within the passes that another order may hide, limited by the seconds of
+    computing."""
     return min(proposal.simulation.exchanged_s, max(proposal.timeline.compute_s))
 
 

@@ -28,7 +28,7 @@ SUM_EXP = "mixmesh.sum_exp"
 DDP_TUNED = "ddp-tuned"
 GRADIENT_PRICES = (0.0, 1.0, 0.3)  # a second of gradient communication, with all, none, much of it hidden
 DATA_PARALLEL_ONLY = (None,)
-# sets of devices that are searched whatever the budget, and the share of it for a step of each
+# sets of devices that are searched at any budget; the share of the budget for a step of each set
 LEAST_SETS, SETS_SHARE = 2, 0.2834
 # sets that may be searched beyond these, times as many: one in place of each whose memory is too small
 MORE_SETS = 3
@@ -75,10 +75,10 @@ class Synthesis:
         self.paths: dict[float, Found] = {}  # by price, the last that was found, on whatever devices
 
     def proposals(self, prices: Sequence[float | None]) -> Iterator[Proposal]:
-        """Program and ratio in turn, for several prices and sets of devices; first the set that data
-        parallelism leaves most to hope for, as what cannot become faster than the best is left out. What it
-        leaves to hope for says nothing about memory: a set that is too small for what is found there is
-        followed by one that there would have been no time for, first by all devices."""
+        """Program and ratio in turn, for several prices and sets of devices. The sets with the lowest bound
+        for data parallelism come first, and sets that cannot beat the best plan are left out. The bound
+        ignores memory: if a set's memory is too small for what is found there, another set that there was no
+        time for takes its place, first of all the set of all devices."""
         task, baseline = self.task, self.task.proposed.get(DDP_TUNED)
         best = None if baseline is None else (baseline.key, support(baseline.program.ratio_of["r0"]))
         sets = self.sets()
@@ -116,9 +116,9 @@ class Synthesis:
     def in_time(
         self, sets: Sequence[tuple[int, ...]], prices: Sequence[float | None]
     ) -> list[tuple[int, ...]]:
-        """As many of some sets as there is time for, the first of those that may be faster than the best. If
-        that is more than a few, all devices and the fastest machine alone are among them: a search may use
-        them where data parallelism cannot."""
+        """The first sets that may be faster than the best plan, as many as there is time for. If that is more
+        than a few, they include all devices and the fastest machine alone, which a search may use even if
+        data parallelism cannot."""
         task, most = self.task, self.most_sets(prices)
         if most >= len(sets):
             return [*sets]
@@ -158,7 +158,7 @@ class Synthesis:
             if price is not None and tried.same_at_both_ends:
                 continue  # the cheapest program at both ends is the cheapest in between
             if not judged and 0.0 in tried.by_price and min(tried.floors_s) > LOST * task.best_s:
-                return  # gradients for nothing would not help these devices, nor will any other price
+                return  # even with free gradients these devices are too slow, so no other price will help
             if len(tried.by_price) == 2 and min(tried.least_s, default=0.0) > HOPELESS * task.best_s:
                 continue
             what = "data parallel" if price is None else f"gradient price {price:g}"
@@ -241,8 +241,8 @@ class Synthesis:
     ) -> Iterator[Proposal]:
         """Q = argmin t(., B), B = argmin t(Q, .), until nothing is gained; the best pair, polished.
 
-        ``tried`` is what was tried on these ranks before. A program that cannot become the fastest is left
-        out unless it is to be ``judged`` in any case.
+        ``tried`` are earlier trials on these ranks. A program that cannot become the fastest is left out,
+        unless it is to be ``judged`` in any case.
         """
         ratio = self.task.shares(ranks)
         best: Proposal | None = None
@@ -291,9 +291,9 @@ class Synthesis:
             yield from self.computed_again(program, ranks, least_s)
 
     def is_lost(self, program: Program, simulation: Simulation, least_s: float) -> bool:
-        """Whether a program whose step does not go below ``least_s`` whatever the buckets is not looked into.
-        Order may hide what a small one exchanges within its passes, owners what its gradients do, and factors
-        of gradients save some of that."""
+        """Whether a program whose step takes at least ``least_s`` with any buckets is not worth a closer
+        look. The look may pay for a small program: order may hide exchanges within its passes, owners may
+        hide reductions of its gradients, and gradients from factors may save some of these."""
         best_s = self.task.best_s
         if EACH.pays_for(CARE_STEPS, len(program.instructions)):
             saved_s = most_saved_s(program, self.task.costs)
@@ -308,8 +308,8 @@ class Synthesis:
         )
 
     def bounds(self, program: Program, ranks: tuple[int, ...]) -> tuple[Program, float, float]:
-        """The program under its best shares with as much memory as it likes; what its step does not go below
-        so if nothing is summed, and whatever the buckets."""
+        """The program under the best shares without a limit on memory, and two lower bounds of its step under
+        these: without any sums, and with any buckets."""
         program = self.task.in_our_sums(self.planner, program)
         simulation = self.task.simulation(program)
         ratio = self.task.ratio(simulation, program, ranks, limited=False) or program.ratio_of["r0"]
@@ -334,9 +334,9 @@ class Synthesis:
         return max((abs(a - b) for a, b in pairs), default=0.0) > BOUND_BY_MEMORY
 
     def computed_again(self, program: Program, ranks: tuple[int, ...], least_s: float) -> Iterator[Proposal]:
-        """The same program with activations that the backward pass computes again, as few as memory asks for;
-        with parameters stored in shards where that alone is not enough. Programs that
-        cannot be faster than the best, as they do not go below ``least_s`` if all is kept, are left out."""
+        """The same program with as few recomputed activations as fit in memory, and with parameters stored in
+        shards too if recomputation is not enough. Left out if ``least_s``, a bound without recomputation, is
+        slower than the best plan."""
         candidate = recomputed(program)
         if not regions(candidate) or least_s > LOST * self.task.best_s:
             return
@@ -349,8 +349,8 @@ class Synthesis:
                     return
 
     def fitting(self, program: Program, ranks: tuple[int, ...]) -> Proposal | None:
-        """The program under the LP's shares, with a little more of the memory left free if rounding needs it;
-        None if there are no such shares."""
+        """The program under the LP's shares, with some more memory left free if rounding needs it; None if no
+        shares fit."""
         simulation, best = self.task.simulation(program), None
         for spare in SPARE:
             ratio = self.task.ratio(simulation, program, ranks, HEADROOM + spare)
@@ -362,10 +362,10 @@ class Synthesis:
         return best
 
     def stored_sharded(self, program: Program, ranks: tuple[int, ...]) -> Iterator[Proposal]:
-        """The same program with parameters stored in shards: for devices that cannot hold all of them.
+        """The same program with parameters stored in shards, for devices that cannot hold all of them.
 
-        Shards are whole rows and samples, so that the shares of the LP are rounded; where that oversteps
-        a memory, the LP is asked to leave a little more.
+        Shards are whole rows and samples, so the LP's shares are rounded. If rounding exceeds a device's
+        memory, the LP is solved again with a little more left free.
         """
         if len(ranks) == 1:
             return
@@ -382,7 +382,7 @@ class Synthesis:
 
 
 def is_short_of_memory(proposals: Sequence[Proposal]) -> bool:
-    """Whether none of those on a set of devices fits with all of its activations kept."""
+    """Whether none of the proposals for a set of devices fits with all of its activations kept."""
     return bool(proposals) and not any(p.feasible and not regions(p.program) for p in proposals)
 
 
@@ -392,7 +392,7 @@ def is_same(ratio: Ratio, other: Ratio) -> bool:
 
 
 def shape_of(program: Program) -> int:
-    """A number that tells a program from those with other placements or on other ranks."""
+    """A hash of a program's placements and ranks."""
     return hash((supports(program), *((i.op, i.types) for i in program.instructions)))
 
 

@@ -119,7 +119,7 @@ def prices_of(seconds: np.ndarray, counts: np.ndarray) -> np.ndarray:
         key = np.round(row / row.sum(), DIGITS).tobytes()
         alike[key] = alike.get(key, 0.0) + row
     table = np.array(list(alike.values()))
-    table /= table.sum() / len(counts)  # T is about 1, and what the solver tolerates little of it
+    table /= table.sum() / len(counts)  # makes T about 1, the scale of the solver's tolerances
     rows, classes = table.shape
     h = quiet_solver()
     inf = highspy.kHighsInf

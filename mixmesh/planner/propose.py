@@ -22,8 +22,8 @@ LEADING = 4  # times as much of the budget for sets of machines has a planner th
 
 @dataclass(frozen=True)
 class Asked:
-    """The planners that propose plans; those that do so only ``in_need``, where nothing of these fits; and
-    how much planning may do. ``is_auto``: none was asked by name."""
+    """The planners to ask; those to ask only ``in_need``, when nothing of the others fits; and the budget.
+    ``is_auto``: the user named no planner."""
 
     rows: tuple[Planner, ...]
     in_need: tuple[Planner, ...]
@@ -83,9 +83,9 @@ def proposals_of(task: Task, asked: Asked) -> list[Proposal]:
 
 
 def on_machine_sets(task: Task, propose: Propose, on_sets: OnSets, *, leads: bool) -> Iterator[Proposal]:
-    """Proposals for sets of machines that may be faster than all of them, first those with the least to do at
-    least: as many as the budget pays for. ``leads``: the planner's plan for all machines is the fastest so
-    far. Of sets with equally much to do, those whose machines have the fastest links inside come first."""
+    """Proposals for sets of machines that may be faster than all of them, by the lower bound of their steps,
+    for as many sets as the budget pays for. ``leads``: the planner's plan for all machines is the fastest so
+    far. With equal bounds, sets with the fastest links inside machines come first."""
     visits = EACH.part(on_sets.share * (LEADING if leads else 1)).visits
     views = [task.on(ranks) for ranks in machine_sets(task) if ranks != task.ranks]
     worth = {view.ranks: least_s for view in views if (least_s := on_sets.least_s(view)) is not None}

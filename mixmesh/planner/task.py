@@ -170,8 +170,8 @@ class Task:
 
     @property
     def ideal_s(self) -> float:
-        """Seconds of a step of which all devices compute all the time, as the cost model estimates them: no
-        simulated step is shorter."""
+        """Seconds of a step in which all devices compute all the time, by the cost model: a bound for every
+        simulated step."""
         if self.ranks not in self._ideals_s:
             seconds = self.seconds_by_class
             self._ideals_s[self.ranks] = ideal_s(seconds, self.costs.class_of, self.ranks)
@@ -194,7 +194,7 @@ class Task:
 
     @levels.setter
     def levels(self, levels: Levels | None) -> None:
-        """Has all programs summed so, whatever their ranks."""
+        """Sets the levels for the sums of all programs, whatever their ranks."""
         self._all_levels = (levels,)
 
     def levels_on(self, ranks: tuple[int, ...]) -> Levels | None:
@@ -207,7 +207,7 @@ class Task:
 
     @lazy
     def direct_bytes(self) -> int:
-        """Up to which ranks send each other the addends of a value, where that is faster."""
+        """The largest value, in bytes, for which a one-shot all-reduce is faster."""
         return best_direct_bytes(self.costs)
 
     def in_our_sums(self, planner: str, program: Program) -> Program:
@@ -246,7 +246,8 @@ class Task:
         return self.costs.cluster.devices[rank].memory_bytes
 
     def data_parallel(self, ratio: Ratio) -> Program:
-        """One program whatever the shares, but that one rank alone converts nothing."""
+        """The data-parallel program, the same for all shares, except that it converts nothing on a single
+        rank."""
         alone = len(support(ratio)) == 1
         if alone not in self._data_parallel:
 
@@ -265,8 +266,8 @@ class Task:
         return None if path is None else path[0]
 
     def spell(self, problem: Problem, found: Found) -> Program:
-        """The program of a path: the same instructions for all who go it, whatever their ratio, but that one
-        rank alone converts nothing. All types name the ratio (see ``without_needless_names``)."""
+        """The program of a path. It has the same instructions for all ratios, except that it converts nothing
+        on a single rank. All types name the ratio (see ``without_needless_names``)."""
         key = (len(support(problem.ratio)) == 1, found.number)
         if key not in self._programs:
             self._programs[key] = emit(problem, found, named=True)
@@ -301,7 +302,7 @@ class Task:
         return self._seconds_among[num_devices]
 
     def agrees(self, program: Program) -> bool:
-        """Whether ranks that compute in different dtypes never meet in one of these."""
+        """Whether ranks that compute in different dtypes never exchange values of these."""
         if not self.dtypes:
             return True
         key = (program.body, supports(program))
@@ -311,8 +312,8 @@ class Task:
         return self._agreeing[key]
 
     def parting(self, program: Program) -> str:
-        """How a program parts the parameters of an optimizer that needs all of them whole in one place: it
-        cuts them, or spreads them over ranks, as pipelines do. Empty where it does neither."""
+        """How a program breaks an optimizer's need for whole parameters in one place: it cuts them, or
+        spreads them over ranks, as pipelines do. Empty if it does neither."""
         if not self.whole_parameters:
             return ""
         held = [owned_type(program, i) or i.type for i in program.params if i.result in program.requires_grad]
@@ -321,8 +322,8 @@ class Task:
         return "spreads parameters over ranks" if len({program.participants(t) for t in held}) > 1 else ""
 
     def least_seconds(self, ranks: tuple[int, ...]) -> float:
-        """About what no step is shorter than in which all of these devices take part in everything: the work
-        at their summed speed, and what is fixed on each (``bound_s`` holds of all plans, and is lower)."""
+        """A rough lower bound of a step in which all of these devices take part in everything: the work at
+        their summed speed, and the fixed work of each (``bound_s`` holds for all plans, and is lower)."""
         seconds = self.seconds_among(len(ranks))
         return 1 / sum(1 / (seconds[r] * len(ranks)) for r in ranks)
 
@@ -384,8 +385,8 @@ class Task:
     def _by_buckets(
         self, program: Program, simulation: Simulation, micro_batches: MicroBatches, *, every: bool
     ) -> list[Buckets]:
-        """Buckets of several sizes, the fastest first: of ``every`` size, or from the usual one smaller ones
-        or larger ones, as long as they are faster."""
+        """Buckets of several sizes, the fastest first: of ``every`` size, or of the usual one and then
+        smaller or larger ones for as long as they get faster."""
         tried: dict[Buckets, float] = {}
 
         def step_s(size_bytes: float) -> float:

@@ -31,7 +31,7 @@ def whole_batch_nodes(graph: Graph) -> tuple[Node, ...]:
     batch_size = min((graph.types[name].shape[0] for name in dims), default=0)
     weights = {n.result for n in graph.nodes if n.op in ("param", "buffer")}
     nodes = []
-    dims_of: dict[tuple, tuple[int | None, ...] | None] = {}  # by what decides it: layers are alike
+    dims_of: dict[tuple, tuple[int | None, ...] | None] = {}  # by all that decides it: layers repeat
     for node in graph.nodes:
         if node.is_leaf or node.is_sink:
             continue
@@ -69,7 +69,7 @@ def _sample_dims_of_results(
 
 
 def _cuts_samples(strategy: Strategy, call: Call, node: Node, dims: SampleDims, weights: set[str]) -> bool:
-    """Whether a strategy cuts an input between samples, or at least nothing else of samples nor weights."""
+    """Whether a strategy cuts an input between samples, or else cuts neither samples nor weights."""
     if not strategy.is_sharded:
         return False
     cut = [(name, p.dim) for name, p in zip(node.inputs, strategy.inputs) if isinstance(p, Shard)]

@@ -1,7 +1,7 @@
-"""The values that PyTorch's operators keep for their backward pass, and the memory beside their results.
+"""The values that PyTorch's operators keep for their backward pass, and their memory besides results.
 
 One row per operator, after PyTorch's derivatives.yaml and the CPU kernels. An operator without a row keeps
-its inputs, which is the most that is usual.
+its inputs, the usual maximum.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from ..lang.rules import Call
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """``keeps`` names inputs and results: ``inputs``, ``result``, ``first``, ``rest``, ``tables``,
-    ``factors`` (an input whose partner takes a gradient). Sizes are multiples of the first result's bytes:
-    ``extra`` is kept beside, ``forward`` and ``backward`` are temporary. ``passes``: the gradient of an
-    input is the result's own, where the shapes agree. ``strided``: the result is laid out as the input.
-    """
+    """The memory of an operator. ``keeps`` names inputs and results: ``inputs``, ``result``, ``first``,
+    ``rest``, ``tables``, ``factors`` (an input whose partner takes a gradient). Sizes are multiples of the
+    first result's bytes: ``extra`` is kept as well, ``forward`` and ``backward`` are temporary. ``passes``:
+    the gradient of an input is the result's own, if the shapes agree. ``strided``: the result has the input's
+    layout."""
 
     keeps: str = "inputs"
     extra: float = 0.0

@@ -105,8 +105,8 @@ def forward_pass(outline: Outline, owned: Collection[str] | None = None) -> Pass
 
 
 def _awaited_at(outline: Outline, i: Instruction, n: int) -> int:
-    """Where the runtime waits for a redistribution, and makes autograd's node for it: at its first use;
-    the loss at the end; what nobody uses at once (as ``ir.returned`` has it)."""
+    """Where the runtime waits for a redistribution, and makes autograd's node for it: at its first use. The
+    loss is awaited at the end, and unused values at once (as in ``ir.returned``)."""
     end = len(outline.program.instructions) if i.result == outline.program.loss else n
     return outline.uses.get(i.result, (end,))[0]
 
@@ -227,7 +227,8 @@ class _Backward(Writer):
             self.returning.add(i.result)
 
     def _factors(self, n: int, i: Instruction) -> None:
-        """With ``sfb``: what the weight's gradient is made of is gathered before the input's is computed."""
+        """With ``sfb``: starts to gather the factors of the weight gradient before the input's gradient is
+        computed."""
         program = self.program
         if len(ranks := program.participants(i.type)) < 2:
             return

@@ -41,9 +41,9 @@ class Readiness:
 def ready_points(program: Program, outline: Outline, later: Mapping[int, float]) -> dict[str, Points]:
     """For each parameter whose gradient is summed: where in the backward pass it is complete, by ranks.
 
-    A point is the instruction after whose backward that is, or where a weight's gradient is computed
-    ``later`` (``weight_points``). A rank that makes no use of a parameter is in none: it sends its zeros when
-    its pass ends.
+    A point is the instruction whose backward completes it, or the point at which a weight gradient is
+    computed ``later`` (``weight_points``). A rank that does not use a parameter is in none: it sends its
+    zeros when its pass ends.
     """
     out: dict[str, Points] = {}
     on = reach(outline)
@@ -74,8 +74,8 @@ def _points(
 
 
 def completing(program: Program, outline: Outline, later: Mapping[int, float]) -> dict[str, float]:
-    """Where the backward pass comes to the first use of each parameter whose gradient is summed, every copy
-    of one counted: the last point at which it gets a gradient, whatever ranks do."""
+    """For each parameter whose gradient is summed, and each of its copies, the point at which the backward
+    pass reaches its first use: the last point at which any rank can get a gradient for it."""
     out: dict[str, float] = {}
     for p in program.params:
         n = outline.uses.get(p.result, (None,))[0]

@@ -17,8 +17,8 @@ Issues = Mapping[float, list[tuple[int, tuple[int, ...]]]]
 
 @dataclass(frozen=True, slots=True)
 class Reductions:
-    """Reductions by number: names and collectives, and at which point which ranks issue their part of which.
-    What owners have stepped is gathered in the reverse order, by the same buckets."""
+    """The reductions by number: names and collectives, and the points at which ranks issue their parts.
+    Stepped parameters are gathered from their owners in the reverse order, by the same buckets."""
 
     names: tuple[str, ...] = ()
     exchanges: tuple[Exchange, ...] = ()
@@ -30,7 +30,7 @@ class Reductions:
 
 
 def reductions_of(sums: tuple[GradientSum, ...], ready: Readiness) -> Reductions:
-    """The reductions of these buckets: a rank starts its own in their order, each when it is complete."""
+    """The reductions of these buckets. Every rank starts them in their order, each when it is complete."""
     alike, complete = ready.alike, ready.by_kind
     issues: dict[float, list[tuple[int, tuple[int, ...]]]] = {}
     passed: dict[int, float] = {}  # by kind of rank: where it started its last one

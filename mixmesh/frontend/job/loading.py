@@ -117,7 +117,7 @@ def _import(path: Path) -> ModuleType:
 
 @contextmanager
 def _importing_beside(path: Path) -> Iterator[None]:
-    """Within it, the job may import the files next to its own."""
+    """A context in which the job may import the files next to its own."""
     folder = str(path.resolve().parent)
     sys.path.insert(0, folder)
     try:

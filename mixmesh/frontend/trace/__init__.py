@@ -59,10 +59,10 @@ class Traced:
     """The graph of a model with facts about the traced call.
 
     ``output_has_loss``: the model returns an object or dict with the loss, not the loss itself. ``warnings``
-    point out what is probably a mistake in the model. ``arguments`` are those of the call, by name: "tensor",
-    or the text of a constant. ``returned`` is what the model returns, where it does not return the loss
-    itself. ``autocast`` is the context of the call; ``tf32``: whether the process let
-    matrix products of float32 run in TF32 (``torch.backends.cuda.matmul.allow_tf32``).
+    point out probable mistakes in the model. ``arguments`` are those of the call, by name: "tensor", or the
+    text of a constant. ``returned`` describes the return value if it is not the loss itself. ``autocast`` is
+    the context of the call. ``tf32``: whether the process allowed TF32 in float32 matrix products
+    (``torch.backends.cuda.matmul.allow_tf32``).
     """
 
     graph: Graph
@@ -187,7 +187,7 @@ def depends_on_batch(graph: Graph) -> bool:
 
 
 def mark_outputs(graph: Graph, *, is_outside: bool) -> Graph:
-    """Marks the outputs whose rows are samples, and, where the loss ``is_outside``, those with a gradient."""
+    """Marks the outputs whose rows are samples, and those with a gradient if the loss ``is_outside``."""
     rows = values_with_rows(graph)
     flowing = graph.requires_grad if is_outside else frozenset()
 

@@ -73,8 +73,8 @@ def _may_check(file: str) -> bool:
 
 
 def past_checks(export: Callable[[], T]) -> T:
-    """Runs ``export()`` along the paths on which no check raises. For a branch of which neither path raises,
-    the error is PyTorch's own."""
+    """Runs ``export()`` along the paths on which no check raises. If neither path of a branch raises,
+    PyTorch's own error stands."""
     branch_of: dict[Site, bool | None] = {}
     while True:
         try:

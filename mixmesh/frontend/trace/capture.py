@@ -70,8 +70,8 @@ class Request:
 @dataclass(frozen=True)
 class Capture:
     """An exported call. ``inputs`` names the batch's tensors, in the order of the program's user inputs;
-    ``arguments`` are all leaves of the batch. ``outputs`` names what the program gives after the loss, out of
-    what the model ``returned``."""
+    ``arguments`` are all leaves of the batch. ``outputs`` names the program's results after the loss, taken
+    from what the model ``returned``."""
 
     program: ExportedProgram
     inputs: tuple[str, ...]
@@ -146,8 +146,8 @@ def key_text(key: Any) -> str:
 @dataclass
 class SeenOutput:
     """The output of a model's last call: whether it is an object with the loss, the names of the ``outputs``
-    that follow the loss, and what was ``returned``. It is an object of its own because export resets the
-    plain attributes of a module."""
+    that follow the loss, and the description of what was ``returned``. A separate object, because export
+    resets the plain attributes of a module."""
 
     has_loss: bool = False
     outputs: tuple[str, ...] = ()

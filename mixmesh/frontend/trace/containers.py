@@ -1,8 +1,8 @@
-"""Numbers within the dicts, lists and objects that a module has, such as a configuration, and that a forward
-pass reads.
+"""Numbers in a module's dicts, lists and objects, such as a configuration, that a forward pass reads.
 
-A dict or a list shows no reads: those of its numbers count whose keys stand behind its name in the code, or
-all if there is another use of it. An object's class is made to tell each read while the forward pass runs.
+A dict or a list does not show when it is read. So its numbers count if their keys follow its name in the
+code, and all of them count if the code uses it in any other way. An object's class is patched to report each
+read while the forward pass runs.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def keys_read_by_class(kind: type, name: str) -> Keys:
 
 
 def keys_read(name: str, *functions: FunctionType) -> Keys:
-    """The keys of what functions know as ``name``: those that stand behind it in brackets, or all where it
-    goes elsewhere first."""
+    """The keys that functions read from what they call ``name``: those that follow it in brackets, or all
+    keys if it is used in any other way first."""
     each = [_keys_in(code, name) for f in functions for code in _codes(f.__code__)]
     return Keys(frozenset().union(*(keys.names for keys in each)), any(keys.has_all for keys in each))
 

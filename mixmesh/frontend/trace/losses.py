@@ -86,8 +86,8 @@ def counted(b: Builder, target: Ref, weight: Ref | None, ignore_index: int, dtyp
 
 
 def ctc(b: Builder, node: Node) -> tuple[Ref] | None:
-    """Rewrites a mean to every sample's loss divided by its number of targets, and the mean of these; a sum
-    to every sample's loss and their sum."""
+    """Rewrites a CTC loss to single samples' losses. A mean divides each by its number of targets and then
+    averages; a sum adds them up."""
     arg = bound(node)
     if arg["reduction"] == NONE or not isinstance(arg["target_lengths"], Ref):
         return None

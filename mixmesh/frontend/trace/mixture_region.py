@@ -70,8 +70,8 @@ class Region:
         return self.input("t", value)
 
     def choices_of(self, num_tokens: int) -> int:
-        """The number of choices of each of ``num_tokens`` tokens. Raises NoMixture for another number of
-        tokens than before."""
+        """The number of choices that each of ``num_tokens`` tokens has. Raises NoMixture if the number of
+        tokens differs from an earlier one."""
         if not num_tokens or self.num_choices % num_tokens or self.num_tokens not in (0, num_tokens):
             raise NoMixture("different numbers of tokens")
         self.num_tokens = num_tokens

@@ -1,6 +1,5 @@
-"""The objects that a function can write to besides its arguments: those that it closes over, the globals that
-it names, and the attributes of its object, if it is a method.
-"""
+"""The objects to which a function can write besides its arguments: the variables of its closure, the globals
+that it names, and the attributes of its object, if it is a method."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 Export keeps such a block as one higher-order operator, and decomposing merely inlines it: gradients would
 flow through ``no_grad`` again, and the lines of the user's file would be lost. So blocks are inlined here
-first, with a ``detach`` of all that enters a ``no_grad`` block. An enabled ``autocast`` block stays, because
-decomposing inserts its casts.
+first, with a ``detach`` on everything that enters a ``no_grad`` block. An enabled ``autocast`` block stays,
+because decomposing inserts its casts.
 """
 
 from __future__ import annotations

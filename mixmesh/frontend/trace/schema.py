@@ -34,7 +34,7 @@ def overload(op: str) -> torch._ops.OpOverload:
     """Maps ``aten.linear`` to ``torch.ops.aten.linear.default``. Raises UnsupportedOp for an unknown name.
 
     A name may come from any file. So it is looked up in the dispatcher's list, not among attributes, and it
-    must name a function of tensors, which neither writes to its arguments nor reads a file.
+    must name a function of tensors that neither writes to its arguments nor reads a file.
     """
     namespace, _, rest = op.partition(".")
     qualified = f"{namespace}::{rest}"

@@ -1,7 +1,7 @@
-"""Reductions of gradients: summed everywhere or to owners, where the simulator says that it matters.
+"""Chooses how gradients are reduced, on all ranks or to owners, if the simulator says that it matters.
 
-Where devices are GPUs, owners are tried for a run of the buckets. On CPUs all buckets meet in one way: on
-gloo, mixtures were slower than simulated (``python -m benchmarks sync``).
+On GPUs owners are tried for a run of the buckets. On CPUs all buckets are reduced in the same way: on gloo,
+mixtures were slower than simulated (``python -m benchmarks sync``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from ..proposal import Proposal
 from ..task import Task
 from .row import Pass
 
-# share of the step that sums of gradients must take, beyond what hides, and the optimizer, which owners share
+# smallest share of the step for which it pays to look: exposed gradient sums, and the part of the optimizer
+# that owners save
 EXPOSED, SHORT_EXPOSED = 0.015, 0.05  # the latter within a budget that does not pay for care
 # share of the step that must be saved: owners keep optimizers to those that work by element
 MARGIN = 0.01

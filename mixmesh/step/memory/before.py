@@ -41,7 +41,7 @@ def stored(state: State) -> None:
     program, ledger = state.setting.program, state.ledger
     for i in program.instructions:
         if i.op in ("param", "buffer", "input", "const"):
-            # a rank has its whole share of the batch, whatever a micro-batch takes of it
+            # a rank holds its whole share of the batch, however small its micro-batches are
             held = replace(i.type, ratio=unmarked(i.type.ratio)) if i.op == "input" else i.type
             ledger.take(i.type.value.size_bytes, held.cut, stays=True)
             if i.op == "param" and i.result in program.requires_grad:
@@ -49,7 +49,7 @@ def stored(state: State) -> None:
             storage = Storage(0.0, i.type.cut, references=2)  # never let go of
             state.values[i.result] = View(storage, contiguous(i.type.value.shape))
     for i in program.instructions:
-        if i.op == "output":  # a loop holds those of the step before until it is given new ones
+        if i.op == "output":  # a training loop keeps the outputs of the step before until it gets new ones
             shown = program.types[i.inputs[0]]
             held = replace(shown, ratio=unmarked(shown.ratio))
             ledger.take(shown.value.size_bytes, held.cut, stays=True)

@@ -1,8 +1,8 @@
-"""An upper bound of a program's memory: all that may be kept, as if it all were, and the most at any time of
-what goes with its last use.
+"""An upper bound of a program's memory: everything that may be kept, plus the most at any time of the values
+that are freed with their last use.
 
-Sums over a step's facts, without a ledger: a tenth of the fold's time. Where even this fits, which is usual,
-nobody needs to know the peak.
+It sums over a step's facts without a ledger, in a tenth of the fold's time. If even this bound fits, as
+usual, the peak itself need not be computed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Bound:
     rank."""
 
     def __init__(self, program: Program, optimizer_states: OptimizerStates, step: Step) -> None:
-        """``step`` is that of the program with whatever buckets."""
+        """``step`` is that of the program, with any buckets."""
         sizes: Sizes = {}
         self.at_first = _at_first(program)
         _stored(program, optimizer_states, sizes)
@@ -88,8 +88,8 @@ def _at_first(program: Program) -> float:
 
 
 def _stored(program: Program, states: OptimizerStates, sizes: Sizes) -> None:
-    """Parameters with gradients and states, what the optimizer makes of them and the buckets of gradients;
-    with owners more buffers: gathered, made one, on its way, and the addends of owners."""
+    """Adds parameters with gradients and states, the optimizer's temporaries and the buckets of gradients;
+    with owners more buffers: gathered, being joined, on the way, and the owners' addends."""
     for i in program.instructions:
         if i.op not in ("param", "buffer", "input", "const"):
             continue
@@ -107,8 +107,8 @@ def _stored(program: Program, states: OptimizerStates, sizes: Sizes) -> None:
 
 
 def _computed(program: Program, kinds: Sequence[Kind | None], last: Mapping[str, int], sizes: Sizes) -> None:
-    """Results that are no views: all of those that may be kept, and the most at any time of those that go
-    with their ``last`` use."""
+    """Adds results other than views: all that may be kept, and the most at any time of those freed with their
+    ``last`` use."""
     kept_names = _kept(program, kinds)
     coming: dict[Cut, Times] = {}
     for n, (i, kind) in enumerate(zip(program.instructions, kinds)):
@@ -157,7 +157,7 @@ def _most_at_once(coming: dict[Cut, Times], sizes: Sizes) -> None:
 
 
 def _temporaries(program: Program, kinds: Sequence[Kind | None], sizes: Sizes) -> None:
-    """Adds what operators keep apart from their results, and need meanwhile."""
+    """Adds what operators keep besides their results, and their temporaries."""
     most: Sizes = {}
     for kind, count in Counter(kind for kind in kinds if kind is not None).items():
         call, cut = kind.call, kind.work_type.cut
@@ -203,7 +203,7 @@ def _gradients(program: Program, last: Mapping[str, int], later: Mapping[int, fl
 
 
 def _is_view(program: Program, i: Instruction) -> bool:
-    """Whether a view surely is one: of what an operator made in memory order."""
+    """Whether a view is certain to be one: its source was made by an operator that writes in memory order."""
     if i.op != "aten.view":
         return False
     source = program.producers[i.inputs[0]]
@@ -216,8 +216,8 @@ def _may_copy(call: Call) -> bool:
 
 
 def _moved(program: Program, sizes: Sizes) -> None:
-    """Adds what redistributions bring and take back, and hold until it has arrived; one at a time more, where
-    it is put in order."""
+    """Adds what redistributions and their gradients hold until arrival, and the largest buffer for
+    reordering."""
     at_once: Sizes = {}
     for i in program.instructions:
         if not i.is_redistribution:

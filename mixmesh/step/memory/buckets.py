@@ -41,7 +41,7 @@ def _completed(program: Program, bucket: GradientSum, first_use: Mapping[str, in
 
 
 def _with_copies(program: Program, bucket: GradientSum, at: Moment) -> Moment:
-    """Each rank with the buffer of what it sums: no more than what it holds of the parameters."""
+    """Adds on each rank the buffer of the cells that it sums, bounded by its pieces of the parameters."""
     held = dict(at.held)
     for p in bucket.params:
         for copy in program.copies[p.args[0]]:

@@ -13,8 +13,9 @@ from .moments import Moment, Sizes
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """In a pipeline, how many ``others`` micro-batches are between their passes while one of a stage runs, by
-    the name of the stage's ratio; ``moved`` is what comes from earlier stages."""
+    """The micro-batches in flight in a pipeline: for each stage, by the name of its ratio, how many
+    ``others`` are between their passes while one runs. ``moved`` are the values that come from earlier
+    stages."""
 
     others: tuple[tuple[str | None, int], ...] = ()
     moved: frozenset[str] = frozenset()
@@ -48,7 +49,7 @@ def _sum(a: Mapping[Cut, float], b: Mapping[Cut, float]) -> Sizes:
 
 
 def flight_of(program: Program, samples: Samples, planned: Schedule) -> Flight:
-    """The micro-batches in flight in every stage beside the one that runs."""
+    """The micro-batches in flight in every stage besides the running one."""
     if not samples.stages:
         return NO_FLIGHT
     others: dict[str | None, int] = {}

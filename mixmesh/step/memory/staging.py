@@ -1,4 +1,4 @@
-"""The buffers that a collective holds beside its source and its result while it is under way
+"""The buffers of a collective besides its source and result while it is under way
 (``runtime.collectives``)."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The state of a fold over one step: what every rank holds so far, and for whom."""
+"""The state of a fold over one step: what every rank holds so far, and why."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class State:
     kept_inputs: dict[int, dict[str, Storage]] = field(default_factory=dict)  # for regions, by ``Repeat.at``
     rerun: set[str] = field(default_factory=set)  # values that a second run has made
     returning: dict[str, tuple[View, list[Storage]]] = field(default_factory=dict)  # with what carries them
-    # sums on their way to where pieces are kept: bytes, and what is held meanwhile
+    # sums on their way to the ranks that keep pieces: bytes, and the storages held meanwhile
     flying: deque[tuple[float, tuple[Storage, ...]]] = field(default_factory=deque)
     scatters: list[tuple[GradientSum, set[str]]] = field(default_factory=list)  # with gradients that lack
     # by point of the backward pass, where the last gradient of a parameter is there
@@ -161,7 +161,7 @@ class State:
         return out
 
     def forget(self, n: int, names: Iterable[str | None], last: Mapping[str, int]) -> None:
-        """Drops those of these values whose ``last`` use is instruction ``n``."""
+        """Frees the values whose ``last`` use is instruction ``n``."""
         for name in names:
             if name is not None and last.get(name, n) <= n and name in self.values:
                 self.ledger.drop(self.values[name].storage)

@@ -61,8 +61,8 @@ def check_not_spread(model: Any) -> None:
 
 
 def keep_metrics_apart() -> None:
-    """Makes every metric of torchmetrics compute from what this rank has seen, which is all of the data: the
-    states of all ranks together would count every sample once per rank."""
+    """Makes every metric of torchmetrics compute from what this rank has seen, which is all of the data:
+    joining the states of all ranks would count every sample once per rank."""
     if importlib.util.find_spec("torchmetrics"):
         metric = importlib.import_module("torchmetrics").Metric
         metric.sync = lambda self, *args, **kwargs: None

@@ -1,7 +1,6 @@
-"""Tells from a script's own line whether the number of rows that it reads weighs or counts samples:
-``total += loss.item() * x.size(0)`` is another sum where ``x`` has a rank's own rows alone, and the loss is
-that of the whole batch. A size that shapes a tensor, ``x.view(len(x), -1)``, is right.
-"""
+"""Tells from a script's own line whether it uses a number of rows to weigh or count samples: ``total +=
+loss.item() * x.size(0)`` goes wrong if ``x`` has only this rank's rows while the loss is the whole batch's. A
+size that shapes a tensor, as in ``x.view(len(x), -1)``, is right."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Profiles of kinds of devices: with fewer devices, or more of known kinds, no operator is measured again.
 
-A kind is what PyTorch reports of a device, and its speed. Each machine keeps the kinds of the whole cluster,
-so that those that are left know them, whichever machine was lost. Collectives depend on which ranks there
-are, and are measured for each set of them.
+A kind is what PyTorch reports about a device, and its speed. Each machine keeps the kinds of the whole
+cluster, so that the remaining machines know them, whichever one is lost. Collectives depend on the ranks that
+take part, and are measured for each set of them.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from ...runtime.first_rank import everyones
 
 @dataclass(frozen=True)
 class Kinds:
-    """The profiles of one job that this machine has of kinds of devices. ``key`` stands for the job and all
-    else that a profile depends on, but for devices; ``own`` for what PyTorch reports of this rank's
-    device."""
+    """The profiles of kinds of devices that this machine has for one job. ``key`` stands for the job and
+    everything else, except devices, on which a profile depends; ``own`` for what PyTorch reports about this
+    rank's device."""
 
     cache: Cache
     key: str

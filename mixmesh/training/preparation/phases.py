@@ -109,8 +109,8 @@ def trace_words(traced: Traced) -> str:
 
 
 def profile_words(profile: Profile) -> str:
-    """``25 operators on 2 kinds of device, 14 curves of collectives``, and what was estimated as no time was
-    left for it."""
+    """``25 operators on 2 kinds of device, 14 curves of collectives``, and what was only estimated for lack
+    of time."""
     operators = max((len(d.ops) for d in profile.devices.values()), default=0)
     said = profile.provenance.get("skipped")
     skipped = said if isinstance(said, list) else []

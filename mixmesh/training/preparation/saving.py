@@ -101,7 +101,7 @@ def with_whole_tensors(state: Any) -> Any:
         values = {key: with_whole_tensors(value) for key, value in state.items()}
         if not isinstance(state, dict):
             return values
-        filled = copy.copy(state)  # with its class, and what PyTorch notes beside a module's state
+        filled = copy.copy(state)  # keeps the class, and the attributes that PyTorch adds to a module's state
         filled.update(values)
         return filled
     items = [with_whole_tensors(value) for value in state]

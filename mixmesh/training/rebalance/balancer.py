@@ -58,7 +58,8 @@ class NewShares:
 
 @dataclass(frozen=True)
 class Change:
-    """Shares that take effect when ``at_step`` steps were made, and what each rank is to compute then."""
+    """New shares that take effect after ``at_step`` steps, and each rank's expected seconds of computing
+    then."""
 
     at_step: int
     plan: Plan
@@ -77,12 +78,12 @@ class Followable(Protocol):
 
 
 class RunBalancer:
-    """The balancer of one run. ``solver`` is asked on the first rank, and may be None on the others; ``say``
-    is told of each decision in one line, on every rank. ``num_steps`` is how many steps the run makes, None
-    where that is open. ``on_window`` is told the step and every rank's own seconds at the end of a window,
-    ``on_change`` the step, the pause and the cause of a change of shares. ``why_not`` is asked on every rank
-    why shares cannot change now, and gives an empty text where they can. ``replanner`` is asked on the first
-    rank for a plan of another form."""
+    """The balancer of one run. ``solver`` is used on the first rank, and may be None on the others. ``say``
+    is called with each decision in one line, on every rank. ``num_steps`` is the number of steps of the run,
+    None if open. ``on_window`` is called with the step and every rank's own seconds at the end of a window,
+    ``on_change`` with the step, the pause and the cause of a change of shares. ``why_not`` is called on every
+    rank and returns why shares cannot change now, empty if they can. ``replanner`` is asked on the first rank
+    for a plan of another form."""
 
     def __init__(
         self,
@@ -113,7 +114,7 @@ class RunBalancer:
         self.changes: list[dict[str, Any]] = []
 
     def begin(self, model: ParallelModel, optimizer: torch.optim.Optimizer, feed: Followable) -> None:
-        """Takes note of what each rank is expected to compute. Collective."""
+        """Notes the seconds that each rank is expected to compute. Collective."""
         self._model, self._optimizer, self._feed = model, optimizer, feed
         comm = model.comm
         comm.add([(PURPOSE, comm.everyone)], backend="gloo")
@@ -123,8 +124,8 @@ class RunBalancer:
         self._restart_s = LEAST_PAUSE_S + 2 * (time.perf_counter() - self._made_at)  # it saves before it
 
     def after_step(self, num_steps: int, step_s: float, own_s: float) -> bool:
-        """Observes a step, and changes shares where that was decided. True if the training is to stop here,
-        for another plan to go on from a checkpoint (``following``). Collective."""
+        """Observes a step, and changes shares if that was decided. True if the training is to stop here and
+        continue from a checkpoint under another plan (``following``). Collective."""
         self._observe(num_steps, step_s, own_s)
         return self.following is not None
 
@@ -148,7 +149,7 @@ class RunBalancer:
             self._send()
 
     def is_due(self, num_steps: int) -> bool:
-        """Whether shares are to change after ``num_steps`` steps: the next batch is cut by the new ones."""
+        """Whether shares change after ``num_steps`` steps, so that the next batch is cut by the new ones."""
         return self._change is not None and num_steps == self._change.at_step
 
     def close(self) -> None:
@@ -156,8 +157,8 @@ class RunBalancer:
         del self._model, self._optimizer, self._feed
 
     def followed_by(self, later: RunBalancer | None) -> RunBalancer:
-        """The balancer of the plan that followed, with what this one has decided; this one, which wants no
-        other plan any more, where that has none."""
+        """The balancer of the plan that followed, with the decisions of this one added; this one itself,
+        without its wish for another plan, if that has no balancer."""
         if later is None:
             self.following = None
             return self
@@ -233,13 +234,13 @@ class RunBalancer:
     def _decision(
         self, num_steps: int, step_s: float, why_not: str
     ) -> tuple[Decision, NewShares | None, tuple[float, ...], OtherPlan | None]:
-        """The decision, with the shares and each rank's own seconds under them if it is to change them, or
-        with a plan of another form; ``why_not`` says why nothing is to change, on any rank."""
+        """The decision: with new shares and each rank's own seconds under them if it changes shares, or with
+        a plan of another form. ``why_not`` says why nothing may change, on any rank."""
         decision, shares, own_s = self._in_place(num_steps, step_s, why_not)
         if self._replanner is not None and not why_not:
             observed_s = self._observed.own_s()
             is_other = lambda made: bool(why_other_form(self._plan, made, self._optimizer))  # noqa: E731
-            with suppress(MixmeshError):  # nothing fits, for instance: then shares alone may change
+            with suppress(MixmeshError):  # for instance if nothing fits: then only shares may change
                 other = self._replanner.better(
                     self._asked, self._plan, observed_s, decision, self._restart_s, LEAST_GAIN, is_other
                 )

@@ -1,8 +1,8 @@
-"""Shares that follow the devices in a loop of a script's own (``mixmesh.prepare``).
+"""Shares that follow the devices in a script's own loop (``mixmesh.prepare``).
 
-The loader tells of every batch, the model of every call, the optimizer of every step. Shares change between
-two batches, where the loop has trained with all that it was given; what it asks for next is cut by the new
-ones. A loop in which that would not be exact keeps its shares, and the line of a decision says why.
+The loader reports every batch, the model every call, the optimizer every step. Shares change between two
+batches, once the loop has trained with everything that it was given; the next batch is cut by the new ones. A
+loop in which that would not be exact keeps its shares, and the line of a decision says why.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ TURN_OFF = "mixmesh.prepare(..., rebalance=False) keeps shares as planned"
 
 
 class Loader(Protocol):
-    """A loader that a loop asks for this rank's part of every batch (``preparation.own_loader``). ``num_old``
-    batches of those that it will give are cut by the plan before the one that it follows."""
+    """A loader from which a loop gets this rank's part of every batch (``preparation.own_loader``). The next
+    ``num_old`` batches are still cut by the previous plan."""
 
     @property
     def num_ahead(self) -> int: ...
@@ -184,8 +184,8 @@ class LoopBalancer:
             yield from (x for x in state.values() if isinstance(x, Tensor))
 
     def _drop_gradients(self) -> None:
-        """Drops those of the step before, as the loop does when it has its batch. Raises InputError where a
-        backward pass came since."""
+        """Drops the gradients of the step before, as the loop itself does once it has its batch. Raises
+        InputError if there was a backward pass since."""
         if not self._has_gradients():
             return
         if self._started_s is not None or not self._zeroes_before_steps:

@@ -155,7 +155,8 @@ def _loss_of(returned: Any) -> Tensor:
 
 @contextmanager
 def _traced(module: pl.LightningModule, calls: list[dict[str, Any]]) -> Iterator[None]:
-    """Within it ``module`` appends what it logs to ``calls``, and refuses what changes from step to step."""
+    """A context in which ``module`` appends what it logs to ``calls``, and refuses logging that changes from
+    step to step."""
 
     def log(self: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
         call = dict(_LOG.bind(self, *args, **kwargs).arguments)
