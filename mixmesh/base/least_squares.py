@@ -44,8 +44,8 @@ def fit_logs(
     steps: int,
 ) -> np.ndarray:
     """The logarithms of factors, between ``low`` and ``high``, that minimise the squared ``errors``, by
-    Gauss-Newton steps from 0, each with the bounds. ``weight`` is that of a logarithm's distance from 0, and
-    decides what the errors hardly depend on."""
+    Gauss-Newton steps from 0, each within the bounds. ``weight`` is that of a logarithm's distance from 0,
+    and decides where the errors hardly depend on a factor."""
     logs = np.zeros_like(low)
     usual = weight * np.eye(len(logs))
     for _ in range(steps):

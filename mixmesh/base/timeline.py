@@ -52,10 +52,10 @@ class Event:
 class Timeline:
     """One step, predicted or measured.
 
-    ``peak_memory_bytes`` and ``compute_s`` have one entry per rank; ``peak_memory_bytes`` is empty where it
-    was enough to know that the step fits. ``communication_s`` counts a collective once. ``link_busy_s`` says,
-    for a predicted step with events, how long each link carries data: its direction ("out", "in",
-    "inside", "bridge" or "link N"), the number of its machine, and seconds.
+    ``peak_memory_bytes`` and ``compute_s`` have one entry per rank; ``peak_memory_bytes`` is empty if it was
+    enough to know that the step fits. ``communication_s`` counts a collective once. For a predicted step with
+    events, ``link_busy_s`` gives for each link its direction ("out", "in", "inside", "bridge" or "link N"),
+    the number of its machine, and the seconds in which it carries data.
     """
 
     step_s: float
@@ -96,8 +96,8 @@ BUCKET = "gradients of "
 
 
 def bucket_name(params: Sequence[str], ranks: Sequence[int] = ()) -> str:
-    """The name of the all-reduce of these parameters' gradients, whatever their order. ``ranks`` are those
-    that hold a part of several copies in common."""
+    """The name of the all-reduce of these parameters' gradients, in any order. ``ranks`` are those that hold
+    the common part of several copies."""
     first, *others = sorted(params)
     between = f" between {', '.join(map(str, ranks))}" if ranks else ""
     return f"{BUCKET}{first}" + (f" +{len(others)}" if others else "") + between
@@ -107,7 +107,7 @@ PARAMETERS = "parameters of "
 
 
 def parameters_name(params: Sequence[str]) -> str:
-    """The name of the gather of these parameters from their shard owners, whatever their order."""
+    """The name of the gather of these parameters from their shard owners, in any order."""
     return PARAMETERS + bucket_name(params).removeprefix(BUCKET)
 
 
@@ -187,8 +187,8 @@ def save_trace(trace: dict[str, Any], path: str | Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One quantity in both timelines. ``rank`` is None where the quantity belongs to no single rank, seconds
-    are None for a timeline without such an event."""
+    """One quantity in both timelines. ``rank`` is None for a quantity of no single rank, and seconds are None
+    for a timeline without such an event."""
 
     what: str
     rank: int | None
@@ -229,12 +229,11 @@ Durations = dict[tuple[str, int | None], float]
 
 
 def durations(timeline: Timeline) -> Durations:
-    """Returns seconds by (name, rank) for computations, and by (name, None) for collectives, which count
-    once.
+    """Seconds by (name, rank) for computations, and by (name, None) for collectives, which count once.
 
     A rank that enters a collective early waits inside it, and the last one to enter waits for no other: so a
-    collective takes as long as on the rank where it is shortest. A collective also waits for the one that was
-    issued before it on the same process group, so its time begins when that one has ended.
+    collective takes as long as on the rank where it is shortest. A collective also waits for the one issued
+    before it on the same process group, so its time begins when that one has ended.
     """
     out: Durations = defaultdict(float)
     met: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))

@@ -1,4 +1,4 @@
-"""Checkpoints that are written while the training goes on: it waits for copies of its tensors alone."""
+"""Checkpoints that are written while the training goes on, which only waits for copies of its tensors."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Saving:
             self._error = error
 
     def result(self) -> Path | None:
-        """Waits until it is written: its folder, or None where it could not be. Raises, on all ranks, what
-        ``save`` raises. Collective."""
+        """Waits until the checkpoint is written, and returns its folder, or None if it could not be written.
+        Raises, on all ranks, what ``save`` raises. Collective."""
         with self._ranks.meeting("waiting for a checkpoint"), self._ranks.waiting():
             self._thread.join()
             if isinstance(self._error, CollectiveError):  # the watch knows which rank was lost
@@ -73,8 +73,8 @@ def finish(model: nn.Module) -> Mapping[str, Tensor]:
 
 @torch.no_grad()
 def staged(tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of ``tensors`` in host memory, pinned where they are on an accelerator; in the memory of
-    ``buffers`` where they are alike."""
+    """Copies ``tensors`` to host memory, pinned if they are on an accelerator; into ``buffers`` of the same
+    shape and dtype if there are any."""
     copies = {}
     for name, tensor in tensors.items():
         piece, buffer = plain(tensor), buffers.get(name)

@@ -1,9 +1,10 @@
-"""The manifest of a checkpoint: what is in it, with sizes and checksums, and where each piece of a tensor is.
+"""The manifest of a checkpoint: its contents with sizes and checksums, and the place of each piece of a
+tensor.
 
 A checkpoint is a folder ``000007-step-300``: the seventh that was written, after step 300. It holds one
-safetensors file per rank, the plan, and ``manifest.json``. It is written as ``.unfinished-...`` beside and
-renamed when all of it is on the disk, so that a folder with its own name was whole once; ``check_files`` says
-whether it still is.
+safetensors file per rank, the plan, and ``manifest.json``. It is written next to it as ``.unfinished-...``
+and renamed when all of it is on the disk, so a folder with the final name was whole once; ``check_files``
+tells whether it still is.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ BLOCK_BYTES = 4 * 2**20
 
 
 class Damaged(Exception):
-    """A checkpoint that is not as it was written; its text says in which way."""
+    """A damaged checkpoint; the text describes the damage."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,9 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything that is said of a checkpoint. ``values`` are states encoded by ``values.encode``, by whose
-    they are; ``optimizer`` its groups and the plain values of its state by parameter; ``random`` the states
-    of random numbers by rank, of those that differ from the first one's."""
+    """All facts about a checkpoint. ``values`` are states encoded by ``values.encode``, by their owner;
+    ``optimizer`` its groups and the plain values of its state by parameter; ``random`` the random states by
+    rank, for ranks whose state differs from the first one's."""
 
     step: int
     world_size: int

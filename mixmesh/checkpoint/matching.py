@@ -99,8 +99,8 @@ def match(model: nn.Module, held: Mapping[str, Held], place: Path) -> list[Match
 
 
 def renaming(own: Collection[str], held: Collection[str]) -> Callable[[str], str]:
-    """A function from the files' names to the model's: as they are, or with one prefix before all of them or
-    taken from all of them, whichever makes most of them names of the model."""
+    """A function from the files' names to the model's: unchanged, or with one prefix added to all of them or
+    removed from all of them, whichever makes most of them names of the model."""
     counts = Counter({(0, ""): len({*own} & {*held})})  # 0: nothing to be done, the first of equals
     for kind, whole, ends in ((1, own, {*held}), (2, held, {*own})):
         for name in whole:

@@ -13,9 +13,9 @@ from .vote import Vote
 
 
 class Preemption:
-    """Within it SIGTERM, SIGUSR1 and Ctrl-C no longer end the process: ``is_requested`` says that one came,
-    and a second one, more than two seconds later, ends the process at once. For the main thread; every rank
-    of ``model`` enters it."""
+    """A context in which SIGTERM, SIGUSR1 and Ctrl-C no longer end the process: ``is_requested`` tells
+    whether one came, and a second one, more than two seconds later, ends the process at once. For the main
+    thread; every rank of ``model`` enters it."""
 
     def __init__(self, model: nn.Module) -> None:
         self._ranks = Ranks.of(uncompiled(model))

@@ -1,4 +1,4 @@
-"""The files that ``save_pretrained`` of transformers writes beside weights: they say what model it is."""
+"""The files, other than weights, that transformers' ``save_pretrained`` writes: they describe the model."""
 
 from __future__ import annotations
 

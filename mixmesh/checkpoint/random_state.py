@@ -30,8 +30,8 @@ def random_state(model: nn.Module) -> Any:
 
 
 def device_of(model: nn.Module) -> torch.device | None:
-    """The accelerator that a rank draws on: that of its part of a parallel model, or else the process's own;
-    None for a CPU, whose numbers are the process's."""
+    """The accelerator on which a rank draws random numbers: that of its parallel model, or else the process's
+    own; None for a CPU, whose numbers are the process's."""
     device = model.comm.device if isinstance(model, ParallelModel) else drawing_device()
     return device if device is not None and is_accelerator(device) else None
 

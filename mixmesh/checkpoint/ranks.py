@@ -20,7 +20,7 @@ from ..runtime.lost import Waiting
 from ..training.preparation.saving import parallel_models
 from .signals import Signals
 
-# where a rank is alone that is as it should be; a thread cannot say so for itself
+# a rank that is alone needs no torch.distributed; a thread cannot filter warnings for itself
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 T = TypeVar("T")
 PURPOSE = "checkpoint"
@@ -71,7 +71,7 @@ class Ranks:
         return self.comm
 
     def group(self, purpose: str = PURPOSE) -> dist.ProcessGroup | None:
-        """A group of its own, of which the watch knows; None for one rank. Collective at first."""
+        """A separate group, known to the watch; None for a single rank. The first call is collective."""
         if self.is_alone:
             return None
         comm = self._joined

@@ -1,4 +1,4 @@
-"""Checkpoints of ``mixmesh run``: when they are written, and where a start goes on."""
+"""Checkpoints of ``mixmesh run``: when to write them, and from which to resume."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Every:
 
 @dataclass(frozen=True)
 class Settings:
-    """Where and how often checkpoints are written, how many stay, and whether to begin anew."""
+    """Where and how often checkpoints are written, how many are kept, and whether to start over."""
 
     folder: Path
     every: Every
@@ -94,9 +94,9 @@ class RunCheckpoints:
         may_follow: bool = False,
         on_saved: Callable[[int], object] = lambda step: None,
     ) -> None:
-        """``initial`` is called with the model where there is nothing to go on with. ``may_follow``: another
-        plan of the same form may follow in the middle of the training. ``on_saved`` is told the step of every
-        checkpoint that is whole."""
+        """``initial`` is called with the model if there is no checkpoint to resume. ``may_follow``: another
+        plan of the same form may follow during the training. ``on_saved`` is called with the step of every
+        complete checkpoint."""
         self._on_saved = on_saved
         self._settings, self._plan, self._epochs, self._say = settings, plan, epochs, say
         self._initial, self._may_follow = initial, may_follow
@@ -246,8 +246,8 @@ class RunCheckpoints:
         return {"step": num_steps, "keep": self._settings.keep, "extra": extra}
 
     def save_now(self, num_steps: int) -> bool:
-        """Waits for what is being written, and saves what was trained since: whether the state after
-        ``num_steps`` steps is kept. Notes a signal that has come on any rank."""
+        """Waits for the checkpoint that is being written, and saves what was trained since. Returns whether
+        the state after ``num_steps`` steps is saved. Notes a signal that has come on any rank."""
         started = time.monotonic()
         self._save_rest(num_steps)
         self.stopped_by = self.stopped_by or max(Ranks.of(self._model).everyones(self._signals.number))
@@ -255,12 +255,12 @@ class RunCheckpoints:
         return num_steps == self._saved_step
 
     def goes_on_from(self, earlier: RunCheckpoints) -> None:
-        """Counts the steps of an ``earlier`` part of the same start, and what held it up."""
+        """Takes over the steps, and the seconds of delay, of an ``earlier`` part of the same start."""
         self.first_step = earlier.first_step
         self.held_s += earlier.held_s
 
     def end(self, num_steps: int) -> None:
-        """Waits for what is being written, and saves what was trained since."""
+        """Waits for the checkpoint that is being written, and saves what was trained since."""
         started = time.monotonic()
         self._vote.finish()
         self._save_rest(num_steps)
@@ -274,8 +274,8 @@ class RunCheckpoints:
             self._save(num_steps)
 
     def close(self) -> int:
-        """Gives signals back to whom they belonged: the status to exit with, 128 and the number of the signal
-        that has stopped the run, or 0."""
+        """Restores the signal handlers. Returns the exit status: 128 plus the number of the signal that
+        stopped the run, or 0."""
         self._open.close()
         del self._trained, self._loader
         return OF_SIGNAL + self.stopped_by if self.stopped_by else 0

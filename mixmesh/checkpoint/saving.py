@@ -54,17 +54,18 @@ def save(
     extra: Mapping[str, Any] | None = None,
     keep: int | None = None,
 ) -> Path | None:
-    """Writes a checkpoint into ``folder``, which all ranks share: the folder of the checkpoint. Collective.
+    """Writes a checkpoint into ``folder``, which all ranks share, and returns the checkpoint's own folder.
+    Collective.
 
-    ``model`` is a parallel one or that of a single device, between two steps. Random numbers are always kept,
-    and of ``scheduler``, ``loader`` and ``scaler`` what their ``state_dict`` says. ``extra`` holds plain
-    values of your own, the first rank's. ``keep``: how many checkpoints stay, older ones are removed (None:
-    all).
+    ``model`` is a parallel model or one on a single device, between two steps. Random numbers are always
+    saved, and so are the ``state_dict``s of ``scheduler``, ``loader`` and ``scaler``. ``extra`` holds plain
+    values of your own; the first rank's are saved. ``keep`` is the number of checkpoints that stay; older
+    ones are removed (None: all stay).
 
-    Each rank writes its own pieces, one tensor at a time. The checkpoint has its name when all of it is on
-    the disk. If it cannot be written, as where the disk is full, the first rank warns, all ranks get None,
-    and nothing that was there is changed. Raises InputError on all ranks for a folder that is none to write
-    to, or a value that cannot be kept (``values.encode``).
+    Each rank writes its own pieces, one tensor at a time. The checkpoint gets its name when all of it is on
+    the disk. If it cannot be written, for instance because the disk is full, the first rank warns, all ranks
+    get None, and existing files are unchanged. Raises InputError on all ranks for a folder that cannot be
+    written to, or a value that cannot be saved (``values.encode``).
     """
     parts = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
     with _begun("checkpoint.save", model, optimizer, step, parts, extra, keep) as begun:
@@ -83,12 +84,12 @@ def save_async(
     extra: Mapping[str, Any] | None = None,
     keep: int | None = None,
 ) -> background.Saving:
-    """Does what ``save`` does in a thread of its own while the training goes on. This call takes as long as a
-    copy of this rank's tensors into host memory, which must have room for them. Collective.
+    """Does the same as ``save``, in a separate thread during the training. This call takes as long as copying
+    this rank's tensors into host memory, which must have room for them. Collective.
 
-    The ``result()`` of what is returned is what ``save`` returns, or raises. One is written at a time: the
-    next call, and ``load``, wait for the one before. Wait for the last one before process groups are
-    destroyed.
+    The ``result()`` of the returned object returns or raises what ``save`` does. One checkpoint is written at
+    a time: the next call, and ``load``, wait for the one before. Wait for the last one before process groups
+    are destroyed.
     """
     parts = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
     with _begun("checkpoint.save_async", model, optimizer, step, parts, extra, keep) as begun:
@@ -204,8 +205,8 @@ def write(folder: Path, ranks: Ranks, content: Content, keep: int | None) -> Pat
 
 
 def remove_old(folder: Path, newest: str, keep: int) -> None:
-    """Removes all checkpoints up to ``newest`` but the last ``keep`` of them: newer ones are another
-    training's, and do not make this one's old. Each loses its name first, so that none is there in part."""
+    """Removes all checkpoints up to ``newest`` except the last ``keep`` of them. Newer ones belong to another
+    training and do not count. Each is renamed first, so that no checkpoint is ever there in part."""
     own = [path for path in checkpoints_in(folder) if number_of(path) <= number_of(folder / newest)]
     for path in own[keep:]:
         removed = path.with_name(f"{REMOVED}{path.name}-{secrets.token_hex(4)}")

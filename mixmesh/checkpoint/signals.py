@@ -1,8 +1,7 @@
 """The signals that ask a training to stop at the end of a step: those of schedulers, and Ctrl-C.
 
-The first one is noted. A second one ends the process at once, also where its main thread waits in a
-collective and runs no Python: PyTorch's collectives do not return for a signal, so a thread of its own reads
-them.
+The first one is noted. A second one ends the process at once, even if its main thread waits in a collective
+and runs no Python: PyTorch's collectives do not return for a signal, so a separate thread reads them.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ OF_SIGNAL = 128  # added to a signal's number by what a process returns that it 
 
 
 class Signals:
-    """Within it, ``number`` is that of the first signal that came; 0 before. Raises ValueError outside of the
-    main thread, which alone has signals."""
+    """A context in which ``number`` is that of the first signal that came; 0 before. Raises ValueError
+    outside of the main thread, the only one that gets signals."""
 
     def __init__(self) -> None:
         self.number = 0

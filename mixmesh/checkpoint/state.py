@@ -24,7 +24,7 @@ from .tensor_files import check_dtype
 from .values import decode, encode
 
 MODEL, OPTIMIZER = "model:", "optimizer:"
-KERNELS = ("fused", "foreach")  # how an optimizer computes, and not what: each start has its own
+KERNELS = ("fused", "foreach")  # options that do not change an optimizer's results: each start has its own
 SHOWN = 3  # names in an error
 
 
@@ -63,7 +63,7 @@ def entries_of_empty(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
 
 
 def own_model_tensors(model: nn.Module, rank: int) -> dict[str, Tensor]:
-    """The tensors of a model to be written, without those of which another rank's values count, and without
+    """The tensors of a model that this rank writes: not those for which another rank's values count, nor
     empty ones."""
     tensors = with_elements(model_tensors(model))
     runtime = getattr(model, "_runtime", None)

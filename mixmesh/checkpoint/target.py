@@ -52,8 +52,8 @@ class Target:
         return target
 
     def check_texts(self, texts: Mapping[str, str]) -> None:
-        """Raises InputError, unless forced, where a file of the name of one of ``texts`` says something
-        else."""
+        """Raises InputError, unless forced, if a file named in ``texts`` already exists with another
+        content."""
         there = [self.folder / name for name in texts if (self.folder / name).exists()]
         self._check_not_there([path for path in there if path.read_bytes() != texts[path.name].encode()])
 
@@ -138,8 +138,8 @@ class Target:
 
 
 def shards_of(parts: Sequence[Part], max_shard_bytes: int) -> list[list[Part]]:
-    """The parts by file, in their order, as huggingface_hub deals them out: a file is full before it would be
-    larger than the limit, and a tensor that alone is larger has a file of its own."""
+    """The parts by file, in order, as huggingface_hub distributes them: a file ends before it would exceed
+    the limit, and a tensor that exceeds it alone has its own file."""
     shards: list[list[Part]] = []
     current: list[Part] = []
     current_bytes = 0

@@ -1,8 +1,8 @@
-"""Files of safetensors, written one tensor at a time and read one block at a time.
+"""Safetensors files, written one tensor at a time and read one block at a time.
 
-The safetensors library writes tensors that are all in memory; what is read through it stays mapped, and so
-counts as this process's memory. Its form is 8 bytes with the size of a JSON text, the text, which says where
-each tensor is, and the tensors.
+The safetensors library writes tensors that are all in memory, and everything read through it stays mapped,
+and so counts as this process's memory. The format is 8 bytes with the size of a JSON text, the text, which
+gives the place of each tensor, and the tensors.
 """
 
 from __future__ import annotations

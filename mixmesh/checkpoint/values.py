@@ -1,7 +1,7 @@
 """Plain values as JSON and back: the state of schedulers, loaders and random numbers.
 
-Only what is listed in ``encode`` is written, and only that is made again: reading runs no code, as reading a
-pickle may.
+Only the types listed in ``encode`` are written, and only these are restored: reading runs no code, unlike
+reading a pickle.
 """
 
 from __future__ import annotations

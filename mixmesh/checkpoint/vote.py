@@ -20,8 +20,8 @@ class Vote:
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
 
     def cast(self, first: int, second: int) -> tuple[int, int]:
-        """The largest numbers that any rank said in the call before; 0 and 0 in the first one. For a single
-        rank, those that it says now. Collective."""
+        """The largest numbers of any rank in the call before; 0 and 0 in the first call. For a single rank,
+        its current numbers. Collective."""
         if self._group is None:
             return first, second
         with self._ranks.meeting("the end of a step"):

@@ -77,8 +77,8 @@ def device_named(kind: str | None) -> torch.device:
 
 @contextmanager
 def telling_steps() -> Iterator[Steps]:
-    """Callbacks that tell on standard error what goes on: a bar for each group on a terminal, and one line
-    for each that says what came of it."""
+    """Callbacks that report progress on standard error: on a terminal a bar for each group, and for each
+    group one line with its result."""
     from ..measure.calibration import Steps
 
     if not sys.stderr.isatty():

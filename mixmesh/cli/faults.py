@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def note_faults(log: Path | None, is_shared: bool) -> None:
-    """Has this process note a rank that is lost in ``log``, if it is the first of those that are left.
-    ``is_shared``: all ranks see the same file; elsewhere only the first rank writes to it."""
+    """Makes this process note a lost rank in ``log``, if it is the first of the remaining ones.
+    ``is_shared``: all ranks see the same file; otherwise only the first rank writes."""
     from ..runtime.watch import running_watch
 
     watch = running_watch()
@@ -24,8 +24,8 @@ def note_faults(log: Path | None, is_shared: bool) -> None:
 
 
 def noter(log: Path, rank: int, is_shared: bool) -> Callable[[Lost, Position], None]:
-    """A function that adds a line for a lost rank to ``log``. It is called by the watch, beside the thread
-    that trains: each line is one write to the end of the file."""
+    """A function that adds a line about a lost rank to ``log``. The watch calls it, in another thread than
+    the training's: each line is one write to the end of the file."""
 
     def note(lost: Lost, position: Position) -> None:
         if rank != (0 if lost.rank or not is_shared else 1):

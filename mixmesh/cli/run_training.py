@@ -159,7 +159,7 @@ def train_all(options: RunOptions, start: Start, jobs: list[Job], live: Live) ->
 
 
 def train_part(options: RunOptions, start: Start, jobs: list[Job], live: Live, cause: str) -> Trained:
-    """Trains under one plan; ``cause`` is that of a plan that follows another one."""
+    """Trains under one plan; ``cause`` says why it follows another one."""
     from ..runtime.train import train
 
     balancer = balancer_of(

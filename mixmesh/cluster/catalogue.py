@@ -134,7 +134,7 @@ SUSTAINED: dict[str, tuple[float, str]] = {
 # words of a reported name that say who made the card
 _MAKERS = {"NVIDIA", "TESLA", "GEFORCE", "AMD", "INSTINCT", "RADEON", "GENERATION"}
 _SIZE = re.compile(r"HBM\w*|(\d+)GB")
-_FORM = re.compile(r"SXM\d?|PCIE|OAM")  # tells cards apart where the catalogue has a row for it
+_FORM = re.compile(r"SXM\d?|PCIE|OAM")  # distinguishes cards if the catalogue has a row for it
 # reported and nominal size of a card differ by ECC and by what the driver keeps
 _MEMORY_TOLERANCE = 0.12
 
@@ -152,8 +152,8 @@ def catalogue_row(reported_name: str, memory_bytes: int) -> CatalogueRow | None:
 
 
 def rows_named(name: str) -> tuple[CatalogueRow, ...]:
-    """The rows that a name may mean: the one of that name, or all of what PyTorch reports so, which may be
-    several sizes of memory."""
+    """The rows that a name may mean: the row of that name, or all rows of cards that PyTorch reports so,
+    which may have several sizes of memory."""
     if name in CATALOGUE:
         return (CATALOGUE[name],)
     words = _words(name)
@@ -174,7 +174,8 @@ def _split(name: str) -> list[str]:
 
 
 def _rows_by_form(words: list[str]) -> list[list[CatalogueRow]]:
-    """The rows of a name, of all sizes of memory: those of the form (SXM, PCIe) that it says, then of any."""
+    """The rows of a name, with all sizes of memory: first those of the form (SXM, PCIe) in the name, then
+    those of any form."""
     model = [w for w in words if not _SIZE.fullmatch(w)]
     plain = [w for w in model if not _FORM.fullmatch(w)]
     return [

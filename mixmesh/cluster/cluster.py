@@ -72,8 +72,8 @@ BRIDGE_GBIT_PER_S = Decimal(24)
 
 @dataclass(frozen=True)
 class DeviceLink:
-    """A link of some devices of a machine with each other, such as NVLink between two: their numbers within
-    the machine. Each device has a way of its own onto it."""
+    """A link of some devices of a machine with each other, such as NVLink between two; ``devices`` are their
+    numbers within the machine. Each device has its own path onto it."""
 
     devices: tuple[int, ...]
     bytes_per_s: float
@@ -82,11 +82,12 @@ class DeviceLink:
 
 @dataclass(frozen=True)
 class Machine:
-    """Devices joined by links; ``nic_bytes_per_s`` limits what they exchange with other machines.
+    """Devices joined by links; ``nic_bytes_per_s`` limits their exchange with other machines.
 
-    Two devices have a link of their own (``links``), or else reach each other at ``link_bytes_per_s``. All
-    that do the latter share ``bridge_bytes_per_s``, where there is such a limit: a host bridge without
-    peer-to-peer access (``p2p``). ``price_per_hour`` is in any currency, that of the other machines."""
+    Two devices have their own link (``links``), or else reach each other at ``link_bytes_per_s``. All pairs
+    of the second kind share ``bridge_bytes_per_s``, if there is such a limit: a host bridge without
+    peer-to-peer access (``p2p``). ``price_per_hour`` is in any currency, the same for all machines.
+    """
 
     name: str
     devices: tuple[Device, ...]
@@ -120,8 +121,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Machines on one network, whose bandwidth is that of a path between two of them. ``network_kind`` says
-    how GPUs use it: what collectives reach of the wire depends on that."""
+    """Machines on one network; the bandwidth is that of a path between two of them. ``network_kind`` says how
+    GPUs use it, which decides the share of the wire's rate that collectives reach."""
 
     name: str
     machines: tuple[Machine, ...]
@@ -327,7 +328,7 @@ def with_faster_inside(machine: Machine, factor: float) -> Machine:
 
 
 def without_device(machine: Machine, number: int) -> Machine:
-    """A machine less one device, and what links that one had."""
+    """A machine without one device and its links."""
     devices = (*machine.devices[:number], *machine.devices[number + 1 :])
     kept = (
         dataclasses.replace(link, devices=tuple(n - (n > number) for n in link.devices if n != number))
@@ -423,7 +424,8 @@ def _price_toml(machine: Machine) -> list[str]:
 
 
 def _without_defaults(facts: dict, owner: type[Cluster | Machine | Device], *names: str) -> None:
-    """Takes out what files did not have at first, where it says nothing else: fingerprints are as before."""
+    """Removes fields that files did not have at first, if they have their defaults, so that fingerprints stay
+    the same."""
     for field in dataclasses.fields(owner):
         if field.name in names and facts[field.name] == field.default:
             del facts[field.name]

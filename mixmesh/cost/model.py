@@ -30,9 +30,9 @@ from .work import HALF, MEMORY_BOUND_OWN, VIEWS, call_flop, is_product, moved_by
 CPU_PROCESS_BYTES = (340 * 2**20, 290 * 2**20)  # for `mixmesh run` with PyTorch 2.13: working, idle
 # Seconds for which the host issues an operator of eager PyTorch to a GPU, unless the cluster file has its own
 # (``issue_us``). Plain loops take 5 to 25 us, measured training frameworks 30 to 60 per kernel; our runtime
-# interprets a program, without modules and hooks. The GPU computes meanwhile, so an operator takes the longer
-# of its issue and its run: measured layers (``python -m benchmarks layer-times``) do not add them up. A queue
-# of issued kernels may hide a slow issue; this does not count on it.
+# interprets a program, without modules and hooks. The GPU computes meanwhile, so an operator takes its issue
+# or its run, whichever is longer: measured layers (``python -m benchmarks layer-times``) do not add them up.
+# Issued kernels in a queue may hide a slow issue; this does not count on it.
 GPU_ISSUE_S = 30e-6
 BACKWARD_ISSUE = 0.5  # times that for a kernel of the backward pass, which PyTorch issues without Python
 VIEW_ISSUE = 0.1  # times that for a view, which has no kernel

@@ -74,7 +74,7 @@ class Judge:
 
     def best(self, program: Program) -> Judged:
         """Judges a program with its best buckets, and with the plan's shard owners, split weight gradients
-        and number of micro-batches, as far as it can have these; if it does not fit, with rematerialised
+        and number of micro-batches so far as it can have them; if it does not fit, with rematerialised
         regions."""
         candidate = self.in_micro_steps(self.as_planned(replace(program, dtypes=self.plan.program.dtypes)))
         if not candidate.fits:

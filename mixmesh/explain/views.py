@@ -49,7 +49,7 @@ class View(ABC):
         """The plan's placement of the tensor, by place."""
 
     def forced(self, code: int) -> tuple[int, ...]:
-        """The placements that are tried for ``code``: places where it is impossible keep their own."""
+        """The placements to try for ``code``: places where it is impossible keep their own."""
         return tuple(code if place.possible(code) else place.own for place in self.places)
 
     def text(self, codes: Sequence[int]) -> str:

@@ -1,8 +1,8 @@
-"""Activation checkpointing (Chen et al., 2016): which computations of a program are worth computing again.
+"""Activation checkpointing (Chen et al., 2016): which computations of a program are worth recomputing.
 
-A program is cut where little is held between what comes before and after, for a transformer between its
-layers; what lies between two cuts is a region. Only what crosses the ends of a region is kept, as what lies
-within is computed again right before its backward.
+A program is cut where little is held between its parts, in a transformer between the layers; a region lies
+between two cuts. Only values that cross the ends of a region are kept, because those within are recomputed
+right before their backward.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class _Live:
         return min(estimates, key=lambda parts: (estimates[parts], len(parts)), default=())
 
     def cut(self, level: float) -> Regions:
-        """Regions that end where no more than so much is held."""
+        """Regions that end at places where at most ``level`` bytes are held."""
         out: list[tuple[int, ...]] = []
         region: list[int] = []
         for n in self.computations:

@@ -1,12 +1,12 @@
-"""How the gradients of each bucket meet: summed everywhere, summed to owners, or by way of a server.
+"""Chooses how the gradients of each bucket are synchronised: everywhere, by owners, or through a server.
 
-all_reduce    2 (n - 1) / n of the bytes, all of them before the optimizer
-sharded       a reduce_scatter before the optimizer and an all_gather after it, (n - 1) / n each: as many
-              bytes, but half may hide behind the next forward pass, and each rank steps over its own rows
-server        a reduce and a broadcast: one rank steps over all rows, one that would wait anyway
+    all_reduce    2 (n - 1) / n of the bytes, all of them before the optimizer
+    sharded       a reduce_scatter before the optimizer and an all_gather after it, (n - 1) / n each: as many
+                  bytes, but half may hide behind the next forward pass, and each rank steps its own rows
+    server        a reduce and a broadcast: one rank, which would wait anyway, steps all rows
 
-The last two are one idea, that of owners (``zero.with_owners``): a server owns all. HeteroG (CoNEXT'20) and
-TAG (TPDS'23) choose per group of operators; here it is per bucket, and the simulator chooses.
+The last two are one idea, owners (``zero.with_owners``): a server owns all. HeteroG (CoNEXT'20) and TAG
+(TPDS'23) choose per group of operators; here it is per bucket, and the simulator chooses.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ def best_sync(
 
 
 def best_run(program: Program, costs: CostModel, step_s: Callable[[Program], float], most: int) -> Program:
-    """The program with owners for a run of its buckets where that makes ``step_s`` less, after ``most``
-    trials or fewer.
+    """The program with owners for a run of its buckets if that lowers ``step_s``, after at most ``most``
+    trials.
 
     A bucket that the backward pass completes first is used last in the next forward pass, so its gathers hide
-    best; the very first one may have the rest of the backward pass for its all_reduce. The last bucket is
-    used first, and nothing hides it in any way. So the best owners are those of a run: without the first
-    bucket or with it, up to where the forward pass has hidden enough.
+    best; the very first one may have the rest of the backward pass to hide its all_reduce. The last bucket is
+    used first, so nothing hides it either way. So the best owners are those of a run, with or without the
+    first bucket, up to where the forward pass has hidden enough.
     """
     can, buckets = ownable_buckets(program)
     if not buckets:

@@ -94,7 +94,7 @@ def proportional_ratio(graph: Graph, costs: CostModel) -> Ratio:
 
 
 def ratio_of_speeds(seconds: Sequence[float], ranks: Collection[int]) -> Ratio:
-    """Shares of ``ranks`` in proportion to their speeds; ``seconds`` are those that each rank takes."""
+    """Shares of ``ranks`` in proportion to their speeds; ``seconds`` gives the time of each rank."""
     chosen = frozenset(ranks)
     return make_ratio([1 / max(s, 1e-12) if r in chosen else 0.0 for r, s in enumerate(seconds)])
 

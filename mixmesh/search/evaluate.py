@@ -23,8 +23,8 @@ Strategy = tuple[Placed, ...]  # the placements that actions come down to
 
 @dataclass(frozen=True)
 class Outcome:
-    """An estimated or simulated step. ``memory`` and ``busy`` are per rank: the peak over what is usable,
-    and the share of the step in which it computes."""
+    """An estimated or simulated step. Per rank, ``memory`` is the peak relative to usable memory, and
+    ``busy`` the share of the step in which it computes."""
 
     step_s: float
     memory: tuple[float, ...]
@@ -36,7 +36,7 @@ class Outcome:
 
     @property
     def key(self) -> tuple[float, float]:
-        """To compare: what fits, by its step; then what fits least badly."""
+        """A sort key: outcomes that fit, by their step; then those that exceed memory, the least first."""
         return (max(max(self.memory), 1.0), self.step_s)
 
     @property

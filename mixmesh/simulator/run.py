@@ -120,7 +120,7 @@ class Run:
         self.end_of_backward(seconds)
 
     def with_sums(self, sums: Sums) -> Run:
-        """A copy of this run that goes on with other reductions; none of them gathers parameters."""
+        """A copy of this run that continues with other reductions, none of which gathers parameters."""
         twin = copy(self)
         for name in CHANGING:
             setattr(twin, name, copy(getattr(self, name)))

@@ -63,8 +63,8 @@ class Simulation:
         self._prepare(program, step, PeakMemory(costs, optimizer_states, samples, step))
 
     def on(self, program: Program) -> Simulation:
-        """The simulation of the same instructions on other ranks, which reuses what does not depend on these.
-        Where several ranks take part there, several do here."""
+        """The simulation of the same instructions on other ranks, reusing what does not depend on them. If
+        several ranks take part there, several must here."""
         samples = None if self.samples is None else samples_of(program)
         own = program if samples is None else costed_micro_step(program, samples)
         sheet = Sheet(own, self.costs, self.sheet.table)

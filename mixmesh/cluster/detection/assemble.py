@@ -32,8 +32,8 @@ def assemble(
     links: Links,
     calibrations: Mapping[str, Device] = MappingProxyType({}),
 ) -> Cluster:
-    """The cluster. Devices of one name are of one type and have the same figures: measured devices whose
-    speeds are close share those of the slowest. Cards with ``calibrations`` have those."""
+    """The cluster. Devices of one name are of one type and have the same figures: measured devices with
+    similar speeds share those of the slowest. Cards with ``calibrations`` have those."""
     machines = []
     devices = typed_devices(inventory, speeds, calibrations)
     nics = nic_rates(links, len(inventory.machines))

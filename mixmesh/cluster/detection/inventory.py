@@ -29,9 +29,9 @@ NO_LIMIT_BYTES = 2**60  # cgroup v1 writes a number near 2**63 for none
 
 @dataclass(frozen=True)
 class FoundDevice:
-    """One rank's device as the system reports it. ``memory_bytes`` is what its processes may hold in all, and
-    ``memory_pool`` says which ranks hold it together: ranks on CPUs of one host, or on one GPU. ``emulated``
-    says which cluster the testbed emulates with it, whose devices all report the same."""
+    """One rank's device as the system reports it. ``memory_bytes`` is the limit for all its processes, and
+    ``memory_pool`` identifies ranks that share it: ranks on CPUs of one host, or on one GPU. ``emulated``
+    identifies the cluster that the testbed emulates with it, whose devices all report the same."""
 
     host: str
     kind: Literal["gpu", "cpu"]
@@ -56,8 +56,8 @@ class Inventory:
 
     @property
     def fingerprint(self) -> str:
-        """12 hex digits of all that is known before anything is measured. A pool of memory counts by its
-        ranks: its name may be of this start alone, as that of a job's cgroup is."""
+        """12 hex digits of all that is known before any measurement. A pool of memory counts by its ranks, as
+        its name may belong to this start alone, like that of a job's cgroup."""
         pools = [device.memory_pool for device in self.devices]
         rows = [{**asdict(d), "memory_pool": pools.index(d.memory_pool)} for d in self.devices]
         facts = json.dumps(rows, sort_keys=True)
@@ -81,8 +81,8 @@ def read_inventory(device: torch.device) -> Inventory:
 
 
 def inventory_of(devices: Sequence[FoundDevice]) -> Inventory:
-    """The inventory of these devices, in rank order. Raises InputError if the ranks of a host do not follow
-    each other, as they do under torchrun."""
+    """The inventory of these devices, in rank order. Raises InputError if the ranks of a host are not
+    consecutive, as they are under torchrun."""
     inventory = Inventory(tuple(devices))
     hosts = [devices[ranks[0]].host for ranks in inventory.machines]
     repeated = sorted({host for host in hosts if hosts.count(host) > 1})

@@ -1,4 +1,5 @@
-"""The page of a bench's results, or of two of them side by side: a table of all, and bars of one figure."""
+"""The page of a bench's results, or of two of them side by side: a table of all figures, and bars for one of
+them."""
 
 from __future__ import annotations
 

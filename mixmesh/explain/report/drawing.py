@@ -20,8 +20,8 @@ def device_name(cluster: Cluster, rank: int) -> str:
 
 
 def busiest_link(cluster: Cluster, timeline: Timeline) -> str:
-    """The link that carries longest in a predicted step: ``1 Gbit/s link of machine b``; empty where nothing
-    is carried."""
+    """The link that is busy longest in a predicted step: ``1 Gbit/s link of machine b``; empty if none is
+    used."""
     if not any(busy_s for _, _, busy_s in timeline.link_busy_s):
         return ""
     way, number, _ = max(timeline.link_busy_s, key=lambda link: link[2])

@@ -59,7 +59,7 @@ def asset(name: str) -> str:
 
 
 def filled(template: str, content: dict[str, str]) -> str:
-    """A template with ``@@NAME@@`` replaced; what is put in is not looked at again."""
+    """A template with ``@@NAME@@`` replaced; replacements are not expanded again."""
     pieces = template.split("@@")
     return "".join(content[piece] if n % 2 else piece for n, piece in enumerate(pieces))
 

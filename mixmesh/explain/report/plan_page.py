@@ -23,8 +23,8 @@ MILLION = 1_000_000
 
 
 def plan_page(shown: Sequence[Facts], words: Sequence[str] = (), side: str = "") -> Page:
-    """The page of plans, of which the first is shown at first. The words are those of the first one, if no
-    others are given; ``side`` is HTML that stands above the plans."""
+    """The page of plans, which shows the first one initially. ``words`` defaults to those of the first plan;
+    ``side`` is HTML that goes above the plans."""
     first = shown[0]
     clusters = [cluster_html(f.cluster, f.plan, f.timeline, f.samples) for f in shown]
     main = {
@@ -67,7 +67,7 @@ def choice_html(names: Sequence[str]) -> str:
 
 
 def variants_html(contents: Sequence[str]) -> str:
-    """Content of which that of the chosen plan is visible."""
+    """Content for each plan, with only the chosen plan's visible."""
     return "\n".join(
         f'<div data-variant="{n}"{" hidden" if n else ""}>{content}</div>'
         for n, content in enumerate(contents)

@@ -16,7 +16,7 @@ EXPECTED = (
     "a plan (mixmesh plan --out X.plan), a folder of checkpoints (mixmesh run --checkpoint DIR), the log of "
     "a training (--log-json FILE), or the results of a bench (python -m benchmarks NAME --out R.json)"
 )
-SHOWN = 40  # characters of a file that is none of these
+SHOWN = 40  # characters shown of an unrecognised file
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ def interruption_texts(log: RunLog) -> Iterator[str]:
 
 
 def kept_texts(log: RunLog) -> Iterator[str]:
-    """How many checkpoints, and where the plan or its shares changed in mid-run."""
+    """Yields the number of checkpoints, and where the plan or its shares changed during the run."""
     if saved := log.of(CHECKPOINT):
         yield f"{plural(len(saved), 'checkpoint')}, the newest after step {saved[-1].step}."
     changes = [(marks, text) for event, text in CHANGES.items() if (marks := log.of(event))]
@@ -170,7 +170,7 @@ def fault_text(mark: Mark) -> str:
 
 
 def mark_rows(run: Run) -> list[tuple[str, str, str]]:
-    """The table of what happened: after which step, what, and more of it."""
+    """The table of what happened: after which step, what, and details."""
     kept, rows = set(run.kept_steps), []
     before: dict[str, Any] = {}  # the facts of the plan until then
     for mark in run.log.marks:
@@ -196,8 +196,8 @@ def more(mark: Mark, kept: set[int], before: dict[str, Any]) -> str:
 
 
 def plan_texts(facts: dict[str, Any], before: dict[str, Any]) -> Iterator[str]:
-    """The devices of a plan, its planner and its step, each beside that of the plan ``before`` where it is
-    another one."""
+    """The devices of a plan, its planner and its step, each with that of the plan ``before`` if it
+    differs."""
     shown = (
         ("world_size", lambda count: plural(count, "device")),
         ("planner", lambda planner: f"planned by {planner}"),

@@ -19,9 +19,8 @@ MORE_MEMORY = 2  # times
 
 @dataclass(frozen=True)
 class Change:
-    """One change: ``kind`` is the word for it in ``--only``, ``text`` what people read. The batch has
-    ``batches`` times its samples. ``adds_price`` is whether the prices in the cluster file do not hold what
-    it would cost."""
+    """One change: ``kind`` is its word for ``--only``, ``text`` its description for people. The batch has
+    ``batches`` times its samples. ``adds_price``: the prices in the cluster file do not include its cost."""
 
     kind: str
     text: str

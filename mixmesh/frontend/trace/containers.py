@@ -29,7 +29,7 @@ _NO_CONFIGURATIONS = frozenset(
 )
 _HEAP, _IMMUTABLE = 1 << 9, 1 << 8  # flags of a class: made by Python code, and not to be changed
 Find = Callable[[], Any]
-Note = Callable[[str, Find, Any], None]  # takes a path, what finds the value of now, and the value as it was
+Note = Callable[[str, Find, Any], None]  # (path, function that gives the current value, old value)
 
 
 class Gone:

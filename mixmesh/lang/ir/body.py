@@ -1,4 +1,5 @@
-"""The facts that follow from a program's instructions alone, computed once for all programs of these."""
+"""The facts that follow from a program's instructions alone, computed once for all programs that share
+them."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ class Values:
 
 @dataclass(frozen=True, eq=False)  # one object for each tuple of instructions: it is its own key
 class Body:
-    """The instructions of programs that differ in their ratios, and in how sums are made, at most. ``values``
-    are those of all bodies that differ in attributes."""
+    """The instructions shared by programs that differ only in their ratios and ways of summing. ``values`` is
+    shared by all bodies that differ only in attributes."""
 
     name: str
     instructions: tuple[Instruction, ...]
@@ -60,7 +61,7 @@ class Body:
 
     @lazy
     def buckets(self) -> Buckets:
-        """None for a parameter whose instruction says nothing."""
+        """The bucket number of each parameter; None for one without."""
         return tuple(i.attr("bucket") if i.attrs else None for i in self.params)
 
     @lazy

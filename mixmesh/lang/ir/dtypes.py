@@ -85,11 +85,11 @@ def _numbers(node: Node | Instruction) -> Iterator[float]:
 
 
 def half_dtypes(graph: Graph, computes_bf16: tuple[bool, ...]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Returns the ``dtype`` rows of a program for ranks of which some cannot compute bf16.
+    """The ``dtype`` rows of a program for ranks of which some cannot compute bf16.
 
-    Empty where the graph has no bf16, where all ranks compute it, and where f16 cannot replace it: because
-    parameters are bf16 themselves, or the graph has a number that bf16 can hold and f16 cannot. Devices
-    without bf16 emulate it then.
+    Empty if the graph has no bf16, if all ranks compute it, or if f16 cannot replace it because parameters
+    themselves are bf16, or the graph has a number that bf16 can hold and f16 cannot. In the last case devices
+    without bf16 emulate it.
     """
     computed = [n for n in graph.nodes if any(t.dtype == "bf16" for t in n.types)]
     if all(computes_bf16) or not computed:

@@ -14,7 +14,7 @@ REDISTRIBUTIONS = (
     "all_gather", "reduce_scatter", "all_reduce", "all_to_all",
     "local_slice", "as_partial", "pad_partial", "move",
 )  # fmt: skip
-_REDISTRIBUTIONS, _LEAVES = frozenset(REDISTRIBUTIONS), frozenset(LEAVES)  # sets, as they are looked up often
+_REDISTRIBUTIONS, _LEAVES = frozenset(REDISTRIBUTIONS), frozenset(LEAVES)  # sets, for fast look-ups
 
 
 def redistribution(src: Placement, dst: Placement) -> str:

@@ -140,7 +140,7 @@ def normalise(
     x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None, count: int, eps: float
 ) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias, with mean and variance [C] from the ``moments`` of
-    ``count`` elements per channel. These are the elements of all ranks, ``x`` those of one of them."""
+    ``count`` elements per channel. The moments cover all ranks, ``x`` holds one rank's elements."""
     _check(x, moments, weight, bias)
     return _Normalise.apply(x, moments, weight, bias, count, eps)
 

@@ -1,6 +1,7 @@
-"""Measures one device of a kind, nothing of a user's job, and fits the cost model's constants to it.
+"""Measures one device of a kind, without a user's job, and fits the cost model's constants to it.
 
-Reading order: ``samples`` (what is measured), ``timing`` (how), ``fit`` (constants of the timings).
+Reading order: ``samples`` (the kernels measured), ``timing`` (the measurement), ``fit`` (constants from
+timings).
 """
 
 from __future__ import annotations
@@ -64,9 +65,9 @@ class Measured:
 def calibrate(
     device: torch.device, *, seconds: float = 120.0, name: str | None = None, steps: Steps | None = None
 ) -> Measured:
-    """Measures a device for about ``seconds``, with no process group. ``name`` is that of the device, by
-    default the catalogue's or PyTorch's. Where the time does not suffice for a class of kernels its costs
-    stay those of the datasheet. Raises InputError where there was no time for any."""
+    """Measures a device for about ``seconds``, without a process group. ``name`` is the device's, by default
+    the catalogue's or PyTorch's. A class of kernels for which the time does not suffice keeps the costs of
+    the datasheet. Raises InputError if there was no time for any."""
     steps = steps or Steps()
     started = time.perf_counter()
     steady_heap()  # as in training
@@ -171,8 +172,8 @@ def heat(device: torch.device, until: float, steps: Steps) -> None:
 
 
 def measure_memory(device: torch.device, seconds: float, steps: Steps) -> dict[str, Any]:
-    """Fields of the device: bytes of a process without tensors, and those that computing adds. Empty where
-    they could not be measured."""
+    """The device's fields for memory: bytes of a process without tensors, and those added by computing. Empty
+    if they could not be measured."""
     steps.begin(MEMORY, 1)
     if is_accelerator(device):
         memory = own_card_memory(device)

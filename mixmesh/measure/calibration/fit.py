@@ -1,7 +1,7 @@
-"""Constants of a device fitted to measured kernels: for each class the share of the peak (the slope), the
-ramp (the constant) and the backward pass, and what the host takes to issue a kernel.
+"""Fits a device's constants to measured kernels: for each class the share of the peak (the slope), the ramp
+(the constant) and the backward pass, and the host's time to issue a kernel.
 
-Predictions are those of the cost model, so that a fitted constant means what the planner takes it for. Errors
+Predictions come from the cost model itself, so a fitted constant means what the planner takes it for. Errors
 are logarithms of predicted over measured seconds, so that small kernels count as much as large ones.
 """
 
@@ -35,7 +35,7 @@ from ...cost.model import ADAM_ACCESSES
 from .samples import SMALL, Row, Timing
 
 STEPS = 12
-USUAL_WEIGHT = 0.02  # weight of a logarithm's distance from where it starts, for what no sample tells
+USUAL_WEIGHT = 0.02  # weight of a logarithm's distance from its start: decides where samples do not
 LEAST_SHARE, MOST_SHARE = 1e-3, 2.0  # shares of a peak; one above 1 raises the peak (``with_peaks_above``)
 RAMP_S = (1e-8, 2e-3)
 BACKWARD = (0.1, 10.0)  # times the usual factor
@@ -48,7 +48,7 @@ RATES = {F32: "flop_per_s", TF32: "tf32_flop_per_s", HALF: "half_flop_per_s", AN
 
 
 def fit_device(plain: Device, timings: Sequence[Timing]) -> Device:
-    """The device with the constants that fit the timings best; what no timing tells stays as it is."""
+    """The device with the constants that fit the timings best; constants without timings stay unchanged."""
     device = replace(plain, sustained=1.0)  # rates under load were measured
     small = [t for t in timings if t.sample.kernels == SMALL]
     device = fit_issue(device, small)
@@ -97,8 +97,8 @@ def fit_row(device: Device, row: Row, timings: Sequence[Timing]) -> Device:
 
 
 def start_share(device: Device, row: Row, timings: Sequence[Timing]) -> float:
-    """The share of the peak at which the largest kernel would run in the seconds that it took: of arithmetic,
-    also where a kernel is as long as its memory traffic, as the slope of the errors is 0 above that."""
+    """The share of the peak that the largest kernel reached. This is the arithmetic peak even for kernels
+    limited by memory, because above that the errors would have slope 0."""
     largest = max(timings, key=lambda t: t.forward_s)
     call, (name, dtype) = largest.sample.call, row
     if dtype == ANY:
@@ -127,8 +127,9 @@ def fitted(
 
 
 def with_row(device: Device, row: Row, own: Efficiency) -> Device:
-    """The device with a row of its own. One of convolutions in TF32 also bounds that in plain float32, which
-    the cost model would else take for faster on cards whose TF32 is not (``cost.kernels.fastest``)."""
+    """The device with one more row. A row for convolutions in TF32 also bounds the one in plain float32,
+    which the cost model would otherwise assume to be faster on cards whose TF32 is slow
+    (``cost.kernels.fastest``)."""
     rows = {r[:2]: r[2:] for r in device.efficiency}
     rows[row] = own.share, own.ramp_s, own.backward
     name, dtype = row
@@ -140,11 +141,10 @@ def with_row(device: Device, row: Row, own: Efficiency) -> Device:
 
 
 def with_peaks_above(device: Device) -> Device:
-    """The device with peaks that no class of kernels is above, and shares of these: a card may run above its
-    datasheet's clock, and bounds of plans rest on peaks (``cost.peaks``). On a GPU convolutions with windows
-    may be faster than their multiply-adds (Winograd), and others are not: they raise no peak and are at most
-    at it.
-    """
+    """The device with peaks that no class of kernels exceeds, and shares relative to these: a card may run
+    above its datasheet's clock, and bounds of plans rest on peaks (``cost.peaks``). On a GPU some
+    convolutions with windows are faster than their multiply-adds (Winograd): they raise no peak, and their
+    share is at most 1."""
     raising = {*PRODUCTS, *MEMORY_BOUND} - ({CONVOLUTION} if device.kind == "gpu" else set())
     for dtype, field in RATES.items():
         rows = [r for r in device.efficiency if (F32 if r[0] == DEPTHWISE else r[1]) == dtype]
@@ -204,7 +204,7 @@ def relative_errors(predictions: Predictions) -> list[float]:
 
 
 def fits_of(device: Device, plain: Device, timings: Sequence[Timing]) -> tuple[Fit, ...]:
-    """The errors of a fitted device by class and dtype, beside those of the ``plain`` one."""
+    """The errors of a fitted device by class and dtype, together with those of the ``plain`` one."""
     fits = []
     for row in dict.fromkeys(t.sample.row for t in timings):
         own = [t for t in timings if t.sample.row == row]
@@ -216,7 +216,7 @@ def fits_of(device: Device, plain: Device, timings: Sequence[Timing]) -> tuple[F
 
 
 def fit_row_errors(row: Row, direction: str, predictions: Predictions, before: Predictions) -> Fit:
-    """The errors of predictions of one row, beside those of the same passes ``before``."""
+    """The errors of the predictions for one row, together with those ``before`` the fit."""
     errors, usual = relative_errors(predictions), relative_errors(before)
     return Fit(
         *row,
@@ -229,8 +229,9 @@ def fit_row_errors(row: Row, direction: str, predictions: Predictions, before: P
 
 
 def fit_optimizer(device: Device, steps: Sequence[tuple[float, float]]) -> tuple[Device, tuple[Fit, ...]]:
-    """The device with the slope of measured optimizer steps, (bytes of parameters, seconds), beside a
-    constant of each, and the error of the slope alone; no faster than memory lets Adam be."""
+    """The device with the slope of measured optimizer steps, given as (bytes of parameters, seconds), and the
+    error of the slope alone. The fit also has a constant for each step, and its slope is no faster than
+    memory allows Adam to be."""
     if not steps:
         return device, ()
     sizes, seconds = np.array(steps, dtype=float).T

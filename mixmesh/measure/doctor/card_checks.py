@@ -1,5 +1,5 @@
-"""The checks of what cards say of themselves: clocks, limits of power, and which of them reach each other.
-None of it is there without a GPU, and it is said so."""
+"""The checks of what cards report: clocks, power limits, and which cards reach each other. Without a GPU each
+of them reports its absence."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def clock_text(card: Card | None) -> str:
 
 
 def power_text(card: Card | None) -> str:
-    """A card's limit of power, beside that as it was made."""
+    """A card's power limit, with its default."""
     if card is None or card.power_limit_w is None:
         return ABSENT
     default_text = "" if card.default_power_w is None else f" of {card.default_power_w:.0f}"
@@ -113,7 +113,7 @@ def reach_text(peers: list[int] | None) -> str:
 
 
 def is_copied(source: torch.device, target: torch.device) -> bool:
-    """Whether numbers arrive as they were sent."""
+    """Whether numbers arrive unchanged."""
     sent = torch.arange(COPIED, device=source, dtype=torch.int32)
     there = sent.to(target)
     synchronize(source)

@@ -1,5 +1,5 @@
-"""The checks, one function each: what was found, in a line. All ranks call them together, judge by what all
-told, and so raise the same error where something is wrong."""
+"""The checks, one function each, returning the findings in a line. All ranks call them together and judge by
+all ranks' findings, so they all raise the same error."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def rendezvous(ground: Ground) -> str:
     """All ranks of the launch are there."""
 
     def make() -> list[str | int]:
-        place = process_place().split(" ")[0]  # another one where a machine was started anew: its boot
+        place = process_place().split(" ")[0]  # changes when a machine restarts, as it names the boot
         return [socket.gethostname(), os.environ.get("GROUP_RANK", ""), place, process_place(), os.getpid()]
 
     told = ground.meeting.gather("the rendezvous", make)
@@ -92,7 +92,7 @@ def devices(ground: Ground) -> str:
 
 
 def reachability(ground: Ground) -> str:
-    """The first process of each machine is reached by those of the other machines, both ways."""
+    """Checks that the first processes of all machines can reach each other, in both directions."""
     firsts = [ranks[0] for ranks in ground.machines]
     pairs = [(firsts[a], firsts[b]) for a, b in machine_pairs(len(firsts))]
     if not pairs:

@@ -34,13 +34,13 @@ class Misfit:
 
 
 def cluster_file(ground: Ground) -> str:
-    """The devices that were found are those of the cluster file: as many, of the names and the memory."""
+    """Checks that the devices are those of the cluster file, in number, names and memory."""
     path = ground.asked.cluster_file
     assert path is not None  # else this check is left out
     text, _ = read_alike(ground, "cluster file", path, told_of_cluster)
     cluster = Cluster.parse(text, str(path))
     check_world(ground, cluster.world_size, path)
-    ground.cluster = cluster  # links are held against it also where a device is another one
+    ground.cluster = cluster  # links are compared with it even if a device differs
     planned = planned_devices(cluster)
     check_fits(misfits(planned, ground.inventory), path, _mend_cluster(planned, ground.inventory))
     check_order(ground, planned)
@@ -81,7 +81,7 @@ def plan_of_job(ground: Ground) -> str:
     return "the plan is for this model and batch"
 
 
-Told = tuple[str, str]  # the text of a file, and what two files that mean the same have alike
+Told = tuple[str, str]  # (text of a file, its meaning: equal for two files that mean the same)
 
 
 def told_of_cluster(path: Path) -> Told:

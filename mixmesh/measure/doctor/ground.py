@@ -1,4 +1,4 @@
-"""The findings that checks share, and what they say alike."""
+"""The findings that checks share, and the texts that they have in common."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Ground:
         return 2 * self.timeout_s + LATER_S
 
     def take_device(self) -> None:
-        """Makes this rank's device that of the calling thread."""
+        """Makes this rank's device the current one of the calling thread."""
         take(self.device)
 
     @property

@@ -1,5 +1,5 @@
-"""The equivalence ladder on the devices at hand: a small model, planned by every planner for devices that are
-made up as unequal, and trained for a step. Loss and gradients are those of one device."""
+"""The equivalence ladder on the available devices: a small model is planned by every planner, for invented
+unequal devices, and trained for a step. Its loss and gradients must equal those of one device."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class Small(nn.Module):
 
 @dataclass(frozen=True)
 class Step:
-    """The model before any step, the batch, and the outcome of a step on this rank's device alone. The first
-    rank, which plans, has the traced model."""
+    """The model before any step, the batch, and the outcome of a step on this rank's device alone. Only the
+    first rank, which plans, has the traced model."""
 
     state: dict[str, Tensor]
     batch: dict[str, Tensor]
@@ -130,13 +130,13 @@ def made_up(machines: Sequence[Sequence[int]]) -> Cluster:
 
 
 def slow_device(rank: int) -> Device:
-    """A device that is so slow that the time of everything else is nothing beside it."""
+    """A device so slow that all other times are negligible."""
     rate = SLOW_FLOP_PER_S / (1 + rank / 2)
     return Device(f"device {rank}", rate, MEMORY_BYTES, rate, kind="cpu")
 
 
 def plan_of_first(meeting: Meeting, traced: Traced | None, cluster: Cluster, planner: str) -> Plan | None:
-    """The plan that the first rank makes; None where there are too few devices for such plans."""
+    """The plan that the first rank makes; None if there are too few devices for this planner."""
 
     def make() -> str:
         if meeting.rank:
@@ -154,7 +154,8 @@ def plan_of_first(meeting: Meeting, traced: Traced | None, cluster: Cluster, pla
 
 
 def errors_of(step: Step, plan: Plan, ground: Ground) -> tuple[float, str]:
-    """The largest relative error of loss and gradients of a step by ``plan``, and where it is. Collective."""
+    """The largest relative error of loss and gradients in a step under ``plan``, and its place.
+    Collective."""
     model = Small().double()
     model.load_state_dict(step.state)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)  # moves each parameter by its gradient

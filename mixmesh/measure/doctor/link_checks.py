@@ -16,8 +16,8 @@ from ...errors import InputError
 from .checks import own_host
 from .ground import Ground, count
 
-# A file may be off by so much, either way. Rates of the same link differ by a fifth from run to run, and gloo
-# reaches 0.7 to 0.85 of a wire's rate.
+# Tolerated ratio between a file's rate and the measured one, in either direction. Rates of one link differ by
+# a fifth from run to run, and gloo reaches 0.7 to 0.85 of a wire's rate.
 LEAST_SHARE = 0.6
 TRIES = 3  # measurements of a link that seems too slow: another process may have used it
 
@@ -93,8 +93,8 @@ def faster(one: Links, other: Links) -> Links:
 
 
 def wrong_rates(cluster: Cluster, found: Links) -> list[WrongRate]:
-    """The rates of the file that are off. A machine's card is judged by its best partner, beside the least
-    that the file says of the path."""
+    """The rates of the file that are wrong. A machine's network card is judged by its fastest partner,
+    against the smallest rate in the file along the path."""
     wrong = []
     for index, link in found.inside.items():
         expected = cluster.bandwidth_between(*cluster.ranks_of(index)[:2])
@@ -114,7 +114,7 @@ def wrong_rates(cluster: Cluster, found: Links) -> list[WrongRate]:
 
 
 def is_off(measured: float, expected: float) -> bool:
-    """Whether a rate is another one than was expected."""
+    """Whether a rate differs too much from the expected one."""
     return not LEAST_SHARE * expected <= measured <= expected / LEAST_SHARE
 
 
@@ -153,7 +153,7 @@ def _rate(cluster: Cluster, wrong: WrongRate, bytes_per_s: float) -> str:
 
 
 def rate_column(machines: Sequence[Sequence[int]], found: Links) -> list[str]:
-    """For each rank what its machine reaches with its best partner; inside the machine where it has none."""
+    """For each rank, the rate of its machine to its fastest partner, or inside the machine if it has none."""
     rates = nic_rates(found, len(machines))
     inside = {index: link.bytes_per_s for index, link in found.inside.items()}
     by_machine = [rates.get(index, inside.get(index)) for index in range(len(machines))]

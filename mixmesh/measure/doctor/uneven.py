@@ -18,7 +18,7 @@ from .ground import Ground, count
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 COLUMNS = 5
 WIDE = 2**16  # columns of the pieces that gloo exchanges by sends of each two
-Case = tuple[str, Callable[[], Tensor], Tensor]  # its name, what is done, and what is to come of it
+Case = tuple[str, Callable[[], Tensor], Tensor]  # (name, collective, expected result)
 
 
 def uneven(ground: Ground) -> str:

@@ -13,7 +13,7 @@ from .cards import driver_version
 from .ground import Ground
 
 ABSENT = "not there"
-# without a GPU there is nothing to compare, beside the CUDA that PyTorch was built for
+# without a GPU only the CUDA version that PyTorch was built for is compared
 ONLY_WITH_GPU = ("driver", "NCCL")
 
 

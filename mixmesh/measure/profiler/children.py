@@ -66,8 +66,8 @@ def in_child(work: Callable[[], Any], timeout_s: float) -> Outcome:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    # Linux starts the child's largest resident size at what this process holds: what is free in its heap
-    # would hide as much of what the child takes
+    # Linux starts the child's largest resident size at this process's: free memory in its heap would hide as
+    # much of the child's
     gc.collect()
     give_back()
     parent = os.getpid()

@@ -1,7 +1,7 @@
-"""The seconds that a profile may take, by the clock on the wall, kept alike by all ranks.
+"""The wall-clock seconds that a profile may take, the same on all ranks.
 
-Measuring stops where time is over, and uses what there is: a device that is busy with other things, or a
-machine under load, must not hold up a start. What was not measured is estimated.
+Measuring stops when time is over, and uses the results so far: a device busy with other things, or a machine
+under load, must not hold up a start. The rest is estimated.
 """
 
 from __future__ import annotations

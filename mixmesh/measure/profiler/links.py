@@ -1,9 +1,9 @@
 """Times of collectives on the real links: every algorithm, between all ranks and between the groups that
-tell links apart, at sizes from kilobytes to tens of megabytes.
+distinguish links, at sizes from kilobytes to tens of megabytes.
 
-Cheap cases are measured first, and those that training needs most are cheap by decree, so that time which
-runs out costs the large sizes of rare groups. All ranks decide alike: they decide by times that they agreed
-on.
+Cheap cases are measured first, and those that training needs most count as cheap, so that a lack of time
+costs the large sizes of rare groups. All ranks decide alike, because they decide by times on which they
+agreed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .meter import Meter
 SIZES_BYTES = (2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**25)
 RARE_SIZES_BYTES = (2**12, 2**18, 2**20, 2**22, 2**24)
 DIRECT_SIZES_BYTES = (2**10, 2**12, 2**14, 2**16, 2**18)  # for sums that are fast where they are small
-SURE_BYTES = 2**20  # up to this, what training needs most is measured whatever the budget
+SURE_BYTES = 2**20  # sizes up to this that training needs most are measured at any budget
 BUCKET_BYTES = 2**22  # up to this it comes before all else, while most of the budget is left
 BUCKET_SHARE = 0.7
 WIDTH = 64  # floats in a row of the tensors that are moved
@@ -50,7 +50,7 @@ BY_SKEW = ("all_gather", "reduce_scatter")  # cost more where pieces are unequal
 
 @dataclass(frozen=True)
 class Case:
-    """One curve to measure. ``shares`` are those of the pieces, one per rank of the group."""
+    """One curve to measure. ``shares`` are the sizes of the pieces, one per rank of the group."""
 
     collective: str
     algorithm: str
@@ -167,7 +167,7 @@ def measure_links(
     one run each after ``most_s``. Collective; ``comm`` has ``link_sets``."""
     if comm.world_size < 2:
         return ()
-    # by each rank's own clock; all must run each collective as often, so that the one that is late decides
+    # each rank has its own clock, but all must run each collective equally often: the last one decides
     most_s = -agreed(comm, [-most_s])[0]
     backend = comm.channel(comm.everyone, "profile").backend
     largest = min(d.memory_bytes for d in cluster.devices) * MEMORY_SHARE
@@ -194,7 +194,8 @@ def measure_links(
 
 
 def urgency(p: _Progress, early: bool) -> int:
-    """Less is earlier: what is measured in any case, what buckets of gradients need, all else."""
+    """A rank of urgency, lower first: what is measured in any case, what buckets of gradients need, the
+    rest."""
     if is_sure(p):
         return 0
     return 1 if early and p.case.is_vital and p.next_bytes <= BUCKET_BYTES else 2

@@ -1,10 +1,9 @@
-"""The largest micro-batch of a device in each stage of ZeRO: predicted by the memory model, confirmed by
-running it.
+"""The largest micro-batch of a device in each ZeRO stage: predicted by the memory model, confirmed by running
+it.
 
 A rank's part of a step is *rehearsed*: its very program runs on its own device, with real tensors and
-pretended collectives, so that shards, gathered parameters, buckets, accumulated gradients and the
-optimizer's state are held as in training. It happens where running out of memory can be survived
-(``children``).
+pretended collectives, so that shards, gathered parameters, buckets, accumulated gradients and the optimizer's
+state are held as in training. It runs where running out of memory can be survived (``children``).
 """
 
 from __future__ import annotations
@@ -109,10 +108,11 @@ class Search:
         self.excess_bytes: float | None = None  # measured less predicted, at the last pass that fitted
 
     def largest(self, predicted: Callable[[int], float], most: int, run: Callable[[int], Outcome]) -> int:
-        """``predicted`` gives bytes that rise with the size; ``run``'s value are bytes.
+        """Searches for the largest size that fits. ``predicted`` gives bytes that rise with the size; ``run``
+        measures them.
 
-        The first size is the largest predicted to fit; then predictions are put right by what was measured,
-        and between a size that fits and one that does not memory is taken to be a line.
+        The first size tried is the largest predicted to fit. Then predictions are corrected by the
+        measurements, and between a size that fits and one that does not memory is assumed to be linear.
         """
         error = self.excess_bytes or 0.0
         fits, fits_bytes = 0, predicted(1) + error
@@ -165,8 +165,8 @@ def largest_within(predicted: Callable[[int], float], room_bytes: float, most: i
 
 
 class Plans:
-    """Plans of one stage in which one rank takes micro-batches of a given size, two of them where the batch
-    has as many samples: then gradients are accumulated."""
+    """Plans of one stage in which one rank takes micro-batches of a given size: two of them if the batch has
+    enough samples, so that gradients are accumulated."""
 
     def __init__(
         self,
@@ -226,10 +226,9 @@ class Plans:
 
 
 def rehearse(job: Any, plan: Plan, rank: int, device: torch.device) -> int:
-    """Runs this rank's part of a few steps of the plan, alone: as if all others were there. The bytes that
-    its tensors and kernels take at the peak. ``torch.distributed`` must not be initialised. Where this is no
-    child process, nothing of ``job`` changes.
-    """
+    """Runs this rank's part of a few steps of the plan alone, as if all others were there. Returns the peak
+    bytes of its tensors and kernels. ``torch.distributed`` must not be initialised. Outside of a child
+    process nothing of ``job`` changes."""
     in_child = device.type == "cpu"
     if in_child:
         before = resident_bytes() - size_bytes(job)

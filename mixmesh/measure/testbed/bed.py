@@ -82,8 +82,8 @@ class Bed(ABC):
 
     @abstractmethod
     def take_memory(self, rank: int) -> None:
-        """Lowers a device's memory limit to what it holds now: it is killed when it allocates more. Called
-        again, lowers it further where the device has given something back since."""
+        """Lowers a device's memory limit to its current use, so that it is killed when it allocates more.
+        Another call lowers the limit further if the device has freed memory since."""
 
     @abstractmethod
     def return_memory(self, rank: int) -> None:

@@ -227,7 +227,7 @@ class CgroupsV2(Cgroups):
 
 
 def find_mounts() -> tuple[dict[str, str], str | None]:
-    """Where cgroup v1 has each controller, and where a cgroup v2 with cpu and memory is, if anywhere."""
+    """The mount of each cgroup v1 controller, and that of a cgroup v2 with cpu and memory, if any."""
     controllers: dict[str, str] = {}
     unified = None
     for line in read("/proc/self/mounts").splitlines():

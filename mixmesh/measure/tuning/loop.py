@@ -75,8 +75,8 @@ def tune(
 
 
 def fastest(trials: Sequence[Trial]) -> Trial:
-    """The trial with the shortest step among those with the most turns. The first one, which has the best
-    prediction, wins unless another is faster by more than two turns of one plan may differ. Raises
+    """The trial with the shortest step among those with the most turns. The first trial, which has the best
+    prediction, wins unless another is faster by more than turns of one plan may differ. Raises
     CollectiveError if none could train."""
     able = [t for t in trials if not t.failed]
     if able:

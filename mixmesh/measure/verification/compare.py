@@ -17,7 +17,7 @@ GRADIENT_FLOOR, BUFFER_FLOOR = 1e-3, 1e-2
 @dataclass(frozen=True)
 class Outcome:
     """The results of a step: the loss, the gradients of parameters by name, the buffers afterwards, and the
-    outputs beside the loss by name."""
+    other outputs by name."""
 
     loss: float
     gradients: Mapping[str, Tensor | None]

@@ -81,8 +81,8 @@ def in_runs(groups: Groups, runs: int) -> Groups:
 
 
 def coalesced(program: Program, groups: Groups) -> Program:
-    """``program`` with each group of sums packed into one: those of a level, or a part of them. Instructions
-    stand where they stood, but that what a packed sum needs comes before its first use."""
+    """``program`` with each group of sums, those of a level or a part of them, packed into one. Instructions
+    keep their places, except that the inputs of a packed sum come before its first use."""
     instructions = list(program.instructions)
     names = set(program.types)
     replaced: set[int] = set()
@@ -154,7 +154,7 @@ def _packed(program: Program, sums: Sequence[Instruction], names: set[str]) -> I
 
 
 def common_dim(shapes: Sequence[tuple[int, ...]]) -> int | None:
-    """The dim along which tensors can be put together as they are: the only one in which they differ, or the
+    """The dim along which tensors can be concatenated as they are: the only one in which they differ, or the
     first; None if there is none."""
     first = shapes[0]
     if not first or any(len(shape) != len(first) for shape in shapes):
@@ -164,9 +164,8 @@ def common_dim(shapes: Sequence[tuple[int, ...]]) -> int | None:
 
 
 def _in_demand(instructions: Sequence[Instruction], replaced: set[int], count: int) -> list[int]:
-    """The first ``count`` instructions in order, but for those that were replaced, each behind what it needs;
-    what was added stands where it is first needed. Random numbers are drawn in the order they were drawn in.
-    """
+    """The first ``count`` instructions in order, without the replaced ones, each after its inputs; added ones
+    come where they are first needed. The order of random draws stays the same."""
     maker_of = {
         r: n for n, i in enumerate(instructions) if n not in replaced for r in i.results if r is not None
     }

@@ -1,8 +1,8 @@
-"""The events of a step as tasks with what each needs, and the b-levels of the tasks.
+"""The events of a step as tasks with their dependencies, and the b-levels of the tasks.
 
-A step has its events in one order. A list scheduler looks for other ones, so of that order only what cannot
-be otherwise is kept: a computation needs its inputs, a gradient those of all uses, the second run of a region
-and a second gather the gradient that sets them off, a weight's gradient what its ``wgrad`` says.
+A step has its events in one order. A list scheduler looks for others, so only the necessary part of that
+order is kept: a computation needs its inputs, a gradient the gradients of all uses, the second run of a
+region and a second gather the gradient that triggers them, and a weight gradient what its ``wgrad`` says.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class StepTask:
 class StepGraph:
     """The tasks of a step in topological order: forward, backward, the sums of gradients, the optimizer.
 
-    By the index of an instruction: its ``forward``; its ``backward``, which is the gradient's collective of a
-    redistribution and the sum of a parameter's; and the tasks ``before`` that and ``after`` it: second
-    gathers, factors, a weight's gradient that is computed apart.
+    By the index of an instruction: its ``forward``; its ``backward``, which for a redistribution is the
+    gradient's collective and for a parameter its sum; and the tasks ``before`` and ``after`` that: second
+    gathers, factors, split weight gradients.
     """
 
     tasks: tuple[StepTask, ...]

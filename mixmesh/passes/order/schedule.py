@@ -1,20 +1,20 @@
-"""Execution order: when every rank computes what, and so when it starts and awaits what it exchanges.
+"""Chooses the execution order: when every rank computes what, and so when exchanges start and are awaited.
 
-The events of a step as a graph (``StepGraph``) are forward and backward computations, weights' gradients that
-are computed apart, collectives, for every parameter the sum of its gradient, and the optimizer. The b-level
-of a task is how long the step goes on at least once it has begun,
+The events of a step as a graph (``StepGraph``) are forward and backward computations, split weight gradients,
+collectives, the sum of every parameter's gradient, and the optimizer. The b-level of a task is the least time
+for which the step goes on once the task has begun,
 
     level(t) = seconds(t) + max over successors s of level(s),
 
-and a list scheduler lets every resource (the computing thread of a rank, each process group) begin, of what
-can begin first, the task of the highest level (HeteroG, CoNEXT'20, section 4.2; Graham, 1969). A collective
-begins as soon as its source is there and is awaited where its result is used.
+and a list scheduler lets every resource (the computing thread of a rank, each process group) begin the task
+of the highest level among those that can begin first (HeteroG, CoNEXT'20, section 4.2; Graham, 1969). A
+collective begins as soon as its source is ready and is awaited where its result is used.
 
-Where we depart from HeteroG: all ranks follow one order, that of the program's text, and the backward pass is
-its reverse, since that is what autograd does. So the forward tasks are scheduled and the order is taken as it
-is, then the backward tasks and it is taken in reverse; whichever the simulator finds faster is kept. One
-order for all ranks is one order for every process group, without which ranks would wait for each other for
-ever.
+Unlike HeteroG, all ranks follow one order, that of the program's text, and the backward pass is its reverse,
+because autograd works like that. So the forward tasks are scheduled and give an order, then the backward
+tasks are scheduled and give another in reverse; the one that the simulator finds faster is kept. One order
+for all ranks is also one order for every process group, without which ranks would wait for each other
+forever.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ Priority = Callable[[int, float, float], tuple]
 
 @dataclass(frozen=True)
 class Part:
-    """Some tasks of a graph: ``successors`` and ``followers`` of each among them, and how many of them each
-    comes after."""
+    """Some tasks of a graph: the ``successors`` and ``followers`` of each among them, and the number of its
+    predecessors among them (``missing``)."""
 
     successors: dict[int, list[int]]
     followers: dict[int, list[int]]  # for the tasks that have any
@@ -79,9 +79,9 @@ class Part:
 
 
 def play(graph: StepGraph, tasks: Sequence[int], priority: Priority | None = None) -> Played:
-    """Issues ``tasks`` in order of ``priority`` among those whose predecessors were issued; without one as
-    they stand, predecessors first. Every rank computes one at a time, every process group carries one at a
-    time."""
+    """Issues ``tasks`` in order of ``priority`` among those whose predecessors were issued; without a
+    priority in the given order, predecessors first. Every rank computes, and every process group carries, one
+    at a time."""
     part = Part.of(graph, tasks)
     kinds = range(len(graph.tasks[0].seconds))
     clock = [0.0 for _ in kinds]
@@ -119,8 +119,8 @@ def play(graph: StepGraph, tasks: Sequence[int], priority: Priority | None = Non
 
 
 def in_turn(graph: StepGraph, tasks: Sequence[int], place: Callable[[int], Any]) -> list[int]:
-    """``tasks`` by ``place`` as far as predecessors among them stand first: of those that may follow, the one
-    of the least place does."""
+    """``tasks`` sorted by ``place``, except that predecessors come first: next is always the task of the
+    least place among those that may follow."""
     part = Part.of(graph, tasks)
     waiting = [(place(t), t) for t in tasks if not part.missing[t]]
     heapify(waiting)
@@ -143,7 +143,7 @@ class Orders:
         self.communicating = {name for (name, _), exchange in exchanges.items() if exchange is not None}
         self.graph = step_graph(program, step)
         instructions = program.instructions
-        # leaves, and what parameters are turned into, stand where they are needed
+        # leaves, and conversions of parameters, are placed where they are needed
         self.main = [
             n
             for n, i in enumerate(instructions)
@@ -162,7 +162,7 @@ class Orders:
         return self._in_order_of(play(self.graph, self._forward(self.main), self.listed))
 
     def first_come(self) -> list[int]:
-        """As an executor without priorities: what was ready first, forward."""
+        """The order of an executor without priorities: first ready, first run, forward."""
         played = play(self.graph, self._forward(self.main), lambda t, ready, begin: (begin, ready, t))
         return self._in_order_of(played)
 
@@ -209,8 +209,8 @@ class Orders:
         return self.forward_pass(order).end_s + self.backward_pass(order).end_s
 
     def complete(self, main: Sequence[int]) -> list[int]:
-        """All instructions: those of ``main`` in this order, what they need before them; what gathers
-        parameters one operator ahead."""
+        """All instructions: ``main`` in this order, preceded by what they need; gathers of parameters come
+        one operator ahead."""
         instructions = self.program.instructions
         out: list[int] = []
         added: set[int] = set()

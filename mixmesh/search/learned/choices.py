@@ -87,8 +87,8 @@ class Tables:
         return out
 
     def move_s(self, current: np.ndarray) -> np.ndarray:
-        """Seconds of what comes and goes, there and back, of each group at each ratio, [N, D], where all
-        others stay at their ``current`` kinds."""
+        """Seconds of transfers to and from each group at each ratio, forward and backward, [N, D], if all
+        other groups keep their ``current`` kinds."""
         at = self.ratio_of[current]
         fixed, slope = (np.zeros((len(self.ratios),) * 2) for _ in range(2))
         for row in set(at.tolist()):

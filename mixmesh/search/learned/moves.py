@@ -1,8 +1,8 @@
 """Changes of a strategy: which groups change together, and to what.
 
-Where the step waits for the slowest rank, few changes of one group show: what helps is moving a run of
-neighbours, all groups that are equal (a layer of each block), or all with as many parameters to their
-seconds.
+While the step waits for the slowest rank, few changes of a single group have an effect. It helps to move a
+run of neighbours, all equal groups (a layer of each block), or all groups with a similar ratio of parameters
+to seconds.
 """
 
 from __future__ import annotations

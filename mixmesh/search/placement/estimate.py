@@ -1,10 +1,10 @@
-"""Seconds of a strategy's step, group by group: for searches that ask thousands of times.
+"""Estimates seconds of a strategy's step group by group, for searches that ask thousands of times.
 
-The order of events is the simulator's, coarser. Groups run in their order on the ranks that they have, back
-in the reverse; what goes between groups of different ratios stops the ranks of both until it is there.
-Gradients are summed beside the backward pass, group by group, and what owners have stepped is gathered beside
-the forward pass, on links that are shared. Memory is what stays: parameters, gradients, optimizer state, what
-the backward pass needs. The simulator has the last word.
+The order of events is the simulator's, but coarser. Groups run in order on their ranks, and in reverse in the
+backward pass; a transfer between groups of different ratios stops the ranks of both until it arrives.
+Gradients are summed during the backward pass, group by group, and parameters stepped by owners are gathered
+during the forward pass, on shared links. Memory counts what stays: parameters, gradients, optimizer state,
+and values for the backward pass. The simulator decides in the end.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class _Cost:
-    """A group as it is placed: seconds and bytes of the ranks that take part, and its collectives; seconds
-    of those ``inside`` it, between its own operators, forward and backward."""
+    """A placed group: seconds and bytes on its ranks, its collectives, and the seconds of those ``inside``
+    it, between its own operators, forward and backward."""
 
     ranks: tuple[int, ...]
     forward: By
@@ -155,7 +155,7 @@ class Estimator:
         group, ranks, owners = self.space.groups[k], support(placed.ratio), placed.owners
         shares, class_of = self._shares(placed.ratio), self.costs.class_of
         size, states = group.param_bytes, self.optimizer_states.kept
-        # every rank has all of the parameter, and what it owns of its gradient and the optimizer's state
+        # every rank has the whole parameter, and only its own rows of the gradient and optimizer state
         owned = {r: size * (1.0 if owners is None else owners[r]) for r in ranks}
 
         def seconds(lines) -> By:
@@ -240,7 +240,7 @@ def _add(total: list[float], more: Sequence[tuple[int, float]]) -> None:
 
 
 def _inside(space: Space) -> Mapping[int, tuple[list[Exchange], list[Exchange]]]:
-    """By group, the collectives between its operators where all ranks take part, forward and backward."""
+    """By group, the collectives between its operators if all ranks take part, forward and backward."""
     out: dict[int, tuple[list[Exchange], list[Exchange]]] = {}
     values: dict[str, str] = {}
     for i in space.program.instructions:

@@ -1,8 +1,8 @@
-"""Programs of parts of the batch, on disjoint sets of ranks, as one program.
+"""Joins programs for parts of the batch, on disjoint sets of ranks, into one program.
 
-Each set runs a program of its own; what joins them are the loss, what is summed over all samples in its
-midst, and the gradients. A parameter that all sets hold whole is loaded once; of any other each set has a
-copy, held as its program says, and the gradients of copies are summed cell by cell (``ir.copies``).
+Each set runs its own program. The sets are joined by the loss, by sums over all samples within the program,
+and by the gradients. A parameter that all sets hold whole is loaded once; of any other each set has a copy,
+held as its program says, and the gradients of copies are summed cell by cell (``ir.copies``).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from ...lang.ir import (
 from .lower import even_over
 from .part import NotDivisible, Part, output_key
 
-SHARED = "m"  # the ratio of what all sets hold, where some ranks are of none
+SHARED = "m"  # the ratio of values that all sets hold, if some ranks are in no set
 GATHERED, PADDED = ".gathered", ".padded"  # behind the name of an output's value, on its way to everyone
 
 
 @dataclass(frozen=True)
 class Set:
-    """Ranks, the part of the batch that they have, and the program by which they compute it: over all ranks,
-    with shares of zero for those that are not of the set."""
+    """A set of ranks, its part of the batch, and the program that computes it: over all ranks, with zero
+    shares for those outside the set."""
 
     part: Part
     program: Program
@@ -85,8 +85,8 @@ class _Joining:
         return Program(self.name, self.world_size, tuple(self.ratios), tuple(self.out), loss)
 
     def interleave(self, streams: list[Iterator[str]]) -> list[str | None]:
-        """Instructions of all sets in turn: what each of them holds in memory at a line is what it holds when
-        the others are as far."""
+        """Interleaves the instructions of all sets, so that at each line all sets have progressed equally far
+        and hold the memory that belongs to that point."""
         met: list[str | None] = [""] * len(streams)
         while "" in met:
             for m, stream in enumerate(streams):
@@ -192,7 +192,8 @@ class _Joining:
             self.add(f"{name}.m{m}", op, (Ref(first),), t)
 
     def total(self, sources: list[tuple[int, str]], name: str) -> str:
-        """Addends of a sum over all sets, which all of them hold: a rank has zero for those of other sets."""
+        """A sum over all sets, held by all of them, from an addend of each; a rank has zero for the addends
+        of other sets."""
         value = self.sets[0].program.types[sources[0][1]].value
         return self.sum([f"{v}.m{m}" for m, v in sources], name, value, self.shared)
 

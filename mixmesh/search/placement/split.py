@@ -28,11 +28,11 @@ def is_joined(program: Program) -> bool:
 
 
 def split(program: Program) -> tuple[tuple[Set, ...], dict[str, ValueType]]:
-    """The sets of a joined program, and the whole inputs by name: ``join`` makes of them a program that
+    """The sets of a joined program, and the whole inputs by name, from which ``join`` makes a program that
     computes the same on the same ranks.
 
-    Attributes that say how something is done are kept on a set's own instructions, and lost on those
-    that join sets (buckets of common parameters, algorithms of what brings them).
+    Attributes that say how something is done are kept on a set's own instructions, and lost on those that
+    join sets (buckets of common parameters, algorithms of their collectives).
     """
     return _Splitting(program).sets(), {
         i.result: i.type.value for i in program.instructions if i.op == "input"
@@ -65,7 +65,7 @@ class _Splitting:
         return tuple(self.set(m) for m in self.out)
 
     def output(self, i: Instruction) -> None:
-        """An output goes back to the sets that give rows of it, or to the one that gives all."""
+        """Gives an output back to the sets that hold rows of it, or to the one that holds all."""
         maker = self.whole.producers[i.inputs[0]]
         addends = self.sources.get(f"{i.args[0]}.addends")
         if addends is None:

@@ -27,10 +27,11 @@ from .steps import FULL, Steps
 
 
 class Bound:
-    """Least remaining seconds of each class, by step and state; last, of the mean over the classes.
+    """Least remaining seconds of each class, by step and state, and as a last entry of the mean over the
+    classes.
 
-    The mean is for options of which each class prefers another (a dim that divides better for one): no
-    path gives every class its favourite.
+    The mean helps if each class prefers another option (a dim that divides better for one): no path gives
+    every class its favourite.
     """
 
     def __init__(self, problem: Problem, steps: Steps) -> None:
@@ -95,8 +96,8 @@ class Bound:
         return self._one[key]
 
     def _conversions(self, value: int, mask: int, most: int) -> list[tuple[int, float]]:
-        """The masks that ``value`` may be held as in the end, with the least seconds of getting there, in no
-        more conversions than ``most``: those behind it need no more codes of it."""
+        """The masks of all placements in which ``value`` may end up held, with the least seconds to get there
+        by at most ``most`` conversions, which is how many placements later steps need."""
         key = (self.steps.kinds[value], mask, weight := self.problem.choices.value_weights[value], most)
         if key not in self._converted:
             every = [(mask, 0.0, 0)]
@@ -130,8 +131,8 @@ class Bound:
         return total
 
     def _to_come(self, step: int) -> list[tuple[int, dict[int, Vector], int, int]]:
-        """Live values with how many of the steps whose parent they are come at ``step`` or later; first,
-        where their masks are, and what is known of them by mask."""
+        """Live values, each with the number of its child steps (whose parent it is) from ``step`` on, the
+        place of its mask, and what is known by mask."""
         if step not in self._ahead:
             self._ahead[step] = [
                 (BITS * n, self._held.setdefault((value, children), {}), value, children)

@@ -38,9 +38,9 @@ def code_of(placement: Placement) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One way to execute a step. ``work`` is the (value, code) whose share is the share of the work;
-    None if every rank does all of it. ``kind`` is the number of its times in ``Choices.timed``; None for an
-    update or an output."""
+    """One way to execute a step. ``work`` is the (value, code) whose share is the share of the work; None if
+    every rank does all of it. ``kind`` is the index of its times in ``Choices.timed``; None for an update or
+    an output."""
 
     needs: tuple[Need, ...]
     gives: tuple[Need, ...]
@@ -136,8 +136,8 @@ class Choices:
         return frozenset(range(len(self.names))) - skip
 
     def is_loaded(self, value: int, step: int) -> bool:
-        """Whether a value is a leaf that is loaded for a step which uses it: only the first one if what is
-        held of it is known later."""
+        """Whether a value is a leaf that this step loads: each using step does, but only the first one if the
+        value's placements are tracked."""
         return value in self.leaves and (value not in self.tracked or self.first_uses[value] == step)
 
     @lazy
@@ -201,8 +201,8 @@ class Choices:
         return (call.op, *plain, call.inputs, call.outputs)
 
     def _tied_to_samples(self) -> frozenset[tuple[str, int]]:
-        """Dims, as (value, dim), that are cut where the batch is cut between samples: dim 0 of every
-        input, and what operators tie to it."""
+        """Dims, as (value, dim), that are cut if the batch is cut between samples: dim 0 of every input, and
+        the dims that operators tie to it."""
         ties: dict[tuple[str, int], list[tuple[tuple[str, int], ...]]] = {}
         for node in self.steps:
             for strategy in self._allowed(node) if not node.is_sink else ():

@@ -136,8 +136,8 @@ class Builder:
 
 
 def hidden_first(instructions: list[Instruction], graph: Graph) -> list[Instruction]:
-    """Communication that no gradient passes and that depends on the batch only (a count of labels) moves
-    to the front, with all that leads to it: it then runs beside the forward pass."""
+    """Moves communication that passes no gradient and depends only on the batch (a count of labels) to the
+    front, with everything it depends on, so that it overlaps with the forward pass."""
     source = {r: n for n, i in enumerate(instructions) for r in i.results if r is not None}
     bound: set[str] = set()  # values that parameters, random numbers or gradients tie to their place
     first: set[int] = set()
@@ -225,7 +225,7 @@ class _Placed:
 
 
 def ensure(builder: Builder, problem: Problem, name: str, value: int, code: int) -> None:
-    """Makes ``name`` held as ``code``, at the least price from what it is held as."""
+    """Makes ``name`` held as ``code``, from the current placement with the least price."""
     prices = {src: problem.convert(value, code_of(src), code) for src in builder.held[name]}
     sums_s = {src: sum(price) for src, price in prices.items() if price is not None}
     src = min(sums_s, key=sums_s.__getitem__)

@@ -118,7 +118,7 @@ class _Model:
         info = h.getInfo()
         bound = max(info.mip_dual_bound, 0.0) if np.isfinite(info.mip_dual_bound) else 0.0
         if h.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
-            return None, 1.0  # nothing is cheaper than what is known
+            return None, 1.0  # no path is cheaper than the known one
         if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
             return None, bound
         value = h.getSolution().col_value

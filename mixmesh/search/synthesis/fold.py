@@ -43,8 +43,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Fold:
-    """A folded graph. ``weights``: how often each of its steps counts. ``kept``: the step of the whole graph
-    that each of its steps is. ``runs`` are those of the whole graph."""
+    """A folded graph. ``weights`` says how often each of its steps counts, and ``kept`` gives its step in the
+    whole graph. ``runs`` are those of the whole graph."""
 
     whole: Graph
     graph: Graph
@@ -73,7 +73,7 @@ class Fold:
 
 
 def fold(graph: Graph) -> Fold:
-    """``graph`` with its repeated blocks folded; itself where nothing repeats."""
+    """``graph`` with its repeated blocks folded; unchanged if nothing repeats."""
     steps = [n for n in graph.nodes if not n.is_leaf]
     runs = tuple(find_runs(graph, steps))
     weights = [1.0] * len(steps)
@@ -171,7 +171,7 @@ def find_runs(graph: Graph, steps: list[Node]) -> Iterator[Run]:
     # where a block has equal parts, its period is a sum of several distances
     common = [d for d, _ in distances.most_common(PERIODS)]
     tried = dict.fromkeys(common + [a + b for a in common[:3] for b in common[:3]] + [sum(common[:4])])
-    for period in filter(None, tried):  # 0 where nothing repeats
+    for period in filter(None, tried):  # 0 if nothing repeats
         start = None
         for step in range(len(steps) - period + 1):
             if step < len(steps) - period and alike_steps.alike(step, period):
@@ -209,8 +209,8 @@ def _even(run: Run) -> Run:
 
 
 def narrowest(known: _Steps, run: Run, count: int) -> Run | None:
-    """``run`` with its blocks begun where the fewest values pass from one to the next; None if a later step
-    uses what only the folded graph's middle has."""
+    """``run`` with its blocks starting where the fewest values pass from one block to the next; None if a
+    later step uses a value that only the folded graph's middle has."""
     live = [0] * run.period
     for name, uses in known.uses.items():
         if name in known.producer:
@@ -226,7 +226,7 @@ def narrowest(known: _Steps, run: Run, count: int) -> Run | None:
 
 
 def _closed(known: _Steps, run: Run) -> bool:
-    """Whether what the blocks before the last make is used within two blocks, and nowhere behind the run."""
+    """Whether all values made before the last block are used within two blocks, and never after the run."""
     for name, uses in known.uses.items():
         maker = known.producer.get(name)
         if maker is not None and run.start <= maker[0] < run.stop - run.period:

@@ -1,9 +1,9 @@
-"""The steps of a problem as the search walks them: which values live, and what each option does to them.
+"""The steps of a problem for the search: which values live, and the effect of each option on them.
 
-A live value is held as a *mask* of placement codes, closed under what is free: a value held as R
-can be sliced at no cost, so its mask has every code. Two states that can do the same are then equal, and
-one can do all that another can if its masks contain the other's. The masks of a state are packed into
-one integer, so that both are single comparisons.
+A live value is held as a *mask* of placement codes, closed under what is free: a value held as R can be
+sliced at no cost, so its mask has every code. So two states that can do the same are equal, and one can do
+all that another can if its masks contain the other's. The masks of a state are packed into one integer, which
+makes both single comparisons.
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ class Steps:
         return Transition(move, wait, wait_back, forward, backward, new)
 
     def load(self, option: Option, value: int) -> int | None:
-        """How an option loads a leaf: as it is forced to be, or else as it is needed; whole if it is needed
-        in two ways."""
+        """The code with which an option loads a leaf: the forced one, or else the needed one; whole if it is
+        needed in two ways."""
         key = option.needs, value
         if key not in self._loads:
             self._loads[key] = self._load(option, value)

@@ -111,7 +111,7 @@ class OwnLoader:
         self.num_old = 0  # batches that will still be given by the plan before the last one
         self.is_single = True  # no two iterations have gone on beside each other
         self._open: WeakSet[Counted] = WeakSet()  # iterations that have not ended
-        self._is_compared = is_compared  # batches without indices, each with those of the other ranks
+        self._is_compared = is_compared  # whether batches are compared between ranks
         sampler = getattr(own, "batch_sampler", None)
         self._sampler = (
             sampler if isinstance(sampler, OwnBatches) else None
@@ -126,7 +126,7 @@ class OwnLoader:
             self._resume = from_first_rank(self._next_resume)
         resumed = replace(self._resume.state) if self._resume is not None else None
         self._is_resumed = False
-        self._progress = replace(self._progress)  # an iteration that goes on beside this one counts its own
+        self._progress = replace(self._progress)  # a copy: another iteration may still run and count
         self._progress.begin(resumed)
         in_middle = resumed if resumed is not None and resumed.num_yielded else None
         if resumed is not None and in_middle is None and resumed.numbers is not None:

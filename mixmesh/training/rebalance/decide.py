@@ -24,7 +24,7 @@ class Terms:
     steps_left: int
     pause_s: float
     problem: str = ""
-    other_plan: str = ""  # the planners of this plan and of one of another form, where that is to follow
+    other_plan: str = ""  # planners of this plan and the next, if one of another form follows
 
 
 @dataclass(frozen=True)
