@@ -1,7 +1,7 @@
 """Small models of ``transformers``, one per architecture, made from configurations alone.
 
 Widths and depths are small; the structure is the original's: grouped queries, windows, experts, states.
-Weights are random. Dropout is zero, so that results can be held against the module itself.
+Weights are random. Dropout is zero, so that results can be compared with the module itself.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The price of checkpoints, in the testbed: steps with a checkpoint in every ``EVERY_STEPS`` against steps
-without one.
+"""The cost of checkpoints, in the testbed: steps with a checkpoint in every ``EVERY_STEPS``, compared with
+steps without.
 
-Blocks of as many steps take turns in one process, without a checkpoint, with one that is written while the
-training goes on, and with one that it waits for. A block with a checkpoint ends when that is on the disk.
+Blocks of equally many steps take turns in one process: without a checkpoint, with one that is written during
+the training, and with one for which the training waits. A block with a checkpoint ends when that is on the
+disk.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ FULL, SHORT = Effort(rounds=5), Effort(rounds=2)
 @dataclass(frozen=True)
 class Result:
     """Blocks of ``case`` by variant: seconds of a block in each round. ``state_bytes`` are those of the whole
-    checkpoint; ``staging_s`` is how long the training was held up by the copies, by round."""
+    checkpoint; ``staging_s`` are the seconds for which copies held up the training, by round."""
 
     case: str
     blocks: dict[str, Timing]

@@ -144,7 +144,7 @@ def ratios(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def targets(rows: Sequence[Row]) -> dict[str, bool]:
-    """Whether what was asked is met, by what it is."""
+    """Whether each target is met, by its description."""
     reference = rows[0].losses
     found = {
         f"{name} at most {most:g} of {other}": ratio(rows, name, other) <= most

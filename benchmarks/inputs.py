@@ -95,7 +95,7 @@ def image_and_text() -> Batch:
 
 
 def sound() -> Batch:
-    """Sound and what is said in it."""
+    """Sound and its transcription."""
     return {"input_values": normal(SOUND), "labels": ids(3) % 20 + 1}
 
 

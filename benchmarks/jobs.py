@@ -114,8 +114,8 @@ def bert() -> Job:
 
 
 def words() -> Job:
-    """A language model whose vocabulary is most of it: 2 layers of 128, an untied head over 32768 words, 8.8
-    million parameters, 8.4 of them the words'; 48 sequences of 32."""
+    """A language model that is mostly vocabulary: 2 layers of 128, an untied head over 32768 words, 8.8
+    million parameters, 8.4 of them for the words; 48 sequences of 32."""
     torch.manual_seed(0)
     layers: list[nn.Module] = [Layer(128, 4, 512) for _ in range(2)]
     model = LanguageModel(layers, words=32768, seq=32, width=128)
@@ -145,8 +145,8 @@ def experts(count: int, padded: int = 0) -> Job:
 
 def mixtral() -> Job:
     """Mixtral at a twentieth of its width: 3 layers of 192 with 8 experts of 384 each, two per token; 6.0
-    million parameters, 88 % of them the experts'; 64 sequences of 64. As ``transformers`` has it, so that its
-    experts are what models of that library are."""
+    million parameters, 88 % of them in experts; 64 sequences of 64. It uses the implementation in
+    ``transformers``, so its experts have that library's form."""
     import transformers
 
     class LossOfMixtral(transformers.MixtralForCausalLM):
@@ -167,7 +167,8 @@ def mixtral() -> Job:
 
 
 class SharedExpertLayer(MoeLayer):
-    """A mixture of experts, and beside them one that takes every token (DeepSeekMoE: Dai et al., 2024)."""
+    """A mixture of experts, and in addition one expert that takes every token (DeepSeekMoE: Dai et al.,
+    2024)."""
 
     def __init__(self, width: int, heads: int, hidden: int, *, experts: int, seq: int) -> None:
         super().__init__(width, heads, hidden, experts=experts, seq=seq)

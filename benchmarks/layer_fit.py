@@ -26,9 +26,7 @@ from .layer_times import Measured, Row, cluster_of, predict
 SEED = 1
 STEPS = 6
 WITHIN = 4.0  # times more or less than usual that a constant may be; no share may be above 1
-USUAL_WEIGHT = (
-    0.03  # of a constant's distance from the usual one, beside relative errors: for what hardly matters
-)
+USUAL_WEIGHT = 0.03  # weight of a constant's distance from the usual one, against relative errors
 
 
 def chosen(measured: Sequence[Measured]) -> set[Measured]:
@@ -91,8 +89,8 @@ def predicted(device: str, own: Device, measured: Sequence[Measured]) -> np.ndar
 def predict_fitted(
     measured: Sequence[Measured], known: set[Measured]
 ) -> tuple[tuple[Row, ...], dict[str, Device]]:
-    """Predictions of the measurements that are not ``known``, by constants that were fitted to those that
-    are; and the devices."""
+    """Predictions for the measurements that are not ``known``, by constants fitted to the known ones; and the
+    devices."""
     devices = {
         d: fit(d, [m for m in measured if m in known and m.device == d]) for d in {m.device for m in measured}
     }

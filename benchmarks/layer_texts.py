@@ -2,7 +2,7 @@
 
 The models of the measurements (``layer_times``): learned positions, pre-norm blocks, ReLU or GELU, fp32. Data
 is [sequence, batch, hidden]. Weights are cut between heads, columns and words (Shoeybi et al., "Megatron-LM",
-2019, section 3); what is whole on every rank is computed by every rank.
+2019, section 3); every rank computes everything that is whole.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ VOCABULARY_MULTIPLE = (
 
 @dataclass(frozen=True)
 class Layout:
-    """The sizes of a model, and what its layers have. ``has_logits``: whether its head multiplies by the
-    words; without them the loss is taken of the hidden state itself."""
+    """The sizes of a model, and the contents of its layers. ``has_logits``: its head multiplies by the word
+    embeddings; otherwise the loss is computed from the hidden state itself."""
 
     hidden: int
     heads: int

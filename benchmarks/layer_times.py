@@ -1,8 +1,8 @@
-"""Predicted layer times of GPUs beside published measurements of them.
+"""Predicted layer times of GPUs, compared with published measurements.
 
 The measurements (Sailor, SOSP'25) are of A100-40GB and V100-16GB cards: forward, backward and update of each
 layer of two language models, by micro-batch and tensor-parallel degree. Every layer is built as a program
-(``layer_texts``) and costed by the product's own path: the cost model's sheet and collectives.
+(``layer_texts``) and costed by the product's own code: the cost model's sheet and collectives.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def cluster_of(device: str, degree: int) -> Cluster:
 
 
 def predict_all(measured: Sequence[Measured]) -> tuple[Row, ...]:
-    """Predictions from datasheets alone. The measured job let products run in TF32 where the card has it."""
+    """Predictions from datasheets alone. The measured job ran products in TF32 on cards that have it."""
     costs = {(m.device, m.degree): CostModel(cluster_of(m.device, m.degree), tf32=True) for m in measured}
     return tuple(predict(m, costs[m.device, m.degree]) for m in measured)
 
@@ -203,8 +203,9 @@ def pair(row: Row, what: str) -> tuple[float, float]:
 
 
 def report(rows: Mapping[str, Sequence[Row]], known: int, devices: Mapping[str, str], command: str) -> dict:
-    """The object that ``--json`` prints and the file holds. ``rows`` are by mode, ``known`` is how many
-    measurements constants were fitted to, ``devices`` what came of it, as lines of a cluster file."""
+    """The object that ``--json`` prints and the file holds. ``rows`` are by mode, ``known`` is the number of
+    measurements to which constants were fitted, ``devices`` the resulting constants, as lines of a cluster
+    file."""
     found = [s for mode, some in rows.items() for s in scores(mode, some)]
     return {
         "bench": "layer-times",

@@ -148,8 +148,8 @@ def measure_profile(job: str, cluster: str, out: str, budget_s: str, what: str =
 
 
 def local_step(job: str, cluster: Cluster) -> Callable[[], None]:
-    """Forward and backward pass over about as many samples as this rank is likely to get, alone: what it
-    takes says how fast the machine is at the moment."""
+    """Forward and backward pass over about the number of samples that this rank will get, alone: its time
+    shows how fast the machine is at the moment."""
     made = jobs.make(job)
     rows = batch_size(made.batch)
     count = max(1, round(rows * likely_share(cluster, dist.get_rank())))
@@ -174,9 +174,9 @@ def everyones_local_s(step: Callable[[], None], count: int) -> tuple[float, ...]
 
 
 def plan_step(job: str, plan: Plan) -> Callable[[], Callable[[], float]]:
-    """Steps as ``mixmesh run`` makes them; each gives its global loss when asked for it.
+    """Steps as in ``mixmesh run``; each returns a function for its global loss.
 
-    Several plans share the process, so that its memory says nothing of this one: none is promised.
+    Several plans share the process, so its memory must not be compared with this plan's prediction.
     """
     made = jobs.make(job)
     model, optimizer = parallelize(
@@ -199,7 +199,7 @@ def plan_step(job: str, plan: Plan) -> Callable[[], Callable[[], float]]:
 
 
 def slowest(step: Callable[[], Any], count: int) -> tuple[float, list[Any]]:
-    """Seconds of a step, ``count`` of them in a row, on the rank that takes longest; what they returned."""
+    """(seconds of a step, the mean of ``count`` in a row, on the slowest rank; the steps' results)."""
     results = []
     started = time.perf_counter()
     for _ in range(count):

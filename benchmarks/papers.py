@@ -1,8 +1,8 @@
-"""Simulated steps beside the published ones: HAP's figure 12.
+"""Simulated steps compared with published ones: HAP's figure 12.
 
-Two sources of link figures, and nothing fitted to the results: ``wire``, where collectives run at the
-published 10.4 Gbit/s, and ``measured``, at what HAP's authors measured of NCCL on it, sends included. Devices
-are rooflines from their datasheets. No case has settings of its own.
+Links are taken from two sources, with nothing fitted to the results: ``wire``, where collectives run at the
+published 10.4 Gbit/s, and ``measured``, the rates that HAP's authors measured for NCCL on it, sends included.
+Devices are rooflines from their datasheets. No case has settings of its own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ANY_SIZE_BYTES = (2**12, 2**40)  # HAP gives a bandwidth, whatever the size
 
 @dataclass(frozen=True)
 class Row:
-    """One model on one cluster. Seconds per iteration; None where nothing is known or nothing fits."""
+    """One model on one cluster, in seconds per iteration; None if unknown or if nothing fits."""
 
     workload: str
     gpus: int
@@ -173,8 +173,8 @@ def plan_case(
 
 
 def tuned_alone_s(traced, cluster: Cluster, profile: Profile | None) -> float | None:
-    """Seconds of a step of ``ddp-tuned``, asked alone: so it is finished with more care than within ``auto``.
-    None if it does not fit."""
+    """Seconds of a step of ``ddp-tuned`` as the only planner, which finishes it with more care than ``auto``
+    does. None if it does not fit."""
     try:
         plan = make_plan(traced, cluster, planner=DDP_TUNED, profile=profile, optimizer_states=ADAM)
     except Infeasible:
@@ -210,7 +210,7 @@ class Floor:
 
 
 def floors(rows: Iterable[Row]) -> tuple[Floor, ...]:
-    """The bounds of these rows, and that of HAP's figure 14, beside the published steps."""
+    """The bounds of these rows, and that of HAP's figure 14, each with the published step."""
     found = {}
     for row in rows:
         told = least(row.published_hap_s, row.published_ddp_even_s, row.published_ddp_proportional_s)

@@ -1,4 +1,4 @@
-"""Pipelines, measured: a chain of stages in micro-steps against the same without them.
+"""Pipelines, measured: a chain of stages in micro-steps, compared with the same chain without them.
 
 whole    the stages of ours, each of which takes the whole batch at once while the others wait
 plain    the planner's best of such chains

@@ -1,7 +1,7 @@
-"""How many strategies a search has to ask for: medians over seeds, and one search against another.
+"""The number of strategies that a search has to ask for: medians over seeds, and one search against another.
 
-One seed says little: where one choice in twenty is better than all seeds, an uninformed search is often lucky
-at once. A search that never gets there counts as its whole budget.
+One seed says little: if one choice in twenty is better than all seeds, an uninformed search is often lucky at
+once. A search that never gets there counts with its whole budget.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The methods of the placement bench: what each proposes, and what it found after how many strategies."""
+"""The methods of the placement bench: their proposals, and their results by number of strategies."""
 
 from __future__ import annotations
 

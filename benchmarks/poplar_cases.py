@@ -1,8 +1,8 @@
-"""The cases that ``python -m benchmarks poplar`` measures and simulates, and what each must show.
+"""The cases that ``python -m benchmarks poplar`` measures and simulates, and the target of each.
 
-The clusters are Poplar's three in the small: A, where memories differ, B, where speeds do, C, where both
-do; the first machine is the fast or large one. The sum of a cluster's CPU shares stays at 1.3 of two cores:
-beyond 1.6 devices steal from each other.
+The clusters are small versions of Poplar's three: in A memories differ, in B speeds, in C both; the first
+machine is the fast or large one. The sum of a cluster's CPU shares stays at 1.3 of two cores: beyond 1.6
+devices steal from each other.
 """
 
 from __future__ import annotations
@@ -104,6 +104,6 @@ class Effort:
         return WARMUP_STEPS + self.steps
 
 
-WARMUP_STEPS = 3  # in which a heap grows to what it stays at
+WARMUP_STEPS = 3  # during which the heap grows to its final size
 FULL = Effort(profile_s=25.0, rounds=2, steps=3)
 SHORT = Effort(profile_s=20.0, rounds=2, steps=1, stages=(1, 3))

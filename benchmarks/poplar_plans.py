@@ -1,8 +1,8 @@
-"""The plans that ``benchmarks poplar`` compares, per stage of ZeRO: ours, equal parts as DeepSpeed wants
-them, parts by FLOPS as Whale deals them out, and ours on the fast half alone.
+"""The plans that ``benchmarks poplar`` compares, per ZeRO stage: ours, equal parts as in DeepSpeed, parts by
+FLOPS as in Whale, and ours on the fast half alone.
 
-All are judged by the same simulator. Equal and proportional parts are cut as finely as memory asks for; taken
-at once, as somebody would who knows the large device only, they are a variant of their own where that
+All are judged by the same simulator. Equal and proportional parts are cut into as many micro-steps as memory
+requires. Taken at once, as by someone who knows only the large device, they are a separate variant if that
 differs.
 """
 
@@ -56,7 +56,7 @@ def plans(
     *,
     at_once: bool = False,
 ) -> list[Planned]:
-    """With ``at_once`` also those that do not fit in memory, in prediction."""
+    """The plans of all variants; with ``at_once`` also those predicted not to fit in memory."""
 
     def task_on(some: Cluster) -> Task:
         return Task(graph, CostModel(some, profile), optimizer_states, lambda _: None)

@@ -37,7 +37,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Run:
-    """A variant as it was measured: the median step of each round, or which ranks ran ``out_of_memory``.
+    """The measurements of a variant: the median step of each round, or the ranks that ran ``out_of_memory``.
     ``peak_bytes`` is the most that a rank held in any round."""
 
     variant: Variant
@@ -89,7 +89,7 @@ class MeasuredResult:
         return min(self.of(*names), key=lambda r: r.median_s, default=None)
 
     def speedup(self, *names: str) -> float | None:
-        """The speed-up of our best stage over the best of these; None where none of them runs."""
+        """The speed-up of our best stage over the best of these; None if none of them runs."""
         ours, other = self.best(OURS), self.best(*names)
         return other.median_s / ours.median_s if ours and other else None
 

@@ -1,7 +1,7 @@
 """One rank of ``python -m benchmarks poplar``: profiles, or makes training runs one after the other.
 
-Every run is a child process of its own, as under ``mixmesh run``, within its device's CPU quota and memory
-limit: what it holds is its own, and where it runs out of memory the next run goes on.
+Every run is a separate child process, as under ``mixmesh run``, within its device's CPU quota and memory
+limit. So its memory is its own, and after a run that runs out of memory the next one still starts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The scripts of examples/scripts with ``mixmesh.prepare`` beside the same under DistributedDataParallel, in
-the testbed on the demo's cluster: every step is real.
+"""The scripts of examples/scripts with ``mixmesh.prepare``, compared with the same under
+DistributedDataParallel, in the testbed on the demo's cluster: every step is real.
 
-Both are started in turns, as whole processes, so that what slows the machine for a while slows both.
+Both are started in turns, as whole processes, so that anything that slows the machine for a while slows both.
 """
 
 from __future__ import annotations
@@ -78,8 +78,9 @@ FULL, SHORT = Effort(rounds=3, steps=8), Effort(rounds=1, steps=4)
 
 @dataclass(frozen=True)
 class Result:
-    """``written`` and ``removed`` are the lines in which a script differs from that of one device, and
-    ``loss_error`` the largest difference of its losses, relative to that. ``plan`` is what was decided."""
+    """One script's comparison. ``written`` and ``removed`` are the lines in which a script differs from the
+    single-device one, and ``loss_error`` is the largest difference of its losses, relative to that one's.
+    ``plan`` describes the plan."""
 
     case: Script
     written: int
@@ -129,7 +130,7 @@ def run(
     progress: Progress = lambda _: None,
     keep: Path | None = None,
 ) -> Iterator[Result]:
-    """The result of each script as soon as it is measured. Profiles and plans stay in ``keep``. Raises
+    """Yields the result of each script as soon as it is measured. Profiles and plans stay in ``keep``. Raises
     InputError outside of a checkout, which has the scripts."""
     if not FOLDER.is_dir():
         raise InputError(

@@ -1,6 +1,6 @@
 """One process of ``benchmarks scripts``: runs a script as ``python SCRIPT`` would, for a number of steps.
 
-The script stays as it is: it prints its loss after every step, and is timed from line to line.
+The script is unchanged: it prints its loss after every step, and is timed from line to line.
 
 ``python -m benchmarks.scripts_worker SCRIPT STEPS ARGUMENTS...``
 """
@@ -29,7 +29,8 @@ class Enough(BaseException):
 
 
 class Steps(io.StringIO):
-    """The output of a script: the losses that it prints, and when. Raises Enough after ``count`` of them."""
+    """The output of a script: the losses that it prints, with their times. Raises Enough after ``count``
+    losses."""
 
     def __init__(self, count: int) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""The plan of a whole cluster against the plans of its parts, and against every planner asked alone.
+"""The plan of a whole cluster compared with the plans of its parts, and with every planner alone.
 
-A plan for some of the machines is a plan for all of them in which the others have nothing to do, and a
-planner that is asked alone proposes nothing that ``auto`` could not. So ``auto`` should never be slower than
-either, in simulation. Jobs and clusters are drawn at random: two to four machines of one to four devices,
-joined at 0.5 to 100 Gbit/s; the papers' models, those of ``benchmarks.jobs``, and small random ones.
+A plan for some of the machines is also a plan for all of them in which the others are idle, and a planner
+alone proposes nothing that ``auto`` could not. So ``auto`` should never be slower than either, in simulation.
+Jobs and clusters are drawn at random: two to four machines of one to four devices, joined at 0.5 to 100
+Gbit/s; the papers' models, those of ``benchmarks.jobs``, and small random ones.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Pair:
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds of ``auto``'s predicted step on all machines, and of what it must not be slower than: ``auto``
-    on a part of them, or a planner alone; None where nothing fits. ``planning_s`` is the time that ``auto``
-    took."""
+    """Seconds of ``auto``'s predicted step on all machines, and of the alternatives that it must not be
+    slower than: ``auto`` on a part of them, or a planner alone; None if nothing fits. ``planning_s`` is the
+    time that ``auto`` took."""
 
     job: str
     cluster: str
@@ -96,8 +96,8 @@ def run(
     processes: int = 1,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Row]:
-    """A row per pair, compared by as many ``processes`` at once. With ``search_s`` the planners that search
-    as long as they may are asked too, each for so many seconds, and ``auto`` for so many for each of them."""
+    """Yields a row per pair, with ``processes`` pairs compared at once. With ``search_s`` the open-ended
+    planners are asked too, each for that many seconds, and ``auto`` for that many for each of them."""
     if processes == 1:
         for pair in pairs:
             progress(f"{pair.job} on {pair.cluster.name}")

@@ -125,8 +125,8 @@ def measure(
     folder: Path,
     say: Progress,
 ) -> tuple[Measured, dict[str, Plan], tuple[Tried, ...]]:
-    """Profiles one job, plans one per variant (tuned or divided evenly where its name says so), and times
-    them all beside the baselines of one. The plans that tuning has tried come third."""
+    """Profiles one job, plans it once per variant (tuned or divided evenly if its name says so), and times
+    all plans together with the baselines of one. Also returns the plans that tuning has tried."""
     cluster = cluster_of(case)
     cluster_path = folder / "cluster.toml"
     cluster_path.write_text(CLUSTERS[case.cluster])

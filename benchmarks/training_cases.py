@@ -1,4 +1,4 @@
-"""The cases of ``python -m benchmarks training``, and what each must show.
+"""The cases of ``python -m benchmarks training``, and the target of each.
 
 The sum of a cluster's CPU shares stays at 1.3 of two cores: beyond 1.6 devices steal from each other.
 """
@@ -27,8 +27,8 @@ ALL = ("single", "machine", *PARALLEL)
 @dataclass(frozen=True)
 class Race:
     """The plan of ``auto`` for a job of ``benchmarks/jobs.py`` must be ``target`` times as fast as the best
-    baseline of ``against``, and as the plan for a graph made without the pass ``without``, if any: what was
-    asked. Its speed-up is stated over the best of all baselines."""
+    baseline of ``against``, and as the plan for a graph made without the pass ``without``, if any. Its
+    speed-up is stated over the best of all baselines."""
 
     name: str
     job: str
@@ -47,13 +47,12 @@ class Race:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Plans for ``job:N`` with N of ``counts``, each against the plan for N padded to a multiple of the
-    devices, and against that plan with equal shares, which is what needs the padding.
+    """Plans for ``job:N`` with N of ``counts``, each compared with the plan for N padded to a multiple of the
+    devices, and with that plan with equal shares, which is the reason for padding.
 
-    No time may lie more than ``bump`` above the mean of its neighbours; no plan may be slower than the
-    padded one, and the largest gain must be ``gain``: over the padded plan, as was asked, and over that plan
-    with equal shares. 5 on 4 devices are padded to 8, 1.6 times as many: the most that padding alone can
-    cost.
+    No time may be more than ``bump`` above the mean of its neighbours; no plan may be slower than the padded
+    one, and the largest gain must reach ``gain``: over the padded plan, and over that plan with equal shares.
+    5 on 4 devices are padded to 8, 1.6 times as many: the most that padding alone can cost.
     """
 
     name: str

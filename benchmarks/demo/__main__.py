@@ -40,8 +40,9 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a case has shown. ``seconds``, ``losses``: of every step, by variant; ``samples_per_s``: of all
-    devices alone, in every round; ``reference``: the losses of a single device."""
+    """The results of a case. ``seconds`` and ``losses`` are those of every step, by variant;
+    ``samples_per_s`` of all devices when computing alone, in every round; ``reference`` are the losses of a
+    single device."""
 
     case: Case
     cluster: Cluster
@@ -110,7 +111,8 @@ def run(out: Path, steps: int) -> int:
 
 
 def profile_case(case: Case, out: Path, profile_path: Path) -> tuple[Cluster, Profile]:
-    """The emulated cluster of a case, whose file goes to ``out``, and what its devices and links take."""
+    """The emulated cluster of a case, whose file goes to ``out``, and the profile of its devices and
+    links."""
     out.mkdir(parents=True, exist_ok=True)
     cluster_path = out / "cluster.toml"
     cluster_path.write_text(case.cluster)

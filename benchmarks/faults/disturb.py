@@ -1,4 +1,4 @@
-"""One fault of a training that runs, and what is seen of it until the training goes on."""
+"""Makes one fault in a running training, and watches until the training goes on."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ STEPS_BESIDE = 5  # that a training makes under a fault that does not end it
 
 
 def disturb(scene: Scene, kind: Kind, fault: Fault, rng: random.Random) -> None:
-    """Makes a fault and watches until all machines train again; ``fault`` is filled in on the way. Raises
-    Stuck, by ``scene.wait``, where the training does not go on."""
+    """Makes a fault and watches until all machines train again; fills in ``fault`` on the way. Raises Stuck,
+    by ``scene.wait``, if the training does not go on."""
     running = scene.running()
     others = {
         line.pid for machine, line in running.items() if kind.has_alive_victim or machine != fault.machine
@@ -80,7 +80,7 @@ def _see_end(
 
 
 def _see_training_on(scene: Scene, kind: Kind, fault: Fault, made_at_s: float) -> None:
-    """Waits for some steps under the fault, and for the warning of it where there is one. The ranks stay."""
+    """Waits for some steps under the fault, and for its warning if it has one. The ranks stay."""
     running = {line.pid for line in scene.running().values()}
     newest = max((path.name for path in scene.good_checkpoints()), default="")
 

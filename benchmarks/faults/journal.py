@@ -64,7 +64,7 @@ class Writer:
             on_start, on_step = options["on_start"], options["on_step"]
 
             def start() -> None:
-                drawn.clear()  # by what looked at the data before
+                drawn.clear()  # drawn by earlier looks at the data
                 on_start()
 
             def note(number: int, loss: float, step_s: float) -> None:

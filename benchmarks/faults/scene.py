@@ -33,7 +33,7 @@ RENDEZVOUS = "is_host=0,last_call_timeout=5,keep_alive_interval=2"
 
 
 class Stuck(Exception):
-    """A training that does not go on; its text says what was waited for."""
+    """A training that does not go on; the text names what was waited for."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class Scene:
     # --- what is going on -----------------------------------------------------------------------------
 
     def poll(self, time_s: float = POLL_S) -> None:
-        """Lets so much time pass; starts agents again that have failed."""
+        """Waits for ``time_s``, then restarts agents that have failed."""
         self.bed.poll(time_s)
         self.journal.read()
         now_s = time.monotonic()
@@ -172,7 +172,7 @@ class Scene:
                 self._start(machine)
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
-        """Waits for a condition. Raises Stuck where it takes too long."""
+        """Waits for a condition. Raises Stuck if it takes too long."""
         deadline_s = time.monotonic() + self.setting.limit_s
         while not condition():
             if time.monotonic() > deadline_s:
@@ -181,7 +181,7 @@ class Scene:
 
     @property
     def is_over(self) -> bool:
-        """Whether every agent has ended, one of them well."""
+        """Whether every agent has ended, at least one of them successfully."""
         ended = [self.bed.returncode(agent.number) is not None for agent in self._agents.values()]
         return all(ended) and any(agent.is_done for agent in self._agents.values())
 
@@ -242,7 +242,7 @@ def marked(token: str) -> Iterator[int]:
 
 
 def end_marked(token: str) -> None:
-    """Kills what was started with a token, until nothing of it is there."""
+    """Kills all processes that were started with a token, until none is left."""
     while found := [pid for pid in marked(token) if is_there(pid)]:
         for pid in found:
             with suppress(ProcessLookupError):

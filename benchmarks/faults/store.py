@@ -1,4 +1,4 @@
-"""The store in which agents of torchrun meet, in a process of its own, so that any of them may die."""
+"""The store in which agents of torchrun meet, in a separate process, so that any of them may die."""
 
 from __future__ import annotations
 

@@ -20,14 +20,14 @@ from .ranks import Ranks
 
 
 class Saving:
-    """A checkpoint that is being written. ``buffers`` are the copies that it is written from."""
+    """A checkpoint that is being written from copies of the tensors, ``buffers``."""
 
     def __init__(self, ranks: Ranks, buffers: Mapping[str, Tensor], write: Callable[[], Path | None]) -> None:
         self.buffers = buffers
         self._ranks, self._write = ranks, write
         self._path: Path | None = None
         self._error: BaseException | None = None
-        # no daemon: an interpreter that ends waits for what was begun
+        # not a daemon, so that an interpreter that ends waits for the checkpoint
         self._thread = threading.Thread(target=self._run, name="mixmesh checkpoint")
         self._thread.start()
 

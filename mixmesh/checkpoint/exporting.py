@@ -134,7 +134,7 @@ def parts_of(entries: Entries) -> list[Part]:
 
 
 def kept_config(manifest: Manifest) -> dict[str, str]:
-    """The texts of ``config.json`` and its like that a checkpoint holds, by name."""
+    """The texts of ``config.json`` and similar files in a checkpoint, by name."""
     return decode(manifest.values.get(PRETRAINED, {"dict": []}))
 
 

@@ -106,7 +106,7 @@ class Machine:
 
     @property
     def wiring(self) -> tuple[float, float, float, str]:
-        """All that machines of equal devices may differ in, to be compared and sorted by."""
+        """All differences between machines of equal devices, as a sort key."""
         more = str((self.links, self.bridge_bytes_per_s))
         return self.link_bytes_per_s, self.link_latency_s, self.nic_bytes_per_s, more
 

@@ -130,7 +130,7 @@ class GradientReducer:
         self._ready: dict[int, list[Callable[[Tensor], None]]] = {}  # by parameter, its hooks
         self._first: dict[int, bool] = {}  # is this the rank that keeps an accumulated sum?
         self._summed: set[int] = set()  # parameters whose .grad is a sum over ranks
-        self._uses: dict[int, int] = {}  # by parameter, from which a gradient is expected (``wgrad``)
+        self._uses: dict[int, int] = {}  # gradients still expected, by parameter (``wgrad``)
         self._buckets: list[list[Tensor]] = []
         self._channels: list[Channel] = []
         self._levels: list[ByLevels | None] = []

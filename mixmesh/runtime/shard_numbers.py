@@ -78,7 +78,7 @@ def _number(x: Tensor, comm: Comm, kind: str, order: float, row: int) -> ShardNu
 
 
 def known(tree: Any) -> Any:
-    """The arguments with the whole's numbers in the place of the pieces'. Collective if there are any."""
+    """The arguments with every piece's number replaced by the whole's. Collective if there are any."""
     leaves, spec = pytree.tree_flatten(tree)
     asked = list({id(x): x for x in leaves if isinstance(x, ShardNumber)}.values())
     if not asked:

@@ -37,7 +37,7 @@ _REFUSED = ("generate", "save_pretrained", "push_to_hub")
 class Shell(nn.Module):
     """A module within a parallel model."""
 
-    # where a class makes them of its tensors (torchmetrics), which a shell does not have
+    # some classes (torchmetrics) compute these from tensors, which a shell does not have
     __hash__ = object.__hash__
     __eq__ = object.__eq__
 

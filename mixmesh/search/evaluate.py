@@ -137,7 +137,7 @@ class Evaluator:
         return sorted(self._known, key=lambda key: self._known[key].penalised)[:count]
 
     def cheapest(self) -> Strategy:
-        """The least penalised, whether it fits or not: from there it may be a short way to what fits."""
+        """The least penalised strategy, whether it fits or not: it may be close to one that fits."""
         return min(self._known, key=lambda key: self._known[key].penalised[1])
 
 

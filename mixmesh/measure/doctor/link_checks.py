@@ -73,7 +73,7 @@ def ranks_by_machine(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
 
 
 def flat(found: Links) -> list[tuple[tuple[int, ...], Link]]:
-    """All links, by one machine or two."""
+    """All links, each with its one machine or two."""
     return [*(((index,), link) for index, link in found.inside.items()), *found.between.items()]
 
 

@@ -44,7 +44,7 @@ class Moves:
         return self.equal[k] if how == "equal" else (k,)
 
     def drawn(self, strategy: Actions, others: Sequence[Actions]) -> Actions:
-        """A change by chance: a part of one of the ``others``, or one choice for several groups."""
+        """A random change: a part of one of the ``others``, or one choice for several groups."""
         rng, k = self.rng, self.rng.randrange(self.count)
         which, how = self.together(k), self.rng.random()
         if how < FROM_OTHERS:

@@ -54,7 +54,7 @@ class Steps(Protocol):
 
 def lives_of(choices: Steps) -> Lives:
     out = Lives()
-    # values of the entry of a folded middle -> values of its end
+    # maps values at the entry of a folded middle to values at its end
     entries, exits = {}, {}
     for at, period in choices.fold.middles:
         entries[at] = exits[at + 2 * period] = choices.shifts(at, at + 2 * period, period)

@@ -49,9 +49,9 @@ class Setting:
     last: dict[str, int]  # index of the last instruction that uses a value in the forward pass
     resharded: frozenset[str]  # gathered parameters that nobody keeps between the passes
     owned: dict[str, TensorType]  # by parameter, how its owners hold its gradient
-    regions: dict[int, Repeat]  # computed again, by the number of its region
-    ends: dict[int, Repeat]  # the same, by the computation whose backward is its last
-    last_reruns: dict[int, dict[str, int]]  # by region, as ``last`` in its second run
+    regions: dict[int, Repeat]  # recomputed regions by number
+    ends: dict[int, Repeat]  # the same, by the computation whose backward ends the region
+    last_reruns: dict[int, dict[str, int]]  # by region: like ``last``, for its second run
 
     @classmethod
     def of(

@@ -206,7 +206,7 @@ class OwnLoader:
             self._progress = progress
 
     def _by_indices(self, sampler: OwnBatches, resumed: Progress | None) -> Iterator[Any]:
-        """This rank's rows of every batch, or all where it cuts them itself."""
+        """Yields this rank's rows of every batch, or whole batches if the loader cuts them itself."""
         progress, iteration = self._progress, sampler.begin(resumed)
 
         def before() -> None:
