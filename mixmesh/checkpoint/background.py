@@ -32,7 +32,7 @@ class Saving:
         self._thread.start()
 
     def _run(self) -> None:
-        leave_device()  # an emulated device computes alone: a GPU would not write files either
+        leave_device()  # an emulated device only computes: a GPU would not write files either
         try:
             self._path = self._write()
         except BaseException as error:
@@ -62,8 +62,8 @@ def begin(
 
 
 def finish(model: nn.Module) -> Mapping[str, Tensor]:
-    """Waits for the checkpoint of ``model`` that is being written, and gives its buffers, which are of no
-    further use to it. Collective. Raises what that one has raised."""
+    """Waits for the checkpoint of ``model`` that is being written, and returns its buffers for reuse.
+    Collective. Raises that checkpoint's error."""
     last = _last.pop(model, None)
     if last is None:
         return {}

@@ -1,4 +1,4 @@
-"""``mixmesh.checkpoint.load`` and ``latest``: the newest checkpoint that is as it was written."""
+"""``mixmesh.checkpoint.load`` and ``latest``: the newest undamaged checkpoint."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def load(
 
 
 def newest_good(folder: Path, ranks: Ranks) -> tuple[Path, Manifest] | None:
-    """The newest checkpoint that is as it was written, with its manifest. Collective."""
+    """The newest undamaged checkpoint, with its manifest. Collective."""
     reasons: list[str] = []
     for path in ranks.from_first(lambda: checkpoints_in(folder)):
         manifest, reason = checked(path, ranks)

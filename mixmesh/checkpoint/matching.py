@@ -23,7 +23,7 @@ UNEXPECTED_KEYS = "_keys_to_ignore_on_load_unexpected"  # an attribute of classe
 
 @dataclass(frozen=True, eq=False)
 class Own:
-    """A parameter or buffer of a model, and all of its names: several where it is tied."""
+    """A parameter or buffer of a model, with all of its names: several if it is tied."""
 
     names: tuple[str, ...]
     tensor: Tensor
@@ -108,7 +108,7 @@ def renaming(own: Collection[str], held: Collection[str]) -> Callable[[str], str
     (kind, prefix), _ = max(counts.items(), key=lambda item: (item[1], -item[0][0], -len(item[0][1])))
     if kind == 1:
         return lambda name: prefix + name
-    # a name without the prefix stays unlike any of the model's, also where it is one
+    # a name without the prefix must not match, even if it is a name of the model
     return lambda name: name.removeprefix(prefix) if name.startswith(prefix) else f" {name}"
 
 

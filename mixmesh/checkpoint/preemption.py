@@ -44,5 +44,5 @@ class Preemption:
 
     @property
     def status(self) -> int:
-        """The status to exit with: 128 and the number of the signal, or 0 where none came."""
+        """The exit status: 128 plus the number of the signal, or 0 if none came."""
         return OF_SIGNAL + self._number if self._number else 0

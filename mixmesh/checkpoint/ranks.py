@@ -31,8 +31,8 @@ WRONG_FOLDER = (
 
 
 class FilesFailure(Exception):
-    """Files of a checkpoint that could not be written or read, as where the disk is full: the same error on
-    all ranks."""
+    """Files of a checkpoint could not be written or read, for instance because the disk is full: the same
+    error on all ranks."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ EVERY = re.compile(r"(\d+)(s?)")
 
 @dataclass(frozen=True)
 class Every:
-    """The interval in steps or in seconds; the other one is 0."""
+    """The interval in steps or in seconds; the other field is 0."""
 
     steps: int = 0
     time_s: int = 0
@@ -159,7 +159,8 @@ class RunCheckpoints:
         return own_batches(job, self._plan, self._model.comm.rank, left, may_follow=self._may_follow)
 
     def after_step(self, num_steps: int) -> bool:
-        """Saves if it is time to, ``num_steps`` having been made; whether the run is to stop here."""
+        """Saves if it is time to, after ``num_steps`` steps in all. Returns whether the run is to stop
+        here."""
         started = time.monotonic()
         if num_steps - self.first_step <= COMPARED_STEPS:
             self._finish()
@@ -183,7 +184,7 @@ class RunCheckpoints:
             check_digests(Ranks.of(self._model).everyones(own), *HINTS)
 
     def _begin(self, num_steps: int) -> None:
-        """Saves while the training goes on, or at once where memory has no room for copies."""
+        """Saves during the training, or at once if memory has no room for copies."""
         self._finish()
         self._check_data()
         self._check_alone()
@@ -194,8 +195,8 @@ class RunCheckpoints:
         self._saving = num_steps, save_async(self._settings.folder, **self._kept(num_steps), **self._parts())
 
     def _check_room(self) -> bool:
-        """Whether every rank has room for copies: always on GPUs, whose copies are in host memory, and
-        elsewhere where the plan's own memory leaves as much."""
+        """Whether every rank has room for copies: always on GPUs, whose copies are in host memory, and on
+        CPUs if the plan leaves enough memory."""
         if self._has_room is None:
             rank, plan = self._model.comm.rank, self._model._runtime.forms.plan
             is_predicted = bool(plan.usable_bytes and plan.predicted_peak_memory_bytes)
@@ -229,8 +230,8 @@ class RunCheckpoints:
         )
 
     def _check_alone(self) -> None:
-        """Raises InputError, on all ranks, if another training has written to the folder. torchrun has two
-        go on, each with a part of the machines, where its own signs of life come too late."""
+        """Raises InputError, on all ranks, if another training has written to the folder. torchrun may
+        continue with two groups, each with a part of the machines, if its own heartbeats come too late."""
         newest = self._newest_number()
         if newest > self._number:
             raise InputError(
@@ -285,7 +286,7 @@ class RunCheckpoints:
         return {"first_step": self.first_step + 1, "checkpoint_s": self.held_s}
 
     def summary(self) -> str:
-        """In one line, how the run has ended and where its state is."""
+        """A line that says how the run ended and where its state is."""
         newest = next(iter(checkpoints_in(self._settings.folder)), None)
         where = "no checkpoint was written" if newest is None else f"checkpoint {newest}"
         where += f"; checkpoints have held up the training for {self.held_s:.3g} s"

@@ -102,7 +102,7 @@ def save_async(
 
 @dataclass(frozen=True)
 class _Begun:
-    """A checkpoint of which everything is known. ``buffers`` are of no further use to the one before."""
+    """A checkpoint ready to be written. ``buffers`` are those of the one before, for reuse."""
 
     ranks: Ranks
     content: Content
@@ -119,7 +119,7 @@ def _begun(
     extra: Mapping[str, Any] | None,
     keep: int | None,
 ) -> Iterator[_Begun]:
-    """Waits for the checkpoint before, and meets all ranks for ``what`` is done within it. Collective."""
+    """A context in which all ranks meet for ``what``, after waiting for the checkpoint before. Collective."""
     model = uncompiled(model)
     ranks = Ranks.of(model)
     buffers = background.finish(model)
@@ -146,8 +146,8 @@ def content_of(
     extra: Mapping[str, Any] | None,
     keep: int | None,
 ) -> Content:
-    """All that this rank has to write. Its tensors are the model's own, not copies. Raises InputError for
-    what cannot be kept."""
+    """Everything that this rank has to write. Its tensors are the model's own, not copies. Raises InputError
+    for values that cannot be saved."""
     check_numbers(step, keep)
     if isinstance(model, ParallelModel):
         model._runtime.check_values()
@@ -186,7 +186,7 @@ def content_of(
 
 
 def write(folder: Path, ranks: Ranks, content: Content, keep: int | None) -> Path | None:
-    """Writes ``content`` and removes what is older than the newest ``keep``. Collective."""
+    """Writes ``content`` and removes all checkpoints but the newest ``keep``. Collective."""
     writer = Writer(folder, content.manifest, content.part, content.plan)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:

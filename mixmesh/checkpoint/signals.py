@@ -16,7 +16,7 @@ from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SAME_S = 2.0  # a launcher passes a signal on that its processes have got too: together they are one
-OF_SIGNAL = 128  # added to a signal's number by what a process returns that it has ended
+OF_SIGNAL = 128  # added to a signal's number in the exit status of a process ended by it
 
 
 class Signals:

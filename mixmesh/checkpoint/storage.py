@@ -71,7 +71,7 @@ class RankPart:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a checkpoint is written: the folder until it is whole, its name afterwards, and this rank."""
+    """The place of a checkpoint: its folder until it is complete, its final name, and this rank."""
 
     unfinished: str
     name: str
@@ -192,7 +192,7 @@ def _joined(
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes what writes and removals that were cut off have left."""
+    """Removes the leftovers of interrupted writes and removals."""
     for path in folder.iterdir():
         if path.name.startswith((UNFINISHED, REMOVED)):
             shutil.rmtree(path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The files of an export, written all or not at all, whatever happens in between."""
+"""The files of an export, written all or not at all, even if it is interrupted."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ PRETRAINED_STEM, OPTIMIZER_STEM = "model", "optimizer"
 
 @dataclass(frozen=True)
 class Target:
-    """Where an export goes: a folder, and the name of the file of weights without its ending. ``force``: what
-    stands there may be replaced."""
+    """The target of an export: a folder, and the name of the weights' file without its ending. ``force``:
+    existing files may be replaced."""
 
     folder: Path
     stem: str
@@ -36,8 +36,8 @@ class Target:
 
     @classmethod
     def of(cls, to: Path, *, force: bool) -> Target:
-        """The target that ``to`` names, a folder or a file of safetensors. Raises InputError where it cannot
-        be written to, or, unless ``force``, where an export is already."""
+        """The target that ``to`` names, a folder or a safetensors file. Raises InputError if it cannot be
+        written to, or if an export is already there and ``force`` is not set."""
         if to.suffix in SUFFIXES and to.suffix != SAFETENSORS:
             raise InputError(
                 "weights are exported as safetensors",
@@ -104,8 +104,8 @@ class Target:
         metadata: Mapping[str, str],
         values_of: Callable[[Part], Tensor],
     ) -> tuple[Path, ...]:
-        """Writes ``parts`` by the name of their file and ``texts`` by name; ``values_of`` is asked for one
-        tensor at a time. The files' paths. Raises InputError where they cannot be written."""
+        """Writes ``parts`` by the name of their file and ``texts`` by name, asking ``values_of`` for one
+        tensor at a time. Returns the paths. Raises InputError if they cannot be written."""
         leftover = f"{UNFINISHED}{self.stem}-export-"
         unfinished = self.folder / f"{leftover}{secrets.token_hex(4)}"
         names: list[str] = []

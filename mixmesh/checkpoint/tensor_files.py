@@ -78,9 +78,9 @@ def read_box(
     offsets: Sequence[int],
     lengths: Sequence[int],
 ) -> Tensor:
-    """The box that begins at ``offsets`` and has the sizes ``lengths``, of a tensor of the shape ``sizes``
-    that begins at ``first_byte`` of a file. Only rows (of dim 0) that are in the box are read. Raises OSError
-    where the file cannot be read or ends early."""
+    """The box at ``offsets`` with sizes ``lengths``, in a tensor of shape ``sizes`` that begins at
+    ``first_byte`` of a file. Only rows (of dim 0) in the box are read. Raises OSError if the file cannot be
+    read or ends early."""
     if 0 in sizes or 0 in lengths:
         return torch.empty(tuple(lengths), dtype=dtype)
     first, count = (offsets[0], lengths[0]) if sizes else (0, 1)

@@ -98,8 +98,8 @@ def own_box(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:
 
 
 def check_ties(matches: Sequence[Match], place: Path) -> None:
-    """Raises PlanError if files have a tied weight by several of its names, with different values. Each rank
-    compares its own part."""
+    """Raises PlanError if files have a tied weight under several of its names with different values. Each
+    rank compares its own part."""
     for matched in matches:
         first, *others = matched.held
         box = own_box(matched.own.tensor) if others else None

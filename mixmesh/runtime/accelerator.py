@@ -31,7 +31,7 @@ class CardFacts:
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether work is issued to the device and done later, in streams of its own."""
+    """Whether work is only issued to the device, which does it later, in its own streams."""
     return device.type not in HOST
 
 
@@ -94,8 +94,8 @@ def device_name(device: torch.device) -> str:
 
 
 def computes_bf16(device: torch.device) -> bool:
-    """Whether an accelerator computes in bf16 itself: CUDA takes it before Ampere too, and converts every
-    number on the way."""
+    """Whether an accelerator itself computes in bf16. CUDA also accepts bf16 on cards before Ampere, and
+    converts every number."""
     module = torch.get_device_module(device)
     if device.type == "cuda":
         return module.is_bf16_supported(including_emulation=False)

@@ -21,12 +21,12 @@ from ..errors import CollectiveError, InputError, PlanError
 from ..lang.ir import Program, Shard, print_program
 from .versions import versions_text
 
-Facts = dict[str, str]  # by what it is of, a value short enough to be shown
+Facts = dict[str, str]  # by subject, a value short enough to show
 
 COMPARED_STEPS = 3  # training steps whose batches are compared
 POLL_S = (0.005, 0.2)  # at first and at last
 NOTICE_S = 10.0
-LAST_READ_S = 5.0  # at most, for the other ranks to read what they will fail of
+LAST_READ_S = 5.0  # at most, for the other ranks to read why they are about to fail
 HASHED_BYTES = 64 * 2**20  # at most, from one tensor
 HINTS = {
     "plan": "give every process the same plan file, or no --plan: then all get what rank 0 plans",
@@ -62,7 +62,7 @@ def facts_of_model(model: nn.Module) -> Facts:
 
 @dataclass(frozen=True)
 class Round:
-    """One exchange between all ranks, through ``store`` under ``key``: it is for ``what``, and may last for
+    """One exchange between all ranks, through ``store`` under ``key``, of ``what``, for at most
     ``timeout_s``. ``check`` may raise meanwhile."""
 
     store: dist.Store
@@ -145,7 +145,7 @@ def check_facts(told: list[Facts]) -> None:
 
 
 def difference(values: Sequence[str]) -> str:
-    """The first two of the ranks' values that differ, each with its ranks; empty where all are the same."""
+    """The first two different values, each with its ranks; empty if all ranks have the same value."""
     groups = by_value(dict(enumerate(values)))
     if len(groups) < 2:
         return ""
@@ -154,9 +154,10 @@ def difference(values: Sequence[str]) -> str:
 
 
 def outliers(values: Sequence[str]) -> tuple[int, ...]:
-    """The ranks that have another value than most ranks; than the first rank where no value has most."""
+    """The ranks whose value differs from the most common one; of equally common values the lowest rank's
+    counts."""
     groups = by_value(dict(enumerate(values)))
-    usual = max(groups, key=lambda value: len(groups[value]))  # among equal groups the one of the lowest rank
+    usual = max(groups, key=lambda value: len(groups[value]))  # of equal groups, the one with the lowest rank
     return tuple(rank for rank, value in enumerate(values) if value != usual)
 
 

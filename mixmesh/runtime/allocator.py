@@ -23,12 +23,12 @@ from pathlib import Path
 from ..step.memory.ledger import OWN_PIECE_BYTES
 
 KEPT_BYTES = 32 * 2**20  # at the end of the heap, within a step
-SLACK = 1.1  # times what a process holds, until it counts as more
+SLACK = 1.1  # factor above the held memory within which a process counts as unchanged
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
 
 
 def steady_heap() -> bool:
-    """Sets the limits above where they help; whether it did."""
+    """Sets the limits above if the C library has the bug; returns whether it did."""
     if not grows():
         return False
     mallopt = ctypes.CDLL(None).mallopt

@@ -49,7 +49,7 @@ class Signature:
         return cls(positions, named, Parameter.VAR_POSITIONAL in kinds, Parameter.VAR_KEYWORD in kinds)
 
     def bind(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a call by name; those that have none by their position. Raises InputError."""
+        """The arguments of a call by name, or by position if they have no name. Raises InputError."""
         bound = {self.name_of(n): value for n, value in enumerate(args)}
         if len(args) > len(self.positions) and not self.more_positions:
             raise self._refusal(f"{len(args)} arguments by position")
@@ -78,7 +78,7 @@ class Signature:
 
 
 def signature_of(model: nn.Module) -> Signature:
-    """The signature of a model; of a parallel one that of the model it was made of."""
+    """The signature of a model; for a parallel model that of its original."""
     runtime = getattr(model, "_runtime", None)
     return Signature.of(model) if runtime is None else runtime.calls.signature
 

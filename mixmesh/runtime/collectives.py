@@ -1,10 +1,10 @@
 """Collectives on pieces of unequal size, each with several named algorithms. No autograd here.
 
-Everything is done on flat buffers in rank order. Copies travel as bytes, so that every dtype
-works; addends travel as numbers. A piece of size zero is legal everywhere and is never sent.
+Everything is done on flat buffers in rank order. Copies travel as bytes, so that every dtype works; addends
+travel as numbers. A piece of size zero is legal everywhere and is never sent.
 
-Which algorithm is best depends on sizes and links, so an instruction can name one (attribute
-``algorithm``); without one it is ``cost.default_algorithm`` that decides.
+The best algorithm depends on sizes and links, so an instruction can name one (attribute ``algorithm``);
+otherwise ``cost.default_algorithm`` decides.
 """
 
 from __future__ import annotations
@@ -439,8 +439,8 @@ def _resize(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
 
 
 def flatten(x: Tensor) -> Tensor:
-    """The elements in rank order, one after the other in memory. Autograd leaves gradients that are expanded
-    or strided, and one of no or one element counts as contiguous whatever its strides."""
+    """The elements in rank order, consecutive in memory. Autograd may leave gradients expanded or strided,
+    and a tensor of at most one element counts as contiguous whatever its strides."""
     whole = x.contiguous()
     return whole.as_strided((whole.numel(),), (1,))
 

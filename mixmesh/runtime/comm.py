@@ -1,4 +1,4 @@
-"""This rank's view of the world: process groups, and failures that say where they happened."""
+"""This rank's view of the world: process groups, and failures that report their place."""
 
 from __future__ import annotations
 
@@ -44,9 +44,8 @@ RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(eq=False)
 class Waits:
-    """``time_s`` is how long this rank's thread that computes has waited for others, since the process
-    groups were made: the rest of a step's seconds are its own. On a GPU the stream waits, and not the
-    thread."""
+    """``time_s`` is how long this rank's computing thread has waited for others since the process groups were
+    made; the rest of a step is its own time. On a GPU the stream waits instead of the thread."""
 
     time_s: float = 0.0
 
@@ -300,7 +299,7 @@ def leave() -> None:
     wait_for_all("the end of all ranks")
     dist.destroy_process_group()
     end_messages()
-    gc.collect()  # frees what cycles keep alive (models that PyTorch wrapped hold groups), with its threads
+    gc.collect()  # frees groups, with their threads, that are held in cycles by models that PyTorch wrapped
 
 
 def release_last_tensors() -> None:

@@ -49,7 +49,7 @@ def shard_batches(
 
 
 class Followed(Generic[T]):
-    """A value that is used once for every batch, and that another one may follow."""
+    """A value that is used once for every batch, and may be replaced by another."""
 
     def __init__(self, value: T) -> None:
         self.value = value
@@ -74,8 +74,8 @@ class Followed(Generic[T]):
 
 
 class Feed(Generic[T]):
-    """This rank's batches in their order. ``follow(plan)`` has them be cut by another plan of the same form
-    after the next ``num_ahead`` ones, which are being loaded; it is None where that cannot be."""
+    """This rank's batches in order. ``follow(plan)`` makes another plan of the same form cut them after the
+    next ``num_ahead`` ones, which are already being loaded; it is None if that is impossible."""
 
     def __init__(
         self,
@@ -158,7 +158,8 @@ def _rows_of_samples(
 
 
 def _own_part(value: Any, start: int, size: int, num_samples: int) -> Any:
-    """The part of a value that has a row, or an item of a list, for each sample; any other as it is."""
+    """This rank's part of a value that has a row, or a list item, for each sample; any other value
+    unchanged."""
     if isinstance(value, Tensor):
         return value[start : start + size] if value.ndim and len(value) == num_samples else value
     if isinstance(value, list) and len(value) == num_samples:
@@ -191,7 +192,7 @@ def _like(batch: Any, shares: Any) -> Any:
 
 
 def _at_positions(program: Program, count: int, signature: Signature) -> list[Instruction | None]:
-    """The inputs at each place of a tuple. Raises InputError where that is not known and matters."""
+    """The inputs at each place of a tuple. Raises InputError if their order is unknown and matters."""
     inputs = program_inputs(program)
     by_name = {signature.named(i.args[0]): i for i in inputs}
     inputs_at = [by_name.get(signature.name_of(n)) for n in range(count)]
@@ -301,8 +302,8 @@ def plan_sampler(
 ) -> PlanSampler:
     """A sampler for ``DataLoader(dataset, sampler=..., batch_size=sampler.local_batch_size)``.
 
-    Raises InputError if the inputs are not cut alike along dim 0: then every rank needs whole
-    batches, and ``shard_batches`` cuts them.
+    Raises InputError if the inputs are not all cut alike along dim 0: then every rank needs whole batches,
+    and ``shard_batches`` cuts them.
     """
     own = own_samples(program, rank)
     if own is None:

@@ -95,7 +95,7 @@ class Reported(Protocol):
 
 
 def may_be(name: str, found: Reported) -> bool:
-    """Whether a card may be the planned device. Nothing can be said of a name that is not the catalogue's."""
+    """Whether a card may be the planned device; True for any name that is not in the catalogue."""
     name = _catalogue_name(name)
     if name not in CATALOGUE:
         return True
@@ -107,8 +107,9 @@ def may_be(name: str, found: Reported) -> bool:
 
 
 def _is_mixed(rank: int, planned: Sequence[PlannedDevice], found: Sequence[FoundDevice]) -> bool:
-    """Whether the device has a name that the catalogue does not know, and the first rank of that name has
-    another card, or another rank has the card of that name, as ``mixmesh detect`` names unknown cards."""
+    """Whether a device with a name outside of the catalogue is mixed up with another: the first rank of that
+    name has another card, or another rank has a card of that name, as ``mixmesh detect`` names unknown
+    cards."""
     name, card = planned[rank].device, found[rank].name
     if _catalogue_name(name) in CATALOGUE:
         return False

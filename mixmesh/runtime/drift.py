@@ -50,7 +50,7 @@ def is_due(num_calls: int) -> bool:
 
 @dataclass(frozen=True)
 class Replica:
-    """One parameter that ``ranks`` hold whole; ``index`` is its place among those that this rank holds."""
+    """One parameter that ``ranks`` hold whole; ``index`` is its position among those held by this rank."""
 
     name: str
     ranks: tuple[int, ...]
@@ -120,7 +120,7 @@ class DriftWatch:
 
     @torch.no_grad()
     def _norms(self) -> Tensor:
-        """The norms of every replica, zeros for those that other ranks hold; a row each."""
+        """The norms of every replica, a row each; zeros for replicas that only other ranks hold."""
         norms = torch.zeros(len(self._replicas), len(ORDERS), dtype=torch.float64)
         own = [n for n, replica in enumerate(self._replicas) if self._comm.rank in replica.ranks]
         with Off():

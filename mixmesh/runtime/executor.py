@@ -169,7 +169,7 @@ class _Writer:
         self.reshard = reshard_points(program)
         self.resharded = {name for names in self.reshard.values() for name in names}
         self.records: set[str] = set()  # resharded values whose shards, to gather from again, are at hand
-        self.pending: dict[str, str] = {}  # value -> what is written to await it
+        self.pending: dict[str, str] = {}  # value -> code that awaits it
         self.segment: Segment | None = None  # the open segment; None if nothing is compiled
         self.segments: dict[str, str] = {}  # sources by name
         self.bucket_of: dict[str, int] = {}  # by the parameter's value
@@ -208,12 +208,12 @@ class _Writer:
         return "\n".join(self.text) + "\n"
 
     def _line(self, text: str, i: Instruction | None) -> None:
-        """Writes a line after what was written before."""
+        """Appends a line, after closing the open segment."""
         self._close_segment()
         self._write(text, i)
 
     def _close_segment(self) -> None:
-        """Writes the call of the open segment, if it has operators, and opens another one."""
+        """Writes the call of the open segment, if it has operators, and opens a new one."""
         segment = self.segment
         if segment is None or not segment.lines:
             return
@@ -444,7 +444,7 @@ def _detached(argument: str) -> str:
 
 
 def _record(name: str) -> str:
-    """The name of what a gathered parameter is gathered again from."""
+    """The name of the record from which a gathered parameter is gathered again."""
     return f"k_{_mangle(name)}"
 
 

@@ -35,7 +35,7 @@ class OnNan(Enum):
 
     STOP = "stop"  # an error, and the optimizer makes no step
     SKIP = "skip"  # the batch is left out, on all ranks
-    IGNORE = "ignore"  # one warning, for the loss alone
+    IGNORE = "ignore"  # one warning, about the loss only
 
 
 class FiniteGuard:
@@ -84,7 +84,7 @@ class FiniteGuard:
         self._total = self._sum(may_be_spoilt(gradients))
         loss, num_spoilt = self._total.wait().tolist()
         if math.isfinite(loss):
-            # the sums are the same on all ranks, so all agree on whether to look again, and on what they see
+            # the sums are the same on all ranks, so all agree on whether to look again, and on the findings
             is_finite = not num_spoilt
             if not is_finite:
                 spoilt = torch.tensor(float(any(map(is_spoilt, gradients))))
@@ -134,8 +134,8 @@ class FiniteGuard:
             return self._model.sum_of_ranks(torch.stack([self._addend.to(flag.dtype), flag]))
 
     def loss(self, step: int) -> float:
-        """The loss of step number ``step``, after the optimizer's step. Warns once of one that is not finite
-        where that is ignored."""
+        """The loss of step number ``step``, after the optimizer's step. Warns once about a loss that is not
+        finite if such losses are ignored."""
         loss = float(self._total.wait().flatten()[0].to(self._addend.dtype))
         if self._on_nan is OnNan.IGNORE and not self._has_warned and not math.isfinite(loss):
             self._has_warned = True

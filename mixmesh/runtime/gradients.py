@@ -46,7 +46,7 @@ class Bucket:
     ranks: tuple[int, ...]
     owned: str | None = None
     stage: int = 0
-    cells: tuple[Cell | None, ...] = ()  # by name, what is summed of a parameter with copies
+    cells: tuple[Cell | None, ...] = ()  # by name, the summed cell of a parameter with copies
     late: bool = False  # summed when all gradients that redistributions bring are there
     parts: Parts = ()  # the ranks by machine, if they are summed by levels
 
@@ -85,15 +85,15 @@ class Taken:
 
 @dataclass
 class _Progress:
-    """One backward pass: what is missing per bucket, how far the fixed order has got. None
-    stands for a bucket that this pass does not sum."""
+    """One backward pass: the gradients missing per bucket, and the progress in the fixed order. A bucket that
+    this pass does not sum has None."""
 
     missing: list[set[int] | None] = field(default_factory=list)
     next: int = 0
     handles: list[Handle] = field(default_factory=list)
     arriving: deque[tuple[Callable[[Tensor], None], Handle, int]] = field(default_factory=deque)
     postponed: list[tuple[Tensor, Callable[[], Tensor]]] = field(default_factory=list)
-    # by the redistribution beside whose gradient they are made
+    # by the redistribution whose gradient they overlap
     waiting: dict[str, list[tuple[Tensor, Callable[[], Tensor]]]] = field(default_factory=dict)
     whole: set[int] = field(default_factory=set)  # buckets whose sums were delivered
 
@@ -183,13 +183,14 @@ class GradientReducer:
 
     @property
     def summed_params(self) -> set[int]:
-        """Ids of the parameters of which a pass without sums over ranks knows only an addend."""
+        """Ids of the parameters for which a pass without sums over ranks has only an addend."""
         pieces = (id(o.piece) for group in self._groups.values() for o in group)
         return {*map(id, self._members()), *pieces}
 
     @contextmanager
     def summing(self, sums: Sums):
-        """Backward passes within it sum no more than that; the next one outside sums what has accumulated."""
+        """A context in which backward passes sum at most these gradients; the next pass outside sums the
+        rest."""
         before = self.sums
         self.sums = before if before is Sums.NONE else sums
         try:
@@ -267,7 +268,7 @@ class GradientReducer:
                 add(p, scale(gradient))
 
     def begin(self) -> None:
-        """Called inside a backward pass, before any gradient of it is ready."""
+        """Called inside a backward pass, before any of its gradients is ready."""
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return  # two losses in one backward pass

@@ -1,4 +1,4 @@
-"""Checks of what must hold whenever a parallel model is called: made before anything is computed."""
+"""Checks the conditions for calling a parallel model, before anything is computed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Guards:
         return cls(names, tuple(inner), tuple(inner.values()), trainable, device, autocast)
 
     def check(self, model: nn.Module) -> None:
-        """Raises InputError if the program would not compute what the caller means."""
+        """Raises InputError if the program would not compute what the caller expects."""
         _check_autocast(self.device, self.autocast)
         with Off():
             now = tuple(model.parameters())

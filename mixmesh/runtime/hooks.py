@@ -17,7 +17,7 @@ from ..frontend.trace.hooks import FORWARD, GRADIENT_HINT, OF_MODULES, OF_PARAME
 
 
 class HookWatch:
-    """Looks for hooks whenever any was registered in this process since it looked last."""
+    """Looks for hooks if any was registered in this process since the last look."""
 
     def __init__(self, model: nn.Module) -> None:
         self._own = {id(hook) for p in model.parameters() for hook, _ in _hooks(p, OF_PARAMETERS)}

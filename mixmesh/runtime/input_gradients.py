@@ -61,7 +61,7 @@ class Given:
     comm: Comm
 
     def gradient(self) -> Tensor:
-        """The gradient of what the script gave, after the program's backward pass: of the whole batch, or of
+        """The gradient of the script's input after the program's backward pass: for the whole batch, or for
         this rank's own rows. Collective."""
         leaf, comm, layout_ = self.leaf, self.comm, self.held.held
         mine = None

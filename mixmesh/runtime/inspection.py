@@ -24,7 +24,7 @@ class Counts:
 
     @classmethod
     def of(cls, x: Tensor) -> Counts | None:
-        """None where all are finite."""
+        """The counts of a tensor's values; None if all are finite."""
         if not is_spoilt(x):
             return None
         num_nan = int(x.isnan().sum())

@@ -141,8 +141,8 @@ def cut_by_windows(whole: Tensor, t: TensorType, program: Program, windows: Sequ
 def move_in_windows(
     program: Program, i: Instruction, values: Values, windows: Sequence[Window]
 ) -> Values | None:
-    """A redistribution that moves nothing but samples to another stage, as micro-steps see it; None for one
-    that is as ever."""
+    """A redistribution that only moves samples to another stage, within micro-steps; None for any other,
+    which runs as usual."""
     ranks = set(program.participants(i.type))
     if i.result in windows[0].samples.transfers:
         dim = i.type.shard.dim

@@ -1,4 +1,5 @@
-"""A plan's micro-steps with all ranks in one process: what accumulation means (see ``interpret``)."""
+"""Runs a plan's micro-steps with all ranks in one process: the definition of accumulation (see
+``interpret``)."""
 
 from __future__ import annotations
 

@@ -29,7 +29,8 @@ PlainOp = Callable[..., tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class Site:
-    """Where a kernel runs: the instruction, the rank, its local call, and the plain operator there."""
+    """The place where a kernel runs: the instruction, the rank, its local call, and the plain operator
+    there."""
 
     program: Program
     instruction: Instruction
@@ -191,7 +192,7 @@ def arange_kernel(site: Site) -> LocalOp | None:
 
 
 def squeeze_kernel(site: Site) -> LocalOp:
-    """A piece of one element is not a dim of one element: squeeze what is 1 as a whole."""
+    """Squeezes the dims that are 1 in the whole tensor: a piece may have one element along a larger dim."""
     shape = site.local.out_shapes[0]
     return lambda x: (x.reshape(shape),)
 
@@ -224,7 +225,7 @@ def embedding_kernel(site: Site) -> LocalOp | None:
     def run(table, ids):
         local_ids, own = localize_ids(ids, *span())
         rows = torch.nn.functional.embedding(local_ids, table)
-        if padding_idx >= 0:  # the pad row is looked up but takes no gradient
+        if padding_idx >= 0:  # the padding row is looked up but takes no gradient
             rows = torch.where((ids == padding_idx).unsqueeze(-1), rows.detach(), rows)
         return (torch.where(own.unsqueeze(-1), rows, rows.new_zeros(())),)
 

@@ -97,7 +97,7 @@ class ByLevels:
 
 @cache
 def _first_stage() -> SimpleQueue:
-    """The queue of the thread of the first stage, which hands on to that of the next, and so on."""
+    """The queue of the first stage's thread, which passes work on to the next stage's thread, and so on."""
     following = queue_of(1, f"level {STAGES - 1}", partial(_serve, STAGES - 1, None))
     for stage in reversed(range(STAGES - 1)):
         following = queue_of(1, f"level {stage}", partial(_serve, stage, following))

@@ -46,7 +46,7 @@ class Position:
         return f"rank {rank} ({self.devices[rank]})" if rank < len(self.devices) else f"rank {rank}"
 
     def error(self, lost: Lost, waiting: Waiting, world_size: int) -> CollectiveError:
-        """The error of a rank that waits for the one that was lost, or would wait for it next."""
+        """The error of a rank that waits for the lost one, or is about to."""
         at_step = "" if self.step is None else f", at step {self.step}"
         wait = "the others wait for it in" if waiting.is_met else "this rank needs it, and has come to"
         return CollectiveError(

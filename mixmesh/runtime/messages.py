@@ -33,7 +33,7 @@ def end_messages() -> None:
 
 
 def meet() -> None:
-    """Waits for all ranks, each when its device has done what it was given. Collective."""
+    """Waits for all ranks, after this rank's device has finished its work. Collective."""
     if is_on_device():
         synchronize()
     dist.barrier(group=message_group())

@@ -1,4 +1,4 @@
-"""Which modules of a model train: a program is made for one mode of each of them."""
+"""The training modes of a model's modules: a program is made for one mode of each."""
 
 from __future__ import annotations
 

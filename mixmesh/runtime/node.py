@@ -40,8 +40,8 @@ class Inner:
         return cls(tuple(pairs), tuple(pairs.values()), learns, reducer)
 
     def root(self, made: Sequence[Tensor], given: Sequence[Given] = ()) -> tuple[Tensor, ...]:
-        """``made`` of the inner parameters, and of the leaves of inputs that were ``given`` with a gradient,
-        as made of the shown parameters and of what was given."""
+        """Roots results that were ``made`` from the inner parameters, and from the leaves of ``given``
+        inputs, in the shown parameters and the script's own inputs."""
         values, inputs = (x.detach() for x in made), (x.outer for x in given)
         with Off():
             return _Model.apply(self, [*made], given, len(made), *values, *inputs, *self.shown)

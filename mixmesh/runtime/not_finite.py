@@ -139,7 +139,7 @@ def _first_value(program: Program, step: int, told: Sequence[Findings]) -> NotFi
         counts = counts_of(held)
         return 0 if counts is None else counts.num_nan
 
-    reached: dict[Held, list[Held]] = {}  # with what made it
+    reached: dict[Held, list[Held]] = {}  # each value with the values it was made from
     waiting = [(rank, program.loss) for rank in range(len(told)) if (step, program.loss) in told[rank].values]
     while waiting:
         held = waiting.pop()
@@ -183,7 +183,7 @@ def _first_gradient(program: Program, told: Sequence[Findings]) -> NotFinite | N
 
 
 def _first_parameter(program: Program, told: Sequence[Findings]) -> NotFinite | None:
-    """A parameter whose gradient is not finite, where no single operator makes it so."""
+    """A parameter whose gradient is not finite although no single operator makes it so."""
     for rank, of in enumerate(told):
         for name, counts in of.params.items():
             i = next((i for i in program.params if i.args[0] == name), None)

@@ -70,10 +70,10 @@ def _laid_out(t: Tensor, p: Tensor) -> Tensor:
 def swap_params(
     optimizer: optim.Optimizer, swapped: Mapping[Tensor, tuple[Tensor, Stored]], rank: int
 ) -> None:
-    """Puts new parameters in the place of old ones, in their own groups, and cuts state like them.
+    """Replaces old parameters by new ones, in their own groups, and cuts their state likewise.
 
-    The optimizer object stays, so learning rate schedulers stay attached. Raises InputError for a
-    parameter that is not the model's.
+    The optimizer object stays, so learning rate schedulers stay attached. Raises InputError for a parameter
+    that is not the model's.
     """
     for group in optimizer.param_groups:
         foreign = [p for p in group["params"] if p not in swapped]
@@ -147,7 +147,8 @@ def also_drop(optimizer: optim.Optimizer, drop: Callable[[], object]) -> None:
 
 
 def show_shards(optimizer: optim.Optimizer) -> None:
-    """Has ``state_dict`` give the state of pieces as shards, ``load_state_dict`` take shards or wholes."""
+    """Makes ``state_dict`` return the state of pieces as shards, and ``load_state_dict`` accept shards or
+    whole tensors."""
     optimizer.register_state_dict_post_hook(_with_shards)
     optimizer.register_load_state_dict_pre_hook(_with_pieces)
 
@@ -212,7 +213,8 @@ def _full_entries(
     stored: Mapping[Tensor, Stored],
     comm: Comm,
 ) -> dict[int, dict[str, Any]]:
-    """The whole state of every parameter by its number; ``mine`` has what this rank's is like. Collective."""
+    """The whole state of every parameter by its number, made from this rank's state in ``mine``.
+    Collective."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     outlines = everyones(mine, comm.groups.get(("data", comm.everyone)))  # no group of one rank
     state: dict[int, dict[str, Any]] = {}
@@ -243,14 +245,14 @@ def _outline(value: Any, p: Tensor) -> tuple[bool, Any]:
 def load_full_state(
     optimizer: optim.Optimizer, stored: Mapping[Tensor, Stored], full: dict[str, Any], comm: Comm
 ) -> None:
-    """Loads what ``full_state`` (or a single-device optimizer's ``state_dict``) gave. Raises PlanError,
+    """Loads the result of ``full_state``, or a single-device optimizer's ``state_dict``. Raises PlanError,
     before anything is changed, for the state of another optimizer."""
     check_optimizer_state(optimizer, full)
     params, places = params_of(optimizer), numbered(full)
     state = {}
     for n, entries in full["state"].items():
         p = params[places[n]]
-        # copies: load_state_dict itself would share step counters with what was passed
+        # copies, because load_state_dict would share step counters with the given state
         entries = {k: v.clone() if isinstance(v, Tensor) else v for k, v in entries.items()}
         # a rank without a piece gets empty states: a fused step needs states for all parameters or for none
         state[n] = {k: _cut(k, v, stored[p], comm.rank, comm.device) for k, v in entries.items()}

@@ -101,8 +101,8 @@ def traceable(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _on_real_tensors() -> Iterator[None]:
-    """Hides what is done from a trace that is under way, of another model for instance: it would record it,
-    and put fake tensors in the place of memory."""
+    """A context that hides operations from a running trace, of another model for instance, which would record
+    them and replace memory by fake tensors."""
     with torch._C.DisableTorchFunction(), dispatch._disable_current_modes(), torch.no_grad():
         yield
 

@@ -203,7 +203,7 @@ class Returns:
 
     @classmethod
     def of(cls, plan: Any, comm: Comm) -> Returns | None:
-        """None where the model returns its loss itself."""
+        """The returns of a plan; None if the model returns the loss itself."""
         program = plan if isinstance(plan, Program) else plan.program
         outputs = outputs_of(program)
         has_loss = not isinstance(plan, Program) and plan.output_has_loss
@@ -228,7 +228,7 @@ class Returns:
         return replace(self, has_loss=False)
 
     def __call__(self, loss: Tensor, shown: Mapping[str, list[Tensor]], comm: Comm) -> Output:
-        """The output of one call, of what this rank holds."""
+        """Makes the output of one call from this rank's part."""
         mine = {k.name: k.shown(shown.get(k.name, []), comm) for k in self.kept}
         guarded = {k.name: _guarded(mine[k.name], k) for k in self.kept}
 

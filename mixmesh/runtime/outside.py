@@ -44,12 +44,12 @@ class Outside:
         return cls(plan.returned, tuple(Kept.of(plan.program, i, flowing) for i in outputs))
 
     def pieces(self, shown: Mapping[str, list[Tensor]], comm: Comm) -> list[Tensor]:
-        """This rank's piece of every output, empty where it has none."""
+        """This rank's piece of every output, empty if it has none."""
         return [k.shown(shown.get(k.name, []), comm) for k in self.kept]
 
     def whole(self, pieces: Sequence[Tensor], comm: Comm, *, is_compared: bool) -> Any:
-        """All outputs, whole, as the model returns them. Collective. If it ``is_compared`` the gradient that
-        arrives is refused where the ranks were given different ones."""
+        """All outputs, whole, in the form that the model returns. Collective. If ``is_compared``, gradients
+        that differ between ranks are refused."""
         values = {
             k.name: _Whole.apply(piece, k, comm, is_compared)
             for k, piece in zip(self.kept, pieces, strict=True)

@@ -165,7 +165,7 @@ def _take(
     kept_shapes: int,
     compiles: bool = False,
 ) -> ParallelModel:
-    """A parallel model with the values of ``model``, which all ranks have alike, held as ``stored``."""
+    """A parallel model with the values of ``model``, which are the same on all ranks, held as ``stored``."""
     program = plan if isinstance(plan, Program) else plan.program
     taken = Taken(comm, stored, owners_of(program, model))
     runtime = runtime_of(
@@ -289,7 +289,7 @@ def full_optimizer_state_dict(model: ParallelModel, optimizer: torch.optim.Optim
 def load_full_optimizer_state_dict(
     model: ParallelModel, optimizer: torch.optim.Optimizer, state: dict[str, Any]
 ) -> None:
-    """Loads what ``full_optimizer_state_dict``, or the optimizer of a single device, gave."""
+    """Loads a state made by ``full_optimizer_state_dict``, or by the optimizer of a single device."""
     optimizers.load_full_state(optimizer, model._runtime.by_param, state, model.comm)
 
 

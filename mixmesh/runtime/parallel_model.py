@@ -255,7 +255,7 @@ class ParallelModel(Face):
 
     @contextmanager
     def inspected(self, inspector: Inspector) -> Iterator[None]:
-        """Within it, all values and gradients of this rank are looked at."""
+        """A context in which ``inspector`` sees all values and gradients of this rank."""
         run = self._runtime
         before = run.compiled, run.inspector
         run.compiled, run.inspector = {}, inspector
@@ -313,7 +313,7 @@ class ParallelModel(Face):
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModel:
-        """Refuses ``to``, ``half``, ``cuda`` and the like where they would change anything."""
+        """Refuses ``to``, ``half``, ``cuda`` and the like if they would change anything."""
         self._runtime.guards.check_conversion(fn)
         return self
 

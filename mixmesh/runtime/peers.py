@@ -1,4 +1,5 @@
-"""The states of all ranks in the store of ``torch.distributed``: each writes its own and reads the others."""
+"""The states of all ranks in the store of ``torch.distributed``: each writes its own and reads the
+others'."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ class Peers:
             self.store_is_lost = True
 
     def read(self) -> None:
-        """Reads the states of those that have written any."""
+        """Reads the states of the ranks that have written one."""
         try:
             there = [r for r in self._others if r in self._seen or self._store.check([_key(r)])]
             states = _read(self._store, there)

@@ -174,7 +174,7 @@ class _Kept:
 
 
 class _Ahead:
-    """Receives what comes in every micro-step, asked for one ahead."""
+    """The values received in every micro-step, requested one micro-step ahead."""
 
     def __init__(self, micro_steps: int, asked: Sequence[Callable[[], Handle]]) -> None:
         self._left, self._asked = micro_steps, asked

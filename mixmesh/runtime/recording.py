@@ -37,7 +37,7 @@ from .messages import meet
 from .streams import Clock
 
 SYNCHRONISATIONS = 15  # between clocks: one barrier each
-PERIOD = "optimizer"  # a timeline lasts from one of these to the next
+PERIOD = "optimizer"  # a timeline lasts from one event of this name to the next
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Recorder:
         self.rank = comm.rank
         self._spans: list[_Span] = []
         self._backward: _Span | None = None  # for the instruction whose backward is running
-        self._without_future: dict[int, Callable[[], None]] = {}  # by the identity of what is under way
+        self._without_future: dict[int, Callable[[], None]] = {}  # by the id of the work under way
 
     # computation
 
@@ -81,7 +81,7 @@ class Recorder:
             passed = {id(a.grad_fn) for a in args if isinstance(a, Tensor)}
             nodes = {id(o.grad_fn): o.grad_fn for o in out if isinstance(o, Tensor) and o.grad_fn is not None}
             for key, node in nodes.items():
-                if key not in passed:  # else it gave back what it was given
+                if key not in passed:  # otherwise the call returned its argument
                     node.register_prehook(lambda _: self._enter(grad, i.op))
             return out
 
@@ -107,7 +107,7 @@ class Recorder:
             self._enter(paused.name, paused.op)
 
     def outside(self, x: Tensor | None) -> None:
-        """The backward of what made ``x`` is no instruction's computation."""
+        """Excludes the backward of the operation that made ``x`` from all instructions."""
         if x is not None and x.grad_fn is not None:
 
             def leave(_) -> None:
@@ -120,7 +120,7 @@ class Recorder:
         self._enter(name, op)
 
     def transfer(self, name: str, op: str, size_bytes: int) -> Callable[[], None]:
-        """A collective begins that no channel of ours carries; what is returned is called at its end."""
+        """Records a collective outside of our channels, from now until the returned function is called."""
         span = _Span("communication", name, op, self.clock.now(), None, size_bytes)
         self._spans.append(span)
 
@@ -165,7 +165,7 @@ class Recorder:
         return work
 
     def finish(self, work: dist.Work, wait: Callable[[], None]) -> None:
-        """Awaits what was issued."""
+        """Awaits a work."""
         self.wait(wait)
         arrived = self._without_future.pop(id(work), None)
         if arrived is not None:
@@ -278,11 +278,11 @@ def typical(steps: tuple[Timeline, ...]) -> Timeline:
     return sorted(steps, key=lambda step: step.step_s)[len(steps) // 2]
 
 
-_Period = tuple[float, float, list[Event]]  # start, end, what began between
+_Period = tuple[float, float, list[Event]]  # (start, end, events that began in between)
 
 
 def _periods(events: list[Event]) -> list[_Period]:
-    """Cut where the optimizer begins. The last optimizer step belongs to no whole period."""
+    """Cuts events where the optimizer begins. The last optimizer step belongs to no whole period."""
     starts = [e.start_s for e in events if e.name == PERIOD]
     return [
         (start, end, [e for e in events if start <= e.start_s < end])

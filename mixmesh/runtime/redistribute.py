@@ -51,7 +51,7 @@ class Redistribution:
     dst: Layout
     algorithm: str | None = None
     gradient_algorithm: str | None = None
-    direct: bool = False  # whether sums go from each rank to each other one
+    direct: bool = False  # whether sums are one-shot
     purpose: str = "data"  # the process group's
     sent: Callable[[], object] | None = None  # called when its gradient is on its way
 
@@ -96,7 +96,7 @@ class Redistribution:
         return self.start(x).finish(tokens)
 
     def _local(self, x: Tensor | None) -> Tensor | None:
-        """No rank hears of it: plain differentiable operators."""
+        """Redistributes without communication, by plain differentiable operators."""
         for step in route(self.src, self.dst):
             x = self._step(step, x, None).wait()
         return x
@@ -193,8 +193,8 @@ class Pending:
     left: Tensor | None = None
 
     def finish(self, tokens: list[Tensor], sink: Sink | None = None) -> Tensor | None:
-        """The result. Appends to ``tokens`` what must go into the loss. With a ``sink``, ``x`` is a
-        parameter whose gradient goes there."""
+        """Waits for the result. Appends to ``tokens`` those that must go into the loss. With a ``sink``,
+        ``x`` is a parameter whose gradient goes there."""
         if not torch.is_grad_enabled() or not self.how.communicates:
             return self.handle.wait()
         anchor = torch.empty(0, device=self.how.comm.device, requires_grad=True)

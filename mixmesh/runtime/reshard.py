@@ -104,5 +104,5 @@ class _Trigger(torch.autograd.Function):
     def backward(ctx, gradient: Tensor | None, _token):
         if ctx.record is not None:
             ctx.record.load()
-            ctx.record = None  # only what is saved refers to it now, so it goes with the last use
+            ctx.record = None  # now only saved tensors refer to it, so it is freed after its last use
         return None, gradient, None

@@ -34,7 +34,7 @@ HINT = "mixmesh run --checkpoint DIR goes on under any plan, in another start"
 
 
 def why_other_form(old: Plan, new: Plan, optimizer: optim.Optimizer) -> str:
-    """The reason why a training under ``old`` cannot go on under ``new`` where it is; empty if it can."""
+    """The reason why a training under ``old`` cannot continue under ``new`` in place; empty if it can."""
     one, two = old.program, new.program
     if replace(one, ratios=()) != replace(two, ratios=()):
         return "it is another program"
@@ -55,7 +55,7 @@ def why_other_form(old: Plan, new: Plan, optimizer: optim.Optimizer) -> str:
 
 
 def moved_params(one: Program, two: Program) -> list[str]:
-    """Names of the parameters of which ranks hold other pieces under ``two`` than under ``one``."""
+    """Names of the parameters whose pieces differ between the programs."""
 
     def held(program: Program, n: int) -> Layout:
         i = program.params[n]
@@ -67,11 +67,11 @@ def moved_params(one: Program, two: Program) -> list[str]:
 
 @torch.no_grad()
 def change_shares(model: ParallelModel, optimizer: optim.Optimizer, plan: Plan) -> None:
-    """Has ``model`` and its ``optimizer`` go on under ``plan``: the program that they run, with other shares.
-    Between two steps, when gradients were set to none. Collective.
+    """Makes ``model`` and its ``optimizer`` continue under ``plan``, which has the same program with other
+    shares. Call it between two steps, when gradients were set to none. Collective.
 
     Raises PlanError, before anything is changed, for a plan of another form (``why_other_form``), InputError
-    while there are gradients, or the whole model is lent.
+    while there are gradients, or while the whole model is lent.
     """
     run = model._runtime
     if reason := why_other_form(run.forms.plan, plan, optimizer):
@@ -181,7 +181,7 @@ def _move_state(run: Runtime, optimizer: optim.Optimizer, stored: Mapping[str, S
     for p in moving:
         old = run.by_param[p]
         new = stored[old.name]
-        # among the ranks that hold this copy of it
+        # only the ranks that hold this copy of the parameter
         ranks = sorted({*old.held.ranks, *new.held.ranks})
         if run.comm.rank not in ranks:
             continue

@@ -1,9 +1,9 @@
 """A GradScaler whose ranks agree on whether a step is skipped.
 
-Where parameters are cut, only one rank sees that a gradient overflowed. The others would step, and go on
-with another scale: the losses of one step would then be scaled differently. Gradients of cut parameters are
-shards, so that ranks agree on those whoever asks whether they are finite (``shard_tensor``). This scaler also
-agrees on gradients that are whole on every rank, and would differ between ranks only by a fault.
+If parameters are cut, only one rank sees that a gradient overflowed. The others would step, and continue with
+another scale, so that the losses of one step would be scaled differently. Gradients of cut parameters are
+shards, for which ranks always agree on whether they are finite (``shard_tensor``). This scaler also agrees on
+gradients that are whole on every rank, which would differ between ranks only by a fault.
 """
 
 from __future__ import annotations

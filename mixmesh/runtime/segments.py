@@ -58,7 +58,7 @@ class Segment:
         return f"def {name}({', '.join(self.used)}):\n{body}    return ({_tuple(self.made)})\n"
 
     def call(self, name: str) -> str:
-        """The line that stands for all of it."""
+        """The line that calls the whole segment."""
         return f"({_tuple(self.made)}) = {name}({', '.join(self.used)})"
 
 

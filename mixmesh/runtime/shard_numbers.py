@@ -1,8 +1,8 @@
-"""Numbers made of all ranks' pieces: a norm, a sum, the largest element.
+"""Numbers that depend on all ranks' pieces: a norm, a sum, the largest element.
 
-The number of a rank's own piece is known at once. Those of the others are fetched when the result is first
-used, for all numbers that are used together by one small all_gather: clipping a hundred gradients by their
-norm takes one message, not a hundred. Every rank must ask for the same numbers in the same order.
+The number of a rank's own piece is known at once. The others are fetched when the result is first used, by
+one small all_gather for all numbers that are used together: clipping a hundred gradients by their norm takes
+one message, not a hundred. Every rank must ask for the same numbers in the same order.
 """
 
 from __future__ import annotations

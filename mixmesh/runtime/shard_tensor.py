@@ -72,7 +72,7 @@ class ShardTensor(ShardBase):
         return self.to_local()
 
     def _piece(self) -> tuple[tuple[int, ...], Tensor]:
-        """Where the piece begins in the whole, and the piece."""
+        """The position of the piece in the whole, and the piece."""
         stored, piece = self.whole.stored, self.to_local()
         return (stored.origin(self.whole.comm.rank) if piece.ndim == len(stored.shape) else ()), piece
 
@@ -200,7 +200,7 @@ def _is_of_whole(rule: Rule, target: Any, tensors: Iterable[Tensor]) -> bool:
 
 
 def _cut_like(first: ShardTensor, x: Tensor) -> Tensor:
-    """A whole tensor cut as a shard is; any other as it is."""
+    """Cuts a whole tensor like a shard; returns any other tensor unchanged."""
     return _piece_of(first, x, "elements") if is_whole(x, first) else x
 
 
@@ -307,7 +307,8 @@ def _deepcopy(_func: Callable, args: tuple, _kwargs: dict) -> Tensor:
 
 
 def _new_empty(func: Callable, args: tuple, kwargs: dict) -> Tensor:
-    """An empty tensor of the whole's shape is a shard; what stages a checkpoint expects the values in it."""
+    """An empty tensor of the whole's shape becomes a shard that has the values: code that stages checkpoints
+    expects them."""
     x = args[0]
     size = kwargs.get("size", args[1] if len(args) > 1 else None)
     if isinstance(size, torch.Size | tuple | list) and tuple(size) == x.whole.stored.shape:
@@ -324,7 +325,7 @@ def _new_plain(func: Callable, args: tuple, kwargs: dict) -> Tensor:
 
 
 def _unscale(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Gradients unscaled, and the same word on all ranks whether one of them is not finite."""
+    """Unscales gradients, and makes all ranks agree on whether one of them is not finite."""
     out = func(*args, **kwargs)
     found_inf, comm = args[1], next(x.whole.comm for x in args[0] if isinstance(x, ShardTensor))
     channel = comm.channel(comm.everyone, "all_reduce of whether gradients are finite")
@@ -369,7 +370,7 @@ _SPECIAL: dict[str, Callable] = {
     "__format__": _show,
     "__reduce_ex__": _refuse_pickling,
     "__deepcopy__": _deepcopy,
-    "data_ptr": lambda func, args, kwargs: 0,  # as of a DTensor: the memory is not that of the whole
+    "data_ptr": lambda func, args, kwargs: 0,  # as for a DTensor: there is no memory of the whole
     "new_empty": _new_empty,
     **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_tensor"), _new_plain),
     "_amp_foreach_non_finite_check_and_unscale_": _unscale,

@@ -29,8 +29,8 @@ class Stored:
     shape: tuple[int, ...]
     dtype: torch.dtype
     held: Layout
-    copies: tuple[Layout, ...] = ()  # all layouts of a tensor that has several; ``held`` is one of them
-    counting: int | None = None  # the rank whose tensor counts, where each has its own
+    copies: tuple[Layout, ...] = ()  # all layouts of a tensor with copies; ``held`` is one of them
+    counting: int | None = None  # the rank whose tensor counts, if each has its own
 
     def at(self, rank: int) -> Stored:
         """With the copy that ``rank`` holds."""

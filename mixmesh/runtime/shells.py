@@ -90,7 +90,8 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
 
 
 def shell_of(original: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module:
-    """A shell of a module and of all within it, without tensors. Modules that are ``known`` have theirs."""
+    """A shell of a module and of all modules within it, without tensors. Modules in ``known`` already have
+    theirs."""
     if original not in known:
         kind: type = type(original)
         shell: nn.Module = nn.Module.__new__(_class_of(kind))
@@ -112,7 +113,7 @@ def dress(shell: nn.Module, original: nn.Module, known: dict[nn.Module, nn.Modul
 
 
 def _is_free(shell: nn.Module, name: str) -> bool:
-    """Whether an attribute of the original stands in the way of nothing that a parallel model has."""
+    """Whether an attribute of the original conflicts with none of a parallel model's."""
     kind: type = type(shell)
     return isinstance(shell, Shell) or name not in _reserved(kind)
 

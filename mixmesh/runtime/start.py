@@ -1,4 +1,4 @@
-"""The start of all ranks: they compare what they were given, and begin to watch each other."""
+"""The start of all ranks: they compare their plans, models and settings, and begin to watch each other."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def start_together(
 
 @dataclass(frozen=True)
 class Planned:
-    """The devices and the bytes of memory that a plan counts on, by rank; devices are None where its file
-    does not name them. A bare program counts on nothing."""
+    """The devices and the bytes of memory in a plan, by rank; devices are None if its file does not name
+    them. A bare program has neither."""
 
     devices: tuple[PlannedDevice, ...] | None
     peaks_bytes: tuple[int, ...]
@@ -128,7 +128,7 @@ def stand_in_for_meta(model: nn.Module) -> list[str]:
 
 
 def no_values(names: Sequence[str], num_tensors: int) -> InputError:
-    """The error of a model that is used before its tensors of these ``names`` were given values."""
+    """The error for using a model before its tensors of these ``names`` have values."""
     return InputError(
         "the model has no values: it was made on the device meta",
         expected="weights that are read before the first call, or tensors with values on all ranks",

@@ -17,14 +17,14 @@ from .accelerator import is_accelerator, synchronize
 
 
 def copied(x: Tensor, device: torch.device) -> Tensor:
-    """``x`` on the device. Where it is in pinned memory of the host the copy is issued, and runs in the
-    current stream before all that is issued there later; PyTorch keeps ``x`` until then."""
+    """``x`` on the device. From pinned host memory the copy is only issued, and runs in the current stream
+    before anything issued there later; PyTorch keeps ``x`` until then."""
     return x.to(device, non_blocking=True)
 
 
 def host_buffer(x: Tensor) -> Tensor:
-    """Memory of the host for the values of ``x``, pinned where that is on an accelerator: into it a copy is
-    issued (``issue_copy``)."""
+    """Host memory into which the values of ``x`` can be copied (``issue_copy``), pinned if ``x`` is on an
+    accelerator."""
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=is_accelerator(x.device))
 
 

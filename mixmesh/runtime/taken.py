@@ -61,7 +61,7 @@ class Taken:
             shown = _parameter(_shared(whole, stored, comm, is_owned=bool(stage)))
             mine = nn.Parameter(plain(shown).detach(), requires_grad=whole.requires_grad)
         else:
-            # a rank that does not use it holds no rows of it, and no elements
+            # a rank that does not use it holds none of its rows, and no elements
             held = replace(stored, held=used_as) if comm.rank in used_as.ranks else stored
             piece = held.piece(whole, comm.rank, comm.device)
             mine = nn.Parameter(piece, requires_grad=whole.requires_grad)
@@ -82,8 +82,8 @@ class Taken:
     def _again(
         self, name: str, shown: nn.Parameter, before: Before, stored: Stored, used_as: Layout, stage: int
     ) -> nn.Parameter:
-        """Puts a parameter that is shown already on its new piece. Returns what the program runs on: new, as
-        hooks that sum gradients are on the one before."""
+        """Moves a shown parameter to its new piece. Returns the tensor on which the program runs, a new one
+        because the old one has the hooks that sum gradients."""
         rank = self.comm.rank
         if stage and rank in used_as.ranks:
             working = nn.Parameter(before.used.detach(), requires_grad=before.used.requires_grad)
@@ -176,7 +176,7 @@ def _shared(whole: TakenOver, stored: Stored, comm: Comm, *, is_owned: bool) -> 
 
 
 def owners_of(program: Program, model: nn.Module) -> dict[Tensor, tuple[Layout, int]]:
-    """For each parameter with shard owners: the layout in which it is used, and the ZeRO stage."""
+    """For each parameter with shard owners, the layout in which it is used, and the ZeRO stage."""
     params = dict(model.named_parameters(remove_duplicate=False))
     return {
         params[i.args[0]]: (Layout(REPLICATE, program.participants(i.type)), stage_of(i))

@@ -1,4 +1,4 @@
-"""A plain training loop over a plan, with what it measured."""
+"""A plain training loop under a plan, with its measurements."""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ Span = Callable[[str], AbstractContextManager]
 
 
 class Trained(NamedTuple):
-    """The parts of a training that its steps change. ``scheduler`` and ``scaler`` are None where there is
-    none."""
+    """The parts of a training that its steps change. ``scheduler`` and ``scaler`` may be None."""
 
     model: ParallelModel
     optimizer: torch.optim.Optimizer
@@ -54,13 +53,13 @@ class Trained(NamedTuple):
 
 
 class Keeper(Protocol):
-    """Keeps the state of a training, so that another start goes on with it. All calls are collective."""
+    """Keeps the state of a training, so that another start can continue it. All calls are collective."""
 
     def begin(self, trained: Trained, job: Any) -> tuple[Feed, int]:
         """This rank's batches, and how many steps were made before this start."""
 
     def after_step(self, num_steps: int) -> bool:
-        """Called when ``num_steps`` were made in all: whether the training is to stop."""
+        """Called after ``num_steps`` steps in all; returns whether the training is to stop."""
 
     def save_now(self, num_steps: int) -> bool:
         """Keeps the state after ``num_steps`` steps: whether that could be done."""
@@ -81,7 +80,7 @@ class Balancer(Protocol):
         stop here, to continue under another plan from its kept state."""
 
     def stay(self) -> None:
-        """Called where it cannot stop, as its state could not be kept."""
+        """Called if it cannot stop, because its state could not be kept."""
 
     def end(self) -> None:
         """Called after the last step."""
@@ -204,7 +203,7 @@ def own_batches(
 
 
 def owned(batch: Any) -> Any:
-    """The batch with copies of what are pieces of larger tensors."""
+    """The batch with copies of tensors that are pieces of larger ones."""
 
     def copied(t: Any) -> Any:
         part = isinstance(t, torch.Tensor) and t.untyped_storage().nbytes() > t.nbytes
@@ -304,7 +303,7 @@ def train(
         check_model=check_model,
         compile=compile,
     )
-    assert optimizer is not None  # parallelize returns the one that it is given
+    assert optimizer is not None  # parallelize returns the given one
     parallel.check_planned(job.batch)
     comm = parallel.comm
     scheduler, step_scheduler = scheduler_of(job, optimizer)
@@ -431,7 +430,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type != "cpu":
         return peak_held_bytes(device)
     try:
-        # Linux counts into ru_maxrss what the process held that started this one, before exec
+        # on Linux ru_maxrss also counts the memory of the parent process before exec
         status = Path("/proc/self/status").read_text()
         return int(status.partition("VmHWM:")[2].split()[0]) * 1024
     except (OSError, IndexError):

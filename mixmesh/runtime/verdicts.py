@@ -1,4 +1,4 @@
-"""Conclusions from the states of all ranks that need nothing but these states: other calls, late ranks."""
+"""Conclusions that follow from the states of all ranks alone: different calls, late ranks."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ class Watch:
             self.end()
 
     def begin(self, kind: str) -> None:
-        """Raises what the watch has found since the last call."""
+        """Begins a call. Raises what the watch has found since the last one."""
         self.raise_verdict()
         self.number += 1
         self._calls[self.number], self._lines[self.number] = kind, line_of_script()
@@ -207,8 +207,8 @@ class Watch:
         atexit.unregister(self.close)
 
     def _wait_until_heard(self) -> None:
-        """Keeps the store, which ends with this process, until all others know why it does: they have ended
-        or come to a verdict of their own. Without it they would only find that nobody answers."""
+        """Keeps the store, which ends with this process, until all others know the reason: they have ended or
+        reached a verdict of their own. Without the store they would only notice that nobody answers."""
         deadline = time.monotonic() + HEARD_S
         while time.monotonic() < deadline and not self._peers.store_is_lost:
             self._peers.read()
@@ -252,7 +252,7 @@ class Watch:
 
     @staticmethod
     def _end_process(verdict: CollectiveError) -> None:
-        """The last resort, where the process has not ended by itself. Takes no lock that another thread may
+        """The last resort if the process has not ended by itself. Takes no lock that another thread may
         hold."""
         os.write(STDERR, f"{type(verdict).__name__}: {verdict}\n".encode())
         os._exit(verdict.exit_status)
@@ -306,7 +306,7 @@ class Watch:
 
     def _judge_stuck(self, states: dict[int, Seen], waiting: Waiting) -> None:
         """Looks for the reason why this rank waits for long, or why its collective has failed."""
-        # where a connection has failed, a rank of another machine that misses some beats is the lost one
+        # if a connection has failed, a rank of another machine that misses some beats is the lost one
         silent_s = min(self.heartbeat_s, MISSED_S) if self._asked else self.heartbeat_s
         for rank in states:
             if how := self._peers.why_lost(rank, silent_s):
@@ -383,9 +383,9 @@ def running_watch() -> Watch | None:
 
 
 def watch_of_process(heartbeat_s: float, timeout_s: float) -> Watch | None:
-    """The watch of this process's default group, begun at the first call; None for a single process, and
-    where the store of the group has one connection only. Collective at the first call: raises CollectiveError
-    if ranks do not come within ``timeout_s``."""
+    """The watch of this process's default group, begun at the first call; None for a single process, and if
+    the store of the group has only one connection. Collective at the first call: raises CollectiveError if
+    ranks do not come within ``timeout_s``."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     group = dist.group.WORLD

@@ -35,10 +35,10 @@ class Receiver(Protocol):
         """One of a use that is no longer expected: the parameter's is complete if no other use is."""
 
     def postponed(self, p: Tensor, make: Callable[[], Tensor]) -> None:
-        """One that is to be made after the rest of the backward pass."""
+        """Takes a gradient to be made after the rest of the backward pass."""
 
     def waiting(self, collective: str, p: Tensor, make: Callable[[], Tensor]) -> None:
-        """One that is to be made when the gradient of that redistribution is on its way."""
+        """Takes a gradient to be made when that redistribution's gradient is on its way."""
 
     def sent(self, collective: str) -> None:
         """The gradient of that redistribution is on its way."""
@@ -65,7 +65,7 @@ class AtOnce:
 
 @dataclass(frozen=True)
 class Linear:
-    """The gradients of ``linear``, of which x has any number of dims."""
+    """The gradients of ``linear``; x may have any number of dims."""
 
     def of_input(self, gy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         return gy @ weight

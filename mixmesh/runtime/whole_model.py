@@ -27,7 +27,7 @@ from .shards import Stored
 # by name of a parameter, whether it wants a gradient: in the original, and in the parallel model
 Learning = dict[str, tuple[bool, bool]]
 
-WITHOUT_LOSS = "_without_loss"  # where a model that was wrapped with a loss keeps the one it was made of
+WITHOUT_LOSS = "_without_loss"  # the attribute in which a model wrapped with a loss keeps the bare one
 IS_LENT = "_is_lent"  # set in such a model while it runs without its loss
 
 
@@ -86,7 +86,7 @@ class _WholeParts(AbstractContextManager):
         self._lent = ExitStack()
 
     def __enter__(self) -> nn.Module:
-        with ExitStack() as stack:  # where one cannot be lent, those before it are taken back
+        with ExitStack() as stack:  # if one cannot be lent, those before it are taken back
             modules = [stack.enter_context(whole(child)) for child in self._before]
             self._lent = stack.pop_all()
         self._place(modules)
@@ -165,7 +165,7 @@ class Loan:
 
 @torch.no_grad()
 def mark(x: Tensor) -> tuple:
-    """A mark that changes when a tensor does, on every rank alike: a piece may be nobody's here."""
+    """A mark that changes on every rank when a tensor changes on any: some ranks may hold no piece of it."""
     wide = x.detach().to(torch.complex128 if x.is_complex() else torch.float64)
     return x._version, str(wide.sum().item()), str(wide.abs().square().sum().item())
 

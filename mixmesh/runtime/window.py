@@ -28,7 +28,7 @@ class Window:
         return t.value.shape[t.shard.dim] // self.samples.batch_size * self.size
 
     def start(self, t: TensorType) -> int:
-        """The first of them in the whole tensor."""
+        """The position of the first of them in the whole tensor."""
         return t.value.shape[t.shard.dim] // self.samples.batch_size * self.place.first_sample
 
 

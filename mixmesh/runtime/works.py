@@ -72,7 +72,7 @@ class StagedWork:
 
 
 class Posted:
-    """Receives and sends that a thread of their own posts, and that are known then."""
+    """Receives and sends posted by a separate thread, known once it has posted them."""
 
     def __init__(self, post: Callable[[], Sequence[dist.Work]]) -> None:
         self._post: Callable[[], Sequence[dist.Work]] | None = post
@@ -100,8 +100,8 @@ class Posted:
 
 
 class PairwiseWork:
-    """Receives and sends under way. A caller of ``wait`` waits itself. gloo tells only a thread that waits
-    that something has come, so ``is_completed`` and futures have a thread wait from then on."""
+    """Receives and sends under way. ``wait`` waits in the calling thread. gloo reports arrivals only to a
+    waiting thread, so ``is_completed`` and futures start a thread that waits."""
 
     def __init__(self, posted: Posted) -> None:
         self._posted: Posted | None = posted  # collectives that nothing has waited for yet

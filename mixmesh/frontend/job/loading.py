@@ -1,6 +1,6 @@
 """Loads a job: imports the user's file and calls a function in it.
 
-A job has the name ``path/to/file.py:function``; the default function is ``job``. It takes no arguments and
+A job is named ``path/to/file.py:function``; the default function is ``job``. It takes no arguments and
 returns a ``Job``. ``workload:NAME:SAMPLES`` is one of the package's own (``workloads``).
 """
 

@@ -102,7 +102,7 @@ def exact_batch_norms(graph: Graph) -> Graph:
 
 
 def local_batch_norms(graph: Graph) -> Graph:
-    """Has batch norms take each rank's own statistics."""
+    """Makes batch norms use each rank's own statistics."""
     return rewrite(graph, NORM_RULES[LOCAL])
 
 
@@ -163,7 +163,7 @@ def trace(
     graph = convert(captured, model, graph_name(model))
     may_be_outside = loss in (LossSource.MAYBE_CALLER, LossSource.CALLER)
     if loss is LossSource.MAYBE_CALLER and captured.returned.names and not depends_on_batch(graph):
-        # a scalar among the outputs that is no loss, such as a scale
+        # that scalar was an output other than a loss, such as a scale
         captured = capture(model, batch, KNOWN, replace(request, loss=LossSource.CALLER))
         graph = convert(captured, model, graph_name(model))
     for step in passes:

@@ -47,7 +47,7 @@ def functions_of(module: nn.Module) -> Iterator[tuple[FunctionType, type | None]
 
 
 def plain_functions(function: Any) -> Iterator[tuple[FunctionType, type | None]]:
-    """Yields the function within what can be called, with the class whose methods it calls."""
+    """Yields the function within a callable, with the class whose methods it calls."""
     if isinstance(function, partial):
         yield from plain_functions(function.func)
     elif isinstance(function, MethodType):
@@ -61,7 +61,7 @@ def plain_functions(function: Any) -> Iterator[tuple[FunctionType, type | None]]
 
 
 def all_called(first: Iterable[tuple[FunctionType, type | None]]) -> list[FunctionType]:
-    """These functions, of the script's own code, and those that they may call by a name."""
+    """These functions, so far as they are the script's own code, and those that they may call by name."""
     waiting, called = list(first), dict[int, FunctionType]()
     while waiting and len(called) < MOST_FUNCTIONS:
         function, owner = waiting.pop()

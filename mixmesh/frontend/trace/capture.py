@@ -60,7 +60,7 @@ class LossSource(Enum):
 
 @dataclass(frozen=True)
 class Request:
-    """The parts of a call to trace: its ``outputs`` beside the loss, its context, its loss's origin."""
+    """The parts of a call to trace: its further ``outputs``, its context, its loss's origin."""
 
     outputs: Collection[str | int] = ()
     autocast: Autocast | None = None
@@ -203,7 +203,8 @@ class LossAndOutputs(nn.Module):
         return instead, *(named[name] for name in chosen)
 
     def _all_outputs(self, output: Any, where: str) -> tuple[torch.Tensor, ...]:
-        """All tensors that the caller may compute a loss from, after a number that depends on all of them."""
+        """All tensors from which the caller may compute a loss, preceded by a number that depends on all of
+        them."""
         named = dict(named_tensors(output))
         floating = [x.sum() * 0 for x in named.values() if x.is_floating_point()]
         instead = check_loss(sum(floating[1:], floating[0]) if floating else None, output, where)

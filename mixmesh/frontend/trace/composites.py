@@ -1,4 +1,4 @@
-"""Decomposes composite operators that have no rule of their own."""
+"""Decomposes composite operators without a rule."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def _keys_in(code: CodeType, name: str) -> Keys:
 
 
 def is_container(value: Any) -> bool:
-    """Whether numbers within a value are looked for."""
+    """Whether to look for numbers within a value."""
     return isinstance(value, dict | SimpleNamespace) or type(value) in (list, tuple) or is_plain_object(value)
 
 
@@ -114,8 +114,8 @@ def is_plain_object(value: Any) -> bool:
 def numbers_in(
     path: str, find: Find, value: Any, keys: Keys, depth: int = DEPTH
 ) -> Iterator[tuple[str, Find, Any]]:
-    """Yields the path, what finds it, and the value of each number or word in a dict or a list, and of each
-    object in them, the object itself. A list of numbers counts as one value."""
+    """Yields the path, a function to find it, and the value of each number or word in a dict or a list, and
+    each object in them as such. A list of numbers counts as one value."""
     if type(value) in SIMPLE or is_plain_object(value):
         yield path, find, value
     elif not depth or not is_container(value):
@@ -141,7 +141,7 @@ class ObjectWatch:
     def __init__(self, note: Note) -> None:
         self._note = note
         self._places: dict[int, tuple[str, Find, Any]] = {}  # by id, the object so that it stays the only one
-        self._patched: dict[Any, Any] = {}  # by class, a method of its own that was there before
+        self._patched: dict[Any, Any] = {}  # by class, its own method before it was patched
         self._is_noting = False
 
     def show(self, path: str, find: Find, value: Any) -> None:
@@ -183,7 +183,7 @@ class ObjectWatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """At its end classes are as they were."""
+        """A context after which patched classes are restored."""
         try:
             yield
         finally:

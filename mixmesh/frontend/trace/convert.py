@@ -90,7 +90,7 @@ class _Converter:
         return Graph(name, tuple(self.nodes), loss)
 
     def leaf(self, node: fx.Node, spec: InputSpec) -> None:
-        target = spec.target or ""  # the name of what is no input of the user's
+        target = spec.target or ""  # the name of a leaf other than a user input
         kwargs: tuple[tuple[str, Arg], ...] = ()
         match spec.kind:
             case InputKind.PARAMETER | InputKind.BUFFER:

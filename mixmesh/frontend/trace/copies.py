@@ -31,7 +31,7 @@ def stand_for(copy: nn.Module, original: nn.Module) -> None:
 
 
 def original_of(module: nn.Module) -> nn.Module:
-    """The module that a copy stands for; any other one itself."""
+    """The module that a copy stands for; any other module itself."""
     link = _LINKS.get(id(module))
     original = None if link is None else link.original()
     return module if original is None else original

@@ -12,7 +12,7 @@ HALF = frozenset({"bf16", "f16", "f8e4m3", "f8e5m2"})
 
 
 def pointwise_loss(b: Builder, node: Node) -> tuple[Ref] | None:
-    """Rewrites a mean or sum to the loss of every element, and the mean or sum of these."""
+    """Rewrites a reduced loss to the loss of every element, followed by the mean or sum."""
     reduction = bound(node)["reduction"]
     if reduction == NONE:
         return None
@@ -103,7 +103,7 @@ def ctc(b: Builder, node: Node) -> tuple[Ref] | None:
 
 
 def _in_f32(b: Builder, x: Ref, weight: Ref | None) -> tuple[Ref, Ref | None, str]:
-    """Casts half types to f32: a sum over the batch may overflow them where the mean does not."""
+    """Casts half types to f32: a sum over the batch may overflow them although the mean does not."""
     dtype = b.type(x).dtype
     if dtype not in HALF:
         return x, weight, dtype

@@ -9,7 +9,7 @@ from ...lang.ir import Graph
 # the kinds of a region's values: ids and positions of choices, and values that follow from these
 IDS, PERMUTATION, TOKEN, COUNTS, ENDS, INVERSE = "ids", "permutation", "token", "counts", "ends", "inverse"
 POSITIONS = frozenset({IDS, PERMUTATION, TOKEN, COUNTS, ENDS, INVERSE})
-# rows of choices in sorted order, in their own order, and the latter as [tokens, choices, ...]
+# rows of choices in sorted order, in their own order, and in their own order as [tokens, choices, ...]
 SORTED, ROWS, BY_TOKEN = "sorted", "rows", "by token"
 
 

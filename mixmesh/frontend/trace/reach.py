@@ -20,7 +20,8 @@ Reached = dict[str, Any]  # by the expression that leads there
 
 
 def reach(function: Any, hook: Any, module: nn.Module) -> Reached:
-    """Collects all that a hook on ``module`` can write to. ``function`` is the one that the hook runs."""
+    """Collects everything to which a hook on ``module`` can write. ``function`` is the one that the hook
+    runs."""
     reached: Reached = {}
     for name, root in _roots(function, hook):
         _visit(name, root, DEPTH, reached)

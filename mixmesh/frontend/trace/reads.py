@@ -41,7 +41,7 @@ _OF_EVERY_MODULE = frozenset(
 )
 _TABLES = frozenset({"__dict__", *vars(nn.Module())})
 _OF_EXPORT = ("_tensor_constant", "_param_constant")  # the names by which it keeps constants itself
-Key = tuple[int, str]  # id of what holds a value, and its name there
+Key = tuple[int, str]  # id of the holder of a value, and the value's name there
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Constant:
-    """A tensor that a program holds a copy of. ``find`` gives what stands in its place now."""
+    """A tensor of which a program holds a copy. ``find`` gives the current one in its place."""
 
     path: str
     find: Find
@@ -149,7 +149,7 @@ class _Pass:
         self.places: dict[int, tuple[str, Find]] = {}  # by the id of a tensor that may be read
 
     def _place(self, module: nn.Module, attributes: Mapping[str, Any]) -> tuple[str, nn.Module | None]:
-        """The path of a module, and the script's own; no module where it is not the model's."""
+        """The path of a module, and the script's own module; None for one outside of the model."""
         if id(attributes) in self._modules:
             return self._modules[id(attributes)]
         original = original_of(module)
@@ -211,7 +211,7 @@ class _Pass:
                     self._around(function, key, find, around[name], is_sure=is_sure)
 
     def holder_of(self, method: Any) -> None:
-        """Watches the object whose method is called, where that is no module."""
+        """Watches the object whose method is called, unless it is a module."""
         holder = getattr(method, "__self__", None)
         if is_plain_object(holder):
             self.objects.show(type(holder).__name__, lambda: holder, holder)

@@ -26,8 +26,9 @@ AUTOCAST = "wrap_with_autocast"
 
 
 def no_grad_within_autocast() -> AbstractContextManager[None]:
-    """Within it, export keeps a ``no_grad`` block in an ``autocast`` block. PyTorch recognises a ``no_grad``
-    block by its first node, but there it is the ``autocast``: without this, gradients would flow through."""
+    """A context in which export keeps a ``no_grad`` block inside an ``autocast`` block. PyTorch recognises a
+    ``no_grad`` block by its first node, which there is the ``autocast``: without this, gradients would flow
+    through."""
 
     def is_block(node: fx.Node, omit_if_same_with_ambient: bool = False) -> bool:
         if node.op != "call_module" or node.graph.owning_module is None:

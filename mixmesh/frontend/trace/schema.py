@@ -99,7 +99,8 @@ def changed(node: Node, **changes: Arg) -> tuple[tuple[Arg, ...], dict[str, Arg]
 
 
 def normalise(node: Node) -> Node:
-    """Passes arguments by position where the schema allows it, and drops defaults at the end and by name."""
+    """Passes arguments by position where the schema allows it, and drops defaults, both trailing and by
+    name."""
     if "." not in node.op:
         return node
     schema = overload(node.op)._schema.arguments

@@ -28,7 +28,7 @@ def meta_on_device(model: nn.Module, tensors: Sequence[Tensor]) -> Iterator[tupl
         yield tuple(tensors)
         return
     device = next((x.device for x in every if not x.is_meta), torch.device("cpu"))
-    # as export makes its own; one for each export, as it counts the sizes that depend on values
+    # like export's own; a new one for each export, as it numbers the sizes that depend on values
     shapes = ShapeEnv(tracked_fakes=[], prefer_deferred_runtime_asserts_over_guards=False, trace_asserts=True)
     mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True, export=True)
 

@@ -133,7 +133,7 @@ class Agreement:
 
 
 def _check_modes(marks: Sequence[int]) -> None:
-    """Raises InputError where the modules of some ranks train, and evaluate on others. ``marks``: by rank."""
+    """Raises InputError if modules train on some ranks and evaluate on others. ``marks`` are by rank."""
     by_mark: dict[int, list[int]] = {}
     for rank, mark in enumerate(marks):
         if mark != ABSENT:
@@ -149,7 +149,7 @@ def _check_modes(marks: Sequence[int]) -> None:
 
 
 def _check_wanted(name: str, wants: Sequence[bool]) -> None:
-    """Raises InputError where some ranks want the gradient of an input, and others do not."""
+    """Raises InputError if only some ranks want the gradient of an input."""
     if len(set(wants)) > 1:
         raise InputError(
             f"only some ranks want the gradient of {name}",
@@ -205,9 +205,9 @@ def check_kinds(
 def resolve(
     program: Program, told: Told, choices: Sequence[set[tuple[int, ...]]], *, are_same: bool
 ) -> Shapes:
-    """The shapes of the whole batch, of the ``choices`` that each input leaves. Where the rows of all ranks
-    may be a batch, and each rank's too, it is the latter if the ranks have the same (``are_same``). Raises
-    InputError."""
+    """The shapes of the whole batch, from the ``choices`` for each input. If the ranks' rows could be parts
+    of a batch or each a whole batch, they are whole batches if the ranks have the same values (``are_same``).
+    Raises InputError."""
     agreed: list[tuple[int, ...] | None] = []
     for i, rows, options in zip(program_inputs(program), told, choices):
         if all(rows[r] is None for r in program.participants(i.type)):

@@ -28,7 +28,7 @@ from ...lang.ir import (
 from ...lang.rules import RULES, shard_units
 from ..model_check import digest
 
-DROPOUT = "aten.native_dropout"  # absent where a module evaluates; the executor lets it pass there
+DROPOUT = "aten.native_dropout"  # absent if a module evaluates; the executor then skips it
 
 
 class CannotCarry(PlanError):

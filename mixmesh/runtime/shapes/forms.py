@@ -76,7 +76,7 @@ class Form:
 
     @property
     def is_traced(self) -> bool:
-        """Whether it was made for the modes in which it runs; the planned one may evaluate."""
+        """Whether it was traced for its own modes; the planned program may also serve to evaluate."""
         return self.key != PLANNED and self.key[0] != PLANNED
 
     @classmethod
@@ -135,8 +135,8 @@ class Forms:
         modes: Modes,
         wanted: Wanted = (),
     ) -> Form:
-        """The program for a call of the model whose modules are in these ``modes``, with the gradients of
-        inputs that are ``wanted``. Collective; raises on all ranks alike: InputError, Infeasible, TraceError,
+        """The program for a call of the model with its modules in these ``modes`` and with ``wanted``
+        gradients of inputs. Collective; raises on all ranks alike: InputError, Infeasible, TraceError,
         PlanError."""
         if dist.get_backend() == PRETENDED_BACKEND:
             return self.planned  # a rehearsal: the others say nothing
@@ -187,7 +187,7 @@ class Forms:
         return replace(form, key=(form.key, wanted), program=program)
 
     def drop_gone(self, compiled: dict[tuple, Any]) -> None:
-        """Drops what was compiled, by key of its form and more, of programs that are kept no longer."""
+        """Drops compiled code, by a key that begins with its form's, for programs that are no longer kept."""
         for key in [key for key in compiled if key[0] != PLANNED and key[0] not in self.kept]:
             del compiled[key]
 

@@ -37,8 +37,8 @@ def prepare_for(
 
 
 def check_scaled(model: ParallelModel, scaler: Any, float16: str) -> None:
-    """Raises InputError where devices compute bf16 in float16, and no ``scaler`` scales the loss; ``float16``
-    is what a script writes to have one."""
+    """Raises InputError if devices compute bf16 in float16 and no ``scaler`` scales the loss; ``float16`` is
+    what to write in a script to get one."""
     if text := unscaled_text(model.program, scaler):
         raise InputError(
             text,

@@ -13,13 +13,13 @@ from types import FrameType
 SIZES = frozenset({"size", "__len__", "numel"})
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.Module
 _SUMMED = ast.Add, ast.Sub
-# a call of these is a number again
+# calls that turn a number into a number
 _OF_NUMBERS = frozenset({"float", "int", "max", "min", "round"})
 
 
 def counts_samples(frame: FrameType) -> bool:
-    """Whether the number that ``frame`` reads just now is added to a sum, or weighs a loss. False where there
-    is no source."""
+    """Whether the number that ``frame`` is reading is added to a sum, or weighs a loss. False without source
+    code."""
     tree = _parsed(frame.f_code.co_filename)
     place = _place(frame)
     if tree is None or place is None:
@@ -69,8 +69,8 @@ def _place(frame: FrameType) -> tuple[int, int, int, int] | None:
 
 
 def _counts(node: ast.AST, tree: _Tree, *, follows: bool) -> bool:
-    """Whether a number goes into a sum, or weighs a loss; where it gets a name first, whether that does, if
-    it ``follows`` names."""
+    """Whether a number goes into a sum, or weighs a loss. If it is first given a name, the uses of the name
+    are examined if ``follows`` is set."""
     parent = tree.parents[node]
     while _is_number_still(parent):
         if isinstance(parent, ast.BinOp) and _is_of_loss(

@@ -31,7 +31,7 @@ class RowDraws:
 
     @classmethod
     def of(cls, numbers: Numbers, epoch: int, rank: int) -> RowDraws:
-        """``numbers`` are those that the epoch's order is drawn from."""
+        """The draws of this rank in an epoch; ``numbers`` are those from which the epoch's order is drawn."""
         process = "" if numbers.of_process is None else fingerprint(numbers.of_process)
         generators = repr({place: state.tolist() for place, state in numbers.generators.items()})
         return cls(hashlib.blake2b(f"{process} {generators} {epoch}".encode()).hexdigest(), rank)

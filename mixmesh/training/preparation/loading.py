@@ -58,7 +58,7 @@ def example_batch(loader: Iterable) -> Any:
     the loader's own state for choosing samples are as before."""
     with same_random_numbers(generators_in(loader)):
         if has_indices(loader) and loader.batch_size is not None:
-            # no sampler is asked: one with a generator of its own would go on from there
+            # does not use the sampler, whose own generator would advance
             batch = load(loader, list(range(min(loader.batch_size, length(loader.dataset)))))
         elif has_indices(loader):
             indices = next(iter(untouched(sampler_of(loader))), None)
@@ -146,7 +146,7 @@ def depends_on_others(loader: DataLoader) -> bool:
             return True
         alone = [load([i]) for i in indices]
         return any(x.shape[1:] != y.shape[1:] for row in alone for x, y in zip(whole, row, strict=True))
-    except Exception:  # a collate function's own, of any kind: it has never seen such a batch
+    except Exception:  # any error of a collate function that has never seen such a batch
         return True
 
 
@@ -215,7 +215,7 @@ def resumable(loader: Iterable) -> Iterable:
 
 
 def loader_of_rows(loader: DataLoader, rows: Callable[[int], tuple[int, int]]) -> DataLoader:
-    """A loader like ``loader`` of those rows of every batch of the first rank. Collective."""
+    """A loader like ``loader`` for these ``rows`` of every batch of the first rank. Collective."""
     batches = OwnBatches(loader, rows)
     options = {name: getattr(loader, name) for name in KEPT_OPTIONS} | workers_like(loader)
     own = DataLoader(loader.dataset, batch_sampler=batches, **options)
@@ -224,8 +224,8 @@ def loader_of_rows(loader: DataLoader, rows: Callable[[int], tuple[int, int]]) -
 
 
 def check_same_workers(loader: Iterable) -> None:
-    """Raises InputError where a data set without indices is loaded by other numbers of workers on other
-    ranks: they decide the order of its samples and their random numbers. Collective."""
+    """Raises InputError if the numbers of workers for a data set without indices differ between ranks: they
+    decide the order of its samples and their random numbers. Collective."""
     counts = everyones(loader.num_workers if isinstance(loader, DataLoader) else 0)
     if len(set(counts)) > 1:
         raise InputError(

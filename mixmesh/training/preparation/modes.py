@@ -1,4 +1,4 @@
-"""The modes that a model is planned in: those that its training steps will have."""
+"""Plans a model in the modes that its training steps will have."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def with_loss(model: nn.Module, loss: Callable[..., Any], outputs: Collection[st
     names = input_names(model)
     takes_more = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
     needed = needed_names(model)
-    targets_named = needed_names(loss)[1:]  # beside the outputs
+    targets_named = needed_names(loss)[1:]  # without the model's outputs
     needed_targets = len(targets_named)
     held = _name_for(loss, model)
     patched = vars(model).get("forward")
@@ -130,8 +130,8 @@ def _beside(loss: Any, made: Any) -> Output:
 
 
 def needed_names(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of arguments by place that a function, or a module's forward pass, cannot do without; none
-    where that is not known."""
+    """The names of the positional arguments that a function, or a module's forward pass, requires; none if
+    unknown."""
     called = function.forward if isinstance(function, nn.Module) else function
     try:
         parameters = inspect.signature(called).parameters.values()

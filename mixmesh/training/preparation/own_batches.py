@@ -58,15 +58,15 @@ class Iteration:
         state: Progress | None,
     ) -> None:
         self.loader, self.rows, self.ahead, self.state = loader, rows, ahead, state
-        self.received: deque[list[int]] = deque()  # and not yet given
-        self.given: deque[Given] = deque()  # and not yet counted
+        self.received: deque[list[int]] = deque()  # received, not yet given
+        self.given: deque[Given] = deque()  # given, not yet counted
         self.num_received = self.num_counted = 0
         self.numbers: Numbers | None = None
         self.last_numbers: Numbers | None = None
         self.order: Iterator[list[int]] | None = None  # the first rank has one
 
     def receive_ahead(self) -> None:
-        """Receives what any rank needs until the next batch was counted. Collective."""
+        """Receives all batches that any rank needs until the next batch is counted. Collective."""
         if self.numbers is None:
             state = self.state
             self.numbers = from_first_rank(lambda: state.numbers if state else Numbers.of(self.loader))
@@ -156,5 +156,5 @@ class OwnBatches:
 
 
 def indices_text(indices: Iterable[Any]) -> str:
-    """All indices of a batch, also where they are in an array, whose own text may leave some out."""
+    """All indices of a batch, even from an array, whose own text may leave some out."""
     return repr([*indices])

@@ -73,7 +73,7 @@ class LoopWatch(Protocol):
     """A watch on the loop that asks a loader for batches. All its calls are made between two batches."""
 
     def before_batch(self) -> None:
-        """Called before a batch is asked for, on all ranks alike."""
+        """Called before a batch is requested, on all ranks alike."""
 
     def on_batch(self) -> None:
         """Called when it is there."""
@@ -103,13 +103,13 @@ class OwnLoader:
         self._cut_by: Followed[Plan | Program] | None = None
         if is_whole and plan is not None:
             self._cut_by = Followed(plan)
-        # ranks load other rows, and whatever these draw
+        # ranks load different rows, which may draw random numbers
         self._draws_apart = draws_apart and not getattr(own, "num_workers", 0) and dist.get_world_size() > 1
         self.draws = DrawWatch()
         self._rows: RowWatch | None = None
         self.watch: LoopWatch | None = None
         self.num_old = 0  # batches that will still be given by the plan before the last one
-        self.is_single = True  # no two iterations have gone on beside each other
+        self.is_single = True  # no two iterations have run at the same time
         self._open: WeakSet[Counted] = WeakSet()  # iterations that have not ended
         self._is_compared = is_compared  # whether batches are compared between ranks
         sampler = getattr(own, "batch_sampler", None)
@@ -141,7 +141,7 @@ class OwnLoader:
         return self._told(self.draws.watching(iter(watched)))
 
     def watch_rows(self, runtime: Runtime) -> None:
-        """Notices from now on what the loop does to batches before the model is called with them."""
+        """Starts to notice what the loop does to batches before it calls the model with them."""
         assert self._plan is not None  # there is one where a model is called
         rows = self._rows = RowWatch(self._plan, dist.get_rank())
 
@@ -347,7 +347,7 @@ class OwnIterator(OwnLoader):
     no state to resume from."""
 
     def __init__(self, loader: Iterator, plan: Plan) -> None:
-        own = Counted(loader, lambda batch: batch, lambda: None)  # its ``iter`` is not that of the loader
+        own = Counted(loader, lambda batch: batch, lambda: None)  # does not pass ``iter`` on to the loader
         super().__init__(loader, own, plan, is_whole=True)
         self._batches, self._has_given = super().__iter__(), False
 
@@ -371,7 +371,7 @@ class OwnIterator(OwnLoader):
 
 
 def not_resumable() -> InputError:
-    """The error for an iterator that another start is to go on with."""
+    """The error for an iterator that another start is to resume."""
     return InputError(
         "an iterator of batches cannot be gone on with in another start",
         expected="a loader that begins anew in every epoch",

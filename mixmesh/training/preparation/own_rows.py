@@ -41,11 +41,11 @@ HINTS = (
 )
 # they choose rows by their places, or put them elsewhere, along the dim that they are given
 ALONG_A_DIM = frozenset("roll flip sort argsort gather take_along_dim narrow select index_select".split())
-# the same, if what they give has other rows
+# the same, if their results have other rows
 IN_PARTS = frozenset(
     "cat concat concatenate stack vstack row_stack split chunk tensor_split unbind repeat tile".split()
 )
-# they join rows, if the dim that they are given is that of the rows
+# they join rows, if their dim is that of the rows
 JOINING_A_DIM = frozenset("cumsum cumprod logcumsumexp cummax cummin softmax log_softmax normalize".split())
 # the same rows in another form
 FORMS = frozenset(
@@ -146,7 +146,7 @@ def plain(x: Any) -> Any:
 
 
 def _rows_of(name: str, source: OwnRows, made: OwnRows) -> int:
-    """How many rows of ``made`` are samples, or k of them each sample."""
+    """The number of rows of ``made`` that are samples, or k times as many."""
     length = len(plain(made)) if plain(made).ndim else 0
     return length if name in FORMS and source.rows and length % source.rows == 0 else source.rows
 
@@ -169,8 +169,8 @@ def _picks(name: str, source: OwnRows, made: OwnRows, args: tuple, kwargs: Mappi
 
 
 def _is_along_rows(num_dims: int, args: tuple, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a dim that a function is given is the first. Where it is given by place it is the first number,
-    or the last one of ``roll``."""
+    """Whether a function is called along the first dim. A positional dim is the first number among its
+    arguments, or the last one for ``roll``."""
     told = kwargs.get("dim", kwargs.get("dims"))
     if told is None:
         numbers = [x for x in args[1:] if isinstance(x, int | tuple | list) and not isinstance(x, bool)]

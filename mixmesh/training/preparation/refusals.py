@@ -16,7 +16,7 @@ from .lengths import length
 
 
 def check_unwrapped(model: nn.Module) -> None:
-    """Raises InputError for a model within what would deal its batches out again."""
+    """Raises InputError for a model inside a wrapper that would divide its batches again."""
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise InputError(
             f"{type(model).__name__} is around the model that is to be prepared",

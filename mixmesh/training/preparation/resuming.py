@@ -21,7 +21,7 @@ from ...errors import InputError
 
 T = TypeVar("T")
 END = object()
-LOOK = 1  # batches: an iteration that is left after so many was a look at the data, and no epoch
+LOOK = 1  # batches: an iteration left after this many was a look at the data, not an epoch
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class Numbers:
 
     @classmethod
     def of(cls, loader: Any, *, with_process: bool = True) -> Numbers:
-        """The numbers as they are now."""
+        """The current numbers."""
         generators = {place: g.get_state() for place, g in generators_of(loader).items()}
         return cls(numbers_of_process() if with_process else None, generators)
 
     def restore(self, loader: Any) -> None:
-        """Sets everything to what it was."""
+        """Restores all of these numbers."""
         if self.of_process is not None:
             set_numbers_of_process(self.of_process)
         for place, generator in generators_of(loader).items():
@@ -73,7 +73,7 @@ def numbers_of_process() -> dict[str, Any]:
 
 
 def set_numbers_of_process(states: dict[str, Any]) -> None:
-    """Sets what ``numbers_of_process`` gave."""
+    """Restores the result of ``numbers_of_process``."""
     torch.set_rng_state(states["torch"])
     version, keys, gauss = states["python"]
     random.setstate((version, tuple(keys), gauss))
@@ -82,7 +82,7 @@ def set_numbers_of_process(states: dict[str, Any]) -> None:
 
 
 def fingerprint(states: dict[str, Any]) -> str:
-    """A text that is another one where any number was drawn."""
+    """A text that changes when any number is drawn."""
     return repr((states["torch"].tolist(), states["python"], states["numpy"][1].tolist(), states["numpy"][2]))
 
 

@@ -143,8 +143,8 @@ def parallel_models(module: nn.Module) -> list[ParallelModel]:
 
 
 def full_state(part: Any, models: list[ParallelModel]) -> Any:
-    """The state of one part as on a single device, where an optimizer of another model has pieces; a plain
-    value is its own state. Collective."""
+    """The state of one part as on a single device, or its pieces if it is an optimizer of another model; a
+    plain value is its own state. Collective."""
     if isinstance(part, nn.Module):
         with whole(part) as module:
             # the weights are lent

@@ -195,7 +195,7 @@ def follow_devices(
 
 
 def another_call(batch: Any) -> tuple[str, ...]:
-    """A hint for loops that hand a model some of a batch alone, or in another order."""
+    """A hint for loops that pass a model only some of a batch, or in another order."""
     names = tuple(batch) if isinstance(batch, Mapping) else tuple("abcdefgh"[: len(as_arguments(batch))])
     if not all(isinstance(name, str) and name.isidentifier() for name in names):
         return ()

@@ -51,7 +51,7 @@ class Options:
     heartbeat_s: float = 20.0  # a rank that is silent for so long is lost; 0 looks at none
     batch_norm: str = "exact"  # or "local": statistics of each rank's own samples
     autocast: tuple[str, str] | None = None  # the context that the model is called under
-    whole_parameters: bool = False  # the optimizer looks at whole parameters, whatever the job's makes
+    whole_parameters: bool = False  # the optimizer needs whole parameters, whatever the job's own does
     compiles: bool = False  # operators between collectives are compiled, and whole steps measured so
     loss: LossSource = LossSource.RETURNED
 
@@ -67,7 +67,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The result of a preparation. ``profile`` is None where none was asked for."""
+    """The result of a preparation. ``profile`` is None if none was requested."""
 
     cluster: Cluster
     profile: Profile | None
@@ -224,7 +224,7 @@ def detected_cluster(
 
 def traced_job(job: Any, options: Options) -> Traced:
     """The job's model as it will be called."""
-    with traceable(job.model):  # parts of it may be parallel already, as a generator and its critic are
+    with traceable(job.model):  # parts of it may already be parallel, as with a generator and its critic
         return trace(
             job.model,
             job.batch,

@@ -1,4 +1,4 @@
-"""Asking what gives batches for one, without its noticing."""
+"""Takes a batch from a loader, a sampler or a data set without changing its state."""
 
 from __future__ import annotations
 

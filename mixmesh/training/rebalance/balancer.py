@@ -24,10 +24,10 @@ from .observe import Observed, Sensitivity, window_steps
 from .replan import OtherPlan, Replanner
 from .solve import Solver, sample_ratio
 
-PURPOSE = "rebalance"  # a group of its own, for messages that nobody waits for
+PURPOSE = "rebalance"  # a separate group, for messages that nobody waits for
 LEAST_GAIN = 0.05  # share of a step: less is within the error of a prediction
 LEAST_PAUSE_S = 0.5  # for the first change of shares; later ones are expected to take as long as the last one
-LEAST_LEFT = 100  # steps, where a run does not say how many it makes: as many as were made, or these
+LEAST_LEFT = 100  # steps left in a run of unknown length: as many as were made, but at least this many
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class Change:
 
 
 class Followable(Protocol):
-    """This rank's batches, which ``follow(plan)`` has be cut by another plan after the next ``num_ahead``;
-    ``follow`` is None where that cannot be."""
+    """This rank's batches. ``follow(plan)`` makes another plan cut them after the next ``num_ahead``;
+    ``follow`` is None if that is impossible."""
 
     @property
     def follow(self) -> Callable[[Plan], object] | None: ...
@@ -214,7 +214,7 @@ class RunBalancer:
             self._decide(num_steps, step_s)
 
     def _decide(self, num_steps: int, step_s: float) -> None:
-        """Decides what to do about a drift, as the first rank does. Collective."""
+        """Makes the first rank's decision about a drift on all ranks. Collective."""
         with self._off_device(), self._comm.call("rebalancing"):
             why_not = next(filter(None, everyones(self._why_not())), "")
             outcome = from_first_rank(lambda: self._decision(num_steps, step_s, why_not))
@@ -285,7 +285,7 @@ class RunBalancer:
         return decide(terms, LEAST_GAIN), NewShares.of(solved.plan), solved.own_s
 
     def apply(self) -> None:
-        """Changes shares, where a change was decided. Collective."""
+        """Changes shares, if a change was decided. Collective."""
         started, change = time.perf_counter(), self._change
         if change is None:
             return

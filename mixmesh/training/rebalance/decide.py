@@ -1,4 +1,4 @@
-"""Whether other shares pay for the rest of a run, and the line that says so."""
+"""Decides whether other shares pay for the rest of a run, with a line that says why."""
 
 from __future__ import annotations
 

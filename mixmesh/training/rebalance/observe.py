@@ -1,4 +1,4 @@
-"""Which device drifts: own seconds of ranks over those that are counted on, for long enough."""
+"""Detects a device that drifts: its own seconds, relative to the expected ones, for long enough."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Observed:
         return replace(self, windows=windows, patience=patience, num_calm=num_calm)
 
     def watched(self, step_s: float, settings: Sensitivity) -> list[int]:
-        """The ranks that compute for long enough to say something: a part of the step as it would be without
-        a device that takes many times as long as is counted on."""
+        """The ranks that compute for long enough to count: a part of the step without the excess of a device
+        that takes many times as long as expected."""
         longest_s = max(self.own_s())
         grown = max(1.0, longest_s / max(self.expected_s)) if max(self.expected_s) > 0 else 1.0
         least_s = settings.idle * step_s / grown

@@ -113,7 +113,7 @@ class LoopBalancer:
         self._loaded_s += time.perf_counter() - self._asked_s
 
     def before_batch(self) -> None:
-        """Called before the loop asks for a batch. Collective where a step was made, or shares change."""
+        """Called before the loop requests a batch. Collective if a step was made, or shares change."""
         self._look()
         if not self._has_begun:
             self._has_begun = True
@@ -159,7 +159,8 @@ class LoopBalancer:
         return any(p.grad is not None for p in (*run.node.shown, *run.node.inner))
 
     def _held_elsewhere(self) -> str:
-        """The name of an object of the script, beside model and optimizer, that knows shares; else empty."""
+        """The name of an object of the script, other than model and optimizer, that depends on shares; else
+        empty."""
         own, cut = set(map(id, self._own_tensors())), False
         params = set(map(id, params_of(self._optimizer)))
         for thing in gc.get_objects():

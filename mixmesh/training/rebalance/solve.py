@@ -49,8 +49,8 @@ class Solver:
         return self._simulated(plan, CostModel(self.cluster, self.profile, tf32=plan.tf32))[1].compute_s
 
     def factors(self, plan: Plan, own_s: Sequence[float]) -> tuple[float, ...]:
-        """Per rank, ``own_s`` over what was planned. A rank that does not compute, or has no measurement, has
-        the least factor of the others."""
+        """Per rank, ``own_s`` over the planned seconds. A rank that does not compute, or has no measurement,
+        has the smallest factor of the others."""
         pairs = list(zip(own_s, self.planned_own_s(plan)))
         ratios = [own / planned if own > 0 and planned > 0 else 0.0 for own, planned in pairs]
         least = min((f for f in ratios if f), default=1.0)
@@ -162,7 +162,7 @@ def _slower(device: Device, rank: int, factor: float, profile: Profile | None) -
 
 
 def sample_ratio(program: Program) -> str | None:
-    """The one ratio that computations are cut by; None where there are several."""
+    """The only ratio by which computations are cut; None if there are several."""
     names = computed_ratios(program)
     return names.pop() if len(names) == 1 else None
 

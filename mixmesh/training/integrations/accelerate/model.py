@@ -56,7 +56,7 @@ def _evaluates(model: nn.Module) -> bool:
 
 
 def lend_in_its_modes(lender: Lender) -> nn.Module:
-    """The script's own module; each submodule trains or evaluates as the one of the parallel model does."""
+    """The script's own module, with the training mode of every submodule as in the parallel model."""
     _follow_modes(lender.parallel, lender)
     module = lender.lend()
     for each in (module, lender.original):  # a different module if the original has been loaded since

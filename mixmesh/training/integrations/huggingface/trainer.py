@@ -168,7 +168,7 @@ class Trainer(transformers.Trainer):
             output = super().evaluation_loop(*args, **kwargs)
         if self.parallel is None:
             return output
-        # devices may round differently, and all ranks must decide alike by the metrics
+        # devices may round differently, but all ranks must make the same decisions from the metrics
         return output._replace(metrics=from_first_rank(lambda: output.metrics))
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
@@ -210,4 +210,4 @@ class Trainer(transformers.Trainer):
 
 
 class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
-    """``transformers.Seq2SeqTrainer``, trained likewise. Every rank generates for the whole data set."""
+    """The same for ``transformers.Seq2SeqTrainer``. Every rank generates for the whole data set."""

@@ -94,7 +94,8 @@ class Log:
 
 
 class TrainingStep(nn.Module):
-    """``module.training_step`` for batches of one ``form``. ``log`` has what it logs, once it was traced."""
+    """``module.training_step`` for batches of one ``form``. After tracing, ``log`` has the values that it
+    logs."""
 
     def __init__(self, module: pl.LightningModule, batch: Any, takes_index: bool) -> None:
         super().__init__()

@@ -129,7 +129,7 @@ class Strategy(SingleDeviceStrategy):
         return from_first_rank(lambda: obj) if dist.is_initialized() else obj
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """The first rank's decision: devices may round differently, and all ranks must decide alike."""
+        """The first rank's decision: devices may round differently, but all ranks must decide alike."""
         return self.broadcast(decision)
 
     # ---- training
