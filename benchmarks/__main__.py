@@ -16,7 +16,7 @@ PROGRAM = "python -m benchmarks"
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs one comparison; raises what it raises."""
+    """Runs one comparison and passes on its errors."""
     return typer.main.get_group(app)(args=list(arguments), prog_name=PROGRAM, standalone_mode=False) or 0
 
 

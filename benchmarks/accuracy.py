@@ -94,7 +94,7 @@ def run(
     progress: Callable[[str], None] = lambda _: None,
     keep: Path | None = None,
 ) -> Iterator[tuple[Setting, tuple[Case, ...]]]:
-    """The cases of each setting as soon as they are measured. Profiles and plans stay in ``keep``."""
+    """Yields the cases of each setting as soon as they are measured. Profiles and plans stay in ``keep``."""
     for setting in chosen:
         with case_folder(keep, str(setting)) as folder:
             yield setting, measure(setting, planners, folder, progress)

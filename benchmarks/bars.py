@@ -19,7 +19,7 @@ PARALLEL = ("ddp-even", "ddp-proportional")
 
 
 def machines_alone(cluster: Cluster) -> list[Cluster]:
-    """A cluster of each machine, one for all that are alike."""
+    """A cluster of each machine alone, without duplicates."""
     kinds = {(m.devices, m.link_bytes_per_s, m.link_latency_s): m for m in cluster.machines}
     return [replace(cluster, name=f"{m.name} alone", machines=(m,)) for m in kinds.values()]
 
@@ -43,5 +43,5 @@ def machine_alone_s(
 
 
 def least(*values: float | None) -> float | None:
-    """The smallest of those that are known; None if none is."""
+    """The smallest known value; None if none is known."""
     return min((v for v in values if v is not None), default=None)

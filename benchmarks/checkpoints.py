@@ -75,7 +75,7 @@ class Result:
 
 
 def cases(names: Sequence[str]) -> tuple[str, ...]:
-    """The jobs of these names; all without a name."""
+    """The jobs of these names; without names, all of them."""
     return named(names, CASES, CASES, lambda case: (case,))
 
 
@@ -85,7 +85,7 @@ def run(
     progress: Progress = lambda _: None,
     keep: Path | None = None,
 ) -> Iterator[Result]:
-    """The result of each job as soon as it is measured. Profiles and plans stay in ``keep``."""
+    """Yields the result of each job as soon as it is measured. Profiles and plans stay in ``keep``."""
     return each_case(
         chosen, keep, lambda case, folder: measure(case, effort, folder, lambda x: progress(f"{case}: {x}"))
     )

@@ -1,5 +1,5 @@
-"""Programs for one job on one emulated cluster, timed in turns in one run: what ``benchmarks order``,
-``sync``, ``sfb`` and ``pipeline`` have in common."""
+"""Programs for one job on one emulated cluster, timed in turns in one run: the common part of ``benchmarks
+order``, ``sync``, ``sfb`` and ``pipeline``."""
 
 from __future__ import annotations
 

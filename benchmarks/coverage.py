@@ -89,7 +89,7 @@ def chosen(names: Sequence[str] = ()) -> tuple[Architecture, ...]:
 def run(
     architectures: Sequence[Architecture], progress: Callable[[str], None] = lambda _: None
 ) -> Iterator[Row]:
-    """A row per architecture; what goes wrong in one ends that one only. Raises InputError where
+    """Yields a row per architecture; an error in one ends only that one. Raises InputError if
     ``transformers`` is not installed."""
     import_transformers()
     cluster = Cluster.parse(CLUSTER)
@@ -123,7 +123,7 @@ def cover(architecture: Architecture, cluster: Cluster, progress: Callable[[str]
 def _stages(
     row: Row, architecture: Architecture, cluster: Cluster, progress: Callable[[str], None]
 ) -> Iterator[Row]:
-    """The row as it is known after each stage."""
+    """Yields the row after each stage."""
     progress("building")
     model, batch = build(architecture)
     progress("tracing")

@@ -111,7 +111,7 @@ class Result:
 
 
 def cases(names: Sequence[str]) -> tuple[Case, ...]:
-    """The cases of these names; all without a name."""
+    """The cases of these names; without names, all of them."""
     return named(names, CASES, CASES, lambda case: (case.name,))
 
 
@@ -141,7 +141,7 @@ class Ground:
 
 
 def measure(case: Case, effort: Effort, folder: Path, say: Progress) -> Result:
-    """Profiles and plans a case for both clusters, and makes all runs of it."""
+    """Profiles and plans a case for both clusters, and makes all of its runs."""
     grounds = {}
     for name, share in (("fast", FAST), ("slow", SLOW)):
         text = cluster_text("1", (share,), OTHERS)

@@ -35,7 +35,7 @@ def classes() -> torch.Tensor:
 
 
 def text() -> Batch:
-    """Targets are the tokens themselves; the model shifts them where it predicts the next."""
+    """Tokens that are their own targets; a model that predicts the next token shifts them itself."""
     return {"input_ids": ids(), "labels": ids()}
 
 

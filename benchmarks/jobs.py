@@ -96,7 +96,7 @@ def vgg19() -> Job:
         elif isinstance(layer, nn.Linear):
             nn.init.normal_(layer.weight, std=0.01)
             nn.init.zeros_(layer.bias)
-    patterns = torch.randn(CLASSES, 3, 32, 32)  # something to learn: a loss that stands still tells nothing
+    patterns = torch.randn(CLASSES, 3, 32, 32)  # something to learn: a constant loss would show nothing
     data = []
     for _ in range(DATA_BATCHES):
         labels = torch.randint(CLASSES, (64,))
@@ -131,8 +131,8 @@ def llama(samples: int) -> Job:
 
 
 def experts(count: int, padded: int = 0) -> Job:
-    """A layer of 192 with ``count`` experts, two per token; 48 sequences of 48. ``padded`` experts instead,
-    of the same capacity each: what a system does that deals out equally many to every device."""
+    """A layer of 192 with ``count`` experts, two per token; 48 sequences of 48. With ``padded``, that many
+    experts of the same capacity each, as in a system that gives every device equally many."""
     torch.manual_seed(0)
     made = padded or count
     seq = 48
@@ -161,7 +161,7 @@ def mixtral() -> Job:
             num_attention_heads=4, num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2,
         )
     )  # fmt: skip
-    # the library's settings for its own classes, and its fastest
+    # the library's own setting for these classes, and its fastest
     model.config._experts_implementation = "grouped_mm"
     return _language(model, samples=64, seq=64, words=1024, batches=DATA_BATCHES)
 
@@ -188,9 +188,8 @@ def shared() -> Job:
 
 
 class TwoTowers(nn.Module):
-    """An image tower of convolutions and a text tower over a large table of words, as CLIP (Radford et al.,
-    2021) and in recommenders: the table is the last of the text tower to get its gradient, whose sum takes
-    longest."""
+    """An image tower of convolutions and a text tower over a large table of words, as in CLIP (Radford et
+    al., 2021) and in recommenders. The table gets the text tower's last gradient, whose sum takes longest."""
 
     def __init__(self, images: nn.Module, words: int, width: int, layers: int) -> None:
         super().__init__()

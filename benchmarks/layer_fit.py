@@ -35,7 +35,7 @@ def chosen(measured: Sequence[Measured]) -> set[Measured]:
 
 
 def fitted_costs(device: str, degree: int, own: Device) -> CostModel:
-    """Costs of as many devices as the degree has, with constants of their own."""
+    """Costs of ``degree`` devices with their own constants."""
     cluster = cluster_of(device, degree)
     machine = replace(cluster.machines[0], devices=(own,) * degree)
     return CostModel(replace(cluster, machines=(machine,)), tf32=True)

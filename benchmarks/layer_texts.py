@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from mixmesh.lang.ir import Program, parse_program
 
 VOCABULARY_MULTIPLE = (
-    128  # Megatron-LM pads the words to so many for each rank (--make-vocab-size-divisible-by)
+    128  # per rank, Megatron-LM pads the vocabulary to a multiple of this (--make-vocab-size-divisible-by)
 )
 
 
@@ -166,7 +166,7 @@ def loss(t: Text, logits: str, size: tuple[int, int], cut: str, partial: str) ->
     gradient."""
     rows = (size[0],)
     t.put("z", f"aten.detach(%{logits})", size, cut)
-    t.put("sums", "mixmesh.sum_exp(%z)", rows, partial, "f64")  # reads all of them once, as the maximum does
+    t.put("sums", "mixmesh.sum_exp(%z)", rows, partial, "f64")  # reads all logits once, as the maximum does
     sums = "sums" if partial == "R" else t.put("sums.r", "all_reduce(%sums)", rows, dtype="f64")
     t.put("shifted", "aten.sub.Scalar(%z, 1.0)", size, cut)
     t.put("exp", "aten.exp(%shifted)", size, cut)

@@ -62,7 +62,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Row:
-    """A measured layer beside its prediction."""
+    """A measured layer with its prediction."""
 
     measured: Measured
     forward_s: float
@@ -99,7 +99,7 @@ def kinds_of(layers: Sequence[Sequence[float]]) -> Iterator[tuple[str, tuple]]:
 
 
 def predict(m: Measured, costs: CostModel) -> Row:
-    """The prediction of a layer. ``costs`` is of as many such devices as the degree has."""
+    """The prediction of a layer. ``costs`` are those of as many devices as the degree."""
     program = program_of(m.model, m.layer, m.micro_batch, m.degree)
     sheet = Sheet(program, costs)
     forward, backward = sheet.seconds(program, ranks=[0])
@@ -156,7 +156,7 @@ def score(pairs: Sequence[tuple[float, float, int]]) -> Score:
 
 
 def ranks(values: np.ndarray) -> np.ndarray:
-    """Ranks from 0, the mean of them where values are equal."""
+    """Ranks from 0; equal values share their mean rank."""
     order = np.sort(values)
     return (np.searchsorted(order, values) + np.searchsorted(order, values, side="right") - 1) / 2
 
@@ -177,7 +177,7 @@ class Scores:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is met; None where there is none."""
+        """Whether the target is met; None if there is none."""
         if self.layer or self.what == UPDATE or self.weights != EVERY:
             return None
         error, rank = TARGETS[self.mode]

@@ -94,7 +94,7 @@ CASES = (
     # HAP's own program, and is asked of data parallelism besides
     _contest("two-towers", "towers", (FIFO, TARGET), (DDP, 1.0)),
     _contest("two-towers-parallel", "towers", (FIFO, TARGET), (DDP, 1.0), programs=orders_in_parallel),
-    # experts on both sides of a thin link, and beside them one that stays at home
+    # experts on both sides of a slow link, and in addition one that stays on its device
     _contest("shared-expert", "shared", (FIFO, 1.0), (DDP, 1.0)),
     _contest("data-parallel", "bert", (FIFO, 1.0), (DDP, 1.0)),
 )

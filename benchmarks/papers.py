@@ -31,7 +31,7 @@ LINKS = ("wire", "measured")
 TOLERANCE = 0.25  # share of a published time: rows that differ more are marked
 QUICK_GPUS = (8,)
 MACHINE_ALONE = "one machine"
-ANY_SIZE_BYTES = (2**12, 2**40)  # HAP gives a bandwidth, whatever the size
+ANY_SIZE_BYTES = (2**12, 2**40)  # HAP gives one bandwidth for all sizes
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Row:
     ddp_even_s: float | None
     ddp_proportional_s: float | None
     fsdp_even_s: float | None
-    single_s: float | None  # the fastest device alone
-    machine_alone_s: float | None  # the best data parallelism on one machine alone
-    ddp_tuned_s: float | None  # data parallelism done well: our sums, shares and devices, and no search
+    single_s: float | None  # the fastest device by itself
+    machine_alone_s: float | None  # the best data parallelism on a single machine
+    ddp_tuned_s: float | None  # data parallelism done well: our sums, shares and devices, without a search
     best_s: float | None
     best_planner: str | None
     does_not_fit: tuple[str, ...]
@@ -58,9 +58,9 @@ class Row:
     ddp_proportional_ratio: float | None
     best_ratio: float | None
     bound_s: float | None  # of a step: all devices compute all the time at the peaks of their datasheets
-    baseline: str | None  # the fastest of those that a person would write by hand
+    baseline: str | None  # the fastest that a person would write by hand
     speedup: float | None  # the best plan over that baseline
-    over_data_parallel: float | None  # over the better of DP-EV and DP-CP: what HAP's own figure is over
+    over_data_parallel: float | None  # over the better of DP-EV and DP-CP, as in HAP's own figure
     over_tuned: float | None
     most: float | None  # the largest speed-up over the baseline that any plan could have
     published_speedup: float | None
@@ -183,7 +183,7 @@ def tuned_alone_s(traced, cluster: Cluster, profile: Profile | None) -> float | 
 
 
 def report(rows: Sequence[Row], command: str, below: Sequence[Floor] = ()) -> dict:
-    """The object that ``--json`` prints and the file holds, with bounds beside published steps."""
+    """The object that ``--json`` prints and the file holds, with bounds and published steps."""
     return {
         "bench": "papers",
         "command": command,
@@ -197,7 +197,7 @@ def report(rows: Sequence[Row], command: str, below: Sequence[Floor] = ()) -> di
 
 @dataclass(frozen=True)
 class Floor:
-    """A bound beside the shortest published step of the same model on the same devices."""
+    """A bound, and the shortest published step of the same model on the same devices."""
 
     case: str
     bound_s: float

@@ -22,7 +22,7 @@ from .contest import OURS, Contest, Entry
 from .measure import cluster_text
 
 WHOLE, PLAIN, SPREAD = "whole", "plain", "spread"
-TARGET = 1.2  # over what has no micro-steps
+TARGET = 1.2  # over plans without micro-steps
 
 
 def ways(graph: Graph, costs: CostModel) -> Mapping[str, Entry]:

@@ -71,9 +71,9 @@ class Row:
     level_calls: tuple[int | None, ...]
     cpu_s: float
     bound_s: float | None = None  # that no plan is faster than
-    local_s: float | None = None  # the better data parallelism whose batch norm is each rank's own
-    tuned_s: float | None = None  # data parallelism done well (``ddp-tuned``), finished as plans are
-    alone_s: float | None = None  # the best data parallelism on one machine alone
+    local_s: float | None = None  # the better data parallelism with local batch norm
+    tuned_s: float | None = None  # data parallelism done well (``ddp-tuned``), with all passes
+    alone_s: float | None = None  # the best data parallelism on a single machine
 
     @property
     def most(self) -> float | None:
@@ -143,7 +143,8 @@ def run(
     seeds: int = SEEDS,
     unmeasured: Sequence[str] = (),
 ) -> Iterator[Row]:
-    """A row per case and method, all of them without names; tree searches with each of the seeds."""
+    """Yields a row per case and method (without names, all methods); tree searches run with each of the
+    seeds."""
     graphs: dict[tuple[str, int], tuple[Graph, Graph]] = {}  # with batch norm of all samples, of each rank's
     for case in chosen:
         key = (case.workload, case.global_batch)

@@ -33,7 +33,8 @@ class Budget:
 
 @dataclass(frozen=True)
 class Found:
-    """Proposals; of every seed, what was found after how many calls; the step that this is measured by."""
+    """The proposals of a method; for every seed, its results by number of calls; and the step against which
+    these are measured."""
 
     proposals: Sequence[Proposal]
     traces: Sequence[Trace] = ()

@@ -59,7 +59,7 @@ def run(
     progress: Progress = lambda _: None,
     keep: Path | None = None,
 ) -> Iterator[Result]:
-    """The result of each case as soon as it is there. Profiles and plans stay in ``keep``."""
+    """Yields the result of each case as soon as it is there. Profiles and plans stay in ``keep``."""
 
     def found(case: Case, folder: Path) -> Result:
         def say(text: str) -> None:

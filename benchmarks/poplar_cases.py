@@ -63,7 +63,7 @@ MEASURED = (
         "a",
         "llama:160",
         NETWORK + machine("large", 2, "0.30", "1.25") + machine("small", 2, "0.30", "0.55"),
-        target=AS_FAST,  # all devices are equally fast: what was asked is not to be slower
+        target=AS_FAST,  # all devices are equally fast, so the target is not to be slower
         overflows=True,
     ),
     Measured(

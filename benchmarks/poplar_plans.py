@@ -81,7 +81,7 @@ def plans(
 
 
 def fast_half(cluster: Cluster) -> Cluster:
-    """The first machine alone."""
+    """The cluster of only the first machine."""
     return replace(cluster, name=f"{cluster.name}, the first machine", machines=cluster.machines[:1])
 
 
@@ -103,7 +103,7 @@ def stage_in(program: Program) -> int:
 
 @dataclass(frozen=True)
 class Parts:
-    """Micro-batches in proportion to ``ratio``, the same number of them for everyone."""
+    """Micro-batches in proportion to ``ratio``, equally many on every device."""
 
     task: Task
     name: str
@@ -134,7 +134,8 @@ class Parts:
 
 
 def split(ratio: Ratio, batch: int, steps: int) -> tuple[MicroBatch, ...]:
-    """A batch in at most ``steps`` micro-batches, each divided by the ratio, the last of what is left."""
+    """Splits a batch into at most ``steps`` micro-batches, each divided by the ratio; the last takes the
+    rest."""
     sizes = [max(1, round(share * batch / steps)) for share in ratio]
     steps = math.ceil(batch / sum(sizes))
     last = share_out(batch - (steps - 1) * sum(sizes), sizes)

@@ -13,7 +13,7 @@ from .poplar_cases import AS_FAST, FIRST_STEP, FIRST_STEP_S, MEMORY_TOLERANCE, M
 from .training_results import LOSS_TOLERANCE
 
 OURS, EQUAL, PROPORTIONAL, HALF = "poplar", "equal", "proportional", "fast half"
-AT_ONCE = "at once"  # everyone's samples in one micro-batch, where that does not fit in prediction
+AT_ONCE = "at once"  # all samples of each device in one micro-batch, if that is predicted not to fit
 PYTORCH = ("ddp", "fsdp")
 
 
@@ -135,7 +135,7 @@ class MeasuredResult:
 
 @dataclass(frozen=True)
 class SimulatedResult:
-    """Simulated steps of what fits in memory, with the planner's headroom."""
+    """Simulated steps of the variants that fit in memory, with the planner's headroom."""
 
     case: Simulated
     variants: tuple[Variant, ...]

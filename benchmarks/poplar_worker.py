@@ -34,8 +34,8 @@ BUCKET_MB = 4
 
 
 def measure_runs(runs_path: str, folder: str) -> None:
-    """``runs`` are rows of (name, job, steps, what): the path of a plan, or ``ddp`` or ``fsdp``. A rank
-    writes the outcomes of its runs, in their order, to a file in ``folder``."""
+    """Makes the runs in a file of rows (name, job, steps, what), where ``what`` is the path of a plan, or
+    ``ddp`` or ``fsdp``. Each rank writes the outcomes of its runs, in order, to a file in ``folder``."""
     rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
     outcomes = []
     for number, (name, job, steps, what) in enumerate(json.loads(Path(runs_path).read_text())):
@@ -66,7 +66,7 @@ def one_run(job: str, steps: int, what: str, port: int) -> dict | None:
 
 
 def torch_run(job: str, steps: int, what: str) -> dict:
-    """PyTorch's own data parallelism on equal batches. Its modules are loaded by those who use them."""
+    """PyTorch's own data parallelism on equal batches. Its modules are imported only here."""
     from benchmarks.torch_baselines import parallel_step
 
     initialise(int(os.environ["WORLD_SIZE"]), default_device(), COLLECTIVE_TIMEOUT_S)

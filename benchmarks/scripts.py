@@ -27,7 +27,7 @@ FOLDER = Path(__file__).parents[1] / "examples" / "scripts"
 WORKER = (sys.executable, "-m", "benchmarks.scripts_worker")
 DDP, OURS = "ddp", "mixmesh"
 MOST_LINES, LEAST_SPEEDUP = 5, 1.5
-WARMUP_STEPS = 2  # connections, allocators; DDP makes its buckets anew after the first
+WARMUP_STEPS = 2  # connections, allocators; DDP rebuilds its buckets after the first step
 HEADLINE = "mixmesh: "
 Progress = Callable[[str], None]
 
@@ -120,7 +120,7 @@ class Result:
 
 
 def cases(names: Sequence[str]) -> tuple[Script, ...]:
-    """The scripts of these names; all without a name."""
+    """The scripts of these names; without names, all of them."""
     return named(names, SCRIPTS, SCRIPTS, lambda case: (case.name,))
 
 

@@ -34,7 +34,7 @@ from . import jobs
 
 PAIRS = 60
 TOLERANCE = 0.01  # by which ``auto`` may be slower
-SEARCHING = ("placed", "heterog", "tag")  # asked, beside ``auto`` with as much time, only in a search
+SEARCHING = ("placed", "heterog", "tag")  # asked only in a search, in which ``auto`` gets as much time
 LIKELY_TO_FIT = 16  # samples a device: of the papers' models
 PAPERS = ("bert-base", "vit", "vgg19", "bert-moe", "transformer", "resnet50", "mobilenet-v2")
 OWN = ("gpt", "moe", "vgg", "vgg19", "bert", "resnet")
@@ -110,7 +110,7 @@ def run(
 
 
 def compare(pair: Pair, search_s: float | None = None) -> Row:
-    """``auto`` on all machines, on parts of them, and the planners."""
+    """Compares ``auto`` on all machines with ``auto`` on parts of them and with single planners."""
     graph, cluster = graph_of(pair.job), pair.cluster
     whole_s = None if search_s is None else len(SEARCHING) * search_s
     started = time.perf_counter()
@@ -134,7 +134,7 @@ def compare(pair: Pair, search_s: float | None = None) -> Row:
 
 
 def parts(cluster: Cluster) -> list[Cluster]:
-    """Clusters of fewer of the machines, and of one device, one of those that are equal."""
+    """Clusters of fewer machines, and of one device, without duplicates."""
     machines = range(len(cluster.machines))
     found: dict[str, Cluster] = {}
     for count in range(1, len(cluster.machines)):

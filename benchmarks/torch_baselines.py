@@ -1,4 +1,4 @@
-"""PyTorch's own data parallelism, as a user would set it up: DDP and FSDP2, and one device alone."""
+"""PyTorch's own data parallelism, as a user would set it up: DDP and FSDP2, and a single device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mixmesh.runtime.train import endless
 
 Loss = Callable[[], float]  # the global loss of a step that was made; collective
 Step = Callable[[], Loss]
-SPEED_TURNS = 2  # the speed of a device depends on its batch: measured again at what the first turn gave
+SPEED_TURNS = 2  # a device's speed depends on its batch, so it is measured again at the first result
 SPEED_STEPS = 3
 
 
@@ -72,14 +72,14 @@ BASELINES = tuple(
     Baseline("fsdp-even", setting, False, partial(fsdp, reshard))
     for setting, reshard in (("gathered twice", True), ("gathered once", False))
 )
-# DDP on one machine alone, in proportion to the speeds of its devices
+# DDP on a single machine, in proportion to the speeds of its devices
 ON_ONE_MACHINE = tuple(
     Baseline("machine", f"buckets of {size} MB", True, partial(ddp, size)) for size in (4, 25)
 )
 
 
 def parallel_step(job: Job, wrap: Callable[[nn.Module, Group], nn.Module], counts: Sequence[int]) -> Step:
-    """Steps on ``counts`` samples per rank; ranks that have none take no part. Collective.
+    """Steps on ``counts`` samples per rank; ranks without samples take no part. Collective.
 
     Both DDP and FSDP average gradients over ranks; the loss of a rank is scaled by its share of the batch
     times the number of ranks, so that the average is the gradient of the whole batch.

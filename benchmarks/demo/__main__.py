@@ -156,7 +156,7 @@ def compare(case: Case, steps: int, out: Path, say: Say) -> Outcome:
 
 
 def pages(outcome: Outcome, folder: Path) -> list[Facts]:
-    """The variants, predicted and measured: the plan that was found, then what it is compared with."""
+    """The variants, predicted and measured: the plan, then the variants that it is compared with."""
     return [
         facts_of(
             outcome.plans[name],
@@ -179,7 +179,8 @@ def show(plan: Plan, path: str) -> None:
 
 
 def summarise(gpt: Outcome, words: Outcome) -> dict:
-    """The result in figures: of the first case, and below ``search_`` of the one that search is for."""
+    """The result in figures: those of the first case, and prefixed with ``search_`` those of the case made
+    for the search."""
     median, searched = gpt.medians_s, words.medians_s
     return {
         "speedup_over_ddp_even": median[EVENLY] / median[PLAN],

@@ -58,7 +58,7 @@ class RecordedDDP:
         if self._recorder is not None:
             names = [self._names[id(p)] for p in bucket.parameters()]
             arrived = self._recorder.transfer(bucket_name(names), "all_reduce", buffer.nbytes)
-            if bucket.is_last():  # all gradients are there: what follows is waiting
+            if bucket.is_last():  # all gradients are ready, so only waiting follows
                 self._recorder.leave()
         summed = dist.all_reduce(buffer.div_(dist.get_world_size()), async_op=True).get_future()
 

@@ -46,8 +46,8 @@ Span = Callable[[str], AbstractContextManager]
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to train: ``step`` makes a step, its optimizer within a span, and gives the global loss;
-    ``recorded`` has what it does measured by a recorder within a context."""
+    """A way to train: ``step`` makes a step, its optimizer within a span, and returns the global loss. Within
+    the context ``recorded`` a recorder measures its steps."""
 
     step: Callable[[Span], float]
     recorded: Callable[[Recorder], AbstractContextManager]

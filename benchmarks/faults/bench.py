@@ -1,4 +1,4 @@
-"""Faults at random moments of real trainings: each must go on, and end as one that was left alone."""
+"""Makes faults at random moments of real trainings: each must go on, and end like an undisturbed one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .scene import Output, Scene, Setting, Stuck
 SHARES = ("0.40", "0.40", "0.25", "0.25")  # shares of a core, one machine each
 DISK_BYTES = 64 * 2**20
 NOTICED_S = 30.0
-SAVED_S = 30.0  # after SIGTERM torchrun kills what is still there
+SAVED_S = 30.0  # after this, torchrun kills processes that SIGTERM has not ended
 MOST_STEPS = 8  # between two faults
 KEPT_CHECKPOINTS = 2  # written before a fault: one may be damaged
 Say = Callable[[str], None]
@@ -137,7 +137,7 @@ class Chaos:
     def _train(
         self, folder: Path, left: list[Kind], rng: random.Random, expected: dict[int, float]
     ) -> Trained:
-        """One training under as many of the faults that are ``left`` as it has time for."""
+        """One training, under as many of the faults ``left`` as it has time for."""
         started_s, faults, report = time.monotonic(), [], ""
         with self._scene(folder) as scene:
             damage_seen: list[str] = []
@@ -248,7 +248,7 @@ def report(trainings: Sequence[Trained], num_faults: int, command: str, seed: in
 
 
 def kind_row(kind: Kind, faults: Sequence[Fault]) -> dict:
-    """The faults of one kind in short: the longest times in seconds, None where none was taken."""
+    """A summary of the faults of one kind: the longest times in seconds, None if none was taken."""
     own = [fault for fault in faults if fault.kind == kind.name]
     longest = {
         f"longest_{name}": max((t for t in (getattr(f, name) for f in own) if t is not None), default=None)

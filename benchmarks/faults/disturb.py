@@ -34,7 +34,8 @@ def disturb(scene: Scene, kind: Kind, fault: Fault, rng: random.Random) -> None:
 
 
 def check_start(checkpoint: str, first_step: int) -> str:
-    """The problem of a start that made ``first_step`` first, where a good ``checkpoint`` was there."""
+    """The problem, if any, of a start whose first step was ``first_step`` although there was a good
+    ``checkpoint``."""
     step = int(NAME.fullmatch(checkpoint)[2])
     if first_step > step:
         return ""
@@ -42,7 +43,8 @@ def check_start(checkpoint: str, first_step: int) -> str:
 
 
 def check_saved(checkpoint: str, lines: Sequence[Line], pids: set[int]) -> str:
-    """The problem of ranks ``pids`` that were to save before they ended, and left a ``checkpoint``."""
+    """The problem, if any, of ranks ``pids`` that should have saved before they ended, and left a
+    ``checkpoint``."""
     step, made = int(NAME.fullmatch(checkpoint)[2]), max(line.step for line in lines if line.pid in pids)
     return "" if step == made else f"step {made} was made last, and the newest is {checkpoint}"
 

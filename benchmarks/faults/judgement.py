@@ -88,8 +88,8 @@ def loss_error(losses: Mapping[int, float], expected: Mapping[int, float]) -> fl
 
 
 def check_losses(losses: Mapping[int, float], expected: Mapping[int, float]) -> list[str]:
-    """Steps whose loss is another one than in the undisturbed training."""
-    # not >: a loss that is no number is another one
+    """Steps whose loss differs from the undisturbed training's."""
+    # not >, so that nan counts as different
     off = [s for s in sorted(losses) if not abs(losses[s] / expected[s] - 1) <= LOSS_TOLERANCE]
     if not off:
         return []

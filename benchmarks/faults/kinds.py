@@ -30,7 +30,7 @@ class Fault:
     again_s: float | None = None
     whole_s: float | None = None  # until all machines trained again
     problem: str = ""
-    said: str = ""  # the last lines of all machines, where it was noticed late
+    said: str = ""  # the last lines of all machines, if it was noticed late
 
     @property
     def is_survived(self) -> bool:

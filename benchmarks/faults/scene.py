@@ -1,4 +1,4 @@
-"""One training under ``torchrun``: an agent for every machine, all of which may die and come back."""
+"""One training under ``torchrun``: an agent for every machine, each of which may die and come back."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Output:
         self.lines.append(Said(time.monotonic(), self.machine_of.get(number), text.rstrip()))
 
     def first_with(self, text: str, since_s: float) -> float | None:
-        """When ``text`` was said first after a time."""
+        """The time of the first line with ``text`` after ``since_s``."""
         return next((s.time_s for s in self.lines if s.time_s >= since_s and text in s.text), None)
 
     def last(self) -> str:
@@ -98,8 +98,8 @@ class Output:
 
 
 class Scene:
-    """A training that runs, to be entered within its bed. Everything that it started is gone afterwards, also
-    what an agent has left behind that was killed."""
+    """A running training, to be entered within its bed. Afterwards everything that it started is gone,
+    including leftovers of an agent that was killed."""
 
     def __init__(self, bed: Bed, output: Output, folder: Path, checkpoints: Path, setting: Setting) -> None:
         self.bed, self.output, self.setting = bed, output, setting

@@ -14,9 +14,9 @@ STEP = float(np.log(1.05))  # by which an unknown is varied for the slope
 def bounded_least_squares(
     matrix: np.ndarray, wanted: np.ndarray, low: np.ndarray, high: np.ndarray
 ) -> np.ndarray:
-    """The x between ``low`` and ``high`` for which ``matrix @ x`` is nearest to ``wanted``, by coordinates in
-    turn, which finds the minimum of a convex function over a box (Bertsekas, "Nonlinear Programming", 1999,
-    section 2.7). Columns that are 0 keep the value of ``low``."""
+    """The x between ``low`` and ``high`` for which ``matrix @ x`` is nearest to ``wanted``. Coordinates are
+    minimised in turn, which finds the minimum of a convex function over a box (Bertsekas, "Nonlinear
+    Programming", 1999, section 2.7). Coordinates of zero columns are ``low``."""
     scale = np.sqrt((matrix**2).sum(axis=0))
     scale[scale == 0] = 1.0
     columns = matrix / scale

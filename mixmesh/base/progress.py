@@ -72,7 +72,7 @@ def tell(text: str) -> None:
 
 
 def warn_once(text: str) -> None:
-    """A warning: of the script's own line, or a line on the standard error where there is no script."""
+    """Warns at the script's own line; without a script, prints the text once on standard error."""
     if line_of_script():
         warn(text)
     elif text not in _warned_of:

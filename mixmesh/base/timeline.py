@@ -36,7 +36,7 @@ STREAMS = ("compute", "communication")
 class Event:
     """One piece of work on a rank's stream (``compute`` or ``communication``).
 
-    ``op`` is the operator or collective, ``size_bytes`` the size of the whole tensor, where they are known.
+    ``op`` is the operator or collective, ``size_bytes`` the size of the whole tensor, if known.
     """
 
     rank: int

@@ -62,7 +62,7 @@ def calibrate(
 
 
 def device_named(kind: str | None) -> torch.device:
-    """The device of a type. Raises InputError where there is none."""
+    """The device of a type. Raises InputError if there is none."""
     import torch
 
     from ..runtime.accelerator import accelerator_type, local_device
@@ -136,7 +136,7 @@ def described(calibration: Calibration) -> str:
 
 
 def fit_cells(calibration: Calibration, fit: Fit) -> tuple[str, ...]:
-    """A row of the table: the constants stand where the forward pass does."""
+    """A row of the table; the constants are in the row of the forward pass."""
     rows = {(name, dtype): figures for name, dtype, *figures in calibration.device.efficiency}
     own = rows.get((fit.kernels, fit.dtype)) if fit.direction == "forward" else None
     constants = (f"{own[0]:.0%}", seconds(own[1])) if own else ("", "")

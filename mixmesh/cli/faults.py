@@ -1,4 +1,4 @@
-"""Faults in the log of a training: a rank that was lost is noted by one of those that are left."""
+"""Notes a lost rank in the log of a training; one of the remaining ranks writes it."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def noter(log: Path, rank: int, is_shared: bool) -> Callable[[Lost, Position], N
             return
         device = position.devices[lost.rank] if lost.rank < len(position.devices) else None
         why = f"{lost.how}: {lost.word}"
-        step = max((position.step or 1) - 1, 0)  # that were made: the one that is under way will not be
+        step = max((position.step or 1) - 1, 0)  # completed steps: the current one will not be completed
         line = mark_line(FAULT, step, time.time(), rank=lost.rank, device=device, why=why)
         try:
             with log.open("a") as file:
                 file.write(line)
         except OSError:
-            pass  # the disk may be the fault: the error of the lost rank is what counts
+            pass  # the disk itself may have failed; the error about the lost rank is what counts
 
     return note

@@ -127,7 +127,7 @@ class Trained:
         return Trained(later.plan, report, later.keeper, self.balancer.followed_by(later.balancer))
 
     def close(self) -> None:
-        """Ends a part that another one follows in these processes."""
+        """Ends a part of the training that another part follows in these processes."""
         from ..measure.testbed import leave_device
 
         if self.keeper is not None:
@@ -256,7 +256,7 @@ def described_cluster(path: Path | None) -> Cluster | None:
 
 
 def described_costs(cluster: Path | None, profile: Path | None) -> tuple[Cluster | None, Profile | None]:
-    """The cluster and its profile, as far as there are files of them."""
+    """The cluster and its profile, each if there is a file for it."""
     from ..api import load_profile
 
     return described_cluster(cluster), load_profile(profile)

@@ -104,8 +104,8 @@ def parse_calibration(text: str, where: str, name_of_file: str | None = None) ->
 
 
 def calibration_of(name: str) -> DeviceTable | None:
-    """The calibrated figures of a device; None where it was not calibrated. Raises ClusterError for a file
-    that cannot be used."""
+    """The calibrated figures of a device; None if it was not calibrated. Raises ClusterError for a file that
+    cannot be used."""
     path = device_file(name)
     if path is None:
         return None

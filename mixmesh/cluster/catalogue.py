@@ -36,7 +36,7 @@ class CatalogueRow:
 
     @property
     def sustained(self) -> float:
-        """The share of the arithmetic peaks that the card's power limit leaves of them under load."""
+        """The share of the arithmetic peaks that the card's power limit allows under load."""
         return SUSTAINED[self.name][0] if self.name in SUSTAINED else 1.0
 
 
@@ -131,11 +131,11 @@ SUSTAINED: dict[str, tuple[float, str]] = {
     "A10-24GB": (0.7, "150 W, base clock 885 and boost clock 1695 MHz (NVIDIA A10 product brief): a guess"),
 }  # fmt: skip
 
-# words of a reported name that say who made the card
+# words of a reported name that name the maker
 _MAKERS = {"NVIDIA", "TESLA", "GEFORCE", "AMD", "INSTINCT", "RADEON", "GENERATION"}
 _SIZE = re.compile(r"HBM\w*|(\d+)GB")
 _FORM = re.compile(r"SXM\d?|PCIE|OAM")  # distinguishes cards if the catalogue has a row for it
-# reported and nominal size of a card differ by ECC and by what the driver keeps
+# reported and nominal sizes differ by ECC and by the driver's own memory
 _MEMORY_TOLERANCE = 0.12
 
 

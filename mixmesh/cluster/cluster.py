@@ -115,7 +115,7 @@ class Machine:
         return {(a, b): n for n, link in enumerate(self.links) for a in link.devices for b in link.devices}
 
     def link_between(self, a: int, b: int) -> int | None:
-        """The number of the link that two of its devices have of their own; None without one."""
+        """The number of the separate link between two of its devices; None without one."""
         return self._link_of.get((a, b))
 
 
@@ -235,7 +235,7 @@ class Cluster:
         return self.machines[a].link_latency_s if link is None else link.latency_s
 
     def link_between(self, rank_a: int, rank_b: int) -> DeviceLink | None:
-        """The link that two ranks of one machine have of their own; None without one."""
+        """The separate link between two ranks of one machine; None without one."""
         m = self.machine_index_of(rank_a)
         machine, first = self.machines[m], self.ranks_of(m)[0]
         number = machine.link_between(rank_a - first, rank_b - first) if machine.links else None

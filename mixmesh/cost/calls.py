@@ -10,7 +10,7 @@ from ..lang.ir import Instruction, Program, Shard, TensorType
 from ..lang.rules import Call, call_of
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # one object for each kind of a program: it is its own key
+@dataclass(frozen=True, slots=True, eq=False)  # one object for each kind in a program, so it is its own key
 class Kind:
     """Computations that differ only in the names of values.
 
@@ -49,7 +49,7 @@ def kinds_of(program: Program) -> Sequence[Kind | None]:
     known: dict[tuple, Kind] = {}
     # instructions of repeated layers share their parts, which the program keeps alive
     by_identity: dict[tuple[int, ...], Kind] = {}
-    plains: dict[tuple, tuple] = {}  # those that are equal, as one
+    plains: dict[tuple, tuple] = {}  # equal ones share one object
     for i in program.instructions:
         if not is_computation(i):
             out.append(None)

@@ -38,14 +38,14 @@ NCCL_TREE_RATE = (
 RDMA_SHARE = 0.9
 TCP_SMALL_SHARE, TCP_LARGE_SHARE = 0.7, 0.85
 TCP_SHARE_OF_DOUBLING = 0.05  # less for each doubling of the machines beyond two
-TCP_LARGE_BYTES = 2**24  # from so many on a tensor is large
+TCP_LARGE_BYTES = 2**24  # tensors of at least this size are large
 NCCL_MAX_SKEW = 2.0  # padding sends max/mean as much as needed; beyond this, one transfer per piece
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveFit:
-    """``latency_s + s_per_byte * size_bytes`` for all ranks together. Where one algorithm is the fastest for
-    few bytes and another for many, each is one of the ``lines``, and these are the latency of the first and
+    """``latency_s + s_per_byte * size_bytes`` for all ranks together. If one algorithm is fastest for few
+    bytes and another for many, each is one of the ``lines``, and the fields are the latency of the first and
     the slope of the last."""
 
     latency_s: float
@@ -53,14 +53,15 @@ class CollectiveFit:
     lines: tuple[tuple[float, float], ...] = ()
 
     def seconds(self, size_bytes: float, skew: float | None = None) -> float:
-        """``skew``, the largest piece over the mean one, matters to what was measured, and not here."""
+        """The seconds of ``size_bytes``. The ``skew`` of the pieces matters only to measured collectives, not
+        here."""
         if not self.lines:
             return self.latency_s + self.s_per_byte * size_bytes
         return min([latency_s + s_per_byte * size_bytes for latency_s, s_per_byte in self.lines])
 
     @property
     def affine_lines(self) -> tuple[tuple[float, float], ...]:
-        """The latency and the seconds per byte of each algorithm, of which the fastest counts."""
+        """The latency and the seconds per byte of each algorithm; the fastest counts."""
         return self.lines or ((self.latency_s, self.s_per_byte),)
 
     def algorithm(self, size_bytes: float, skew: float | None = None) -> str | None:
@@ -118,8 +119,8 @@ def ring_fit(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> Colle
 def on_wire(
     cluster: Cluster, machines: int, latency_s: float, s_per_byte: float
 ) -> tuple[tuple[float, float], ...]:
-    """The line of a collective at the wire's whole rate as what GPUs in ``machines`` reach: over TCP one
-    line for small tensors and one for large ones."""
+    """Converts the line of a collective at the wire's full rate into what GPUs in ``machines`` reach: over
+    TCP one line for small tensors and one for large ones."""
     if machines == 1:
         return ((latency_s, s_per_byte),)
     if cluster.network_kind == "rdma":
@@ -130,7 +131,7 @@ def on_wire(
 
 
 def _lines(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> list[tuple[float, float]]:
-    """Latency and seconds per byte of the algorithms, with what passes a host bridge at its rate."""
+    """Latency and seconds per byte of the algorithms, limited by the rate of a host bridge on the way."""
     name = "broadcast" if collective == "send" else collective
     bridge_s = bridge_s_per_byte(cluster, name, ranks)
     lines = _wire_lines(cluster, collective, ring_order(cluster, ranks))

@@ -78,8 +78,8 @@ class Curve:
         return y1 + max((y1 - y0) / (x1 - x0), self.affine[1]) * (share - x1)
 
     def line_at(self, share: float) -> tuple[float, float]:
-        """``(a, b)`` of the line ``a + b * share`` that the curve is around ``share``: through the seconds at
-        ``AROUND`` times it. ``a`` may be negative where the curve bends upwards."""
+        """``(a, b)`` of the line ``a + b * share`` that approximates the curve near ``share``: through the
+        seconds at ``AROUND`` times it. ``a`` may be negative if the curve bends upwards."""
         if len(self.points) == 2 or share <= 0:
             return self.affine  # a line already, or nowhere
         low, high = (share * factor for factor in AROUND)

@@ -1,4 +1,4 @@
-"""Where sums of few bytes are faster if every rank sends its addend to every other one."""
+"""Finds the size up to which one-shot sums, by one message between each two ranks, are faster."""
 
 from __future__ import annotations
 

@@ -51,8 +51,8 @@ MICRO = 1e-6
 
 @dataclass(frozen=True)
 class Efficiency:
-    """``share`` of the peak of arithmetic, or of the memory's rate, and ``ramp_s`` for each kernel.
-    ``backward`` is how many times as long as by the usual factors the backward pass takes."""
+    """``share`` of the arithmetic peak, or of the memory's rate, and ``ramp_s`` for each kernel. ``backward``
+    is a factor on the usual duration of the backward pass."""
 
     share: float
     ramp_s: float
@@ -71,7 +71,7 @@ ROWS = (
 USUAL = {(name, dtype): Efficiency(share, ramp_us * MICRO) for name, dtype, share, ramp_us in ROWS}
 
 
-# On a CPU: products reach so much of its peak in practice, other operators all of its memory's rate
+# On a CPU, products reach this share of its peak in practice, and other operators its whole memory rate
 CPU_EFFICIENCY = 0.5
 CPU_PRODUCT, CPU_MEMORY_BOUND = Efficiency(CPU_EFFICIENCY, 0.0), Efficiency(1.0, 0.0)
 

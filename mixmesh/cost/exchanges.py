@@ -151,7 +151,8 @@ def _pieces(program: Program, t: TensorType) -> tuple[float, ...]:
 
 @lru_cache(maxsize=4096)
 def sent_between(src: tuple[float, ...], dst: tuple[float, ...], same_dim: bool = True) -> Sent:
-    """How much passes between two ranks where pieces of these shares become those."""
+    """The amounts that ranks send each other to turn pieces of shares ``src`` into pieces of shares
+    ``dst``."""
     transfers = []
     starts, ends = [(0.0, *accumulate(shares)) for shares in (src, dst)]
     for a, held in enumerate(src):
@@ -180,7 +181,7 @@ def _meeting(
             return "all_reduce", everyone
         case Shard(), Shard():
             return "all_to_all", everyone
-        case ((Shard() | Partial()), Partial()):  # those that leave give their addends to one that stays
+        case ((Shard() | Partial()), Partial()):  # leaving ranks give their addends to a remaining one
             return "reduce", tuple(sorted({wanted[0], *leaving})) if leaving else ()
         case Replicate(), Partial() if len(missing) < len(wanted):
             return "", ()  # a rank that holds it keeps it, the others hold zeros

@@ -22,7 +22,7 @@ NAMED = 3  # operators that a warning names
 
 
 def gaps(program: Program, costs: CostModel) -> Iterator[str]:
-    """A line for each kind of gap, with how many and the worst of them."""
+    """Yields a line for each kind of gap, with their number and the worst of them."""
     if costs.profile is None:
         return
     yield from _foreign(costs, costs.profile)

@@ -69,7 +69,7 @@ class Way:
         seconds = self._at(last, size_bytes)
         if skew is None or high - low < SAME_SKEW:
             return seconds
-        # even pieces may have been measured less far: what they save there, they save beyond
+        # even pieces may have been measured at fewer sizes: their saving there is assumed beyond
         common = min(size_bytes, last.points[-1][0], first.points[-1][0])
         saved = max(1 - first.at(common) / last.at(common), 0.0)
         return seconds * max(1 - saved * (high - skew) / (high - low), 1 - saved)
@@ -91,11 +91,11 @@ class MeasuredCollective:
     _known: dict[tuple, tuple[float, str]] = field(default_factory=dict, repr=False)
 
     def seconds(self, size_bytes: float, skew: float | None = None) -> float:
-        """``size_bytes`` is that of the whole tensor."""
+        """The seconds for a whole tensor of ``size_bytes``."""
         return self._fastest(size_bytes, skew)[0]
 
     def algorithm(self, size_bytes: float, skew: float | None = None) -> str | None:
-        """The fastest; None where the runtime knows one way only."""
+        """The fastest algorithm; None if the runtime has only one."""
         return self._fastest(size_bytes, skew)[1] or None
 
     def seconds_by(self, algorithm: str, size_bytes: float, skew: float | None = None) -> float | None:

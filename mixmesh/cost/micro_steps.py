@@ -14,7 +14,7 @@ from ..lang.ir import Program, Samples, Shard, micro_step_program
 from ..lang.plan_file import Schedule
 
 Part = Sequence[float | None] | None  # per rank, of its samples; None for a rank, or all, without micro-steps
-MARK = " of a micro-step"  # behind the name of a ratio; no program text has such names
+MARK = " of a micro-step"  # suffix of a ratio's name; no program text has such names
 
 
 def costed_micro_step(program: Program, samples: Samples) -> Program:

@@ -81,7 +81,7 @@ class CostModel:
 
     @lazy
     def source(self) -> str:
-        """Where the figures come from, for the plan's header."""
+        """The origin of the figures, for the plan's header."""
         trusted = "".join(f", counting on {name} (never measured)" for name in sorted(self.unmeasured))
         return self._measured_source + trusted
 
@@ -212,7 +212,7 @@ class CostModel:
         return scales.slope(measured, device, product=product, tf32=self.tf32)
 
     def collective(self, name: str, ranks: tuple[int, ...]) -> CollectiveFit | MeasuredCollective:
-        """The cost of a collective between ``ranks``, by its fastest algorithm where it was measured."""
+        """The cost of a collective between ``ranks``, with its fastest algorithm if it was measured."""
         key = (name, ranks)
         if key not in self._fits:
             self._fits[key] = self._collective(name, ranks)
@@ -251,8 +251,8 @@ class CostModel:
         return ADAM_ACCESSES * size_bytes / memory_rate(device)
 
     def accumulation_s(self, rank: int, size_bytes: float) -> float:
-        """Seconds of adding gradients of ``size_bytes`` to what is there of earlier micro-steps: two are read
-        and one is written, as fast as operators bound by memory."""
+        """Seconds of adding gradients of ``size_bytes`` to those of earlier micro-steps: two values are read
+        and one is written, at the speed of memory-bound operators."""
         device = self.cluster.devices[rank]
         return 3 * size_bytes / memory_rate(device) * self._class_scale(device, product=False)
 
@@ -301,8 +301,8 @@ class CostModel:
         return fixed + per_byte * size_bytes
 
     def largest_micro_batch(self, rank: int, stage: int) -> int | None:
-        """Samples of the largest micro-batch that was run on a device like that of ``rank`` in a stage of
-        ZeRO; None where none was tried."""
+        """Samples of the largest micro-batch that ran on a device like that of ``rank`` in a ZeRO stage; None
+        if none was tried."""
         measured = self._measured(self.cluster.devices[rank])
         tried = measured.largest_micro_batch if measured else ()
         return tried[stage] if stage < len(tried) else None

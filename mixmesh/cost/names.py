@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-# collectives of gradients and parameters to a rank of each machine, between these, and back, by what they do
+# hierarchical collectives of gradients and parameters: to one rank of each machine, between those, and back
 LEVELLED = {
     "all_reduce": "levelled_all_reduce",
-    "reduce_scatter": "levelled_reduce_scatter",  # to owners, each of whom speaks for its machine
+    "reduce_scatter": "levelled_reduce_scatter",  # to owners, each of which represents its machine
     "all_gather": "levelled_all_gather",
 }
 FLAT = {levelled: name for name, levelled in LEVELLED.items()}

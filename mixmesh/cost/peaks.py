@@ -39,7 +39,7 @@ def least_flop(call: Call) -> float:
 
 
 def peak_flop_per_s(call: Call, device: Device, tf32: bool) -> float:
-    """The fastest arithmetic that the device has for the dtype of the call, on tensor cores where it may."""
+    """The device's fastest arithmetic for the dtype of the call, on tensor cores if allowed."""
     peaks = {F32: 0.0, TF32: device.tf32_flop_per_s, HALF: device.half_flop_per_s}
     return max(device.flop_per_s, peaks[arithmetic(call, device, tf32)])
 

@@ -13,7 +13,7 @@ from .model import CostModel, OpTime
 from .outline import Outline
 from .table import PassSeconds, Table, table_of
 
-KEPT_RATIOS = 16  # the newest, of which seconds are kept: programs with other owners come one after the other
+KEPT_RATIOS = 16  # the newest, whose seconds are kept: programs with different owners come in sequence
 
 
 def op_time(program: Program, i: Instruction, costs: CostModel, device_class: int) -> OpTime:

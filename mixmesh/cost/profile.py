@@ -47,7 +47,7 @@ def _at_different_places(points: list) -> list:
     return points
 
 
-# one point or more, no two of them at the same x
+# one point or more, all at different x
 _Points = Annotated[list[T], pydantic.Field(min_length=1), pydantic.AfterValidator(_at_different_places)]
 
 
@@ -186,7 +186,7 @@ class Profile:
     provenance: dict[str, str | int | float | list[str]] = field(default_factory=dict)
 
     def without_links(self) -> Profile:
-        """The profile of the devices alone, for links that were not measured."""
+        """The profile of the devices without links, for links that were not measured."""
         return replace(self, collectives=())
 
     @classmethod
@@ -300,7 +300,7 @@ def _host_s_before(s_per_byte: float) -> dict[str, tuple[float, float]]:
 
 
 def _version(text: str, path: str | Path) -> int:
-    """The version that a file claims; 2 where it claims none, for the error that follows."""
+    """The version in a file; the current one if there is none, for the error that follows."""
     try:
         version = json.loads(text).get("mixmesh_profile", FORMAT)
     except (ValueError, AttributeError, RecursionError):
@@ -362,7 +362,7 @@ def op_key(call: Call) -> str:
 
 
 def cut_inputs(placements: Iterable[Placement]) -> str:
-    """Which inputs of a call are cut: a digit for each, 1 where it is."""
+    """The cut inputs of a call: a digit for each, 1 if it is cut."""
     return "".join(["1" if isinstance(p, Shard) else "0" for p in placements])
 
 

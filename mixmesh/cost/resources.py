@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 from ..cluster import Cluster
 from .names import DIRECT, FLAT
 
-# "out" or "in" (of the NIC), "inside", "bridge" or "link N" (one that some devices have of their own), and
-# the machine
+# "out" or "in" (of the NIC), "inside", "bridge" or "link N" (a link that only some devices have), and the
+# machine
 Link = tuple[str, int]
 BRIDGE, INSIDE = "bridge", "inside"
 OWN = "link "
@@ -138,7 +138,7 @@ def _by_levels(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> dic
 
 
 def _pairs(cluster: Cluster, ranks: tuple[int, ...], part: float) -> dict[Link, float]:
-    """Each rank sends each other one the same part of the whole tensor."""
+    """The loads if each rank sends each other one the same part of the whole tensor."""
     n = len(ranks)
     load: dict[Link, float] = {}
     for m, mine in cluster.by_machine(ranks).items():
@@ -160,7 +160,7 @@ Sent = tuple[tuple[int, int, float], ...]  # from rank, to rank, share of the wh
 
 
 def sent_s_per_byte(cluster: Cluster, sent: Sent) -> dict[Link, float]:
-    """As ``link_s_per_byte``, where ranks send each other what is ``sent``."""
+    """Like ``link_s_per_byte``, for what ranks have ``sent`` each other."""
     load: dict[Link, float] = defaultdict(float)
     inside = []
     for a, b, share in sent:

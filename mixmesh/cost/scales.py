@@ -23,8 +23,8 @@ SHAPE = re.compile(r"\[(\d+(?:, \d+)+)\]")
 
 
 def slope(measured: DeviceProfile, device: Device, *, product: bool, tf32: bool) -> float | None:
-    """Measured over estimated seconds of the work of products, or of the other operators: their median. None
-    where none was measured."""
+    """The median of measured over estimated seconds, for the work of products or of the other operators. None
+    if none was measured."""
     ratios = []
     for key, op in measured.ops.items():
         estimate_s = work_s(key, op, device, tf32)

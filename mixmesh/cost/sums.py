@@ -54,14 +54,14 @@ class GradientSum:
 
     @property
     def gather(self) -> Exchange:
-        """The gather of what the owners have stepped."""
+        """The gather of this bucket's stepped parameters from their owners."""
         return Exchange(
             "all_gather", self.size_bytes, self.ranks, rooted=self.rooted, levelled=bool(self.parts)
         )
 
 
 def gradient_bytes(param: Instruction, cell: Cell | None) -> int:
-    """Bytes of a parameter's gradient, or of the cell of it that is summed."""
+    """Bytes of a parameter's gradient, or of its summed cell."""
     return param.type.value.size_bytes if cell is None else cell_bytes(param.type.value, cell)
 
 
@@ -75,9 +75,9 @@ class SumKind(NamedTuple):
 
 
 class Summed(NamedTuple):
-    """A parameter whose gradient is summed: its place among the program's parameters, the index of its first
-    use, or where it is complete that is later (``last_points``), and the kind of its sum. With copies it is
-    the first copy, once for every ``cell``."""
+    """A parameter whose gradient is summed: its index among the program's parameters, its first use (or the
+    point of completion, if that is later: ``last_points``), and the kind of its sum. With copies it is the
+    first copy, once for every ``cell``."""
 
     place: int
     first_use: float
@@ -87,8 +87,8 @@ class Summed(NamedTuple):
 
 
 def order_of_sums(program: Program) -> tuple[Summed, ...]:
-    """Parameters whose gradients are summed, by first use, last first; whatever their buckets. A gradient
-    without a use comes last."""
+    """Parameters whose gradients are summed, by first use, last first; independent of their buckets.
+    Gradients without a use come last."""
     used = last_points(program)
     places = {p.result: place for place, p in enumerate(program.params)}
     found = []
@@ -105,7 +105,7 @@ def order_of_sums(program: Program) -> tuple[Summed, ...]:
 
 
 def with_other_owners(program: Program, order: tuple[Summed, ...]) -> tuple[Summed, ...]:
-    """``order_of_sums`` of a program, where ``order`` is that of the same with other owners."""
+    """``order_of_sums`` of a program, made from ``order``, that of the same program with other owners."""
     sums, params, owned_types = [], program.params, program.owned  # asked for thousands of times a second
     for s in order:
         if s.cell is None and (s.kind.owned is not None or params[s.place].result in owned_types):

@@ -53,9 +53,9 @@ def table_of(outline: Outline, costs: CostModel) -> Table:
     borders = tuple(i for i in program.instructions if _moves_borders(program, i))
     works: list[Work] = []
     work_of: dict[int, int] = {}  # index of a computation -> index of its work
-    factor_work_of: dict[int, int] = {}  # a computation with sfb -> that of the weight's gradient
+    factor_work_of: dict[int, int] = {}  # a computation with sfb -> the work of its weight gradient
     again_work_of: dict[int, int] = {}  # a computation in a region -> its second run
-    wgrad_work_of: dict[int, int] = {}  # a computation with wgrad -> that of the weight's gradient
+    wgrad_work_of: dict[int, int] = {}  # a computation with wgrad -> the work of its weight gradient
     numbers: dict[tuple[int, Cut, str], int] = {}
 
     def number(times: int, cut: Cut, part: str, each: tuple[OpTime, ...]) -> int:

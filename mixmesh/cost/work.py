@@ -61,8 +61,8 @@ class ProductSize:
 
 
 def product_size(call: Call) -> ProductSize | None:
-    """The sizes of a product of two tensors, by the factors that its rule names: what both have and the
-    result has not is contracted. None for other operators, and for shapes that the rule does not know."""
+    """The sizes of a product of two tensors, by the factors in its rule: a factor of both that the result
+    lacks is contracted. None for other operators, and for shapes unknown to the rule."""
     rule = RULES.get(call.op)
     if rule is None or not rule.flops:
         return None

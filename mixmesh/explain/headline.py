@@ -42,7 +42,7 @@ def times_text(ratio: float) -> str:
 
 
 def floored(ratio: float) -> float:
-    """The largest number that ``times_text`` shows as it is and that is no more than ``ratio``."""
+    """The largest number, at most ``ratio``, that ``times_text`` shows without rounding."""
     digits = 1 if ratio < 10 else 0
     return floor(10**digits * ratio + ROUNDING) / 10**digits
 

@@ -67,7 +67,7 @@ class Judge:
         self.accumulates = accumulates(plan.micro_batches)
 
     def planned(self) -> Judged:
-        """The plan as it is."""
+        """The plan itself, judged."""
         simulation = self.task.simulation(self.plan.program, accumulating=self.accumulates)
         rows = self.plan.micro_batches if self.accumulates else None
         return Judged(self.task.judge("plan", self.plan.program, simulation, micro_batches=rows))
@@ -119,7 +119,7 @@ class Judge:
 
 
 def with_owners_of(plan: Program, program: Program) -> Program:
-    """``program`` with the plan's shard owners of the parameters that both hold alike."""
+    """``program`` with the plan's shard owners, for parameters that both hold alike."""
     held = {i.result: i for i in plan.params if i.attr("owned") is not None}
     ratios = dict(program.ratios)
     out = []
@@ -141,7 +141,7 @@ def with_owners_of(plan: Program, program: Program) -> Program:
 
 
 def with_wgrads_of(plan: Program, program: Program) -> Program:
-    """``program`` with the plan's split weight gradients, where they can be split."""
+    """``program`` with the plan's split weight gradients so far as they can be split."""
     when = {i.results[0]: wgrad for i in plan.instructions if (wgrad := wgrad_of(i)) is not None}
     named = ((n, program.instructions[n].result) for n in (separable(program) if when else ()))
     return with_wgrads(program, {n: when[name] for n, name in named if name in when})

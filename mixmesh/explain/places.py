@@ -58,7 +58,7 @@ class Place:
         search: Search,
     ) -> None:
         self.graph, self.ratio, self.settings = program.graph, ratio, search
-        # a value that is forced in one layer alone makes that layer differ from the others: no folding then
+        # a value forced in only one layer makes that layer different, so nothing is folded
         folded = len(names) > 1 and not search.fixed
         self.choices = Choices(self.graph, search.costs, folded=folded)
         ids = self.choices.ids
@@ -88,7 +88,8 @@ class Place:
         return self.graph.producers[self.name].op == "param"
 
     def searched(self, code: int) -> Programs:
-        """The cheapest program with the tensor's placement ``code`` at each price, where there is one."""
+        """The cheapest program, at each price, with the tensor held as ``code``; only prices that have
+        one."""
         if code not in self._searched:
             first = self._first
             alike = self._search(code) if first is self else first.searched(code).items()

@@ -60,7 +60,7 @@ class _Live:
         self.computations = [n for n in range(len(program.instructions)) if can_run_again(program, n, stale)]
         self.root: dict[str, str] = {}  # by view, the value that it looks at
         self.activations: set[str] = set()
-        self.last: dict[str, int] = {}  # use of each value, and of what a view looks at
+        self.last: dict[str, int] = {}  # last use of each value, and of a view's base
         last = self.last
         first_made: dict[str, int] = {}
         from_batch: set[str] = set()
@@ -81,7 +81,8 @@ class _Live:
         self.keeps = {n: self._kept(n) for n in self.computations}
 
     def _held_bytes(self, made: dict[str, int]) -> dict[int, float]:
-        """Bytes of activations at each computation, each held from where it is ``made`` to its last use."""
+        """Bytes of activations at each computation, each held from where it is ``made`` until its last
+        use."""
         changes = [0.0] * (len(self.program.instructions) + 1)
         for name, n in made.items():
             size_bytes = self.program.types[name].value.size_bytes
@@ -126,7 +127,7 @@ class _Live:
         return (*out, tuple(region)) if region else tuple(out)
 
     def kept_bytes(self, region: Sequence[int], again: Sequence[int]) -> float:
-        """Unsharded bytes that are kept of a region of which some computations run again."""
+        """Unsharded bytes kept of a region if the computations ``again`` run again."""
         instructions = self.program.instructions
         results = {r for n in again for r in instructions[n].results}
         read = [x for n in again for x in instructions[n].inputs if x not in results]

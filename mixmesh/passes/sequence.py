@@ -50,7 +50,7 @@ def sequence_parallel(program: Program) -> Program:
 
 
 def is_reduced(program: Program, i: Instruction) -> bool:
-    """Whether ``i`` all-reduces an activation whose rows can be dealt to all ranks that take part."""
+    """Whether ``i`` all-reduces an activation with enough rows for all participating ranks."""
     if i.op != "all_reduce" or len(i.type.value.shape) < 2 or i.result not in program.requires_grad:
         return False
     num_rows = i.type.value.shape[-2]
@@ -175,7 +175,7 @@ class _Rewrite:
             taken = operators[n].inputs if n in operators else (self.taken(i),) * len(i.inputs)
             for name, p in zip(i.inputs, taken):
                 self.wanted.setdefault(name, {})[p] = None
-        self.held: dict[tuple[str, Placement], str] = {}  # names of values as they are held in another way
+        self.held: dict[tuple[str, Placement], str] = {}  # names of values in further placements
         self.pieces: dict[str, TensorType] = {}  # the types of the operators' results
 
     def taken(self, i: Instruction) -> Placement:

@@ -22,7 +22,7 @@ from .zero import ownable, with_owners
 
 TRIED = 5000  # instructions of all programs that are tried, which bounds the seconds that it takes
 
-FEWEST = 3  # choices that are tried whatever the program
+FEWEST = 3  # choices that are tried for any program
 
 Choice = tuple[Ratio | None, ...]  # by bucket, the shares of its owners; None is an all_reduce
 
@@ -30,8 +30,8 @@ Choice = tuple[Ratio | None, ...]  # by bucket, the shares of its owners; None i
 def best_sync(
     program: Program, costs: CostModel, step_s: Callable[[Program], float], *, mixed: bool
 ) -> Program:
-    """The program with owners where that makes ``step_s`` less. It has its buckets, and no owners. Unless
-    ``mixed``, all buckets meet in one way."""
+    """The program with owners if that lowers ``step_s``. It must have its buckets, and no owners. Unless
+    ``mixed``, all buckets are synchronised in one way."""
     can, buckets = ownable_buckets(program)
     if not buckets:
         return program
@@ -55,7 +55,7 @@ def best_sync(
         consider(choice)
     if not mixed:
         return made(best)
-    for part in (0.5, 0.25, 0.75):  # those that are complete first are used last in the next forward pass
+    for part in (0.5, 0.25, 0.75):  # buckets that are complete first are used last in the next forward pass
         owners = [list(options(program, costs, s))[1] for s in buckets]
         consider(tuple(o if n < part * len(buckets) else None for n, o in enumerate(owners)))
     for n in sorted(range(len(buckets)), key=lambda n: -buckets[n].size_bytes):
@@ -100,7 +100,7 @@ def best_run(program: Program, costs: CostModel, step_s: Callable[[Program], flo
 
 
 def ownable_buckets(program: Program) -> tuple[set[str], list[GradientSum]]:
-    """Parameters that can have owners, by result, and the buckets that have some of them."""
+    """Parameters that can have owners, by result, and the buckets that contain any of them."""
     can = {i.result for i in ownable(program)}
     return can, [s for s in gradient_sums(program) if any(p.result in can for p in s.params)]
 
@@ -124,8 +124,8 @@ def alike(program: Program, costs: CostModel, buckets: list[GradientSum]) -> Ite
 
 
 def options(program: Program, costs: CostModel, s: GradientSum) -> Iterator[Ratio | None]:
-    """Owners of a bucket: nobody, the leaders of machines where sums go by levels, all alike, all by their
-    shares of the batch, one of each kind of device."""
+    """Yields possible owners of a bucket: none, the leaders of machines if sums are hierarchical, all evenly,
+    all by their shares of the batch, one of each kind of device."""
     yield None
     parts = () if program.levels is None else program.levels.parts(s.ranks, s.size_bytes)
     if parts:

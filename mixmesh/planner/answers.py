@@ -101,7 +101,7 @@ def warnings_of(graph: Graph, program: Program) -> Iterator[str]:
 
 
 def dtype_warnings(task: Task, program: Program) -> Iterator[str]:
-    """A warning for ranks without bf16, with the type that they compute such values in."""
+    """Yields a warning for ranks without bf16, with the dtype that they use instead."""
     devices = task.costs.cluster.devices
     without = [r for r, d in enumerate(devices) if not (d.supports_bf16 or d.kind == "cpu")]
     ranks = ", ".join(map(str, without))

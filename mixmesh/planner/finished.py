@@ -100,8 +100,8 @@ def by_turns_of_sets(bounded: Sequence[tuple[Proposal, float]]) -> list[tuple[Pr
 
 
 def least_s(task: Task, proposal: Proposal) -> float:
-    """About what the step does not go below in its order, in seconds, with all gradients of a set of ranks
-    in one sum."""
+    """A rough lower bound of the step in its order, in seconds, with all gradients of a set of ranks in one
+    sum."""
     if proposal.micro_batches is not None:
         return proposal.timeline.step_s
     with task.timed("simulate"):
@@ -122,7 +122,7 @@ def most_hidden_s(proposal: Proposal) -> float:
 
 
 def finished(task: Task, proposal: Proposal) -> Proposal:
-    """The proposal, or a faster form of it. There is always a budget for some (``budget_for``)."""
+    """The proposal, or a faster form of it. Some passes always have a budget (``budget_for``)."""
     budget = budget_for(proposal, task.budget)
     if proposal.program.key not in task.summed:
         proposal = REDUCTIONS(task, proposal, budget)

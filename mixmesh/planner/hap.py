@@ -26,13 +26,13 @@ from .tried import Tried
 
 SUM_EXP = "mixmesh.sum_exp"
 DDP_TUNED = "ddp-tuned"
-GRADIENT_PRICES = (0.0, 1.0, 0.3)  # a second of gradient communication, with all, none, much of it hidden
+GRADIENT_PRICES = (0.0, 1.0, 0.3)  # prices of a second of gradient communication: all, none, much is hidden
 DATA_PARALLEL_ONLY = (None,)
 # sets of devices that are searched at any budget; the share of the budget for a step of each set
 LEAST_SETS, SETS_SHARE = 2, 0.2834
 # sets that may be searched beyond these, times as many: one in place of each whose memory is too small
 MORE_SETS = 3
-FEW_SETS = 4  # or more: some of them may be chosen for another reason than data parallelism gives
+FEW_SETS = 4  # from this many on, some may be chosen for other reasons than their data parallelism
 WEIGHT = 1.01  # the search may return a program this much dearer than the cheapest
 MAX_STATES, MAX_STATES_PER_STEP = 50, 1.5  # together, before it keeps only the best few of every step
 MAX_ROUNDS = 4
@@ -42,8 +42,8 @@ ABOUT = 0.9
 LOST = 1.01  # times the best step: a program that cannot get below it is not looked into
 FAR = 1.05  # the same, in buckets of the usual size: no other sizes, shares or prices would make up for it
 HOPELESS = 1.2  # the same, of programs at both ends of the prices: then no price between them is tried
-CLOSE = 1.1  # times what a program with cut classes costs: one with whole classes may still be faster
-CLASSES_STEPS = 5  # for which a budget must pay to look at whole classes too: up to 1200 nodes
+CLOSE = 1.1  # times the cost of a program with cut classes: one with whole classes may still be faster
+CLASSES_STEPS = 5  # steps that a budget must pay for to try whole classes too: up to 1200 nodes
 SPARE = (0.0, 0.03, 0.1)  # share of a device's memory, left to rounding
 FULL = 0.9  # share of usable memory: a rank that holds less could have more samples
 BOUND_BY_MEMORY = 0.05  # share of the batch by which a rank's part would change if all had enough memory
@@ -65,14 +65,14 @@ def most_states(problem: Problem) -> int:
 
 
 class Synthesis:
-    """The alternation of one task, in the name of ``planner``. Programs that data parallelism tried,
-    where it was asked before, are not tried again."""
+    """The alternation of one task, for ``planner``. Programs that data parallelism has already tried are not
+    tried again."""
 
     def __init__(self, task: Task, planner: str = "hap") -> None:
         self.task, self.planner = task, planner
         if DDP_TUNED not in task.proposed:
             task.tried = {}
-        self.paths: dict[float, Found] = {}  # by price, the last that was found, on whatever devices
+        self.paths: dict[float, Found] = {}  # by price, the last path found, on any devices
 
     def proposals(self, prices: Sequence[float | None]) -> Iterator[Proposal]:
         """Program and ratio in turn, for several prices and sets of devices. The sets with the lowest bound
@@ -104,7 +104,7 @@ class Synthesis:
             yield from self.with_whole_classes(best[1])
 
     def sets(self) -> list[tuple[int, ...]]:
-        """Sets of devices, first those that data parallelism leaves most to hope for."""
+        """Sets of devices, first those with the lowest bound for data parallelism."""
         tried = self.task.tried
 
         def hope(ranks: tuple[int, ...]) -> tuple[float, int]:
@@ -137,14 +137,14 @@ class Synthesis:
         return ABOUT * self.least_s(ranks, prices) >= self.task.best_s
 
     def least_s(self, ranks: tuple[int, ...], prices: Sequence[float | None]) -> float:
-        """About what no program on these devices is faster than. For a small one with data parallelism
-        the seconds that factors save are known only when it has been made."""
+        """A rough lower bound for programs on these devices. For data parallelism of a small program, the
+        seconds saved by factors are unknown until it is made."""
         large = not EACH.pays_for(CARE_STEPS, len(self.task.graph.nodes))
         parallel = prices == DATA_PARALLEL_ONLY and large
         return least_parallel_s(self.task, ranks) if parallel else self.task.least_seconds(ranks)
 
     def most_sets(self, prices: Sequence[float | None]) -> int:
-        """On how many of them the budget pays for a search."""
+        """The number of sets for which the budget pays for a search."""
         if self.task.budget.is_ample or prices == DATA_PARALLEL_ONLY:
             return sys.maxsize
         return max(LEAST_SETS, int(self.task.budget.part(SETS_SHARE).steps(len(self.task.graph.nodes))))
@@ -168,8 +168,8 @@ class Synthesis:
                 yield proposal
 
     def with_whole_classes(self, ranks: tuple[int, ...]) -> Iterator[Proposal]:
-        """Programs with whole classes in place of one that cuts the classes of a loss: a gather of the head's
-        weight may hide, which no price says; one of hidden states does not."""
+        """Programs with whole classes instead of one that cuts the classes of a loss: a gather of the head's
+        weight may hide, which prices do not show, while one of hidden states does not."""
         tried = self.task.tried.get(ranks, Tried())
         small = EACH.pays_for(CLASSES_STEPS, len(self.task.graph.nodes))
         for price, cost_s in [*tried.cutting_classes.items()][-1:] if small else ():
@@ -183,17 +183,17 @@ class Synthesis:
         return {choices.ids[n.result]: code_of(Shard(0)) for n in choices.steps if n.op == SUM_EXP}
 
     def known(self, price: float) -> list[Found]:
-        """Paths that may be the cheapest at a price: what was on other devices or with other shares, and data
-        parallelism where sums are free."""
+        """Paths that may be the cheapest at a price: the one from other devices or shares, and data
+        parallelism if sums are free."""
         spread = self.task.data_parallel_path(alone=False) if price == 0.0 else None
         return [path for path in (spread, self.paths.get(price)) if path is not None]
 
     def find(
         self, ratio: Ratio, price: float | None, seen: set[int], *, whole_s: float | None = None
     ) -> tuple[Program | None, int, float | None]:
-        """The cheapest program under a ratio, with a number that tells it from others and its gap; no
-        program if it is one of ``seen``. Without a price for gradients it is that of data parallelism. With
-        ``whole_s`` the classes of a loss are whole, and a program that costs more seconds is none."""
+        """The cheapest program under a ratio, with its identifying number and its gap; no program if its
+        number is in ``seen``. Without a price for gradients it is data parallelism. With ``whole_s`` the
+        classes of a loss are whole, and a program that costs more seconds does not count."""
         if price is None:
             program = self.task.data_parallel(ratio)
             path = self.task.data_parallel_path(alone=len(support(ratio)) == 1)
@@ -283,8 +283,8 @@ class Synthesis:
     def in_less_memory(
         self, made: Proposal, program: Program, ranks: tuple[int, ...], least_s: float
     ) -> Iterator[Proposal]:
-        """The program, ``made`` under its best shares, in forms that hold less, where it does not fit or its
-        shares are bound by memory."""
+        """Forms of the program that hold less, if ``made``, the program under its best shares, does not fit
+        or its shares are limited by memory."""
         if not made.feasible:
             yield from self.stored_sharded(program, ranks)
         if not made.feasible or self.bound_by_memory(made, ranks):
@@ -326,7 +326,7 @@ class Synthesis:
     def bound_by_memory(self, made: Proposal, ranks: tuple[int, ...]) -> bool:
         """Whether the shares would be others if all ranks had enough memory."""
         if not made.timeline.peak_memory_bytes:
-            return False  # it surely fits
+            return False  # it certainly fits
         if all(made.peak_memory_bytes[r] < FULL * self.task.usable_bytes[r] for r in ranks):
             return False
         free = self.task.ratio(made.simulation, made.program, ranks, limited=False)

@@ -58,7 +58,7 @@ def seconds_by_class(
 
 
 def operator_s(choices: Choices, at_peaks: bool) -> list[list[float]]:
-    """Per kind of operator the seconds of all that are of it, by class of devices."""
+    """For each kind of operator the seconds of all its operators, by class of devices."""
     costs, graph = choices.costs, choices.graph
     parts = has_parts(costs)
 

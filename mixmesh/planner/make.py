@@ -31,12 +31,12 @@ from .proved import proved
 from .task import Task
 from .whole import whole_batch_warnings
 
-COLLECTED_AFTER = 1_000_000  # new objects; planning makes many, all of them needed, and no cycles
+COLLECTED_AFTER = 1_000_000  # new objects; planning makes many, all in use and without cycles
 Say = Callable[[str], None]
 
 
 class Traced(Protocol):
-    """A traced model: what ``mixmesh.frontend.trace.trace`` returns."""
+    """A traced model: the result of ``mixmesh.frontend.trace.trace``."""
 
     @property
     def graph(self) -> Graph: ...

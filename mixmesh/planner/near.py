@@ -12,7 +12,7 @@ from .passes import REDUCTIONS
 from .proposal import Proposal
 from .task import HOPEFUL, Task
 
-# planners whose proposals are reduced at once, so that those that are asked later have that to beat
+# planners whose proposals are reduced at once, so that later ones must beat the result
 REDUCED_AT_ONCE = (DDP_TUNED, "hap")
 
 EXCHANGED = 0.05  # share of the step that exchanges within its passes must take to be worth the time

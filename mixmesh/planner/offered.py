@@ -1,4 +1,4 @@
-"""Plans are offered only if the checker accepts their programs, as it is asked again before they run."""
+"""Offers only plans whose programs the checker accepts, since it checks them again before they run."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ MOST_DEVICES = 16
 WORTH = 1.15  # times the bound of all plans: a step below it has little to gain
 # times the best step: the estimate is about a tenth too low, and at times more than it should be
 LIKELY, MOST_LIKELY = 0.9, 1.2
-APART = 1.3  # by at least so much their numbers of micro-steps differ
-FILLED = (1.0, 0.85, 0.7)  # shares of memory to be filled by estimate; less where the simulator refuses
+APART = 1.3  # smallest factor between two numbers of micro-steps
+FILLED = (1.0, 0.85, 0.7)  # shares of memory that the estimate may fill; less if the simulator refuses
 
 Ranks = tuple[int, ...]
 
@@ -114,8 +114,8 @@ def hopeful(task: Task) -> Iterator[Proposal]:
 
 
 def least_pipeline_s(task: Task) -> float | None:
-    """Seconds that no simulated step is shorter than; None where pipelines have not enough to gain for the
-    time that they take, or there is too much to plan."""
+    """A lower bound of every simulated step; None if pipelines have too little to gain for their time, or if
+    there is too much to plan."""
     is_paid_for = EACH.pays_for(LEAST_STEPS, len(task.graph.nodes))
     small = is_paid_for and 1 < len(task.ranks) <= MOST_DEVICES
     return task.ideal_s if small and WORTH * task.ideal_s < task.best_s < float("inf") else None
@@ -133,7 +133,7 @@ def judged(task: Task, space: Space, chain: Chain, planner: str = "pipeline") ->
 
 
 def proposed(task: Task, space: Space, part: float = 1.0, below_s: float = float("inf")) -> Iterator[Chain]:
-    """Some chains of every kind of stages, those with the shortest estimates, if these are ``below_s``."""
+    """Yields some chains of every kind of stages with the shortest estimates, if these are ``below_s``."""
     estimate = _Estimate(task, space, part)
     for kind in kinds_of_stages(space, task.ranks):
         bests = []
@@ -228,7 +228,7 @@ class _Estimate:
         return out
 
     def shares(self, ranks: Ranks, size: int) -> tuple[int, ...]:
-        """Samples of a micro-batch per rank, where the stage is ``ranks``."""
+        """Samples of a micro-batch for each rank of the stage ``ranks``."""
         key = ranks, size
         if key not in self._shares:
             self._shares[key] = shard_sizes(size, self.space.shares(ranks))
@@ -303,7 +303,7 @@ class _Estimate:
         return Chain(micro_steps, tuple(shares), ends, float(step_s))
 
     def _end_s(self, units: Sequence[Ranks], starts: Sequence[int], ends: Sequence[int]) -> float:
-        """Until the gradients of a stage are summed and stepped over, which nothing hides."""
+        """Seconds for summing and stepping the gradients of the slowest stage, which nothing hides."""
         longest = 0.0
         for ranks, start, end in zip(units, starts, ends):
             size = float(self.params[start, end])

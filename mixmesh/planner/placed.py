@@ -17,7 +17,7 @@ from .proposal import Proposal
 from .spaces import space_of
 from .task import Task
 
-FILLED = (1.0, 0.85, 0.7)  # shares of a device's memory that a cut by memory gives to what is estimated
+FILLED = (1.0, 0.85, 0.7)  # shares of a device's memory that a cut by memory fills with the estimated bytes
 TIGHTENED = (1.0, 0.93, 0.85)  # shares of usable memory, for a search with estimates off by some per cent
 MAX_EVALUATIONS = 3000
 MAX_SIMULATIONS = 40

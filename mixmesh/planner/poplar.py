@@ -47,12 +47,12 @@ GROWTH = 1.2  # from one micro-batch of a curve to the next
 
 
 def poplar(task: Task) -> Iterator[Proposal]:
-    """The best allocation of every stage, on all devices and on the faster ones alone."""
+    """Yields the best allocation of every stage, on all devices and on only the faster ones."""
     best_s, is_any = float("inf"), False
     sets = sorted(device_sets(task), key=lambda ranks: (task.least_seconds(ranks), -len(ranks)))
     for ranks in (*sets, *sets_in_need(task)):
         if best_s < float("inf") and task.least_seconds(ranks) >= best_s:
-            return  # nor will slower ones help
+            return  # slower sets will not help either
         short = []  # ZeRO stages in which some rank lacks the memory to take its share at once
         for stage in STAGES:
             task.progress(f"planning: poplar, stage {stage}, {len(ranks)} devices")
@@ -83,8 +83,8 @@ def computed_again(task: Task, stage: int, ranks: tuple[int, ...], best_s: float
 
 
 class Staged:
-    """Data parallelism of some devices in a stage of ZeRO; of ``plain``, if that is given, where it can be
-    faster than ``best_s``."""
+    """Data parallelism of some devices in a ZeRO stage; of ``plain``, if given and possibly faster than
+    ``best_s``."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class Staged:
         in_each_s = micro_step_s(simulation, self.program)
         seen: set = set()
         prices = [in_each_s * share for share in HIDDEN] if accumulating else [ONCE_S]
-        # stages 0 and 1 leave every device its own count; a common one can make larger micro-batches
+        # in stages 0 and 1 every device may have its own count; a common one can allow larger micro-batches
         counted = dict.fromkeys((self.stage, COMMON)) if accumulating else (COMMON,)
         for price_s, together in product(prices, counted):
             first = self.allocated(room, price_s, together, simulation)
@@ -135,7 +135,7 @@ class Staged:
                 continue
             allocation, owners = first
             if allocation.step_s - price_s * max(allocation.accumulation_steps) > self.best_s:
-                continue  # nor with free collectives
+                continue  # even free collectives would not help
             micro_batches = rows(allocation)
             if (micro_batches, owners) in seen:
                 continue

@@ -60,7 +60,7 @@ class Proposal:
 
 
 def ranks_of(program: Program) -> tuple[int, ...]:
-    """All that have a share of something, or everyone where there are no shares."""
+    """All ranks with a share of something; all ranks if there are no shares."""
     sets = supports(program)
     if len(sets) < 2:
         return sets[0] if sets else tuple(range(program.world_size))

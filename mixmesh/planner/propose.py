@@ -17,7 +17,7 @@ from .proposal import Proposal
 from .task import Task
 from .two_level import machines_of
 
-LEADING = 4  # times as much of the budget for sets of machines has a planner that leads on all of them
+LEADING = 4  # factor on the budget for sets of machines of a planner that leads on all of them
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Asked:
     is_auto: bool
 
     def propose(self, row: Planner, task: Task) -> Propose:
-        """The proposals of a planner: the most hopeful only, where the budget is short or after a search that
+        """The proposals of a planner; only the most hopeful if the budget is short, or after a search that
         has proposed something that fits."""
         follows = not self.is_auto and self.rows[0].is_open_ended and row is not self.rows[0]
         is_brief = not self.budget.is_ample or (follows and task.best_s < float("inf"))
@@ -74,7 +74,7 @@ def proposals_of(task: Task, asked: Asked) -> list[Proposal]:
             best[row.name] = min(proposals, key=lambda p: p.key)
         if row.name in REDUCED_AT_ONCE:
             to_reduce += proposals
-            # a search is not held against reductions that its own programs have not been given yet
+            # a search must not compete with reductions before its own programs have had theirs
             if to_reduce and not (row.name == DDP_TUNED and BY_NAME["hap"] in asked.rows):
                 reduced = reduced_near(task, to_reduce)
                 every += reduced.values()

@@ -35,7 +35,7 @@ class _Moments:
         return _least(self.usable - self.fixed - share * self.owned, self.per_sample)
 
     def share(self, samples: int) -> float:
-        """The most that an owner can hold beside ``samples`` samples."""
+        """The largest share of owned state that fits with ``samples`` samples."""
         return _least(self.usable - self.fixed - samples * self.per_sample, self.owned)
 
 

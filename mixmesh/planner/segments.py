@@ -48,7 +48,8 @@ def segments(task: Task) -> Iterator[Proposal]:
 
 @dataclass(frozen=True)
 class Segment:
-    """Groups from ``start`` to ``stop`` under a ratio; ``seconds`` of it and all before it, with moves."""
+    """Groups from ``start`` to ``stop`` under a ratio; ``seconds`` includes all segments before it, and the
+    moves."""
 
     start: int
     stop: int

@@ -1,4 +1,4 @@
-"""One planning task: what every planner asks for, simulates and is judged by."""
+"""One planning task, the context in which all planners propose, simulate and are judged."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from .tried import Tried
 
 HEADROOM = 0.05  # share of a device's memory that a plan leaves free
 USUAL_BYTES, SMALLER_BYTES, LARGER_BYTES = 16e6, (4e6, 1e6), (64e6,)  # sizes of buckets that are tried
-HOPEFUL = 1.15  # times the best step or faster: what its sums, order and buckets may make the best
+HOPEFUL = 1.15  # times the best step: a program below it may become the best by its sums, order and buckets
 MUCH = 0.1  # share of the step that packed sums must save while programs are searched
 
 
@@ -97,7 +97,7 @@ class Task:
         self.tried: dict[tuple[int, ...], Tried] = {}  # by devices
         self.summed: set[tuple] = set()  # keys of programs whose sums are in their best way
         self.refused = ""  # why a planner has nothing to propose
-        # by whether one rank is alone: the path and its program
+        # by whether there is only one rank: the path and its program
         self._data_parallel: dict[bool, tuple[Found, Program]] = {}
         self.searched: dict[int, tuple[Problem, Found]] = {}  # by the shape of the program
         self._programs: dict[tuple[bool, int], Program] = {}
@@ -109,7 +109,7 @@ class Task:
 
     @contextmanager
     def timed(self, step: str) -> Iterator[None]:
-        """Adds the seconds spent inside to a step of planning, less those of steps inside it."""
+        """A context that adds its seconds to a step of planning, without those of steps inside it."""
         started = time.perf_counter()
         self._inner_s.append(0.0)
         try:
@@ -121,7 +121,7 @@ class Task:
                 self._inner_s[-1] += spent
 
     def on(self, ranks: tuple[int, ...]) -> Task:
-        """The same task for some of its ranks: what is found is remembered for both."""
+        """The same task for some of its ranks; results are remembered for both."""
         if ranks == self.ranks:
             return self
         self.choices, self.seconds_by_class, self.peak_seconds_by_class  # noqa: B018 - the copy has them too
@@ -189,7 +189,7 @@ class Task:
 
     @property
     def levels(self) -> Levels | None:
-        """By which gradients are summed, where that is faster than flat."""
+        """The levels for summing gradients if that is faster than flat, else None."""
         return self.levels_on(self.ranks)
 
     @levels.setter
@@ -211,8 +211,8 @@ class Task:
         return best_direct_bytes(self.costs)
 
     def in_our_sums(self, planner: str, program: Program) -> Program:
-        """The program with its gradients summed by levels, and small values by one message between each two
-        ranks; baselines are what others do, and leave all sums to the library."""
+        """The program with hierarchical gradient sums and one-shot sums of small values. Baselines leave all
+        sums to the library, as others do."""
         usual = planner in BASELINES
         levels, most = (None, 0) if usual else (self.levels_on(ranks_of(program)), self.direct_bytes)
         if (program.levels, program.direct_bytes) == (levels, most):
@@ -261,7 +261,7 @@ class Task:
         return with_ratio(self._data_parallel[alone][1], "r0", ratio)
 
     def data_parallel_path(self, *, alone: bool) -> Found | None:
-        """Its path for several ranks, or for one that is ``alone``, if it was asked for."""
+        """The data-parallel path for several ranks, or for one (``alone``), if it was already asked for."""
         path = self._data_parallel.get(alone)
         return None if path is None else path[0]
 
@@ -274,8 +274,8 @@ class Task:
         return with_ratio(self._programs[key], "r0", problem.ratio)
 
     def packed(self, program: Program) -> Program:
-        """The program with the small sums of a level as one, if that saves much of the step; what it saves
-        less, an order of the program may save too (``ordered``)."""
+        """The program with the small sums of a level packed, if that saves much of the step; for smaller
+        savings an order of the program may be as good (``ordered``)."""
         if program.body not in self._packed:
             groups = levels_of_sums(program, self.costs)
             grouped = coalesced(program, groups) if groups else None
@@ -328,8 +328,8 @@ class Task:
         return 1 / sum(1 / (seconds[r] * len(ranks)) for r in ranks)
 
     def simulation(self, program: Program, *, accumulating: bool = False) -> Simulation:
-        """One for each program and set of ranks, whatever the ratio and micro-steps; the first ones are asked
-        for again."""
+        """The simulation of a program, one for each set of ranks, for any ratio and micro-steps. The newest
+        are kept."""
         ranks = supports(program)
         way = accumulating, program.direct_bytes
         key = (program.body, ranks, way)
@@ -464,6 +464,6 @@ class Task:
         except Infeasible:
             return None
         if support(ratio) != ranks:
-            # the LP left a device out: that is another set of devices, tried on its own
+            # the LP left a device out, which makes another set of devices, tried separately
             ratio = make_ratio([max(s, 1 / self.batch) if r in ranks else 0 for r, s in enumerate(ratio)])
         return ratio

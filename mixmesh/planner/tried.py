@@ -1,4 +1,4 @@
-"""A record of what the search has tried on a set of devices."""
+"""The search's trials on a set of devices."""
 
 from __future__ import annotations
 

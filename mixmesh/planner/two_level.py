@@ -42,21 +42,21 @@ WORTH = 1.1  # times the seconds of computing alone: a best step below it has li
 # the same, if the budget does not pay for this many steps of the graph on each kind of machine: about two
 # seconds
 MUCH_WORTH, KIND_STEPS = 1.3, 3
-HOPELESS = 1.2  # times the best step: of such a program no other shares, prices or buckets are tried
+HOPELESS = 1.2  # times the best step: for a slower program no other shares, prices or buckets are tried
 MOST_MACHINES = 8
 BUCKET_BYTES = 16e6  # in programs that are compared
 
 
 @dataclass(frozen=True)
 class Found:
-    """The program of a set of ranks for its part, and its predicted step on its own."""
+    """The program of a set of ranks for its part, and that set's predicted step."""
 
     set: Set
     step_s: float
 
 
 def two_level(task: Task) -> Iterator[Proposal]:
-    """Nothing where there is one machine, or one device in each."""
+    """Proposes two-level programs; none for a single machine, or for one device in each."""
     return TwoLevel(task).proposals()
 
 
@@ -105,7 +105,7 @@ class TwoLevel:
         self._found: dict[tuple, Program | None] = {}
         self._fitting: dict[tuple, Program] = {}
         self.spare: float | None = (
-            None  # bytes of memory that machines leave free; None where they need not mind it
+            None  # share of memory that machines leave free; None if memory does not count
         )
         self._tasks: dict[tuple, Task] = {}
 
@@ -178,7 +178,7 @@ class TwoLevel:
         return sorted(PRICES, key=lambda price: abs(log(price / times)))
 
     def dealt(self, price: float, speeds: list[float]) -> Iterator[Program]:
-        """Samples in proportion to how fast the machines are through with theirs."""
+        """Yields programs with samples in proportion to the machines' measured speeds."""
         seen: set[tuple[int, ...]] = set()
         for _ in range(ROUNDS):
             counts = whole_counts(make_ratio(speeds), self.task.batch)
@@ -196,7 +196,7 @@ class TwoLevel:
     def found(self, price: float, counts: tuple[int, ...], m: int) -> Found | None:
         """The program of a machine for its samples, found once for all that have the same devices."""
         ranks, costs = self.machines[m], self.task.costs
-        if (counts, m) not in self._parts:  # whatever the price
+        if (counts, m) not in self._parts:  # the same for all prices
             made = part_of(self.task.data_parallel(self.task.proportional), counts, m)
             self._parts[counts, m] = made, made.graph.fingerprint
         part, fingerprint = self._parts[counts, m]
@@ -241,7 +241,7 @@ class TwoLevel:
         return program if ratio is None else with_ratio(program, "r0", ratio)
 
     def fitting(self, inner: Task, program: Program, ranks: tuple[int, ...], spare: float) -> Program:
-        """The fastest form of a machine's program that fits; if none does, that of the least memory."""
+        """The fastest form of a machine's program that fits; if none does, the one with the least memory."""
         timeline = inner.simulation(program).run(program)
         if fits(inner, timeline, ranks, spare):
             return program

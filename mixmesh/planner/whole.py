@@ -1,4 +1,4 @@
-"""Operators that a device computes for the whole batch though the batch is cut, because their rules allow
+"""Operators that a device computes for the whole batch although the batch is cut, because their rules allow
 nothing else."""
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _sample_dims_of_results(
     between = [s for s in strategies(rule, call) if _cuts_samples(s, call, node, dims, weights)]
     if not between:
         return None
-    # one that keeps the samples apart rather than one that sums over them
+    # prefers one that keeps samples separate to one that sums over them
     best = max(between, key=lambda s: sum(isinstance(p, Shard) for p in (*s.outputs, *s.inputs)))
     return tuple(p.dim if isinstance(p, Shard) else None for p in best.outputs)
 

@@ -287,7 +287,7 @@ def optimal_ratio(
         before, at = ratio, with_ratio(program, name, ratio)
         every = phases(at, costs, tuple(equal[0] for equal in classes), step)
         free = solved(at, every, limited=False)
-        # the best of all shares is the best of those that fit, if it does
+        # the best of all shares is also the best of those that fit, provided it fits
         ratio = free if not limited or surely_fits(free) else solved(at, every, limited=True)
         if max(abs(a - b) for a, b in zip(before, ratio)) < SAME_SHARE:
             break

@@ -51,7 +51,7 @@ class Run:
         self.usual_clock = [-credit for credit in self.first_credit_s]
         self.busy = [0.0] * count
         self.under_way = [0.0] * count  # the end of the last collective of each kind
-        self.kinds = [alike.of(ranks) for _, ranks in network.numbers]  # those on each channel
+        self.kinds = [alike.of(ranks) for _, ranks in network.numbers]  # kinds of ranks on each channel
         self.slowdown = [parts.slowdown[r] for r in alike.firsts]
         self.slowed = [(k, s) for k, s in enumerate(self.slowdown) if s > 0]
         self.free = [0.0] * len(network.numbers)  # the end of the last collective on each channel

@@ -28,7 +28,7 @@ from .sums import NO_SUMS, Sums, sums_of
 from .timed import Parts, TimedPass, time_pass
 from .values import Call, MicroBatches, Seconds
 
-MAX_STEPS = 5  # simulated until burst credit at the end is that of the beginning
+MAX_STEPS = 5  # steps simulated until burst credit is the same at the end as at the beginning
 
 
 def simulate(
@@ -169,7 +169,7 @@ class Simulation:
     def step_s(
         self, program: Program, micro_batches: MicroBatches = None, buckets: Buckets | None = None
     ) -> float:
-        """The seconds of a step; ``buckets`` replace those of ``program``."""
+        """Seconds of a step; ``buckets`` replace those of ``program``."""
         buckets = program.buckets if buckets is None else buckets
         return max(self._run(program, buckets, self._schedule(program, micro_batches)).clock)
 

@@ -57,7 +57,7 @@ class Start(NamedTuple):
 
 
 class Await(NamedTuple):
-    """A value has to be there: what the start with this ``value`` brings."""
+    """Waits for a value: the result of the start with this ``value``."""
 
     name: str
     part: str
@@ -138,13 +138,13 @@ class Pass:
     exchanges: tuple[tuple[Exchange, str], ...]
 
     def on(self, program: Program, ranks: tuple[int, ...]) -> Pass:
-        """The same pass on other ranks, all of which meet in every collective."""
+        """The same pass on other ranks, all of which take part in every collective."""
         moved = tuple((replace(exchange, ranks=ranks), purpose) for exchange, purpose in self.exchanges)
         return Pass(program, self.script, moved)
 
     def with_owned(self, program: Program) -> Pass:
-        """The forward pass of ``program``, which has other owners, where this one uses every parameter as
-        one that an owner stepped."""
+        """The forward pass of ``program``, which has other owners, made from this one, in which every
+        parameter has an owner."""
         owned = program.owned
         events = tuple([e for e in self.script.events if type(e) is not Use or e.name in owned])
         return Pass(program, Script(events), self.exchanges)

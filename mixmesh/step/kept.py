@@ -113,7 +113,7 @@ def kept(call: Call, takes_gradient: tuple[bool, ...]) -> Iterator[tuple[str, in
 
 
 def extra_bytes(call: Call) -> float:
-    """Bytes kept that are neither input nor result: masks, positions, logarithms."""
+    """Bytes kept other than inputs and results: masks, positions, logarithms."""
     result = call.outputs[0].size_bytes
     if call.op == "aten.cross_entropy_loss":
         return call.inputs[0].size_bytes  # the logarithms of the softmax; the logits are not kept
@@ -132,7 +132,7 @@ def forward_bytes(call: Call) -> float:
 
 
 def backward_bytes(call: Call) -> float:
-    """Temporaries of the backward pass, beside the gradients of the inputs."""
+    """Temporaries of the backward pass, without the gradients of the inputs."""
     if call.op == "aten.cross_entropy_loss":
         return call.inputs[0].size_bytes  # the gradient of the logarithms
     if call.op == "mixmesh.experts":  # gradients of the choices' values, two at a time

@@ -75,7 +75,7 @@ def _able(outline: Outline, triggers: Collection[int]) -> dict[str, set[int]]:
 
 
 def _may_lose(outline: Outline) -> bool:
-    """Whether the program has anything by which a rank may get no gradient."""
+    """Whether anything in the program may leave a rank without a gradient."""
     program = outline.program
     if isinstance(program.types[program.loss].placement, Replicate):
         return True
@@ -95,7 +95,7 @@ def _may_lose_in(outline: Outline, i: Instruction) -> bool:
 
 
 def _kept(program: Program, i: Instruction, name: str) -> set[int]:
-    """The ranks that hold an input of what needs no communication, and go on with it."""
+    """The ranks that hold an input and use it without communication."""
     held = {*program.participants(program.types[name])}
     becomes_addend = i.is_redistribution and isinstance(i.type.placement, Partial)
     if becomes_addend and isinstance(program.types[name].placement, Replicate):

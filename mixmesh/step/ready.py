@@ -16,8 +16,8 @@ Points = tuple[tuple[float, tuple[int, ...]], ...]
 
 @dataclass(frozen=True)
 class Readiness:
-    """Per parameter whose gradient is summed, the ``points`` where the backward pass completes it, by ranks;
-    and the ``groups`` of ranks that sum some gradient."""
+    """For each parameter whose gradient is summed, the ``points`` at which the backward pass completes it, by
+    ranks; and the ``groups`` of ranks that sum any gradient."""
 
     points: Mapping[str, Points]
     groups: tuple[tuple[int, ...], ...]
@@ -25,13 +25,13 @@ class Readiness:
 
     @lazy
     def alike(self) -> Alike:
-        """Ranks whose gradients are complete at the same points, whatever the buckets."""
+        """Ranks grouped by the points at which their gradients are complete, for any buckets."""
         groups = dict.fromkeys(ranks for points in self.points.values() for _, ranks in points)
         return Alike(membership(groups | dict.fromkeys(self.groups), self.world_size))
 
     @lazy
     def by_kind(self) -> dict[str, dict[int, float]]:
-        """Per parameter the point where its gradient is complete, by kind of ``alike``."""
+        """For each parameter, the point at which its gradient is complete, by kind of ``alike``."""
         return {
             name: {kind: point for point, ranks in points for kind in self.alike.of(ranks)}
             for name, points in self.points.items()
@@ -59,7 +59,8 @@ def ready_points(program: Program, outline: Outline, later: Mapping[int, float])
 def _points(
     outline: Outline, name: str, later: Mapping[int, float], on: Mapping[str, Ranks]
 ) -> Iterator[tuple[float, tuple[int, ...]]]:
-    """Where the gradient of one copy of a parameter is complete: where its first use is, for each rank."""
+    """The points at which the gradient of one copy of a parameter is complete: at its first use on each
+    rank."""
     program = outline.program
     everyone = program.participants(program.types[name])
     left = set(everyone)

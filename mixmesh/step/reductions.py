@@ -1,4 +1,4 @@
-"""Reductions of gradients under a program's buckets, and the gathers of what owners stepped."""
+"""Reductions of gradients under a program's buckets, and gathers of parameters stepped by owners."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Reductions:
     issues: Issues = field(default_factory=dict)  # by point: (reduction, ranks)
     gathers: tuple[tuple[str, Exchange], ...] = ()
     gather_of: Mapping[str, int] = field(default_factory=dict)  # by owned parameter
-    late: frozenset[int] = frozenset()  # those that wait for gradients which redistributions bring
+    late: frozenset[int] = frozenset()  # those that wait for gradients from redistributions
     plain: frozenset[int] = frozenset()  # reductions of whole gradients, for all ranks
 
 

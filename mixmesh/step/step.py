@@ -42,13 +42,13 @@ class Step(Generic[Facts]):
     outline: Facts = field(compare=False, repr=False)
 
     def on(self, outline: Facts, ranks: tuple[int, ...]) -> Step[Facts]:
-        """The step of the same instructions on other ranks, all of which meet in every collective."""
+        """The step of the same instructions on other ranks, all of which take part in every collective."""
         program = outline.program
         kinds = {s.kind: s.kind._replace(ranks=ranks) for s in self.summed}
         points = self.ready.points
         if all(some in self.ready.groups for pairs in points.values() for _, some in pairs):
             points = {name: tuple([(n, ranks) for n, _ in pairs]) for name, pairs in points.items()}
-        else:  # a gradient that some ranks have: of an addend that one of them adds
+        else:  # some ranks have no gradient, because only one of them adds the addend
             points = ready_points(program, outline, self.later)
         return replace(
             self,
@@ -61,8 +61,8 @@ class Step(Generic[Facts]):
         )
 
     def with_owners(self, outline: Facts) -> Step[Facts]:
-        """The step of the same program with other owners of its parameters, whose gradients are complete
-        where they were."""
+        """The step of the same program with other owners of its parameters; their gradients are complete at
+        the same points."""
         program = outline.program
         summed = with_other_owners(program, self.summed)
         forward = self._forward_of_owned.with_owned(program)
@@ -70,7 +70,7 @@ class Step(Generic[Facts]):
 
     @lazy
     def _forward_of_owned(self) -> Pass:
-        """The forward pass as if every parameter had an owner, for all sets of these that planning tries."""
+        """The forward pass as if every parameter had an owner, from which those for other owners are made."""
         return forward_pass(self.outline, frozenset(p.result for p in self.program.params))
 
     def reductions(self, program: Program, buckets: Buckets, *, scattered: bool = False) -> Reductions:

@@ -70,7 +70,7 @@ class Inventory:
         return tuple(tuple(ranks) for _, ranks in runs)
 
     def memory_bytes(self, rank: int) -> int:
-        """The memory of one rank: ranks that hold a pool together have equal parts of it."""
+        """The memory of one rank; ranks that share a pool have equal parts of it."""
         pool = self.devices[rank].memory_pool
         return self.devices[rank].memory_bytes // sum(d.memory_pool == pool for d in self.devices)
 
@@ -125,8 +125,8 @@ def read_device(device: torch.device) -> FoundDevice:
 
 
 def memory_limit(memberships: Path, mount: Path) -> tuple[int, str]:
-    """The lowest memory limit of this process's cgroup and those above it, in bytes, with the cgroup that has
-    it; ``NO_LIMIT_BYTES`` where there is none. Both versions of cgroups."""
+    """The lowest memory limit among this process's cgroup and those above it, in bytes, with its cgroup;
+    ``NO_LIMIT_BYTES`` if there is none. Handles both versions of cgroups."""
     limit_bytes, where = NO_LIMIT_BYTES, ""
     try:
         lines = memberships.read_text().splitlines()
@@ -148,7 +148,7 @@ def memory_limit(memberships: Path, mount: Path) -> tuple[int, str]:
 
 
 def read_number(file: Path) -> int | None:
-    """The whole number in a file; None where there is no such file or no number in it ("max")."""
+    """The integer in a file; None if there is no such file or no number in it ("max")."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):

@@ -69,7 +69,7 @@ def measure_pair(rank_a: int, rank_b: int, device: torch.device) -> Link:
     if dist.get_rank() in (rank_a, rank_b):
         link[0] = exchange(rank_a, rank_b, device)
     dist.broadcast_object_list(link, src=rank_a, group=message_group())
-    assert link[0] is not None  # one of them has measured it
+    assert link[0] is not None  # rank_a has measured it
     return link[0]
 
 
@@ -77,7 +77,7 @@ def exchange(rank_a: int, rank_b: int, device: torch.device) -> Link:
     """The link as measured by ``rank_a``: half a round trip of a few bytes, then messages that double in
     size. ``rank_a`` decides when to stop, because two ranks might decide differently by their own clocks."""
     is_first = dist.get_rank() == rank_a
-    # gloo sends tensors of the host only: the rate through host memory is what training there gets
+    # gloo only sends host memory, so training gets the rate through that
     where = device if is_on_device() else torch.device("cpu")
     ping = torch.zeros(PING_BYTES, dtype=torch.uint8, device=where)
     peer = rank_b if is_first else rank_a

@@ -80,7 +80,7 @@ def remake(plan: Plan, cluster: Cluster, name: str, profile: Profile | None, bou
     try:
         remade = make_plan(graph, cluster, planner=name, profile=profile, tf32=plan.tf32)
         program, micro_batches = remade.program, remade.micro_batches
-    except MixmeshError:  # it does not fit: what would not is asked
+    except MixmeshError:  # it does not fit: proposes it anyway
         proposals = list(BY_NAME[name].propose(Task(graph, costs, ADAM, lambda _: None)))
         if not proposals:
             return None

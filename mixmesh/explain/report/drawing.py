@@ -74,7 +74,7 @@ def machine_html(
 
 
 def ways_inside(machine: Machine) -> list[tuple[str, str]]:
-    """The links between devices of a machine, each with what it is called."""
+    """The links between devices of a machine, each with its label."""
     own = [
         (f"{OWN}{n}", f"link of devices {', '.join(map(str, link.devices))}")
         for n, link in enumerate(machine.links)

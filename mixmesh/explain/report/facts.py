@@ -74,7 +74,7 @@ class Facts:
 
     @property
     def evenly(self) -> Rival | None:
-        """Data parallelism with equal parts on all devices; None where the plan is not compared with it."""
+        """Data parallelism with equal parts on all devices; None if the plan is not compared with it."""
         return next((rival for rival in self.rivals if rival.planner == EVENLY), None)
 
 
@@ -140,8 +140,7 @@ def with_faster(plan: Plan, cluster: Cluster, profile: Profile | None, step_s: f
 
 
 def what_if(plan: Plan, cluster: Cluster, profile: Profile | None) -> WhatIf:
-    """Answers to what-ifs for the program's own batch: a plan does not have the model, so that
-    another batch is not asked about."""
+    """Answers what-ifs for the program's own batch only, because a plan does not have the model."""
     started = time.perf_counter()
     asked = [change for change in changes(cluster) if change.batches == 1]
     what_ifs = answers(

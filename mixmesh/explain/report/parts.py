@@ -14,7 +14,7 @@ COMPUTES, AGAIN, OPTIMIZER = "computes", "computes again", "optimizer"
 GRADIENTS, GATHERS, EXCHANGES = "sums of gradients", "gathers of parameters", "other exchanges"
 OTHERS = "other devices"
 KINDS = (COMPUTES, AGAIN, OPTIMIZER, GRADIENTS, GATHERS, EXCHANGES)  # kinds of events
-WAITS = (GRADIENTS, GATHERS, EXCHANGES, OTHERS)  # kinds of what a device waits for
+WAITS = (GRADIENTS, GATHERS, EXCHANGES, OTHERS)  # kinds of waits
 PARTS = ("bound", "below the peaks", "computed again", "imbalance", *(f"waits for {kind}" for kind in WAITS))
 KindOf = Callable[[Event], str]
 

@@ -55,7 +55,7 @@ COMPARED = section_html(
 
 
 def choice_html(names: Sequence[str]) -> str:
-    """Buttons of which one is chosen: the plan that is shown."""
+    """Radio buttons that choose the plan to show."""
     labels = (
         f'<label><input type="radio" name="variant" value="{n}"{"" if n else " checked"}> '
         f"{html.escape(name)}</label>"
@@ -105,7 +105,7 @@ def what_if_html(facts: Facts) -> str:
 
 
 def page_object(shown: Sequence[Facts]) -> dict[str, Any]:
-    """All that the script draws. Times are in seconds, those of packed events in nanoseconds."""
+    """The data that the script draws. Times are in seconds, those of packed events in nanoseconds."""
     names = {"streams": STREAMS, "kinds": KINDS, "waits": WAITS, "parts": PARTS}
     return {**names, "variants": [variant(f) for f in shown]}
 
@@ -162,7 +162,7 @@ def thinned(course: MemoryCourse, step_s: float) -> list[tuple[float, int]]:
 
 
 def candidates(facts: Facts) -> list[dict[str, Any]]:
-    """The chosen plan and the others, the fastest that fits first; parts where they are known."""
+    """The chosen plan and the others, the fastest that fits first, with their parts if known."""
     own = {"name": facts.plan.planner, "chosen": True, "fits": True, "step_s": facts.timeline.step_s,
            "parts": facts.parts.seconds, "why": "chosen"}  # fmt: skip
     rows = [

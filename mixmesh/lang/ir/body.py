@@ -15,7 +15,7 @@ Buckets = tuple[int | None, ...]  # per parameter, the number of the bucket that
 
 @dataclass(frozen=True, eq=False)  # one object, however attributes and ratios change
 class Values:
-    """The facts that do not depend on attributes either, nor on the order of ``instructions``."""
+    """The facts that depend neither on attributes nor on the order of ``instructions``."""
 
     instructions: tuple[Instruction, ...]
     loss: str
@@ -29,7 +29,7 @@ class Values:
         return gradient_flow(self.instructions, self.loss, {k: t.value for k, t in self.types.items()})
 
 
-@dataclass(frozen=True, eq=False)  # one object for each tuple of instructions: it is its own key
+@dataclass(frozen=True, eq=False)  # one object for each tuple of instructions, so it is its own key
 class Body:
     """The instructions shared by programs that differ only in their ratios and ways of summing. ``values`` is
     shared by all bodies that differ only in attributes."""
@@ -56,7 +56,7 @@ class Body:
 
     @lazy
     def computations(self) -> tuple[Instruction, ...]:
-        """All instructions but those that load parameters."""
+        """All instructions except those that load parameters."""
         return tuple(i for i in self.instructions if i.op != "param")
 
     @lazy
@@ -88,7 +88,7 @@ class Body:
 
     @lazy
     def graph(self) -> Graph:
-        """The program without its placements and redistributions: what it computes."""
+        """The logical graph: the program without its placements and redistributions."""
         alias: dict[str, str] = {}
 
         def resolve(ref: Ref) -> Ref:

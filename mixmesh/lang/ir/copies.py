@@ -38,7 +38,7 @@ class Cell:
 
 
 def cells(program: Program, param: Instruction) -> tuple[Cell, ...]:
-    """Returns the cells of a parameter with copies, of which ``param`` is the first."""
+    """The cells of a parameter with copies; ``param`` is the first copy."""
     return _cells_under(program.body, program.world_size, program.ratios, param.args[0])
 
 

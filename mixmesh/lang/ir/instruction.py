@@ -18,8 +18,8 @@ _REDISTRIBUTIONS, _LEAVES = frozenset(REDISTRIBUTIONS), frozenset(LEAVES)  # set
 
 
 def redistribution(src: Placement, dst: Placement) -> str:
-    """Names the redistribution from ``src`` to ``dst`` under one ratio. Raises ValueError where there is
-    none: for R -> R and P -> P."""
+    """Names the redistribution from ``src`` to ``dst`` under one ratio. Raises ValueError for R -> R and P ->
+    P, which have none."""
     match src, dst:
         case Shard(), Replicate():
             return "all_gather"

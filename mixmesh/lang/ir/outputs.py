@@ -102,7 +102,7 @@ def with_rows_as_dealt(program: Program) -> Program:
 
 
 def _redistribution_to_show(program: Program, i: Instruction) -> Iterator[tuple[str, TensorType]]:
-    """Yields the redistribution that an output needs so that ranks hold what they show, if it needs one."""
+    """Yields the redistribution, if any, after which ranks hold their parts of an output."""
     t = program.types[i.inputs[0]]
     if held_rows(program, i) not in (None, shown_rows(program, i)):
         yield "all_gather", replace(t, placements=(REPLICATE,))

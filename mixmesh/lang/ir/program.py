@@ -1,4 +1,4 @@
-"""The distributed program: what every rank executes, as one frozen value that prints as text.
+"""The distributed program: the instructions of all ranks, as one frozen value that prints as text.
 
 It is the forward program; the backward pass follows from the placements (see ``placement.dual``).
 """
@@ -149,7 +149,7 @@ class Program:
         shares = [ratio for _, ratio in self.ratios]
         if not shares or all(map(any, zip(*shares))):
             return self._taking_part[None]
-        held = ("param", "buffer")  # some hold what no one computes with
+        held = ("param", "buffer")  # some ranks hold parameters or buffers without computing
         names = {t.ratio for i in self.instructions if i.op not in held for t in i.types}
         return tuple(sorted({r for name in names for r in self._taking_part[name]}))
 

@@ -55,8 +55,8 @@ def region_end(program: Program, members: Iterable[int]) -> int | None:
 
 def release_points(program: Program, names: Iterable[str]) -> dict[str, int]:
     """Maps each of ``names``, values that the backward pass makes again, to the index of the instruction
-    before whose backward they are needed: the last one that uses the value, or the end of the last region
-    that reads it, if that is later, since a region reads all its inputs when it runs again."""
+    before whose backward they are needed: the last user of the value, or the end of the last region that
+    reads it, if that is later, since a region reads all its inputs when it runs again."""
     wanted = set(names)
     last: dict[str, int] = {}
     read: dict[int, set[str]] = {}

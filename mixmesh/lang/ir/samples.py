@@ -92,8 +92,8 @@ class Samples:
         return sum(self.counts[r] for r in stage if r < rank)
 
     def first_sample(self, rank: int, start: int, micro_steps: int) -> int:
-        """The position in the batch of the micro-batch that follows ``start`` samples of a rank. A pipeline
-        takes consecutive samples of the batch, so that a micro-batch is the same in all stages."""
+        """The position in the batch of the micro-batch after ``start`` samples of a rank. A pipeline takes
+        consecutive samples of the batch, so that a micro-batch is the same in all stages."""
         if not self.stages:
             return self.offset(rank) + start
         before = start * micro_steps // max(self.counts[rank], 1)  # micro-batches

@@ -66,7 +66,7 @@ def beside_points(program: Program) -> dict[int, Beside]:
             waiting.append(n)
         if n not in sent or not waiting:
             continue
-        # the last collective with all ranks of the product: those that started before it overlap as well
+        # takes the last collective with all ranks of the product; those that started earlier overlap as well
         carries: dict[str, list[int]] = {i.result: [] for i in sent[n]}
         for product in waiting:
             ranks = {*program.participants(program.instructions[product].type)}

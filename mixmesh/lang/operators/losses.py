@@ -70,7 +70,7 @@ def _positive(logs: Tensor) -> Tensor:
 
 
 def _log(sums: Tensor) -> Tensor:
-    """The inverse of ``_positive``; infinite where a sum over ranks is infinite (``sum_exp_of_part``)."""
+    """The inverse of ``_positive``; infinite if a sum over ranks is infinite (``sum_exp_of_part``)."""
     large = math.exp(EDGE)
     logs = sums.log()
     logs = torch.where(sums > large, EDGE - 1 + sums / large, logs)

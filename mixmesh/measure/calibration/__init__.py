@@ -34,9 +34,9 @@ __all__ = ["Measured", "Steps", "calibrate"]
 MEASURING = 0.92  # share of the time by which measuring is over: then the constants are fitted
 HEATING = 0.08  # share of the time for which a GPU computes before it is measured, for clocks as under load
 OPTIMIZER_SHARE = 0.1
-LEAST_S = 1.0  # seconds of the first group, whatever the time
-PROCESS_S = 20.0  # at least, for a process of its own, whose memory is measured on a CPU
-HALF_ON_CPU_S = 60.0  # at least, as many CPUs take long for it
+LEAST_S = 1.0  # least seconds for the first group
+PROCESS_S = 20.0  # least seconds for a separate process whose memory is measured on a CPU
+HALF_ON_CPU_S = 60.0  # least seconds, as many CPUs are slow at it
 MOST_CONTEXT_BYTES = 3 * 2**30  # more is other processes' on the card
 MEMORY, HEAT, OPTIMIZER = "memory of a process", "computing, for clocks as under load", "optimizer"
 
@@ -53,8 +53,8 @@ class Steps:
 
 @dataclass(frozen=True)
 class Measured:
-    """A calibration with what it rests on: the timings of kernels, (bytes of parameters, seconds) of steps of
-    the optimizer, and the device ``plain``, without a calibration."""
+    """A calibration with its measurements: the timings of kernels, (bytes of parameters, seconds) of
+    optimizer steps, and ``plain``, the device without a calibration."""
 
     calibration: Calibration
     plain: Device
@@ -126,7 +126,7 @@ def measure_groups(bench: Bench, every: Sequence[Group], until: float, steps: St
 
 
 def plain_device(device: torch.device, found: FoundDevice, name: str | None) -> Device:
-    """The device without a calibration: by the catalogue, or by its own fastest product and copy."""
+    """The device without a calibration: from the catalogue, or from its own fastest product and copy."""
     if found.row is not None:
         card = catalogue_device(found.row.name)
         return replace(card, name=name or card.name)
@@ -146,7 +146,7 @@ def plain_device(device: torch.device, found: FoundDevice, name: str | None) -> 
 
 
 def check_name(name: str | None) -> None:
-    """Raises InputError for a name of the catalogue where the device is not that card."""
+    """Raises InputError for a name in the catalogue if the device is not that card."""
     if name in CATALOGUE:
         raise InputError(
             "this device is not the card of that name", expected="a name of its own", got=f"--name {name}"
@@ -154,7 +154,7 @@ def check_name(name: str | None) -> None:
 
 
 def tf32_flop_per_s(device: torch.device) -> float:
-    """The rate of products of float32 in TF32; 0 where there is none."""
+    """The rate of float32 products in TF32; 0 if the device has none."""
     if not computes_tf32(device):
         return 0.0
     size = GPU_SIZES["products"]

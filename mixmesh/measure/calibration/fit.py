@@ -53,19 +53,20 @@ def fit_device(plain: Device, timings: Sequence[Timing]) -> Device:
     small = [t for t in timings if t.sample.kernels == SMALL]
     device = fit_issue(device, small)
     rows = dict.fromkeys(t.sample.row for t in timings if t.sample.kernels != SMALL)
-    # products move bytes at the rate of elementwise kernels, and TF32 counts where it is faster than float32
+    # memory-bound classes first, as products move bytes at their rate; TF32 after float32, as the faster one
+    # counts
     order = [(name, dtype) for dtype in (ANY, F32, TF32, HALF) for name in (*MEMORY_BOUND, *PRODUCTS)]
     for row in order:
         if row in rows:
             device = fit_row(device, row, [t for t in timings if t.sample.row == row])
-    if device.kind == "cpu":  # where small kernels have a ramp too, which was not known before
+    if device.kind == "cpu":  # small kernels there have a ramp too, known only now
         device = fit_issue(device, small)
     return with_peaks_above(device)
 
 
 def fit_issue(device: Device, timings: Sequence[Timing]) -> Device:
-    """The device with the host's time for a kernel, forward and backward, fitted to kernels so small that
-    they are nothing else."""
+    """The device with the host's time per kernel, forward and backward, fitted to kernels so small that
+    nothing else counts."""
     if not timings:
         return device
     issue_s = statistics.median(t.forward_s for t in timings)
@@ -172,7 +173,7 @@ def at_most_1(share: float) -> float:
 
 
 def costs_of(device: Device, *, tf32: bool) -> CostModel:
-    """Costs of a machine that is this device alone."""
+    """Costs of a machine with only this device."""
     machine = Machine("calibrated", (device,), 1e9, 1e-6, 1e9)
     return CostModel(Cluster("calibrated", (machine,), 1e9, 1e-6), tf32=tf32)
 

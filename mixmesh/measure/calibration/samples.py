@@ -85,7 +85,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Timing:
-    """Measured seconds of a sample; ``backward_s`` is None where the clock could not tell them."""
+    """Measured seconds of a sample; ``backward_s`` is None if it was too short for the clock."""
 
     sample: Sample
     forward_s: float

@@ -20,7 +20,7 @@ from ..profiler.operators import example, time_op
 from .fit import costs_of
 from .samples import SMALL, SMALL_SHAPES, Group, Row, Sample, Timing
 
-CHAIN = 32  # kernels in a row, of which one is measured
+CHAIN = 32  # kernels in a row, whose mean is taken
 TOLD = 3.0  # times the cost of calling the backward pass: kernels longer than that are timed by the clock
 RUNS = 5  # runs of a sample in each direction, with the first one
 FLOOR_S = 0.02  # seconds of measuring a sample, however short its kernel
@@ -84,7 +84,7 @@ class Bench:
         return COPIES * sample.size_bytes <= MEMORY_SHARE * self.plain.memory_bytes
 
     def measure(self, sample: Sample) -> Timing | None:
-        """The timing of a sample; None where the device cannot run it."""
+        """The timing of a sample; None if the device cannot run it."""
         predicted_s = self.plain_s(sample)
         started = time.perf_counter()
         try:
@@ -119,7 +119,7 @@ class Bench:
             y = x
             for own in weights:
                 result = run(y, *own)[0]
-                assert result is not None  # one rank has all of it
+                assert result is not None  # a single rank has the whole result
                 y = result
             return y
 
@@ -159,7 +159,7 @@ def measure_group(
 
 
 def choose(bench: Bench, samples: Sequence[Sample], share_s: float, *, is_first: bool) -> Sample | None:
-    """The next sample of a row: one that can be measured in ``share_s``. None where there is none."""
+    """The next sample of a row that can be measured in ``share_s``; None if there is none."""
     possible = [s for s in samples if bench.needed_s(s) <= share_s]
     if not possible:
         return None

@@ -31,7 +31,7 @@ class Card:
 
 @cache
 def read_cards() -> tuple[Card, ...]:
-    """The cards of this machine as ``nvidia-smi`` lists them; none where there is no such command, or it
+    """The cards of this machine as listed by ``nvidia-smi``; none if there is no such command, or it
     fails."""
     command = shutil.which(SMI)
     if command is None:

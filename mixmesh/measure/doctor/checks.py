@@ -144,7 +144,7 @@ def collectives(ground: Ground) -> str:
 
     def make() -> list[float]:
         ground.take_device()
-        # a connection of its own: while the group waits for a key, no other thread can ask on the same one
+        # a separate connection: while the group waits for a key on one, no other thread can use that to ask
         # whether a rank has failed
         store = own_connection(meeting.store)
         dist.init_process_group(
@@ -221,7 +221,7 @@ def shared_memory(ground: Ground) -> str:
 
 
 def cache(ground: Ground) -> str:
-    """The first rank can keep what a start finds out."""
+    """Checks that the first rank can write to the cache."""
 
     def make() -> int:
         if ground.meeting.rank:

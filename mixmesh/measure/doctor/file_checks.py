@@ -1,4 +1,4 @@
-"""The checks of the files that a training is given: the cluster file and the plan, against what was found."""
+"""The checks of a training's files, the cluster file and the plan, against the devices found."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ def told_of_cluster(path: Path) -> Told:
 
 
 def told_of_plan(path: Path) -> Told:
-    """A plan file, and a digest of what the start of a training compares: not how long its planning took."""
+    """A plan file, and a digest of the parts that the start of a training compares, without the seconds of
+    its planning."""
     plan = Plan.load(path)
     compared = plan.micro_batches, plan.devices, plan.predicted_peak_memory_bytes
     fingerprint = digest(print_program(plan.program) + repr(compared))
@@ -195,7 +196,7 @@ def check_order(ground: Ground, planned: Sequence[PlannedDevice] | None) -> None
 
 
 def _mend_cluster(planned: Sequence[PlannedDevice], inventory: Inventory) -> tuple[str, ...]:
-    """The lines that would make the file say what is there."""
+    """The lines with which the file would match the devices."""
     machines = [name for name, _ in groupby(planned, key=lambda device: device.machine)]
     lines = []
     for rank in [misfit.rank for misfit in misfits(planned, inventory)]:

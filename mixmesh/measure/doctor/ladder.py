@@ -26,8 +26,8 @@ from .meeting import Meeting
 
 SAMPLES_PER_RANK, LENGTH, WORDS, WIDTH = 6, 4, 24, 16
 ENOUGH_DEVICES = 3  # for every kind of plan
-SEARCH_S = 0.3  # for planners without an end of their own
-# so slow beside its links that it pays to cut even a small model
+SEARCH_S = 0.3  # for open-ended planners
+# devices so slow relative to their links that it pays to cut even a small model
 SLOW_FLOP_PER_S, FAST_LINK_BYTES_PER_S, MEMORY_BYTES = 1e6, 1e12, 2**30
 
 
@@ -68,7 +68,7 @@ class Step:
 
 
 def ladder(ground: Ground) -> str:
-    """Every planner's plan trains as one device does. Each has a limit of its own."""
+    """Checks that every planner's plan trains as one device does, each within its own time limit."""
     planners = [name for name in NAMES if name not in LEARNED or has_torch_geometric()]
     steps: list[Step] = []
 
@@ -181,7 +181,7 @@ def errors_of(step: Step, plan: Plan, ground: Ground) -> tuple[float, str]:
 
 
 def check_equal(planner: str, told: list) -> None:
-    """Raises VerificationError if a rank's step is another one than one device's."""
+    """Raises VerificationError if a rank's step differs from one device's."""
     wrong = {rank: error for rank, error in enumerate(told) if not error[0] <= TOLERANCE_F64}
     if wrong:
         rank = min(wrong)

@@ -141,7 +141,7 @@ def refusal(ground: Ground, cluster: Cluster, wrong: Sequence[WrongRate]) -> Inp
 
 
 def _network_line(cluster: Cluster, wrong: Sequence[WrongRate]) -> list[str]:
-    """The line of the network, where it is slower in the file than a machine's card was measured."""
+    """The line for the network, if the file has it slower than a machine's measured card."""
     fastest = max((w.measured for w in wrong if w.key == "nic_gbit_per_s"), default=0.0)
     if fastest <= cluster.bandwidth_bytes_per_s:
         return []

@@ -55,7 +55,7 @@ class Meeting:
         return cls(open_store(rank, timeout_s), rank, world_size, timeout_s)
 
     def gather(self, what: str, make: Callable[[], Any]) -> list[Any]:
-        """The values of JSON that ``make`` returns on the ranks, by rank. Raises an error, on all ranks, that
+        """The JSON values that ``make`` returns on the ranks, by rank. Raises an error, on all ranks, that
         names the first rank on which ``make`` failed or took too long; CollectiveError if a rank does not
         come."""
         return self._exchange(what, self._run(what, make, lambda: False))
@@ -107,7 +107,7 @@ class Meeting:
     def _exchange(self, what: str, outcome: dict[str, str]) -> list[Any]:
         self._number += 1
         key = f"{PREFIX}/{self._number}"
-        # a rank that was late has used up its time: the others are there, but for those that do not come
+        # a late rank has used up its time: the others have come by now, if they come at all
         limit_s = LAST_WORDS_S if "late" in outcome else self.timeout_s + LAST_WORDS_S
         check = lambda: self._check_alive(what)  # noqa: E731
         try:
@@ -239,5 +239,5 @@ def error_of(rank: int, fields: dict[str, Any], late: tuple[int, ...] = ()) -> I
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, cut to what can be read."""
+    """The first line of an error's text, cut to a readable length."""
     return (str(error).strip().splitlines() or [""])[0][:300]

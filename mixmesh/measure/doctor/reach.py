@@ -50,7 +50,7 @@ class Listener:
                     connection.sendall(self._token)
 
     def close(self) -> None:
-        """Ends the thread, too, which closing alone would leave in accept()."""
+        """Closes the socket and ends the thread, which closing alone would leave in accept()."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

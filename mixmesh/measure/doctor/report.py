@@ -62,8 +62,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """All checks in their order, the devices of all ranks where they were found, and the figures of all ranks
-    by name."""
+    """All checks in order, the devices of all ranks if known, and the figures of all ranks by name."""
 
     checks: tuple[Check, ...]
     devices: tuple[FoundDevice, ...]
@@ -72,7 +71,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether all checks have passed."""
         return all(check.status in ("ok", "note") for check in self.checks)
 
     @property

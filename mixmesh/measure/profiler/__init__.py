@@ -89,10 +89,10 @@ def profile(
     share = likely_share(cluster, comm.rank)
     if largest is not None:
         size = batch_size(job.batch)
-        assert size is not None  # micro-batches were cut out of it
+        assert size is not None  # micro-batches were cut from it
         share = min(share, max(largest.samples[0], 1) / size)
     progress("operators")
-    # links that are slower than they were thought to be must not cost the operators all of their time
+    # slower links than expected must not cost the operators all of their time
     deadline = time.perf_counter() + max(limit.left_s(OPERATORS), budget_s * OPERATORS_LEAST)
     shares = shares_to_measure(share, comm.world_size)
     declared = cluster.devices[comm.rank]

@@ -1,4 +1,4 @@
-"""Measures what a process holds before any tensor of a job: the constant of the memory model."""
+"""Measures the memory of a process before any tensor of a job: the constant of the memory model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...runtime import collectives
 from ...runtime.accelerator import allocated_bytes, outside_bytes, synchronize
 from ...runtime.comm import Channel
 
-SMALL_COUNT, LARGE_COUNT = 2**8, 2**21  # numbers in what is exchanged
+SMALL_COUNT, LARGE_COUNT = 2**8, 2**21  # numbers in an exchange
 
 # imports of ``mixmesh run``, a process group, and every library once: the matrix products and convolutions
 # bring in their kernels with the first call

@@ -45,6 +45,6 @@ class Limit:
         return max(self.started + share * self.budget_s - time.perf_counter(), 0.0)
 
     def is_past(self, share: float) -> bool:
-        """Whether this share of the time is over on any rank. Collective: all ranks decide alike."""
+        """Whether this share of the time is over on any rank. Collective; the same on all ranks."""
         (elapsed_s,) = agreed(self.comm, [time.perf_counter() - self.started])
         return elapsed_s > share * self.budget_s

@@ -86,7 +86,8 @@ class _Progress:
         return self.case.sizes_bytes[len(self.points)]
 
     def expected_s(self, cluster: Cluster) -> float:
-        """Seconds of one run at the next size: as the links say, above what the last size took."""
+        """Expected seconds of one run at the next size: the last size's, plus what the links need for the
+        rest."""
         fit = ring_fit(cluster, self.case.collective, self.case.ranks)
         if not self.points:
             return fit.seconds(self.next_bytes)
@@ -97,7 +98,7 @@ class _Progress:
 
 
 def link_groups(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
-    """All ranks, those of each machine, and one pair across machines for each two kinds of NIC."""
+    """All ranks, those of each machine, and for each two kinds of NIC one pair of ranks across machines."""
     groups = [tuple(range(cluster.world_size))]
     groups += [cluster.ranks_of(m) for m in range(len(cluster.machines))]
     seen = set()
@@ -118,7 +119,7 @@ def link_sets(cluster: Cluster) -> tuple[tuple[str, tuple[int, ...]], ...]:
 
 
 def level_parts(cluster: Cluster) -> Parts:
-    """All ranks by machine; none where there are no two levels."""
+    """All ranks by machine; none without two levels."""
     return Levels(machine_sizes(cluster)).parts(tuple(range(cluster.world_size)), 0)
 
 
@@ -135,13 +136,13 @@ def link_cases(cluster: Cluster, backend: str) -> list[Case]:
         if everyone and level_parts(cluster):
             cases.append(Case(LEVELLED["all_reduce"], "", ranks, declared, VITAL))
         if len(ranks) == 2 or not across:
-            # between machines it is what stages of a pipeline send each other
+            # between machines, stages of a pipeline use it
             cases.append(Case("send", "", ranks[:2], declared[:2], VITAL if across else MACHINE))
     return cases
 
 
 def _cases_of(ranks: tuple[int, ...], declared: tuple[float, ...], rest: float, backend: str) -> list[Case]:
-    """The collectives among some ranks, of urgency ``rest`` but for those that training needs most."""
+    """The collectives among some ranks, of urgency ``rest``, except those that training needs most."""
     everyone = rest == OTHER
     cases = []
     for collective in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce"):
@@ -163,8 +164,8 @@ def measure_links(
     most_s: float = math.inf,
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[LinkMeasurement, ...]:
-    """The curves of ``link_cases`` as far as ``budget_s`` goes; what training needs most in any case, but by
-    one run each after ``most_s``. Collective; ``comm`` has ``link_sets``."""
+    """The curves of ``link_cases`` so far as ``budget_s`` allows. Those that training needs most are measured
+    in any case, but by one run each after ``most_s``. Collective; ``comm`` has ``link_sets``."""
     if comm.world_size < 2:
         return ()
     # each rank has its own clock, but all must run each collective equally often: the last one decides
@@ -228,8 +229,8 @@ def measure(
     *,
     is_short: bool = False,
 ) -> tuple[float, float, int]:
-    """Seconds of the slowest rank, seconds since ``started``, and the number of runs, which is one if it
-    ``is_short``; alike on all ranks. ``parts`` are the ranks by machine, for sums by levels."""
+    """(seconds of the slowest rank, seconds since ``started``, number of runs), the same on all ranks. If
+    ``is_short`` there is one run. ``parts`` are the ranks by machine, for hierarchical sums."""
     run = None
     if comm.rank in case.ranks:
         group = comm.everyone if len(case.ranks) == comm.world_size else case.ranks

@@ -39,7 +39,7 @@ from .steps import tensors_of
 
 STAGES = (0, 1, 2, 3)
 MAX_PASSES = 4  # in a stage
-ENOUGH = 1.1  # a micro-batch that might be so much larger is not worth another pass
+ENOUGH = 1.1  # a micro-batch that might be only this much larger is not worth another pass
 HEADROOM = 0.05  # share of a device's memory that is left free, as the planner leaves it
 LACKED = 0.1  # share of the room, by a pass that ran out of memory
 STEPS = 3  # in a pass: on a CPU the heap grows with the first ones
@@ -48,8 +48,8 @@ PASS_S = 180.0
 
 @dataclass(frozen=True)
 class Largest:
-    """``samples`` per stage, 0 where not even one was confirmed. ``excess_bytes`` is what the last pass that
-    fitted held above the memory model's count of an idle process and tensors; None if none did."""
+    """``samples`` per stage, 0 if not even one was confirmed. ``excess_bytes`` is how much the last pass that
+    fitted held above the memory model's count for an idle process and tensors; None if none fitted."""
 
     samples: tuple[int, ...]
     excess_bytes: float | None
@@ -68,9 +68,9 @@ def largest_micro_batches(
     largest_share: float = 1.0,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Largest:
-    """For ``rank`` on its device, which nobody else may be using. ``program`` is data parallelism with even
-    shares over the cluster of ``costs``; owners' shares are even too. No micro-batch is larger than
-    ``largest_share`` of the batch.
+    """The largest micro-batches of ``rank`` on its device, which must be unused otherwise. ``program`` is
+    data parallelism with even shares over the cluster of ``costs``; owners' shares are even too. No
+    micro-batch is larger than ``largest_share`` of the batch.
 
     Raises InputError once ``torch.distributed`` is initialised, MixmeshError if a pass fails for another
     reason than memory.
@@ -149,7 +149,8 @@ class Search:
 
 
 def between(fits: tuple[int, float], exceeds: tuple[int, float], room_bytes: float) -> int:
-    """The size that reaches the room on the line through two (size, bytes), below the one that exceeds."""
+    """The size, below the one that exceeds, at which the line through two (size, bytes) reaches
+    ``room_bytes``."""
     (low, low_bytes), (high, high_bytes) = fits, exceeds
     part = (room_bytes - low_bytes) / max(high_bytes - low_bytes, 1.0)
     return min(low + int((high - low) * max(part, 0.0)), high - 1)
@@ -213,7 +214,7 @@ class Plans:
         )
 
     def tensor_bytes(self, size: int) -> float:
-        """As the memory model has it, for the rank."""
+        """The rank's bytes by the memory model, without constants."""
         plan = self._unpredicted(size)
         memory = self.in_micro_steps if accumulates(plan.micro_batches) else self.at_once
         return self._peaks(plan)[self.rank] - memory.constants(plan.program)[self.rank]
@@ -261,7 +262,7 @@ def train(job: Any, plan: Plan, rank: int, device: torch.device) -> None:
 
 @contextmanager
 def written_tensors() -> Iterator[None]:
-    """Fills what pretended collectives leave empty: memory counts only when it is written to."""
+    """A context that fills the results of pretended collectives: memory counts only once it is written to."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about operators that are not deterministic
         before = torch.are_deterministic_algorithms_enabled()

@@ -35,7 +35,7 @@ from .meter import Meter
 
 LESS, MORE = 0.5, 1.6  # times the share that the device is likely to get
 LEAST = 1 / 16  # the same, of a small micro-batch
-EVICTED_BYTES = 8 * 2**20  # written before each run of one: about what the rest of a pass goes through
+EVICTED_BYTES = 8 * 2**20  # written before each run of an operator: about what the rest of a pass touches
 COPIES = 5  # copies of inputs and outputs that an operator needs, with gradients and temporaries
 FILLED = 0.9  # share of a device's memory
 
@@ -54,7 +54,8 @@ def measure_ops(
     deadline: float,
     progress,
 ) -> tuple[dict[str, OpMeasurement], list[str]]:
-    """Every distinct operator of the graph at these shares; names of those that time did not allow for."""
+    """Measures every distinct operator of the graph at these shares. Also returns the names of those for
+    which there was no time."""
     bench = Bench(graph, shard_units(graph, RULES), meter, device, declared.memory_bytes, deadline)
     measurements: dict[str, OpMeasurement] = {}
     skipped: list[str] = []
@@ -108,7 +109,7 @@ class Bench:
             return True
         allowed = FILLED * self.memory_bytes - size_bytes
         if resident_bytes() > allowed:
-            give_back()  # frees what the operators before have left in the heap
+            give_back()  # frees what earlier operators left in the heap
         return resident_bytes() <= allowed
 
 

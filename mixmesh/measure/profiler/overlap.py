@@ -76,7 +76,7 @@ def is_over(limit: Limit | None) -> bool:
 
 def slowdown(comm: Comm, channel: Channel, links: tuple[LinkMeasurement, ...]) -> float:
     size, count = window(links, comm.world_size)
-    buffers = [torch.zeros(size // 4, device=comm.device) for _ in range(2)]  # zeros stay what they are
+    buffers = [torch.zeros(size // 4, device=comm.device) for _ in range(2)]  # sums of zeros stay zero
     unit = piece_of_work(comm.device)
     unit()
     slowdowns = []

@@ -56,7 +56,7 @@ def measure_steps(
         return None
     device = meter.device
     clock = Meter(device, emulated=False)
-    give_back()  # frees what measuring operators left in the heap
+    give_back()  # frees memory that measuring operators left in the heap
     model = job.model.to(device)
     make = job.optimizer or (lambda params: torch.optim.AdamW(params, lr=0.0))
     optimizer = make(model.parameters())
@@ -93,7 +93,7 @@ def measure_steps(
 
     def both(count: int) -> None:
         optimize()
-        backward(part(count), model)  # a compiler's own processes do not survive where this is tried
+        backward(part(count), model)  # not compiled, as a compiler's own processes do not survive in a child
         optimizer.zero_grad()
 
     scales, optimizer_s = [], []
@@ -104,7 +104,7 @@ def measure_steps(
         while count and attempt_on(device, partial(both, count), TRIAL_S).out_of_memory:
             count //= 2
         if not count:
-            meet()  # as those who measure
+            meet()  # like the ranks that measure
             continue
         batch = part(count)
         step(batch)
@@ -141,7 +141,7 @@ def mean_s(clock: Meter, step: Callable[[], object], budget_s: float, until: flo
 
 
 def predicted_step_s(graph: Graph, costs: CostModel, device_class: int, share: float) -> float:
-    """The sum of a step's operators; what was not measured is estimated from others of its class."""
+    """The sum of a step's operators; unmeasured ones are estimated from others of their class."""
     total = 0.0
     for node in graph.nodes:
         if node.is_leaf or node.is_sink:

@@ -89,7 +89,7 @@ def _are_ours(names: list, pattern: re.Pattern) -> bool:
 
 
 def sweep() -> int:
-    """Removes what launchers that have ended left behind; returns their number."""
+    """Removes the leftovers of launchers that have ended; returns the number of launchers."""
     stale = [j for j in map(load, directory().glob("mm*.json")) if j is not None and j.is_stale]
     for journal in stale:
         remove(journal)
@@ -97,7 +97,7 @@ def sweep() -> int:
 
 
 def remove(journal: Journal, limit_s: float = 10.0) -> None:
-    """Removes all that a journal lists, and then the journal; what is gone already is no error."""
+    """Removes everything that a journal lists, then the journal; missing entries are no error."""
     deadline = time.monotonic() + limit_s
     for cgroup in reversed(journal.cgroups):
         while not _remove_cgroup(cgroup):

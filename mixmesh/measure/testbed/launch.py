@@ -1,4 +1,4 @@
-"""Runs a command on every device of a cluster, emulated where that is possible."""
+"""Runs a command on every device of a cluster, emulated if possible."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-# the smallest scales of comparisons, as parts of the largest entry of all gradients and of all buffers,
-# because smaller tensors (the running mean of centred activations) may be nothing but rounding
+# the smallest scales of comparisons, relative to the largest entry of all gradients and of all buffers:
+# smaller tensors (the running mean of centred activations) may be only rounding
 GRADIENT_FLOOR, BUFFER_FLOOR = 1e-3, 1e-2
 
 
@@ -52,7 +52,7 @@ def larger(a: Difference, b: Difference) -> Difference:
 
 
 def compare(got: Outcome, want: Outcome) -> Difference:
-    """The errors of ``got``: those of gradients that either side has, of all buffers, and of its outputs."""
+    """The errors of ``got``: of gradients on either side, of all buffers, and of its outputs."""
     errors: dict[str, float] = {}
     floor = max(GRADIENT_FLOOR * _largest_of(want.gradients), _resolution(want))
     for name in {**want.gradients, **got.gradients}:

@@ -46,7 +46,7 @@ class Wide(Tensor):
         wrapped.exact = exact
         return wrapped
 
-    # PyTorch's stubs describe neither how subclasses turn functions off nor how they dispatch
+    # PyTorch's stubs describe neither how subclasses disable functions nor how they dispatch
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod

@@ -28,7 +28,7 @@ from ...base.solver import quiet_solver
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """The gradient of a weight: seconds saved if it is repeated, apart from gathering the tensors needed."""
+    """The gradient of a weight: the seconds saved by repeating it, without gathering the tensors it needs."""
 
     weight: str
     saved_s: float

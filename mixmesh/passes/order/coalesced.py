@@ -26,11 +26,11 @@ from ...lang.ir import Instruction, Partial, Program, Ref, Replicate, TensorType
 from ...lang.ir.packed import packed_sums
 from ...lang.ir.samples import draws_numbers
 
-Groups = list[list[int]]  # indices of sums, those of each group in order
+Groups = list[list[int]]  # indices of sums, in order within each group
 
 
 def levels_of_sums(program: Program, costs: CostModel) -> Groups:
-    """The small sums that can be packed, by level and kind; only where there are several."""
+    """The small sums that can be packed, by level and kind; only kinds with several sums."""
     small = {n: kind for n, i in enumerate(program.instructions) if (kind := _kind(program, costs, i))}
     if len(small) < 2:
         return []
@@ -94,7 +94,7 @@ def coalesced(program: Program, groups: Groups) -> Program:
 
 
 def separated(program: Program) -> Program:
-    """``program`` with each packed sum as those that it stands for; itself if there are none."""
+    """``program`` with each packed sum split into its parts; unchanged if there are none."""
     apart: dict[str, list[Instruction]] = {}  # by the result of a packed sum
     dropped: set[str] = set()
     for cat, i, split in packed_sums(program):
@@ -115,7 +115,7 @@ def separated(program: Program) -> Program:
 
 
 def _packed(program: Program, sums: Sequence[Instruction], names: set[str]) -> Iterator[Instruction]:
-    """The instructions in place of some sums, which make what these made."""
+    """The instructions that replace some sums by a packed one."""
     sources = [i.inputs[0] for i in sums]
     held, summed = program.types[sources[0]], sums[0].type
     shapes = [i.type.value.shape for i in sums]

@@ -22,14 +22,14 @@ from ...step import Compute, Start, Step
 from ...step.events import BACKWARD, LOCAL, PRODUCT, REPEATED, WEIGHT, Pass, Sink
 from ...step.works import works_by_part
 
-Group = tuple[str, tuple[int, ...]]  # a process group: what for, and its ranks
+Group = tuple[str, tuple[int, ...]]  # a process group: its purpose and its ranks
 Seconds = tuple[float, ...]
 
 
 class Turn(IntEnum):
     """When a rank comes to an event whose needs are met."""
 
-    AT_ONCE = 0  # a collective of what is complete
+    AT_ONCE = 0  # a collective on complete values
     IN_ORDER = 1  # a computation, or a gather that it sets off
     LAST = 2  # when all else of the pass has been computed
 
@@ -37,8 +37,7 @@ class Turn(IntEnum):
 @dataclass(frozen=True, slots=True)
 class StepTask:
     """An event of a step. ``seconds`` are per kind of rank; a collective has a ``group``, and takes equally
-    long on all ``kinds`` that meet. ``successors`` begin when it has ended, ``followers`` when it has begun.
-    """
+    long on all participating ``kinds``. ``successors`` begin after its end, ``followers`` after its start."""
 
     seconds: Seconds
     group: Group | None
@@ -119,7 +118,7 @@ class _Builder:
         purpose: str = "data",
         turn: Turn = Turn.IN_ORDER,
     ) -> int:
-        """A task after those that it ``needs``: a collective, if it has an ``exchange``."""
+        """Adds a task after those that it ``needs``: a collective, if it has an ``exchange``."""
         task = len(self.seconds)
         group: Group | None = None
         kinds: tuple[int, ...] = ()
@@ -240,7 +239,8 @@ class _Builder:
 
     @lazy
     def carriers(self) -> dict[int, int]:
-        """By product whose weight's gradient is computed beside a collective, the redistribution of that."""
+        """Maps each product whose weight gradient overlaps a collective to that collective's
+        redistribution."""
         places = {i.result: n for n, i in enumerate(self.program.instructions) if i.is_redistribution}
         return {n: places[b.collective] for n, b in beside_points(self.program).items()}
 

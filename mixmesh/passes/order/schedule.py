@@ -71,7 +71,7 @@ class Part:
         return cls(successors, followers, missing)
 
     def begun(self, t: int) -> Iterator[int]:
-        """Tasks of which none is missing any more now that ``t`` has begun."""
+        """Yields the tasks whose predecessors have all begun, now that ``t`` has."""
         for s in (*self.successors[t], *self.followers.get(t, ())):
             self.missing[s] -= 1
             if not self.missing[s]:
@@ -137,7 +137,7 @@ class Orders:
     """The orders of one program's instructions: as they stand, and as a list scheduler has them."""
 
     def __init__(self, program: Program, step: Step[Sheet]) -> None:
-        """``step`` is of the same instructions, under whatever ratios and buckets."""
+        """``step`` is that of the same instructions, under any ratios and buckets."""
         self.program = program
         exchanges = step.outline.exchanges
         self.communicating = {name for (name, _), exchange in exchanges.items() if exchange is not None}
@@ -153,7 +153,7 @@ class Orders:
         self.index = {r: n for n, i in enumerate(instructions) for r in i.results if r is not None}
 
     def listed(self, t: int, _: float, begin: float) -> tuple:
-        """A list scheduler's priority: what can begin first, collectives, the highest level."""
+        """A list scheduler's priority: earliest start, then collectives, then the highest level."""
         task = self.graph.tasks[t]
         return task.turn is Turn.LAST, begin, task.group is None, -self.graph.levels[t], t
 
@@ -186,7 +186,7 @@ class Orders:
         return [self.graph.forward[n] for n in order]
 
     def _back(self, order: Sequence[int]) -> list[int]:
-        """The backward tasks of these instructions and of the parameters, in the reverse of the order."""
+        """The backward tasks of these instructions and of the parameters, in reverse order."""
         backward, before, after = self.graph.backward, self.graph.before, self.graph.after
         rest = [n for n in range(len(self.program.instructions)) if n not in self.placed]
         out: list[int] = []
@@ -226,7 +226,7 @@ class Orders:
         for n in main:
             mine = list(need(n))
             if any(r in self.communicating for m in mine for r in instructions[m].results):
-                # a parameter that is used in shards too stands where the first of its users is
+                # a parameter that is also used in shards comes before its first user
                 needed = {self.index[name] for m in mine for name in instructions[m].inputs} - {*mine}
                 at = max([ahead, *(out.index(m) + 1 for m in needed)])
                 out[at:at] = mine

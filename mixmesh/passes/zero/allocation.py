@@ -91,7 +91,7 @@ def step_seconds(
 ) -> float:
     """Predicted seconds of a step with any allocation (its own ``step_s`` is not read).
 
-    Raises InputError as ``allocate`` does, and for an allocation that the curves or the stage do not allow.
+    Raises InputError like ``allocate``, and for an allocation that the curves or the stage do not allow.
     """
     _check_stage(stage, collective_s)
     if not isinstance(allocation, Allocation):

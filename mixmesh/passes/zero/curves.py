@@ -66,7 +66,7 @@ def _table(curve: Curve, largest: int) -> np.ndarray:
     fixed = min(curve.affine[0], seconds[0])
     out = np.interp(np.arange(min(int(sizes[-1]), largest) + 1), (0, *sizes), (fixed, *seconds))
     out[0] = 0.0
-    # interpolation rounds: what was flat must not fall by the last digit
+    # interpolation rounds: a flat curve must not fall by the last digit
     return np.maximum.accumulate(out)
 
 

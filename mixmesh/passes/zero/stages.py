@@ -129,7 +129,7 @@ def _is_candidate(program: Program, i: Instruction) -> bool:
 
 
 def _with_ratio(program: Program, shares: Ratio) -> tuple[Program, str]:
-    """The program with these shares under a name of their own."""
+    """The program with these shares under a separate name."""
     name, n = "z", 0
     while name in program.ratio_of and program.ratio_of[name] != shares:
         n += 1
@@ -142,13 +142,13 @@ def _with_ratio(program: Program, shares: Ratio) -> tuple[Program, str]:
 def stored_by_owners(program: Program, names: Collection[str], ratio: str) -> Program:
     """``program`` with these parameters stored S(0) in the shares of ``ratio``, and gathered for use.
 
-    A gather starts one parameter-using operator ahead of its use, and the gathered parameter is freed
-    after its last use, to be gathered again where the backward pass needs it.
+    A gather starts one parameter-using operator ahead of its use, and the gathered parameter is freed after
+    its last use, to be gathered again for the backward pass.
     """
     again = _needed_again(program, names)
     out: list[Instruction] = []
     waiting: list[Instruction] = []  # gathers met since the last operator that uses a parameter
-    ahead = 0  # where the next gathers go: before the operator that used the last ones
+    ahead = 0  # position of the next gathers: before the operator that used the last ones
     shards: dict[TensorType, TensorType] = {}  # one object for all that are alike
     for i in program.instructions:
         if i.op == "param" and i.result in names:

@@ -1,4 +1,4 @@
-"""Weight gradients that every rank computes for itself from gathered factors (SFB), where that is faster."""
+"""Lets every rank compute weight gradients for itself from gathered factors (SFB), if that is faster."""
 
 from __future__ import annotations
 

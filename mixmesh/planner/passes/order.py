@@ -28,9 +28,9 @@ RUNS = (1, 2)  # runs into which a level's sums are packed: one, or two so that 
 
 
 def ordered(task: Task, proposal: Proposal, budget: Budget) -> Proposal:
-    """The proposal in the fastest of its orders, with its small sums apart or packed and the fastest of its
-    buckets; itself if none is faster and fits. If the budget does not pay for it, a program without small
-    sums keeps its order, and one with its sums packed in one too."""
+    """The proposal in its fastest order, with its small sums unpacked or packed, and with its fastest
+    buckets; unchanged if none is faster and fits. If the budget does not pay for it, a program without small
+    sums keeps its order, and sums packed into one run are not tried."""
     if not waits(proposal):
         return proposal  # a rank that always computes does not get faster by another order
     large = not budget.pays_for(ORDER_STEPS, len(proposal.program.instructions))

@@ -1,4 +1,4 @@
-"""Operators that tensor parallelism replicates, cut along the sequence where that is faster."""
+"""Cuts operators that tensor parallelism replicates along the sequence, if that is faster."""
 
 from __future__ import annotations
 

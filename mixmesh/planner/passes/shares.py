@@ -15,8 +15,8 @@ FAR = 1.05  # times the best step: single samples save less
 
 
 def polish(task: Task, proposal: Proposal) -> Proposal:
-    """Moves single samples between ranks while that shortens the simulated step; not where the best would
-    stay far off, or there are fewer samples than ranks."""
+    """Moves single samples between ranks while that shortens the simulated step. Not done if the proposal is
+    far from the best, or has fewer samples than ranks."""
     ranks = support(proposal.program.ratio_of["r0"])
     if (
         not 1 < len(ranks) <= task.batch

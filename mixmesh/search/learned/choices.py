@@ -61,7 +61,7 @@ class Tables:
         return np.array([self._numbers[a.placed.ratio, a.placed.sync] for a in actions])
 
     def _sync_s(self, params: np.ndarray) -> np.ndarray:
-        """Seconds of summing gradients, and of gathering what was stepped by its owners."""
+        """Seconds of summing gradients, and of gathering parameters stepped by owners."""
         fixed, slope = [], []
         for a in self.kinds:
             ranks = support(a.placed.ratio)
@@ -121,7 +121,7 @@ class Tables:
 
 
 def _owned(action: Action, takes_part: np.ndarray) -> np.ndarray:
-    """The part of gradient and optimizer state that every rank owns, without that of a parameter server."""
+    """Each rank's share of gradient and optimizer state, without a parameter server's."""
     if action.placed.owners is None:
         return takes_part.astype(float)
     if action.placed.sync == "sharded":

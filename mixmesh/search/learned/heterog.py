@@ -34,7 +34,7 @@ AT_SEED = 0.9  # probability of the best seed's choice, before anything is learn
 ENTROPY, STIRRED = 0.002, 20.0  # weight of the bonus; its factor if the last steps were all alike
 LOOK_BACK = 20
 ELITES, ELITE_EVERY = 20, 3
-WORST_EXCESS = 3.0  # memory, over what is usable, beyond which all is equally bad
+WORST_EXCESS = 3.0  # memory over the usable memory, above which everything is equally bad
 
 
 class Policy(nn.Module):

@@ -25,8 +25,8 @@ from ..placement import SYNCS, Action, Space
 from .moves import Moves
 
 ADVISED = 0.6  # share of the changes, the rest is by chance
-ANYWHERE = 0.05  # probability to change a group where the policy would not
-MOST_OTHERS = 6  # strategies of which parts are taken over
+ANYWHERE = 0.05  # probability of changing a group that the policy would not
+MOST_OTHERS = 6  # other strategies from which parts are taken
 ASKED_AGAIN = 1.003  # times as fast as when the policy was asked last: it is asked again
 
 
@@ -89,7 +89,8 @@ class Improvement:
             self._tried(self.moves.drawn(self.best, self.others))
 
     def _ways(self) -> list[tuple[Ratio, str]]:
-        """Each ratio of the best strategy with each way to synchronise; that of the most parameters first."""
+        """Each ratio of the best strategy with each way to synchronise, the ratio with the most parameters
+        first."""
         params: Counter[Ratio] = Counter()
         for group, action in zip(self.space.groups, self.best):
             params[action.placed.ratio] += group.param_bytes

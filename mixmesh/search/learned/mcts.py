@@ -34,7 +34,7 @@ OUT_OF_MEMORY = -1.0
 EXPLORE = 0.1
 EXPLORE_ADVISED = 0.25  # advice is followed for longer if the first gains came without it
 EVEN = 0.25  # share of probability spread evenly: wrong advice must not keep a search from looking
-REFINED = 3  # times at most that a policy is asked of its own strategy before the first playout
+REFINED = 3  # how often, at most, a policy is asked about its own strategy before the first playout
 PLAYOUTS_PER_CALL = 30  # at most, as strategies repeat
 
 
@@ -50,7 +50,7 @@ def order_of_groups(space: Space) -> tuple[int, ...]:
 
 
 def reward(outcome: Outcome, base_s: float) -> float:
-    """The speed-up over the best baseline less one, its fourth root above one; -1 for what does not fit."""
+    """The speed-up over the best baseline minus one, as a fourth root above one; -1 if it does not fit."""
     if not outcome.fits:
         return OUT_OF_MEMORY
     gain = base_s / outcome.step_s - 1
@@ -62,7 +62,7 @@ class Node:
     decided: tuple[Action, ...]
     value: float
     outcome: Outcome
-    strategy: Actions  # the one that was judged; before any choice, data parallelism
+    strategy: Actions  # the judged strategy; before any choice, data parallelism
     choices: tuple[Action, ...] = ()  # in the order ``mixed`` of the space's
     mixed: np.ndarray = field(default_factory=lambda: np.empty(0))
     prior: np.ndarray = field(default_factory=lambda: np.empty(0))
@@ -73,7 +73,8 @@ class Node:
 
 
 class Tree:
-    """A tree search; ``evaluate`` keeps the best strategy. Without ``priors`` all choices are alike."""
+    """A tree search; ``evaluate`` keeps the best strategy. Without ``priors`` all choices are equally
+    likely."""
 
     def __init__(
         self, evaluate: Evaluator, base_s: float, priors: Priors | None = None, seed: int = 0
@@ -130,8 +131,8 @@ class Tree:
             parent.totals[index] += node.value
 
     def completed(self, decided: tuple[Action, ...]) -> Actions:
-        """A choice for every group, in the order of the groups: those not decided copy the first, or are as
-        advised where that proved better."""
+        """A choice for every group, in order: undecided ones copy the first, or follow the advice if that
+        proved better."""
         return self._with(decided, self._rest(decided[0])[1])
 
     def _with(self, decided: tuple[Action, ...], rest: Actions) -> Actions:
@@ -180,7 +181,7 @@ class Tree:
         return Node(decided, reward(outcome, self.base_s), outcome, strategy, advice=advice)
 
     def _expand(self, node: Node) -> None:
-        """Choices with their probabilities, in an order of chance, so that ties are broken so; none where all
+        """Gives a node its choices with their probabilities, in random order to break ties; none if all
         groups are decided."""
         if len(node.decided) == len(self.order):
             return

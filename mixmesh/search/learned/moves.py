@@ -17,7 +17,7 @@ from ..placement import SYNCS, Action, Space
 from .seeds import like
 
 TOGETHER = {"run": 0.45, "one": 0.25, "heavy": 0.18, "equal": 0.12}
-FROM_OTHERS, SAME, USED, ANY = 0.2, 0.28, 0.16, 0.2  # the rest changes the way to synchronise alone
+FROM_OTHERS, SAME, USED, ANY = 0.2, 0.28, 0.16, 0.2  # the rest changes only the way to synchronise
 EQUAL = 0.02  # the part by which groups that are equal may differ
 
 

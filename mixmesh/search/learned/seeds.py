@@ -1,4 +1,4 @@
-"""Strategies that need no search, all groups alike: data parallelism, and single devices."""
+"""Strategies that need no search, with all groups alike: data parallelism, and single devices."""
 
 from __future__ import annotations
 

@@ -111,12 +111,12 @@ class TagPriors:
         self.asked = 0
 
     def data(self, decided: int, current: Actions, outcome: Outcome):
-        """The graph of a strategy of which ``decided`` groups are decided, in the order of the search."""
+        """The graph of a strategy with the first ``decided`` groups decided, in the order of the search."""
         groups = frozenset(self.order[:decided])
         return hetero_data(self.facts.at(groups, current, self.order[0], outcome))
 
     def __call__(self, decided: int, current: Actions, outcome: Outcome) -> Advice | None:
-        """None where the network was asked often enough."""
+        """The network's advice; None if it was asked often enough."""
         if self.asked >= MOST_ASKED:
             return None
         self.asked += 1

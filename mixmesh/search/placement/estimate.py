@@ -25,7 +25,8 @@ By = tuple[tuple[int, float], ...]  # by rank
 
 @dataclass(frozen=True)
 class Estimate:
-    """As a ``Timeline``: of the step, and per rank. ``done_s``: when each group's forward pass ends."""
+    """The step and figures per rank, as in a ``Timeline``. ``done_s``: the end of each group's forward
+    pass."""
 
     step_s: float
     peak_memory_bytes: tuple[int, ...]
@@ -53,7 +54,7 @@ class _Cost:
     optimizer: By
     fixed: By  # bytes that stay over the step
     kept: By  # from the forward pass to the backward
-    passing: By  # in the backward pass alone
+    passing: By  # only in the backward pass
     inside: tuple[float, float]
     sum: _Call | None
     gather: _Call | None
@@ -131,7 +132,7 @@ class Estimator:
             yield rank, fixed + kept, passing
 
     def _move(self, source: Ratio, target: Ratio, size_bytes: int) -> _Call | None:
-        """The move of a value of which ``size_bytes`` are cut by ``source``; None if it stays."""
+        """The move of a value with ``size_bytes`` cut by ``source``; None if it stays."""
         key = (source, target, size_bytes)
         if key not in self._calls:
             src, dst = self._shares(source), self._shares(target)
@@ -186,7 +187,7 @@ class Estimator:
 
 
 class _Run:
-    """The clocks of one step, by rank; links by until when they have carried what they were given."""
+    """The clocks of one step, by rank, and for each link the time until which it is busy."""
 
     def __init__(self, world_size: int) -> None:
         self.clock, self.busy = [0.0] * world_size, [0.0] * world_size
@@ -229,7 +230,7 @@ class _Run:
         return end
 
     def turn(self) -> None:
-        """Where the backward pass begins, all that was gathered has been awaited."""
+        """Resets the links: all gathers have been awaited before the backward pass begins."""
         self.served.clear()
         self.beside_s = 0.0
 

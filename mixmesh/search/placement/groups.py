@@ -226,7 +226,7 @@ def centres(piece: _Piece, parts: int) -> Sequence[int]:
             if labels[other] < 0:
                 labels[other] = labels[at]
                 waiting.append(other)
-    for n, label in enumerate(labels):  # an operator that no path leads to joins what is before it
+    for n, label in enumerate(labels):  # an operator without a path to a centre joins its predecessor
         if label < 0:
             labels[n] = labels[n - 1] if n else 0
     return labels

@@ -208,7 +208,7 @@ class _Joining:
         return result
 
     def output(self, first: Instruction) -> None:
-        """An output whole on all ranks: of its rows each set adds its own to zeros in place of the
+        """Adds an output, whole on all ranks: each set adds its own rows, padded by zeros in place of the
         others'."""
         name, source = first.args[0], first.inputs[0]
         moved = moved_to_all(self.sets[0].program, first)
@@ -228,7 +228,7 @@ class _Joining:
         self.out.append(replace(first, args=(name, Ref(shown))))
 
     def padded(self, m: int, i: Instruction) -> str:
-        """The rows of a set among zeros for those of others, whole on its ranks."""
+        """The rows of a set, padded by zeros for those of others, whole on its ranks."""
         program, (source,) = self.sets[m].program, i.inputs
         t, cut = program.types[source], self.sets[m].part.cuts[output_key(i.args[0])]
         name, held = f"{source}.m{m}", self.type(m, t)

@@ -94,7 +94,7 @@ def key_of(placement: Placement, ratio: Ratio) -> Key:
 
 @dataclass(frozen=True)
 class _Form:
-    """A value as it is held."""
+    """One form in which a value is held."""
 
     name: str
     placement: Placement
@@ -208,7 +208,7 @@ class _Lowering:
         return needs
 
     def need(self, name: str, ratio: Ratio) -> str:
-        """The name of a value held as it is in the source, under ``ratio``."""
+        """The name of a value under ``ratio``, with its placement from the source program."""
         return self._need(self.value_of[name], self.source.types[name].placement, ratio)
 
     def _need(self, value: str, placement: Placement, ratio: Ratio) -> str:
@@ -222,7 +222,7 @@ class _Lowering:
         return self._convert(value, placement, ratio)
 
     def _load(self, value: str) -> None:
-        """A leaf is loaded once: as it is needed, or whole if it is needed in several ways."""
+        """Loads a leaf once: as it is needed, or whole if it is needed in several ways."""
         leaf, needed = self.leaves[value], self.needs[value].values()
         placement, placed = next(iter(needed))
         if leaf.op == "const" or len(needed) > 1 or isinstance(placement, Partial):

@@ -43,7 +43,7 @@ class NotDivisible(ValueError):
 
 @dataclass(frozen=True)
 class Cut:
-    """A dim of a whole value, of which a part has ``size`` elements from ``start`` on."""
+    """A cut dim of a whole value: the part has ``size`` elements beginning at ``start``."""
 
     dim: int
     start: int
@@ -65,7 +65,7 @@ class Part:
 
 
 def output_key(name: str) -> str:
-    """The key of an output among the cuts of a part, apart from the names of values."""
+    """The key of an output among the cuts of a part, distinct from the names of values."""
     return f"output {name}"
 
 

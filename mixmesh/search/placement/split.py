@@ -18,7 +18,7 @@ from ...lang.ir import (
 from .join import GATHERED, PADDED, SHARED, Set
 from .part import Cut, Part, output_key
 
-OF_SET = re.compile(r"m(\d+)(?:\.(.+))?")  # a ratio of a set; without a name that of what it holds whole
+OF_SET = re.compile(r"m(\d+)(?:\.(.+))?")  # a set's ratio; without a suffix, for values it holds whole
 WHOLE, SAMPLES = ".whole", ".samples"  # suffixes of an input on its way to a set
 
 
@@ -43,7 +43,7 @@ class _Splitting:
     def __init__(self, program: Program) -> None:
         self.whole = program
         numbers = {int(match[1]) for name, _ in program.ratios if (match := OF_SET.fullmatch(name))}
-        self.sources: dict[str, dict[int, str]] = {}  # by sum over all sets, what each adds
+        self.sources: dict[str, dict[int, str]] = {}  # by sum over all sets, each set's addend
         for i in program.instructions:
             is_shared = i.op == "move" and i.type.ratio in (None, SHARED)
             if is_shared and isinstance(i.type.placement, Partial):
@@ -108,7 +108,7 @@ class _Splitting:
             self.out[m].append(self.of_set(m, i))
 
     def leaf(self, m: int, i: Instruction, name: str, leaf: Instruction) -> None:
-        """The last of what brings an input or parameter to a set becomes that leaf."""
+        """Turns the last instruction that brings an input or parameter to a set into a leaf."""
         if i.op == "aten.slice.Tensor":
             dim, start, stop = i.args[1:4]
             self.cuts[m][name] = Cut(dim, start, stop - start, leaf.type.value.shape)

@@ -104,9 +104,8 @@ class Action:
 class Space:
     """All strategies of one model on one cluster.
 
-    ``program`` is the model as data parallelism runs it on all devices (``baselines.data_parallel``): how it
-    cuts every value is how a group cuts it between its own devices. Raises InputError for the groups of
-    another model.
+    ``program`` is the model with data parallelism on all devices (``baselines.data_parallel``): a group cuts
+    every value between its own devices in the same way. Raises InputError for the groups of another model.
     """
 
     def __init__(self, program: Program, costs: CostModel, grouping: Grouping) -> None:
@@ -124,7 +123,7 @@ class Space:
 
     @lazy
     def batch(self) -> int:
-        """Samples in the batch, of which every share is a whole number."""
+        """Samples in the batch; shares are whole numbers of them."""
         return max((i.type.value.shape[0] for i in self.program.instructions if _has_batch(i)), default=1000)
 
     @lazy
@@ -137,7 +136,7 @@ class Space:
 
     @lazy
     def subsets(self) -> tuple[tuple[int, ...], ...]:
-        """Sets of device groups, all of them first."""
+        """Sets of device groups, the full set first."""
         count = len(self.device_groups)
         if count <= MAX_SUBSETS_OF:
             sizes = range(count, 0, -1)

@@ -38,7 +38,8 @@ class Bound:
         self.problem, self.steps = problem, steps
         self.parent = problem.choices.parents
         self.children: dict[int, list[int]] = {}  # value -> steps whose parent it is, last first
-        # per option of a step: what it needs of the step's parent, as a mask, and its remainder
+        # for each option of a step, the placements it needs of the step's parent, as a mask, and its
+        # remainder
         self._below: list[list[tuple[int, Vector]]] = [[] for _ in range(steps.count)]
         self._one: dict[tuple[int, int], Vector] = {}
         self._converted: dict[tuple[int, int, float, int], list[tuple[int, float]]] = {}
@@ -73,7 +74,7 @@ class Bound:
         return cost
 
     def held(self, value: int, children: int, mask: int) -> Vector:
-        """The remainder below a value of which ``children`` steps are still to come."""
+        """The remainder below a value with ``children`` steps still to come."""
         bound_of = self._held.setdefault((value, children), {})
         if mask not in bound_of:
             steps = self.children[value][:children]

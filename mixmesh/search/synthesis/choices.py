@@ -1,4 +1,4 @@
-"""The choices of every step of a graph, whatever the ratio and the prices: made once, shared by problems.
+"""The choices of every step of a graph, for any ratio and prices: made once, shared by problems.
 
 Placements are coded as small integers: R is 0, P(sum) is 1, S(d) is 2 + d.
 """
@@ -75,7 +75,7 @@ class Choices:
         self.steps: tuple[Node, ...] = tuple(n for n in graph.nodes if not n.is_leaf)
         self.inputs = tuple(n.inputs for n in self.steps)
         self.values = tuple(tuple(self.ids[name] for name in names) for names in self.inputs)
-        self.options: dict[tuple, tuple] = {}  # for problems, by what they depend on
+        self.options: dict[tuple, tuple] = {}  # cached for problems, by everything they depend on
         self._strategies: dict[tuple, tuple[Strategy, ...]] = {}
         self._kinds: dict[tuple, int] = {}
         self.timed: list[tuple[OpTime, ...]] = []  # per kind, the times on each class of devices
@@ -150,7 +150,7 @@ class Choices:
         return tuple(out)
 
     def shifts(self, step: int, other: int, count: int) -> dict[int, int]:
-        """Values of ``count`` steps from ``step`` on -> those that stand in their place from ``other`` on."""
+        """Maps the values of ``count`` steps from ``step`` on to their counterparts from ``other`` on."""
         out: dict[int, int] = {}
         for a, b in zip(range(step, step + count), range(other, other + count)):
             for name, there in zip(
@@ -162,7 +162,7 @@ class Choices:
 
     @lazy
     def kinds(self) -> tuple[int, ...]:
-        """Per value, a number that values share which convert alike: bytes, dims to cut, gradient."""
+        """Per value, a number shared by values that convert alike: same bytes, dims to cut, gradient."""
         numbers: dict[tuple, int] = {}
         out = []
         for value, t in enumerate(self.types):

@@ -223,7 +223,7 @@ class Problem:
         node = self.leaves[value]
         size, shares = self.types[value].size_bytes, self.shares(value, code)
         if node.op == "input":
-            # a share of a batch is cheaper to load than all of it, by a little
+            # loading a share of a batch is slightly cheaper than loading all of it
             return Load(max(shares) * size / INPUT_BYTES_PER_S, self.nothing)
         if node.op != "param":
             return Load(max(shares) * size * self.prices.byte_s, self.nothing)
@@ -266,7 +266,7 @@ class Problem:
             name = "reduce_scatter" if src == P else "all_to_all"
         size = self.types[value].size_bytes
         dual = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}.get(name, name)
-        # samples stay where they are dealt, even if moving them would save sums of statistics
+        # samples stay on their ranks, even if moving them would save sums of statistics
         moved = UNDEALT if self.batch_only and src != P else 1.0
         forward = self.costs.collective(name, self.ranks).seconds(size) * moved
         if not self.waits(value):

@@ -33,7 +33,7 @@ class NoProgram(ValueError):
 
 @dataclass(frozen=True)
 class Found:
-    """The cheapest path. ``cost_s`` is its stage sum, ``bound_s`` what no path goes below."""
+    """The cheapest path. ``cost_s`` is its stage sum, ``bound_s`` a lower bound of all paths."""
 
     moves: tuple[Move, ...]
     cost_s: float
@@ -107,7 +107,7 @@ def search(
         if state.dropped:
             continue
         if state.step == steps.count:
-            # the cheapest way to go on from a state that is still open is what remains possible
+            # only continuations of open states can still be cheaper
             open_s = min((_bound(s, ahead) for *_, s in heap if not s.dropped), default=float("inf"))
             return found_at(steps, state, expanded, open_s if weight > 1 else float("inf"))
         expanded += 1

@@ -26,10 +26,10 @@ class Move(NamedTuple):
 
 
 class Transition(NamedTuple):
-    """An option with the loads and conversions that it takes from certain masks.
+    """An option with its loads and conversions from certain masks.
 
-    ``wait``/``wait_back``: seconds of collectives that all ranks wait for; ``forward``/``backward``:
-    seconds of each class. ``new``: the changed masks of the values that live afterwards, packed.
+    ``wait``/``wait_back``: seconds of collectives that all ranks wait for; ``forward``/``backward``: seconds
+    of each class. ``new``: the changed masks of the values that live afterwards, packed.
     """
 
     move: Move
@@ -50,7 +50,7 @@ class Steps:
         self.live = self.lives.live
         self.kinds = problem.choices.kinds
         self._closures: dict[tuple[int, int], int] = {}
-        self._loads: dict[tuple[tuple[Need, ...], int], int | None] = {}  # by what an option needs, and value
+        self._loads: dict[tuple[tuple[Need, ...], int], int | None] = {}  # by an option's needs, and value
         self._load_s: dict[tuple[int, int, float], Vector] = {}
         self._cheapest: dict[tuple[int, int, int], tuple[float, float] | None] = {}
         self._transitions: list[dict[tuple[int, ...], tuple[Transition, ...]]] = [
@@ -75,7 +75,7 @@ class Steps:
         mask = 1 << code
         for other in codes:
             if other != code and convert(value, code, other) == (0.0, 0.0):
-                # ... and whatever can be made from it is no dearer from here
+                # ... provided that everything else costs no more from here than from it
                 prices = [(convert(value, code, t), convert(value, other, t)) for t in codes]
                 if all(b is None or (a is not None and a[0] <= b[0] and a[1] <= b[1]) for a, b in prices):
                     mask |= 1 << other
@@ -184,7 +184,7 @@ class Steps:
         return self._load_s[key]
 
     def cheapest(self, value: int, mask: int, code: int) -> tuple[float, float] | None:
-        """The least price of making ``code`` from what is held."""
+        """The least price of making ``code`` from the held placements."""
         key = (self.kinds[value], mask, code)
         if key not in self._cheapest:
             self._cheapest[key] = self._find_cheapest(value, mask, code)

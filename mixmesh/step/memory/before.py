@@ -37,7 +37,7 @@ def set_up(state: State) -> None:
 
 
 def stored(state: State) -> None:
-    """Adds what is held between steps, and the batch, which comes whole."""
+    """Adds everything held between steps, and the batch, which is there as a whole."""
     program, ledger = state.setting.program, state.ledger
     for i in program.instructions:
         if i.op in ("param", "buffer", "input", "const"):

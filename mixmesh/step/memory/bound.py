@@ -27,7 +27,7 @@ from .footprints import LOOKUPS
 from .moments import EVERYWHERE, Sizes, whole
 
 Times = list[tuple[int, float]]  # when bytes come, and go as negative ones
-# views whatever the strides; the rest of ``VIEWS`` may have to copy
+# operators that are always views; the rest of ``VIEWS`` may have to copy
 NEVER_COPY = VIEWS - {"aten.view"}
 IN_MEMORY_ORDER = (
     "aten.linear",
@@ -41,8 +41,8 @@ IN_MEMORY_ORDER = (
 
 
 class Bound:
-    """Bytes of a program under whatever ratios and buckets, by how they are cut, and ``at_first`` on every
-    rank."""
+    """Upper bounds of a program's bytes for any ratios and buckets, by how they are cut, and the bytes
+    ``at_first`` on every rank."""
 
     def __init__(self, program: Program, optimizer_states: OptimizerStates, step: Step) -> None:
         """``step`` is that of the program, with any buckets."""
@@ -63,14 +63,14 @@ class Bound:
         self.sizes = np.array([sizes[cut] for cut in self.cuts])
 
     def held_bytes(self, program: Program) -> np.ndarray:
-        """Bytes per rank under the ratios of ``program``, without what a heap loses."""
+        """Bytes per rank under the ratios of ``program``, without the heap's losses."""
         shares = [cut_shares(cut, program.ratio(cut[2]), program.world_size) for cut in self.cuts]
         in_steps = self.sizes @ np.array(shares).reshape(len(self.cuts), program.world_size)
         return np.maximum(in_steps, self.at_first)
 
 
 def has_bound(program: Program) -> bool:
-    """Programs with what is made several times, or held in copies, have to be walked."""
+    """Whether the bound applies: not to programs with values made several times, or with copies."""
     return not program.copies and not regions(program)
 
 
@@ -164,7 +164,7 @@ def _temporaries(program: Program, kinds: Sequence[Kind | None], sizes: Sizes) -
         for t in kind.inputs if _may_copy(call) else ():
             _add(sizes, t.cut, count * t.value.size_bytes)
         _add(sizes, cut, count * extra_bytes(call))
-        # one of these at a time: temporaries, gradients that arrive and, of a second use, the sum
+        # one of these at a time: temporaries; an arriving gradient and, for a second use, the sum
         needs = [(forward_bytes(call) + backward_bytes(call), cut)]
         needs += [(2.0 * t.value.size_bytes, t.cut) for t in (*kind.inputs, *kind.outputs)]
         if call.op in LOOKUPS:
@@ -183,8 +183,9 @@ def _temporaries(program: Program, kinds: Sequence[Kind | None], sizes: Sizes) -
 
 
 def _gradients(program: Program, last: Mapping[str, int], later: Mapping[int, float], sizes: Sizes) -> None:
-    """The most at any time of the gradients of values, each there from the ``last`` use to what made the
-    value, or to the weight's gradient that waits for it if that is ``later``. Those of parameters stay."""
+    """Adds the most at any time of the gradients of values. Each lives from the ``last`` use until its
+    value's maker has used it, or until the weight gradient that waits for it if that is ``later``. Gradients
+    of parameters stay."""
     grad = program.requires_grad
     wholes: dict[str, float] = {}
     until = {program.instructions[n].results[0]: max(floor(p), 0) for n, p in later.items()}

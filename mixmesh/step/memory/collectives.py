@@ -132,7 +132,7 @@ def _scatter(state: State, s: GradientSum) -> None:
         if not setting.cuda
     ]
     _fly(state, s.size_bytes, *leaving, *addends)
-    if setting.held is not Held.SUMS:  # else they are added to what is there
+    if setting.held is not Held.SUMS:  # otherwise they are added to existing gradients
         for p in s.params:
             ledger.take(p.type.value.size_bytes, setting.owned[p.result].cut)
 

@@ -1,4 +1,4 @@
-"""Micro-batches of a pipeline that are between their passes while another one runs."""
+"""The micro-batches of a pipeline that are between their passes while another one runs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Flight:
     moved: frozenset[str] = frozenset()
 
     def over(self, program: Program, before: Moment, kept: Moment, moments: list[Moment]) -> list[Moment]:
-        """Moments with what the others keep. Every transfer is once on its way and once asked for ahead, and
-        so is its gradient."""
+        """The moments with what the other micro-batches keep. Every transfer counts once on its way and once
+        requested ahead, and so does its gradient."""
         others = dict(self.others)
         held: Sizes = {}
         for cut, size in kept.held.items():

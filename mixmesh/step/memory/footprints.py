@@ -76,7 +76,7 @@ def mask_bytes(kind: Kind) -> float:
 
 
 def temporaries(kind: Kind, cut: Cut, size_bytes: float) -> tuple[tuple[float, Cut], ...]:
-    """Temporaries of a computation; a look-up in a piece of a table masks what it found."""
+    """Temporaries of a computation; a look-up in a piece of a table masks its result."""
     masked = kind.call.op in LOOKUPS and isinstance(kind.outputs[0].placement, Partial)
     looked_up = [(float(kind.outputs[0].value.size_bytes), whole(kind.outputs[0]))] if masked else []
     return ((size_bytes, cut), *looked_up)

@@ -82,6 +82,6 @@ def _factor(state: State, footprint: Footprint, i: Instruction, position: int, v
     view = views[position]
     if copied_matrices(footprint.call, position, view.strides):
         storage = state.new(state.setting.program.types[i.inputs[position]]).storage
-        storage.references -= 1  # kept by autograd alone
+        storage.references -= 1  # only autograd keeps it
         return storage
     return view.storage

@@ -1,4 +1,4 @@
-"""The peaks of ranks, under whatever ratios and buckets."""
+"""The peaks of ranks, for any ratios and buckets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .tables import ALLOWANCE, HEAP_BYTES, SMALL_ALLOWANCE, Memory, Walked
 
 
 class PeakMemory:
-    """Peaks under other ratios and buckets of one program, walked once; with ``samples`` in whatever
+    """The peaks of one program under many ratios and buckets, from one fold; with ``samples``, in any
     micro-batches."""
 
     def __init__(
@@ -44,7 +44,7 @@ class PeakMemory:
         self._bound: Bound | None = None
 
     def on(self, samples: Samples | None, step: Step) -> PeakMemory:
-        """The peaks of the same instructions on other ranks, which share what was walked."""
+        """The peaks of the same instructions on other ranks, with the same fold."""
         other = PeakMemory(self.costs, self.optimizer_states, samples, step)
         other._walked, other._bound = self._walked, self._bound
         return other

@@ -10,7 +10,7 @@ from .views import contiguous
 
 
 def compute_again(state: State, n: int) -> None:
-    """Runs a computation a second time, which now keeps what its backward needs."""
+    """Runs a computation a second time, this time keeping what its backward needs."""
     setting = state.setting
     i = setting.program.instructions[n]
     number = region_of(i)

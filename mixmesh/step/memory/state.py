@@ -35,8 +35,8 @@ class Held(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The facts of a step that its memory depends on. ``held`` are gradients that a micro-batch finds,
-    ``flight`` what others of a pipeline keep meanwhile."""
+    """The facts of a step that decide its memory. ``held`` are the gradients at the start of a micro-step,
+    ``flight`` the other micro-batches of a pipeline."""
 
     program: Program
     step: Step
@@ -64,7 +64,7 @@ class Setting:
         held: Held = Held.NOTHING,
         flight: Flight = NO_FLIGHT,
     ) -> Setting:
-        """``program`` may have other buckets and owners than that of the step."""
+        """The setting of a ``program`` that may have other buckets and owners than the step's."""
         outline, instructions = step.outline, program.instructions
         last = {name: uses[-1] for name, uses in outline.uses.items()}
         last[program.loss] = len(instructions)
@@ -122,7 +122,7 @@ class State:
     # sums on their way to the ranks that keep pieces: bytes, and the storages held meanwhile
     flying: deque[tuple[float, tuple[Storage, ...]]] = field(default_factory=deque)
     scatters: list[tuple[GradientSum, set[str]]] = field(default_factory=list)  # with gradients that lack
-    # by point of the backward pass, where the last gradient of a parameter is there
+    # by point of the backward pass, the moment when a parameter's gradient is complete
     complete: dict[float, Moment] = field(default_factory=dict)
 
     @classmethod
@@ -151,7 +151,7 @@ class State:
         return self.footprints[kind]
 
     def outgoing(self, i: Instruction) -> list[View]:
-        """The gradients of an instruction's results, which are taken away; zeros for that of the loss."""
+        """Takes out the gradients of an instruction's results; zeros for that of the loss."""
         out = []
         for name, t in zip(i.results, i.types):
             if name is not None and name in self.gradients:

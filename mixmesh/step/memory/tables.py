@@ -25,7 +25,7 @@ from .state import Held, Setting
 ALLOWANCE = 0.12  # the same run holds 0 to 3 % more from one time to the next
 SMALL_ALLOWANCE = 0.6  # more, of the tensors that come and go within the heap
 HEAP_BYTES = 48 * 2**20
-MAX_PASSES = 32  # over what may be the peak
+MAX_PASSES = 32  # limit of passes over candidates for the peak
 
 
 class Walked:
@@ -57,7 +57,7 @@ class Walked:
         self.highest = undominated(self.sizes)
 
     def array(self, moments: Sequence[Moment]) -> np.ndarray:
-        """Unsharded bytes with what a heap loses, or a GPU's allocator."""
+        """Unsharded bytes, including the losses of a heap or a GPU's allocator."""
         sizes = self._rows([m.held for m in moments])
         if self.cuda:
             sizes = sizes * (1 + allocator_loss())

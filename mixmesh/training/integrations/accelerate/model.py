@@ -29,7 +29,7 @@ class _AsOneDevice(nn.Module):
         _follow_modes(self, lender)
         lender.take_back()
         check_alike((args, kwargs), learning_rates(self.__dict__["_optimizer"]))
-        with same_random_numbers():  # ranks draw different numbers here, and must draw the next batch alike
+        with same_random_numbers():  # ranks draw different numbers here, but the same ones for the next batch
             out = super().__call__(*args, **kwargs)
         return out.everywhere() if isinstance(out, Output) else out
 

@@ -125,7 +125,7 @@ class Trainer(transformers.Trainer):
         accumulates = not self.accelerator.sync_gradients  # another batch of the same optimizer step follows
         in_program = MethodType(Trainer.compute_loss, self)  # a loss of a subclass is a part of the program
         with (
-            same_random_numbers(),  # ranks draw different numbers here, and must draw the next batch alike
+            same_random_numbers(),  # ranks draw different numbers here, but the same ones for the next batch
             self.parallel.no_sync() if accumulates else nullcontext(),
             patched(self, "compute_loss", in_program),
         ):
