@@ -15,7 +15,7 @@ from mixmesh.frontend.job.workloads.images import CLASSES, VGG19, Bottleneck, Cl
 from mixmesh.frontend.job.workloads.language import LanguageModel, Llama, LlamaShape
 from mixmesh.frontend.job.workloads.layers import Layer, MoeLayer
 
-DATA_BATCHES = 8  # that the jobs of ``bench training`` go through, over and over
+DATA_BATCHES = 8  # batches that the jobs of ``bench training`` repeat
 
 
 def make(text: str) -> Job:
@@ -89,7 +89,7 @@ def vgg19() -> Job:
         Widen(), nn.Linear(channels * 49, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(),
         nn.Linear(1024, CLASSES),
     )  # fmt: skip
-    for layer in (*features, *head):  # as torchvision has it
+    for layer in (*features, *head):  # torchvision's initialization
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out")
             nn.init.zeros_(layer.bias)

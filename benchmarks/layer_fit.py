@@ -25,7 +25,7 @@ from .layer_times import Measured, Row, cluster_of, predict
 
 SEED = 1
 STEPS = 6
-WITHIN = 4.0  # times more or less than usual that a constant may be; no share may be above 1
+WITHIN = 4.0  # factor by which a constant may differ from the usual one; no share may be above 1
 USUAL_WEIGHT = 0.03  # weight of a constant's distance from the usual one, against relative errors
 
 

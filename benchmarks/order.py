@@ -90,8 +90,8 @@ def _contest(name: str, job: str, *targets: tuple[str, float], programs: Program
 
 
 CASES = (
-    # a table of words whose gradient takes as long to sum as the other tower to compute; 1.08 was asked on
-    # HAP's own program, and is asked of data parallelism besides
+    # a table of words whose gradient takes as long to sum as the other tower takes to compute; the target
+    # 1.08 was set for HAP's own program, and data parallelism must meet it too
     _contest("two-towers", "towers", (FIFO, TARGET), (DDP, 1.0)),
     _contest("two-towers-parallel", "towers", (FIFO, TARGET), (DDP, 1.0), programs=orders_in_parallel),
     # experts on both sides of a slow link, and in addition one that stays on its device

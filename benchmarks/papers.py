@@ -57,7 +57,7 @@ class Row:
     ddp_even_ratio: float | None
     ddp_proportional_ratio: float | None
     best_ratio: float | None
-    bound_s: float | None  # of a step: all devices compute all the time at the peaks of their datasheets
+    bound_s: float | None  # all devices compute all the time at the peaks of their datasheets
     baseline: str | None  # the fastest that a person would write by hand
     speedup: float | None  # the best plan over that baseline
     over_data_parallel: float | None  # over the better of DP-EV and DP-CP, as in HAP's own figure

@@ -70,7 +70,7 @@ class Row:
     better_calls: tuple[int | None, ...]
     level_calls: tuple[int | None, ...]
     cpu_s: float
-    bound_s: float | None = None  # that no plan is faster than
+    bound_s: float | None = None  # lower bound of any plan's step
     local_s: float | None = None  # the better data parallelism with local batch norm
     tuned_s: float | None = None  # data parallelism done well (``ddp-tuned``), with all passes
     alone_s: float | None = None  # the best data parallelism on a single machine

@@ -11,8 +11,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-BETTER = 1.01  # times as fast as the best seed: found something
-EQUAL = 1.0001  # times as slow: as good
+BETTER = 1.01  # speedup over the best seed that counts as found
+EQUAL = 1.0001  # slowdown that counts as equal
 
 Trace = tuple[tuple[int, float], ...]  # (calls, estimated seconds of the best that fits), at each improvement
 

@@ -21,8 +21,8 @@ from mixmesh.search.learned.tag import TagPriors, load
 
 from .placement_calls import Trace
 
-MOST_S = 120.0  # for one search
-JUDGED = 2  # by the simulator, of each search
+MOST_S = 120.0  # limit of one search
+JUDGED = 2  # best strategies of each search that the simulator judges
 
 
 @dataclass(frozen=True)

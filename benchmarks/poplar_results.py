@@ -13,7 +13,7 @@ from .poplar_cases import AS_FAST, FIRST_STEP, FIRST_STEP_S, MEMORY_TOLERANCE, M
 from .training_results import LOSS_TOLERANCE
 
 OURS, EQUAL, PROPORTIONAL, HALF = "poplar", "equal", "proportional", "fast half"
-AT_ONCE = "at once"  # all samples of each device in one micro-batch, if that is predicted not to fit
+AT_ONCE = "at once"  # each device's samples in one micro-batch, where that is predicted not to fit
 PYTORCH = ("ddp", "fsdp")
 
 

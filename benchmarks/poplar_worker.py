@@ -28,7 +28,7 @@ from mixmesh.measure.testbed import enter_device
 from mixmesh.runtime.comm import default_device, initialise, leave
 from mixmesh.runtime.train import peak_memory_bytes, train
 
-RUN_S = 90.0  # in which a run has to end
+RUN_S = 90.0  # limit of a run
 COLLECTIVE_TIMEOUT_S = 45.0
 BUCKET_MB = 4
 

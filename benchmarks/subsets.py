@@ -33,7 +33,7 @@ from mixmesh.planner import PLANNERS, make_plan
 from . import jobs
 
 PAIRS = 60
-TOLERANCE = 0.01  # by which ``auto`` may be slower
+TOLERANCE = 0.01  # share of a step by which ``auto`` may be slower
 SEARCHING = ("placed", "heterog", "tag")  # asked only in a search, in which ``auto`` gets as much time
 LIKELY_TO_FIT = 16  # samples a device: of the papers' models
 PAPERS = ("bert-base", "vit", "vgg19", "bert-moe", "transformer", "resnet50", "mobilenet-v2")

@@ -19,7 +19,7 @@ CLUSTERS: dict[str, str] = {
     "four-boxes": cluster_text("0.2", ("0.42",), ("0.34",), ("0.30",), ("0.24",)),
     "equal-four": cluster_text("1", ("0.30", "0.30"), ("0.30", "0.30")),
 }
-AS_FAST = 0.98  # times the best baseline's speed: two measurements of one program may differ by as much
+AS_FAST = 0.98  # relative to the best baseline: two measurements of one program may differ by as much
 PARALLEL = ("ddp-even", "ddp-proportional", "fsdp-even")
 ALL = ("single", "machine", *PARALLEL)
 
@@ -59,7 +59,7 @@ class Sweep:
     job: str
     cluster: str
     counts: tuple[int, ...]
-    profiled_count: int  # one profile for all: noise between several would look like bumps
+    profiled_count: int  # the count whose profile serves all: noise between several would look like bumps
     bump: float
     gain: float
 

@@ -46,8 +46,8 @@ Span = Callable[[str], AbstractContextManager]
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to train: ``step`` makes a step, its optimizer within a span, and returns the global loss. Within
-    the context ``recorded`` a recorder measures its steps."""
+    """A way to train. ``step`` runs a training step, opening the given span around its optimizer, and returns
+    the global loss. Within the context ``recorded``, a recorder measures the steps."""
 
     step: Callable[[Span], float]
     recorded: Callable[[Recorder], AbstractContextManager]

@@ -78,7 +78,7 @@ def check_samples(history: Mapping[int, Sequence[Line]], training: Training) -> 
 
 
 def losses_of(history: Mapping[int, Sequence[Line]]) -> dict[int, float]:
-    """The loss of each step, as its first line has it."""
+    """The loss of each step, from its first line."""
     return {step: lines[0].loss for step, lines in history.items() if lines}
 
 

@@ -26,7 +26,7 @@ class Fault:
     step: int
     what: str = ""
     noticed_s: float | None = None
-    saved_s: float | None = None  # until the checkpoint that a signal requested was finished
+    saved_s: float | None = None  # until the requested checkpoint was finished
     again_s: float | None = None
     whole_s: float | None = None  # until all machines trained again
     problem: str = ""

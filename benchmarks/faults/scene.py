@@ -28,7 +28,7 @@ AGAIN_S = 1.0  # after which an agent that has failed is started again, as by sy
 MOST_AGENTS = 40  # started in one training: more are no accident
 STORE_PORT = 29400
 LAST_LINES = 15  # per machine, in the report on a training that hangs
-TOKEN_VARIABLE = "MIXMESH_FAULTS_TOKEN"  # by which ranks are found whose agent was killed
+TOKEN_VARIABLE = "MIXMESH_FAULTS_TOKEN"  # marks ranks, so that they are found after their agent was killed
 RENDEZVOUS = "is_host=0,last_call_timeout=5,keep_alive_interval=2"
 
 
@@ -42,10 +42,10 @@ class Setting:
 
     training: Training
     every: int = 5  # steps from checkpoint to checkpoint
-    step_s: float = 0.1  # that a step takes at least
+    step_s: float = 0.1  # shortest seconds of a step
     planner: str = "ddp-proportional"
     heartbeat_s: float = 20.0
-    limit_s: float = 240.0  # for anything to go on
+    limit_s: float = 240.0  # limit of a single wait
 
     def words(self, checkpoints: Path, cache: Path) -> list[str]:
         """The arguments of the ranks: a plain ``mixmesh run``."""

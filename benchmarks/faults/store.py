@@ -10,7 +10,7 @@ from torch.distributed import TCPStore
 
 def main(host: str, port: int) -> None:
     store = TCPStore(host, port, is_master=True, wait_for_workers=False)
-    while store is not None:  # as long as the bench lives
+    while store is not None:  # runs as long as the bench
         time.sleep(60)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 SWEEPS = 20_000
 SETTLED = 1e-12  # relative to the largest figure
-STEP = float(np.log(1.05))  # by which an unknown is varied for the slope
+STEP = float(np.log(1.05))  # change of an unknown that measures the slope
 
 
 def bounded_least_squares(

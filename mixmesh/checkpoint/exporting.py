@@ -27,7 +27,7 @@ from .target import Target
 from .tensor_files import Part, copy_box
 from .values import decode
 
-DEFAULT_SHARD_BYTES = 50 * 10**9  # as save_pretrained of transformers 5
+DEFAULT_SHARD_BYTES = 50 * 10**9  # the default of save_pretrained in transformers 5
 METADATA = {"format": "pt"}  # without which transformers refuses a file
 Entries = Mapping[str, TensorEntry]
 

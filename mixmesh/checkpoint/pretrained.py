@@ -32,7 +32,7 @@ def pretrained_files(model: nn.Module) -> dict[str, str]:
         config = json.loads(original.config.to_json_string())
         generates = getattr(original, "generation_config", None) is not None and original.can_generate()
         generation = json.loads(original.generation_config.to_json_string()) if generates else None
-    except (TypeError, ValueError):  # it has values of its own, for which a training need not end
+    except (TypeError, ValueError):  # values of an unknown kind: no reason to end a training
         return {}
     config["architectures"] = [type(original).__name__]
     dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]

@@ -124,7 +124,7 @@ class Ranks:
         try:
             with self.waiting() as group:
                 return call(process_group=group, no_dist=self.is_alone)
-        except CheckpointException as failure:  # which is no Exception
+        except CheckpointException as failure:  # not an Exception
             raise _error_of({rank: error for rank, (error, _) in failure.failures.items()}) from None
 
     def everyones(self, value: T) -> tuple[T, ...]:

@@ -33,7 +33,7 @@ from .state import state_bytes
 from .vote import Vote
 
 RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
-MOST_DEVICES = "most_devices"  # in ``extra`` of a checkpoint
+MOST_DEVICES = "most_devices"  # the key in ``extra`` of a checkpoint
 EVERY = re.compile(r"(\d+)(s?)")
 
 
@@ -102,9 +102,9 @@ class RunCheckpoints:
         self._initial, self._may_follow = initial, may_follow
         self._open = ExitStack()
         self._saved_step = -1
-        self._saving: tuple[int, Saving] | None = None  # that is under way, and its step
-        self._has_room: bool | None = None  # in memory for copies, on all ranks
-        self.held_s = 0.0  # that checkpoints have held up the training
+        self._saving: tuple[int, Saving] | None = None  # the save under way, with its step
+        self._has_room: bool | None = None  # whether all ranks have memory for copies
+        self.held_s = 0.0  # seconds that checkpoints have held up the training
         self.first_step = 0  # how many were made before this start
         self.stopped_by = 0  # the number of the signal that ended the run
 

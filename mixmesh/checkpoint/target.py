@@ -110,7 +110,7 @@ class Target:
         unfinished = self.folder / f"{leftover}{secrets.token_hex(4)}"
         names: list[str] = []
         try:
-            for path in self.folder.glob(f"{leftover}*"):  # that were cut off
+            for path in self.folder.glob(f"{leftover}*"):  # rests of interrupted saves
                 shutil.rmtree(path, ignore_errors=True)
             unfinished.mkdir()
             for name, text in texts.items():

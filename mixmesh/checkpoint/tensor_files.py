@@ -24,7 +24,7 @@ from .manifest import BLOCK_BYTES
 # the names that safetensors has for dtypes of program text
 SAFETENSORS = {name: name.upper() for name in DTYPE_NAME.values() if name != "c128"}
 SAFETENSORS |= {"f8e4m3": "F8_E4M3", "f8e5m2": "F8_E5M2"}
-ALIGNED_BYTES = 8  # to which safetensors fills up its header
+ALIGNED_BYTES = 8  # safetensors pads its header to this
 
 
 @dataclass(frozen=True)

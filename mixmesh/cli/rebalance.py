@@ -62,7 +62,7 @@ def balancer_of(
         if is_first:
             print(f"mixmesh: {text}", file=sys.stderr, flush=True)
 
-    solvers: list[Solver] = []  # one, on the first rank, which solves for all
+    solvers: list[Solver] = []  # empty except on the first rank, which solves for all
 
     def find() -> bool:
         cluster, profile = costs()

@@ -225,7 +225,7 @@ class Cluster:
         return min(self.bandwidth_bytes_per_s, *nics)
 
     def latency_between(self, rank_a: int, rank_b: int) -> float:
-        """Seconds before the first byte arrives; 0 to itself."""
+        """Seconds before the first byte arrives; 0 from a rank to itself."""
         if rank_a == rank_b:
             return 0.0
         a, b = self.machine_index_of(rank_a), self.machine_index_of(rank_b)

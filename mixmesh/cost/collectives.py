@@ -37,7 +37,7 @@ NCCL_TREE_RATE = (
 # RDMA 0.9 (nccl-tests on InfiniBand, as usually reported).
 RDMA_SHARE = 0.9
 TCP_SMALL_SHARE, TCP_LARGE_SHARE = 0.7, 0.85
-TCP_SHARE_OF_DOUBLING = 0.05  # less for each doubling of the machines beyond two
+TCP_SHARE_OF_DOUBLING = 0.05  # loss of rate for each doubling of the machines beyond two
 TCP_LARGE_BYTES = 2**24  # tensors of at least this size are large
 NCCL_MAX_SKEW = 2.0  # padding sends max/mean as much as needed; beyond this, one transfer per piece
 

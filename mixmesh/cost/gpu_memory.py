@@ -51,7 +51,7 @@ COMMUNICATOR_BYTES = 32 * MIB
 # card that reads the GPU's memory both ends have all of them
 INSIDE_BYTES, NETWORK_BYTES = 12 * MIB, 20 * MIB
 PAIRWISE_BYTES = 14 * MIB  # a send and a receive to the same rank (NVIDIA/nccl issue 1685)
-HOST_NETWORK_BYTES = 2 * MIB  # the same through a card that does not: its buffers are in the host's memory
+HOST_NETWORK_BYTES = 2 * MIB  # through a card that does not read it: buffers are in host memory
 SHARED_STEPS = 16  # the buffer for sends between machines, which every communicator has (NCCL's net.cc)
 RDMA_BYTES_PER_S = 3e9  # 25 Gbit/s: a slower network is taken for TCP, which does not read the GPU's memory
 MULTICAST_BYTES = 300 * MIB  # NVLink SHARP's own buffers, on machines with NVSwitch

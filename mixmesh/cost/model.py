@@ -34,8 +34,8 @@ CPU_PROCESS_BYTES = (340 * 2**20, 290 * 2**20)  # for `mixmesh run` with PyTorch
 # or its run, whichever is longer: measured layers (``python -m benchmarks layer-times``) do not add them up.
 # Issued kernels in a queue may hide a slow issue; this does not count on it.
 GPU_ISSUE_S = 30e-6
-BACKWARD_ISSUE = 0.5  # times that for a kernel of the backward pass, which PyTorch issues without Python
-VIEW_ISSUE = 0.1  # times that for a view, which has no kernel
+BACKWARD_ISSUE = 0.5  # relative to the forward pass: here PyTorch issues kernels without Python
+VIEW_ISSUE = 0.1  # relative to a kernel: a view has none
 CPU_LAUNCH_S = 4e-6  # dispatch of one operator on one full core
 # forward and backward seconds of memory-bound operators on a CPU, relative to reading their inputs and
 # writing their results once
@@ -175,7 +175,7 @@ class CostModel:
         def curve(made: Kernels, each_s: float) -> Curve:
             if not made.count:
                 return ZERO
-            if device.kind == "cpu":  # which does nothing else while it issues
+            if device.kind == "cpu":  # a CPU does nothing else while it issues
                 return affine_curve(made.count * each_s + made.ramp_s, made.full_s * scale)
             return issued_curve(made.count * each_s, made.ramp_s, made.full_s * scale)
 

@@ -16,7 +16,7 @@ from .kernels import arithmetic
 from .work import call_flop, moved_bytes
 
 CONVOLUTIONS = "aten.conv"
-WINOGRAD = 4.0  # times fewer multiplications of F(4x4, 3x3), which cuDNN has for fp32 and fp16
+WINOGRAD = 4.0  # F(4x4, 3x3), which cuDNN has for fp32 and fp16, multiplies 4 times less
 
 
 def peak_op_s(call: Call, grads: int, device: Device, *, tf32: bool = False) -> float:

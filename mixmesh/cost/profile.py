@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 else:
     _Collective = Literal[COLLECTIVES]  # the words of a table
 FORMAT = 2
-MAX_BYTES = 256 * 2**20  # in a file: one line an operator, on every kind of device
+MAX_BYTES = 256 * 2**20  # limit of a file: it has one line per operator and kind of device
 FIRST_SIZES_BYTES = (2**12, 2**24)  # the lines of version 1 were fitted to these
 # limits far from any real device or link, and small enough that sums and products of them stay finite
 _NotNegative = Annotated[float, pydantic.Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -78,7 +78,7 @@ class _Device(pydantic.BaseModel, extra="forbid"):
     memory_constant_bytes: _Count
     step_scale: _Factor = 1.0
     slowdown: float = pydantic.Field(default=0.0, ge=0, le=1)
-    exchange_s_per_byte: _NotNegative = 0.0  # in older files: for any collective
+    exchange_s_per_byte: _NotNegative = 0.0  # older files: the value for any collective
     host_s: dict[str, tuple[_NotNegative, _NotNegative]] = {}
     host_scale: _Factor = 1.0
     idle_constant_bytes: _Count | None = None
@@ -339,7 +339,8 @@ def links_fingerprint(cluster: Cluster) -> str:
 
 
 def _more_wiring(machine: Machine) -> tuple[str, ...]:
-    """The further wiring of a machine with other links than one for all; empty without, as in old files."""
+    """The wiring of a machine whose devices do not all share one link; empty for any other machine, as in old
+    files."""
     return machine.wiring[3:] if machine.links or machine.bridge_bytes_per_s is not None else ()
 
 

@@ -198,6 +198,6 @@ def bytes_per_s_of(cluster: Cluster, link: Link) -> float:
     if way.startswith(OWN):
         return machine.links[int(way.removeprefix(OWN))].bytes_per_s
     if way == BRIDGE:
-        assert machine.bridge_bytes_per_s is not None  # as way_of says
+        assert machine.bridge_bytes_per_s is not None  # see way_of
         return machine.bridge_bytes_per_s
     return machine.link_bytes_per_s if way == INSIDE else machine.nic_bytes_per_s

@@ -65,7 +65,7 @@ def table_of(outline: Outline, costs: CostModel) -> Table:
             works.append(Work(each, cut))
         return own
 
-    calls: dict[tuple, int] = {}  # that cost alike
+    calls: dict[tuple, int] = {}  # numbers of calls that cost alike
     times: list[tuple[OpTime, ...]] = []
     # for each kind and other cost-relevant attributes: its work, and the works of its weight gradient and
     # second run

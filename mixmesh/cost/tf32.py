@@ -10,7 +10,7 @@ from .model import CostModel
 from .work import is_product
 
 SETTING = "torch.backends.cuda.matmul.allow_tf32"
-WORTH = 1.5  # times the peak of plain float32: below, as on GeForce cards, TF32 saves nothing
+WORTH = 1.5  # peak relative to plain float32, below which TF32 saves nothing, as on GeForce cards
 PROFILED = "tf32"  # the key of a profile's provenance: "on" or "off"
 
 

@@ -10,7 +10,7 @@ from ..cluster import Cluster, Device
 from ..lang.ir import Shard
 from ..lang.plan_file import Plan
 
-ROUNDING = 1e-6  # in sums of speeds
+ROUNDING = 1e-6  # tolerance of sums of speeds
 BASELINES = (("single", "the fastest device alone"), ("ddp-even", "DDP"))
 
 

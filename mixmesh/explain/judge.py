@@ -99,7 +99,7 @@ class Judge:
             try:
                 program = with_whole_rows(program)
                 simulation = self.task.simulation(program, accumulating=True)
-                assert simulation.samples is not None  # it accumulates
+                assert simulation.samples is not None  # the plan accumulates
                 rows = self.micro_batches(program, simulation.samples)
                 return Judged(self.task.best_buckets("explain", program, simulation, rows))
             except PlanError as error:

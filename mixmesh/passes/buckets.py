@@ -27,7 +27,7 @@ def bucketings(
     """The different buckets of ``with_buckets`` for these capacities. ``order`` is that of the program's
     sums, if it is already known: it does not depend on buckets."""
     params = program.params
-    kinds: dict[int, list[tuple]] = {}  # by place; several of one with copies
+    kinds: dict[int, list[tuple]] = {}  # by place; parameters with copies have several
     for s in order_of_sums(program) if order is None else order:
         kinds.setdefault(s.place, []).append((s.kind.dtype, s.kind.ranks))
     gradients = [(params[place].type.value.size_bytes, tuple(kind)) for place, kind in kinds.items()]

@@ -45,6 +45,6 @@ class Budget:
 
 AUTO = Budget(6_000)  # for ``auto`` without a search: about a second for all decisions
 AMPLE = AUTO.ample  # for a single named planner, and for a search
-EACH = AUTO  # for each of the programs that planners look through, whoever asks for how much
+EACH = AUTO  # for each program that planners examine, whichever planner asks
 CARE_STEPS = 10  # steps for a look with care: up to 600 instructions within the budget of ``auto``
 SOME_STEPS = 3  # steps for any look at all: up to 2000 instructions

@@ -11,7 +11,7 @@ from ..passes.buckets import bucketings, numbered
 from .proposal import BASELINES, Proposal
 from .task import Task
 
-WITHIN = 1.3  # times the chosen one's predicted step; slower ones are left out, but the best baseline
+WITHIN = 1.3  # plans slower than the chosen one by this factor are left out, except the best baseline
 BUCKET_BYTES = (1e6, 4e6, 16e6, 64e6, 1e12)
 
 

@@ -32,17 +32,17 @@ DATA_PARALLEL_ONLY = (None,)
 LEAST_SETS, SETS_SHARE = 2, 0.2834
 # sets that may be searched beyond these, times as many: one in place of each whose memory is too small
 MORE_SETS = 3
-FEW_SETS = 4  # from this many on, some may be chosen for other reasons than their data parallelism
+FEW_SETS = 4  # with this many sets, some may be chosen for other reasons than their data parallelism
 WEIGHT = 1.01  # the search may return a program this much dearer than the cheapest
 MAX_STATES, MAX_STATES_PER_STEP = 50, 1.5  # together, before it keeps only the best few of every step
 MAX_ROUNDS = 4
 SAME_RATIO = 0.025  # shares that differ by less lead to the same program
 # times the estimated least step on some devices: steps were found that are 6 % shorter
 ABOUT = 0.9
-LOST = 1.01  # times the best step: a program that cannot get below it is not looked into
-FAR = 1.05  # the same, in buckets of the usual size: no other sizes, shares or prices would make up for it
-HOPELESS = 1.2  # the same, of programs at both ends of the prices: then no price between them is tried
-CLOSE = 1.1  # times the cost of a program with cut classes: one with whole classes may still be faster
+LOST = 1.01  # a program whose step stays above the best one times this is dropped
+FAR = 1.05  # a program slower by this factor gets no other bucket sizes, shares or prices
+HOPELESS = 1.2  # if programs at both ends of the prices are slower by this factor, no price between is tried
+CLOSE = 1.1  # relative cost at which whole classes are tried too: they may still be faster than cut ones
 CLASSES_STEPS = 5  # steps that a budget must pay for to try whole classes too: up to 1200 nodes
 SPARE = (0.0, 0.03, 0.1)  # share of a device's memory, left to rounding
 FULL = 0.9  # share of usable memory: a rank that holds less could have more samples
@@ -72,7 +72,7 @@ class Synthesis:
         self.task, self.planner = task, planner
         if DDP_TUNED not in task.proposed:
             task.tried = {}
-        self.paths: dict[float, Found] = {}  # by price, the last path found, on any devices
+        self.paths: dict[float, Found] = {}  # by price, the last path found on any devices
 
     def proposals(self, prices: Sequence[float | None]) -> Iterator[Proposal]:
         """Program and ratio in turn, for several prices and sets of devices. The sets with the lowest bound
@@ -259,7 +259,7 @@ class Synthesis:
             simulation = self.task.simulation(program)
             free, floor_s, least_s = self.bounds(program, ranks)
             if turn == 0 and tried.holds(floor_s, least_s):
-                break  # the same program in other words
+                break  # in effect the same program
             tried.floors_s.append(floor_s)
             tried.least_s.append(least_s)
             if not judged and self.is_lost(free, simulation, least_s):

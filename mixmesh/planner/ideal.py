@@ -37,7 +37,7 @@ from ..lang.optimizer_states import ADAM, OptimizerStates
 from ..lang.rules import Call, call_of
 from ..search.synthesis import Choices
 
-DIGITS = 4  # to which the devices' relative seconds agree of operators that are one for the prices
+DIGITS = 4  # rows whose relative seconds agree to so many digits share one price
 
 
 def ideal_s(seconds: np.ndarray, class_of: Sequence[int], ranks: Sequence[int]) -> float:

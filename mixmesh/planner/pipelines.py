@@ -39,9 +39,9 @@ JUDGED = 4  # plans of each kind of stages that are simulated
 # or up to 500
 MOST_HOPEFUL, MOST_STEPS = 8, 20
 HOPEFUL, HOPEFUL_STEPS = 2, 12
-LEAST_STEPS = 6  # for which it must pay so that one is: up to 1000 nodes
+LEAST_STEPS = 6  # without these, no pipelines are looked for: up to 1000 nodes
 MOST_DEVICES = 16
-WORTH = 1.15  # times the bound of all plans: a step below it has little to gain
+WORTH = 1.15  # a best step below the bound of all plans times this has little to gain
 # times the best step: the estimate is about a tenth too low, and at times more than it should be
 LIKELY, MOST_LIKELY = 0.9, 1.2
 APART = 1.3  # smallest factor between two numbers of micro-steps
@@ -57,7 +57,7 @@ class Chain:
     micro_steps: int
     shares: tuple[tuple[int, ...], ...]
     ends: tuple[int, ...]
-    step_s: float  # as estimated
+    step_s: float  # the estimate
 
     def strategy(self) -> tuple[Placed, ...]:
         """One choice for each group."""

@@ -43,7 +43,7 @@ RESERVES = 16  # steps between giving all memory to samples and giving it to own
 COMMON = 2  # the first stage whose devices share one count of micro-steps
 ONCE_S = 1e9  # seconds of collectives that make a second micro-step unthinkable
 AGAIN = 1.25  # computing with recomputed activations, in multiples of computing without: roughly
-GROWTH = 1.2  # from one micro-batch of a curve to the next
+GROWTH = 1.2  # factor between neighbouring micro-batches of a curve
 
 
 def poplar(task: Task) -> Iterator[Proposal]:

@@ -47,7 +47,7 @@ from .tried import Tried
 
 HEADROOM = 0.05  # share of a device's memory that a plan leaves free
 USUAL_BYTES, SMALLER_BYTES, LARGER_BYTES = 16e6, (4e6, 1e6), (64e6,)  # sizes of buckets that are tried
-HOPEFUL = 1.15  # times the best step: a program below it may become the best by its sums, order and buckets
+HOPEFUL = 1.15  # a program slower by no more than this may become the best by its sums, order and buckets
 MUCH = 0.1  # share of the step that packed sums must save while programs are searched
 
 
@@ -78,14 +78,14 @@ class Task:
         self.pass_s: dict[str, float] = {}  # seconds spent, by the name of a pass
         self._inner_s: list[float] = []
         self.world_size = costs.cluster.world_size
-        self.ranks = tuple(range(self.world_size))  # that may take part
+        self.ranks = tuple(range(self.world_size))  # the ranks that may take part
         self._seconds_among: dict[int, tuple[float, ...]] = {}  # by the number of devices
         # by ranks, so that all views of a task may share them
         self._shares: dict[tuple[int, ...], Ratio] = {}
         self._bounds_s: dict[tuple[int, ...], float] = {}
         self._ideals_s: dict[tuple[int, ...], float] = {}
         self._progress = Progress()
-        self._all_levels: tuple[Levels | None, ...] = ()  # one, if it is given
+        self._all_levels: tuple[Levels | None, ...] = ()  # only the given one, if any
         self._levels: dict[tuple[int, ...], Levels | None] = {}  # by ranks
         self.proposed: dict[str, Proposal] = {}  # by planner that was asked, its best
         self.kinds: dict[tuple, Proposal] | None = (

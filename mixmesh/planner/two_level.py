@@ -38,13 +38,13 @@ from .task import HEADROOM, Task
 # the thinner the link
 PRICES = (8.0, TENSOR_PARALLEL.gradient_sync, 1.0)
 ROUNDS = 2  # rounds of dividing samples
-WORTH = 1.1  # times the seconds of computing alone: a best step below it has little to gain
+WORTH = 1.1  # a best step below the seconds of computing alone times this has little to gain
 # the same, if the budget does not pay for this many steps of the graph on each kind of machine: about two
 # seconds
 MUCH_WORTH, KIND_STEPS = 1.3, 3
-HOPELESS = 1.2  # times the best step: for a slower program no other shares, prices or buckets are tried
+HOPELESS = 1.2  # a program slower than the best by this factor gets no other shares, prices or buckets
 MOST_MACHINES = 8
-BUCKET_BYTES = 16e6  # in programs that are compared
+BUCKET_BYTES = 16e6  # bucket size of programs under comparison
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def whole_batch_nodes(graph: Graph) -> tuple[Node, ...]:
     batch_size = min((graph.types[name].shape[0] for name in dims), default=0)
     weights = {n.result for n in graph.nodes if n.op in ("param", "buffer")}
     nodes = []
-    dims_of: dict[tuple, tuple[int | None, ...] | None] = {}  # by all that decides it: layers repeat
+    dims_of: dict[tuple, tuple[int | None, ...] | None] = {}  # memo for repeated layers
     for node in graph.nodes:
         if node.is_leaf or node.is_sink:
             continue

@@ -24,10 +24,10 @@ from .versions import versions_text
 Facts = dict[str, str]  # by subject, a value short enough to show
 
 COMPARED_STEPS = 3  # training steps whose batches are compared
-POLL_S = (0.005, 0.2)  # at first and at last
+POLL_S = (0.005, 0.2)  # first and longest pause
 NOTICE_S = 10.0
-LAST_READ_S = 5.0  # at most, for the other ranks to read why they are about to fail
-HASHED_BYTES = 64 * 2**20  # at most, from one tensor
+LAST_READ_S = 5.0  # longest wait for the other ranks to read why they are about to fail
+HASHED_BYTES = 64 * 2**20  # limit per tensor
 HINTS = {
     "plan": "give every process the same plan file, or no --plan: then all get what rank 0 plans",
     "seed": "parallelize(..., seed=...) with one number on all ranks",
@@ -157,7 +157,7 @@ def outliers(values: Sequence[str]) -> tuple[int, ...]:
     """The ranks whose value differs from the most common one; of equally common values the lowest rank's
     counts."""
     groups = by_value(dict(enumerate(values)))
-    usual = max(groups, key=lambda value: len(groups[value]))  # of equal groups, the one with the lowest rank
+    usual = max(groups, key=lambda value: len(groups[value]))  # the lowest rank's group among equal ones
     return tuple(rank for rank, value in enumerate(values) if value != usual)
 
 

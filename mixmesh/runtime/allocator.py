@@ -22,7 +22,7 @@ from pathlib import Path
 
 from ..step.memory.ledger import OWN_PIECE_BYTES
 
-KEPT_BYTES = 32 * 2**20  # at the end of the heap, within a step
+KEPT_BYTES = 32 * 2**20  # kept at the end of the heap within a step
 SLACK = 1.1  # factor above the held memory within which a process counts as unchanged
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
 

@@ -123,7 +123,7 @@ class Calls:
         for name, leaf in leaves.items():
             text, planned_text = describe_argument(leaf), known.get(name)
             if planned_text is None and leaf is None:
-                continue  # as good as not passed
+                continue  # same as not passed
             if planned_text == TENSOR and leaf is None:
                 if evaluates:
                     continue

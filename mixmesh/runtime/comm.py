@@ -38,7 +38,7 @@ from .watch import BACKWARD, Watch
 from .works import begin_threads
 
 LAST_TENSORS_S = 0.02  # a thread that waits for the interpreter gets it as soon as this one sleeps
-LEAST_S = 60.0  # that ranks wait for each other at the start
+LEAST_S = 60.0  # ranks wait at least so long for each other at the start
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

@@ -185,7 +185,7 @@ def _like(batch: Any, shares: Any) -> Any:
     except Exception:  # a class may fail to be copied and changed in any way
         return shares
     attributes = getattr(like, "__dict__", {})
-    for name, value in attributes.items():  # for a class that shows its values as attributes, batch.x
+    for name, value in attributes.items():  # a class with values as attributes: batch.x
         if isinstance(value, Tensor):
             attributes[name] = share_of.get(id(value), value)
     return like

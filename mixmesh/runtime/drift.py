@@ -30,7 +30,7 @@ from .shard_numbers import Off
 from .shards import Stored
 
 FIRST_CALLS = (2, 4, 8, 16, 32)  # forward passes of a training before which parameters are compared
-EVERY = 64  # and from then on
+EVERY = 64  # forward passes from one comparison to the next, after the first ones
 ORDERS = (1.0, 2.0)  # the orders of the norms
 SETTINGS = ("lr", "weight_decay", "momentum", "betas")  # optimizer settings that schedulers change
 SETTINGS_ROUNDING = 1e-6  # machines may have other functions of mathematics

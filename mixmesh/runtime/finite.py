@@ -26,7 +26,7 @@ from .shard_tensor import ShardTensor, plain
 
 T = TypeVar("T")
 MOST_IN_A_ROW = 10  # steps that are left out
-LEAST_SCALE = 1.0  # for a loss; gradients that overflow below it are no matter of the scale
+LEAST_SCALE = 1.0  # lower limit of the scale of a loss; gradients that overflow even then have another cause
 SAID_EVERY = 100  # steps at most, that one was left out
 
 

@@ -25,7 +25,7 @@ class Guards:
     inner: tuple[nn.Parameter, ...]
     trainable: tuple[bool, ...]
     device: torch.device
-    autocast: Autocast | None = None  # that the model was planned under
+    autocast: Autocast | None = None  # the autocast that the model was planned under
 
     @classmethod
     def of(

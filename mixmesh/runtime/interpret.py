@@ -79,7 +79,7 @@ def interpret(
     for n, i in enumerate(program.instructions):
         if i.op == "update":
             values = detached(env[i.inputs[0]])
-            before = updates.get(i.args[0], [None] * len(values))  # by another set of ranks
+            before = updates.get(i.args[0], [None] * len(values))  # held by another set of ranks
             updates[i.args[0]] = [old if v is None else v for v, old in zip(values, before)]
         elif i.op == "output":
             shown[i.args[0]] = detached(env[i.inputs[0]])
@@ -151,7 +151,7 @@ def move_in_windows(
         return [p if rank in ranks else None for rank, p in enumerate(pieces)]
     local = [local_move(program, i, rank, window) for rank, window in enumerate(windows)]
     moves = [move for move in local if move is not None]
-    if not moves:  # on one rank as on all
+    if not moves:  # either all ranks have a local move, or none has
         return None
     return [move(v)[0] if rank in ranks else None for rank, (move, v) in enumerate(zip(moves, values))]
 

@@ -93,7 +93,7 @@ def drawing(site: Site) -> Callable[[Callable], Tensor]:
         elif random.exact:
             whole = draw(drawn_shape, random.generator(operator, 0, device))
             whole = whole.narrow(dim, start, full_shape[dim])
-        else:  # the same on all ranks of a part of the batch, and of no other
+        else:  # equal on all ranks that share a part of the batch, different on the others
             first = site.program.participants(i.types[0])[0]
             whole = draw(full_shape, random.generator(operator, first + 1, device))
         return whole.narrow(placement.dim, *site.span(i.types[0])) if sharded else whole

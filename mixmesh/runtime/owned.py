@@ -105,7 +105,7 @@ class WholeParams:
     def changed(self) -> None:
         """Marks all working copies as stale: owners have changed their rows, or are about to."""
         if len(self._stale) == len(self._groups):
-            return  # that is known
+            return  # all are marked already
         self.finish()
         self._stale.extend(range(len(self._groups)))
 

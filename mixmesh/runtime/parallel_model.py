@@ -94,7 +94,7 @@ class ParallelModel(Face):
         result = self._run(args, kwargs)
         if result.outside is not None:
             return self._whole_outputs(result, result.outside)
-        assert result.total is not None  # as there is a loss
+        assert result.total is not None  # there is a loss
         loss = self._shown(rooted(self._runtime, result.total.wait(), result), result)
         return loss if result.returns is None else result.returns(loss, result.shown, self.comm)
 

@@ -83,7 +83,7 @@ class Runtime:
     original: nn.Module  # taken over
     again: Callable[[nn.Module], nn.Module]  # makes another ParallelModel of a module with whole weights
     drift: DriftWatch
-    unchecked: PlannedModel | None  # until the first call
+    unchecked: PlannedModel | None  # None after the first call
     recorder: Recorder | None = None
     inspector: Inspector | None = None
     summed: Program | None = None  # for the batch that ran last

@@ -55,7 +55,7 @@ class Peers:
         self.store_is_lost = False
         self._rank = rank
         self._others = [r for r in range(world_size) if r != rank]
-        self._seen: dict[int, tuple[Seen, float]] = {}  # with the moment of its last new beat
+        self._seen: dict[int, tuple[Seen, float]] = {}  # last state, and the time of its last new beat
         self._gone: set[int] = set()
 
     def write(self, state: Seen) -> None:

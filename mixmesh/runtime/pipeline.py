@@ -219,7 +219,7 @@ def stage_inputs(
             out[name] = local_input(program, i, got, comm.rank, comm.device)
             continue
         local_input(program, i, got, comm.rank, None)
-        assert got is not None  # it is refused
+        assert got is not None  # None was refused
         if tuple(got.shape) != i.type.value.shape:
             raise InputError(
                 f"{name} is a part of a batch, and a pipeline cuts every micro-batch between its ranks",

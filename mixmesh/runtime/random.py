@@ -58,7 +58,7 @@ class RandomPolicy:
         if self.by_shape:
             return torch.Generator(device).manual_seed(self.seed)
         mixed = self.seed
-        # the first micro-step draws as a step without further ones
+        # the first micro-step draws the same numbers as a step that has only one
         later = (self.micro_step,) if shard and self.micro_step else ()
         for part in (self.step, operator, shard, *later):
             # splitmix64's finaliser: neighbouring counters give unrelated seeds

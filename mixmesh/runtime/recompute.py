@@ -56,7 +56,7 @@ class Region:
         self._inputs: dict[str, tuple[Any, bool]] = {}  # as the keeper notes it; whether it takes a gradient
         self._own: set[str] = set()
         self._num_saved = 0
-        self._made: dict[int, Tensor] = {}  # by number, until it is asked for
+        self._made: dict[int, Tensor] = {}  # by number, until used
 
     def run(self, step: Step, *values: Tensor) -> tuple:
         """A computation of the forward pass."""

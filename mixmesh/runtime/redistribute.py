@@ -134,7 +134,7 @@ class Redistribution:
                 keeper = min(set(src.ranks) & set(dst.ranks))
                 return done(x if rank == keeper else self._zeros(dst))
             case "pad":
-                assert x is not None  # as above
+                assert x is not None  # see above
                 offset, size = src.piece(rank)
                 behind = self.shape[src.dim] - offset - size
                 pads = (0, 0) * (len(self.shape) - 1 - src.dim) + (offset, behind)

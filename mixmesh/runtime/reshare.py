@@ -139,7 +139,7 @@ def _moved(comm: Comm, what: str, piece: Tensor, old: Stored, new: Stored) -> Te
         return piece
     how = between(comm, f"moving {what} to its new shares", old.shape, piece.dtype, old.held, new.held)
     moved = how.forward(piece.contiguous())
-    assert moved is not None  # the same ranks have shares as before (why_other_form)
+    assert moved is not None  # why_other_form: the same ranks have shares as before
     return moved
 
 

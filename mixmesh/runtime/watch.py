@@ -47,12 +47,12 @@ from .taking_part import current_stretch
 from .verdicts import different_calls, late_ranks
 
 BEAT_S = 1.0
-STUCK_S = 5.0  # in one collective, from when on others are looked at
+STUCK_S = 5.0  # seconds in one collective after which the other ranks are checked
 NOTICE_S = 10.0
 MISSED_S = 3.0
 GRACE_S = 5.0  # for a process to end by itself after the watch has found that a rank is lost
 HEARD_S = 3.0  # for the others to read why the process that holds the store ends: two beats, and one to spare
-KEPT_CALLS = 16  # that are compared
+KEPT_CALLS = 16  # latest calls of each rank that are compared
 STDERR = 2
 BACKWARD = "backward"  # a call that begins within a backward pass, and ends with it
 
@@ -71,9 +71,9 @@ class Watch:
         self.position = Position()
         self._counted: Callable[[], Any] = lambda: None  # the optimizer whose steps count, while it is there
         self.on_lost: Callable[[Lost, Position], object] = lambda lost, position: None
-        self.is_told_to_stop: Callable[[], bool] = lambda: False  # by a signal that was noted
+        self.is_told_to_stop: Callable[[], bool] = lambda: False  # whether a noted signal asks to stop
         self._calls: dict[int, str] = {}
-        self._lines: dict[int, str] = {}  # in the script, by the number of the call
+        self._lines: dict[int, str] = {}  # lines of the script, by number of the call
         self._thread = threading.get_ident()  # the thread that computes
         self._failed = self._ended = ""
         self._failed_at = 0  # the number of the last call that has failed here
@@ -361,7 +361,7 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"
 
 
-_of_process: list[tuple[object, Watch]] = []  # with its default group; empty before the first
+_of_process: list[tuple[object, Watch]] = []  # the watch and its default group; empty before the first
 
 
 @contextmanager

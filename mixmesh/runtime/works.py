@@ -87,7 +87,7 @@ class Posted:
         except Exception as error:
             self._error = str(error)
         finally:
-            self._post = None  # with the tensors
+            self._post = None  # frees the tensors
             self._is_over.set()
 
     def wait(self) -> None:

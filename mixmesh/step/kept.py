@@ -118,7 +118,7 @@ def extra_bytes(call: Call) -> float:
     if call.op == "aten.cross_entropy_loss":
         return call.inputs[0].size_bytes  # the logarithms of the softmax; the logits are not kept
     if call.op == "mixmesh.experts":
-        return call.inputs[0].num_elements * call.args[-1]  # for the choices' own values
+        return call.inputs[0].num_elements * call.args[-1]  # the values of each choice
     if call.op == "aten.scaled_dot_product_attention":
         return result / max(call.outputs[0].shape[-1], 1)  # the logarithm of each row's sum
     return row_of(call).extra * result

@@ -78,7 +78,7 @@ def forward_pass(outline: Outline, owned: Collection[str] | None = None) -> Pass
     events, computes = writer.events, computes_of(FORWARD, len(program.instructions))
     arriving: dict[int, dict[str, int]] = {}  # redistributions by the index at which they are awaited
     owned = program.owned if owned is None else owned
-    used = {outline.uses[name][0] for name in owned if name in outline.uses}  # for the first time
+    used = {outline.uses[name][0] for name in owned if name in outline.uses}  # first uses
     for n, i in enumerate(program.instructions):
         if n in arriving or n in used:
             here = arriving.get(n, {})

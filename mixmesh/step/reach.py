@@ -100,7 +100,7 @@ def _kept(program: Program, i: Instruction, name: str) -> set[int]:
     becomes_addend = i.is_redistribution and isinstance(i.type.placement, Partial)
     if becomes_addend and isinstance(program.types[name].placement, Replicate):
         both = held & {*program.participants(i.type)}
-        return {min(both)} if both else set()  # from some ranks to others: it travels
+        return {min(both)} if both else set()  # disjoint ranks: the value travels
     return held
 
 

@@ -13,8 +13,8 @@ from ...cluster.toml import toml_string
 from ...errors import InputError
 
 CARDS_GBIT_PER_S = (10, 25, 100)  # rates of cards on the market; the next faster one is tried
-FASTER = 2  # times, of links
-MORE_MEMORY = 2  # times
+FASTER = 2  # factor by which links are made faster
+MORE_MEMORY = 2  # factor by which devices get more memory
 
 
 @dataclass(frozen=True)

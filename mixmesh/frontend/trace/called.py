@@ -20,7 +20,7 @@ from torch import nn
 
 from ...base.callers import is_script
 
-MOST_FUNCTIONS = 512  # more are not followed
+MOST_FUNCTIONS = 512  # further ones are not followed
 
 
 @dataclass(frozen=True)

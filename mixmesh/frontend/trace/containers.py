@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 SIMPLE = (bool, int, float, str, type(None))
-MOST_ITEMS = 256  # more of a dict or a list are not looked at
+MOST_ITEMS = 256  # larger dicts and lists are not examined
 DEPTH = 3  # how far dicts and lists are followed that stand in each other
 # libraries whose objects are no configurations: they count the steps of a training
 _NO_CONFIGURATIONS = frozenset(

@@ -94,7 +94,7 @@ def ctc(b: Builder, node: Node) -> tuple[Ref] | None:
     args, kwargs = changed(node, reduction=NONE)
     each = b(node.op, *args, **kwargs)
     if not b.type(each).shape:
-        return None  # one sample without a dim for it
+        return None  # a single sample has no dim to cut
     if arg["reduction"] == SUM:
         return (b("aten.sum", each),)
     count = b("aten.clamp_min", arg["target_lengths"], 1)

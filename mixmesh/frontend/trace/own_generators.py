@@ -24,7 +24,7 @@ from .called import is_own, names_in
 GENERATORS = torch.Generator, random.Random, np.random.Generator, np.random.RandomState
 OF_PROCESS = random._inst, np.random.mtrand._rand  # type: ignore[attr-defined]
 MOST = 20_000  # objects that are visited
-MOST_ITEMS = 1000  # in a collection, which may be the data
+MOST_ITEMS = 1000  # larger collections may be the data
 _BUILTIN = types.BuiltinMethodType
 _PLAIN = (torch.Tensor, np.ndarray, str, bytes, int, float, complex, type(None))
 

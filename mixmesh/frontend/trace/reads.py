@@ -125,7 +125,7 @@ class Reads:
 
 
 _READ: weakref.WeakKeyDictionary[nn.Module, Reads] = weakref.WeakKeyDictionary()
-_passes: list[_Pass] = []  # that are under way, the inner ones last
+_passes: list[_Pass] = []  # passes under way, the innermost last
 
 
 def reads_of(model: nn.Module) -> Reads:

@@ -34,7 +34,7 @@ def check_loaded(plan: Plan, where: str = "") -> None:
 
 def check_program(program: Program, where: str = "") -> None:
     """Raises VerificationError naming the first line that is not valid; ``where`` names the file."""
-    from .types import check_types  # torch
+    from .types import check_types  # imports torch
 
     check_names(program, where)
     check_types(program, where)  # before placements: a wrong shape fits no rule either

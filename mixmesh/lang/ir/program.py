@@ -88,7 +88,7 @@ class Program:
 
     @lazy
     def owned(self) -> dict[str, TensorType]:
-        """By result, how the gradients of parameters with owners are held (see ``ownership``)."""
+        """The types of the gradients of owned parameters, by result (see ``ownership``)."""
         return {
             i.result: TensorType(i.type.value, (Shard(0),), ratio)
             for i in self.params

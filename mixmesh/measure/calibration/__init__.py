@@ -37,7 +37,7 @@ OPTIMIZER_SHARE = 0.1
 LEAST_S = 1.0  # least seconds for the first group
 PROCESS_S = 20.0  # least seconds for a separate process whose memory is measured on a CPU
 HALF_ON_CPU_S = 60.0  # least seconds, as many CPUs are slow at it
-MOST_CONTEXT_BYTES = 3 * 2**30  # more is other processes' on the card
+MOST_CONTEXT_BYTES = 3 * 2**30  # more must belong to other processes on the card
 MEMORY, HEAT, OPTIMIZER = "memory of a process", "computing, for clocks as under load", "optimizer"
 
 

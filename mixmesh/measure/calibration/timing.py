@@ -21,7 +21,7 @@ from .fit import costs_of
 from .samples import SMALL, SMALL_SHAPES, Group, Row, Sample, Timing
 
 CHAIN = 32  # kernels in a row, whose mean is taken
-TOLD = 3.0  # times the cost of calling the backward pass: kernels longer than that are timed by the clock
+TOLD = 3.0  # kernels longer than the call of the backward pass times this are timed by the clock
 RUNS = 5  # runs of a sample in each direction, with the first one
 FLOOR_S = 0.02  # seconds of measuring a sample, however short its kernel
 COPIES = 5  # copies of inputs and outputs that a sample takes
@@ -103,7 +103,7 @@ class Bench:
         forward_s, backward_s = time_op(sample.program, self.meter, self.device)
         if backward_s < TOLD * self.call_s:
             return Timing(sample, forward_s, None)
-        if not is_accelerator(self.device):  # which computes nothing while the pass is called
+        if not is_accelerator(self.device):  # a CPU computes during the call
             backward_s -= self.call_s
         return Timing(sample, forward_s, backward_s)
 

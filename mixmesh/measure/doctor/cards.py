@@ -12,7 +12,7 @@ import torch
 from ...runtime.accelerator import card_facts
 
 SMI = "nvidia-smi"
-SMI_S = 20.0  # it answers in a second; one that hangs tells of a driver that does
+SMI_S = 20.0  # nvidia-smi answers in a second; if it hangs, so does the driver
 FIELDS = ("uuid", "driver_version", "clocks.sm", "clocks.max.sm", "power.limit", "power.default_limit")
 
 

@@ -108,7 +108,7 @@ def wrong_rates(cluster: Cluster, found: Links) -> list[WrongRate]:
         own = min(cluster.machines[index].nic_bytes_per_s, cluster.bandwidth_bytes_per_s)
         if bytes_per_s < LEAST_SHARE * expected:
             wrong.append(WrongRate(index, "nic_gbit_per_s", expected, bytes_per_s))
-        elif bytes_per_s > own / LEAST_SHARE:  # and not for a partner's figure, which is told as that one's
+        elif bytes_per_s > own / LEAST_SHARE:  # else the figure is the partner's, and is reported there
             wrong.append(WrongRate(index, "nic_gbit_per_s", own, bytes_per_s))
     return wrong
 

@@ -21,7 +21,7 @@ from ...runtime.comm import RANK_VARIABLES
 from ...runtime.processes import is_gone, is_stopped, process_place
 
 POLL_S = 0.02
-LAST_WORDS_S = 5.0  # that the first rank's output is waited for at the end, and the others' last reads
+LAST_WORDS_S = 5.0  # wait at the end for the first rank's output and the others' last reads
 PREFIX = "mixmesh/measure/doctor"
 
 

@@ -32,7 +32,7 @@ from .meter import Meter
 
 SIZES_BYTES = (2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**25)
 RARE_SIZES_BYTES = (2**12, 2**18, 2**20, 2**22, 2**24)
-DIRECT_SIZES_BYTES = (2**10, 2**12, 2**14, 2**16, 2**18)  # for sums that are fast where they are small
+DIRECT_SIZES_BYTES = (2**10, 2**12, 2**14, 2**16, 2**18)  # for sums that are fast only while small
 SURE_BYTES = 2**20  # sizes up to this that training needs most are measured at any budget
 BUCKET_BYTES = 2**22  # up to this it comes before all else, while most of the budget is left
 BUCKET_SHARE = 0.7

@@ -38,7 +38,7 @@ from .children import Outcome, attempt_on
 from .steps import tensors_of
 
 STAGES = (0, 1, 2, 3)
-MAX_PASSES = 4  # in a stage
+MAX_PASSES = 4  # limit for a stage
 ENOUGH = 1.1  # a micro-batch that might be only this much larger is not worth another pass
 HEADROOM = 0.05  # share of a device's memory that is left free, as the planner leaves it
 LACKED = 0.1  # share of the room, by a pass that ran out of memory

@@ -24,10 +24,10 @@ from .limit import REST, Limit
 from .overlap import piece_of_work
 
 REST_S = 0.05
-MOST_REST = 1.4  # times as long: rounds are not to begin with a quota's periods
+MOST_REST = 1.4  # longest rest over the shortest: rounds must not start in step with a quota's periods
 WATCHED_S = 0.16  # after a rest: in the second half the device is at its usual pace
 ROUNDS, LEAST_ROUNDS = 15, 5
-STEPS = 320  # in which it is watched
+STEPS = 320  # steps that are watched
 NOISE = 1.1  # a device no faster than this after a rest is taken for one that does not profit from it
 
 

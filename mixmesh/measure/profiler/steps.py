@@ -23,8 +23,8 @@ from .children import attempt_on
 from .limit import STEPS, Limit
 from .meter import REPEATS, Meter
 
-FACTORS = (1.0, 0.6)  # times the share that the device is likely to get
-TRIAL_S = 60.0  # for a first step
+FACTORS = (1.0, 0.6)  # of the device's likely share
+TRIAL_S = 60.0  # limit for a first step
 LEAST_STEPS, FEW_STEPS = 6, 2
 
 
@@ -52,7 +52,7 @@ def measure_steps(
     Under a quota an optimizer's step of some milliseconds falls within a burst or meets a pause of many times
     its length. Its CPU seconds do not, and are converted to real ones as those of operators are.
     """
-    if any(p.is_meta for p in job.model.parameters()):  # on all ranks, as they were compared
+    if any(p.is_meta for p in job.model.parameters()):  # equal on all ranks, which have compared their models
         return None
     device = meter.device
     clock = Meter(device, emulated=False)

@@ -192,7 +192,7 @@ class Bed(ABC):
         Raises ``DeviceLost`` for the rank that failed, or for the time; ``check=False`` returns it instead.
         """
         late: list[int] = []
-        stop_s: float | None = None  # when the ranks that still run get a signal
+        stop_s: float | None = None  # when the remaining ranks get a signal
         sent: signal.Signals | None = None
         while self._processes.running:
             self._processes.poll(POLL_S)

@@ -21,7 +21,7 @@ from .system import command, read, start_time, unmount
 
 _NAMESPACE = re.compile(r"mm[0-9a-f]{8}(sw|m\d+)")
 _FIELDS = {"bed": str, "pid": int, "start_time": str, "namespaces": list, "cgroups": list}  # in the file
-_MAX_PID = 2**22  # in Linux
+_MAX_PID = 2**22  # the limit in Linux
 _CGROUP = re.compile(r"/[^\0]*/mm[0-9a-f]{8}(/r\d+(free)?(/compute|/free)?)?")
 
 

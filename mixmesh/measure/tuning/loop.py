@@ -95,7 +95,7 @@ def fastest(trials: Sequence[Trial]) -> Trial:
 
 def factors(cluster: Cluster, profile: Profile, trials: Sequence[Trial]) -> dict[str, float]:
     """By how much longer than in the profile every device computes (``device_factors``)."""
-    tf32 = any(t.plan.tf32 for t in trials)  # as the job has it
+    tf32 = any(t.plan.tf32 for t in trials)  # the job's setting
     costs = CostModel(cluster, profile, tf32=tf32)
     steps = [
         (simulate(t.plan.program, costs, micro_batches=t.plan.micro_batches), t.timeline)

@@ -31,7 +31,7 @@ class Turn(IntEnum):
 
     AT_ONCE = 0  # a collective on complete values
     IN_ORDER = 1  # a computation, or a gather that it sets off
-    LAST = 2  # when all else of the pass has been computed
+    LAST = 2  # after everything else of the pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class _Builder:
 
     def backward_pass(self, order: Pass) -> None:
         runs_again: list[Compute] = []  # instructions of the region whose backward is next
-        gathers: list[Start] = []  # that the next backward sets off
+        gathers: list[Start] = []  # gathers that the next backward starts
         factors: dict[int, list[int]] = defaultdict(list)
         products: list[Compute] = []
         for event in order.script.events:

@@ -11,7 +11,7 @@ from ..task import Task
 from .row import Pass
 
 MAX_POLISH = 64
-FAR = 1.05  # times the best step: single samples save less
+FAR = 1.05  # steps longer than the best by this factor are not polished: single samples save less
 
 
 def polish(task: Task, proposal: Proposal) -> Proposal:

@@ -14,7 +14,7 @@ from ...lang.optimizer_states import OptimizerStates
 from ..placement import Action, Space
 from ..ratios import usable_bytes
 
-SMALL_BYTES, LARGE_BYTES = 2**10, 2**26  # at which collectives are asked, to draw a line
+SMALL_BYTES, LARGE_BYTES = 2**10, 2**26  # sizes at which collectives are priced, to draw a line
 
 
 class Tables:

@@ -28,7 +28,7 @@ PARTS = (1.0, 0.5, 0.25, 0.125)  # shares of the batch for which times are given
 # widths of the rows of ``Features``
 GROUP, DEVICE, LINK, EDGE, SERVE = len(PARTS) + len(SYNCS) + 6, 8, 2, 1, len(PARTS) + 3
 CHOICE, HELD, PAIR = len(SYNCS) + 4, 2, 12
-MOST_MEMORY = 4.0  # times the usable memory; anything above it counts as equally bad
+MOST_MEMORY = 4.0  # multiple of the usable memory above which all is equally bad
 
 
 @dataclass(frozen=True)

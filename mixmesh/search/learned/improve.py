@@ -27,7 +27,7 @@ from .moves import Moves
 ADVISED = 0.6  # share of the changes, the rest is by chance
 ANYWHERE = 0.05  # probability of changing a group that the policy would not
 MOST_OTHERS = 6  # other strategies from which parts are taken
-ASKED_AGAIN = 1.003  # times as fast as when the policy was asked last: it is asked again
+ASKED_AGAIN = 1.003  # the policy is asked again after this speedup
 
 
 class Improvement:

@@ -23,7 +23,7 @@ INPUT_BYTES_PER_S = 5e9  # from the loader to the device: between pageable and p
 # execution also holds and moves less
 REPEATED_WORK = 0.01
 HIDDEN_PRICE = 0.01  # least price of a second of communication that nobody waits for
-UNDEALT = 1e3  # in data parallelism, of a second of communication that moves samples between ranks
+UNDEALT = 1e3  # price, for data parallelism, of a second of communication that moves samples
 Vector = tuple[float, ...]  # seconds per class of ranks
 
 
@@ -54,10 +54,10 @@ class Load:
 class Prices:
     """Prices in the search's additive cost for effects that only the simulator sees.
 
-    ``gradient_sync``: of a second of communication that may hide behind computing (of gradients, and of
-    values that carry none), below 1 if it does. ``byte_s``: seconds charged per byte held by the fullest
-    rank. ``exchange``: of a second of communication that ranks wait for; far above 1, the search finds the
-    program with the least of it.
+    ``gradient_sync`` is the price of a second of communication that computing may hide (that of gradients,
+    and of values that carry none); below 1 if it is hidden. ``byte_s``: seconds charged per byte held by the
+    fullest rank. ``exchange`` is the price of a second of communication that ranks wait for; with a price far
+    above 1, the search finds the program that communicates least.
     """
 
     gradient_sync: float = 1.0

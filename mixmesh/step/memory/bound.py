@@ -26,7 +26,7 @@ from .before import BROADCAST_BYTES
 from .footprints import LOOKUPS
 from .moments import EVERYWHERE, Sizes, whole
 
-Times = list[tuple[int, float]]  # when bytes come, and go as negative ones
+Times = list[tuple[int, float]]  # (time, bytes): negative bytes are freed
 # operators that are always views; the rest of ``VIEWS`` may have to copy
 NEVER_COPY = VIEWS - {"aten.view"}
 IN_MEMORY_ORDER = (

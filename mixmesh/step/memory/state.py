@@ -118,7 +118,7 @@ class State:
     again: dict[str, Storage] = field(default_factory=dict)  # gathered once more
     kept_inputs: dict[int, dict[str, Storage]] = field(default_factory=dict)  # for regions, by ``Repeat.at``
     rerun: set[str] = field(default_factory=set)  # values that a second run has made
-    returning: dict[str, tuple[View, list[Storage]]] = field(default_factory=dict)  # with what carries them
+    returning: dict[str, tuple[View, list[Storage]]] = field(default_factory=dict)  # with the storages sent
     # sums on their way to the ranks that keep pieces: bytes, and the storages held meanwhile
     flying: deque[tuple[float, tuple[Storage, ...]]] = field(default_factory=deque)
     scatters: list[tuple[GradientSum, set[str]]] = field(default_factory=list)  # with gradients that lack

@@ -22,8 +22,8 @@ from .moments import EVERYWHERE, Moment, Sizes
 from .state import Held, Setting
 
 # a CPU's heap: its loss between tensors, and small tensors that it keeps (``runtime.allocator``)
-ALLOWANCE = 0.12  # the same run holds 0 to 3 % more from one time to the next
-SMALL_ALLOWANCE = 0.6  # more, of the tensors that come and go within the heap
+ALLOWANCE = 0.12  # repeated runs differ by 0 to 3 %
+SMALL_ALLOWANCE = 0.6  # larger, for tensors that come and go within the heap
 HEAP_BYTES = 48 * 2**20
 MAX_PASSES = 32  # limit of passes over candidates for the peak
 

@@ -117,7 +117,7 @@ class OwnLoader:
             sampler if isinstance(sampler, OwnBatches) else None
         )  # there is one for data with indices
         self._progress, self._is_resumed = Progress(), False
-        self._resume: Resume | None = None  # where the iteration that was begun last went on
+        self._resume: Resume | None = None  # the point at which the current iteration resumed
 
     def __iter__(self) -> Iterator[Any]:
         if self.watch is not None:
@@ -233,7 +233,7 @@ class OwnLoader:
             progress.end(iteration.last_numbers)
             self._show(progress)
 
-        draws: list[RowDraws] = []  # in this epoch, when its numbers are known
+        draws: list[RowDraws] = []  # draws of this epoch, if its numbers are known
 
         def around() -> AbstractContextManager:
             if not self._draws_apart or iteration.numbers is None:

@@ -97,7 +97,7 @@ class Progress:
     num_yielded: int = 0
     samples_yielded: int = 0
     digest: str = ""  # over all that was given
-    numbers: Numbers | None = field(default=None, repr=False)  # that the epoch's order is drawn from
+    numbers: Numbers | None = field(default=None, repr=False)  # the epoch's order is drawn from these
     is_open: bool = False  # an epoch has begun and not ended
 
     def begin(self, resumed: Progress | None) -> None:

@@ -98,13 +98,13 @@ class RunBalancer:
     ) -> None:
         self._why_not, self._replanner = why_not, replanner
         self._made_at = time.perf_counter()
-        self._restart_s = 0.0  # that a start is expected to take in these processes
+        self._restart_s = 0.0  # expected seconds of a restart in these processes
         self.following: OtherPlan | None = None  # a plan of another form to go on with
         self._on_window, self._on_change = on_window, on_change
         self._solver, self._num_steps, self._say = solver, num_steps, say
         self._settings = settings or Sensitivity()
         self._pause_s = 0.0  # seconds of the last change of shares
-        self._times: list[tuple[float, float]] = []  # in this window, own and in all
+        self._times: list[tuple[float, float]] = []  # (own, total) seconds of each step in this window
         self._length = self._settings.least_steps
         self._pending: tuple[dist.Work | None, torch.Tensor, torch.Tensor] | None = None
         self._change: Change | None = None
@@ -226,7 +226,7 @@ class RunBalancer:
             self._observed = self._observed.settled()
             return
         follow = self._feed.follow
-        assert shares is not None and follow is not None  # as the decision is applied
+        assert shares is not None and follow is not None  # the decision is to change shares
         plan = shares.on(self._plan)
         follow(plan)
         self._change = Change(num_steps + self._feed.num_ahead, plan, own_s, decision.cause)
@@ -240,7 +240,7 @@ class RunBalancer:
         if self._replanner is not None and not why_not:
             observed_s = self._observed.own_s()
             is_other = lambda made: bool(why_other_form(self._plan, made, self._optimizer))  # noqa: E731
-            with suppress(MixmeshError):  # for instance if nothing fits: then only shares may change
+            with suppress(MixmeshError):  # e.g. nothing fits: then only shares may change
                 other = self._replanner.better(
                     self._asked, self._plan, observed_s, decision, self._restart_s, LEAST_GAIN, is_other
                 )

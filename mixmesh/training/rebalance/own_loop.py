@@ -62,11 +62,11 @@ class LoopBalancer:
             loader, self._drop_gradients, solver, None, say, settings, why_not=self._why_not
         )
         self._has_begun = self._has_stepped = False
-        self._started_s: float | None = None  # when the step that is under way began
-        self._own_s = self._step_s = 0.0  # in the last step
+        self._started_s: float | None = None  # start of the current step
+        self._own_s = self._step_s = 0.0  # seconds of the last step
         self._waited_s = self._loaded_s = self._asked_s = 0.0
         self._num_steps = self._num_calls = self._num_given = 0
-        self._zeroed_at_batch = 0  # by then, as the three that follow
+        self._zeroed_at_batch = 0  # like the three below, as of that batch
         self._calls_at_batch = self._steps_at_batch = self._given_at_batch = 0
         self._has_trained_with_all = self._zeroes_before_steps = self._steps_with_each = True
         self._owed_at: int | None = None  # gradients were dropped in place of the loop, which must do so too
@@ -159,8 +159,8 @@ class LoopBalancer:
         return any(p.grad is not None for p in (*run.node.shown, *run.node.inner))
 
     def _held_elsewhere(self) -> str:
-        """The name of an object of the script, other than model and optimizer, that depends on shares; else
-        empty."""
+        """Why the shares cannot change: the script holds another object that depends on them, besides the
+        model and the optimizer. Empty if it holds none."""
         own, cut = set(map(id, self._own_tensors())), False
         params = set(map(id, params_of(self._optimizer)))
         for thing in gc.get_objects():
