@@ -1,4 +1,4 @@
 """The project's own comparisons, each a function from cases to rows: ``python -m benchmarks NAME``.
 
-They stand beside the package and are no part of what is installed.
+They are next to the package and not installed with it.
 """

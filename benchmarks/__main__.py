@@ -16,11 +16,11 @@ PROGRAM = "python -m benchmarks"
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs one comparison; raises what it raises."""
+    """Runs one comparison and passes on its errors."""
     return typer.main.get_group(app)(args=list(arguments), prog_name=PROGRAM, standalone_mode=False) or 0
 
 
 if __name__ == "__main__":
-    # tables are to be those of the catalogue, whatever was calibrated on this machine
+    # tables use the catalogue, whatever was calibrated on this machine
     os.environ.setdefault(VARIABLE, NONE)
     sys.exit(execute(sys.argv[1:], run))

@@ -33,8 +33,8 @@ MIXMESH = (sys.executable, "-m", "mixmesh")
 
 @dataclass(frozen=True)
 class Case:
-    """One plan of one job on one cluster. ``planners`` are all that found this very plan; ``chosen`` tells
-    whether ``auto`` is one of them. Bytes are per rank."""
+    """One plan of one job on one cluster. ``planners`` are all that found this plan; ``chosen`` tells whether
+    ``auto`` chose it. Bytes are per rank."""
 
     job: str
     cluster: str
@@ -46,7 +46,7 @@ class Case:
     predicted_bytes: tuple[int, ...]
     measured_bytes: tuple[int, ...]
     emulation: str
-    drift: float = 1.0  # seconds of a local step beside the plans, over those beside the profile
+    drift: float = 1.0  # seconds of a local step during the plans, over those during the profile
 
     @property
     def time_error(self) -> float:
@@ -64,9 +64,9 @@ class Case:
 
 
 def settings(names: Sequence[str]) -> tuple[Setting, ...]:
-    """The settings of these names (``gpt@pair``), of a job or of a cluster; all of them without a name.
+    """The settings of these names (``gpt@pair``), of a job or of a cluster; without names, all of them.
 
-    A pair of a known job and a known cluster that is no setting yet becomes one.
+    A pair of a known job and a known cluster that is not yet a setting becomes one.
     """
     if not names:
         return SETTINGS
@@ -94,7 +94,7 @@ def run(
     progress: Callable[[str], None] = lambda _: None,
     keep: Path | None = None,
 ) -> Iterator[tuple[Setting, tuple[Case, ...]]]:
-    """The cases of each setting as soon as they are measured. Profiles and plans stay in ``keep``."""
+    """Yields the cases of each setting as soon as they are measured. Profiles and plans stay in ``keep``."""
     for setting in chosen:
         with case_folder(keep, str(setting)) as folder:
             yield setting, measure(setting, planners, folder, progress)

@@ -29,7 +29,7 @@ from mixmesh.runtime.comm import default_device, initialise, leave
 
 ROUNDS = 4
 PLAN_S = 10.0  # about so long every plan is timed
-MAX_STEPS = 5  # in a round that count; one before them does not
+MAX_STEPS = 5  # steps in a measured round, after one that is not
 
 
 def profile_and_local_steps(job: str, cluster: str, out: str, budget_s: str) -> None:

@@ -1,7 +1,7 @@
 """Small models of ``transformers``, one per architecture, made from configurations alone.
 
 Widths and depths are small; the structure is the original's: grouped queries, windows, experts, states.
-Weights are random. Dropout is zero, so that results can be held against the module itself.
+Weights are random. Dropout is zero, so that results can be compared with the module itself.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ CHANCE = ("drop", "mask_time_prob", "mask_feature_prob", "jitter")
 
 @dataclass(frozen=True)
 class Architecture:
-    """``model`` is a class of transformers, ``settings`` are keywords of its configuration (and of its
-    parts, where a value is a mapping)."""
+    """``model`` is a class of transformers, ``settings`` are keywords of its configuration (a mapping holds
+    those of a part)."""
 
     name: str
     family: str
@@ -39,8 +39,8 @@ class Architecture:
 
 
 def build(architecture: Architecture) -> tuple[nn.Module, Batch]:
-    """The model, in training mode, and one global batch for it. Raises ImportError where ``transformers``
-    is not installed, InputError where it does not know the architecture."""
+    """The model, in training mode, and one global batch for it. Raises ImportError if ``transformers`` is not
+    installed, InputError if it does not know the architecture."""
     import transformers
 
     transformers.logging.set_verbosity_error()  # remarks on sizes and token numbers that are small on purpose

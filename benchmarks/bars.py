@@ -1,6 +1,6 @@
-"""The baselines that a gain is stated over, beside data parallelism on the whole cluster: a part of it alone.
+"""Baselines for a gain, in addition to data parallelism on the whole cluster: a part of the cluster alone.
 
-Whoever has a mixed cluster may leave the slow part off. So the bar of a plan is also the best that its
+The owner of a mixed cluster may leave its slow part unused. So a plan must also beat the best that its
 fastest device and each of its machines do alone, with data parallelism inside.
 """
 
@@ -19,7 +19,7 @@ PARALLEL = ("ddp-even", "ddp-proportional")
 
 
 def machines_alone(cluster: Cluster) -> list[Cluster]:
-    """A cluster of each machine, one for all that are alike."""
+    """A cluster of each machine alone, without duplicates."""
     kinds = {(m.devices, m.link_bytes_per_s, m.link_latency_s): m for m in cluster.machines}
     return [replace(cluster, name=f"{m.name} alone", machines=(m,)) for m in kinds.values()]
 
@@ -33,7 +33,7 @@ def fastest_s(task: Task, planners: tuple[str, ...]) -> float | None:
 def machine_alone_s(
     graph: Graph, cluster: Cluster, states: OptimizerStates, unmeasured: tuple[str, ...] = ()
 ) -> float | None:
-    """Seconds of a step by the best data parallelism on one machine of the cluster alone, with all samples;
+    """Seconds of a step with the best data parallelism on a single machine of the cluster, with all samples;
     None if that fits in none."""
     steps = []
     for part in machines_alone(cluster):
@@ -43,5 +43,5 @@ def machine_alone_s(
 
 
 def least(*values: float | None) -> float | None:
-    """The smallest of those that are known; None if none is."""
+    """The smallest known value; None if none is known."""
     return min((v for v in values if v is not None), default=None)

@@ -1,8 +1,9 @@
-"""The price of checkpoints, in the testbed: steps with a checkpoint in every ``EVERY_STEPS`` against steps
-without one.
+"""The cost of checkpoints, in the testbed: steps with a checkpoint in every ``EVERY_STEPS``, compared with
+steps without.
 
-Blocks of as many steps take turns in one process, without a checkpoint, with one that is written while the
-training goes on, and with one that it waits for. A block with a checkpoint ends when that is on the disk.
+Blocks of equally many steps take turns in one process: without a checkpoint, with one that is written during
+the training, and with one for which the training waits. A block with a checkpoint ends when that is on the
+disk.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ FULL, SHORT = Effort(rounds=5), Effort(rounds=2)
 @dataclass(frozen=True)
 class Result:
     """Blocks of ``case`` by variant: seconds of a block in each round. ``state_bytes`` are those of the whole
-    checkpoint; ``staging_s`` is how long the training was held up by the copies, by round."""
+    checkpoint; ``staging_s`` are the seconds for which copies held up the training, by round."""
 
     case: str
     blocks: dict[str, Timing]
@@ -74,7 +75,7 @@ class Result:
 
 
 def cases(names: Sequence[str]) -> tuple[str, ...]:
-    """The jobs of these names; all without a name."""
+    """The jobs of these names; without names, all of them."""
     return named(names, CASES, CASES, lambda case: (case,))
 
 
@@ -84,7 +85,7 @@ def run(
     progress: Progress = lambda _: None,
     keep: Path | None = None,
 ) -> Iterator[Result]:
-    """The result of each job as soon as it is measured. Profiles and plans stay in ``keep``."""
+    """Yields the result of each job as soon as it is measured. Profiles and plans stay in ``keep``."""
     return each_case(
         chosen, keep, lambda case, folder: measure(case, effort, folder, lambda x: progress(f"{case}: {x}"))
     )

@@ -32,7 +32,7 @@ def measure_times(job: str, plan_file: str, folder: str, rounds: str) -> None:
     model, optimizer = parallelize(
         made.model,
         made.optimizer(made.model.parameters()),
-        replace(plan, predicted_peak_memory_bytes=()),  # not what is measured here
+        replace(plan, predicted_peak_memory_bytes=()),  # memory is not measured here
         timeout_s=COLLECTIVE_TIMEOUT_S,
         check_model=False,
     )

@@ -1,9 +1,10 @@
-"""The forms of collectives on unequal pieces, measured over their skew, and which of them a plan takes.
+"""The algorithms of collectives on unequal pieces, measured over the skew of the pieces, and the one that a
+plan chooses.
 
-The skew is the largest piece over the mean one. Padding sends the largest piece of everybody; grouped forms
-send one broadcast or reduce per piece, whatever its size (HAP, EuroSys'24, section 4.2). A plan knows what
-its profile measured, which is even pieces and pieces in proportion to speed: here the least and the largest
-skew. An all_to_all has one form: it sends pieces as they are.
+The skew is the largest piece over the mean one. With padding every rank sends a piece of the largest size;
+grouped algorithms send one broadcast or reduce per piece, whatever its size (HAP, EuroSys'24, section 4.2). A
+plan knows its profile's measurements, of even pieces and of pieces in proportion to speed: here the least and
+the largest skew. An all_to_all has one algorithm, which sends pieces as they are.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from .training import Progress
 WORKER = (sys.executable, "-m", "benchmarks.collectives_worker")
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all")
 GROUPED = {"all_gather": "broadcasts", "reduce_scatter": "reduces"}
-REGRET = 1.10  # times the fastest, that what a plan takes may be in the mean
+REGRET = 1.10  # how much slower than the fastest algorithm a plan's choice may be in the mean
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Pieces of which the first is ``skew`` times the mean, the others alike."""
+    """Pieces of which the first is ``skew`` times the mean, and all others are equal."""
 
     cluster: str
     skews: tuple[float, ...]
@@ -49,8 +50,8 @@ QUICK = Sweep(FULL.cluster, (1.0, 2.0, 3.6), (2**18, 2**22), rounds=1)
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds of every form of a collective at one size and skew; what a plan takes with a profile, and what
-    the runtime takes without."""
+    """Seconds of every algorithm of a collective at one size and skew; the one that a plan chooses with a
+    profile, and the runtime's default."""
 
     collective: str
     size_bytes: int

@@ -138,13 +138,13 @@ def ratio(rows: Sequence[Row], name: str, other: str) -> float:
 
 
 def ratios(rows: Sequence[Row]) -> dict[str, float]:
-    """Ours over what was asked, and over the same with a fused optimizer."""
+    """Our time relative to each target's reference, and to the same with a fused optimizer."""
     pairs = [(name, form) for name, (other, _) in ASKED.items() for form in (other, FUSED.format(other))]
     return {f"{name} / {other}": ratio(rows, name, other) for name, other in pairs}
 
 
 def targets(rows: Sequence[Row]) -> dict[str, bool]:
-    """Whether what was asked is met, by what it is."""
+    """Whether each target is met, by its description."""
     reference = rows[0].losses
     found = {
         f"{name} at most {most:g} of {other}": ratio(rows, name, other) <= most

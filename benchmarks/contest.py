@@ -1,5 +1,5 @@
-"""Programs for one job on one emulated cluster, timed in turns in one run: what ``benchmarks order``,
-``sync``, ``sfb`` and ``pipeline`` have in common."""
+"""Programs for one job on one emulated cluster, timed in turns in one run: the common part of ``benchmarks
+order``, ``sync``, ``sfb`` and ``pipeline``."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ Programs = Callable[[Graph, CostModel], Mapping[str, Program | Entry]]
 
 @dataclass(frozen=True)
 class Contest:
-    """``programs`` of ``job`` (of ``jobs.py``); that of the name ``ours`` must be so many times as fast
-    as each of ``targets``. ``cluster`` is a cluster file."""
+    """``programs`` of ``job`` (in ``jobs.py``). The program named ``ours`` must be faster than each of
+    ``targets`` by its factor. ``cluster`` is a cluster file."""
 
     name: str
     job: str

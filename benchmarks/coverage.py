@@ -46,9 +46,9 @@ devices = [{ name = "small", tflop_per_s = 0.0005, memory_gib = 2, memory_gbyte_
 
 @dataclass(frozen=True)
 class Row:
-    """One architecture. ``reason`` is why it stopped, in one line with the user's file and line, empty if
-    it did not; what comes after is None. Errors are relative, and ``error_f64`` the larger one of loss and
-    gradients. ``devices`` take part in the plan that was verified, ``planner`` made the fastest one."""
+    """One architecture. ``reason`` is why it stopped, in one line with the user's file and line, empty if it
+    did not; fields of later phases are None. Errors are relative, and ``error_f64`` is the larger one of loss
+    and gradients. ``devices`` take part in the verified plan; ``planner`` made the fastest one."""
 
     name: str
     family: str
@@ -71,7 +71,7 @@ class Row:
 
 
 def chosen(names: Sequence[str] = ()) -> tuple[Architecture, ...]:
-    """The architectures of these names, or of these families; all without any. Raises InputError."""
+    """The architectures of these names or families; without names, all of them. Raises InputError."""
     known = {a.name.lower(): a.name for a in ARCHITECTURES} | {f: f for f in FAMILIES}
     for name in names:
         if name.lower() not in known:
@@ -89,7 +89,7 @@ def chosen(names: Sequence[str] = ()) -> tuple[Architecture, ...]:
 def run(
     architectures: Sequence[Architecture], progress: Callable[[str], None] = lambda _: None
 ) -> Iterator[Row]:
-    """A row per architecture; what goes wrong in one ends that one only. Raises InputError where
+    """Yields a row per architecture; an error in one ends only that one. Raises InputError if
     ``transformers`` is not installed."""
     import_transformers()
     cluster = Cluster.parse(CLUSTER)
@@ -123,7 +123,7 @@ def cover(architecture: Architecture, cluster: Cluster, progress: Callable[[str]
 def _stages(
     row: Row, architecture: Architecture, cluster: Cluster, progress: Callable[[str], None]
 ) -> Iterator[Row]:
-    """The row as it is known after each stage."""
+    """Yields the row after each stage."""
     progress("building")
     model, batch = build(architecture)
     progress("tracing")
@@ -154,7 +154,7 @@ def _operators(traced: Traced) -> dict:
 
 
 def reason_of(error: Exception) -> str:
-    """One line: what went wrong, and where in the user's file."""
+    """One line with the error and its place in the user's file."""
     if not isinstance(error, MixmeshError):
         first = next((line for line in str(error).splitlines() if line.strip()), "")
         return f"{type(error).__name__}: {first.strip()[:160]}"

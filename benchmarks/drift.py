@@ -1,9 +1,9 @@
-"""Devices that change their speed in mid-run, in the testbed: how soon throughput is near the best for the
-cluster as it is then.
+"""Devices that change their speed during a run, in the testbed: how soon throughput is near the best for the
+changed cluster.
 
-A job trains on a cluster, and the share of a core of its first device is halved, or doubled, in the middle
-of the run. The optimum is a fresh profile and plan for the changed cluster, which trains there from its
-start. A round has one run of each: either cluster unchanged, from one to the other and back.
+A job trains on a cluster, and in the middle of the run its first device gets half or twice its share of a
+core. The optimum is a fresh profile and plan for the changed cluster, which trains there from its start. A
+round has four runs: on each cluster unchanged, and from each to the other.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ FULL, SHORT = Effort(rounds=3), Effort(rounds=1)
 @dataclass(frozen=True)
 class Recovery:
     """One change: seconds of a step before it, between it and the change of shares, at the end of the run,
-    and of the optimum; steps and seconds from the change until throughput was near the optimum (None: it
-    never was), and what each change of shares held up."""
+    and at the optimum; steps and seconds from the change until throughput was near the optimum (None: it
+    never was), and the delay by each change of shares."""
 
     before_s: float
     unbalanced_s: float
@@ -111,7 +111,7 @@ class Result:
 
 
 def cases(names: Sequence[str]) -> tuple[Case, ...]:
-    """The cases of these names; all without a name."""
+    """The cases of these names; without names, all of them."""
     return named(names, CASES, CASES, lambda case: (case.name,))
 
 
@@ -121,8 +121,8 @@ def run(
     progress: Progress = lambda _: None,
     keep: Path | None = None,
 ) -> Iterator[Result]:
-    """The result of each case as soon as it is measured. Raises TestbedUnavailable where no device's speed
-    can be set."""
+    """Yields the result of each case as soon as it is measured. Raises TestbedUnavailable if device speeds
+    cannot be set."""
     return each_case(
         chosen, keep, lambda case, folder: measure(case, effort, folder, lambda x: progress(f"{case}: {x}"))
     )
@@ -141,7 +141,7 @@ class Ground:
 
 
 def measure(case: Case, effort: Effort, folder: Path, say: Progress) -> Result:
-    """Profiles and plans a case for both clusters, and makes all runs of it."""
+    """Profiles and plans a case for both clusters, and makes all of its runs."""
     grounds = {}
     for name, share in (("fast", FAST), ("slow", SLOW)):
         text = cluster_text("1", (share,), OTHERS)
@@ -192,8 +192,8 @@ Step = tuple[int, float]  # its number, and when it was over, in seconds of one 
 def train(
     case: Case, ground: Ground, num_steps: int, change: tuple[int, float] | None
 ) -> tuple[list[Step], dict]:
-    """Steps of a run, and what its balancer did; after the step of ``change`` the first device has another
-    share of a core. Raises DeviceLost for a rank that fails."""
+    """The steps of a run, and what its balancer did; after the step given in ``change`` the first device has
+    another share of a core. Raises DeviceLost for a rank that fails."""
     lines: list[dict] = []
     errors: list[str] = []
 
@@ -223,7 +223,7 @@ def durations(steps: Sequence[Step]) -> list[float]:
 
 
 def recovery(steps: Sequence[Step], figures: dict, changed_at: int, optimum_s: float) -> Recovery:
-    """The outcome of a change after the step ``changed_at``, where the optimum takes ``optimum_s`` a step."""
+    """The recovery from a change after step ``changed_at``, if the optimum is ``optimum_s`` a step."""
     taken_s = durations(steps)  # step n + 1 has number n - 1
     before, after = taken_s[WARMUP : changed_at - 1], taken_s[changed_at:]
     told = figures["rebalancing"]

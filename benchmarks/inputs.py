@@ -35,7 +35,7 @@ def classes() -> torch.Tensor:
 
 
 def text() -> Batch:
-    """Targets are the tokens themselves; the model shifts them where it predicts the next."""
+    """Tokens that are their own targets; a model that predicts the next token shifts them itself."""
     return {"input_ids": ids(), "labels": ids()}
 
 
@@ -95,7 +95,7 @@ def image_and_text() -> Batch:
 
 
 def sound() -> Batch:
-    """Sound and what is said in it."""
+    """Sound and its transcription."""
     return {"input_values": normal(SOUND), "labels": ids(3) % 20 + 1}
 
 

@@ -15,7 +15,7 @@ from mixmesh.frontend.job.workloads.images import CLASSES, VGG19, Bottleneck, Cl
 from mixmesh.frontend.job.workloads.language import LanguageModel, Llama, LlamaShape
 from mixmesh.frontend.job.workloads.layers import Layer, MoeLayer
 
-DATA_BATCHES = 8  # that the jobs of ``bench training`` go through, over and over
+DATA_BATCHES = 8  # batches that the jobs of ``bench training`` repeat
 
 
 def make(text: str) -> Job:
@@ -89,14 +89,14 @@ def vgg19() -> Job:
         Widen(), nn.Linear(channels * 49, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(),
         nn.Linear(1024, CLASSES),
     )  # fmt: skip
-    for layer in (*features, *head):  # as torchvision has it
+    for layer in (*features, *head):  # torchvision's initialization
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out")
             nn.init.zeros_(layer.bias)
         elif isinstance(layer, nn.Linear):
             nn.init.normal_(layer.weight, std=0.01)
             nn.init.zeros_(layer.bias)
-    patterns = torch.randn(CLASSES, 3, 32, 32)  # something to learn: a loss that stands still tells nothing
+    patterns = torch.randn(CLASSES, 3, 32, 32)  # something to learn: a constant loss would show nothing
     data = []
     for _ in range(DATA_BATCHES):
         labels = torch.randint(CLASSES, (64,))
@@ -114,8 +114,8 @@ def bert() -> Job:
 
 
 def words() -> Job:
-    """A language model whose vocabulary is most of it: 2 layers of 128, an untied head over 32768 words, 8.8
-    million parameters, 8.4 of them the words'; 48 sequences of 32."""
+    """A language model that is mostly vocabulary: 2 layers of 128, an untied head over 32768 words, 8.8
+    million parameters, 8.4 of them for the words; 48 sequences of 32."""
     torch.manual_seed(0)
     layers: list[nn.Module] = [Layer(128, 4, 512) for _ in range(2)]
     model = LanguageModel(layers, words=32768, seq=32, width=128)
@@ -131,8 +131,8 @@ def llama(samples: int) -> Job:
 
 
 def experts(count: int, padded: int = 0) -> Job:
-    """A layer of 192 with ``count`` experts, two per token; 48 sequences of 48. ``padded`` experts instead,
-    of the same capacity each: what a system does that deals out equally many to every device."""
+    """A layer of 192 with ``count`` experts, two per token; 48 sequences of 48. With ``padded``, that many
+    experts of the same capacity each, as in a system that gives every device equally many."""
     torch.manual_seed(0)
     made = padded or count
     seq = 48
@@ -145,8 +145,8 @@ def experts(count: int, padded: int = 0) -> Job:
 
 def mixtral() -> Job:
     """Mixtral at a twentieth of its width: 3 layers of 192 with 8 experts of 384 each, two per token; 6.0
-    million parameters, 88 % of them the experts'; 64 sequences of 64. As ``transformers`` has it, so that its
-    experts are what models of that library are."""
+    million parameters, 88 % of them in experts; 64 sequences of 64. It uses the implementation in
+    ``transformers``, so its experts have that library's form."""
     import transformers
 
     class LossOfMixtral(transformers.MixtralForCausalLM):
@@ -161,13 +161,14 @@ def mixtral() -> Job:
             num_attention_heads=4, num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2,
         )
     )  # fmt: skip
-    # the library's settings for its own classes, and its fastest
+    # the library's own setting for these classes, and its fastest
     model.config._experts_implementation = "grouped_mm"
     return _language(model, samples=64, seq=64, words=1024, batches=DATA_BATCHES)
 
 
 class SharedExpertLayer(MoeLayer):
-    """A mixture of experts, and beside them one that takes every token (DeepSeekMoE: Dai et al., 2024)."""
+    """A mixture of experts, and in addition one expert that takes every token (DeepSeekMoE: Dai et al.,
+    2024)."""
 
     def __init__(self, width: int, heads: int, hidden: int, *, experts: int, seq: int) -> None:
         super().__init__(width, heads, hidden, experts=experts, seq=seq)
@@ -187,9 +188,8 @@ def shared() -> Job:
 
 
 class TwoTowers(nn.Module):
-    """An image tower of convolutions and a text tower over a large table of words, as CLIP (Radford et al.,
-    2021) and in recommenders: the table is the last of the text tower to get its gradient, whose sum takes
-    longest."""
+    """An image tower of convolutions and a text tower over a large table of words, as in CLIP (Radford et
+    al., 2021) and in recommenders. The table gets the text tower's last gradient, whose sum takes longest."""
 
     def __init__(self, images: nn.Module, words: int, width: int, layers: int) -> None:
         super().__init__()

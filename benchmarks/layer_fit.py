@@ -25,10 +25,8 @@ from .layer_times import Measured, Row, cluster_of, predict
 
 SEED = 1
 STEPS = 6
-WITHIN = 4.0  # times more or less than usual that a constant may be; no share may be above 1
-USUAL_WEIGHT = (
-    0.03  # of a constant's distance from the usual one, beside relative errors: for what hardly matters
-)
+WITHIN = 4.0  # factor by which a constant may differ from the usual one; no share may be above 1
+USUAL_WEIGHT = 0.03  # weight of a constant's distance from the usual one, against relative errors
 
 
 def chosen(measured: Sequence[Measured]) -> set[Measured]:
@@ -37,7 +35,7 @@ def chosen(measured: Sequence[Measured]) -> set[Measured]:
 
 
 def fitted_costs(device: str, degree: int, own: Device) -> CostModel:
-    """Costs of as many devices as the degree has, with constants of their own."""
+    """Costs of ``degree`` devices with their own constants."""
     cluster = cluster_of(device, degree)
     machine = replace(cluster.machines[0], devices=(own,) * degree)
     return CostModel(replace(cluster, machines=(machine,)), tf32=True)
@@ -91,8 +89,8 @@ def predicted(device: str, own: Device, measured: Sequence[Measured]) -> np.ndar
 def predict_fitted(
     measured: Sequence[Measured], known: set[Measured]
 ) -> tuple[tuple[Row, ...], dict[str, Device]]:
-    """Predictions of the measurements that are not ``known``, by constants that were fitted to those that
-    are; and the devices."""
+    """Predictions for the measurements that are not ``known``, by constants fitted to the known ones; and the
+    devices."""
     devices = {
         d: fit(d, [m for m in measured if m in known and m.device == d]) for d in {m.device for m in measured}
     }

@@ -2,7 +2,7 @@
 
 The models of the measurements (``layer_times``): learned positions, pre-norm blocks, ReLU or GELU, fp32. Data
 is [sequence, batch, hidden]. Weights are cut between heads, columns and words (Shoeybi et al., "Megatron-LM",
-2019, section 3); what is whole on every rank is computed by every rank.
+2019, section 3); every rank computes everything that is whole.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from mixmesh.lang.ir import Program, parse_program
 
 VOCABULARY_MULTIPLE = (
-    128  # Megatron-LM pads the words to so many for each rank (--make-vocab-size-divisible-by)
+    128  # per rank, Megatron-LM pads the vocabulary to a multiple of this (--make-vocab-size-divisible-by)
 )
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The sizes of a model, and what its layers have. ``has_logits``: whether its head multiplies by the
-    words; without them the loss is taken of the hidden state itself."""
+    """The sizes of a model, and the contents of its layers. ``has_logits``: its head multiplies by the word
+    embeddings; otherwise the loss is computed from the hidden state itself."""
 
     hidden: int
     heads: int
@@ -166,7 +166,7 @@ def loss(t: Text, logits: str, size: tuple[int, int], cut: str, partial: str) ->
     gradient."""
     rows = (size[0],)
     t.put("z", f"aten.detach(%{logits})", size, cut)
-    t.put("sums", "mixmesh.sum_exp(%z)", rows, partial, "f64")  # reads all of them once, as the maximum does
+    t.put("sums", "mixmesh.sum_exp(%z)", rows, partial, "f64")  # reads all logits once, as the maximum does
     sums = "sums" if partial == "R" else t.put("sums.r", "all_reduce(%sums)", rows, dtype="f64")
     t.put("shifted", "aten.sub.Scalar(%z, 1.0)", size, cut)
     t.put("exp", "aten.exp(%shifted)", size, cut)

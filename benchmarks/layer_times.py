@@ -1,8 +1,8 @@
-"""Predicted layer times of GPUs beside published measurements of them.
+"""Predicted layer times of GPUs, compared with published measurements.
 
 The measurements (Sailor, SOSP'25) are of A100-40GB and V100-16GB cards: forward, backward and update of each
 layer of two language models, by micro-batch and tensor-parallel degree. Every layer is built as a program
-(``layer_texts``) and costed by the product's own path: the cost model's sheet and collectives.
+(``layer_texts``) and costed by the product's own code: the cost model's sheet and collectives.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ TARGETS = {DATASHEET: (0.25, 0.97), FITTED: (0.12, 0.0)}
 
 @dataclass(frozen=True)
 class Measured:
-    """A layer of a model on a device as it was measured; seconds. ``count`` is how many layers of the model
-    it stands for, with the mean of their times."""
+    """A layer of a model as measured on one device, in seconds. ``count`` is the number of the model's layers
+    that it represents; the times are their means."""
 
     model: str
     device: str
@@ -55,14 +55,14 @@ class Measured:
 
     @property
     def has_backward(self) -> bool:
-        """Whether its backward pass was run. Of the embedding it was not: 3 us are stated whatever the size,
-        as nothing that it is given takes a gradient by which the measurement could begin."""
+        """Whether its backward pass was run. The embedding's was not, because none of its inputs takes a
+        gradient from which to start: its file states 3 us at every size."""
         return self.layer != "embedding"
 
 
 @dataclass(frozen=True)
 class Row:
-    """A measured layer beside its prediction."""
+    """A measured layer with its prediction."""
 
     measured: Measured
     forward_s: float
@@ -99,7 +99,7 @@ def kinds_of(layers: Sequence[Sequence[float]]) -> Iterator[tuple[str, tuple]]:
 
 
 def predict(m: Measured, costs: CostModel) -> Row:
-    """The prediction of a layer. ``costs`` is of as many such devices as the degree has."""
+    """The prediction of a layer. ``costs`` are those of as many devices as the degree."""
     program = program_of(m.model, m.layer, m.micro_batch, m.degree)
     sheet = Sheet(program, costs)
     forward, backward = sheet.seconds(program, ranks=[0])
@@ -130,7 +130,7 @@ def cluster_of(device: str, degree: int) -> Cluster:
 
 
 def predict_all(measured: Sequence[Measured]) -> tuple[Row, ...]:
-    """Predictions from datasheets alone. The measured job let products run in TF32 where the card has it."""
+    """Predictions from datasheets alone. The measured job ran products in TF32 on cards that have it."""
     costs = {(m.device, m.degree): CostModel(cluster_of(m.device, m.degree), tf32=True) for m in measured}
     return tuple(predict(m, costs[m.device, m.degree]) for m in measured)
 
@@ -156,7 +156,7 @@ def score(pairs: Sequence[tuple[float, float, int]]) -> Score:
 
 
 def ranks(values: np.ndarray) -> np.ndarray:
-    """Ranks from 0, the mean of them where values are equal."""
+    """Ranks from 0; equal values share their mean rank."""
     order = np.sort(values)
     return (np.searchsorted(order, values) + np.searchsorted(order, values, side="right") - 1) / 2
 
@@ -177,7 +177,7 @@ class Scores:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is met; None where there is none."""
+        """Whether the target is met; None if there is none."""
         if self.layer or self.what == UPDATE or self.weights != EVERY:
             return None
         error, rank = TARGETS[self.mode]
@@ -203,8 +203,9 @@ def pair(row: Row, what: str) -> tuple[float, float]:
 
 
 def report(rows: Mapping[str, Sequence[Row]], known: int, devices: Mapping[str, str], command: str) -> dict:
-    """The object that ``--json`` prints and the file holds. ``rows`` are by mode, ``known`` is how many
-    measurements constants were fitted to, ``devices`` what came of it, as lines of a cluster file."""
+    """The object that ``--json`` prints and the file holds. ``rows`` are by mode, ``known`` is the number of
+    measurements to which constants were fitted, ``devices`` the resulting constants, as lines of a cluster
+    file."""
     found = [s for mode, some in rows.items() for s in scores(mode, some)]
     return {
         "bench": "layer-times",

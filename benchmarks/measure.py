@@ -42,7 +42,7 @@ from . import jobs
 TIMEOUT_S = 600.0  # for a worker
 COLLECTIVE_TIMEOUT_S = 120.0
 LOCAL_STEPS = 6
-LAST_LINES = 12  # the end of the output of a rank that fails, as it is shown
+LAST_LINES = 12  # lines shown of a failed rank's output
 
 
 def cluster_text(gbit_per_s: str, *machines: tuple[str, ...]) -> str:
@@ -59,7 +59,7 @@ DEMO_CLUSTER = cluster_text("1", ("0.70", "0.35"), ("0.35", "0.18"))  # as `pyth
 
 @contextmanager
 def case_folder(keep: Path | None, case: str) -> Iterator[Path]:
-    """Where the files of a case go: a folder of its name under ``keep``, or one that is gone afterwards."""
+    """A context with the folder for a case's files: one of its name under ``keep``, or a temporary one."""
     with TemporaryDirectory(prefix="mixmesh-bench-") as temporary:
         folder = Path(temporary) if keep is None else keep / case
         folder.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ R = TypeVar("R")
 
 
 def each_case(chosen: Sequence[C], keep: Path | None, run: Callable[[C, Path], R]) -> Iterator[R]:
-    """The result of each case, as soon as it is there."""
+    """Yields the result of each case as soon as it is there."""
     for case in chosen:
         with case_folder(keep, str(case)) as folder:
             yield run(case, folder)
@@ -105,7 +105,7 @@ def call(
     say: Callable[[str], None] = lambda _: None,
     env: Mapping[str, str] | None = None,
 ) -> tuple[str, str]:
-    """The last line that rank 0 of the worker prints, and how the cluster was emulated. The stderr of rank 0
+    """The last line printed by rank 0 of the worker, and how the cluster was emulated. The stderr of rank 0
     goes to ``say``; ``env`` is added to this process's environment. Raises DeviceLost."""
     lines: list[str] = []
     errors: dict[int, deque[str]] = {}
@@ -135,11 +135,11 @@ def call(
 
 
 def measure_profile(job: str, cluster: str, out: str, budget_s: str, what: str = "") -> None:
-    """Profiles a job of ``benchmarks/jobs.py`` on this cluster file into ``out``; ``what`` may be
-    ``micro-batches``, to confirm the largest as well. Collective."""
+    """Profiles a job of ``benchmarks/jobs.py`` on this cluster file, and saves the profile to ``out``;
+    ``what`` may be ``micro-batches``, to confirm the largest ones as well. Collective."""
     made, described = jobs.make(job), Cluster.load(cluster)
     graph = trace(made.model, made.batch).graph
-    leave_device()  # the threads of new process groups are to be outside
+    leave_device()  # so that threads of new process groups are not throttled
     even = even_ratio(described.world_size)
     program = data_parallel(graph, CostModel(described), even) if what == "micro-batches" else None
     found = profile(graph, made, described, budget_s=float(budget_s), program=program, on_start=enter_device)
@@ -148,8 +148,8 @@ def measure_profile(job: str, cluster: str, out: str, budget_s: str, what: str =
 
 
 def local_step(job: str, cluster: Cluster) -> Callable[[], None]:
-    """Forward and backward pass over about as many samples as this rank is likely to get, alone: what it
-    takes says how fast the machine is at the moment."""
+    """Forward and backward pass over about the number of samples that this rank will get, alone: its time
+    shows how fast the machine is at the moment."""
     made = jobs.make(job)
     rows = batch_size(made.batch)
     count = max(1, round(rows * likely_share(cluster, dist.get_rank())))
@@ -164,7 +164,8 @@ def local_step(job: str, cluster: Cluster) -> Callable[[], None]:
 
 
 def everyones_local_s(step: Callable[[], None], count: int) -> tuple[float, ...]:
-    """Per rank, seconds of a local step while all make theirs. Collective. The first does not count."""
+    """Per rank, seconds of a local step while all ranks make theirs. The first step does not count.
+    Collective."""
     dist.barrier()
     step()
     started = time.perf_counter()
@@ -174,9 +175,9 @@ def everyones_local_s(step: Callable[[], None], count: int) -> tuple[float, ...]
 
 
 def plan_step(job: str, plan: Plan) -> Callable[[], Callable[[], float]]:
-    """Steps as ``mixmesh run`` makes them; each gives its global loss when asked for it.
+    """Steps as in ``mixmesh run``; each returns a function for its global loss.
 
-    Several plans share the process, so that its memory says nothing of this one: none is promised.
+    Several plans share the process, so its memory must not be compared with this plan's prediction.
     """
     made = jobs.make(job)
     model, optimizer = parallelize(
@@ -199,7 +200,7 @@ def plan_step(job: str, plan: Plan) -> Callable[[], Callable[[], float]]:
 
 
 def slowest(step: Callable[[], Any], count: int) -> tuple[float, list[Any]]:
-    """Seconds of a step, ``count`` of them in a row, on the rank that takes longest; what they returned."""
+    """(seconds of a step, the mean of ``count`` in a row, on the slowest rank; the steps' results)."""
     results = []
     started = time.perf_counter()
     for _ in range(count):

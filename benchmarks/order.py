@@ -6,7 +6,7 @@ the order of its instructions and in which gradients are summed together:
     fifo    what is ready first begins first, as in an executor without priorities; sums of 4 MB
     ddp     as the model is written; buckets as DistributedDataParallel has them after its first step: in the
             order in which gradients were ready, the first of 1 MB, the others of 25
-    ours    what ``mixmesh plan`` does (``planner.passes.order``)
+    ours    the order of ``mixmesh plan`` (``planner.passes.order``)
 """
 
 from __future__ import annotations
@@ -54,13 +54,14 @@ def orders_of(task: Task, found: Proposal) -> Mapping[str, Program]:
 
 
 def first_come(program: Program, costs: CostModel) -> Program:
-    """In the order of readiness, without buckets of its own."""
+    """The program in the order of readiness, without its own buckets."""
     plain = _with_buckets(program, {})
     return in_order(plain, Orders(plain, Simulation(plain, costs).step).first_come())
 
 
 def ddp_buckets(program: Program) -> Program:
-    """With the buckets of DistributedDataParallel. Parameters of other ranks or dtypes begin another one."""
+    """The program with the buckets of DistributedDataParallel; a change of ranks or dtype begins a new
+    one."""
     buckets: dict[str, int] = {}
     number, filled, kind = 0, 0, None
     for summed in order_of_sums(program):
@@ -89,11 +90,11 @@ def _contest(name: str, job: str, *targets: tuple[str, float], programs: Program
 
 
 CASES = (
-    # a table of words whose gradient takes as long to sum as the other tower to compute; 1.08 was asked on
-    # HAP's own program, and is asked of data parallelism besides
+    # a table of words whose gradient takes as long to sum as the other tower takes to compute; the target
+    # 1.08 was set for HAP's own program, and data parallelism must meet it too
     _contest("two-towers", "towers", (FIFO, TARGET), (DDP, 1.0)),
     _contest("two-towers-parallel", "towers", (FIFO, TARGET), (DDP, 1.0), programs=orders_in_parallel),
-    # experts on both sides of a thin link, and beside them one that stays at home
+    # experts on both sides of a slow link, and in addition one that stays on its device
     _contest("shared-expert", "shared", (FIFO, 1.0), (DDP, 1.0)),
     _contest("data-parallel", "bert", (FIFO, 1.0), (DDP, 1.0)),
 )

@@ -1,8 +1,8 @@
-"""Simulated steps beside the published ones: HAP's figure 12.
+"""Simulated steps compared with published ones: HAP's figure 12.
 
-Two sources of link figures, and nothing fitted to the results: ``wire``, where collectives run at the
-published 10.4 Gbit/s, and ``measured``, at what HAP's authors measured of NCCL on it, sends included. Devices
-are rooflines from their datasheets. No case has settings of its own.
+Links are taken from two sources, with nothing fitted to the results: ``wire``, where collectives run at the
+published 10.4 Gbit/s, and ``measured``, the rates that HAP's authors measured for NCCL on it, sends included.
+Devices are rooflines from their datasheets. No case has settings of its own.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ LINKS = ("wire", "measured")
 TOLERANCE = 0.25  # share of a published time: rows that differ more are marked
 QUICK_GPUS = (8,)
 MACHINE_ALONE = "one machine"
-ANY_SIZE_BYTES = (2**12, 2**40)  # HAP gives a bandwidth, whatever the size
+ANY_SIZE_BYTES = (2**12, 2**40)  # HAP gives one bandwidth for all sizes
 
 
 @dataclass(frozen=True)
 class Row:
-    """One model on one cluster. Seconds per iteration; None where nothing is known or nothing fits."""
+    """One model on one cluster, in seconds per iteration; None if unknown or if nothing fits."""
 
     workload: str
     gpus: int
@@ -45,9 +45,9 @@ class Row:
     ddp_even_s: float | None
     ddp_proportional_s: float | None
     fsdp_even_s: float | None
-    single_s: float | None  # the fastest device alone
-    machine_alone_s: float | None  # the best data parallelism on one machine alone
-    ddp_tuned_s: float | None  # data parallelism done well: our sums, shares and devices, and no search
+    single_s: float | None  # the fastest device by itself
+    machine_alone_s: float | None  # the best data parallelism on a single machine
+    ddp_tuned_s: float | None  # data parallelism done well: our sums, shares and devices, without a search
     best_s: float | None
     best_planner: str | None
     does_not_fit: tuple[str, ...]
@@ -57,10 +57,10 @@ class Row:
     ddp_even_ratio: float | None
     ddp_proportional_ratio: float | None
     best_ratio: float | None
-    bound_s: float | None  # of a step: all devices compute all the time at the peaks of their datasheets
-    baseline: str | None  # the fastest of those that a person would write by hand
+    bound_s: float | None  # all devices compute all the time at the peaks of their datasheets
+    baseline: str | None  # the fastest that a person would write by hand
     speedup: float | None  # the best plan over that baseline
-    over_data_parallel: float | None  # over the better of DP-EV and DP-CP: what HAP's own figure is over
+    over_data_parallel: float | None  # over the better of DP-EV and DP-CP, as in HAP's own figure
     over_tuned: float | None
     most: float | None  # the largest speed-up over the baseline that any plan could have
     published_speedup: float | None
@@ -173,8 +173,8 @@ def plan_case(
 
 
 def tuned_alone_s(traced, cluster: Cluster, profile: Profile | None) -> float | None:
-    """Seconds of a step of ``ddp-tuned``, asked alone: so it is finished with more care than within ``auto``.
-    None if it does not fit."""
+    """Seconds of a step of ``ddp-tuned`` as the only planner, which finishes it with more care than ``auto``
+    does. None if it does not fit."""
     try:
         plan = make_plan(traced, cluster, planner=DDP_TUNED, profile=profile, optimizer_states=ADAM)
     except Infeasible:
@@ -183,7 +183,7 @@ def tuned_alone_s(traced, cluster: Cluster, profile: Profile | None) -> float | 
 
 
 def report(rows: Sequence[Row], command: str, below: Sequence[Floor] = ()) -> dict:
-    """The object that ``--json`` prints and the file holds, with bounds beside published steps."""
+    """The object that ``--json`` prints and the file holds, with bounds and published steps."""
     return {
         "bench": "papers",
         "command": command,
@@ -197,7 +197,7 @@ def report(rows: Sequence[Row], command: str, below: Sequence[Floor] = ()) -> di
 
 @dataclass(frozen=True)
 class Floor:
-    """A bound beside the shortest published step of the same model on the same devices."""
+    """A bound, and the shortest published step of the same model on the same devices."""
 
     case: str
     bound_s: float
@@ -210,7 +210,7 @@ class Floor:
 
 
 def floors(rows: Iterable[Row]) -> tuple[Floor, ...]:
-    """The bounds of these rows, and that of HAP's figure 14, beside the published steps."""
+    """The bounds of these rows, and that of HAP's figure 14, each with the published step."""
     found = {}
     for row in rows:
         told = least(row.published_hap_s, row.published_ddp_even_s, row.published_ddp_proportional_s)

@@ -1,4 +1,4 @@
-"""Pipelines, measured: a chain of stages in micro-steps against the same without them.
+"""Pipelines, measured: a chain of stages in micro-steps, compared with the same chain without them.
 
 whole    the stages of ours, each of which takes the whole batch at once while the others wait
 plain    the planner's best of such chains
@@ -22,7 +22,7 @@ from .contest import OURS, Contest, Entry
 from .measure import cluster_text
 
 WHOLE, PLAIN, SPREAD = "whole", "plain", "spread"
-TARGET = 1.2  # over what has no micro-steps
+TARGET = 1.2  # over plans without micro-steps
 
 
 def ways(graph: Graph, costs: CostModel) -> Mapping[str, Entry]:

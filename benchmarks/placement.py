@@ -1,9 +1,9 @@
-"""Placements of op groups, found in four ways, beside synthesis, pipelines and the baselines: how fast, and
-after how many tries.
+"""Placements of op groups, found in four ways, compared with synthesis, pipelines and the baselines: the
+speed of the results, and the number of tries.
 
-Every search has the same budget of strategies, asks the same estimate of groups, and begins with the same
-seeds; the simulator judges the best that each found. Tree searches run with several seeds of chance, and the
-simulator judges those of the first. TAG's policy was trained on random models and clusters
+Every search has the same budget of strategies, uses the same estimate of groups, and begins with the same
+seeds; the simulator judges the best strategies of each. Tree searches run with several random seeds, and the
+simulator judges the results of the first. TAG's policy was trained on random models and clusters
 (``tools.tag.problems``): every model and cluster here is held out.
 """
 
@@ -49,11 +49,12 @@ CLAIM = 1.30  # HeteroG over the best of its data parallel baselines, geometric 
 
 @dataclass(frozen=True)
 class Row:
-    """One method on one case. ``step_s`` None: nothing fits. ``weakest_s`` is of the slowest data parallel
-    scheme that fits: even or proportional, by AllReduce or parameter servers. ``calls`` are strategies asked
-    for; ``better_calls``, by seed, so many of them until the estimate was 1 % better than the best
-    seed's, ``level_calls`` until it was as good as what uniform search ends with in the median; None if
-    never, and empty where nothing is compared. ``better_after`` and ``level_after`` are their medians."""
+    """One method on one case. ``step_s`` is None if nothing fits. ``weakest_s`` is that of the slowest
+    data-parallel scheme that fits: even or proportional, by AllReduce or parameter servers. ``calls`` counts
+    the strategies asked for. ``better_calls``, by seed, counts them until the estimate was 1 % better than
+    the best seed's, and ``level_calls`` until it was as good as the median end of the uniform search; None if
+    that never happened, and empty if nothing is compared. ``better_after`` and ``level_after`` are their
+    medians."""
 
     workload: str
     cluster: str
@@ -69,10 +70,10 @@ class Row:
     better_calls: tuple[int | None, ...]
     level_calls: tuple[int | None, ...]
     cpu_s: float
-    bound_s: float | None = None  # that no plan is faster than
-    local_s: float | None = None  # the better data parallelism whose batch norm is each rank's own
-    tuned_s: float | None = None  # data parallelism done well (``ddp-tuned``), finished as plans are
-    alone_s: float | None = None  # the best data parallelism on one machine alone
+    bound_s: float | None = None  # lower bound of any plan's step
+    local_s: float | None = None  # the better data parallelism with local batch norm
+    tuned_s: float | None = None  # data parallelism done well (``ddp-tuned``), with all passes
+    alone_s: float | None = None  # the best data parallelism on a single machine
 
     @property
     def most(self) -> float | None:
@@ -142,7 +143,8 @@ def run(
     seeds: int = SEEDS,
     unmeasured: Sequence[str] = (),
 ) -> Iterator[Row]:
-    """A row per case and method, all of them without names; tree searches with each of the seeds."""
+    """Yields a row per case and method (without names, all methods); tree searches run with each of the
+    seeds."""
     graphs: dict[tuple[str, int], tuple[Graph, Graph]] = {}  # with batch norm of all samples, of each rank's
     for case in chosen:
         key = (case.workload, case.global_batch)
@@ -163,7 +165,7 @@ def run_case(
     local_s = fastest_s(local_task, DATA_PARALLEL)
     costs = task.costs
     alone_s = machine_alone_s(task.graph, costs.cluster, ADAM, tuple(costs.unmeasured))
-    # a task of its own, so that no search profits from what this one found
+    # a separate task, so that no search profits from this one's results
     tuned = Task(task.graph, costs, ADAM, lambda _: None, BUDGET)
     tuned_s = _finished_s(tuned, list(BY_NAME[DDP_TUNED].propose(tuned)))
     steps = {name: _fastest(BY_NAME[name].propose(task)) for name in BASELINES}
@@ -227,7 +229,7 @@ def _fastest(proposals: Iterator[Proposal] | Sequence[Proposal]) -> float | None
 
 
 def summary(rows: Sequence[Row]) -> dict:
-    """Geometric means, and the calls of TAG against those of the uniform search on equal cases."""
+    """Geometric means, and the calls of TAG compared with those of the uniform search on the same cases."""
     own = [r for r in rows if r.role == "heterog" and r.speedup]
     methods = tuple(dict.fromkeys(r.method for r in rows))
     by_links: dict[str, list[Row]] = {}
@@ -299,9 +301,9 @@ def _means(rows: Sequence[Row], methods: Sequence[str]) -> dict[str, float | Non
 
 @dataclass(frozen=True)
 class WithPipelines:
-    """Pipelines against searches, over the cases with both: in how many a pipeline is ``faster`` than what a
-    search found, or fits where that does not; geometric means of speed-ups over data parallelism, of the
-    search and of the faster one."""
+    """Pipelines compared with searches, over the cases that have both: in how many a pipeline is ``faster``
+    than a search's result, or fits where that does not; geometric means of speed-ups over data parallelism,
+    for the search ``alone`` and for the faster one (``together``)."""
 
     cases: int
     faster: int

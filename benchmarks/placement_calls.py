@@ -1,7 +1,7 @@
-"""How many strategies a search has to ask for: medians over seeds, and one search against another.
+"""The number of strategies that a search has to ask for: medians over seeds, and one search against another.
 
-One seed says little: where one choice in twenty is better than all seeds, an uninformed search is often lucky
-at once. A search that never gets there counts as its whole budget.
+One seed says little: if one choice in twenty is better than all seeds, an uninformed search is often lucky at
+once. A search that never gets there counts with its whole budget.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-BETTER = 1.01  # times as fast as the best seed: found something
-EQUAL = 1.0001  # times as slow: as good
+BETTER = 1.01  # speedup over the best seed that counts as found
+EQUAL = 1.0001  # slowdown that counts as equal
 
-Trace = tuple[tuple[int, float], ...]  # (calls, estimated seconds of the best that fits), where that improved
+Trace = tuple[tuple[int, float], ...]  # (calls, estimated seconds of the best that fits), at each improvement
 
 
 def calls_until(trace: Trace, step_s: float) -> int | None:
@@ -32,13 +32,13 @@ def level_after(traces: Sequence[Trace], level_s: float | None) -> tuple[int | N
 
 
 def level_of(traces: Sequence[Trace], base_s: float) -> float | None:
-    """The median over seeds of what a search ends with; None if that is not ``BETTER`` than ``base_s``."""
+    """The median over seeds of a search's final step; None if that is not ``BETTER`` than ``base_s``."""
     level_s = statistics.median([trace[-1][1] if trace else base_s for trace in traces])
     return level_s if level_s <= base_s / BETTER else None
 
 
 def median(calls: Sequence[int | None], budget: int) -> int | None:
-    """Half of the seeds need no more; None if half of them or more never get there."""
+    """The median number of calls over seeds; None if half of the seeds or more never get there."""
     if not calls:
         return None
     middle = statistics.median([math.inf if n is None else n for n in calls])
@@ -56,8 +56,8 @@ class Race:
 
 
 def race(pairs: Sequence[tuple[int | None, int | None, int]]) -> Race:
-    """Compares, by case, median calls of the one and of the other with the budget of both. Where neither gets
-    there nothing is compared."""
+    """Compares two searches by their median calls in each case, given both and the budget. Cases in which
+    neither gets there do not count."""
     ratios = [(a or budget) / (b or budget) for a, b, budget in pairs if a or b]
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
     return Race(len(ratios), mean, sum(r <= 0.5 for r in ratios))

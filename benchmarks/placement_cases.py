@@ -15,8 +15,8 @@ RELEASED_BYTES_PER_S = 747e6  # between machines, in HeteroG's released sample c
 
 @dataclass(frozen=True)
 class Case:
-    """A workload with its global batch on a preset. ``role``: "heterog" for its own tables, "memory" where
-    data parallelism is to run out of it, "other" for models and clusters of other papers."""
+    """A workload with its global batch on a preset. ``role``: "heterog" for its own tables, "memory" for
+    cases in which data parallelism should not fit, "other" for models and clusters of other papers."""
 
     workload: str
     global_batch: int

@@ -1,4 +1,4 @@
-"""The methods of the placement bench: what each proposes, and what it found after how many strategies."""
+"""The methods of the placement bench: their proposals, and their results by number of strategies."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from mixmesh.search.learned.tag import TagPriors, load
 
 from .placement_calls import Trace
 
-MOST_S = 120.0  # for one search
-JUDGED = 2  # by the simulator, of each search
+MOST_S = 120.0  # limit of one search
+JUDGED = 2  # best strategies of each search that the simulator judges
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Budget:
 
 @dataclass(frozen=True)
 class Found:
-    """Proposals; of every seed, what was found after how many calls; the step that this is measured by."""
+    """The proposals of a method; for every seed, its results by number of calls; and the step against which
+    these are measured."""
 
     proposals: Sequence[Proposal]
     traces: Sequence[Trace] = ()

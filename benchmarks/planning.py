@@ -1,6 +1,6 @@
-"""How long planning takes, and how that grows with layers, devices, experts and parallel branches.
+"""The duration of planning, and its growth with layers, devices, experts and parallel branches.
 
-Tracing is timed apart: it is PyTorch's own. The clusters mix four types of devices; beyond 64 of them a
+Tracing is timed separately: it is PyTorch's own. The clusters mix four types of devices; beyond 64 of them a
 machine holds eight.
 """
 
@@ -63,8 +63,8 @@ CASES = (
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds of one case. ``total_s`` is all of planning but tracing, ``target_s`` what it should stay
-    below; ``predicted_step_s`` is None where nothing fits."""
+    """Seconds of one case. ``total_s`` is all of planning except tracing, ``target_s`` its limit;
+    ``predicted_step_s`` is None if nothing fits."""
 
     model: str
     size: int

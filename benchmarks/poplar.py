@@ -49,7 +49,7 @@ QUICK: tuple[Case, ...] = (MEASURED[1], SIMULATED[2])
 
 def cases(names: Sequence[str], among: Sequence[Case] = CASES) -> tuple[Case, ...]:
     """The cases of these names: ``a``, ``first-step``, ``llama-0.5b@poplar-b``, or a workload or a preset;
-    all without a name."""
+    without names, all of them."""
     return named(names, among, CASES, lambda c: (str(c), *str(c).split("@")))
 
 
@@ -59,7 +59,7 @@ def run(
     progress: Progress = lambda _: None,
     keep: Path | None = None,
 ) -> Iterator[Result]:
-    """The result of each case as soon as it is there. Profiles and plans stay in ``keep``."""
+    """Yields the result of each case as soon as it is there. Profiles and plans stay in ``keep``."""
 
     def found(case: Case, folder: Path) -> Result:
         def say(text: str) -> None:
@@ -104,7 +104,7 @@ def measure(case: Measured, effort: Effort, folder: Path, say: Progress) -> Meas
 
 
 def saved(planned: Planned, folder: Path) -> str:
-    """The argument that tells the worker what to run: the path of a plan, or a baseline of PyTorch."""
+    """The worker's argument for what to run: the path of a plan, or the name of a PyTorch baseline."""
     if planned.plan is None:
         return planned.variant.name
     path = folder / f"{str(planned.variant).replace(', ', '-').replace(' ', '-')}.plan"
@@ -168,7 +168,7 @@ def first_step(folder: Path, say: Progress) -> FirstStep:
 
 
 def timed(*words: object) -> tuple[float, str]:
-    """Seconds of a command, and what it printed. Raises MixmeshError if it fails."""
+    """(seconds of a command, its output). Raises MixmeshError if it fails."""
     started = time.perf_counter()
     done = subprocess.run([str(word) for word in words], capture_output=True, text=True)
     if done.returncode:

@@ -1,8 +1,8 @@
-"""The cases that ``python -m benchmarks poplar`` measures and simulates, and what each must show.
+"""The cases that ``python -m benchmarks poplar`` measures and simulates, and the target of each.
 
-The clusters are Poplar's three in the small: A, where memories differ, B, where speeds do, C, where both
-do; the first machine is the fast or large one. The sum of a cluster's CPU shares stays at 1.3 of two cores:
-beyond 1.6 devices steal from each other.
+The clusters are small versions of Poplar's three: in A memories differ, in B speeds, in C both; the first
+machine is the fast or large one. The sum of a cluster's CPU shares stays at 1.3 of two cores: beyond 1.6
+devices steal from each other.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from mixmesh.cluster import Cluster
 
 STAGES = (0, 1, 2, 3)
-AS_FAST = 0.98  # times another's speed: two measurements of one program may differ by as much
+AS_FAST = 0.98  # of another's speed: two measurements of one program may differ by as much
 MEMORY_TOLERANCE = 0.15
 FIRST_STEP = "first-step"  # the case's name
 FIRST_STEP_S = 90.0
@@ -63,7 +63,7 @@ MEASURED = (
         "a",
         "llama:160",
         NETWORK + machine("large", 2, "0.30", "1.25") + machine("small", 2, "0.30", "0.55"),
-        target=AS_FAST,  # all devices are equally fast: what was asked is not to be slower
+        target=AS_FAST,  # all devices are equally fast, so the target is not to be slower
         overflows=True,
     ),
     Measured(
@@ -104,6 +104,6 @@ class Effort:
         return WARMUP_STEPS + self.steps
 
 
-WARMUP_STEPS = 3  # in which a heap grows to what it stays at
+WARMUP_STEPS = 3  # during which the heap grows to its final size
 FULL = Effort(profile_s=25.0, rounds=2, steps=3)
 SHORT = Effort(profile_s=20.0, rounds=2, steps=1, stages=(1, 3))

@@ -1,8 +1,8 @@
-"""The plans that ``benchmarks poplar`` compares, per stage of ZeRO: ours, equal parts as DeepSpeed wants
-them, parts by FLOPS as Whale deals them out, and ours on the fast half alone.
+"""The plans that ``benchmarks poplar`` compares, per ZeRO stage: ours, equal parts as in DeepSpeed, parts by
+FLOPS as in Whale, and ours on the fast half alone.
 
-All are judged by the same simulator. Equal and proportional parts are cut as finely as memory asks for; taken
-at once, as somebody would who knows the large device only, they are a variant of their own where that
+All are judged by the same simulator. Equal and proportional parts are cut into as many micro-steps as memory
+requires. Taken at once, as by someone who knows only the large device, they are a separate variant if that
 differs.
 """
 
@@ -56,7 +56,7 @@ def plans(
     *,
     at_once: bool = False,
 ) -> list[Planned]:
-    """With ``at_once`` also those that do not fit in memory, in prediction."""
+    """The plans of all variants; with ``at_once`` also those predicted not to fit in memory."""
 
     def task_on(some: Cluster) -> Task:
         return Task(graph, CostModel(some, profile), optimizer_states, lambda _: None)
@@ -81,7 +81,7 @@ def plans(
 
 
 def fast_half(cluster: Cluster) -> Cluster:
-    """The first machine alone."""
+    """The cluster of only the first machine."""
     return replace(cluster, name=f"{cluster.name}, the first machine", machines=cluster.machines[:1])
 
 
@@ -103,7 +103,7 @@ def stage_in(program: Program) -> int:
 
 @dataclass(frozen=True)
 class Parts:
-    """Micro-batches in proportion to ``ratio``, the same number of them for everyone."""
+    """Micro-batches in proportion to ``ratio``, equally many on every device."""
 
     task: Task
     name: str
@@ -134,7 +134,8 @@ class Parts:
 
 
 def split(ratio: Ratio, batch: int, steps: int) -> tuple[MicroBatch, ...]:
-    """A batch in at most ``steps`` micro-batches, each divided by the ratio, the last of what is left."""
+    """Splits a batch into at most ``steps`` micro-batches, each divided by the ratio; the last takes the
+    rest."""
     sizes = [max(1, round(share * batch / steps)) for share in ratio]
     steps = math.ceil(batch / sum(sizes))
     last = share_out(batch - (steps - 1) * sum(sizes), sizes)

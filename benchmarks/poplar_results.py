@@ -13,7 +13,7 @@ from .poplar_cases import AS_FAST, FIRST_STEP, FIRST_STEP_S, MEMORY_TOLERANCE, M
 from .training_results import LOSS_TOLERANCE
 
 OURS, EQUAL, PROPORTIONAL, HALF = "poplar", "equal", "proportional", "fast half"
-AT_ONCE = "at once"  # everyone's samples in one micro-batch, where that does not fit in prediction
+AT_ONCE = "at once"  # each device's samples in one micro-batch, where that is predicted not to fit
 PYTORCH = ("ddp", "fsdp")
 
 
@@ -37,7 +37,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Run:
-    """A variant as it was measured: the median step of each round, or which ranks ran ``out_of_memory``.
+    """The measurements of a variant: the median step of each round, or the ranks that ran ``out_of_memory``.
     ``peak_bytes`` is the most that a rank held in any round."""
 
     variant: Variant
@@ -89,7 +89,7 @@ class MeasuredResult:
         return min(self.of(*names), key=lambda r: r.median_s, default=None)
 
     def speedup(self, *names: str) -> float | None:
-        """The speed-up of our best stage over the best of these; None where none of them runs."""
+        """The speed-up of our best stage over the best of these; None if none of them runs."""
         ours, other = self.best(OURS), self.best(*names)
         return other.median_s / ours.median_s if ours and other else None
 
@@ -135,7 +135,7 @@ class MeasuredResult:
 
 @dataclass(frozen=True)
 class SimulatedResult:
-    """Simulated steps of what fits in memory, with the planner's headroom."""
+    """Simulated steps of the variants that fit in memory, with the planner's headroom."""
 
     case: Simulated
     variants: tuple[Variant, ...]

@@ -1,7 +1,7 @@
 """One rank of ``python -m benchmarks poplar``: profiles, or makes training runs one after the other.
 
-Every run is a child process of its own, as under ``mixmesh run``, within its device's CPU quota and memory
-limit: what it holds is its own, and where it runs out of memory the next run goes on.
+Every run is a separate child process, as under ``mixmesh run``, within its device's CPU quota and memory
+limit. So its memory is its own, and after a run that runs out of memory the next one still starts.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from mixmesh.measure.testbed import enter_device
 from mixmesh.runtime.comm import default_device, initialise, leave
 from mixmesh.runtime.train import peak_memory_bytes, train
 
-RUN_S = 90.0  # in which a run has to end
+RUN_S = 90.0  # limit of a run
 COLLECTIVE_TIMEOUT_S = 45.0
 BUCKET_MB = 4
 
 
 def measure_runs(runs_path: str, folder: str) -> None:
-    """``runs`` are rows of (name, job, steps, what): the path of a plan, or ``ddp`` or ``fsdp``. A rank
-    writes the outcomes of its runs, in their order, to a file in ``folder``."""
+    """Makes the runs in a file of rows (name, job, steps, what), where ``what`` is the path of a plan, or
+    ``ddp`` or ``fsdp``. Each rank writes the outcomes of its runs, in order, to a file in ``folder``."""
     rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
     outcomes = []
     for number, (name, job, steps, what) in enumerate(json.loads(Path(runs_path).read_text())):
@@ -66,7 +66,7 @@ def one_run(job: str, steps: int, what: str, port: int) -> dict | None:
 
 
 def torch_run(job: str, steps: int, what: str) -> dict:
-    """PyTorch's own data parallelism on equal batches. Its modules are loaded by those who use them."""
+    """PyTorch's own data parallelism on equal batches. Its modules are imported only here."""
     from benchmarks.torch_baselines import parallel_step
 
     initialise(int(os.environ["WORLD_SIZE"]), default_device(), COLLECTIVE_TIMEOUT_S)

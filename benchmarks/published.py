@@ -9,8 +9,8 @@ GPUS = (8, 16, 32, 64)
 
 @dataclass(frozen=True)
 class Published:
-    """HAP (EuroSys'24), figure 12: seconds per iteration on ``GPUS`` devices of the mixed cluster; empty
-    where the bars are not known to us and only a claim is."""
+    """HAP (EuroSys'24), figure 12: seconds per iteration on ``GPUS`` devices of the mixed cluster; empty if
+    we know only a claim and not the bars."""
 
     workload: str
     batch_per_gpu: int
@@ -63,7 +63,7 @@ class PublishedAlone:
 
     @property
     def cluster(self) -> str:
-        """The devices as a cluster file; where they sit is no matter for a bound."""
+        """The devices as a cluster file; their positions do not matter for a bound."""
         devices = f'{{ device = "{self.device}", count = {self.gpus} }}'
         return f'name = "{self.gpus} {self.device}"\n[[machine]]\ndevices = [{devices}]\n'
 

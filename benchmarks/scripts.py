@@ -1,7 +1,7 @@
-"""The scripts of examples/scripts with ``mixmesh.prepare`` beside the same under DistributedDataParallel, in
-the testbed on the demo's cluster: every step is real.
+"""The scripts of examples/scripts with ``mixmesh.prepare``, compared with the same under
+DistributedDataParallel, in the testbed on the demo's cluster: every step is real.
 
-Both are started in turns, as whole processes, so that what slows the machine for a while slows both.
+Both are started in turns, as whole processes, so that anything that slows the machine for a while slows both.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FOLDER = Path(__file__).parents[1] / "examples" / "scripts"
 WORKER = (sys.executable, "-m", "benchmarks.scripts_worker")
 DDP, OURS = "ddp", "mixmesh"
 MOST_LINES, LEAST_SPEEDUP = 5, 1.5
-WARMUP_STEPS = 2  # connections, allocators; DDP makes its buckets anew after the first
+WARMUP_STEPS = 2  # connections, allocators; DDP rebuilds its buckets after the first step
 HEADLINE = "mixmesh: "
 Progress = Callable[[str], None]
 
@@ -78,8 +78,9 @@ FULL, SHORT = Effort(rounds=3, steps=8), Effort(rounds=1, steps=4)
 
 @dataclass(frozen=True)
 class Result:
-    """``written`` and ``removed`` are the lines in which a script differs from that of one device, and
-    ``loss_error`` the largest difference of its losses, relative to that. ``plan`` is what was decided."""
+    """One script's comparison. ``written`` and ``removed`` are the lines in which a script differs from the
+    single-device one, and ``loss_error`` is the largest difference of its losses, relative to that one's.
+    ``plan`` describes the plan."""
 
     case: Script
     written: int
@@ -119,7 +120,7 @@ class Result:
 
 
 def cases(names: Sequence[str]) -> tuple[Script, ...]:
-    """The scripts of these names; all without a name."""
+    """The scripts of these names; without names, all of them."""
     return named(names, SCRIPTS, SCRIPTS, lambda case: (case.name,))
 
 
@@ -129,7 +130,7 @@ def run(
     progress: Progress = lambda _: None,
     keep: Path | None = None,
 ) -> Iterator[Result]:
-    """The result of each script as soon as it is measured. Profiles and plans stay in ``keep``. Raises
+    """Yields the result of each script as soon as it is measured. Profiles and plans stay in ``keep``. Raises
     InputError outside of a checkout, which has the scripts."""
     if not FOLDER.is_dir():
         raise InputError(
@@ -187,7 +188,7 @@ def single_device(case: Script, words: Sequence[str]) -> list[float]:
 
 
 def changed_lines(before: str | Path, after: str | Path) -> tuple[list[str], list[str]]:
-    """The lines that were taken out of a file and those that were written, empty ones left out."""
+    """The lines removed from a file and the lines added, without empty ones."""
     texts = (Path(path).read_text().splitlines() for path in (before, after))
     lines = list(difflib.unified_diff(*texts, n=0, lineterm=""))[2:]
     removed, written = ([x[1:] for x in lines if x[0] == sign and x[1:].strip()] for sign in "-+")

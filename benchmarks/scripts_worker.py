@@ -1,6 +1,6 @@
 """One process of ``benchmarks scripts``: runs a script as ``python SCRIPT`` would, for a number of steps.
 
-The script stays as it is: it prints its loss after every step, and is timed from line to line.
+The script is unchanged: it prints its loss after every step, and is timed from line to line.
 
 ``python -m benchmarks.scripts_worker SCRIPT STEPS ARGUMENTS...``
 """
@@ -25,11 +25,12 @@ LOSS = re.compile(r"loss ([^\s,]+)")
 
 
 class Enough(BaseException):
-    """Ends a script after its last step. No script catches it as an error of its own."""
+    """Ends a script after its last step. Not an Exception, so that no script catches it."""
 
 
 class Steps(io.StringIO):
-    """The output of a script: the losses that it prints, and when. Raises Enough after ``count`` of them."""
+    """The output of a script: the losses that it prints, with their times. Raises Enough after ``count``
+    losses."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -41,7 +42,7 @@ class Steps(io.StringIO):
         if (found := LOSS.search(text)) is not None:
             self.ends_s.append(time.perf_counter())
             self.losses.append(float(found[1]))
-            enter_device()  # the first step has made all groups, whose threads are to be outside
+            enter_device()  # the first step has made all groups, whose threads must not be throttled
             if len(self.losses) == self.count:
                 raise Enough
         return len(text)
@@ -66,4 +67,4 @@ if __name__ == "__main__":
     if os.environ.get("RANK", "0") == "0":
         print(json.dumps(measured), flush=True)
     if dist.is_initialized():
-        dist.barrier()  # no rank leaves while another one is in its last step
+        dist.barrier()  # no rank leaves while another is in its last step

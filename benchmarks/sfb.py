@@ -58,7 +58,7 @@ class Crossing:
 @dataclass(frozen=True)
 class CrossingResult:
     """Batches, in rows, at which summing and gathering take equally long: measured, and by the formula with
-    measured collectives and with the wire's rate. ``step_s`` by batch: summed, with factors."""
+    measured collectives and with the wire's rate. ``step_s``, by batch, is (with sums, with factors)."""
 
     crossing: Crossing
     step_s: dict[int, tuple[float, float]]
@@ -121,8 +121,8 @@ def variants(crossing: Crossing, rows: int, costs: CostModel) -> Mapping[str, Pr
 
 
 def measured_rows(found: Turns, batches: tuple[int, ...]) -> float:
-    """The number of rows at which gathering neither loses nor gains: where a line, fitted to what is lost in
-    each round, is zero. Infinite if the loss does not grow with the rows."""
+    """The number of rows at which gathering neither loses nor gains: the zero of a line fitted to the losses
+    of all rounds. Infinite if the loss does not grow with the rows."""
     points = [
         (rows, factors - summed)
         for rows in batches
@@ -135,7 +135,8 @@ def measured_rows(found: Turns, batches: tuple[int, ...]) -> float:
 
 
 def formula_rows(crossing: Crossing, costs: CostModel, collective) -> float:
-    """The batch at which both take equally long; ``collective`` gives the cost of one between some ranks."""
+    """The batch at which both take equally long; ``collective`` gives the cost of a collective between some
+    ranks."""
     rows = crossing.profiled_rows
     program = variants(crossing, rows, costs)[SUMMED]
     ((i,),) = factorable(program).values()

@@ -1,9 +1,9 @@
-"""The plan of a whole cluster against the plans of its parts, and against every planner asked alone.
+"""The plan of a whole cluster compared with the plans of its parts, and with every planner alone.
 
-A plan for some of the machines is a plan for all of them in which the others have nothing to do, and a
-planner that is asked alone proposes nothing that ``auto`` could not. So ``auto`` should never be slower than
-either, in simulation. Jobs and clusters are drawn at random: two to four machines of one to four devices,
-joined at 0.5 to 100 Gbit/s; the papers' models, those of ``benchmarks.jobs``, and small random ones.
+A plan for some of the machines is also a plan for all of them in which the others are idle, and a planner
+alone proposes nothing that ``auto`` could not. So ``auto`` should never be slower than either, in simulation.
+Jobs and clusters are drawn at random: two to four machines of one to four devices, joined at 0.5 to 100
+Gbit/s; the papers' models, those of ``benchmarks.jobs``, and small random ones.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from mixmesh.planner import PLANNERS, make_plan
 from . import jobs
 
 PAIRS = 60
-TOLERANCE = 0.01  # by which ``auto`` may be slower
-SEARCHING = ("placed", "heterog", "tag")  # asked, beside ``auto`` with as much time, only in a search
+TOLERANCE = 0.01  # share of a step by which ``auto`` may be slower
+SEARCHING = ("placed", "heterog", "tag")  # asked only in a search, in which ``auto`` gets as much time
 LIKELY_TO_FIT = 16  # samples a device: of the papers' models
 PAPERS = ("bert-base", "vit", "vgg19", "bert-moe", "transformer", "resnet50", "mobilenet-v2")
 OWN = ("gpt", "moe", "vgg", "vgg19", "bert", "resnet")
@@ -51,9 +51,9 @@ class Pair:
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds of ``auto``'s predicted step on all machines, and of what it must not be slower than: ``auto``
-    on a part of them, or a planner alone; None where nothing fits. ``planning_s`` is the time that ``auto``
-    took."""
+    """Seconds of ``auto``'s predicted step on all machines, and of the alternatives that it must not be
+    slower than: ``auto`` on a part of them, or a planner alone; None if nothing fits. ``planning_s`` is the
+    time that ``auto`` took."""
 
     job: str
     cluster: str
@@ -96,8 +96,8 @@ def run(
     processes: int = 1,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Row]:
-    """A row per pair, compared by as many ``processes`` at once. With ``search_s`` the planners that search
-    as long as they may are asked too, each for so many seconds, and ``auto`` for so many for each of them."""
+    """Yields a row per pair, with ``processes`` pairs compared at once. With ``search_s`` the open-ended
+    planners are asked too, each for that many seconds, and ``auto`` for that many for each of them."""
     if processes == 1:
         for pair in pairs:
             progress(f"{pair.job} on {pair.cluster.name}")
@@ -110,7 +110,7 @@ def run(
 
 
 def compare(pair: Pair, search_s: float | None = None) -> Row:
-    """``auto`` on all machines, on parts of them, and the planners."""
+    """Compares ``auto`` on all machines with ``auto`` on parts of them and with single planners."""
     graph, cluster = graph_of(pair.job), pair.cluster
     whole_s = None if search_s is None else len(SEARCHING) * search_s
     started = time.perf_counter()
@@ -134,7 +134,7 @@ def compare(pair: Pair, search_s: float | None = None) -> Row:
 
 
 def parts(cluster: Cluster) -> list[Cluster]:
-    """Clusters of fewer of the machines, and of one device, one of those that are equal."""
+    """Clusters of fewer machines, and of one device, without duplicates."""
     machines = range(len(cluster.machines))
     found: dict[str, Cluster] = {}
     for count in range(1, len(cluster.machines)):

@@ -1,11 +1,12 @@
-"""How gradients meet, measured: where all_reduce, owners' shards and a parameter server are each the fastest.
+"""Gradient synchronisation, measured: where all_reduce, owners' shards and a parameter server are each the
+fastest.
 
-Data parallelism in proportion to speed, its gradients in buckets of 1 MB: all in one way, where machines have
-several devices by ``levels`` too; in the one that the simulator chooses (``ours``); and mixed as it would
-choose per bucket (``mixmesh.passes.sync``). The clusters differ in what decides: how many ranks there are,
-how thin the link is, and how far apart ranks are ready (``late``: even shares of the batch on unequal
-devices). And how values of a few kilobytes meet, in a network with batch norm: by the library's sum, as
-plans for CPUs have it (``ours``), or by one message between each two ranks (``direct``).
+Data parallelism in proportion to speed, with gradients in buckets of 1 MB: all synchronised in one way, with
+``levels`` too if machines have several devices; in the way that the simulator chooses (``ours``); and mixed
+as it would choose per bucket (``mixmesh.passes.sync``). The clusters differ in what decides: the number of
+ranks, the rate of the link, and the time between the ranks' readiness (``late``: even shares of the batch on
+unequal devices). Values of a few kilobytes, in a network with batch norm, are summed by the library's
+collective, as in plans for CPUs (``ours``), or by one message between each two ranks (``direct``).
 """
 
 from __future__ import annotations

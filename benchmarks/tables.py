@@ -21,7 +21,7 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def papers(made: dict) -> str:
-    """HAP's models: seconds beside the published ones, and gains over each kind of baseline."""
+    """HAP's models: our and published seconds, and gains over each kind of baseline."""
 
     def cells(r: Row) -> list[str]:
         def marked(name: str) -> str:

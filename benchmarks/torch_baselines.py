@@ -1,4 +1,4 @@
-"""PyTorch's own data parallelism, as a user would set it up: DDP and FSDP2, and one device alone."""
+"""PyTorch's own data parallelism, as a user would set it up: DDP and FSDP2, and a single device."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from mixmesh.runtime.train import endless
 
 Loss = Callable[[], float]  # the global loss of a step that was made; collective
 Step = Callable[[], Loss]
-SPEED_TURNS = 2  # the speed of a device depends on its batch: measured again at what the first turn gave
+SPEED_TURNS = 2  # a device's speed depends on its batch, so it is measured again at the first result
 SPEED_STEPS = 3
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """``setting`` tells apart what a user would try of one baseline; the better of them counts."""
+    """A baseline with one of the settings that a user would try; the better setting counts."""
 
     name: str
     setting: str
@@ -57,7 +57,7 @@ def fsdp(reshard: bool, model: nn.Module, _: Group = None) -> nn.Module:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model that keeps them in a list, at whatever depth, its children otherwise."""
+    """The layers of a model that keeps them in a list, at any depth; otherwise its children."""
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
     inner = {id(m) for outer in lists for m in outer.modules() if m is not outer}
     lists = [m for m in lists if id(m) not in inner]
@@ -72,14 +72,14 @@ BASELINES = tuple(
     Baseline("fsdp-even", setting, False, partial(fsdp, reshard))
     for setting, reshard in (("gathered twice", True), ("gathered once", False))
 )
-# DDP on one machine alone, in proportion to the speeds of its devices
+# DDP on a single machine, in proportion to the speeds of its devices
 ON_ONE_MACHINE = tuple(
     Baseline("machine", f"buckets of {size} MB", True, partial(ddp, size)) for size in (4, 25)
 )
 
 
 def parallel_step(job: Job, wrap: Callable[[nn.Module, Group], nn.Module], counts: Sequence[int]) -> Step:
-    """Steps on ``counts`` samples per rank; ranks that have none take no part. Collective.
+    """Steps on ``counts`` samples per rank; ranks without samples take no part. Collective.
 
     Both DDP and FSDP average gradients over ranks; the loss of a rank is scaled by its share of the batch
     times the number of ranks, so that the average is the gradient of the whole batch.
@@ -127,8 +127,8 @@ def single_step(job: Job, rank: int) -> Step:
 def counts_on_one_machine(
     machines: Sequence[Sequence[int]], speeds: Sequence[float], batch: int
 ) -> tuple[int, ...] | None:
-    """Samples per rank where the ``machines`` (ranks of each) but the fastest have none; None if that one has
-    a single device, which is a baseline of its own."""
+    """Samples per rank if only the fastest of ``machines`` (each a list of ranks) has any; None if that one
+    has a single device, which is a separate baseline."""
     fastest = max(machines, key=lambda ranks: sum(speeds[r] for r in ranks))
     if len(fastest) < 2 or len(machines) < 2:
         return None
@@ -137,7 +137,7 @@ def counts_on_one_machine(
 
 
 def measured_speeds(job: Job) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Samples per rank in proportion to the measured speeds, and those in samples per second.
+    """(samples per rank in proportion to measured speeds, the speeds in samples per second).
 
     Collective: all ranks compute at the same time, forward and backward.
     """

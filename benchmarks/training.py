@@ -1,7 +1,7 @@
-"""Our plans against the data parallelism of PyTorch, in the testbed: every step is real.
+"""Our plans compared with PyTorch's data parallelism, in the testbed: every step is real.
 
 For every case: profile its job on the emulated cluster, plan it by ``auto``, try the best plans as ``mixmesh
-tune`` does, and let both plans take turns with the baselines, all in one run. Losses of all are held against
+tune`` does, and let both plans take turns with the baselines, all in one run. All losses are compared with
 the single device's.
 """
 
@@ -59,7 +59,8 @@ Progress = Callable[[str], None]
 
 
 def cases(names: Sequence[str], among: Sequence[Case] = CASES) -> tuple[Case, ...]:
-    """The cases of these names (``vgg``, ``transformer@pair``), jobs or clusters; all without a name."""
+    """The cases of these names (``vgg``, ``transformer@pair``), jobs or clusters; without names, all of
+    them."""
     return named(names, among, among, lambda c: (str(c), c.name, c.job, c.cluster))
 
 
@@ -69,7 +70,7 @@ def run(
     progress: Progress = lambda _: None,
     keep: Path | None = None,
 ) -> Iterator[Result]:
-    """The result of each case as soon as it is measured. Profiles and plans stay in ``keep``."""
+    """Yields the result of each case as soon as it is measured. Profiles and plans stay in ``keep``."""
 
     def measured(case: Case, folder: Path) -> Result:
         made = race if isinstance(case, Race) else sweep
@@ -125,8 +126,8 @@ def measure(
     folder: Path,
     say: Progress,
 ) -> tuple[Measured, dict[str, Plan], tuple[Tried, ...]]:
-    """Profiles one job, plans one per variant (tuned or divided evenly where its name says so), and times
-    them all beside the baselines of one. The plans that tuning has tried come third."""
+    """Profiles one job, plans it once per variant (tuned or divided evenly if its name says so), and times
+    all plans together with the baselines of one. Also returns the plans that tuning has tried."""
     cluster = cluster_of(case)
     cluster_path = folder / "cluster.toml"
     cluster_path.write_text(CLUSTERS[case.cluster])

@@ -1,4 +1,4 @@
-"""The cases of ``python -m benchmarks training``, and what each must show.
+"""The cases of ``python -m benchmarks training``, and the target of each.
 
 The sum of a cluster's CPU shares stays at 1.3 of two cores: beyond 1.6 devices steal from each other.
 """
@@ -19,7 +19,7 @@ CLUSTERS: dict[str, str] = {
     "four-boxes": cluster_text("0.2", ("0.42",), ("0.34",), ("0.30",), ("0.24",)),
     "equal-four": cluster_text("1", ("0.30", "0.30"), ("0.30", "0.30")),
 }
-AS_FAST = 0.98  # times the best baseline's speed: two measurements of one program may differ by as much
+AS_FAST = 0.98  # relative to the best baseline: two measurements of one program may differ by as much
 PARALLEL = ("ddp-even", "ddp-proportional", "fsdp-even")
 ALL = ("single", "machine", *PARALLEL)
 
@@ -27,8 +27,8 @@ ALL = ("single", "machine", *PARALLEL)
 @dataclass(frozen=True)
 class Race:
     """The plan of ``auto`` for a job of ``benchmarks/jobs.py`` must be ``target`` times as fast as the best
-    baseline of ``against``, and as the plan for a graph made without the pass ``without``, if any: what was
-    asked. Its speed-up is stated over the best of all baselines."""
+    baseline of ``against``, and as the plan for a graph made without the pass ``without``, if any. Its
+    speed-up is stated over the best of all baselines."""
 
     name: str
     job: str
@@ -47,20 +47,19 @@ class Race:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Plans for ``job:N`` with N of ``counts``, each against the plan for N padded to a multiple of the
-    devices, and against that plan with equal shares, which is what needs the padding.
+    """Plans for ``job:N`` with N of ``counts``, each compared with the plan for N padded to a multiple of the
+    devices, and with that plan with equal shares, which is the reason for padding.
 
-    No time may lie more than ``bump`` above the mean of its neighbours; no plan may be slower than the
-    padded one, and the largest gain must be ``gain``: over the padded plan, as was asked, and over that plan
-    with equal shares. 5 on 4 devices are padded to 8, 1.6 times as many: the most that padding alone can
-    cost.
+    No time may be more than ``bump`` above the mean of its neighbours; no plan may be slower than the padded
+    one, and the largest gain must reach ``gain``: over the padded plan, and over that plan with equal shares.
+    5 on 4 devices are padded to 8, 1.6 times as many: the most that padding alone can cost.
     """
 
     name: str
     job: str
     cluster: str
     counts: tuple[int, ...]
-    profiled_count: int  # one profile for all: noise between several would look like bumps
+    profiled_count: int  # the count whose profile serves all: noise between several would look like bumps
     bump: float
     gain: float
 

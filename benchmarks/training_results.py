@@ -11,10 +11,10 @@ from .training_cases import ALL, AS_FAST, Race, Sweep
 
 OURS = "auto"
 TUNED = "auto, tuned"  # the best of the plans that ``mixmesh tune`` has tried
-WITHOUT = "auto, without a pass"  # that the case names
+WITHOUT = "auto, without a pass"  # the pass is the one that the case names
 DATA_PARALLEL = "ddp-tuned"  # our sums, shares and devices, without a search for placements
 PADDED = " padded"
-EVENLY = " padded evenly"  # as many experts, and samples, on each device: the systems that need padding
+EVENLY = " padded evenly"  # as many experts and samples on every device, for systems that need padding
 LOSS_TOLERANCE = 1e-4  # relative, in float32
 
 

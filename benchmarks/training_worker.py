@@ -1,4 +1,4 @@
-"""One rank of ``python -m benchmarks training``: profiles a job, tries its plans, or has all take turns.
+"""One rank of ``python -m benchmarks training``: profiles a job, tries its plans, or runs all in turns.
 
 Plans and PyTorch's baselines take turns in one process, so that the comparison holds while the speed of a
 shared machine drifts.

@@ -1,8 +1,8 @@
 """torchvision and timm without torchvision's binary.
 
-A build of torchvision goes with one build of PyTorch, and some for CPUs have none. Models, transforms and
-timm need its Python alone, which ``make setup`` puts into a folder of its own: inside the environment a
-torchvision without a binary would break what looks for it, transformers for instance.
+A build of torchvision belongs to one build of PyTorch, and some CPU builds have none. Models, transforms and
+timm need only its Python code, which ``make setup`` puts into a separate folder: inside the environment a
+torchvision without a binary would break packages that look for it, such as transformers.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ def has_torchvision() -> bool:
 
 
 def find_torchvision() -> bool:
-    """Makes ``import torchvision`` and ``import timm`` work in this process, and says whether they are there.
-    Without torchvision's binary its operators on boxes exist by name only, and raise when they are called."""
+    """Makes ``import torchvision`` and ``import timm`` work in this process, and returns whether they are
+    available. Without torchvision's binary its operators on boxes exist by name only, and raise when
+    called."""
     if importlib.util.find_spec("torchvision") is None and FOLDER.is_dir():
         sys.path.append(str(FOLDER))
         for name in OPERATORS_WITH_RULES:

@@ -48,7 +48,7 @@ def write_rows(made: dict, out: Path) -> None:
 
 @contextmanager
 def progress_bar(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
-    """A progress bar on stderr, where that is a terminal: its text, and one step of it."""
+    """A progress bar on stderr, if that is a terminal: functions to set its text and to advance it."""
     if not sys.stderr.isatty():
         yield lambda text: None, lambda: None
         return
@@ -69,8 +69,8 @@ def case_by_case(
     out: Path,
     as_json: bool,
 ) -> dict:
-    """Prints each of ``count`` results and writes all that there are, as soon as one is there; then says what
-    of the targets was met. Gives the report."""
+    """Prints each of ``count`` results, and writes all results so far, as soon as it is there; then prints
+    which targets were met. Returns the report."""
     results: list[Result] = []
     with progress_bar(count) as (say, advance):
         for result in run(say):

@@ -100,7 +100,7 @@ def shown(number: int, trained: Trained) -> str:
 
 
 def summary(made: dict, out: Path) -> str:
-    """The table of kinds, and what of the targets was met."""
+    """The table of kinds, and the targets that were met."""
 
     def cell(time_s: float | None) -> str:
         return "-" if time_s is None else f"{time_s:.1f}"

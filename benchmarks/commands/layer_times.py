@@ -14,7 +14,7 @@ from .common import Out, app, command_line, write_rows
 if TYPE_CHECKING:
     from ..layer_times import Row
 
-# beside the repository, where --data names no other folder
+# next to the repository, unless --data names another folder
 DATA = Path(__file__).parents[3] / "shared" / "data" / "layer_times"
 
 
@@ -50,7 +50,7 @@ def layer_times(
 
 
 def shown(made: dict, rows: tuple[Row, ...]) -> str:
-    """Scores as a table, with what they are of."""
+    """The scores as a table, each with its subject."""
     header = ("constants", "pass", "layers", "number", "mean error", "rank", "predicted / measured", "target")
     lines = [
         (

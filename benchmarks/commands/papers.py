@@ -99,7 +99,7 @@ def shown(rows: list[Row]) -> str:
 
 
 def shown_floors(below: Sequence[Floor]) -> str:
-    """The table of bounds beside published steps, and whether one of them is above its own."""
+    """The table of bounds and published steps, and whether a bound is above its published step."""
     rows = [(f.case, f"{f.bound_s:.3f}", f"{f.published_s:.2f}", f.source) for f in below]
     above = [f.case for f in below if not f.is_below]
     verdict = f"above a published step: {', '.join(above)}" if above else "no bound is above a published step"

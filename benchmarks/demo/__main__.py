@@ -40,8 +40,9 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a case has shown. ``seconds``, ``losses``: of every step, by variant; ``samples_per_s``: of all
-    devices alone, in every round; ``reference``: the losses of a single device."""
+    """The results of a case. ``seconds`` and ``losses`` are those of every step, by variant;
+    ``samples_per_s`` of all devices when computing alone, in every round; ``reference`` are the losses of a
+    single device."""
 
     case: Case
     cluster: Cluster
@@ -110,7 +111,8 @@ def run(out: Path, steps: int) -> int:
 
 
 def profile_case(case: Case, out: Path, profile_path: Path) -> tuple[Cluster, Profile]:
-    """The emulated cluster of a case, whose file goes to ``out``, and what its devices and links take."""
+    """The emulated cluster of a case, whose file goes to ``out``, and the profile of its devices and
+    links."""
     out.mkdir(parents=True, exist_ok=True)
     cluster_path = out / "cluster.toml"
     cluster_path.write_text(case.cluster)
@@ -154,7 +156,7 @@ def compare(case: Case, steps: int, out: Path, say: Say) -> Outcome:
 
 
 def pages(outcome: Outcome, folder: Path) -> list[Facts]:
-    """The variants, predicted and measured: the plan that was found, then what it is compared with."""
+    """The variants, predicted and measured: the plan, then the variants that it is compared with."""
     return [
         facts_of(
             outcome.plans[name],
@@ -177,7 +179,8 @@ def show(plan: Plan, path: str) -> None:
 
 
 def summarise(gpt: Outcome, words: Outcome) -> dict:
-    """The result in figures: of the first case, and below ``search_`` of the one that search is for."""
+    """The result in figures: those of the first case, and prefixed with ``search_`` those of the case made
+    for the search."""
     median, searched = gpt.medians_s, words.medians_s
     return {
         "speedup_over_ddp_even": median[EVENLY] / median[PLAN],

@@ -31,8 +31,8 @@ PLANNERS = {EVENLY: EVENLY, PROPORTIONAL: PROPORTIONAL, PLAN: "auto"}  # PyTorch
 
 @dataclass(frozen=True)
 class Case:
-    """A job on an emulated cluster. ``baselines``: beside those of ``PLANNERS``. ``rounds``: all variants
-    take turns so often. ``is_recorded``: a few steps of each are measured in detail."""
+    """A job on an emulated cluster. ``baselines`` are added to those of ``PLANNERS``. ``rounds`` is how often
+    each variant takes its turn. ``is_recorded``: a few steps of each are measured in detail."""
 
     name: str
     about: str

@@ -1,7 +1,8 @@
-"""DistributedDataParallel with clocks around what it does, as our own recordings have them.
+"""DistributedDataParallel with clocks around its work, in the form of our own recordings.
 
-A leaf module computes from where its forward pass begins to where that of the next one does, and in the
-backward pass from where autograd reaches it; a bucket travels from where DDP hands it over to its completion.
+A leaf module computes from the start of its forward pass to the start of the next one's, and in the backward
+pass from the moment when autograd reaches it. A bucket travels from the moment when DDP hands it over until
+its completion.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from mixmesh.runtime.recording import Recorder
 
 
 class RecordedDDP:
-    """``ddp`` is DistributedDataParallel around a model. Its buckets are summed by a hook that does what DDP
-    itself does, and tells a recorder while there is one."""
+    """``ddp`` is DistributedDataParallel around a model. A hook sums its buckets as DDP itself does, and
+    reports to a recorder while there is one."""
 
     def __init__(self, model: nn.Module, bucket_mb: int) -> None:
         self.ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
@@ -57,7 +58,7 @@ class RecordedDDP:
         if self._recorder is not None:
             names = [self._names[id(p)] for p in bucket.parameters()]
             arrived = self._recorder.transfer(bucket_name(names), "all_reduce", buffer.nbytes)
-            if bucket.is_last():  # all gradients are there: what follows is waiting
+            if bucket.is_last():  # all gradients are ready, so only waiting follows
                 self._recorder.leave()
         summed = dist.all_reduce(buffer.div_(dist.get_world_size()), async_op=True).get_future()
 

@@ -40,14 +40,14 @@ from mixmesh.runtime.recording import Recorder, gather_steps, typical
 from mixmesh.runtime.train import endless
 
 DDP_BUCKET_MB = 4
-RECORDED_STEPS = 2  # with clocks; a step more tells where they begin
+RECORDED_STEPS = 2  # with clocks; one more step shows where they begin
 Span = Callable[[str], AbstractContextManager]
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to train: ``step`` makes a step, its optimizer within a span, and gives the global loss;
-    ``recorded`` has what it does measured by a recorder within a context."""
+    """A way to train. ``step`` runs a training step, opening the given span around its optimizer, and returns
+    the global loss. Within the context ``recorded``, a recorder measures the steps."""
 
     step: Callable[[Span], float]
     recorded: Callable[[Recorder], AbstractContextManager]
@@ -158,7 +158,7 @@ def evenly(made: Job) -> tuple[int, ...]:
 def plan_steps(case: Case, plan: Plan) -> tuple[Variant, Comm]:
     """Steps of a plan, and the process groups that they use."""
     made = case.make()
-    # several models share this process, so that its memory says nothing of this plan: none is promised
+    # several models share this process, so its memory must not be compared with this plan's prediction
     free = replace(plan, predicted_peak_memory_bytes=())
     optimizer = made.optimizer(made.model.parameters())
     model, optimizer = parallelize(made.model, optimizer, free, check_model=False)
@@ -176,7 +176,7 @@ def plan_steps(case: Case, plan: Plan) -> tuple[Variant, Comm]:
 
 
 def alone_step(case: Case, plan: Plan) -> Callable[[], float]:
-    """Samples per second of this device alone on its part of the batch, by the plan's first ratio: no
+    """Samples per second of this device on its part of the batch, by the plan's first ratio, without
     communication."""
     made = case.make()
     batch, program = batch_size(made), plan.program

@@ -1,5 +1,5 @@
-"""Trainings that are disturbed on purpose, beside one that is not.
+"""Trainings that are disturbed on purpose, each compared with an undisturbed one.
 
-Reading order: ``bench`` (the entry), ``scene`` (one training under torchrun), ``kinds`` (what is done to it),
+Reading order: ``bench`` (the entry), ``scene`` (one training under torchrun), ``kinds`` (the faults),
 ``judgement`` (what must hold afterwards); ``journal`` is what ranks write, ``job`` and ``worker`` run inside.
 """

@@ -1,4 +1,4 @@
-"""Faults at random moments of real trainings: each must go on, and end as one that was left alone."""
+"""Makes faults at random moments of real trainings: each must go on, and end like an undisturbed one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .scene import Output, Scene, Setting, Stuck
 SHARES = ("0.40", "0.40", "0.25", "0.25")  # shares of a core, one machine each
 DISK_BYTES = 64 * 2**20
 NOTICED_S = 30.0
-SAVED_S = 30.0  # after SIGTERM torchrun kills what is still there
+SAVED_S = 30.0  # after this, torchrun kills processes that SIGTERM has not ended
 MOST_STEPS = 8  # between two faults
 KEPT_CHECKPOINTS = 2  # written before a fault: one may be damaged
 Say = Callable[[str], None]
@@ -40,7 +40,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Trained:
-    """One training and what was found of it. ``problems`` are those that judge it as a whole."""
+    """One training and its findings. ``problems`` concern the training as a whole."""
 
     losses: dict[int, float]
     problems: tuple[str, ...]
@@ -72,8 +72,8 @@ def cluster_text(num_machines: int) -> str:
 
 
 def choose_kinds(names: Sequence[str], is_plain: bool, say: Say) -> tuple[Kind, ...]:
-    """The kinds of these names; all without a name. Those that need the testbed are left out without it, and
-    ``say`` is told. Raises InputError where none is left."""
+    """The kinds of these names; without names, all of them. Without a testbed the kinds that need one are
+    left out, and ``say`` is called. Raises InputError if none is left."""
     unknown = [name for name in names if name not in KIND_NAMES]
     if unknown:
         raise InputError(
@@ -125,8 +125,8 @@ class Chaos:
                 yield from self.disturb_all(undisturbed.losses, Path(name))
 
     def disturb_all(self, expected: dict[int, float], folder: Path) -> Iterator[Trained]:
-        """Trainings until all faults were made. Each is to have the ``expected`` losses by step; their files
-        go to ``folder``."""
+        """Yields trainings until all faults were made. Each should have the ``expected`` losses by step;
+        their files go to ``folder``."""
         rng = random.Random(self.seed)
         left, has_made_any = draw_kinds(self.kinds, self.num_faults, rng), True
         while left and has_made_any:
@@ -137,7 +137,7 @@ class Chaos:
     def _train(
         self, folder: Path, left: list[Kind], rng: random.Random, expected: dict[int, float]
     ) -> Trained:
-        """One training under as many of the faults that are ``left`` as it has time for."""
+        """One training, under as many of the faults ``left`` as it has time for."""
         started_s, faults, report = time.monotonic(), [], ""
         with self._scene(folder) as scene:
             damage_seen: list[str] = []
@@ -164,7 +164,7 @@ class Chaos:
             )  # fmt: skip
 
     def _judge(self, lines: Sequence[Line], why_stuck: str, expected: dict[int, float]) -> Trained:
-        """All that the steps of a training say of it; no more than the losses where it is stuck."""
+        """Judges a training by its steps; by no more than the losses if it is stuck."""
         history, training = last_executions(lines), self.setting.training
         losses = losses_of(history)
         whole = [*check_steps(history, training), *check_samples(history, training)]
@@ -248,7 +248,7 @@ def report(trainings: Sequence[Trained], num_faults: int, command: str, seed: in
 
 
 def kind_row(kind: Kind, faults: Sequence[Fault]) -> dict:
-    """The faults of one kind in short: the longest times in seconds, None where none was taken."""
+    """A summary of the faults of one kind: the longest times in seconds, None if none was taken."""
     own = [fault for fault in faults if fault.kind == kind.name]
     longest = {
         f"longest_{name}": max((t for t in (getattr(f, name) for f in own) if t is not None), default=None)

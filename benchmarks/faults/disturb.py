@@ -1,4 +1,4 @@
-"""One fault of a training that runs, and what is seen of it until the training goes on."""
+"""Makes one fault in a running training, and watches until the training goes on."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .journal import Line
 from .kinds import Fault, Kind
 from .scene import Scene, is_there
 
-STEPS_BESIDE = 5  # that a training makes under a fault that does not end it
+STEPS_BESIDE = 5  # steps that a training makes under a fault that does not end it
 
 
 def disturb(scene: Scene, kind: Kind, fault: Fault, rng: random.Random) -> None:
-    """Makes a fault and watches until all machines train again; ``fault`` is filled in on the way. Raises
-    Stuck, by ``scene.wait``, where the training does not go on."""
+    """Makes a fault and watches until all machines train again; fills in ``fault`` on the way. Raises Stuck,
+    by ``scene.wait``, if the training does not go on."""
     running = scene.running()
     others = {
         line.pid for machine, line in running.items() if kind.has_alive_victim or machine != fault.machine
@@ -34,7 +34,8 @@ def disturb(scene: Scene, kind: Kind, fault: Fault, rng: random.Random) -> None:
 
 
 def check_start(checkpoint: str, first_step: int) -> str:
-    """The problem of a start that made ``first_step`` first, where a good ``checkpoint`` was there."""
+    """The problem, if any, of a start whose first step was ``first_step`` although there was a good
+    ``checkpoint``."""
     step = int(NAME.fullmatch(checkpoint)[2])
     if first_step > step:
         return ""
@@ -42,7 +43,8 @@ def check_start(checkpoint: str, first_step: int) -> str:
 
 
 def check_saved(checkpoint: str, lines: Sequence[Line], pids: set[int]) -> str:
-    """The problem of ranks ``pids`` that were to save before they ended, and left a ``checkpoint``."""
+    """The problem, if any, of ranks ``pids`` that should have saved before they ended, and left a
+    ``checkpoint``."""
     step, made = int(NAME.fullmatch(checkpoint)[2]), max(line.step for line in lines if line.pid in pids)
     return "" if step == made else f"step {made} was made last, and the newest is {checkpoint}"
 
@@ -66,7 +68,7 @@ def _see_end(
     if kind.is_saved:
         scene.journal.read()
         newest = scene.good_checkpoints()[0]
-        named_s = time.monotonic() - (time.time() - newest.stat().st_ctime)  # when it got its name
+        named_s = time.monotonic() - (time.time() - newest.stat().st_ctime)  # time at which it got its name
         fault.saved_s = max(0.0, named_s - made_at_s)
         fault.problem = check_saved(newest.name, scene.journal.lines, others)
     if kind.undo_when == "noticed":
@@ -80,7 +82,7 @@ def _see_end(
 
 
 def _see_training_on(scene: Scene, kind: Kind, fault: Fault, made_at_s: float) -> None:
-    """Waits for some steps under the fault, and for the warning of it where there is one. The ranks stay."""
+    """Waits for some steps under the fault, and for its warning if it has one. The ranks stay."""
     running = {line.pid for line in scene.running().values()}
     newest = max((path.name for path in scene.good_checkpoints()), default="")
 

@@ -1,7 +1,7 @@
-"""The job that is disturbed: a small network in double precision whose samples have numbers.
+"""The job that is disturbed: a small network in double precision whose samples are numbered.
 
-Sums that are made in another order then differ by far less than what is looked for: a lost sample, a
-parameter that went on from another step.
+Sums in another order then differ by far less than the errors that the bench looks for: a lost sample, or a
+parameter that continued from another step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mixmesh.frontend.job import Job
 SAMPLES, BATCH_SIZE, WIDTH = 320, 16, 64
 STEPS_PER_EPOCH = SAMPLES // BATCH_SIZE
 STEP_VARIABLE = "MIXMESH_FAULTS_STEP_S"  # a step takes at least so long
-LOADED_BYTES = 4 * 2**20  # asked of the system anew for every batch, as those of pictures are
+LOADED_BYTES = 4 * 2**20  # requested anew from the system for every batch, like a batch of pictures
 
 
 class Numbered(Dataset):

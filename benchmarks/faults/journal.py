@@ -64,7 +64,7 @@ class Writer:
             on_start, on_step = options["on_start"], options["on_step"]
 
             def start() -> None:
-                drawn.clear()  # by what looked at the data before
+                drawn.clear()  # drawn by earlier looks at the data
                 on_start()
 
             def note(number: int, loss: float, step_s: float) -> None:
@@ -78,7 +78,7 @@ class Writer:
 
 
 class Reader:
-    """The lines of all ranks so far; ``read`` adds those that were written since."""
+    """The lines of all ranks so far; ``read`` adds new ones."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -106,7 +106,7 @@ def parse(text: bytes) -> Line:
 
 
 def last_executions(lines: Iterable[Line]) -> dict[int, list[Line]]:
-    """By step, the lines of its last execution: as many as it had ranks, if all of them have finished it."""
+    """By step, the lines of its last execution: one for each rank, if all of them have finished it."""
     of_step: dict[int, list[Line]] = {}
     for line in lines:
         if line.step:

@@ -1,5 +1,5 @@
-"""All that must hold of a training that was disturbed: every step was made, every sample was seen once in an
-epoch, and the losses are those of the training that was not."""
+"""Judges a training that was disturbed: every step was made, every sample was seen once in an epoch, and the
+losses are those of the undisturbed training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHOWN = 5  # samples or steps that a message names
 
 @dataclass(frozen=True)
 class Training:
-    """The size of a training: samples of an epoch, those of a batch, and the number of epochs."""
+    """The size of a training: samples in an epoch, samples in a batch, and the number of epochs."""
 
     samples: int
     batch_size: int
@@ -50,8 +50,8 @@ def check_steps(history: Mapping[int, Sequence[Line]], training: Training) -> li
 
 
 def samples_of(lines: Sequence[Line], batch_size: int) -> list[int]:
-    """The samples of one step. A rank that has loaded the whole batch cuts it, and says nothing of the parts
-    of others; where all have done so they must have loaded the same."""
+    """The samples of one step. A rank that has loaded the whole batch cuts it, so its line does not show the
+    parts; if all ranks have, they must have loaded the same batch."""
     parts = [line.ids for line in lines if len(line.ids) < batch_size]
     if parts:
         return list(chain.from_iterable(parts))
@@ -78,7 +78,7 @@ def check_samples(history: Mapping[int, Sequence[Line]], training: Training) -> 
 
 
 def losses_of(history: Mapping[int, Sequence[Line]]) -> dict[int, float]:
-    """The loss of each step, as its first line has it."""
+    """The loss of each step, from its first line."""
     return {step: lines[0].loss for step, lines in history.items() if lines}
 
 
@@ -88,8 +88,8 @@ def loss_error(losses: Mapping[int, float], expected: Mapping[int, float]) -> fl
 
 
 def check_losses(losses: Mapping[int, float], expected: Mapping[int, float]) -> list[str]:
-    """Steps whose loss is another one than in the undisturbed training."""
-    # not >: a loss that is no number is another one
+    """Steps whose loss differs from the undisturbed training's."""
+    # not >, so that nan counts as different
     off = [s for s in sorted(losses) if not abs(losses[s] / expected[s] - 1) <= LOSS_TOLERANCE]
     if not off:
         return []
@@ -100,8 +100,8 @@ def check_losses(losses: Mapping[int, float], expected: Mapping[int, float]) -> 
 
 
 def unreadable(folder: Path, damaged: set[str]) -> list[str]:
-    """The checkpoints that are not as they were written, but for those that were ``damaged`` on purpose.
-    They may be written and removed at the same time."""
+    """The damaged checkpoints, except those that were ``damaged`` on purpose. Checkpoints may be written and
+    removed at the same time."""
     found = []
     for path in checkpoints_in(folder):
         if path.name in damaged:

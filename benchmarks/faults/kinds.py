@@ -19,18 +19,18 @@ LEFT_BYTES = 16 * 2**10  # free space of a full disk
 
 @dataclass
 class Fault:
-    """One fault of a training: its victim, what was done, and what was seen of it, in seconds."""
+    """One fault of a training: its victim, a description, and the observed times in seconds."""
 
     kind: str
     machine: int
     step: int
     what: str = ""
     noticed_s: float | None = None
-    saved_s: float | None = None  # until the checkpoint was finished that a signal asked for
+    saved_s: float | None = None  # until the requested checkpoint was finished
     again_s: float | None = None
     whole_s: float | None = None  # until all machines trained again
     problem: str = ""
-    said: str = ""  # the last lines of all machines, where it was noticed late
+    said: str = ""  # the last lines of all machines, if it was noticed late
 
     @property
     def is_survived(self) -> bool:
@@ -39,10 +39,10 @@ class Fault:
 
 @dataclass(frozen=True)
 class Kind:
-    """``make`` makes a fault and says what was done. Where it ``ends_ranks`` the others notice it and a
-    new start is to go on; else this one does. ``undo`` is called when the others have noticed it
-    (``"noticed"``), or train again (``"again"``). A fault that takes a while to end its victim is made
-    stronger by ``press`` until the victim is gone."""
+    """A kind of fault. ``make`` makes it and returns a description. If it ``ends_ranks`` the others notice it
+    and a new start should continue; otherwise this start should. ``undo`` is called when the others have
+    noticed it (``"noticed"``), or train again (``"again"``). ``press`` strengthens a fault that takes a while
+    to end its victim, until the victim is gone."""
 
     name: str
     text: str
@@ -51,10 +51,10 @@ class Kind:
     ends_ranks: bool = True
     undo: Callable[[Scene, int], None] = lambda scene, machine: None
     undo_when: str = "noticed"
-    has_alive_victim: bool = False  # its rank is one of those that are to notice
+    has_alive_victim: bool = False  # its rank should itself notice the fault
     press: Callable[[Scene, int], None] | None = None
     is_saved: bool = False  # all ranks write a checkpoint before they end, so that no step is lost
-    warning: str = ""  # by which it is noticed, where it does not end ranks
+    warning: str = ""  # the warning by which a fault that does not end ranks is noticed
 
 
 def kill_rank(scene: Scene, machine: int, rng: random.Random) -> str:
@@ -112,7 +112,7 @@ def take_memory(scene: Scene, machine: int, rng: random.Random) -> str:
 
 
 def take_freed_memory(scene: Scene, machine: int) -> None:
-    """Lowers the limit to what is held now: of checkpoints that were deleted since, nothing is left over."""
+    """Lowers the limit to current use, so that no memory is left over from checkpoints deleted since."""
     scene.bed.take_memory(rank_of(scene, machine))
 
 

@@ -1,4 +1,4 @@
-"""One training under ``torchrun``: an agent for every machine, all of which may die and come back."""
+"""One training under ``torchrun``: an agent for every machine, each of which may die and come back."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ AGAIN_S = 1.0  # after which an agent that has failed is started again, as by sy
 MOST_AGENTS = 40  # started in one training: more are no accident
 STORE_PORT = 29400
 LAST_LINES = 15  # per machine, in the report on a training that hangs
-TOKEN_VARIABLE = "MIXMESH_FAULTS_TOKEN"  # by which ranks are found whose agent was killed
+TOKEN_VARIABLE = "MIXMESH_FAULTS_TOKEN"  # marks ranks, so that they are found after their agent was killed
 RENDEZVOUS = "is_host=0,last_call_timeout=5,keep_alive_interval=2"
 
 
 class Stuck(Exception):
-    """A training that does not go on; its text says what was waited for."""
+    """A training that does not go on; the text names what was waited for."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Setting:
 
     training: Training
     every: int = 5  # steps from checkpoint to checkpoint
-    step_s: float = 0.1  # that a step takes at least
+    step_s: float = 0.1  # shortest seconds of a step
     planner: str = "ddp-proportional"
     heartbeat_s: float = 20.0
-    limit_s: float = 240.0  # for anything to go on
+    limit_s: float = 240.0  # limit of a single wait
 
     def words(self, checkpoints: Path, cache: Path) -> list[str]:
         """The arguments of the ranks: a plain ``mixmesh run``."""
@@ -87,7 +87,7 @@ class Output:
         self.lines.append(Said(time.monotonic(), self.machine_of.get(number), text.rstrip()))
 
     def first_with(self, text: str, since_s: float) -> float | None:
-        """When ``text`` was said first after a time."""
+        """The time of the first line with ``text`` after ``since_s``."""
         return next((s.time_s for s in self.lines if s.time_s >= since_s and text in s.text), None)
 
     def last(self) -> str:
@@ -98,8 +98,8 @@ class Output:
 
 
 class Scene:
-    """A training that runs, to be entered within its bed. Everything that it started is gone afterwards, also
-    what an agent has left behind that was killed."""
+    """A running training, to be entered within its bed. Afterwards everything that it started is gone,
+    including leftovers of an agent that was killed."""
 
     def __init__(self, bed: Bed, output: Output, folder: Path, checkpoints: Path, setting: Setting) -> None:
         self.bed, self.output, self.setting = bed, output, setting
@@ -156,7 +156,7 @@ class Scene:
     # --- what is going on -----------------------------------------------------------------------------
 
     def poll(self, time_s: float = POLL_S) -> None:
-        """Lets so much time pass; starts agents again that have failed."""
+        """Waits for ``time_s``, then restarts agents that have failed."""
         self.bed.poll(time_s)
         self.journal.read()
         now_s = time.monotonic()
@@ -172,7 +172,7 @@ class Scene:
                 self._start(machine)
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
-        """Waits for a condition. Raises Stuck where it takes too long."""
+        """Waits for a condition. Raises Stuck if it takes too long."""
         deadline_s = time.monotonic() + self.setting.limit_s
         while not condition():
             if time.monotonic() > deadline_s:
@@ -181,7 +181,7 @@ class Scene:
 
     @property
     def is_over(self) -> bool:
-        """Whether every agent has ended, one of them well."""
+        """Whether every agent has ended, at least one of them successfully."""
         ended = [self.bed.returncode(agent.number) is not None for agent in self._agents.values()]
         return all(ended) and any(agent.is_done for agent in self._agents.values())
 
@@ -242,7 +242,7 @@ def marked(token: str) -> Iterator[int]:
 
 
 def end_marked(token: str) -> None:
-    """Kills what was started with a token, until nothing of it is there."""
+    """Kills all processes that were started with a token, until none is left."""
     while found := [pid for pid in marked(token) if is_there(pid)]:
         for pid in found:
             with suppress(ProcessLookupError):

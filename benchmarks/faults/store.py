@@ -1,4 +1,4 @@
-"""The store in which agents of torchrun meet, in a process of its own, so that any of them may die."""
+"""The store in which agents of torchrun meet, in a separate process, so that any of them may die."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed import TCPStore
 
 def main(host: str, port: int) -> None:
     store = TCPStore(host, port, is_master=True, wait_for_workers=False)
-    while store is not None:  # as long as the bench lives
+    while store is not None:  # runs as long as the bench
         time.sleep(60)
 
 

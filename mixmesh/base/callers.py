@@ -17,8 +17,8 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 def line_of_script(thread: int | None = None) -> str:
-    """The script's own line that is under way on this thread, or on another one, as ``train.py:31``: the
-    innermost outside of mixmesh and of installed packages. Empty where there is none."""
+    """The script's own current line on this thread, or on another one, as ``train.py:31``: the innermost
+    frame outside of mixmesh and of installed packages. Empty if there is none."""
     frame = _frame_of_script(None if thread is None else sys._current_frames().get(thread))
     if frame is None:
         return ""

@@ -26,8 +26,8 @@ def read_text(path: str | Path, max_bytes: int) -> str:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """A path to write a file at, which becomes ``path`` at the end; what stood there stays where that fails.
-    Raises OSError."""
+    """A context with a path to write to, which becomes ``path`` at the end; on failure the existing file
+    stays. Raises OSError."""
     partial = path.with_name(f"{path.name}.partial{os.getpid()}")
     try:
         yield partial

@@ -8,15 +8,15 @@ import numpy as np
 
 SWEEPS = 20_000
 SETTLED = 1e-12  # relative to the largest figure
-STEP = float(np.log(1.05))  # by which an unknown is varied for the slope
+STEP = float(np.log(1.05))  # change of an unknown that measures the slope
 
 
 def bounded_least_squares(
     matrix: np.ndarray, wanted: np.ndarray, low: np.ndarray, high: np.ndarray
 ) -> np.ndarray:
-    """The x between ``low`` and ``high`` for which ``matrix @ x`` is nearest to ``wanted``, by coordinates in
-    turn, which finds the minimum of a convex function over a box (Bertsekas, "Nonlinear Programming", 1999,
-    section 2.7). Columns that are 0 keep the value of ``low``."""
+    """The x between ``low`` and ``high`` for which ``matrix @ x`` is nearest to ``wanted``. Coordinates are
+    minimised in turn, which finds the minimum of a convex function over a box (Bertsekas, "Nonlinear
+    Programming", 1999, section 2.7). Coordinates of zero columns are ``low``."""
     scale = np.sqrt((matrix**2).sum(axis=0))
     scale[scale == 0] = 1.0
     columns = matrix / scale
@@ -44,8 +44,8 @@ def fit_logs(
     steps: int,
 ) -> np.ndarray:
     """The logarithms of factors, between ``low`` and ``high``, that minimise the squared ``errors``, by
-    Gauss-Newton steps from 0, each with the bounds. ``weight`` is that of a logarithm's distance from 0, and
-    decides what the errors hardly depend on."""
+    Gauss-Newton steps from 0, each within the bounds. ``weight`` is that of a logarithm's distance from 0,
+    and decides where the errors hardly depend on a factor."""
     logs = np.zeros_like(low)
     usual = weight * np.eye(len(logs))
     for _ in range(steps):

@@ -8,8 +8,8 @@ from typing import Any
 
 
 def put_on(owner: Any, name: str, value: Any) -> None:
-    """Sets an attribute of an object or class of another library, for good: one that its type does not
-    declare, or a method in place of its own."""
+    """Permanently sets an attribute on another library's object or class: one that its type does not declare,
+    or a method in place of its own."""
     setattr(owner, name, value)
 
 

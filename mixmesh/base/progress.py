@@ -1,4 +1,4 @@
-"""Tells people on the first rank's standard error what is going on, and what was decided."""
+"""Reports progress and decisions to people, on the first rank's standard error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from .callers import line_of_script, warn
 
-AGAIN_S = 10.0  # a stage that goes on for so long is told once more
+AGAIN_S = 10.0  # a stage that lasts this long is reported again
 Say = Callable[[str], None]
 _warned_of: set[str] = set()  # in this process
 
@@ -33,8 +33,8 @@ class Teller:
 
 @contextmanager
 def telling(rank: int, doing: str) -> Iterator[Teller]:
-    """A teller of what goes on: on the first rank a line that changes on a terminal; elsewhere a line for
-    each stage, and one more every ``AGAIN_S`` seconds of a long one."""
+    """A teller of progress, on the first rank: on a terminal a line that changes; elsewhere a line for each
+    stage, and another every ``AGAIN_S`` seconds of a long one."""
     if rank:
         yield Teller()
     elif sys.stderr.isatty():
@@ -72,7 +72,7 @@ def tell(text: str) -> None:
 
 
 def warn_once(text: str) -> None:
-    """A warning: of the script's own line, or a line on the standard error where there is no script."""
+    """Warns at the script's own line; without a script, prints the text once on standard error."""
     if line_of_script():
         warn(text)
     elif text not in _warned_of:

@@ -1,12 +1,12 @@
 """The log of a training: a file with a JSON object on each line, one for every step and one for every mark.
 
 A step is ``{"step", "loss", "step_s", "samples_per_s", "time_s"}``. A mark is ``{"event", "step", "time_s"}``
-with what belongs to it: ``start`` (``step`` steps were made before: ``world_size``, ``planner``,
-``predicted_step_s``, ``bound_s``), ``plan`` (another one follows in the same processes: the same, and its
-``cause``), ``checkpoint``, ``shares`` (they change: ``pause_s``, ``cause``), ``own`` (``own_s``: the seconds
-of a step in which each rank waited for nobody), ``fault`` (a ``rank`` was lost: its ``device``, and ``why``;
-an error of all ranks has no rank), ``stop`` (by a signal: ``cause``). Starts go on with the same file, in
-which steps may then stand several times: those after a ``start`` undo the ones that were made beyond it.
+with further keys: ``start`` (after ``step`` earlier steps: ``world_size``, ``planner``, ``predicted_step_s``,
+``bound_s``), ``plan`` (another plan follows in the same processes: the same keys, and its ``cause``),
+``checkpoint``, ``shares`` (they change: ``pause_s``, ``cause``), ``own`` (``own_s``: the seconds of a step in
+which each rank waited for nobody), ``fault`` (a ``rank`` was lost: its ``device``, and ``why``; an error of
+all ranks has no rank), ``stop`` (by a signal: ``cause``). Later starts append to the same file, in which
+steps may then appear several times: a ``start`` undoes all steps beyond its own.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class RunLog:
-    """The steps of a training in their order, and what happened, in the order of time."""
+    """The steps of a training in order, and its marks in the order of time."""
 
     steps: tuple[LoggedStep, ...]
     marks: tuple[Mark, ...]
@@ -148,8 +148,8 @@ def parse_log(text: str, where: str = "<log>") -> RunLog:
 
 
 def _is_news(fault: Mark, marks: list[Mark]) -> bool:
-    """Whether a fault of this start is another one than those before it: survivors tell of a rank that was
-    lost, and one of them may end with an error of its own for it, which names no rank."""
+    """Whether a fault of this start differs from those before it: survivors report a lost rank, and one of
+    them may then end with its own error, which names no rank."""
     starts = [n for n, mark in enumerate(marks) if mark.event == START]
     ranks = [m.facts.get("rank") for m in marks[starts[-1] if starts else 0 :] if m.event == FAULT]
     return fault.facts.get("rank") not in ranks if "rank" in fault.facts else not ranks

@@ -46,7 +46,7 @@ class Link(NamedTuple):  # the key of many tables
 class Event:
     """One piece of work on a rank's stream (``compute`` or ``communication``).
 
-    ``op`` is the operator or collective, ``size_bytes`` the size of the whole tensor, where they are known.
+    ``op`` is the operator or collective, ``size_bytes`` the size of the whole tensor, if known.
     """
 
     rank: int
@@ -62,9 +62,9 @@ class Event:
 class Timeline:
     """One step, predicted or measured.
 
-    ``peak_memory_bytes`` and ``compute_s`` have one entry per rank; ``peak_memory_bytes`` is empty where it
-    was enough to know that the step fits. ``communication_s`` counts a collective once. ``link_busy_s`` says,
-    for a predicted step with events, for how many seconds each link carries data.
+    ``peak_memory_bytes`` and ``compute_s`` have one entry per rank; ``peak_memory_bytes`` is empty if it was
+    enough to know that the step fits. ``communication_s`` counts a collective once. ``link_busy_s`` gives the
+    seconds in which each link carries data, for a predicted step with events.
     """
 
     step_s: float
@@ -105,8 +105,8 @@ BUCKET = "gradients of "
 
 
 def bucket_name(params: Sequence[str], ranks: Sequence[int] = ()) -> str:
-    """The name of the all-reduce of these parameters' gradients, whatever their order. ``ranks`` are those
-    that hold a part of several copies in common."""
+    """The name of the all-reduce of these parameters' gradients, in any order. ``ranks`` are those that hold
+    the common part of several copies."""
     first, *others = sorted(params)
     between = f" between {', '.join(map(str, ranks))}" if ranks else ""
     return f"{BUCKET}{first}" + (f" +{len(others)}" if others else "") + between
@@ -116,7 +116,7 @@ PARAMETERS = "parameters of "
 
 
 def parameters_name(params: Sequence[str]) -> str:
-    """The name of the gather of these parameters from their shard owners, whatever their order."""
+    """The name of the gather of these parameters from their shard owners, in any order."""
     return PARAMETERS + bucket_name(params).removeprefix(BUCKET)
 
 
@@ -196,8 +196,8 @@ def save_trace(trace: dict[str, Any], path: str | Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One quantity in both timelines. ``rank`` is None where the quantity belongs to no single rank, seconds
-    are None for a timeline without such an event."""
+    """One quantity in both timelines. ``rank`` is None for a quantity of no single rank, and seconds are None
+    for a timeline without such an event."""
 
     what: str
     rank: int | None
@@ -238,12 +238,11 @@ Durations = dict[tuple[str, int | None], float]
 
 
 def durations(timeline: Timeline) -> Durations:
-    """Returns seconds by (name, rank) for computations, and by (name, None) for collectives, which count
-    once.
+    """Seconds by (name, rank) for computations, and by (name, None) for collectives, which count once.
 
     A rank that enters a collective early waits inside it, and the last one to enter waits for no other: so a
-    collective takes as long as on the rank where it is shortest. A collective also waits for the one that was
-    issued before it on the same process group, so its time begins when that one has ended.
+    collective takes as long as on the rank where it is shortest. A collective also waits for the one issued
+    before it on the same process group, so its time begins when that one has ended.
     """
     out: Durations = defaultdict(float)
     met: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))

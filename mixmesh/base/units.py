@@ -69,7 +69,7 @@ def size_text(size_bytes: float) -> str:
 
 
 def seconds_text(value: float) -> str:
-    """Formats a time for people: ``1.25 s``, ``340 ms``; ``-`` where it is not finite."""
+    """Formats a time for people: ``1.25 s``, ``340 ms``; ``-`` if it is not finite."""
     if not math.isfinite(value):
         return "-"
     if value >= 1:

@@ -1,13 +1,13 @@
-"""Checkpoints: all that a training needs to go on, on the same devices or on others.
+"""Checkpoints: everything that a training needs to continue, on the same devices or on others.
 
-Reading order: ``saving`` and ``loading`` (the functions), ``background`` (saving while the training goes on),
+Reading order: ``saving`` and ``loading`` (the functions), ``background`` (saving during the training),
 ``state`` (tensors by name), ``storage`` (files), ``manifest`` (sizes and checksums, names of folders),
-``ranks`` (failures that all ranks know of), ``exporting`` and
-``weights`` (weights for others, and from others).
+``ranks`` (failures that all ranks learn of), ``exporting`` and ``weights`` (weights for and from other
+programs).
 
 No pickle is read: tensors are raw bytes, all else is JSON (``values``). PyTorch's
-``torch.distributed.checkpoint`` plans who writes and reads what; its own files, whose ``.metadata`` is a
-pickle, are not used (docs/decisions/0004-checkpoints-without-pickles.md).
+``torch.distributed.checkpoint`` plans which rank writes and reads which piece; its own files, whose
+``.metadata`` is a pickle, are not used (docs/decisions/0004-checkpoints-without-pickles.md).
 """
 
 from __future__ import annotations

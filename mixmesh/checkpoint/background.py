@@ -1,4 +1,4 @@
-"""Checkpoints that are written while the training goes on: it waits for copies of its tensors alone."""
+"""Checkpoints that are written while the training goes on, which only waits for copies of its tensors."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from .ranks import Ranks
 
 
 class Saving:
-    """A checkpoint that is being written. ``buffers`` are the copies that it is written from."""
+    """A checkpoint that is being written from copies of the tensors, ``buffers``."""
 
     def __init__(self, ranks: Ranks, buffers: Mapping[str, Tensor], write: Callable[[], Path | None]) -> None:
         self.buffers = buffers
         self._ranks, self._write = ranks, write
         self._path: Path | None = None
         self._error: BaseException | None = None
-        # no daemon: an interpreter that ends waits for what was begun
+        # not a daemon, so that an interpreter that ends waits for the checkpoint
         self._thread = threading.Thread(target=self._run, name="mixmesh checkpoint")
         self._thread.start()
 
     def _run(self) -> None:
-        leave_device()  # an emulated device computes alone: a GPU would not write files either
+        leave_device()  # an emulated device only computes: a GPU would not write files either
         try:
             self._path = self._write()
         except BaseException as error:
             self._error = error
 
     def result(self) -> Path | None:
-        """Waits until it is written: its folder, or None where it could not be. Raises, on all ranks, what
-        ``save`` raises. Collective."""
+        """Waits until the checkpoint is written, and returns its folder, or None if it could not be written.
+        Raises, on all ranks, what ``save`` raises. Collective."""
         with self._ranks.meeting("waiting for a checkpoint"), self._ranks.waiting():
             self._thread.join()
             if isinstance(self._error, CollectiveError):  # the watch knows which rank was lost
@@ -62,8 +62,8 @@ def begin(
 
 
 def finish(model: nn.Module) -> Mapping[str, Tensor]:
-    """Waits for the checkpoint of ``model`` that is being written, and gives its buffers, which are of no
-    further use to it. Collective. Raises what that one has raised."""
+    """Waits for the checkpoint of ``model`` that is being written, and returns its buffers for reuse.
+    Collective. Raises that checkpoint's error."""
     last = _last.pop(model, None)
     if last is None:
         return {}
@@ -73,8 +73,8 @@ def finish(model: nn.Module) -> Mapping[str, Tensor]:
 
 @torch.no_grad()
 def staged(tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of ``tensors`` in host memory, pinned where they are on an accelerator; in the memory of
-    ``buffers`` where they are alike."""
+    """Copies ``tensors`` to host memory, pinned if they are on an accelerator; into ``buffers`` of the same
+    shape and dtype if there are any."""
     copies = {}
     for name, tensor in tensors.items():
         piece, buffer = plain(tensor), buffers.get(name)

@@ -27,15 +27,15 @@ from .target import Target
 from .tensor_files import Part, copy_box
 from .values import decode
 
-DEFAULT_SHARD_BYTES = 50 * 10**9  # as save_pretrained of transformers 5
+DEFAULT_SHARD_BYTES = 50 * 10**9  # the default of save_pretrained in transformers 5
 METADATA = {"format": "pt"}  # without which transformers refuses a file
 Entries = Mapping[str, TensorEntry]
 
 
 @dataclass(frozen=True)
 class Exported:
-    """The checkpoint that was exported and its step, the files that were written, how many weights are in
-    them and of what size, and whether ``config.json`` is in their folder."""
+    """The exported checkpoint and its step, the files written, the number and size of their weights, and
+    whether ``config.json`` is in their folder."""
 
     checkpoint: Path
     step: int
@@ -57,15 +57,15 @@ def export(
 ) -> Exported:
     """Writes the weights of a checkpoint as safetensors. Not collective: one process does it.
 
-    ``checkpoint`` is one, or a folder of them, of which the newest that is as it was written is taken. ``to``
-    is a folder, for ``model.safetensors`` with the model's ``config.json``, or the name of a file that ends
-    in ``.safetensors``. More than ``max_shard_bytes`` of weights become several files and an index. A tied
+    ``checkpoint`` is a checkpoint, or a folder of them, of which the newest undamaged one is taken. ``to`` is
+    a folder, for ``model.safetensors`` with the model's ``config.json``, or the name of a file that ends in
+    ``.safetensors``. More than ``max_shard_bytes`` of weights become several files and an index. A tied
     weight is written once, by the first of its names. With ``optimizer`` its state is written too, as
     ``state.PARAMETER.KEY`` in ``optimizer.safetensors``, and its settings in ``optimizer.json``. ``config``
-    are texts by file name in place of the ``config.json`` that the checkpoint holds.
+    holds texts by file name that replace the ``config.json`` in the checkpoint.
 
-    What is written has its name when all of it is on the disk. Raises InputError for a checkpoint that is
-    damaged, for files that are there already, unless ``force``, and where files cannot be written.
+    Files get their names when all of them are on the disk. Raises InputError for a damaged checkpoint, for
+    existing files unless ``force``, and if files cannot be written.
     """
     target = Target.of(Path(to), force=force)
     path, manifest = good_checkpoint(Path(checkpoint))
@@ -134,7 +134,7 @@ def parts_of(entries: Entries) -> list[Part]:
 
 
 def kept_config(manifest: Manifest) -> dict[str, str]:
-    """The texts of ``config.json`` and its like that a checkpoint holds, by name."""
+    """The texts of ``config.json`` and similar files in a checkpoint, by name."""
     return decode(manifest.values.get(PRETRAINED, {"dict": []}))
 
 
@@ -152,8 +152,7 @@ def _plain(value: Any) -> Any:
 
 
 def whole_tensor(folder: Path, name: str, entry: TensorEntry) -> Tensor:
-    """One tensor, put together from its pieces. Raises InputError where they cannot be read, or are not the
-    whole of it."""
+    """One tensor, joined from its pieces. Raises InputError if they cannot be read, or do not cover it."""
     whole = torch.empty(entry.shape, dtype=TORCH_DTYPE[entry.dtype])
     num_covered = 0
     for piece in entry.pieces:

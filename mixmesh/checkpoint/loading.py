@@ -1,4 +1,4 @@
-"""``mixmesh.checkpoint.load`` and ``latest``: the newest checkpoint that is as it was written."""
+"""``mixmesh.checkpoint.load`` and ``latest``: the newest undamaged checkpoint."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from .values import decode
 
 @dataclass(frozen=True)
 class Loaded:
-    """The checkpoint that was loaded: its folder, the step after which it was saved, and ``extra`` as it was
-    given to ``save``."""
+    """The loaded checkpoint: its folder, the step after which it was saved, and the ``extra`` given to
+    ``save``."""
 
     path: Path
     step: int
@@ -33,10 +33,10 @@ class Loaded:
 
 
 def latest(folder: str | Path) -> Path | None:
-    """The newest checkpoint in ``folder`` that is as it was written; None if there is none at all.
+    """The newest undamaged checkpoint in ``folder``; None if there is no checkpoint.
 
-    All of its files are read. One that is damaged is passed over with a warning. Raises InputError if there
-    are checkpoints and all are damaged. Not collective.
+    All of its files are read. A damaged one is skipped with a warning. Raises InputError if there are
+    checkpoints and all are damaged. Not collective.
     """
     newest = newest_good(Path(folder), Ranks(0, 1, None))
     return None if newest is None else newest[0]
@@ -51,17 +51,17 @@ def load(
     loader: Any = None,
     scaler: Any = None,
 ) -> Loaded | None:
-    """Goes on from the newest checkpoint in ``folder`` that is as it was written; None, and nothing is
-    changed, if there is none at all. Collective.
+    """Restores the newest undamaged checkpoint in ``folder``; if there is no checkpoint, changes nothing and
+    returns None. Collective.
 
-    It may have been saved under any plan, on any number of ranks, or by a single device. Files are read and
-    compared with their checksums by all ranks together; a damaged checkpoint is passed over for an older one
-    with a warning. Then each rank reads its own pieces, one tensor at a time. Without an optimizer the model
-    alone is loaded, and so on. Random numbers are as they were when it was saved; on another number of ranks
-    all have those of the first one.
+    It may have been saved under any plan, on any number of ranks, or by a single device. All ranks together
+    read the files and compare them with their checksums; a damaged checkpoint is skipped with a warning for
+    an older one. Then each rank reads its own pieces, one tensor at a time. Only the given parts are loaded:
+    without an optimizer, for instance, only the model. Random numbers are restored; on another number of
+    ranks all get the first rank's.
 
-    Raises InputError if all checkpoints are damaged, PlanError, before anything is changed, if the newest one
-    is of another model or optimizer or has no state of what is to be loaded.
+    Raises InputError if all checkpoints are damaged; and PlanError, before anything is changed, if the newest
+    one is of another model or optimizer or lacks the state of a given part.
     """
     model = uncompiled(model)
     ranks = Ranks.of(model)
@@ -97,7 +97,7 @@ def load(
 
 
 def newest_good(folder: Path, ranks: Ranks) -> tuple[Path, Manifest] | None:
-    """The newest checkpoint that is as it was written, with its manifest. Collective."""
+    """The newest undamaged checkpoint, with its manifest. Collective."""
     reasons: list[str] = []
     for path in ranks.from_first(lambda: checkpoints_in(folder)):
         manifest, reason = checked(path, ranks)
@@ -118,8 +118,8 @@ def newest_good(folder: Path, ranks: Ranks) -> tuple[Path, Manifest] | None:
 
 
 def checked(path: Path, ranks: Ranks) -> tuple[Manifest | None, str]:
-    """The manifest of a checkpoint that is as it was written, or None and the reason why it is not. Each rank
-    reads a part of the files. Collective."""
+    """The manifest of an undamaged checkpoint, or None and the damage. Each rank reads a part of the files.
+    Collective."""
     manifest, reason = None, ""
     try:
         manifest = Manifest.read(path)
@@ -133,7 +133,8 @@ def checked(path: Path, ranks: Ranks) -> tuple[Manifest | None, str]:
 
 
 def decoded_states(manifest: Manifest, parts: dict[str, Any]) -> dict[str, Any]:
-    """The plain states of a checkpoint. Raises PlanError if one of ``parts`` is to be loaded and has none."""
+    """The plain states of a checkpoint. Raises PlanError if it lacks the state of one of ``parts`` that is to
+    be loaded."""
     for name, part in parts.items():
         if part is not None and name not in manifest.values:
             raise lacks(name)

@@ -1,9 +1,10 @@
-"""The manifest of a checkpoint: what is in it, with sizes and checksums, and where each piece of a tensor is.
+"""The manifest of a checkpoint: its contents with sizes and checksums, and the place of each piece of a
+tensor.
 
 A checkpoint is a folder ``000007-step-300``: the seventh that was written, after step 300. It holds one
-safetensors file per rank, the plan, and ``manifest.json``. It is written as ``.unfinished-...`` beside and
-renamed when all of it is on the disk, so that a folder with its own name was whole once; ``check_files`` says
-whether it still is.
+safetensors file per rank, the plan, and ``manifest.json``. It is written next to it as ``.unfinished-...``
+and renamed when all of it is on the disk, so a folder with the final name was whole once; ``check_files``
+tells whether it still is.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ BLOCK_BYTES = 4 * 2**20
 
 
 class Damaged(Exception):
-    """A checkpoint that is not as it was written; its text says in which way."""
+    """A damaged checkpoint; the text describes the damage."""
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file as it was written."""
+    """A file at the time of writing."""
 
     size_bytes: int
     digest: str
@@ -39,7 +40,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor: where it begins in the whole and its sizes, and the file with its bytes."""
+    """A box of a tensor: its position in the whole and its sizes, and the file with its bytes."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -58,9 +59,9 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything that is said of a checkpoint. ``values`` are states encoded by ``values.encode``, by whose
-    they are; ``optimizer`` its groups and the plain values of its state by parameter; ``random`` the states
-    of random numbers by rank, of those that differ from the first one's."""
+    """All facts about a checkpoint. ``values`` are states encoded by ``values.encode``, by their owner;
+    ``optimizer`` its groups and the plain values of its state by parameter; ``random`` the random states by
+    rank, for ranks whose state differs from the first one's."""
 
     step: int
     world_size: int
@@ -74,7 +75,7 @@ class Manifest:
 
     def text(self) -> str:
         """The file's text: the content, and the digest of its one canonical form."""
-        # not asdict, which copies all of it
+        # not asdict, which copies everything
         files = {name: vars(entry) for name, entry in self.files.items()}
         tensors = {
             name: {**vars(entry), "pieces": [vars(piece) for piece in entry.pieces]}
@@ -85,7 +86,8 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The manifest of the checkpoint in ``folder``. Raises Damaged if it is not as it was written."""
+        """The manifest of the checkpoint in ``folder``. Raises Damaged if the manifest is missing or has
+        changed."""
         try:
             told = json.loads((folder / MANIFEST).read_bytes())
         except FileNotFoundError:
@@ -129,7 +131,7 @@ def _canonical(content: dict[str, Any]) -> str:
     return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-new_digest = xxhash.xxh3_128  # as fast as memory: a training waits for whatever its checkpoints compute
+new_digest = xxhash.xxh3_128  # as fast as memory, because the training waits for it
 
 
 def digest_of(data: bytes) -> str:
@@ -138,7 +140,7 @@ def digest_of(data: bytes) -> str:
 
 
 def check_files(folder: Path, files: dict[str, FileEntry], names: Iterable[str]) -> None:
-    """Reads these ``names`` of ``files``. Raises Damaged for the first one that is not as it was written."""
+    """Reads these ``names`` of ``files``. Raises Damaged for the first one that has changed."""
     for name in names:
         entry = files[name]
         checksum, size_bytes = new_digest(), 0
@@ -159,7 +161,7 @@ def check_files(folder: Path, files: dict[str, FileEntry], names: Iterable[str])
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints of a folder, the newest first; none where there is no folder."""
+    """The checkpoints of a folder, the newest first; none if there is no folder."""
     try:
         numbered = [(name, path) for path in folder.iterdir() if (name := NAME.fullmatch(path.name))]
     except (FileNotFoundError, NotADirectoryError):

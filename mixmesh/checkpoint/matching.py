@@ -23,7 +23,7 @@ UNEXPECTED_KEYS = "_keys_to_ignore_on_load_unexpected"  # an attribute of classe
 
 @dataclass(frozen=True, eq=False)
 class Own:
-    """A parameter or buffer of a model, and all of its names: several where it is tied."""
+    """A parameter or buffer of a model, with all of its names: several if it is tied."""
 
     names: tuple[str, ...]
     tensor: Tensor
@@ -99,8 +99,8 @@ def match(model: nn.Module, held: Mapping[str, Held], place: Path) -> list[Match
 
 
 def renaming(own: Collection[str], held: Collection[str]) -> Callable[[str], str]:
-    """A function from the files' names to the model's: as they are, or with one prefix before all of them or
-    taken from all of them, whichever makes most of them names of the model."""
+    """A function from the files' names to the model's: unchanged, or with one prefix added to all of them or
+    removed from all of them, whichever makes most of them names of the model."""
     counts = Counter({(0, ""): len({*own} & {*held})})  # 0: nothing to be done, the first of equals
     for kind, whole, ends in ((1, own, {*held}), (2, held, {*own})):
         for name in whole:
@@ -108,7 +108,7 @@ def renaming(own: Collection[str], held: Collection[str]) -> Callable[[str], str
     (kind, prefix), _ = max(counts.items(), key=lambda item: (item[1], -item[0][0], -len(item[0][1])))
     if kind == 1:
         return lambda name: prefix + name
-    # a name without the prefix stays unlike any of the model's, also where it is one
+    # a name without the prefix must not match, even if it is a name of the model
     return lambda name: name.removeprefix(prefix) if name.startswith(prefix) else f" {name}"
 
 

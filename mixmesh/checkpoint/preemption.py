@@ -13,9 +13,9 @@ from .vote import Vote
 
 
 class Preemption:
-    """Within it SIGTERM, SIGUSR1 and Ctrl-C no longer end the process: ``is_requested`` says that one came,
-    and a second one, more than two seconds later, ends the process at once. For the main thread; every rank
-    of ``model`` enters it."""
+    """A context in which SIGTERM, SIGUSR1 and Ctrl-C no longer end the process: ``is_requested`` tells
+    whether one came, and a second one, more than two seconds later, ends the process at once. For the main
+    thread; every rank of ``model`` enters it."""
 
     def __init__(self, model: nn.Module) -> None:
         self._ranks = Ranks.of(uncompiled(model))
@@ -44,5 +44,5 @@ class Preemption:
 
     @property
     def status(self) -> int:
-        """The status to exit with: 128 and the number of the signal, or 0 where none came."""
+        """The exit status: 128 plus the number of the signal, or 0 if none came."""
         return OF_SIGNAL + self._number if self._number else 0

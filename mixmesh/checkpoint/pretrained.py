@@ -1,4 +1,4 @@
-"""The files that ``save_pretrained`` of transformers writes beside weights: they say what model it is."""
+"""The files, other than weights, that transformers' ``save_pretrained`` writes: they describe the model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def pretrained_files(model: nn.Module) -> dict[str, str]:
         config = json.loads(original.config.to_json_string())
         generates = getattr(original, "generation_config", None) is not None and original.can_generate()
         generation = json.loads(original.generation_config.to_json_string()) if generates else None
-    except (TypeError, ValueError):  # with values of its own; a training does not end for it
+    except (TypeError, ValueError):  # values of an unknown kind: no reason to end a training
         return {}
     config["architectures"] = [type(original).__name__]
     dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]

@@ -18,8 +18,8 @@ BEFORE = "cuda"  # the key of the device's numbers in checkpoints that were writ
 
 
 def random_state(model: nn.Module) -> Any:
-    """The states of this rank's random numbers, encoded; the device's with its type, as another type's mean
-    nothing to it."""
+    """The encoded states of this rank's random numbers. The device's has its type, as it is useless for
+    another type."""
     device = device_of(model)
     numbers = {
         "process": numbers_of_process(),
@@ -30,15 +30,15 @@ def random_state(model: nn.Module) -> Any:
 
 
 def device_of(model: nn.Module) -> torch.device | None:
-    """The accelerator that a rank draws on: that of its part of a parallel model, or else the process's own;
-    None for a CPU, whose numbers are the process's."""
+    """The accelerator on which a rank draws random numbers: that of its parallel model, or else the process's
+    own; None for a CPU, whose numbers are the process's."""
     device = model.comm.device if isinstance(model, ParallelModel) else drawing_device()
     return device if device is not None and is_accelerator(device) else None
 
 
 def restore_random_state(model: nn.Module, manifest: Manifest, rank: int, world_size: int) -> None:
-    """Has this rank draw what the run that saved would have drawn next. Where the number of ranks is another
-    one all of them draw what the first one would have."""
+    """Restores the random state that the saving run had on this rank. If the number of ranks has changed,
+    every rank takes the first rank's state."""
     same_ranks = manifest.world_size == world_size
     kept = manifest.random.get(str(rank), manifest.random["0"]) if same_ranks else manifest.random["0"]
     numbers = decode(kept)

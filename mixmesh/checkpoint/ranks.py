@@ -20,7 +20,7 @@ from ..runtime.lost import Waiting
 from ..training.preparation.saving import parallel_models
 from .signals import Signals
 
-# where a rank is alone that is as it should be; a thread cannot say so for itself
+# a rank that is alone needs no torch.distributed; a thread cannot filter warnings for itself
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 T = TypeVar("T")
 PURPOSE = "checkpoint"
@@ -31,8 +31,8 @@ WRONG_FOLDER = (
 
 
 class FilesFailure(Exception):
-    """Files of a checkpoint that could not be written or read, as where the disk is full: the same error on
-    all ranks."""
+    """Files of a checkpoint could not be written or read, for instance because the disk is full: the same
+    error on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Ranks:
         return self.comm
 
     def group(self, purpose: str = PURPOSE) -> dist.ProcessGroup | None:
-        """A group of its own, of which the watch knows; None for one rank. Collective at first."""
+        """A separate group, known to the watch; None for a single rank. The first call is collective."""
         if self.is_alone:
             return None
         comm = self._joined
@@ -79,24 +79,24 @@ class Ranks:
         return comm.groups[purpose, comm.everyone]
 
     def meeting(self, what: str) -> AbstractContextManager:
-        """A call in which all ranks meet, as the watch knows it: one that fails, or is elsewhere, is named to
-        all others."""
+        """A context for a call in which all ranks meet. The watch knows of it, and names to all a rank that
+        fails or is elsewhere."""
         return nullcontext() if self.is_alone else self._joined.call(what)
 
     def set_step(self, num_steps: int) -> None:
-        """Has errors name the step by the ``num_steps`` that have been made in all."""
+        """Makes errors name the step, ``num_steps`` having been made in all."""
         if self.comm is not None and self.comm.watch is not None:
             self.comm.watch.set_step(num_steps)
 
     def ends_when_told(self, signals: Signals) -> None:
-        """Has a signal, which is noted for the end of a step, end this process where a rank was lost and no
-        step has an end."""
+        """Lets a signal end this process at once if a rank was lost. Signals otherwise wait for the end of a
+        step, which then never comes."""
         if self.comm is not None and self.comm.watch is not None:
             self.comm.watch.is_told_to_stop = lambda: bool(signals.number)
 
     @property
     def unwatched(self) -> Ranks:
-        """The same ranks, for another thread than the one that the watch looks at."""
+        """The same ranks for use in another thread than the watched one."""
         return self if self.is_alone else replace(self, comm=replace(self._joined, watch=None))
 
     @contextmanager
@@ -124,7 +124,7 @@ class Ranks:
         try:
             with self.waiting() as group:
                 return call(process_group=group, no_dist=self.is_alone)
-        except CheckpointException as failure:  # which is no Exception
+        except CheckpointException as failure:  # not an Exception
             raise _error_of({rank: error for rank, (error, _) in failure.failures.items()}) from None
 
     def everyones(self, value: T) -> tuple[T, ...]:

@@ -1,4 +1,4 @@
-"""Checkpoints of ``mixmesh run``: when they are written, and where a start goes on."""
+"""Checkpoints of ``mixmesh run``: when to write them, and from which to resume."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from .state import state_bytes
 from .vote import Vote
 
 RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
-MOST_DEVICES = "most_devices"  # in ``extra`` of a checkpoint
+MOST_DEVICES = "most_devices"  # the key in ``extra`` of a checkpoint
 EVERY = re.compile(r"(\d+)(s?)")
 
 
 @dataclass(frozen=True)
 class Every:
-    """The interval in steps or in seconds; the other one is 0."""
+    """The interval in steps or in seconds; the other field is 0."""
 
     steps: int = 0
     time_s: int = 0
@@ -60,7 +60,7 @@ class Every:
 
 @dataclass(frozen=True)
 class Settings:
-    """Where and how often checkpoints are written, how many stay, and whether to begin anew."""
+    """Where and how often checkpoints are written, how many are kept, and whether to start over."""
 
     folder: Path
     every: Every
@@ -94,17 +94,17 @@ class RunCheckpoints:
         may_follow: bool = False,
         on_saved: Callable[[int], object] = lambda step: None,
     ) -> None:
-        """``initial`` is called with the model where there is nothing to go on with. ``may_follow``: another
-        plan of the same form may follow in the middle of the training. ``on_saved`` is told the step of every
-        checkpoint that is whole."""
+        """``initial`` is called with the model if there is no checkpoint to resume. ``may_follow``: another
+        plan of the same form may follow during the training. ``on_saved`` is called with the step of every
+        complete checkpoint."""
         self._on_saved = on_saved
         self._settings, self._plan, self._epochs, self._say = settings, plan, epochs, say
         self._initial, self._may_follow = initial, may_follow
         self._open = ExitStack()
         self._saved_step = -1
-        self._saving: tuple[int, Saving] | None = None  # that is under way, and its step
-        self._has_room: bool | None = None  # in memory for copies, on all ranks
-        self.held_s = 0.0  # that checkpoints have held up the training
+        self._saving: tuple[int, Saving] | None = None  # the save under way, with its step
+        self._has_room: bool | None = None  # whether all ranks have memory for copies
+        self.held_s = 0.0  # seconds that checkpoints have held up the training
         self.first_step = 0  # how many were made before this start
         self.stopped_by = 0  # the number of the signal that ended the run
 
@@ -159,7 +159,8 @@ class RunCheckpoints:
         return own_batches(job, self._plan, self._model.comm.rank, left, may_follow=self._may_follow)
 
     def after_step(self, num_steps: int) -> bool:
-        """Saves if it is time to, ``num_steps`` having been made; whether the run is to stop here."""
+        """Saves if it is time to, after ``num_steps`` steps in all. Returns whether the run is to stop
+        here."""
         started = time.monotonic()
         if num_steps - self.first_step <= COMPARED_STEPS:
             self._finish()
@@ -183,7 +184,7 @@ class RunCheckpoints:
             check_digests(Ranks.of(self._model).everyones(own), *HINTS)
 
     def _begin(self, num_steps: int) -> None:
-        """Saves while the training goes on, or at once where memory has no room for copies."""
+        """Saves during the training, or at once if memory has no room for copies."""
         self._finish()
         self._check_data()
         self._check_alone()
@@ -194,8 +195,8 @@ class RunCheckpoints:
         self._saving = num_steps, save_async(self._settings.folder, **self._kept(num_steps), **self._parts())
 
     def _check_room(self) -> bool:
-        """Whether every rank has room for copies: always on GPUs, whose copies are in host memory, and
-        elsewhere where the plan's own memory leaves as much."""
+        """Whether every rank has room for copies: always on GPUs, whose copies are in host memory, and on
+        CPUs if the plan leaves enough memory."""
         if self._has_room is None:
             rank, plan = self._model.comm.rank, self._model._runtime.forms.plan
             is_predicted = bool(plan.usable_bytes and plan.predicted_peak_memory_bytes)
@@ -229,8 +230,8 @@ class RunCheckpoints:
         )
 
     def _check_alone(self) -> None:
-        """Raises InputError, on all ranks, if another training has written to the folder. torchrun has two
-        go on, each with a part of the machines, where its own signs of life come too late."""
+        """Raises InputError, on all ranks, if another training has written to the folder. torchrun may
+        continue with two groups, each with a part of the machines, if its own heartbeats come too late."""
         newest = self._newest_number()
         if newest > self._number:
             raise InputError(
@@ -246,8 +247,8 @@ class RunCheckpoints:
         return {"step": num_steps, "keep": self._settings.keep, "extra": extra}
 
     def save_now(self, num_steps: int) -> bool:
-        """Waits for what is being written, and saves what was trained since: whether the state after
-        ``num_steps`` steps is kept. Notes a signal that has come on any rank."""
+        """Waits for the checkpoint that is being written, and saves what was trained since. Returns whether
+        the state after ``num_steps`` steps is saved. Notes a signal that has come on any rank."""
         started = time.monotonic()
         self._save_rest(num_steps)
         self.stopped_by = self.stopped_by or max(Ranks.of(self._model).everyones(self._signals.number))
@@ -255,12 +256,12 @@ class RunCheckpoints:
         return num_steps == self._saved_step
 
     def goes_on_from(self, earlier: RunCheckpoints) -> None:
-        """Counts the steps of an ``earlier`` part of the same start, and what held it up."""
+        """Takes over the steps, and the seconds of delay, of an ``earlier`` part of the same start."""
         self.first_step = earlier.first_step
         self.held_s += earlier.held_s
 
     def end(self, num_steps: int) -> None:
-        """Waits for what is being written, and saves what was trained since."""
+        """Waits for the checkpoint that is being written, and saves what was trained since."""
         started = time.monotonic()
         self._vote.finish()
         self._save_rest(num_steps)
@@ -274,8 +275,8 @@ class RunCheckpoints:
             self._save(num_steps)
 
     def close(self) -> int:
-        """Gives signals back to whom they belonged: the status to exit with, 128 and the number of the signal
-        that has stopped the run, or 0."""
+        """Restores the signal handlers. Returns the exit status: 128 plus the number of the signal that
+        stopped the run, or 0."""
         self._open.close()
         del self._trained, self._loader
         return OF_SIGNAL + self.stopped_by if self.stopped_by else 0
@@ -285,7 +286,7 @@ class RunCheckpoints:
         return {"first_step": self.first_step + 1, "checkpoint_s": self.held_s}
 
     def summary(self) -> str:
-        """In one line, how the run has ended and where its state is."""
+        """A line that says how the run ended and where its state is."""
         newest = next(iter(checkpoints_in(self._settings.folder)), None)
         where = "no checkpoint was written" if newest is None else f"checkpoint {newest}"
         where += f"; checkpoints have held up the training for {self.held_s:.3g} s"

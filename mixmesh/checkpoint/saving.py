@@ -54,17 +54,18 @@ def save(
     extra: Mapping[str, Any] | None = None,
     keep: int | None = None,
 ) -> Path | None:
-    """Writes a checkpoint into ``folder``, which all ranks share: the folder of the checkpoint. Collective.
+    """Writes a checkpoint into ``folder``, which all ranks share, and returns the checkpoint's own folder.
+    Collective.
 
-    ``model`` is a parallel one or that of a single device, between two steps. Random numbers are always kept,
-    and of ``scheduler``, ``loader`` and ``scaler`` what their ``state_dict`` says. ``extra`` holds plain
-    values of your own, the first rank's. ``keep``: how many checkpoints stay, older ones are removed (None:
-    all).
+    ``model`` is a parallel model or one on a single device, between two steps. Random numbers are always
+    saved, and so are the ``state_dict``s of ``scheduler``, ``loader`` and ``scaler``. ``extra`` holds plain
+    values of your own; the first rank's are saved. ``keep`` is the number of checkpoints that stay; older
+    ones are removed (None: all stay).
 
-    Each rank writes its own pieces, one tensor at a time. The checkpoint has its name when all of it is on
-    the disk. If it cannot be written, as where the disk is full, the first rank warns, all ranks get None,
-    and nothing that was there is changed. Raises InputError on all ranks for a folder that is none to write
-    to, or a value that cannot be kept (``values.encode``).
+    Each rank writes its own pieces, one tensor at a time. The checkpoint gets its name when all of it is on
+    the disk. If it cannot be written, for instance because the disk is full, the first rank warns, all ranks
+    get None, and existing files are unchanged. Raises InputError on all ranks for a folder that cannot be
+    written to, or a value that cannot be saved (``values.encode``).
     """
     parts = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
     with _begun("checkpoint.save", model, optimizer, step, parts, extra, keep) as begun:
@@ -83,12 +84,12 @@ def save_async(
     extra: Mapping[str, Any] | None = None,
     keep: int | None = None,
 ) -> background.Saving:
-    """Does what ``save`` does in a thread of its own while the training goes on. This call takes as long as a
-    copy of this rank's tensors into host memory, which must have room for them. Collective.
+    """Does the same as ``save``, in a separate thread during the training. This call takes as long as copying
+    this rank's tensors into host memory, which must have room for them. Collective.
 
-    The ``result()`` of what is returned is what ``save`` returns, or raises. One is written at a time: the
-    next call, and ``load``, wait for the one before. Wait for the last one before process groups are
-    destroyed.
+    The ``result()`` of the returned object returns or raises what ``save`` does. One checkpoint is written at
+    a time: the next call, and ``load``, wait for the one before. Wait for the last one before process groups
+    are destroyed.
     """
     parts = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
     with _begun("checkpoint.save_async", model, optimizer, step, parts, extra, keep) as begun:
@@ -101,7 +102,7 @@ def save_async(
 
 @dataclass(frozen=True)
 class _Begun:
-    """A checkpoint of which everything is known. ``buffers`` are of no further use to the one before."""
+    """A checkpoint ready to be written. ``buffers`` are those of the one before, for reuse."""
 
     ranks: Ranks
     content: Content
@@ -118,7 +119,7 @@ def _begun(
     extra: Mapping[str, Any] | None,
     keep: int | None,
 ) -> Iterator[_Begun]:
-    """Waits for the checkpoint before, and meets all ranks for ``what`` is done within it. Collective."""
+    """A context in which all ranks meet for ``what``, after waiting for the checkpoint before. Collective."""
     model = uncompiled(model)
     ranks = Ranks.of(model)
     buffers = background.finish(model)
@@ -145,8 +146,8 @@ def content_of(
     extra: Mapping[str, Any] | None,
     keep: int | None,
 ) -> Content:
-    """All that this rank has to write. Its tensors are the model's own, not copies. Raises InputError for
-    what cannot be kept."""
+    """Everything that this rank has to write. Its tensors are the model's own, not copies. Raises InputError
+    for values that cannot be saved."""
     check_numbers(step, keep)
     if isinstance(model, ParallelModel):
         model._runtime.check_values()
@@ -185,7 +186,7 @@ def content_of(
 
 
 def write(folder: Path, ranks: Ranks, content: Content, keep: int | None) -> Path | None:
-    """Writes ``content`` and removes what is older than the newest ``keep``. Collective."""
+    """Writes ``content`` and removes all checkpoints but the newest ``keep``. Collective."""
     writer = Writer(folder, content.manifest, content.part, content.plan)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
@@ -204,8 +205,8 @@ def write(folder: Path, ranks: Ranks, content: Content, keep: int | None) -> Pat
 
 
 def remove_old(folder: Path, newest: str, keep: int) -> None:
-    """Removes all checkpoints up to ``newest`` but the last ``keep`` of them: newer ones are another
-    training's, and do not make this one's old. Each loses its name first, so that none is there in part."""
+    """Removes all checkpoints up to ``newest`` except the last ``keep`` of them. Newer ones belong to another
+    training and do not count. Each is renamed first, so that no checkpoint is ever there in part."""
     own = [path for path in checkpoints_in(folder) if number_of(path) <= number_of(folder / newest)]
     for path in own[keep:]:
         removed = path.with_name(f"{REMOVED}{path.name}-{secrets.token_hex(4)}")

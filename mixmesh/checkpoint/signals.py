@@ -1,8 +1,7 @@
 """The signals that ask a training to stop at the end of a step: those of schedulers, and Ctrl-C.
 
-The first one is noted. A second one ends the process at once, also where its main thread waits in a
-collective and runs no Python: PyTorch's collectives do not return for a signal, so a thread of its own reads
-them.
+The first one is noted. A second one ends the process at once, even if its main thread waits in a collective
+and runs no Python: PyTorch's collectives do not return for a signal, so a separate thread reads them.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SAME_S = 2.0  # a launcher passes a signal on that its processes have got too: together they are one
-OF_SIGNAL = 128  # added to a signal's number by what a process returns that it has ended
+OF_SIGNAL = 128  # added to a signal's number in the exit status of a process ended by it
 
 
 class Signals:
-    """Within it, ``number`` is that of the first signal that came; 0 before. Raises ValueError outside of the
-    main thread, which alone has signals."""
+    """A context in which ``number`` is that of the first signal that came; 0 before. Raises ValueError
+    outside of the main thread, the only one that gets signals."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -48,8 +47,8 @@ class Signals:
         os.close(self._from)
 
     def _unless_same(self, handler: Any) -> Callable[[int, Any], None]:
-        """``handler`` for a second signal alone: one that belongs to the first may come when all is saved and
-        the process is about to end by itself."""
+        """Wraps ``handler`` to ignore repeats of the first signal: they may arrive when all is saved and the
+        process is about to end by itself."""
 
         def handle(number: int, frame: Any) -> None:
             if time.monotonic() - self._came_at <= SAME_S:

@@ -24,7 +24,7 @@ from .tensor_files import check_dtype
 from .values import decode, encode
 
 MODEL, OPTIMIZER = "model:", "optimizer:"
-KERNELS = ("fused", "foreach")  # how an optimizer computes, and not what: each start has its own
+KERNELS = ("fused", "foreach")  # options that do not change an optimizer's results: each start has its own
 SHOWN = 3  # names in an error
 
 
@@ -63,7 +63,7 @@ def entries_of_empty(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
 
 
 def own_model_tensors(model: nn.Module, rank: int) -> dict[str, Tensor]:
-    """The tensors of a model to be written, without those of which another rank's values count, and without
+    """The tensors of a model that this rank writes: not those for which another rank's values count, nor
     empty ones."""
     tensors = with_elements(model_tensors(model))
     runtime = getattr(model, "_runtime", None)
@@ -133,7 +133,7 @@ class NamedOptimizer:
         return tensors, values
 
     def check(self, kept: dict[str, Any]) -> None:
-        """Raises PlanError if a checkpoint's optimizer, ``kept``, is another one."""
+        """Raises PlanError if ``kept``, a checkpoint's optimizer, is a different one."""
         if kept["class"] != type(self.optimizer).__name__:
             raise _other_optimizer(kept["class"], type(self.optimizer).__name__)
         theirs, own = [sorted(group["params"]) for group in kept["groups"]], list(map(sorted, self.names()))
@@ -148,9 +148,9 @@ class NamedOptimizer:
                 )
 
     def room(self, manifest: Manifest) -> dict[str, dict[str, Any]]:
-        """The state that this rank will have, by parameter and key: plain values, and tensors without values
-        yet. A rank that holds nothing of a parameter has states of no elements: optimizers expect that either
-        all parameters have one or none."""
+        """The state that this rank will have, by parameter and key: plain values, and tensors to be filled. A
+        rank without a piece of a parameter has empty states: optimizers expect states for all parameters or
+        for none."""
         assert manifest.optimizer is not None
         kept = manifest.optimizer["state"]
         state = {
@@ -217,8 +217,8 @@ def check_model(tensors: Mapping[str, Tensor], manifest: Manifest) -> None:
 def load_optimizer_room(
     named: NamedOptimizer, manifest: Manifest
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
-    """Room for the optimizer's state, by parameter and by checkpoint name. Raises PlanError if it is of
-    another optimizer; nothing is changed."""
+    """Room for the optimizer's state, by parameter and by checkpoint name. Raises PlanError if the checkpoint
+    is of another optimizer; nothing is changed."""
     assert manifest.optimizer is not None
     named.check(manifest.optimizer)
     state = named.room(manifest)

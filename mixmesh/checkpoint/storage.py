@@ -1,9 +1,9 @@
-"""How ``torch.distributed.checkpoint`` writes the tensors of a checkpoint, and reads them.
+"""Writes and reads the tensors of a checkpoint with ``torch.distributed.checkpoint``.
 
-Its planners decide which rank writes which piece, and which pieces a rank needs of others; it also tells all
-ranks of a failure on one of them. Files are safetensors and JSON: its own storage keeps its metadata and
-plain values as pickles, which run code when they are read. A rank writes and reads one tensor at a time, so
-that it never holds more than one beside its own.
+Its planners decide which rank writes which piece, and which pieces a rank needs from others; it also reports
+a failure on one rank to all. Files are safetensors and JSON: its own storage keeps metadata and plain values
+as pickles, which run code when read. A rank writes and reads one tensor at a time, so it never holds more
+than one in addition to its own.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class RankPart:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a checkpoint is written: the folder until it is whole, its name afterwards, and this rank."""
+    """The place of a checkpoint: its folder until it is complete, its final name, and this rank."""
 
     unfinished: str
     name: str
@@ -192,7 +192,7 @@ def _joined(
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes what writes and removals that were cut off have left."""
+    """Removes the leftovers of interrupted writes and removals."""
     for path in folder.iterdir():
         if path.name.startswith((UNFINISHED, REMOVED)):
             shutil.rmtree(path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The files of an export, written all or not at all, whatever happens in between."""
+"""The files of an export, written all or not at all, even if it is interrupted."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ PRETRAINED_STEM, OPTIMIZER_STEM = "model", "optimizer"
 
 @dataclass(frozen=True)
 class Target:
-    """Where an export goes: a folder, and the name of the file of weights without its ending. ``force``: what
-    stands there may be replaced."""
+    """The target of an export: a folder, and the name of the weights' file without its ending. ``force``:
+    existing files may be replaced."""
 
     folder: Path
     stem: str
@@ -36,8 +36,8 @@ class Target:
 
     @classmethod
     def of(cls, to: Path, *, force: bool) -> Target:
-        """The target that ``to`` names, a folder or a file of safetensors. Raises InputError where it cannot
-        be written to, or, unless ``force``, where an export is already."""
+        """The target that ``to`` names, a folder or a safetensors file. Raises InputError if it cannot be
+        written to, or if an export is already there and ``force`` is not set."""
         if to.suffix in SUFFIXES and to.suffix != SAFETENSORS:
             raise InputError(
                 "weights are exported as safetensors",
@@ -52,8 +52,8 @@ class Target:
         return target
 
     def check_texts(self, texts: Mapping[str, str]) -> None:
-        """Raises InputError, unless forced, where a file of the name of one of ``texts`` says something
-        else."""
+        """Raises InputError, unless forced, if a file named in ``texts`` already exists with another
+        content."""
         there = [self.folder / name for name in texts if (self.folder / name).exists()]
         self._check_not_there([path for path in there if path.read_bytes() != texts[path.name].encode()])
 
@@ -88,7 +88,7 @@ class Target:
             raise InputError("the export cannot be written there", got=got, where=str(self.folder))
 
     def existing(self) -> list[Path]:
-        """The files of tensors of an earlier export, those first that say where the others are."""
+        """The tensor files of an earlier export: first the files by which readers find the others."""
         stems = "|".join(map(re.escape, (self.stem, self.optimizer_stem)))
         entry = re.compile(rf"({stems})({re.escape(SAFETENSORS)}|{re.escape(SAFETENSORS + INDEX)})")
         other = re.compile(rf"({stems})-\d{{5}}-of-\d{{5}}{re.escape(SAFETENSORS)}")
@@ -104,13 +104,13 @@ class Target:
         metadata: Mapping[str, str],
         values_of: Callable[[Part], Tensor],
     ) -> tuple[Path, ...]:
-        """Writes ``parts`` by the name of their file and ``texts`` by name; ``values_of`` is asked for one
-        tensor at a time. The files' paths. Raises InputError where they cannot be written."""
+        """Writes ``parts`` by the name of their file and ``texts`` by name, asking ``values_of`` for one
+        tensor at a time. Returns the paths. Raises InputError if they cannot be written."""
         leftover = f"{UNFINISHED}{self.stem}-export-"
         unfinished = self.folder / f"{leftover}{secrets.token_hex(4)}"
         names: list[str] = []
         try:
-            for path in self.folder.glob(f"{leftover}*"):  # that were cut off
+            for path in self.folder.glob(f"{leftover}*"):  # rests of interrupted saves
                 shutil.rmtree(path, ignore_errors=True)
             unfinished.mkdir()
             for name, text in texts.items():
@@ -128,8 +128,8 @@ class Target:
         return tuple(self.folder / name for name in names)
 
     def _replace(self, unfinished: Path, names: Sequence[str]) -> None:
-        """Puts new files in the place of an earlier export. Those that others are found by go first and come
-        last, so that at no time there is a mixture of two."""
+        """Replaces an earlier export by new files. The files by which readers find the others are removed
+        first and written last, so that there is never a mixture of two exports."""
         for path in self.existing():
             path.unlink()
         for name in names:
@@ -138,8 +138,8 @@ class Target:
 
 
 def shards_of(parts: Sequence[Part], max_shard_bytes: int) -> list[list[Part]]:
-    """The parts by file, in their order, as huggingface_hub deals them out: a file is full before it would be
-    larger than the limit, and a tensor that alone is larger has a file of its own."""
+    """The parts by file, in order, as huggingface_hub distributes them: a file ends before it would exceed
+    the limit, and a tensor that exceeds it alone has its own file."""
     shards: list[list[Part]] = []
     current: list[Part] = []
     current_bytes = 0

@@ -1,8 +1,8 @@
-"""Files of safetensors, written one tensor at a time and read one block at a time.
+"""Safetensors files, written one tensor at a time and read one block at a time.
 
-The safetensors library writes tensors that are all in memory; what is read through it stays mapped, and so
-counts as this process's memory. Its form is 8 bytes with the size of a JSON text, the text, which says where
-each tensor is, and the tensors.
+The safetensors library writes tensors that are all in memory, and everything read through it stays mapped,
+and so counts as this process's memory. The format is 8 bytes with the size of a JSON text, the text, which
+gives the place of each tensor, and the tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .manifest import BLOCK_BYTES
 # the names that safetensors has for dtypes of program text
 SAFETENSORS = {name: name.upper() for name in DTYPE_NAME.values() if name != "c128"}
 SAFETENSORS |= {"f8e4m3": "F8_E4M3", "f8e5m2": "F8_E5M2"}
-ALIGNED_BYTES = 8  # to which safetensors fills up its header
+ALIGNED_BYTES = 8  # safetensors pads its header to this
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ def read_box(
     offsets: Sequence[int],
     lengths: Sequence[int],
 ) -> Tensor:
-    """The box that begins at ``offsets`` and has the sizes ``lengths``, of a tensor of the shape ``sizes``
-    that begins at ``first_byte`` of a file. Only rows (of dim 0) that are in the box are read. Raises OSError
-    where the file cannot be read or ends early."""
+    """The box at ``offsets`` with sizes ``lengths``, in a tensor of shape ``sizes`` that begins at
+    ``first_byte`` of a file. Only rows (of dim 0) in the box are read. Raises OSError if the file cannot be
+    read or ends early."""
     if 0 in sizes or 0 in lengths:
         return torch.empty(tuple(lengths), dtype=dtype)
     first, count = (offsets[0], lengths[0]) if sizes else (0, 1)

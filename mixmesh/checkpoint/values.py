@@ -1,7 +1,7 @@
 """Plain values as JSON and back: the state of schedulers, loaders and random numbers.
 
-Only what is listed in ``encode`` is written, and only that is made again: reading runs no code, as reading a
-pickle may.
+Only the types listed in ``encode`` are written, and only these are restored: reading runs no code, unlike
+reading a pickle.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ KINDS = "None, bool, int, float, str, bytes, small tensors, and lists, tuples an
 
 
 def encode(value: Any, where: str) -> Any:
-    """A JSON value from which ``decode`` makes ``value`` again, to the last digit.
+    """A JSON value from which ``decode`` restores ``value``, to the last digit.
 
-    ``where`` names it in an error. A tensor is kept on the CPU, a subclass of a dict or tuple as a dict or
-    tuple, but a Counter as one. Raises InputError for a value of any other kind.
+    ``where`` names it in an error. Tensors are moved to the CPU; subclasses of dict and tuple become a dict
+    or tuple, except that a Counter stays one. Raises InputError for a value of any other kind.
     """
     if value is None or isinstance(value, bool | str):
         return value
@@ -54,7 +54,7 @@ def encode(value: Any, where: str) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """The value that ``encode`` was given. Raises ValueError for what it did not give."""
+    """Restores the value from the result of ``encode``. Raises ValueError for anything else."""
     if isinstance(value, list):
         return [decode(v) for v in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Votes on what one rank has noticed and all must act on in the same step: a signal, or that it is time to
+"""Votes on things that one rank notices and all must act on in the same step: a signal, or that it is time to
 save."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from .ranks import Ranks
 
-PURPOSE = "vote"  # a group of its own: a checkpoint may be under way in another thread
+PURPOSE = "vote"  # a separate group, as another thread may be writing a checkpoint
 
 
 class Vote:
@@ -20,8 +20,8 @@ class Vote:
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
 
     def cast(self, first: int, second: int) -> tuple[int, int]:
-        """The largest numbers that any rank said in the call before; 0 and 0 in the first one. For a single
-        rank, those that it says now. Collective."""
+        """The largest numbers of any rank in the call before; 0 and 0 in the first call. For a single rank,
+        its current numbers. Collective."""
         if self._group is None:
             return first, second
         with self._ranks.meeting("the end of a step"):
@@ -31,7 +31,7 @@ class Vote:
             return decided
 
     def finish(self) -> tuple[int, int]:
-        """Waits for the last message; the largest numbers of it. Collective."""
+        """Waits for the last message, and returns its largest numbers. Collective."""
         if self._pending is None:
             return 0, 0
         (work, told), self._pending = self._pending, None

@@ -95,7 +95,7 @@ def _weight_map(path: Path) -> dict[str, str]:
 def tensors_in(path: Path) -> dict[str, Held]:
     """The tensors of one file by name. Raises InputError for a file that is none, or cut short."""
     try:
-        with safe_open(path, framework="pt"):  # checks that all of it is there, and reads no tensor
+        with safe_open(path, framework="pt"):  # checks that the file is complete, and reads no tensor
             pass
         with path.open("rb") as file:
             size_bytes = int.from_bytes(file.read(8), "little")

@@ -1,6 +1,6 @@
 """``mixmesh.checkpoint.load_weights``: initial weights, read by each rank straight into its own part.
 
-``weight_files`` says where each tensor is, ``matching`` which one of the model it is.
+``weight_files`` finds each tensor in the files, ``matching`` assigns it to a tensor of the model.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ T = TypeVar("T")
 
 
 def load_weights(model: nn.Module, path: str | Path) -> None:
-    """Gives ``model`` the weights of a file of safetensors, of several with an index, or of a folder that
-    ``save_pretrained`` has made. Collective.
+    """Gives ``model`` the weights of a safetensors file, of several with an index, or of a folder made by
+    ``save_pretrained``. Collective.
 
     Each rank reads its own pieces, some rows at a time; all machines must see the same files. Names and
-    shapes must be those of ``model.state_dict()`` on a single device, but a tied weight may be there by any
-    one of its names, and one prefix may stand before all names of the files, or of the model. Values of
-    another dtype are taken where the model's holds each of them exactly, as float32 does those of bfloat16.
-    Optimizers, and everything else, are left as they are.
+    shapes must be those of ``model.state_dict()`` on a single device, except that a tied weight may have any
+    of its names, and that all names of the files, or of the model, may have one prefix. Values of another
+    dtype are accepted if the model's dtype holds each of them exactly, as float32 holds bfloat16. Optimizers
+    and everything else stay unchanged.
 
-    Raises InputError on all ranks for files that cannot be read, PlanError, before anything is changed, for
-    weights of another model.
+    Raises InputError on all ranks for files that cannot be read, and PlanError, before anything is changed,
+    for weights of another model.
     """
     model, place = uncompiled(model), Path(path)
     ranks = Ranks.of(model)
@@ -89,8 +89,8 @@ def check_same_files(ranks: Ranks, held: dict[str, Held], place: Path) -> None:
 
 
 def own_box(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:
-    """The part of a tensor that this rank holds, in its own memory, and where it begins in the whole; None
-    where the rank holds nothing of it."""
+    """The part of a tensor that this rank holds, in its own memory, and where it begins in the whole; None if
+    the rank holds no part of it."""
     if not isinstance(tensor, ShardTensor):
         return tensor, (0,) * tensor.ndim
     local, whole = tensor.to_local(), tensor.whole
@@ -98,8 +98,8 @@ def own_box(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:
 
 
 def check_ties(matches: Sequence[Match], place: Path) -> None:
-    """Raises PlanError if files have a tied weight by several of its names, with different values. Each rank
-    compares its own part."""
+    """Raises PlanError if files have a tied weight under several of its names with different values. Each
+    rank compares its own part."""
     for matched in matches:
         first, *others = matched.held
         box = own_box(matched.own.tensor) if others else None

@@ -1,1 +1,1 @@
-"""The commands, one file each. None of them imports torch before it needs it."""
+"""The commands, one file each. They import torch only when they need it."""

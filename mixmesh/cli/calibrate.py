@@ -62,7 +62,7 @@ def calibrate(
 
 
 def device_named(kind: str | None) -> torch.device:
-    """The device of a type. Raises InputError where there is none."""
+    """The device of a type. Raises InputError if there is none."""
     import torch
 
     from ..runtime.accelerator import accelerator_type, local_device
@@ -77,8 +77,8 @@ def device_named(kind: str | None) -> torch.device:
 
 @contextmanager
 def telling_steps() -> Iterator[Steps]:
-    """Callbacks that tell on standard error what goes on: a bar for each group on a terminal, and one line
-    for each that says what came of it."""
+    """Callbacks that report progress on standard error: on a terminal a bar for each group, and for each
+    group one line with its result."""
     from ..measure.calibration import Steps
 
     if not sys.stderr.isatty():
@@ -136,7 +136,7 @@ def described(calibration: Calibration) -> str:
 
 
 def fit_cells(calibration: Calibration, fit: Fit) -> tuple[str, ...]:
-    """A row of the table: the constants stand where the forward pass does."""
+    """A row of the table; the constants are in the row of the forward pass."""
     rows = {(name, dtype): figures for name, dtype, *figures in calibration.device.efficiency}
     own = rows.get((fit.kernels, fit.dtype)) if fit.direction == "forward" else None
     constants = (f"{own[0]:.0%}", seconds(own[1])) if own else ("", "")

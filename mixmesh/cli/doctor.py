@@ -60,10 +60,10 @@ def doctor(
         report = examine(ground)
     if os.environ.get("RANK", "0") == "0":
         show(report, as_json)
-    elif ground.is_over:  # the first rank may be the one that is missing
+    elif ground.is_over:  # the first rank may be missing
         print("\n".join(wrong_lines(report)), file=sys.stderr, flush=True)
     ground.close()
-    if ground.is_abandoned:  # Python cannot end while a thread waits outside of it
+    if ground.is_abandoned:  # Python cannot exit while a thread is blocked in foreign code
         sys.stdout.flush()
         os._exit(1)
     if not report.ok:

@@ -1,4 +1,4 @@
-"""Faults in the log of a training: a rank that was lost is noted by one of those that are left."""
+"""Notes a lost rank in the log of a training; one of the remaining ranks writes it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def note_faults(log: Path | None, is_shared: bool) -> None:
-    """Has this process note a rank that is lost in ``log``, if it is the first of those that are left.
-    ``is_shared``: all ranks see the same file; elsewhere only the first rank writes to it."""
+    """Makes this process note a lost rank in ``log``, if it is the first of the remaining ones.
+    ``is_shared``: all ranks see the same file; otherwise only the first rank writes."""
     from ..runtime.watch import running_watch
 
     watch = running_watch()
@@ -24,20 +24,20 @@ def note_faults(log: Path | None, is_shared: bool) -> None:
 
 
 def noter(log: Path, rank: int, is_shared: bool) -> Callable[[Lost, Position], None]:
-    """A function that adds a line for a lost rank to ``log``. It is called by the watch, beside the thread
-    that trains: each line is one write to the end of the file."""
+    """A function that adds a line about a lost rank to ``log``. The watch calls it, in another thread than
+    the training's: each line is one write to the end of the file."""
 
     def note(lost: Lost, position: Position) -> None:
         if rank != (0 if lost.rank or not is_shared else 1):
             return
         device = position.devices[lost.rank] if lost.rank < len(position.devices) else None
         why = f"{lost.how}: {lost.word}"
-        step = max((position.step or 1) - 1, 0)  # that were made: the one that is under way will not be
+        step = max((position.step or 1) - 1, 0)  # completed steps: the current one will not be completed
         line = mark_line(FAULT, step, time.time(), rank=lost.rank, device=device, why=why)
         try:
             with log.open("a") as file:
                 file.write(line)
         except OSError:
-            pass  # the disk may be the fault: the error of the lost rank is what counts
+            pass  # the disk itself may have failed; the error about the lost rank is what counts
 
     return note

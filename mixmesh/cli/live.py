@@ -89,9 +89,9 @@ def summary_writer() -> Callable[..., Any]:
 
 
 class Live:
-    """Reports the progress of a training on the first rank; ``close`` ends it. ``samples`` is the size of a
-    global batch and ``num_steps`` the number of all steps, or None where they are not known. ``goes_to`` are
-    the file of JSON lines and TensorBoard's folder, or None."""
+    """Reports the progress of a training on the first rank, until ``close``. ``samples`` is the size of a
+    global batch and ``num_steps`` the number of all steps, None if unknown. ``goes_to`` are the file of JSON
+    lines and TensorBoard's folder, or None."""
 
     def __init__(
         self,

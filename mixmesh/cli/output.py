@@ -75,7 +75,7 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Formats columns; those of numbers are aligned to the right."""
+    """Formats columns, with numbers aligned to the right."""
     rows = [list(map(str, row)) for row in rows]
     widths = [max(len(row[n]) for row in [list(header), *rows]) for n in range(len(header))]
     right = [

@@ -36,7 +36,7 @@ Fresh = Annotated[bool, typer.Option("--fresh-plan", help="Measure and plan agai
 
 @dataclass(frozen=True)
 class Preparing:
-    """The options of a start without a plan; ``folder`` is that of the cache."""
+    """The options of a start without a plan; ``folder`` is the cache's."""
 
     profile_s: float
     planner: str

@@ -141,7 +141,7 @@ def run_training(options: RunOptions) -> int:
     described, predicted = prediction_of(options, start.plan)
     check_start(options, start.plan)
     jobs = [load_job(options.job) if job is None else job]
-    del job  # the training frees what it does not need of it
+    del job  # the training frees the parts that it does not need
     live = Live(
         start.plan,
         batch_size(jobs[0].batch),

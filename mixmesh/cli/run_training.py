@@ -127,7 +127,7 @@ class Trained:
         return Trained(later.plan, report, later.keeper, self.balancer.followed_by(later.balancer))
 
     def close(self) -> None:
-        """Ends a part that another one follows in these processes."""
+        """Ends a part of the training that another part follows in these processes."""
         from ..measure.testbed import leave_device
 
         if self.keeper is not None:
@@ -159,7 +159,7 @@ def train_all(options: RunOptions, start: Start, jobs: list[Job], live: Live) ->
 
 
 def train_part(options: RunOptions, start: Start, jobs: list[Job], live: Live, cause: str) -> Trained:
-    """Trains under one plan; ``cause`` is that of a plan that follows another one."""
+    """Trains under one plan; ``cause`` says why it follows another one."""
     from ..runtime.train import train
 
     balancer = balancer_of(
@@ -256,7 +256,7 @@ def described_cluster(path: Path | None) -> Cluster | None:
 
 
 def described_costs(cluster: Path | None, profile: Path | None) -> tuple[Cluster | None, Profile | None]:
-    """The cluster and its profile, as far as there are files of them."""
+    """The cluster and its profile, each if there is a file for it."""
     from ..api import load_profile
 
     return described_cluster(cluster), load_profile(profile)

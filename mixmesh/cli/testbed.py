@@ -39,7 +39,7 @@ def testbed(
 
 
 def resolve(command: list[str]) -> list[str]:
-    """Has ``mixmesh ...`` in the testbed be this installation, whatever PATH is."""
+    """Makes ``mixmesh ...`` in the testbed run this installation, whatever PATH is."""
     if command[0] == "mixmesh":
         return [sys.executable, "-m", "mixmesh", *command[1:]]
     return list(command)

@@ -25,9 +25,9 @@ InitialWeights = Annotated[
 
 
 def initial_weights(path: Path | None, timeout_s: float) -> Callable[[ParallelModel], object]:
-    """A function that loads the weights of ``path`` into a parallel model; it does nothing without a path.
-    Collective with one. Raises InputError on all ranks if the first one cannot read the weights, before
-    planning begins."""
+    """A function that loads the weights of ``path`` into a parallel model; without a path it does nothing.
+    Collective with a path. Raises InputError on all ranks, before planning, if the first one cannot read the
+    weights."""
     if path is None:
         return lambda model: None
     from ..checkpoint import load_weights

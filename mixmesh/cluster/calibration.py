@@ -1,8 +1,8 @@
-"""Device files: what ``mixmesh calibrate`` measured on a card, read where a cluster file names the card.
+"""Device files: ``mixmesh calibrate``'s measurements of a card, used when a cluster file names the card.
 
 A file has the ``[figures]`` of the device by the keys of a cluster file, when and with what they were
 ``[measured]``, and for each class of kernels a ``[[fit]]``: how far the fitted costs are from the measured
-times. The figures take the place of the datasheet's.
+times. The figures replace the datasheet's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .devices_folder import device_file, file_name
 from .file import DeviceTable, Name, NotNegative, Table, checked
 
 MOST_BYTES = 2**20
-# keys of a cluster file that hold for the card at its own rates alone
+# keys of a cluster file that are valid for the card only at its own rates
 CALIBRATED = (
     "issue_us", "backward_issue_us", "sustained", "efficiency", "optimizer_ps_per_byte", "context_mib",
     "kernels_mib", "calibrated",
@@ -104,8 +104,8 @@ def parse_calibration(text: str, where: str, name_of_file: str | None = None) ->
 
 
 def calibration_of(name: str) -> DeviceTable | None:
-    """The calibrated figures of a device; None where it was not calibrated. Raises ClusterError for a file
-    that cannot be used."""
+    """The calibrated figures of a device; None if it was not calibrated. Raises ClusterError for a file that
+    cannot be used."""
     path = device_file(name)
     if path is None:
         return None
@@ -114,8 +114,8 @@ def calibration_of(name: str) -> DeviceTable | None:
 
 
 def with_calibration(table: DeviceTable) -> DeviceTable:
-    """The table with the calibration of its device, where there is one, below what it gives itself. For a
-    card of the catalogue that is given rates of its own, or is emulated, a calibration says nothing."""
+    """The table with the calibration of its device, if there is one, for keys that the table does not give
+    itself. A card of the catalogue that is emulated, or given its own rates, takes no calibration."""
     own = None if table.device is None else calibration_of(table.device)
     if own is None:
         return table

@@ -36,7 +36,7 @@ class CatalogueRow:
 
     @property
     def sustained(self) -> float:
-        """The share of the arithmetic peaks that the card's power limit leaves of them under load."""
+        """The share of the arithmetic peaks that the card's power limit allows under load."""
         return SUSTAINED[self.name][0] if self.name in SUSTAINED else 1.0
 
 
@@ -131,18 +131,18 @@ SUSTAINED: dict[str, tuple[float, str]] = {
     "A10-24GB": (0.7, "150 W, base clock 885 and boost clock 1695 MHz (NVIDIA A10 product brief): a guess"),
 }  # fmt: skip
 
-# words of a reported name that say who made the card
+# words of a reported name that name the maker
 _MAKERS = {"NVIDIA", "TESLA", "GEFORCE", "AMD", "INSTINCT", "RADEON", "GENERATION"}
 _SIZE = re.compile(r"HBM\w*|(\d+)GB")
-_FORM = re.compile(r"SXM\d?|PCIE|OAM")  # tells cards apart where the catalogue has a row for it
-# reported and nominal size of a card differ by ECC and by what the driver keeps
+_FORM = re.compile(r"SXM\d?|PCIE|OAM")  # distinguishes cards if the catalogue has a row for it
+# reported and nominal sizes differ by ECC and by the driver's own memory
 _MEMORY_TOLERANCE = 0.12
 
 
 def catalogue_row(reported_name: str, memory_bytes: int) -> CatalogueRow | None:
     """The row of the card that PyTorch reports as ``reported_name`` (``torch.cuda.get_device_name()``) with
-    ``memory_bytes`` of memory, or None if no row is surely that card: a laptop's chip is another one.
-    """
+    ``memory_bytes`` of memory. None if no row matches both: a laptop's chip may share the name of a desktop
+    card."""
     memory_gib = memory_bytes / 2**30
     for rows in _rows_by_form(_words(reported_name)):
         near = [row for row in rows if abs(memory_gib / row.memory_gib - 1) <= _MEMORY_TOLERANCE]
@@ -152,8 +152,8 @@ def catalogue_row(reported_name: str, memory_bytes: int) -> CatalogueRow | None:
 
 
 def rows_named(name: str) -> tuple[CatalogueRow, ...]:
-    """The rows that a name may mean: the one of that name, or all of what PyTorch reports so, which may be
-    several sizes of memory."""
+    """The rows that a name may mean: the row of that name, or all rows of cards that PyTorch reports so,
+    which may have several sizes of memory."""
     if name in CATALOGUE:
         return (CATALOGUE[name],)
     words = _words(name)
@@ -174,7 +174,8 @@ def _split(name: str) -> list[str]:
 
 
 def _rows_by_form(words: list[str]) -> list[list[CatalogueRow]]:
-    """The rows of a name, of all sizes of memory: those of the form (SXM, PCIe) that it says, then of any."""
+    """The rows of a name, with all sizes of memory: first those of the form (SXM, PCIe) in the name, then
+    those of any form."""
     model = [w for w in words if not _SIZE.fullmatch(w)]
     plain = [w for w in model if not _FORM.fullmatch(w)]
     return [

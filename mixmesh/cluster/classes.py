@@ -1,4 +1,4 @@
-"""Names of the classes of operators and of the dtypes by which efficiencies of a device are told."""
+"""Names of the classes of operators and of the dtypes for which devices have efficiencies."""
 
 from __future__ import annotations
 

@@ -72,8 +72,8 @@ BRIDGE_GBIT_PER_S = Decimal(24)
 
 @dataclass(frozen=True)
 class DeviceLink:
-    """A link of some devices of a machine with each other, such as NVLink between two: their numbers within
-    the machine. Each device has a way of its own onto it."""
+    """A link of some devices of a machine with each other, such as NVLink between two; ``devices`` are their
+    numbers within the machine. Each device has its own path onto it."""
 
     devices: tuple[int, ...]
     bytes_per_s: float
@@ -82,11 +82,12 @@ class DeviceLink:
 
 @dataclass(frozen=True)
 class Machine:
-    """Devices joined by links; ``nic_bytes_per_s`` limits what they exchange with other machines.
+    """Devices joined by links; ``nic_bytes_per_s`` limits their exchange with other machines.
 
-    Two devices have a link of their own (``links``), or else reach each other at ``link_bytes_per_s``. All
-    that do the latter share ``bridge_bytes_per_s``, where there is such a limit: a host bridge without
-    peer-to-peer access (``p2p``). ``price_per_hour`` is in any currency, that of the other machines."""
+    Two devices have their own link (``links``), or else reach each other at ``link_bytes_per_s``. All pairs
+    of the second kind share ``bridge_bytes_per_s``, if there is such a limit: a host bridge without
+    peer-to-peer access (``p2p``). ``price_per_hour`` is in any currency, the same for all machines.
+    """
 
     name: str
     devices: tuple[Device, ...]
@@ -105,7 +106,7 @@ class Machine:
 
     @property
     def wiring(self) -> tuple[float, float, float, str]:
-        """All that machines of equal devices may differ in, to be compared and sorted by."""
+        """All differences between machines of equal devices, as a sort key."""
         more = str((self.links, self.bridge_bytes_per_s))
         return self.link_bytes_per_s, self.link_latency_s, self.nic_bytes_per_s, more
 
@@ -114,14 +115,14 @@ class Machine:
         return {(a, b): n for n, link in enumerate(self.links) for a in link.devices for b in link.devices}
 
     def link_between(self, a: int, b: int) -> int | None:
-        """The number of the link that two of its devices have of their own; None without one."""
+        """The number of the separate link between two of its devices; None without one."""
         return self._link_of.get((a, b))
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Machines on one network, whose bandwidth is that of a path between two of them. ``network_kind`` says
-    how GPUs use it: what collectives reach of the wire depends on that."""
+    """Machines on one network; the bandwidth is that of a path between two of them. ``network_kind`` says how
+    GPUs use it, which decides the share of the wire's rate that collectives reach."""
 
     name: str
     machines: tuple[Machine, ...]
@@ -224,7 +225,7 @@ class Cluster:
         return min(self.bandwidth_bytes_per_s, *nics)
 
     def latency_between(self, rank_a: int, rank_b: int) -> float:
-        """Seconds before the first byte arrives; 0 to itself."""
+        """Seconds before the first byte arrives; 0 from a rank to itself."""
         if rank_a == rank_b:
             return 0.0
         a, b = self.machine_index_of(rank_a), self.machine_index_of(rank_b)
@@ -234,7 +235,7 @@ class Cluster:
         return self.machines[a].link_latency_s if link is None else link.latency_s
 
     def link_between(self, rank_a: int, rank_b: int) -> DeviceLink | None:
-        """The link that two ranks of one machine have of their own; None without one."""
+        """The separate link between two ranks of one machine; None without one."""
         m = self.machine_index_of(rank_a)
         machine, first = self.machines[m], self.ranks_of(m)[0]
         number = machine.link_between(rank_a - first, rank_b - first) if machine.links else None
@@ -327,7 +328,7 @@ def with_faster_inside(machine: Machine, factor: float) -> Machine:
 
 
 def without_device(machine: Machine, number: int) -> Machine:
-    """A machine less one device, and what links that one had."""
+    """A machine without one device and its links."""
     devices = (*machine.devices[:number], *machine.devices[number + 1 :])
     kept = (
         dataclasses.replace(link, devices=tuple(n - (n > number) for n in link.devices if n != number))
@@ -423,7 +424,8 @@ def _price_toml(machine: Machine) -> list[str]:
 
 
 def _without_defaults(facts: dict, owner: type[Cluster | Machine | Device], *names: str) -> None:
-    """Takes out what files did not have at first, where it says nothing else: fingerprints are as before."""
+    """Removes fields that files did not have at first, if they have their defaults, so that fingerprints stay
+    the same."""
     for field in dataclasses.fields(owner):
         if field.name in names and facts[field.name] == field.default:
             del facts[field.name]

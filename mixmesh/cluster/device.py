@@ -24,18 +24,19 @@ CPU_DEVICE_MEMORY_GIB = Decimal(2)
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator. Devices of equal ``name`` are of one type: what was measured on one holds for all.
+    """One accelerator. Devices of equal ``name`` are of one type: a measurement of one holds for all.
 
     ``flop_per_s`` is the fp32 peak without TF32, ``half_flop_per_s`` the fp16/bf16 peak, ``tf32_flop_per_s``
     that of fp32 on tensor cores, 0 without them. ``cpu_share`` is set on devices that the testbed emulates;
-    ``kind`` says where the computing happens. ``issue_s`` is what an operator takes of its host, None if that
-    is not known; ``sustained`` the share of the arithmetic peaks that its power limit allows under load.
-    ``efficiency`` has rows that replace those of ``mixmesh.cost.efficiency``, for a card whose own are known:
-    class, dtype, share of the peak, ramp in seconds, factor on the usual backward pass. ``calibrated`` is the
-    date on which ``mixmesh calibrate`` measured the card, and empty where it did not: it alone gives
-    ``backward_issue_s`` (the host's time for a kernel of the backward pass), ``optimizer_s_per_byte`` (of the
-    parameters), ``context_bytes`` (of the card's memory that a process holds before it computes) and
-    ``kernel_bytes`` (those that computing adds).
+    ``kind`` says where the computing happens. ``issue_s`` is the host's time to issue an operator, None if
+    unknown; ``sustained`` the share of the arithmetic peaks that its power limit allows under load.
+    ``efficiency`` has rows that replace those of ``mixmesh.cost.efficiency`` for a card with its own: class,
+    dtype, share of the peak, ramp in seconds, factor on the usual backward pass.
+
+    ``calibrated`` is the date on which ``mixmesh calibrate`` measured the card, empty without. Only a
+    calibration gives ``backward_issue_s`` (the host's time to issue a kernel of the backward pass),
+    ``optimizer_s_per_byte`` (of the parameters), ``context_bytes`` (of the card's memory held by a process
+    before it computes) and ``kernel_bytes`` (added by computing).
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""A calibration as a value, and its file: measured figures, where they come from, how well they fit."""
+"""A calibration as a value, and its file: measured figures, their origin, and how well they fit."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ class Calibration:
         return _calibration(read_calibration(Path(path)))
 
     def save(self, path: str | Path | None = None) -> Path:
-        """Writes the file, to its place among the device files where no path is named, and returns the path.
-        Raises ClusterError."""
+        """Writes the file, by default to its place among the device files, and returns the path. Raises
+        ClusterError."""
         if path is None:
             folder = devices_folder()
             if folder is None:

@@ -33,7 +33,7 @@ def file_name(name: str) -> str:
 
 
 def device_file(name: str) -> Path | None:
-    """The file of a device of this name; None where there is none."""
+    """The device file of this name; None if there is none."""
     folder = devices_folder()
     path = None if folder is None else folder / file_name(name)
     return path if path is not None and path.is_file() else None

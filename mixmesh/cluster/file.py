@@ -187,7 +187,7 @@ def checked(schema: type[T], text: str, where: str) -> T:
 
 
 def _check_together(tables: ClusterTable, where: str) -> None:
-    """Checks what no table of the file shows by itself."""
+    """Checks conditions that involve several tables of the file."""
     if tables.network is None and len(tables.machine) > 1:
         raise ClusterError(
             "no [network] table, which a cluster of more than one machine needs",

@@ -1,4 +1,4 @@
-"""Layer 2: what an instruction costs on a rank. No torch."""
+"""Layer 2: the costs of an instruction on a rank. No torch."""
 
 from .collectives import COLLECTIVES, DIRECT, FLAT, LEVELLED, CollectiveFit, default_algorithm, ring_fit
 from .curve import ZERO, Curve, affine_curve

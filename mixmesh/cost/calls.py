@@ -1,4 +1,5 @@
-"""The computations of a program by kind: what repeats, as in the layers of a model, is looked at once."""
+"""The computations of a program by kind, so that repeated ones, as in the layers of a model, are examined
+once."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ from ..lang.ir import Instruction, Program, Shard, TensorType
 from ..lang.rules import Call, call_of
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # one object for each kind of a program: it is its own key
+@dataclass(frozen=True, slots=True, eq=False)  # one object for each kind in a program, so it is its own key
 class Kind:
-    """Computations that differ in the names of values only.
+    """Computations that differ only in the names of values.
 
-    ``inputs`` and ``outputs`` are types with placements, ``takes`` says of each input whether it takes a
-    gradient, and ``grads`` is how many values do: one that is used twice counts once.
+    ``inputs`` and ``outputs`` are types with placements. ``takes`` says of each input whether it takes a
+    gradient, and ``grads`` is the number of distinct values that do: one that is used twice counts once.
     """
 
     call: Call
@@ -42,13 +43,13 @@ def is_computation(i: Instruction) -> bool:
 
 
 def kinds_of(program: Program) -> Sequence[Kind | None]:
-    """Per instruction its kind, the same object for all that are of it; None where nothing is computed."""
+    """The kind of each instruction, with one object per kind; None for instructions that compute nothing."""
     types, grad = program.types, program.requires_grad
     out: list[Kind | None] = []
     known: dict[tuple, Kind] = {}
     # instructions of repeated layers share their parts, which the program keeps alive
     by_identity: dict[tuple[int, ...], Kind] = {}
-    plains: dict[tuple, tuple] = {}  # those that are equal, as one
+    plains: dict[tuple, tuple] = {}  # equal ones share one object
     for i in program.instructions:
         if not is_computation(i):
             out.append(None)

@@ -1,10 +1,9 @@
-"""Seconds of collectives by the cluster file alone, and the algorithm that the runtime takes by itself.
+"""Estimates seconds of collectives from the cluster file alone, and names the runtime's default algorithms.
 
-``size_bytes`` is always that of the whole tensor. The estimate is that of a
-ring over the ranks in order: every byte crosses the slowest link, which is a machine's NIC as soon as
-the ring leaves the machine (Thakur et al., "Optimization of Collective Communication Operations in
-MPICH", 2005, section 3). That is what gloo does with tensors of all sizes. NCCL sums small ones along trees
-(``tree_line``).
+``size_bytes`` is always that of the whole tensor. The estimate is a ring over the ranks in order: every byte
+crosses the slowest link, which is a machine's NIC if the ring leaves the machine (Thakur et al.,
+"Optimization of Collective Communication Operations in MPICH", 2005, section 3). gloo uses rings for tensors
+of all sizes; NCCL sums small ones along trees (``tree_line``).
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ __all__ = [
     "COLLECTIVES", "DIRECT", "FLAT", "LEVELLED", "USUAL", "CollectiveFit", "default_algorithm", "fastest_of",
     "in_turn", "level_fits", "on_gpus", "ring_fit",
 ]  # fmt: skip
-# The seconds that a hop of a small collective takes beside the wire's latency. gloo on the emulated testbed,
-# four ranks in two machines: 1.2 ms for a broadcast, 2-4 for an all_to_all, 5-12 for an all_reduce of 4 KB.
+# Seconds of a hop of a small collective in addition to the wire's latency. gloo on the emulated testbed, four
+# ranks in two machines: 1.2 ms for a broadcast, 2-4 for an all_to_all, 5-12 for an all_reduce of 4 KB.
 # Elsewhere waking a thread takes some tens of microseconds, and NCCL's kernels wait without sleeping.
 EMULATED_HOP_S = 1e-3
 CPU_HOP_S = 5e-5
@@ -32,21 +31,21 @@ MESSAGE_S = 5e-6  # a sender takes this for each further message at once: NCCL p
 NCCL_TREE_RATE = (
     0.9  # share of the link's that NCCL's own model gives its trees (``busBw * .9``, src/graph/tuning.cc)
 )
-# Collectives of GPUs in several machines reach a share of the wire. Over TCP, where NCCL moves bytes by the
-# host's threads (NCCL_SOCKET_NTHREADS, NCCL_NSOCKS_PERTHREAD), 0.7 to 0.85 in published measurements, more
-# for larger tensors, less for more machines: HAP's artifact has 0.72 for an all_reduce between eight.
-# By RDMA 0.9 (nccl-tests on InfiniBand, as they are usually reported).
+# Collectives of GPUs in several machines reach a share of the wire's rate. Over TCP, where the host's threads
+# move NCCL's bytes (NCCL_SOCKET_NTHREADS, NCCL_NSOCKS_PERTHREAD), published measurements have 0.7 to 0.85,
+# more for larger tensors, less for more machines: HAP's artifact has 0.72 for an all_reduce between eight. By
+# RDMA 0.9 (nccl-tests on InfiniBand, as usually reported).
 RDMA_SHARE = 0.9
 TCP_SMALL_SHARE, TCP_LARGE_SHARE = 0.7, 0.85
-TCP_SHARE_OF_DOUBLING = 0.05  # less for each doubling of the machines beyond two
-TCP_LARGE_BYTES = 2**24  # from so many on a tensor is large
+TCP_SHARE_OF_DOUBLING = 0.05  # loss of rate for each doubling of the machines beyond two
+TCP_LARGE_BYTES = 2**24  # tensors of at least this size are large
 NCCL_MAX_SKEW = 2.0  # padding sends max/mean as much as needed; beyond this, one transfer per piece
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveFit:
-    """``latency_s + s_per_byte * size_bytes`` for all ranks together. Where one algorithm is the fastest for
-    few bytes and another for many, each is one of the ``lines``, and these are the latency of the first and
+    """``latency_s + s_per_byte * size_bytes`` for all ranks together. If one algorithm is fastest for few
+    bytes and another for many, each is one of the ``lines``, and the fields are the latency of the first and
     the slope of the last."""
 
     latency_s: float
@@ -54,14 +53,15 @@ class CollectiveFit:
     lines: tuple[tuple[float, float], ...] = ()
 
     def seconds(self, size_bytes: float, skew: float | None = None) -> float:
-        """``skew``, the largest piece over the mean one, matters to what was measured, and not here."""
+        """The seconds of ``size_bytes``. The ``skew`` of the pieces matters only to measured collectives, not
+        here."""
         if not self.lines:
             return self.latency_s + self.s_per_byte * size_bytes
         return min([latency_s + s_per_byte * size_bytes for latency_s, s_per_byte in self.lines])
 
     @property
     def affine_lines(self) -> tuple[tuple[float, float], ...]:
-        """The latency and the seconds per byte of each algorithm, of which the fastest counts."""
+        """The latency and the seconds per byte of each algorithm; the fastest counts."""
         return self.lines or ((self.latency_s, self.s_per_byte),)
 
     def algorithm(self, size_bytes: float, skew: float | None = None) -> str | None:
@@ -70,12 +70,11 @@ class CollectiveFit:
 
 
 def default_algorithm(collective: str, backend: str, skew: float = 1.0) -> str:
-    """The runtime's own algorithm for pieces of which more than one holds anything, where no other is asked
-    for.
+    """The runtime's default algorithm for uneven pieces, of which more than one is not empty.
 
-    It is what was fastest on gloo: one all_to_all, each piece sent to each rank. On NCCL it is padding while
-    the largest piece is at most twice the mean, else one broadcast per piece (grouped broadcasts of HAP,
-    EuroSys'24, section 4.2) or one reduce. Empty for a collective that is done in one way only.
+    These were fastest on gloo: one all_to_all, each piece sent to each rank. NCCL pads while the largest
+    piece is at most twice the mean, and otherwise uses one broadcast per piece (grouped broadcasts of HAP,
+    EuroSys'24, section 4.2) or one reduce. Empty for a collective with only one algorithm.
     """
     if collective not in ("all_gather", "reduce_scatter"):
         return ""
@@ -120,8 +119,8 @@ def ring_fit(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> Colle
 def on_wire(
     cluster: Cluster, machines: int, latency_s: float, s_per_byte: float
 ) -> tuple[tuple[float, float], ...]:
-    """The line of a collective at the wire's whole rate as what GPUs in ``machines`` reach: over TCP one
-    line for small tensors and one for large ones."""
+    """Converts the line of a collective at the wire's full rate into what GPUs in ``machines`` reach: over
+    TCP one line for small tensors and one for large ones."""
     if machines == 1:
         return ((latency_s, s_per_byte),)
     if cluster.network_kind == "rdma":
@@ -132,7 +131,7 @@ def on_wire(
 
 
 def _lines(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> list[tuple[float, float]]:
-    """Latency and seconds per byte of the algorithms, with what passes a host bridge at its rate."""
+    """Latency and seconds per byte of the algorithms, limited by the rate of a host bridge on the way."""
     name = "broadcast" if collective == "send" else collective
     bridge_s = bridge_s_per_byte(cluster, name, ranks)
     lines = _wire_lines(cluster, collective, ring_order(cluster, ranks))
@@ -140,7 +139,7 @@ def _lines(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> list[tu
 
 
 def _wire_lines(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> list[tuple[float, float]]:
-    """As above, with each hop at the rate of its own link."""
+    """The same with each hop at the rate of its own link."""
     n = len(ranks)
     slowest = min(cluster.bandwidth_between(a, b) for a, b in ring_of(ranks))
     through = through_s(cluster, ranks)
@@ -174,8 +173,9 @@ def _sent_out(cluster: Cluster, ranks: tuple[int, ...]) -> dict[int, int]:
 
 
 def through_s(cluster: Cluster, ranks: tuple[int, ...]) -> float:
-    """Latency from the first rank through all to the last. Between GPUs each hop has that of its own link, as
-    in NCCL's model; between processes on CPUs, which wait for each other at each hop, the slowest one's."""
+    """Latency from the first rank through all others to the last. Between GPUs each hop has its own link's
+    latency, as in NCCL's model; between processes on CPUs, which wait for each other at each hop, every hop
+    has the slowest one's."""
     if on_gpus(cluster, ranks):
         return sum(cluster.latency_between(a, b) for a, b in itertools.pairwise(ranks))
     return (len(ranks) - 1) * slowest_hop_s(cluster, ranks)
@@ -190,13 +190,13 @@ def ring_of(ranks: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 def tree_line(cluster: Cluster, ranks: tuple[int, ...], bytes_per_s: float) -> tuple[float, float]:
-    """Latency and seconds per byte of a sum up a tree of machines, within which ranks are a chain, and down
-    again: 2 (ranks of a machine - 1) hops inside and 2 log2(machines) between.
+    """Latency and seconds per byte of a sum up and down a tree of machines, in each of which the ranks are a
+    chain: 2 (ranks of a machine - 1) hops inside and 2 log2(machines) between.
 
-    Two trees carry half of the bytes each, and a machine is inside one of them only, so that about 2 of every
-    byte pass each NIC, whatever the number of machines (Sanders, Speck, Träff, "Two-tree algorithms for full
-    bandwidth broadcast, reduction and scan", 2009). The hops are those of ``ncclTopoTuneModel`` in NCCL's
-    src/graph/tuning.cc; its log2 is rounded down, the depth of a tree is not.
+    Two trees carry half of the bytes each, and a machine is an inner node of only one of them, so about 2
+    bytes pass each NIC for every byte of the sum, whatever the number of machines (Sanders, Speck, Träff,
+    "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009). The hops are those of
+    ``ncclTopoTuneModel`` in NCCL's src/graph/tuning.cc; its log2 is rounded down, the depth of a tree is not.
     """
     sizes = Counter(map(cluster.machine_index_of, ranks))
     inside_s = max((k - 1) * cluster.machines[m].link_latency_s for m, k in sizes.items())
@@ -227,7 +227,7 @@ def _alike_key(cluster: Cluster, m: int, part: tuple[int, ...]) -> tuple:
 
 
 def hop_s(cluster: Cluster, a: int, b: int) -> float:
-    """The seconds that passing something on takes beside the wire, in the processes at its ends."""
+    """Seconds that the two processes take to pass something on, in addition to the wire."""
     kinds = {cluster.devices[r].kind for r in (a, b)}
     if "cpu" not in kinds:
         return 0.0

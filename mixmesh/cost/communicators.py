@@ -13,8 +13,8 @@ LOSS_TOLD = "loss, told"
 
 @dataclass(frozen=True, slots=True)
 class Communicator:
-    """``ranks`` that meet for a ``purpose``. With ``is_pairwise`` each of them has a connection to each other
-    one, beside those of rings and trees."""
+    """``ranks`` that communicate for a ``purpose``. With ``is_pairwise`` each of them also has a connection
+    to each other one, in addition to those of rings and trees."""
 
     purpose: str
     ranks: tuple[int, ...]

@@ -15,10 +15,10 @@ SMALLEST = 1e-4  # a share that few clusters have devices enough for
 class Curve:
     """Measured ``(share, seconds)`` points, shares ascending; linear between them.
 
-    More work never takes less time: points that say so are noise, and are averaged (``rising``). Below
-    the first point the line goes to the fixed cost of the affine fit. Above the last it rises as steeply
-    as the fit or the last segment does, whichever is steeper: what was not measured must not look free.
-    ``covers`` tells a share within the measured range.
+    More work never takes less time: points that say otherwise are noise, and are averaged (``rising``). Below
+    the first point the line goes to the fixed cost of the affine fit. Above the last it rises as steeply as
+    the fit or the last segment, whichever is steeper, so that unmeasured work does not look free. ``covers``
+    tells whether a share is within the measured range.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -78,8 +78,8 @@ class Curve:
         return y1 + max((y1 - y0) / (x1 - x0), self.affine[1]) * (share - x1)
 
     def line_at(self, share: float) -> tuple[float, float]:
-        """``(a, b)`` of the line ``a + b * share`` that the curve is around ``share``: through the seconds at
-        ``AROUND`` times it. ``a`` may be negative where the curve bends upwards."""
+        """``(a, b)`` of the line ``a + b * share`` that approximates the curve near ``share``: through the
+        seconds at ``AROUND`` times it. ``a`` may be negative if the curve bends upwards."""
         if len(self.points) == 2 or share <= 0:
             return self.affine  # a line already, or nowhere
         low, high = (share * factor for factor in AROUND)
@@ -95,8 +95,8 @@ class Curve:
 
     @lazy
     def least_s(self) -> float:
-        """The least seconds per whole of the work that any share of it takes: at a measured share or at 1, as
-        the curve is linear in between and costs something at no share."""
+        """The least seconds at which any share of the work is done, scaled to the whole. It is at a measured
+        share or at 1, because the curve is linear in between and costs something at share 0."""
         shares = [share for share, _ in self.points if 0 < share < 1] if len(self.points) > 1 else []
         return min(self.at(share) / share for share in (*shares, 1.0))
 

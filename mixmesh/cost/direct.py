@@ -1,4 +1,4 @@
-"""Where sums of few bytes are faster if every rank sends its addend to every other one."""
+"""Finds the size up to which one-shot sums, by one message between each two ranks, are faster."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ SIZES_BYTES = tuple(2**n for n in range(8, 19))  # every rank holds all addends:
 
 
 def best_direct_bytes(costs: CostModel) -> int:
-    """The largest size up to which sums between all ranks are faster so; 0 if not even small ones are, where
-    devices are CPUs, and where neither a profile has measured such sums nor the caller counts on them without
+    """The largest size up to which one-shot sums between all ranks are faster. 0 if not even small ones are,
+    if devices are CPUs, or if such sums were neither measured by a profile nor counted on by the caller
     (``ONE_SHOT_SUMS`` in ``costs.unmeasured``).
 
-    A library's sum takes two hops for every level of a tree, or two for every rank of a ring. This one takes
-    a single hop, and n - 1 times the bytes. On emulated CPUs gloo's sums are a fifth as fast in a loop, and
-    yet no slower in a training step (``python -m benchmarks sync --only small-sums``): who waits for one
-    saves up processor time meanwhile, and who has none left is late either way.
+    A library's sum takes two hops for every level of a tree, or two for every rank of a ring. A one-shot sum
+    takes a single hop, and n - 1 times the bytes. On emulated CPUs gloo's sums are a fifth as fast in a loop,
+    and yet no slower in a training step (``python -m benchmarks sync --only small-sums``): a rank that waits
+    for a sum saves up CPU time meanwhile, and one without any left is late either way.
     """
     everyone = tuple(range(costs.cluster.world_size))
     if len(everyone) < 2 or not on_gpus(costs.cluster, everyone):

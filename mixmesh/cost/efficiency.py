@@ -51,8 +51,8 @@ MICRO = 1e-6
 
 @dataclass(frozen=True)
 class Efficiency:
-    """``share`` of the peak of arithmetic, or of the memory's rate, and ``ramp_s`` for each kernel.
-    ``backward`` is how many times as long as by the usual factors the backward pass takes."""
+    """``share`` of the arithmetic peak, or of the memory's rate, and ``ramp_s`` for each kernel. ``backward``
+    is a factor on the usual duration of the backward pass."""
 
     share: float
     ramp_s: float
@@ -71,14 +71,14 @@ ROWS = (
 USUAL = {(name, dtype): Efficiency(share, ramp_us * MICRO) for name, dtype, share, ramp_us in ROWS}
 
 
-# On a CPU: products reach so much of its peak in practice, other operators all of its memory's rate
+# On a CPU, products reach this share of its peak in practice, and other operators its whole memory rate
 CPU_EFFICIENCY = 0.5
 CPU_PRODUCT, CPU_MEMORY_BOUND = Efficiency(CPU_EFFICIENCY, 0.0), Efficiency(1.0, 0.0)
 
 
 def efficiency(name: str, dtype: str, device: Device) -> Efficiency:
-    """The efficiency of a class of operators on a device: its own where the cluster file or a calibration has
-    them, else the usual one."""
+    """The efficiency of a class of operators on a device: its own from the cluster file or a calibration, or
+    else the usual one."""
     for own_name, own_dtype, *figures in device.efficiency:
         if (own_name, own_dtype) == (name, dtype):
             return Efficiency(*figures)
@@ -88,7 +88,7 @@ def efficiency(name: str, dtype: str, device: Device) -> Efficiency:
 
 
 def peak_flop_per_s(name: str, dtype: str, device: Device) -> float:
-    """The arithmetic peak that kernels of a class are to be held against. Depthwise convolutions have none on
+    """The arithmetic peak that bounds the kernels of a class. Depthwise convolutions have no kernels for
     tensor cores."""
     if name == DEPTHWISE:
         return device.flop_per_s

@@ -50,10 +50,10 @@ def _shares(size: int, ratio, unit: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A collective of a program: its name, the whole tensor's bytes, and the ranks that meet. Where the
-    ratio changes, what ranks have ``sent`` each other. Where one rank holds all of what is gathered or
-    scattered it is ``rooted``: a broadcast or a reduce. A sum may be ``levelled``: within machines first; or
-    ``direct``: each rank sends its addend to each other one."""
+    """A collective of a program: its name, the bytes of the whole tensor, and the ranks that communicate. If
+    the ratio changes, ``sent`` is what ranks send each other. ``rooted``: one rank holds all of what is
+    gathered or scattered, so it is a broadcast or a reduce. A sum may be ``levelled``, within machines first,
+    or ``direct``, each rank sending its addend to each other one."""
 
     name: str
     size_bytes: int
@@ -79,11 +79,11 @@ class Exchange:
         return costs.collective(name, ranks).seconds(size_bytes)
 
     def as_measured(self, cluster: Cluster) -> tuple[str, tuple[int, ...], float]:
-        """The collective that takes as long: its name, between whom it is, and of how many bytes.
+        """The measured collective that takes as long: its name, ranks and bytes.
 
-        The bytes that ranks have sent each other are scaled to what the fullest link carries, as a collective
-        sends every pair as much. Where some ranks only send and the others only receive it is like one
-        sending to another: links that are full both ways at once are slower.
+        A collective sends equally much between all pairs, so the bytes are scaled to the load of the fullest
+        link. If some ranks only send and the others only receive, it is like one rank sending to another:
+        links that are full in both directions at once are slower.
         """
         if not self.sent:
             return self.performed, self.ranks, self.size_bytes
@@ -102,9 +102,9 @@ class Exchange:
         return bool(sent) and not {a for a, _, _ in sent} & {b for _, b, _ in sent}
 
     def lag_s(self, costs: CostModel) -> float:
-        """Seconds of these in which others of its kind may go on: the stages of sums by levels overlap, and
-        the longest one is what a sum takes of the next. Where they were measured nothing is said of that: a
-        processor's time for one is not the other's."""
+        """Seconds of this sum during which others of its kind may already run: the stages of hierarchical
+        sums overlap, so a sum delays the next only by its longest stage. 0 if it was measured, because CPU
+        time used by one sum is not available to another."""
         if not self.levelled or not isinstance(costs.collective(self.performed, self.ranks), CollectiveFit):
             return 0.0
         stages = [f.seconds(self.size_bytes) for f in level_fits(costs.cluster, self.name, self.ranks)]
@@ -151,7 +151,8 @@ def _pieces(program: Program, t: TensorType) -> tuple[float, ...]:
 
 @lru_cache(maxsize=4096)
 def sent_between(src: tuple[float, ...], dst: tuple[float, ...], same_dim: bool = True) -> Sent:
-    """How much passes between two ranks where pieces of these shares become those."""
+    """The amounts that ranks send each other to turn pieces of shares ``src`` into pieces of shares
+    ``dst``."""
     transfers = []
     starts, ends = [(0.0, *accumulate(shares)) for shares in (src, dst)]
     for a, held in enumerate(src):
@@ -180,7 +181,7 @@ def _meeting(
             return "all_reduce", everyone
         case Shard(), Shard():
             return "all_to_all", everyone
-        case ((Shard() | Partial()), Partial()):  # those that leave give their addends to one that stays
+        case ((Shard() | Partial()), Partial()):  # leaving ranks give their addends to a remaining one
             return "reduce", tuple(sorted({wanted[0], *leaving})) if leaving else ()
         case Replicate(), Partial() if len(missing) < len(wanted):
             return "", ()  # a rank that holds it keeps it, the others hold zeros

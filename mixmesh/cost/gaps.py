@@ -1,4 +1,4 @@
-"""Where a program's predicted time rests on something else than a measurement of just that.
+"""Lists the parts of a program's predicted time that do not rest on a measurement of exactly that part.
 
 Only for a cluster with a profile: without one everything is an estimate, and the plan says so itself.
 """
@@ -22,7 +22,7 @@ NAMED = 3  # operators that a warning names
 
 
 def gaps(program: Program, costs: CostModel) -> Iterator[str]:
-    """A line for each kind of gap, with how many and the worst of them."""
+    """Yields a line for each kind of gap, with their number and the worst of them."""
     if costs.profile is None:
         return
     yield from _foreign(costs, costs.profile)

@@ -1,8 +1,9 @@
-"""Bytes of a GPU's memory that are no tensor of the job, where no profile measured them: what a process holds
-before any tensor, and what the caching allocator loses between tensors.
+"""Bytes of a GPU's memory other than the job's tensors, if no profile measured them: the memory of a process
+before any tensor, and the loss of the caching allocator.
 
-A plan that does not fit ends a training, one that leaves some memory unused costs little: figures are at the
-upper end. docs/decisions/0093-allocator-and-communicators.md has the reasoning and the measurements.
+A plan that does not fit ends a training, while one that leaves some memory unused costs little, so figures
+are at the upper end. docs/decisions/0093-allocator-and-communicators.md has the reasoning and the
+measurements.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ MIB = 2**20
 
 # --- the process --------------------------------------------------------------------------------------------
 
-# context and PyTorch's kernels as far as they are loaded: 0.3 to 0.6 GB under CUDA 12 and 13, which load
+# the context, and PyTorch's kernels so far as they are loaded: 0.3 to 0.6 GB under CUDA 12 and 13, which load
 # them lazily
 CONTEXT_BYTES = 600 * MIB
 # kernels of cuBLAS, cuDNN and attention, which a process that computes loads with its first calls
@@ -43,22 +44,22 @@ def workspace_bytes(device_name: str) -> int:
 
 # --- communicators of NCCL ----------------------------------------------------------------------------------
 
-# work queues, descriptions of the ranks, and what NCCL rounds up
+# work queues, descriptions of the ranks, and NCCL's rounding
 COMMUNICATOR_BYTES = 32 * MIB
 # A connection of a channel has a buffer for each protocol (NCCL's init.cc: 4 MiB simple, 4.7 MiB LL128, 0.5
-# MiB LL), allocated in steps of 2 MiB: 10 MiB where data arrives and 2 MiB where it leaves; through a network
+# MiB LL), allocated in steps of 2 MiB: 10 MiB at the receiving and 2 MiB at the sending end. With a network
 # card that reads the GPU's memory both ends have all of them
 INSIDE_BYTES, NETWORK_BYTES = 12 * MIB, 20 * MIB
 PAIRWISE_BYTES = 14 * MIB  # a send and a receive to the same rank (NVIDIA/nccl issue 1685)
-HOST_NETWORK_BYTES = 2 * MIB  # the same through a card that does not: its buffers are in the host's memory
+HOST_NETWORK_BYTES = 2 * MIB  # through a card that does not read it: buffers are in host memory
 SHARED_STEPS = 16  # the buffer for sends between machines, which every communicator has (NCCL's net.cc)
 RDMA_BYTES_PER_S = 3e9  # 25 Gbit/s: a slower network is taken for TCP, which does not read the GPU's memory
 MULTICAST_BYTES = 300 * MIB  # NVLink SHARP's own buffers, on machines with NVSwitch
 
 
 class Wires(NamedTuple):
-    """The wires of a machine as NCCL uses them, from ``bytes_per_s`` of its link on: ``channels`` of
-    collectives and those of sends to each rank, and the bytes of a step of a send within the machine."""
+    """The wires of a machine as NCCL uses them, if its link has at least ``bytes_per_s``: the ``channels`` of
+    collectives, those of sends to each rank, and the bytes of a step of a send within the machine."""
 
     bytes_per_s: float
     channels: int
@@ -101,7 +102,8 @@ def communicator_bytes(cluster: Cluster, communicator: Communicator, rank: int) 
 
 
 def usual_communicators(world_size: int) -> tuple[Communicator, ...]:
-    """Those that nearly every plan has, before there is one: of samples, and of gradients."""
+    """The communicators that nearly every plan needs, for use before a plan exists: for samples and for
+    gradients."""
     everyone = tuple(range(world_size))
     return tuple(Communicator(purpose, everyone) for purpose in (DATA, GRADIENT)) if world_size > 1 else ()
 
@@ -109,8 +111,8 @@ def usual_communicators(world_size: int) -> tuple[Communicator, ...]:
 def process_bytes(
     cluster: Cluster, rank: int, communicators: Sequence[Communicator] | None = None, *, idle: bool
 ) -> int:
-    """Bytes that a process holds on its card before any tensor; one that is ``idle`` takes part in
-    collectives and computes nothing. Without a plan it has the usual ``communicators``."""
+    """Bytes that a process holds on its card before any tensor. An ``idle`` one takes part in collectives and
+    computes nothing. Without a plan it is assumed to have the usual ``communicators``."""
     if communicators is None:
         communicators = usual_communicators(cluster.world_size)
     own = (communicator_bytes(cluster, c, rank) for c in communicators if rank in c.ranks)
@@ -128,9 +130,9 @@ def measured_bytes(
     communicators: Sequence[Communicator] | None,
     rank: int,
 ) -> int:
-    """Bytes of a process whose ``constant`` was measured without communicators, and of ``one`` between all
-    ranks what its first sum and its first exchange of all pairs took. An older profile has no such figures,
-    and some communicators in its constant."""
+    """Bytes of a process whose ``constant`` was measured without communicators; ``one`` holds the bytes added
+    by its first sum and its first all-to-all between all ranks. Older profiles lack ``one``, and their
+    constant includes some communicators."""
     if not one:
         return constant
     flat, pairwise = one
@@ -143,16 +145,14 @@ def measured_bytes(
 
 # --- the caching allocator ----------------------------------------------------------------------------------
 
-# share of its tensors' bytes that the allocator reserves beside them, and bytes of pages that are half used:
-# in 20 MiB of the large pool and 2 MiB of the small one. With segments that cannot grow a freed block is used
-# again only for what fits into it, and more is lost (tests/test_gpu_memory.py replays traces of trainings)
+# x
 GROWING_LOSS, FIXED_LOSS = 0.08, 0.32
 POOL_BYTES = 80 * MIB
 SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the first that is set counts
 
 
 def allocator_loss(environment: Mapping[str, str] = os.environ) -> float:
-    """The share of tensors' bytes that the allocator loses. Segments grow where the user's own settings ask
-    for it: the runtime leaves them as they are, as no GPU has shown yet that the smaller loss holds."""
+    """The share of tensors' bytes that the allocator loses. It is smaller if the user's settings let segments
+    grow; the runtime does not set this itself, as no GPU has yet confirmed the smaller loss."""
     text = next((environment[name] for name in SETTINGS if name in environment), "")
     return GROWING_LOSS if re.search(r"expandable_segments\s*:\s*True", text) else FIXED_LOSS

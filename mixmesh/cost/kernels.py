@@ -1,7 +1,7 @@
 """Seconds of operators on a GPU that was not profiled: their class, their kernels, their backward pass.
 
-An operator is as long as its arithmetic or its memory traffic, whichever takes longer (Williams et al.,
-2009), each at the ``efficiency`` of its class. What its host takes to issue it is another matter (``model``).
+An operator takes as long as its arithmetic or its memory traffic, whichever is longer (Williams et al.,
+2009), each at the ``efficiency`` of its class. The time to issue it is separate (``model``).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ LOOKUPS = frozenset("embedding gather index index_select take".split())
 REDUCTIONS = frozenset("amax amin max min sum mean var logsumexp cross_entropy_loss nll_loss".split())
 OF_ROWS = NORMS | SOFTMAX | REDUCTIONS
 
-# Seconds backward over those forward. Products: two of them, of which the weight's is the slower; layers of
-# language models that were measured take 2.1 to 2.8 times the forward pass. Depthwise: the weight's gradient
-# reads everything for few numbers. Attention: 2.5 times the multiply-adds (Dao, FlashAttention-2, 2023,
-# section 4) at 63 in place of 73 % of the peak. Softmax, norms, activations and dropout: 2 to 2.5 in the same
-# measurements, where bytes say 1.5 to 2.5. A sum or a copy gives a gradient that is added or copied.
+# Backward over forward seconds. Products: two products, of which the weight's is slower; measured layers of
+# language models take 2.1 to 2.8 times the forward pass. Depthwise: the weight's gradient reads everything
+# for few numbers. Attention: 2.5 times the multiply-adds (Dao, FlashAttention-2, 2023, section 4) at 63
+# instead of 73 % of the peak. Softmax, norms, activations and dropout: 2 to 2.5 in the same measurements,
+# while their bytes suggest 1.5 to 2.5. The gradient of a sum or a copy is added or copied.
 PER_GRADIENT = {e.PRODUCT: 1.1, e.THIN: 1.15, e.CONVOLUTION: 1.15, e.DEPTHWISE: 1.5}
 ATTENTION_BACKWARD = 2.8
 NORM_BACKWARD, SOFTMAX_BACKWARD, ACTIVATION_BACKWARD, COPY_BACKWARD = 2.5, 2.25, 2.25, 1.0
@@ -48,8 +48,8 @@ PASSES = {**MEMORY_BOUND_OWN, "aten.masked_fill.Scalar": (2.0, 2.0), "aten.maske
 
 @dataclass(frozen=True)
 class Kernels:
-    """Kernels of a pass of an operator: how many, the seconds that they take whatever their size, and those
-    of all of the work."""
+    """Kernels of a pass of an operator: their number, their constant seconds, and the seconds of the whole
+    work."""
 
     count: int
     ramp_s: float
@@ -84,9 +84,8 @@ def is_depthwise(call: Call) -> bool:
 
 
 def arithmetic(call: Call, device: Device, tf32: bool) -> str:
-    """The dtype by which a product's rate goes. PyTorch lets convolutions and recurrent layers use TF32
-    unless it is told not to (``torch.backends.cudnn.allow_tf32``), matrix products only if it is
-    (``tf32``)."""
+    """The dtype that sets a product's rate. PyTorch by default lets convolutions and recurrent layers use
+    TF32 (``torch.backends.cudnn.allow_tf32``), but matrix products only on request (``tf32``)."""
     dtypes = {t.dtype for t in call.outputs}
     if not dtypes.isdisjoint(HALF):
         return e.HALF

@@ -1,9 +1,9 @@
 """Measured collectives: seconds over the bytes of the whole tensor, for each algorithm and group of ranks.
 
-Groups that were not measured take the curve of the measured group that is most alike, its latency and its
-slope scaled as the links say (``ring_fit``). Pieces are measured as they are in training, in proportion to
-the ranks' speeds, and even: algorithms that pad, or send each rank its piece, cost more the more unequal
-the pieces are, and seconds are interpolated in the *skew*, the largest piece over the mean one.
+A group that was not measured takes the curve of the most similar measured group, with latency and slope
+scaled by the estimates for their links (``ring_fit``). Pieces are measured in proportion to the ranks'
+speeds, as in training, and even: algorithms that pad, or send each rank its piece, cost more the more unequal
+the pieces are, so seconds are interpolated in the *skew*, the largest piece over the mean one.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ SAME_SKEW = 0.02  # pieces are whole rows: skews that differ by less are one
 
 @dataclass(frozen=True)
 class LinkMeasurement:
-    """One collective by one algorithm between ``ranks`` (none stands for all of the cluster's).
+    """One collective by one algorithm between ``ranks`` (empty stands for all of the cluster's).
 
-    ``algorithm`` is empty where the runtime knows one way only. ``points`` are ``(size_bytes, seconds)`` of
-    the whole tensor and the slowest rank, sizes ascending; ``skew`` is the largest piece over the mean one;
-    ``source`` says how the seconds came about.
+    ``algorithm`` is empty if the runtime has only one. ``points`` are ``(size_bytes, seconds)`` of the whole
+    tensor and the slowest rank, sizes ascending; ``skew`` is the largest piece over the mean one; ``source``
+    says how the seconds were obtained.
     """
 
     collective: str
@@ -49,8 +49,8 @@ def measurement_of_fit(
 
 @dataclass(frozen=True)
 class Way:
-    """One algorithm between one group of ranks: its curves by skew, ascending. Beyond what was measured a
-    byte takes at least ``link_s_per_byte``: small sizes alone say nothing of large ones."""
+    """One algorithm between one group of ranks: its curves by skew, ascending. Beyond the measured sizes a
+    byte takes at least ``link_s_per_byte``, as small sizes say nothing about large ones."""
 
     algorithm: str
     curves: tuple[tuple[float, Curve], ...]
@@ -63,13 +63,13 @@ class Way:
         return self.curves[-1][1].points[-1][0]
 
     def seconds(self, size_bytes: float, skew: float | None) -> float:
-        """Linear in the skew, and never less than for even pieces; without one, for the most unequal
-        pieces that were measured: those in proportion to speed."""
+        """Seconds, linear in the skew and never less than for even pieces. Without a skew, those for the most
+        unequal pieces that were measured, which are in proportion to speed."""
         (high, last), (low, first) = self.curves[-1], self.curves[0]
         seconds = self._at(last, size_bytes)
         if skew is None or high - low < SAME_SKEW:
             return seconds
-        # even pieces may have been measured less far: what they save there, they save beyond
+        # even pieces may have been measured at fewer sizes: their saving there is assumed beyond
         common = min(size_bytes, last.points[-1][0], first.points[-1][0])
         saved = max(1 - first.at(common) / last.at(common), 0.0)
         return seconds * max(1 - saved * (high - skew) / (high - low), 1 - saved)
@@ -91,11 +91,11 @@ class MeasuredCollective:
     _known: dict[tuple, tuple[float, str]] = field(default_factory=dict, repr=False)
 
     def seconds(self, size_bytes: float, skew: float | None = None) -> float:
-        """``size_bytes`` is that of the whole tensor."""
+        """The seconds for a whole tensor of ``size_bytes``."""
         return self._fastest(size_bytes, skew)[0]
 
     def algorithm(self, size_bytes: float, skew: float | None = None) -> str | None:
-        """The fastest; None where the runtime knows one way only."""
+        """The fastest algorithm; None if the runtime has only one."""
         return self._fastest(size_bytes, skew)[1] or None
 
     def seconds_by(self, algorithm: str, size_bytes: float, skew: float | None = None) -> float | None:
@@ -165,8 +165,8 @@ def measured_collective(
 def most_alike(
     cluster: Cluster, collective: str, ranks: tuple[int, ...], groups: list[tuple[int, ...]]
 ) -> tuple[int, ...]:
-    """The group whose links look most like those of ``ranks``: inside one machine or not, then by the
-    estimated seconds per byte, then by size."""
+    """The measured group whose links are most like those of ``ranks``: first by being inside one machine or
+    not, then by size, then by estimated seconds per byte."""
     wanted = ring_fit(cluster, collective, ranks)
 
     def distance(group: tuple[int, ...]) -> tuple:
@@ -185,7 +185,7 @@ def inside(cluster: Cluster, ranks: tuple[int, ...]) -> bool:
 def transferred(
     cluster: Cluster, measured: LinkMeasurement, group: tuple[int, ...], ranks: tuple[int, ...]
 ) -> Curve:
-    """The curve of ``group`` as that of ``ranks``: latency and what is above it, scaled by the links."""
+    """The curve of ``group`` transferred to ``ranks``: its latency and the rest are scaled by the links."""
     if group == ranks or len(group) < 2:
         return measured.curve
     ours = ring_fit(cluster, measured.collective, ranks)

@@ -1,7 +1,7 @@
 """The communicators of a plan: every set of ranks that exchanges tensors in a step, once for each purpose.
 
-PyTorch makes a group's communicator at its first collective, so a group that is never used holds nothing:
-gradients that no sum takes are left out here, although the runtime has a group for them.
+PyTorch makes a group's communicator at its first collective, so a group that is never used takes no memory.
+The runtime also makes groups for gradients that are never summed; these are left out here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .exchanges import exchange_of
 from .outline import is_factored, purpose_of
 from .sums import GradientSum, Summed, gradient_sums
 
-PAIRWISE = ("all_to_all",)  # collectives by which every rank sends to every other one
+PAIRWISE = ("all_to_all",)  # collectives in which every rank sends to every other one
 
 
 def communicators(
@@ -60,7 +60,7 @@ def _meetings(program: Program, samples: Samples | None, sums: Iterable[Gradient
     working = program.working_ranks
     idle = [rank for rank in range(program.world_size) if rank not in set(working)]
     yield DATA, working, False
-    if idle:  # the first of those that compute tells the others the loss
+    if idle:  # the first computing rank sends the loss to the idle ones
         yield LOSS_TOLD, tuple(sorted((working[0], *idle))), False
 
 

@@ -1,8 +1,8 @@
-"""A micro-step as costs see it: a rank takes a part of its samples, and the whole of everything else.
+"""The costs of a micro-step: a rank takes a part of its samples, and the whole of everything else.
 
-In the program of a micro-step what is cut between samples has the scope of a micro-batch. So a cut tells
-whether the *part* of its samples that a rank takes scales what it holds: activations and the work on them,
-but neither stored parameters nor the batch.
+In the program of a micro-step, tensors that are cut between samples have the scope of a micro-batch. So the
+cut tells whether the *part* of its samples that a rank takes scales a tensor: it scales activations and the
+work on them, but neither stored parameters nor the batch.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def costed_micro_step(program: Program, samples: Samples) -> Program:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Micro-steps that are alike: ``part`` is the part of its samples that each rank takes, None for a rank
-    that takes none of these steps. ``is_last`` is the pass that all sums follow."""
+    """A run of equal micro-steps. ``part`` is the part of its samples that each rank takes, None for a rank
+    that takes none of these steps. ``is_last`` marks the pass that all sums follow."""
 
     part: tuple[float | None, ...]
     repeats: int
@@ -44,8 +44,8 @@ class Pass:
 
 
 def passes(schedule: Schedule) -> Iterator[Pass]:
-    """The micro-steps of a step in order, alike ones together. Ranks that take fewer than others begin with
-    them, and all end together."""
+    """Yields the micro-steps of a step in order, equal ones together. Ranks with fewer micro-steps run theirs
+    first and skip the later ones, except the last, which all run together."""
     totals = [max(sum(sizes), 1) for sizes in schedule.sizes]
     earlier = [len(sizes) - 1 for sizes in schedule.sizes]
     num_passed = 0
@@ -65,7 +65,7 @@ def largest_parts(schedule: Schedule) -> tuple[float, ...]:
 
 
 def scaled(shares: tuple[float, ...], cut: Cut, part: Part) -> tuple[float, ...]:
-    """``shares`` of what is cut so, in a micro-step of these parts."""
+    """``shares`` under a ``cut``, scaled to a micro-step with these parts of the samples."""
     if part is None or cut.scope is Scope.STEP:
         return shares
     return tuple(share * (p or 0.0) for share, p in zip(shares, part))

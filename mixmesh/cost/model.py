@@ -1,9 +1,8 @@
-"""The cost model: seconds and bytes of an instruction on a rank, the one source for search, LP and
-simulator.
+"""The cost model: seconds and bytes of an instruction on a rank, used by search, LP and simulator alike.
 
-A profile is used where it has the operator; elsewhere the operator's time is a roofline (Williams et
-al., 2009): the longer of its multiply-adds at the device's rate and its bytes at the memory's, with the
-rates scaled to what the profile saw of the same class on that device, if it saw any.
+Operators in the profile take their measured time. For others the time is a roofline (Williams et al., 2009):
+the longer of the multiply-adds at the device's rate and the bytes at the memory's rate, both scaled by the
+profile's measurements of the same class on that device, if there are any.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ from .unmeasured import check_unmeasured
 from .work import HALF, MEMORY_BOUND_OWN, VIEWS, call_flop, is_product, moved_bytes
 
 CPU_PROCESS_BYTES = (340 * 2**20, 290 * 2**20)  # for `mixmesh run` with PyTorch 2.13: working, idle
-# Seconds for which the host issues an operator of eager PyTorch to a GPU, where the cluster file does not say
-# (``issue_us``). Plain loops take 5 to 25 us, the training frameworks that were measured 30 to 60 a kernel;
-# ours interprets a program, without modules and hooks. The GPU computes meanwhile, so that an operator takes
-# the longer of its issue and its run: the measured layers (``python -m benchmarks layer-times``) do not add
-# them up. That a queue of issued kernels hides one slow issue is not counted on.
+# Seconds for which the host issues an operator of eager PyTorch to a GPU, unless the cluster file has its own
+# (``issue_us``). Plain loops take 5 to 25 us, measured training frameworks 30 to 60 per kernel; our runtime
+# interprets a program, without modules and hooks. The GPU computes meanwhile, so an operator takes its issue
+# or its run, whichever is longer: measured layers (``python -m benchmarks layer-times``) do not add them up.
+# Issued kernels in a queue may hide a slow issue; this does not count on it.
 GPU_ISSUE_S = 30e-6
-BACKWARD_ISSUE = 0.5  # times that for a kernel of the backward pass, which PyTorch issues without Python
-VIEW_ISSUE = 0.1  # times that for a view, which has no kernel
+BACKWARD_ISSUE = 0.5  # relative to the forward pass: here PyTorch issues kernels without Python
+VIEW_ISSUE = 0.1  # relative to a kernel: a view has none
 CPU_LAUNCH_S = 4e-6  # dispatch of one operator on one full core
-# seconds forward and backward of operators bound by memory on a CPU, over those of reading and writing what
-# they are given and give
+# forward and backward seconds of memory-bound operators on a CPU, relative to reading their inputs and
+# writing their results once
 MEMORY_BOUND = (1.0, 1.5)
 ADAM_ACCESSES = 7  # per byte: reads weight, gradient and two moments; writes weight and moments
 SOURCES = PROFILE, CALIBRATION, ROOFLINE = "profile", "calibration", "roofline"
@@ -82,7 +81,7 @@ class CostModel:
 
     @lazy
     def source(self) -> str:
-        """Where the figures come from, for the plan's header."""
+        """The origin of the figures, for the plan's header."""
         trusted = "".join(f", counting on {name} (never measured)" for name in sorted(self.unmeasured))
         return self._measured_source + trusted
 
@@ -109,16 +108,17 @@ class CostModel:
         return tuple(self.classes.index(d) for d in self.cluster.devices)
 
     def op(self, call: Call, grads: int, device_class: int, cut: str = "") -> OpTime:
-        """Times of ``call`` on a device class. ``grads`` is how many of its inputs take a gradient, ``cut``
-        says which inputs are cut (``cut_inputs``): other ones than in data parallelism may cost otherwise."""
+        """Times of ``call`` on a device class. ``grads`` is the number of its inputs that take a gradient.
+        ``cut`` says which inputs are cut (``cut_inputs``): cutting others than data parallelism does may cost
+        more or less."""
         key = (op_key(call), grads, device_class, cut)
         if key not in self._ops:
             self._ops[key] = self._op(call, grads, self.classes[device_class], cut)
         return self._ops[key]
 
     def least_op_s(self, call: Call, grads: int, device_class: int, *, parts: bool) -> float:
-        """Seconds of all of ``call``, forward and backward, at the best that any share of it and any cut
-        does on a device class; with ``parts`` also as those of a part of the batch are estimated, which no
+        """The least seconds of all of ``call``, forward and backward, over all shares and cuts that were
+        measured on a device class; with ``parts`` also over estimates for a part of the batch, which no
         profile holds."""
         device = self.classes[device_class]
         measured = self.measured_op(call, device)
@@ -128,8 +128,8 @@ class CostModel:
         return min(time.forward.least_s for time in times) + min(time.backward.least_s for time in times)
 
     def cut(self, call: Call, placements: Iterable[Placement]) -> str:
-        """Which inputs of a product are cut; of other operators, and where no profile tells one from another,
-        it does not matter."""
+        """Which inputs of a product are cut; empty for other operators, and if no profile distinguishes
+        cuts."""
         return cut_inputs(placements) if self._knows_cuts and is_product(call) else ""
 
     @lazy
@@ -175,7 +175,7 @@ class CostModel:
         def curve(made: Kernels, each_s: float) -> Curve:
             if not made.count:
                 return ZERO
-            if device.kind == "cpu":  # which does nothing else while it issues
+            if device.kind == "cpu":  # a CPU does nothing else while it issues
                 return affine_curve(made.count * each_s + made.ramp_s, made.full_s * scale)
             return issued_curve(made.count * each_s, made.ramp_s, made.full_s * scale)
 
@@ -198,7 +198,7 @@ class CostModel:
 
     def _class_scale(self, device: Device, product: bool) -> float:
         """Measured over estimated seconds of the same class of operators on this device, or of the other
-        class where nothing of this one was measured; 1 where nothing was."""
+        class if none of this one was measured; 1 if neither was."""
         key = (device, product)
         if key not in self._scales:
             of_class = (self._measure_scale(device, kind) for kind in (product, not product))
@@ -212,7 +212,7 @@ class CostModel:
         return scales.slope(measured, device, product=product, tf32=self.tf32)
 
     def collective(self, name: str, ranks: tuple[int, ...]) -> CollectiveFit | MeasuredCollective:
-        """The cost of a collective between ``ranks``, by its fastest algorithm where it was measured."""
+        """The cost of a collective between ``ranks``, with its fastest algorithm if it was measured."""
         key = (name, ranks)
         if key not in self._fits:
             self._fits[key] = self._collective(name, ranks)
@@ -251,8 +251,8 @@ class CostModel:
         return ADAM_ACCESSES * size_bytes / memory_rate(device)
 
     def accumulation_s(self, rank: int, size_bytes: float) -> float:
-        """Seconds of adding gradients of ``size_bytes`` to what is there of earlier micro-steps: two are read
-        and one is written, as fast as operators bound by memory."""
+        """Seconds of adding gradients of ``size_bytes`` to those of earlier micro-steps: two values are read
+        and one is written, at the speed of memory-bound operators."""
         device = self.cluster.devices[rank]
         return 3 * size_bytes / memory_rate(device) * self._class_scale(device, product=False)
 
@@ -275,8 +275,8 @@ class CostModel:
         return measured.host_scale if measured else 1.0
 
     def exchange_alone_s(self, rank: int, name: str, ranks: tuple[int, ...], size_bytes: float) -> float:
-        """The same where the device computes nothing else, as when collectives were measured: a part of
-        their seconds."""
+        """The same while the device computes nothing else, as when collectives were measured: a part of their
+        seconds."""
         measured = self._measured(self.cluster.devices[rank])
         return 0.0 if measured is None else self._exchange_s(measured.host_s, name, ranks, size_bytes)
 
@@ -301,8 +301,8 @@ class CostModel:
         return fixed + per_byte * size_bytes
 
     def largest_micro_batch(self, rank: int, stage: int) -> int | None:
-        """Samples of the largest micro-batch that was run on a device like that of ``rank`` in a stage of
-        ZeRO; None where none was tried."""
+        """Samples of the largest micro-batch that ran on a device like that of ``rank`` in a ZeRO stage; None
+        if none was tried."""
         measured = self._measured(self.cluster.devices[rank])
         tried = measured.largest_micro_batch if measured else ()
         return tried[stage] if stage < len(tried) else None
@@ -326,8 +326,9 @@ class CostModel:
     def memory_constants_bytes(
         self, communicators: Sequence[Communicator] | None = None, *, working: Collection[int] | None = None
     ) -> list[int]:
-        """``memory_constant_bytes`` of every rank; those that are not ``working`` are idle. Ranks of one
-        class in machines that are alike, which meet as many others in theirs, hold as much."""
+        """``memory_constant_bytes`` of every rank; ranks that are not ``working`` are idle. Ranks of one
+        class hold the same if their machines are alike and they communicate with equally many ranks of their
+        own machine."""
         world_size = self.cluster.world_size
         if communicators is None:
             communicators = gpu_memory.usual_communicators(world_size)
@@ -348,7 +349,7 @@ class CostModel:
 
 
 def usual_issue_s(device: Device) -> float:
-    """Seconds of issuing an operator where no profile tells: the device's own, or else usual ones."""
+    """Seconds of issuing an operator without a profile: the device's own, or else the usual ones."""
     if device.issue_s is not None:
         return device.issue_s
     return GPU_ISSUE_S if device.kind == "gpu" else CPU_LAUNCH_S / (device.cpu_share or 1)
@@ -380,11 +381,11 @@ def memory_rate(device: Device) -> float:
 
 
 def passes(call: Call, grads: int) -> tuple[float, float]:
-    """Forward and backward time over the roofline's, on a CPU: a product is repeated once per factor that
-    takes a gradient.
+    """Forward and backward time on a CPU relative to the roofline's: a product is repeated once per factor
+    that takes a gradient.
 
-    A bias takes a sum and no product, and attention's backward is two to two and a half forward passes
-    (Dao, FlashAttention-2, 2023, section 4), so no operator counts more than two.
+    A bias takes a sum and no product, and attention's backward is two to two and a half forward passes (Dao,
+    FlashAttention-2, 2023, section 4), so no operator counts more than two.
     """
     if is_product(call):
         return 1.0, float(min(max(grads, 1), 2))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-# collectives of gradients and parameters to a rank of each machine, between these, and back, by what they do
+# hierarchical collectives of gradients and parameters: to one rank of each machine, between those, and back
 LEVELLED = {
     "all_reduce": "levelled_all_reduce",
-    "reduce_scatter": "levelled_reduce_scatter",  # to owners, each of whom speaks for its machine
+    "reduce_scatter": "levelled_reduce_scatter",  # to owners, each of which represents its machine
     "all_gather": "levelled_all_gather",
 }
 FLAT = {levelled: name for name, levelled in LEVELLED.items()}
-DIRECT = "direct_all_reduce"  # every rank sends its addend to every other one, and adds up what it gets
+DIRECT = "direct_all_reduce"  # every rank sends its addend to every other one, and sums what it receives
 USUAL = {**FLAT, DIRECT: "all_reduce"}  # the library's own collective, by the name of another way to do it
 COLLECTIVES = (
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send", *USUAL,

@@ -18,7 +18,7 @@ class Outline:
 
     @lazy
     def kinds(self) -> Sequence[Kind | None]:
-        """Per instruction its kind; None where nothing is computed."""
+        """The kind of each instruction; None if it computes nothing."""
         return kinds_of(self.program)
 
     @lazy
@@ -97,8 +97,8 @@ def is_stored(program: Program, i: Instruction) -> bool:
 
 
 def purpose_of(program: Program, i: Instruction) -> str:
-    """The purpose of the process group of a redistribution: those that bring a parameter and take back its
-    gradient have one of their own, as what is computed of samples need not wait for them."""
+    """The purpose of a redistribution's process group. Redistributions of parameters and their gradients have
+    their own, as values computed from samples need not wait for them."""
     return "parameter" if is_stored(program, i) else "data"
 
 

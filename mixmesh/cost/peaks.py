@@ -1,7 +1,7 @@
-"""Seconds that no kernel undercuts by a device's own figures: its whole peak of arithmetic, its whole rate of
-memory, and nothing for issuing or starting kernels.
+"""Lower bounds of kernels' seconds, by a device's own figures: its full arithmetic peak, its full memory
+rate, and nothing for issuing or starting kernels.
 
-What the cost model plans with (``model``) is a usual share of these; a lower bound may not rest on that.
+The cost model (``model``) plans with the usual shares of these, on which a lower bound must not rest.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from .kernels import arithmetic
 from .work import call_flop, moved_bytes
 
 CONVOLUTIONS = "aten.conv"
-WINOGRAD = 4.0  # times fewer multiplications of F(4x4, 3x3), which cuDNN has for fp32 and fp16
+WINOGRAD = 4.0  # F(4x4, 3x3), which cuDNN has for fp32 and fp16, multiplies 4 times less
 
 
 def peak_op_s(call: Call, grads: int, device: Device, *, tf32: bool = False) -> float:
-    """Seconds of the whole call, forward and backward, at the peaks. ``grads`` is how many of its inputs take
-    a gradient: a product is repeated for each of two at most, as a bias takes a sum. Operators bound by
-    memory count nothing: a compiler may make them part of a product that reads or writes the same tensor.
-    ``tf32``: whether the job lets matrix products use it."""
+    """Seconds of the whole call, forward and backward, at the peaks. ``grads`` is the number of its inputs
+    that take a gradient: a product is repeated for at most two of them, as a bias takes a sum. Memory-bound
+    operators count nothing: a compiler may fuse them into a product that reads or writes the same tensor.
+    ``tf32``: whether the job allows TF32 in matrix products."""
     flop = least_flop(call)
     if not flop:
         return 0.0
@@ -39,7 +39,7 @@ def least_flop(call: Call) -> float:
 
 
 def peak_flop_per_s(call: Call, device: Device, tf32: bool) -> float:
-    """The fastest arithmetic that the device has for the dtype of the call, on tensor cores where it may."""
+    """The device's fastest arithmetic for the dtype of the call, on tensor cores if allowed."""
     peaks = {F32: 0.0, TF32: device.tf32_flop_per_s, HALF: device.half_flop_per_s}
     return max(device.flop_per_s, peaks[arithmetic(call, device, tf32)])
 

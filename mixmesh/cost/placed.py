@@ -13,7 +13,7 @@ from .model import CostModel, OpTime
 from .outline import Outline
 from .table import PassSeconds, Table, table_of
 
-KEPT_RATIOS = 16  # the newest, of which seconds are kept: programs with other owners come one after the other
+KEPT_RATIOS = 16  # the newest, whose seconds are kept: programs with different owners come in sequence
 
 
 def op_time(program: Program, i: Instruction, costs: CostModel, device_class: int) -> OpTime:
@@ -24,13 +24,12 @@ def op_time(program: Program, i: Instruction, costs: CostModel, device_class: in
 
 
 class Sheet(Outline):
-    """The costs of a program, whatever the values of its ratios and its buckets: made once, then read for
-    many ratios. The ranks that take part must stay the same.
-    """
+    """The costs of a program for any values of its ratios and buckets: made once, then read for many ratios.
+    The participating ranks must stay the same."""
 
     def __init__(self, program: Program, costs: CostModel, table: Table | None = None) -> None:
-        """``table`` is what another sheet of the same computations says, whoever takes part and owns
-        parameters there."""
+        """``table`` is that of another sheet with the same computations, whatever its ranks and shard
+        owners."""
         super().__init__(program)
         self.costs = costs
         self.world_size = program.world_size
@@ -43,14 +42,15 @@ class Sheet(Outline):
         self.pattern = self.pattern_of(program)
 
     def pattern_of(self, program: Program) -> tuple:
-        """The key of which collectives there are and between whom: the ranks that take part, and what
-        changes of ratio move, and what copies of a parameter share."""
+        """A key for the collectives and their ranks: the participating ranks, the data moved where the ratio
+        changes, and the cells that copies of a parameter share."""
         shared = [cells(program, i[0]) for i in program.copies.values()]
         return (supports(program), *(exchange_of(program, i) for i in self.borders), *shared)
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those that take part in everything; none where types name several ratios, or some of them none."""
+        """The ranks that take part in everything; empty if types name several ratios, or only some of them
+        name one."""
         if len(self.ratio_names) != 1:
             return ()
         (name,) = self.ratio_names
@@ -58,7 +58,7 @@ class Sheet(Outline):
 
     @lazy
     def cuts(self) -> tuple[Cut, ...]:
-        """How works, and what the optimizer steps over, are cut."""
+        """All ways in which works, and the optimizer's tensors, are cut."""
         return tuple(dict.fromkeys((*(work.cut for work in self.works), *self.optimized)))
 
     @lazy
@@ -81,14 +81,14 @@ class Sheet(Outline):
         return out
 
     def shares(self, cut: Cut, program: Program, part: Part = None) -> tuple[float, ...]:
-        """Shares of what is cut so; in a micro-step, in which ranks take this ``part`` of their samples."""
+        """Shares under a ``cut``; in a micro-step ranks take this ``part`` of their samples."""
         return scaled(cut_shares(cut, program.ratio(cut.ratio), self.world_size), cut, part)
 
     def seconds(
         self, program: Program, *, whole: bool = True, ranks: Sequence[int] | None = None, part: Part = None
     ) -> PassSeconds:
-        """Seconds of every work on every rank, or on ``ranks``, under the ratios of ``program``, forward and
-        backward; if not ``whole``, as if a tensor could be cut within an element. ``part`` is that of a
+        """Forward and backward seconds of every work on every rank, or on ``ranks``, under the ratios of
+        ``program``. If not ``whole``, tensors are cut as if within elements. ``part`` is that of a
         micro-step."""
         class_of = self.costs.class_of
         ranks = tuple(range(self.world_size) if ranks is None else ranks)
@@ -120,7 +120,7 @@ class Sheet(Outline):
         return [self.costs.optimizer_s(rank, size) for rank, size in zip(ranks, held)]
 
     def accumulation_s(self, program: Program, ranks: Sequence[int]) -> list[float]:
-        """Seconds in which ``ranks`` add the gradients of a micro-step to those of earlier ones."""
+        """Seconds in which ``ranks`` add the gradients of a micro-step to those of earlier micro-steps."""
         held = self.held_bytes(self.gradients, program, ranks)
         return [self.costs.accumulation_s(rank, size) for rank, size in zip(ranks, held)]
 

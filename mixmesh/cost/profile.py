@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 else:
     _Collective = Literal[COLLECTIVES]  # the words of a table
 FORMAT = 2
-MAX_BYTES = 256 * 2**20  # in a file: one line an operator, on every kind of device
+MAX_BYTES = 256 * 2**20  # limit of a file: it has one line per operator and kind of device
 FIRST_SIZES_BYTES = (2**12, 2**24)  # the lines of version 1 were fitted to these
-# far from what any device or link has, and near enough that sums and products of them stay finite
+# limits far from any real device or link, and small enough that sums and products of them stay finite
 _NotNegative = Annotated[float, pydantic.Field(ge=0, le=1e9, allow_inf_nan=False)]
 _Positive = Annotated[float, pydantic.Field(ge=1e-12, le=1e15, allow_inf_nan=False)]
 _Factor = Annotated[float, pydantic.Field(ge=1e-3, le=1e3, allow_inf_nan=False)]
@@ -47,7 +47,7 @@ def _at_different_places(points: list) -> list:
     return points
 
 
-# one point or more, no two of them at the same x
+# one point or more, all at different x
 _Points = Annotated[list[T], pydantic.Field(min_length=1), pydantic.AfterValidator(_at_different_places)]
 
 
@@ -78,7 +78,7 @@ class _Device(pydantic.BaseModel, extra="forbid"):
     memory_constant_bytes: _Count
     step_scale: _Factor = 1.0
     slowdown: float = pydantic.Field(default=0.0, ge=0, le=1)
-    exchange_s_per_byte: _NotNegative = 0.0  # in older files: for any collective
+    exchange_s_per_byte: _NotNegative = 0.0  # older files: the value for any collective
     host_s: dict[str, tuple[_NotNegative, _NotNegative]] = {}
     host_scale: _Factor = 1.0
     idle_constant_bytes: _Count | None = None
@@ -121,10 +121,10 @@ class _FirstFile(pydantic.BaseModel, extra="forbid"):
 
 @dataclass(frozen=True)
 class OpMeasurement:
-    """Curves over the share of an operator's work, and how much work that is in all.
+    """Curves over the share of an operator's work, and the amount of that work.
 
-    ``cuts`` are those of a product of which other inputs are cut than where the batch is: a digit per input,
-    1 where it is cut (``cut_inputs``).
+    ``cuts`` has further curves of a product, for other inputs cut than in data parallelism. A key has a digit
+    per input, 1 if it is cut (``cut_inputs``).
     """
 
     forward: Curve
@@ -140,21 +140,24 @@ class OpMeasurement:
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """``ops`` maps ``op_key`` to what was measured.
+    """Measurements of one kind of device. ``ops`` maps ``op_key`` to the measurement of an operator.
 
-    ``step_scale`` is a whole measured step divided by the sum of its ops measured alone: what caches
-    and the allocator do to ops that run one after the other. ``slowdown`` is the part of a second that
-    a second of computing takes longer while a collective is under way. ``host_s`` maps ``host_key`` of a
-    collective to the seconds for which it keeps the computing thread itself busy (issuing, joining, copying):
-    fixed, and per byte of the whole tensor; where nothing else is computed, and ``host_scale`` times that
-    where the device computes. ``memory_constant_bytes`` is what a process holds beside tensors, and
-    ``idle_constant_bytes`` what one does that computes nothing. ``largest_micro_batch`` is, by stage of
-    ZeRO, how many samples the device was seen to hold in a micro-step with even owners; empty where that was
-    not tried. After a rest the device works at ``rested_speed`` times its usual pace until it is ``rested_s``
-    ahead of it; a second of rest is good for a second of lead, up to that. ``beside_s`` is as ``host_s``, of
-    the threads that communicate: what they take, a device that rests does not save up. On a GPU
-    ``communicator_bytes`` are what a first sum and a first all_to_all between all ranks add to the memory of
-    a process, which its constants are then without.
+    ``step_scale`` is a whole measured step divided by the sum of its ops measured alone, which shows the
+    effect of caches and of the allocator on consecutive ops. ``slowdown`` is the extra time, per second of
+    computing, while a collective is under way. ``host_s`` maps ``host_key`` of a collective to the seconds
+    for which it occupies the computing thread (issuing, joining, copying), fixed and per byte of the whole
+    tensor, while nothing else is computed; while the device computes they are ``host_scale`` times as long.
+    ``beside_s`` is the same for communicating threads: a device with burst credit does not save up the CPU
+    time that they use.
+
+    ``memory_constant_bytes`` is the memory of a process besides tensors, ``idle_constant_bytes`` that of a
+    process that computes nothing. On a GPU ``communicator_bytes`` are what a first sum and a first all_to_all
+    between all ranks add to the memory of a process, and its constants then exclude them.
+    ``largest_micro_batch`` is, by ZeRO stage, the largest number of samples that was seen to fit in a
+    micro-step with even owners; empty if that was not tried.
+
+    After a rest the device works at ``rested_speed`` times its usual pace until it is ``rested_s`` ahead of
+    it; each second of rest adds a second of lead, up to that limit.
     """
 
     ops: dict[str, OpMeasurement]
@@ -174,15 +177,16 @@ class DeviceProfile:
 
 @dataclass(frozen=True)
 class Profile:
-    """``devices`` are by ``device_key``. The provenance's ``cluster`` is the fingerprint of the cluster that
-    was measured, ``links`` that of its links, ``backend`` what carried the collectives."""
+    """A whole profile; ``devices`` are by ``device_key``. In the provenance, ``cluster`` is the fingerprint
+    of the measured cluster, ``links`` that of its links, and ``backend`` the library that ran the
+    collectives."""
 
     devices: dict[str, DeviceProfile]
     collectives: tuple[LinkMeasurement, ...]
     provenance: dict[str, str | int | float | list[str]] = field(default_factory=dict)
 
     def without_links(self) -> Profile:
-        """The profile of the devices alone, for links that were not measured."""
+        """The profile of the devices without links, for links that were not measured."""
         return replace(self, collectives=())
 
     @classmethod
@@ -296,7 +300,7 @@ def _host_s_before(s_per_byte: float) -> dict[str, tuple[float, float]]:
 
 
 def _version(text: str, path: str | Path) -> int:
-    """The version that a file claims; 2 where it claims none, for the error that follows."""
+    """The version in a file; the current one if there is none, for the error that follows."""
     try:
         version = json.loads(text).get("mixmesh_profile", FORMAT)
     except (ValueError, AttributeError, RecursionError):
@@ -325,8 +329,8 @@ def _links(file: _File | _FirstFile) -> tuple[LinkMeasurement, ...]:
 
 
 def links_fingerprint(cluster: Cluster) -> str:
-    """12 hex digits of what a measurement of links depends on: who sits where, on which links, how much of
-    a core each process has. Neither names nor memories."""
+    """12 hex digits of everything on which a measurement of links depends: positions of devices, links, and
+    the share of a core of each process. Names and memories do not count."""
     facts = [cluster.bandwidth_bytes_per_s, cluster.latency_s] + [
         [*m.wiring[:3], [(d.kind, d.cpu_share) for d in m.devices], *_more_wiring(m)]
         for m in cluster.machines
@@ -335,7 +339,8 @@ def links_fingerprint(cluster: Cluster) -> str:
 
 
 def _more_wiring(machine: Machine) -> tuple[str, ...]:
-    """The further wiring of a machine with other links than one for all; empty without, as in old files."""
+    """The wiring of a machine whose devices do not all share one link; empty for any other machine, as in old
+    files."""
     return machine.wiring[3:] if machine.links or machine.bridge_bytes_per_s is not None else ()
 
 
@@ -344,7 +349,7 @@ def _curve(points: list[tuple[float, float]]) -> Curve:
 
 
 def device_key(device: Device) -> str:
-    """The key by which two devices are one for the profiler: everything that is declared of them."""
+    """A key of everything declared about a device that matters to the profiler."""
     share = "" if device.cpu_share is None else f" x{device.cpu_share:g}"
     return f"{device.name}{share} {device.flop_per_s / 1e12:g}TF {device.memory_bytes_per_s / 1e9:g}GB/s"
 
@@ -358,7 +363,7 @@ def op_key(call: Call) -> str:
 
 
 def cut_inputs(placements: Iterable[Placement]) -> str:
-    """Which inputs of a call are cut: a digit for each, 1 where it is."""
+    """The cut inputs of a call: a digit for each, 1 if it is cut."""
     return "".join(["1" if isinstance(p, Shard) else "0" for p in placements])
 
 

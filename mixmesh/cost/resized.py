@@ -1,7 +1,7 @@
 """Measured operators at other sizes of the batch.
 
-Where machines or stages are dealt samples of their own, their programs have the operators of the model over
-36 of its 64 samples. A profile has them over all 64, as curves over the share: what 36 take it says too.
+If machines or stages are dealt their own samples, their programs have the model's operators over, say, 36 of
+its 64 samples. A profile has them over all 64, as curves over the share, which give the time for 36 too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .curve import Curve
 from .profile import OpMeasurement
 
 NUMBER = re.compile(r"\d+")
-SAME_WORK = 0.01  # by which multiply-adds may differ from what the sizes say
+SAME_WORK = 0.01  # tolerance between multiply-adds and those that follow from the sizes
 
 
 class Measured:
@@ -28,8 +28,8 @@ class Measured:
         self._found: dict[str, OpMeasurement | None] = dict(ops)
 
     def find(self, key: str, flop: int) -> OpMeasurement | None:
-        """The operator of this key and as many multiply-adds, as it was measured; or else by one of which all
-        sizes are the same but for those in which it has more or fewer samples, the nearest such."""
+        """The measured operator with this key and these multiply-adds; or else the nearest one whose sizes
+        are all the same except for the number of samples, resized."""
         if key not in self._found:
             self._found[key] = self._resized(key, flop)
         return self._found[key]
@@ -62,7 +62,7 @@ def _times(numbers: tuple[int, ...], others: tuple[int, ...]) -> float | None:
 
 def resized(op: OpMeasurement, times: float) -> OpMeasurement:
     """The operator over ``times`` as many samples. A share of it is ``times`` that share of the measured one;
-    where another input is cut, a share takes as much more or less as a whole one does."""
+    with another input cut, a share's time grows or shrinks as the whole operator's does."""
 
     def shrunk(curve: Curve) -> Curve:
         return Curve(tuple((share / times, seconds) for share, seconds in curve.points))

@@ -1,10 +1,10 @@
 """The links that collectives share: the NIC of every machine, out and in, and the links inside each machine.
 
-A collective crosses the NICs of its machines if they are several, and inside each machine the links between
-those of its ranks that follow each other. The traffic is that of the algorithms behind ``ring_fit``: a ring
-over the ranks (``ring_order``), a chain for broadcast and reduce, every pair on its own for all_to_all and
-direct sums. Two devices of a machine have a link of their own, or a way through the machine: all ways through
-a host bridge, if it has one, share its rate.
+A collective crosses the NICs of its machines if there are several, and inside each machine the links between
+consecutive ranks. The traffic is that of the algorithms behind ``ring_fit``: a ring over the ranks
+(``ring_order``), a chain for broadcast and reduce, every pair separately for all_to_all and direct sums. Two
+devices of a machine have their own link or a path through the machine; if it has a host bridge, all paths
+through it share its rate.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def way_of(cluster: Cluster, a: int, b: int) -> Link:
 def link_s_per_byte(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> dict[Link, float]:
     """Seconds for which a collective occupies each link, per byte of the whole tensor.
 
-    Inside a machine every device has a way of its own to its neighbour, so that one collective's hops do
-    not add up there, but for those through one host bridge; those of different collectives do. Raises
-    ValueError for an unknown collective.
+    Inside a machine every device has its own path to its neighbour, so hops of one collective do not add up
+    there, except through a host bridge; hops of different collectives do. Raises ValueError for an unknown
+    collective.
     """
     if len(ranks) < 2:
         return {}
@@ -75,8 +75,8 @@ def bridge_s_per_byte(cluster: Cluster, collective: str, ranks: tuple[int, ...])
 
 
 def ring_order(cluster: Cluster, ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """The ranks in the order of a ring: those of a machine that have a link of their own follow each other,
-    as libraries look for the ring with the fewest slow hops."""
+    """The ranks in the order of a ring in which ranks of a machine that share a link are neighbours:
+    libraries look for the ring with the fewest slow hops."""
     if not any(cluster.machines[m].links for m in cluster.by_machine(ranks)):
         return ranks
     left, out = list(ranks), [ranks[0]]
@@ -133,7 +133,7 @@ def _by_levels(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> dic
 
 
 def _pairs(cluster: Cluster, ranks: tuple[int, ...], part: float) -> dict[Link, float]:
-    """Each rank sends each other one the same part of the whole tensor."""
+    """The loads if each rank sends each other one the same part of the whole tensor."""
     n = len(ranks)
     load: dict[Link, float] = {}
     for m, mine in cluster.by_machine(ranks).items():
@@ -155,7 +155,7 @@ Sent = tuple[tuple[int, int, float], ...]  # from rank, to rank, share of the wh
 
 
 def sent_s_per_byte(cluster: Cluster, sent: Sent) -> dict[Link, float]:
-    """As ``link_s_per_byte``, where ranks send each other what is ``sent``."""
+    """Like ``link_s_per_byte``, for what ranks have ``sent`` each other."""
     load: dict[Link, float] = defaultdict(float)
     inside = []
     for a, b, share in sent:
@@ -170,7 +170,8 @@ def sent_s_per_byte(cluster: Cluster, sent: Sent) -> dict[Link, float]:
 
 
 def _sent_inside(cluster: Cluster, sent: Iterable[tuple[int, int, float]]) -> dict[Link, float]:
-    """Loads by what is sent within machines: each device has its own way onto a link, all share a bridge."""
+    """Loads of what is sent within machines: each device has its own path onto a link, but all share a
+    bridge."""
     ways: dict[tuple[Link, str, int], float] = defaultdict(float)
     load: dict[Link, float] = defaultdict(float)
     for a, b, share in sent:
@@ -191,6 +192,6 @@ def bytes_per_s_of(cluster: Cluster, link: Link) -> float:
     if link.number is not None:
         return machine.links[link.number].bytes_per_s
     if link.way == BRIDGE:
-        assert machine.bridge_bytes_per_s is not None  # as way_of says
+        assert machine.bridge_bytes_per_s is not None  # see way_of
         return machine.bridge_bytes_per_s
     return machine.link_bytes_per_s if link.way == INSIDE else machine.nic_bytes_per_s

@@ -1,8 +1,8 @@
-"""Estimates for operators that a profile lacks: how much longer than estimated those of a class take, and
-what the host takes to issue one.
+"""Estimates for operators missing from a profile: measured over estimated seconds of their class, and the
+host's time to issue an operator.
 
-The seconds of a measured operator over its share are a line: its slope is the work, its constant what is
-fixed.
+The seconds of a measured operator over its share are a line: its slope is the work, its constant the fixed
+time.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ SHAPE = re.compile(r"\[(\d+(?:, \d+)+)\]")
 
 
 def slope(measured: DeviceProfile, device: Device, *, product: bool, tf32: bool) -> float | None:
-    """Measured over estimated seconds of the work of products, or of the other operators: their median. None
-    where none was measured."""
+    """The median of measured over estimated seconds, for the work of products or of the other operators. None
+    if none was measured."""
     ratios = []
     for key, op in measured.ops.items():
         estimate_s = work_s(key, op, device, tf32)
@@ -34,8 +34,8 @@ def slope(measured: DeviceProfile, device: Device, *, product: bool, tf32: bool)
 
 
 def work_s(key: str, op: OpMeasurement, device: Device, tf32: bool) -> float:
-    """The estimate of a measured operator's work, of which the profile keeps the name, the floating point
-    operations and the bytes."""
+    """The estimated seconds of a measured operator's work, from its name, floating point operations and bytes
+    in the profile."""
     if device.kind == "cpu" and not device.efficiency:
         return cpu_work_s(op.flop, op.moved_bytes, device, half=False)
     moved_s = op.moved_bytes / (device.memory_bytes_per_s * e.efficiency(e.ELEMENTWISE, e.ANY, device).share)
@@ -75,8 +75,8 @@ def dtype_of_key(key: str, device: Device, tf32: bool) -> str:
 
 
 def issue_s(measured: DeviceProfile, usual_s: float) -> float:
-    """Seconds that the host takes to issue an operator: the median constant of those that are mostly
-    constant, ``usual_s`` without any, and never more than the shortest operator took in all."""
+    """Seconds that the host takes to issue an operator: the median constant of operators whose time is mostly
+    constant (``usual_s`` if there are none), and at most the time of the shortest operator."""
     lines = [op.forward.affine for op in real_kernels(measured)]
     constants = [constant for constant, work in lines if constant >= work]
     shortest_s = min((op.forward.rising[0][1] for op in real_kernels(measured)), default=usual_s)

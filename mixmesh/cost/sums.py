@@ -1,6 +1,6 @@
-"""Which gradients are summed over ranks after they were computed, together with which, in which order.
+"""The buckets of gradients that are summed over ranks after they were computed, and their order.
 
-One answer for the runtime, which sums them, and for the simulator, which says how long that takes.
+Both the runtime, which makes the sums, and the simulator, which times them, use this.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from .exchanges import Exchange
 from .outline import summed_params
 
 BUCKET_CAP_BYTES = 4 * 2**20
-# a gradient on its way to the ranks that own it, or back from them, holds its buffer: the runtime has no
-# more than this under way beside the newest
+# limit on the buffers of gradients that are on their way to or from their owners, not counting the newest
 IN_FLIGHT_BYTES = 32 * 2**20
 
 
@@ -55,14 +54,14 @@ class GradientSum:
 
     @property
     def gather(self) -> Exchange:
-        """The gather of what the owners have stepped."""
+        """The gather of this bucket's stepped parameters from their owners."""
         return Exchange(
             "all_gather", self.size_bytes, self.ranks, rooted=self.rooted, levelled=bool(self.parts)
         )
 
 
 def gradient_bytes(param: Instruction, cell: Cell | None) -> int:
-    """Bytes of a parameter's gradient, or of the cell of it that is summed."""
+    """Bytes of a parameter's gradient, or of its summed cell."""
     return param.type.value.size_bytes if cell is None else cell_bytes(param.type.value, cell)
 
 
@@ -76,9 +75,9 @@ class SumKind(NamedTuple):
 
 
 class Summed(NamedTuple):
-    """A parameter whose gradient is summed: its place among the program's parameters, the index of its first
-    use, or where it is complete that is later (``last_points``), and the kind of its sum. With copies it is
-    the first copy, once for every ``cell``."""
+    """A parameter whose gradient is summed: its index among the program's parameters, its first use (or the
+    point of completion, if that is later: ``last_points``), and the kind of its sum. With copies it is the
+    first copy, once for every ``cell``."""
 
     place: int
     first_use: float
@@ -88,8 +87,8 @@ class Summed(NamedTuple):
 
 
 def order_of_sums(program: Program) -> tuple[Summed, ...]:
-    """Parameters whose gradients are summed, by first use, last first; whatever their buckets. A gradient
-    without a use comes last."""
+    """Parameters whose gradients are summed, by first use, last first; independent of their buckets.
+    Gradients without a use come last."""
     used = last_points(program)
     places = {p.result: place for place, p in enumerate(program.params)}
     found = []
@@ -106,7 +105,7 @@ def order_of_sums(program: Program) -> tuple[Summed, ...]:
 
 
 def with_other_owners(program: Program, order: tuple[Summed, ...]) -> tuple[Summed, ...]:
-    """``order_of_sums`` of a program, where ``order`` is that of the same with other owners."""
+    """``order_of_sums`` of a program, made from ``order``, that of the same program with other owners."""
     sums, params, owned_types = [], program.params, program.owned  # asked for thousands of times a second
     for s in order:
         if s.cell is None and (s.kind.owned is not None or params[s.place].result in owned_types):
@@ -131,11 +130,11 @@ def gradient_sums(
 ) -> tuple[GradientSum, ...]:
     """The buckets of a program, in the order in which every rank starts them.
 
-    A ``param`` with an attribute ``bucket`` goes where it says; the others are taken by first use, last
+    A ``param`` with an attribute ``bucket`` goes into that one; the others are taken by first use, last
     first, up to ``cap_bytes`` each. A bucket holds one dtype, one set of ranks and one of owners. Numbered
-    ones come in the order of their numbers, then the others by when their last gradient is ready. ``order``
-    is that of the program with whatever buckets, where it is known already; ``buckets`` count instead of the
-    program's own.
+    buckets come in the order of their numbers, then the others by when their last gradient is ready.
+    ``order`` is that of the program's sums, if it is already known: it does not depend on buckets.
+    ``buckets`` replace the program's own.
     """
     numbers = program.buckets if buckets is None else buckets
     groups: dict[tuple, list[Summed]] = {}
@@ -182,8 +181,8 @@ def gradient_sums(
 
 
 def parts_of(program: Program, size_bytes: int, ranks: tuple[int, ...], owned: str | None = None) -> Parts:
-    """The ranks by machine of a sum of ``size_bytes``, if it goes by levels: to owners where these are
-    leaders, several of them."""
+    """The ranks by machine of a sum of ``size_bytes`` if it is hierarchical, else empty. A sum to owners is
+    hierarchical only if there are several owners, all of them leaders."""
     parts = () if program.levels is None else program.levels.parts(ranks, size_bytes)
     if not parts or owned is None:
         return parts

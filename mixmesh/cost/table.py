@@ -1,4 +1,4 @@
-"""The works of a program: computations that cost alike, whichever ranks take part."""
+"""The works of a program: computations with equal costs, whichever ranks take part."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PassSeconds = tuple[list[tuple[float, ...]], list[tuple[float, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Computations that cost alike: an operator's times per device class, and how its work is cut."""
+    """Computations with equal costs: an operator's times per device class, and how its work is cut."""
 
     times: tuple[OpTime, ...]
     cut: Cut
@@ -25,11 +25,14 @@ class Work:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """The part of a cost table that follows from instructions, whatever the ratios and the owners of
-    parameters. ``borders`` are redistributions that cut by another ratio what is cut already, ``ratio_names``
-    the ratios that types name. Computations and works have numbers: ``factor_work_of``, ``again_work_of`` and
-    ``wgrad_work_of`` are the works of a weight's gradient from factors, of a second run, and of a weight's
-    gradient apart. ``seconds`` are those of works on ranks, by all that they follow from."""
+    """The part of a cost table that depends only on a program's instructions, not on its ratios or shard
+    owners.
+
+    ``borders`` are redistributions from one ratio to another, ``ratio_names`` the ratios named in types.
+    Computations and works are numbered: ``factor_work_of``, ``again_work_of`` and ``wgrad_work_of`` map a
+    computation to the work of a weight gradient from factors, of a second run, and of a split weight
+    gradient. ``seconds`` caches the seconds of works on ranks.
+    """
 
     kinds: Sequence[Kind | None]
     borders: tuple[Instruction, ...]
@@ -50,9 +53,9 @@ def table_of(outline: Outline, costs: CostModel) -> Table:
     borders = tuple(i for i in program.instructions if _moves_borders(program, i))
     works: list[Work] = []
     work_of: dict[int, int] = {}  # index of a computation -> index of its work
-    factor_work_of: dict[int, int] = {}  # a computation with sfb -> that of the weight's gradient
+    factor_work_of: dict[int, int] = {}  # a computation with sfb -> the work of its weight gradient
     again_work_of: dict[int, int] = {}  # a computation in a region -> its second run
-    wgrad_work_of: dict[int, int] = {}  # a computation with wgrad -> that of the weight's gradient
+    wgrad_work_of: dict[int, int] = {}  # a computation with wgrad -> the work of its weight gradient
     numbers: dict[tuple[int, Cut, str], int] = {}
 
     def number(times: int, cut: Cut, part: str, each: tuple[OpTime, ...]) -> int:
@@ -62,9 +65,10 @@ def table_of(outline: Outline, costs: CostModel) -> Table:
             works.append(Work(each, cut))
         return own
 
-    calls: dict[tuple, int] = {}  # that cost alike
+    calls: dict[tuple, int] = {}  # numbers of calls that cost alike
     times: list[tuple[OpTime, ...]] = []
-    # by kind, and what else an instruction says: its work, that of the weight's gradient, of a second run
+    # for each kind and other cost-relevant attributes: its work, and the works of its weight gradient and
+    # second run
     works_by_kind: dict[tuple[Kind, str, bool], tuple[int, int | None, int | None]] = {}
     for n, (i, kind) in enumerate(zip(program.instructions, outline.kinds)):
         if kind is None:
@@ -112,7 +116,7 @@ def table_of(outline: Outline, costs: CostModel) -> Table:
 
 
 def _moves_borders(program: Program, i: Instruction) -> bool:
-    """Whether a redistribution cuts by another ratio what is cut already."""
+    """Whether a redistribution goes from one ratio to another."""
     if not i.is_redistribution:
         return False
     ends = program.types[i.inputs[0]], i.type
@@ -122,8 +126,8 @@ def _moves_borders(program: Program, i: Instruction) -> bool:
 def split_by_factors(
     program: Program, i: Instruction, times: tuple[OpTime, ...]
 ) -> tuple[tuple[OpTime, ...], tuple[OpTime, ...]]:
-    """Times of a product whose weight's gradient is apart: those of the rest, and those of that gradient. Of
-    two products in the backward pass one is the weight's."""
+    """Splits the times of a product into those of its weight gradient and the rest. Of two products in the
+    backward pass one is the weight gradient."""
     share = 0.5 if i.inputs[0] in program.requires_grad else 0.0
     own = tuple(OpTime(t.forward, t.backward.scaled(share) if share else ZERO) for t in times)
     return own, tuple(OpTime(ZERO, t.backward.scaled(1 - share)) for t in times)

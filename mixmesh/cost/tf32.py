@@ -10,7 +10,7 @@ from .model import CostModel
 from .work import is_product
 
 SETTING = "torch.backends.cuda.matmul.allow_tf32"
-WORTH = 1.5  # times the peak of plain float32: below, as on GeForce cards, TF32 saves nothing
+WORTH = 1.5  # peak relative to plain float32, below which TF32 saves nothing, as on GeForce cards
 PROFILED = "tf32"  # the key of a profile's provenance: "on" or "off"
 
 
@@ -33,7 +33,7 @@ def tf32_warnings(costs: CostModel, graph: Graph) -> tuple[str, ...]:
 
 
 def has_float32_products(graph: Graph) -> bool:
-    """Whether TF32 would change any product: those of float32 that are no convolutions, which use it
+    """Whether TF32 would change any product: a float32 one that is not a convolution, as these use it
     anyway."""
     calls = (call_of(node, graph.types) for node in graph.nodes if node.op.startswith("aten."))
     return any(

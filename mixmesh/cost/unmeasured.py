@@ -1,7 +1,7 @@
-"""Mechanisms of GPUs that no measurement stands behind: nothing here has run on one.
+"""Mechanisms of GPUs without any measurement: nothing here has run on one.
 
-Plans do not count on them unless they are asked for by name (``mixmesh plan --unmeasured NAME``). A profile
-of the cluster replaces the first: what it has measured is used as it is.
+Plans count on them only if they are named (``mixmesh plan --unmeasured NAME``). For the first a profile of
+the cluster suffices: its measurement is used.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ..errors import InputError
 
 # sums of few bytes by one message between each two ranks (``direct``): a hop in place of the library's many
 ONE_SHOT_SUMS = "one-shot-sums"
-# a stage of a pipeline computes nothing while it sends, as in systems that were measured; ours is to go on
+# a pipeline's stage computes nothing while it sends, as in measured systems; ours should be able to
 BLOCKING_SENDS = "blocking-sends"
 UNMEASURED = (ONE_SHOT_SUMS, BLOCKING_SENDS)
 

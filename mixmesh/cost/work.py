@@ -16,10 +16,10 @@ VIEWS = frozenset(
     ).split()
 )
 HALF = ("f16", "bf16")
-# Passes over what they are given and give, forward and backward, of operators bound by memory that read it
-# otherwise than once: of moments the gradient is written and then added to that of normalise; batch norm by
-# PyTorch's kernels reads its data once more in either pass for the statistics; cross entropy looks at one
-# logit of a row in the forward pass
+# Forward and backward passes over inputs and results, for memory-bound operators that do not read them just
+# once. The gradient of moments is written, then added to that of normalise. PyTorch's batch norm reads its
+# data once more in either pass, for the statistics. Cross entropy looks at one logit of a row in the forward
+# pass.
 MEMORY_BOUND_OWN = {
     "mixmesh.local_batch_norm": (1.5, 2.5), "mixmesh.moments": (1.0, 5.0), "mixmesh.normalise": (1.0, 2.0),
     "mixmesh.sum_exp": (1.0, 0.0), "mixmesh.cross_entropy": (0.0, 1.5),
@@ -61,8 +61,8 @@ class ProductSize:
 
 
 def product_size(call: Call) -> ProductSize | None:
-    """The sizes of a product of two tensors, by the factors that its rule names: what both have and the
-    result has not is contracted. None for other operators, and for shapes that the rule does not know."""
+    """The sizes of a product of two tensors, by the factors in its rule: a factor of both that the result
+    lacks is contracted. None for other operators, and for shapes unknown to the rule."""
     rule = RULES.get(call.op)
     if rule is None or not rule.flops:
         return None

@@ -10,15 +10,15 @@ from ..cluster import Cluster, Device
 from ..lang.ir import Shard
 from ..lang.plan_file import Plan
 
-ROUNDING = 1e-6  # in sums of speeds
+ROUNDING = 1e-6  # tolerance of sums of speeds
 BASELINES = (("single", "the fastest device alone"), ("ddp-even", "DDP"))
 
 
 def headline(plan: Plan, cluster: Cluster) -> str:
-    """Formats a plan's own predictions, and those of the baselines that fit, for people:
-    ``3 devices in 2 machines: hap, 22 / 7 / 3 samples, 118 ms, 1.4x of DDP``. Several devices are never
-    said to be faster than one by more than the sum of their speeds: a prediction that says so has seen one of
-    them at its worst."""
+    """Formats a plan's own predictions, and those of the baselines that fit, for people: ``3 devices in 2
+    machines: hap, 22 / 7 / 3 samples, 118 ms, 1.4x of DDP``. Several devices are never reported as faster
+    than one by more than the sum of their speeds: a prediction beyond that has taken one of them at its
+    worst."""
     devices = f"{plural(cluster.world_size, 'device')} in {plural(len(cluster.machines), 'machine')}"
     samples = samples_per_rank(plan)
     parts = [plan.planner]
@@ -42,14 +42,14 @@ def times_text(ratio: float) -> str:
 
 
 def floored(ratio: float) -> float:
-    """The largest number that ``times_text`` shows as it is and that is no more than ``ratio``."""
+    """The largest number, at most ``ratio``, that ``times_text`` shows without rounding."""
     digits = 1 if ratio < 10 else 0
     return floor(10**digits * ratio + ROUNDING) / 10**digits
 
 
 def summed_speeds(devices: Sequence[Device], part: Sequence[Device]) -> float:
-    """How many times as fast ``devices`` together are as ``part`` of them: by products, in half precision
-    too, or by memory, whichever is the most."""
+    """The speed of ``devices`` together relative to ``part`` of them: in products, in products of half
+    precision, or in memory, whichever is the most."""
 
     def speeds(some: Sequence[Device]) -> list[float]:
         rates = [(d.flop_per_s, d.half_flop_per_s, d.memory_bytes_per_s) for d in some]

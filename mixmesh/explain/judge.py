@@ -67,14 +67,14 @@ class Judge:
         self.accumulates = accumulates(plan.micro_batches)
 
     def planned(self) -> Judged:
-        """The plan as it is."""
+        """The plan itself, judged."""
         simulation = self.task.simulation(self.plan.program, accumulating=self.accumulates)
         rows = self.plan.micro_batches if self.accumulates else None
         return Judged(self.task.judge("plan", self.plan.program, simulation, micro_batches=rows))
 
     def best(self, program: Program) -> Judged:
         """Judges a program with its best buckets, and with the plan's shard owners, split weight gradients
-        and number of micro-batches, as far as it can have these; if it does not fit, with rematerialised
+        and number of micro-batches so far as it can have them; if it does not fit, with rematerialised
         regions."""
         candidate = self.in_micro_steps(self.as_planned(replace(program, dtypes=self.plan.program.dtypes)))
         if not candidate.fits:
@@ -99,7 +99,7 @@ class Judge:
             try:
                 program = with_whole_rows(program)
                 simulation = self.task.simulation(program, accumulating=True)
-                assert simulation.samples is not None  # it accumulates
+                assert simulation.samples is not None  # the plan accumulates
                 rows = self.micro_batches(program, simulation.samples)
                 return Judged(self.task.best_buckets("explain", program, simulation, rows))
             except PlanError as error:
@@ -119,7 +119,7 @@ class Judge:
 
 
 def with_owners_of(plan: Program, program: Program) -> Program:
-    """``program`` with the plan's shard owners of the parameters that both hold alike."""
+    """``program`` with the plan's shard owners, for parameters that both hold alike."""
     held = {i.result: i for i in plan.params if i.attr("owned") is not None}
     ratios = dict(program.ratios)
     out = []
@@ -141,7 +141,7 @@ def with_owners_of(plan: Program, program: Program) -> Program:
 
 
 def with_wgrads_of(plan: Program, program: Program) -> Program:
-    """``program`` with the plan's split weight gradients, where they can be split."""
+    """``program`` with the plan's split weight gradients so far as they can be split."""
     when = {i.results[0]: wgrad for i in plan.instructions if (wgrad := wgrad_of(i)) is not None}
     named = ((n, program.instructions[n].result) for n in (separable(program) if when else ()))
     return with_wgrads(program, {n: when[name] for n, name in named if name in when})

@@ -40,9 +40,9 @@ class Unit:
     """Ranks that compute the same operators: all ranks, those of a machine or a stage, or those under a
     ratio.
 
-    ``samples`` are those of each of ``ranks``, out of the whole batch; for a machine they are all its
-    samples, repeated for each rank, as its own program cuts them. ``placements`` counts the parameters of
-    each placement; ``params`` are the first and the last. ``parameter_bytes`` is the most that a rank stores.
+    ``samples`` has one entry for each of ``ranks``, out of the whole batch; for a machine each entry is the
+    machine's whole number, because its own program cuts them. ``placements`` counts the parameters of each
+    placement; ``params`` are the first and the last. ``parameter_bytes`` is the most that a rank stores.
     """
 
     name: str

@@ -58,7 +58,7 @@ class Place:
         search: Search,
     ) -> None:
         self.graph, self.ratio, self.settings = program.graph, ratio, search
-        # a value that is forced in one layer alone makes that layer differ from the others: no folding then
+        # a value forced in only one layer makes that layer different, so nothing is folded
         folded = len(names) > 1 and not search.fixed
         self.choices = Choices(self.graph, search.costs, folded=folded)
         ids = self.choices.ids
@@ -88,7 +88,7 @@ class Place:
         return self.graph.producers[self.name].op == "param"
 
     def searched(self, placement: Placement) -> Programs:
-        """The cheapest program with this placement of the tensor at each price, where there is one."""
+        """The cheapest program at each price, with this placement of the tensor; only prices with one."""
         if placement not in self._searched:
             first = self._first
             alike = self._search(placement) if first is self else first.searched(placement).items()

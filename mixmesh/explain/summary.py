@@ -12,7 +12,8 @@ SHOWN = 3  # kinds of collectives in a sentence
 
 
 def summary_of(alternatives: Sequence[Alternative], planned_s: float, num_tensors: int) -> str:
-    """Explains a placement by the next best one: what that would need, and what it would save."""
+    """Explains a placement by comparing it with the next best one: what that needs, and what it would
+    save."""
     own = next(a for a in alternatives if a.is_plan)
     others = [a for a in alternatives if a.program is not None and not a.is_plan]
     out = []

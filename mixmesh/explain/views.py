@@ -47,7 +47,7 @@ class View(ABC):
         """The plan's placement of the tensor, by place."""
 
     def forced(self, placement: Placement) -> tuple[Placement, ...]:
-        """The placements that are tried for one: places where it is impossible keep their own."""
+        """The placements to try for ``placement``: places where it is impossible keep their own."""
         return tuple(placement if place.possible(placement) else place.own for place in self.places)
 
     def text(self, placements: Sequence[Placement]) -> str:
@@ -65,7 +65,7 @@ class View(ABC):
         """Yields whole programs with these placements: at every price, and stored in rows."""
 
     def in_shards(self, program: Program) -> Program | None:
-        """The program with all other parameters stored in shards; None where that is not tried."""
+        """The program with all other parameters stored in shards; None if that is not tried."""
         return None
 
     def elsewhere(self) -> Iterator[tuple[str, Program]]:
@@ -133,7 +133,7 @@ class Lowered(View):
         self.ratios = ratios_of(program)
         first = self.operators_of(names[0])
         self.ratio = next((self.ratios[o] for o in first if o in self.ratios), program.shares)
-        # its counterparts in layers under other ratios stay as they are
+        # counterparts in layers under other ratios keep their placements
         names = tuple(n for n in names if n == names[0] or self.ratio in self.ratios_of(n))
         self.tensors = names
         others = [n for n in self.graph.nodes if self.ratios.get(operator_name(n)) != self.ratio]
@@ -194,7 +194,8 @@ class Lowered(View):
             yield lowered
 
     def elsewhere(self) -> Iterator[tuple[str, Program]]:
-        """Moves the operator alone, with all operators before or after it under its ratio, or with both."""
+        """Yields programs with the operator moved alone, with all operators before or after it under its
+        ratio, and with both."""
         plain = lifted(self.program)
         mine = [name for name, ratio in self.ratios.items() if ratio == self.ratio]
         asked = [o for name in self.tensors for o in self.operators_of(name) if o in mine]

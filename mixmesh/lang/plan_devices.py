@@ -11,8 +11,8 @@ from ..cluster import Cluster, Machine
 
 @dataclass(frozen=True)
 class PlannedDevice:
-    """One rank's device in the cluster of the plan. ``like`` is the first machine whose devices and links
-    have the same figures as those of ``machine``: the plan runs as well with the two machines swapped."""
+    """One rank's device in the cluster of the plan. ``like`` is the first machine with devices and links of
+    the same figures as ``machine``: the plan runs equally well with the two machines swapped."""
 
     machine: str
     like: str

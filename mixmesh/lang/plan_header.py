@@ -40,7 +40,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_seconds(value: Any) -> bool:
-    """Whether a value is a number of seconds; infinity is that of a candidate that was not simulated."""
+    """Whether a value is a number of seconds; a candidate that was not simulated has infinity."""
     return type(value) in (int, float) and not math.isnan(value) and 0 <= value
 
 

@@ -1,5 +1,4 @@
-"""Which algorithm each collective of a program uses, where measurement says another than the runtime would
-take by itself."""
+"""Chooses the algorithm of each collective of a program if measurements contradict the runtime's default."""
 
 from __future__ import annotations
 
@@ -52,8 +51,8 @@ def _better_algorithm(program: Program, i: Instruction, costs: CostModel, *, bac
 
 
 def skew_of(program: Program, i: Instruction, ranks: tuple[int, ...]) -> float | None:
-    """The largest piece over the mean one of what is gathered or scattered between ``ranks``; None where
-    nothing is cut, or one rank holds all of it, which is a broadcast by any name."""
+    """The largest piece over the mean one in a gather or scatter between ``ranks``. None if nothing is cut,
+    or if one rank holds all of it, which makes it a broadcast."""
     cut = [t for t in (program.types[i.inputs[0]], i.type) if isinstance(t.placement, Shard)]
     if len(cut) != 1:
         return None

@@ -10,7 +10,7 @@ from .recomputation import can_run_again
 
 
 def user_regions(graph: Graph) -> dict[str, int]:
-    """The number of the region of each result of a computation that the user checkpointed."""
+    """Maps each result of a computation that the user checkpointed to the number of its region."""
     return {r: n.region for n in graph.nodes if n.region is not None for r in n.results if r is not None}
 
 

@@ -7,8 +7,7 @@ from ..lang.ir import Program
 
 
 def without_needless_directness(program: Program, sheet: Sheet) -> Program:
-    """The program, which names a size up to which all-reduces are one-shot only if it has such sums.
-    ``sheet`` is its own."""
+    """The program without its limit for one-shot all-reduces if it has no such sums. ``sheet`` is its own."""
     if not program.direct_bytes or any(e and e.direct for e in sheet.exchanges.values()):
         return program
     return program.changed(direct_bytes=0)

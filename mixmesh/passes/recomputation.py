@@ -1,8 +1,8 @@
-"""Activation checkpointing (Chen et al., 2016): which computations of a program are worth computing again.
+"""Activation checkpointing (Chen et al., 2016): which computations of a program are worth recomputing.
 
-A program is cut where little is held between what comes before and after, for a transformer between its
-layers; what lies between two cuts is a region. Only what crosses the ends of a region is kept, as what lies
-within is computed again right before its backward.
+A program is cut where little is held between its parts, in a transformer between the layers; a region lies
+between two cuts. Only values that cross the ends of a region are kept, because those within are recomputed
+right before their backward.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ MAX_LEVELS = 48  # limits of bytes held at a cut that are tried; equal layers ha
 
 
 def recomputed(program: Program) -> Program:
-    """``program`` with its regions (``divided``) computed again, all but the last ones. Between the passes
-    these may keep as much as the largest of the others makes again later."""
+    """``program`` with its regions (``divided``) recomputed, except for the last ones, which may keep as many
+    bytes between the passes as the largest other region makes again later."""
     live = _Live(program)
     numbers: dict[int, int] = {}
     for number, region in enumerate(live.earlier(live.divided())):
@@ -32,14 +32,14 @@ def recomputed(program: Program) -> Program:
         for n in reversed(region):
             rest = [m for m in chosen if m != n]
             if live.kept_bytes(region, rest) <= live.kept_bytes(region, chosen):
-                chosen = rest  # it would run again for nothing
+                chosen = rest  # recomputing n would save nothing
         numbers |= dict.fromkeys(chosen, number)
     return with_regions(program, numbers)
 
 
 def divided(program: Program) -> Regions:
-    """The computations of the program in the regions that keep least, by an estimate: what crosses the ends
-    of all regions, and what the largest of them keeps inside."""
+    """Divides a program's computations into the regions that keep least, by an estimate: the bytes that cross
+    the ends of all regions, and those that the largest keeps inside."""
     return _Live(program).divided()
 
 
@@ -52,7 +52,7 @@ def can_run_again(program: Program, n: int, stale: frozenset[str]) -> bool:
 
 
 class _Live:
-    """The bytes of a program's activations that are held behind every computation, whatever keeps them."""
+    """Bytes of a program's activations held after each computation, whatever keeps them."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -60,7 +60,7 @@ class _Live:
         self.computations = [n for n in range(len(program.instructions)) if can_run_again(program, n, stale)]
         self.root: dict[str, str] = {}  # by view, the value that it looks at
         self.activations: set[str] = set()
-        self.last: dict[str, int] = {}  # use of each value, and of what a view looks at
+        self.last: dict[str, int] = {}  # last use of each value, and of a view's base
         last = self.last
         first_made: dict[str, int] = {}
         from_batch: set[str] = set()
@@ -81,7 +81,8 @@ class _Live:
         self.keeps = {n: self._kept(n) for n in self.computations}
 
     def _held_bytes(self, made: dict[str, int]) -> dict[int, float]:
-        """Bytes of activations at each computation, each held from where it is ``made`` to its last use."""
+        """Bytes of activations at each computation, each held from where it is ``made`` until its last
+        use."""
         changes = [0.0] * (len(self.program.instructions) + 1)
         for name, n in made.items():
             size_bytes = self.program.types[name].value.size_bytes
@@ -115,7 +116,7 @@ class _Live:
         return min(estimates, key=lambda parts: (estimates[parts], len(parts)), default=())
 
     def cut(self, level: float) -> Regions:
-        """Regions that end where no more than so much is held."""
+        """Regions that end at places where at most ``level`` bytes are held."""
         out: list[tuple[int, ...]] = []
         region: list[int] = []
         for n in self.computations:
@@ -126,7 +127,7 @@ class _Live:
         return (*out, tuple(region)) if region else tuple(out)
 
     def kept_bytes(self, region: Sequence[int], again: Sequence[int]) -> float:
-        """Unsharded bytes that are kept of a region of which some computations run again."""
+        """Unsharded bytes kept of a region if the computations ``again`` run again."""
         instructions = self.program.instructions
         results = {r for n in again for r in instructions[n].results}
         read = [x for n in again for x in instructions[n].inputs if x not in results]

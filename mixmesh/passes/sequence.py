@@ -1,11 +1,11 @@
-"""Sequence parallelism: what tensor parallelism replicates is cut along the sequence in its place.
+"""Sequence parallelism: values that tensor parallelism replicates are cut along the sequence instead.
 
 Between the products that tensor parallelism cuts, every rank computes the same norms, dropout and residual
 additions. In Megatron-LM (Korthikanti et al., 2022, "Reducing Activation Recomputation in Large Transformer
-Models", section 4.2) each all-reduce before them is a reduce-scatter along the sequence, and an all-gather
-stands before the next product: together they move as many bytes, and a rank computes and keeps its own rows
-of what is in between. Here rows are dealt by the program's ratio, and the rules of the operators say which of
-them can be cut. The backward pass follows by duality.
+Models", section 4.2) each all-reduce before them becomes a reduce-scatter along the sequence, and an
+all-gather comes before the next product: together they move as many bytes, and a rank computes and keeps only
+its own rows in between. Here rows are divided by the program's ratio, and the rules of the operators say
+which operators can be cut. The backward pass follows by duality.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class Cut:
 
 
 def sequence_parallel(program: Program) -> Program:
-    """``program`` with replicated operators behind all-reduces of activations cut along the sequence; itself
-    where there are none. Programs with regions that run again stay as they are: no collective runs again."""
+    """``program`` with replicated operators after all-reduces of activations cut along the sequence;
+    unchanged if there are none. Programs with rematerialised regions stay unchanged, because collectives
+    cannot run again."""
     reduced = {i.result: i for i in program.instructions if is_reduced(program, i)}
     if not reduced or regions(program):
         return program
@@ -49,7 +50,7 @@ def sequence_parallel(program: Program) -> Program:
 
 
 def is_reduced(program: Program, i: Instruction) -> bool:
-    """Whether ``i`` all-reduces an activation whose rows can be dealt to all ranks that take part."""
+    """Whether ``i`` all-reduces an activation with enough rows for all participating ranks."""
     if i.op != "all_reduce" or len(i.type.value.shape) < 2 or i.result not in program.requires_grad:
         return False
     num_rows = i.type.value.shape[-2]
@@ -57,15 +58,15 @@ def is_reduced(program: Program, i: Instruction) -> bool:
 
 
 def ratio_name(program: Program, t: TensorType) -> str | None:
-    """The ratio by which a value of this type is cut: its own, or the first one under which every rank takes
-    part; None without any."""
+    """The ratio that cuts a value of this type: its own, or the first one in which every rank takes part;
+    None if there is none."""
     everyone = (name for name, ratio in program.ratios if all(share > 0 for share in ratio))
     return t.ratio or next(everyone, None)
 
 
 def cut_operators(program: Program, reduced: Mapping[str, Instruction]) -> dict[int, Cut]:
-    """The replicated operators, by index, that can be cut where what is ``reduced`` is cut by rows, and what
-    they make of it."""
+    """The replicated operators, by index, that can be cut if the ``reduced`` values are cut by rows, with
+    their placements then."""
     cut: dict[str, Placement] = {name: Shard(len(i.type.value.shape) - 2) for name, i in reduced.items()}
     ways: dict[tuple, Cut | None] = {}  # repeated layers have equal calls
     operators: dict[int, Cut] = {}
@@ -83,7 +84,7 @@ def cut_operators(program: Program, reduced: Mapping[str, Instruction]) -> dict[
 
 
 def is_replicated(program: Program, i: Instruction) -> bool:
-    """Whether all ranks of one ratio compute ``i`` alike, and nothing is said of how."""
+    """Whether all ranks of one ratio compute ``i`` alike, and it has no attributes."""
     if i.is_leaf or i.is_sink or i.is_redistribution or i.attrs:
         return False
     types = [*i.types, *(program.types[name] for name in i.inputs)]
@@ -92,8 +93,8 @@ def is_replicated(program: Program, i: Instruction) -> bool:
 
 
 def way_of(program: Program, i: Instruction, held: tuple[Placement | None, ...]) -> Cut | None:
-    """How ``i`` is computed on inputs that are ``held``, None for those that are whole so far; None if it
-    cannot be, or not all of its results are cut then."""
+    """The placements of ``i`` on inputs that are ``held``, None for those still whole; None if it cannot be
+    computed so, or if not all of its results are then cut."""
     rule = RULES.get(i.op)
     if rule is None:
         return None
@@ -127,7 +128,7 @@ def is_cut(placement: Placement | None) -> bool:
 
 
 def fits(strategy: Strategy, held: tuple[Placement | None, ...]) -> bool:
-    """Whether a strategy takes inputs as they are ``held`` and cuts all results."""
+    """Whether a strategy takes inputs as ``held`` and cuts all results."""
     return (
         strategy.is_sharded
         and all(map(is_cut, strategy.outputs))
@@ -141,8 +142,8 @@ def fits(strategy: Strategy, held: tuple[Placement | None, ...]) -> bool:
 
 
 def without_costly_ends(program: Program, operators: Mapping[int, Cut]) -> dict[int, Cut]:
-    """Those operators whose results are no larger, where they are gathered for others, than what would be
-    gathered before them in their place."""
+    """The operators without those whose results, gathered for others, would be larger than the inputs
+    gathered in their place."""
     kept = dict(operators)
     made = {r for n in kept for r in program.instructions[n].results}
     outside = {
@@ -174,12 +175,12 @@ class _Rewrite:
             taken = operators[n].inputs if n in operators else (self.taken(i),) * len(i.inputs)
             for name, p in zip(i.inputs, taken):
                 self.wanted.setdefault(name, {})[p] = None
-        self.held: dict[tuple[str, Placement], str] = {}  # names of values as they are held in another way
+        self.held: dict[tuple[str, Placement], str] = {}  # names of values in further placements
         self.pieces: dict[str, TensorType] = {}  # the types of the operators' results
 
     def taken(self, i: Instruction) -> Placement:
-        """The placement in which an instruction outside takes its inputs: for a slice of an operator's
-        result its own, as pieces go from rank to rank then."""
+        """The placement in which an outside instruction takes its inputs. A slice of an operator's result
+        takes it in its own placement, as pieces then go from rank to rank."""
         if i.op != "local_slice" or i.inputs[0] not in self.made:
             return REPLICATE
         is_alike = i.type.ratio == ratio_name(self.program, self.program.types[i.inputs[0]])
@@ -197,8 +198,8 @@ class _Rewrite:
                 yield using(i, [self.held.get((name, REPLICATE), name) for name in i.inputs])
 
     def operator(self, i: Instruction, way: Cut) -> Iterator[Instruction]:
-        """The operator on pieces, after slices of inputs that are whole; then its results for those who take
-        them whole."""
+        """Yields slices of inputs that are whole, the operator on pieces, and gathers of results for users
+        that take them whole."""
         for name, p in zip(i.inputs, way.inputs):
             if isinstance(p, Shard) and name not in self.made and (name, p) not in self.held:
                 yield self.held_as(name, self.program.types[name], p)
@@ -212,7 +213,8 @@ class _Rewrite:
                     yield replace(self.held_as(result, t, REPLICATE), types=(self.program.types[result],))
 
     def is_entry(self, i: Instruction) -> bool:
-        """Whether a redistribution brings what operators take in pieces, and can bring the pieces."""
+        """Whether a redistribution provides an input that operators take in pieces, and can provide the
+        pieces directly."""
         if not i.is_redistribution or i.type.placement != REPLICATE or i.result in self.made:
             return False
         t, wanted = self.program.types[i.inputs[0]], self.wanted.get(i.result, {})

@@ -1,12 +1,12 @@
-"""How the gradients of each bucket meet: summed everywhere, summed to owners, or by way of a server.
+"""Chooses how the gradients of each bucket are synchronised: everywhere, by owners, or through a server.
 
-all_reduce    2 (n - 1) / n of the bytes, all of them before the optimizer
-sharded       a reduce_scatter before the optimizer and an all_gather after it, (n - 1) / n each: as many
-              bytes, but half may hide behind the next forward pass, and each rank steps over its own rows
-server        a reduce and a broadcast: one rank steps over all rows, one that would wait anyway
+    all_reduce    2 (n - 1) / n of the bytes, all of them before the optimizer
+    sharded       a reduce_scatter before the optimizer and an all_gather after it, (n - 1) / n each: as many
+                  bytes, but half may hide behind the next forward pass, and each rank steps its own rows
+    server        a reduce and a broadcast: one rank, which would wait anyway, steps all rows
 
-The last two are one idea, that of owners (``zero.with_owners``): a server owns all. HeteroG (CoNEXT'20) and
-TAG (TPDS'23) choose per group of operators; here it is per bucket, and the simulator chooses.
+The last two are one idea, owners (``zero.with_owners``): a server owns all. HeteroG (CoNEXT'20) and TAG
+(TPDS'23) choose per group of operators; here it is per bucket, and the simulator chooses.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .zero import ownable, with_owners
 
 TRIED = 5000  # instructions of all programs that are tried, which bounds the seconds that it takes
 
-FEWEST = 3  # choices that are tried whatever the program
+FEWEST = 3  # choices that are tried for any program
 
 Choice = tuple[Ratio | None, ...]  # by bucket, the shares of its owners; None is an all_reduce
 
@@ -30,8 +30,8 @@ Choice = tuple[Ratio | None, ...]  # by bucket, the shares of its owners; None i
 def best_sync(
     program: Program, costs: CostModel, step_s: Callable[[Program], float], *, mixed: bool
 ) -> Program:
-    """The program with owners where that makes ``step_s`` less. It has its buckets, and no owners. Unless
-    ``mixed``, all buckets meet in one way."""
+    """The program with owners if that lowers ``step_s``. It must have its buckets, and no owners. Unless
+    ``mixed``, all buckets are synchronised in one way."""
     can, buckets = ownable_buckets(program)
     if not buckets:
         return program
@@ -55,7 +55,7 @@ def best_sync(
         consider(choice)
     if not mixed:
         return made(best)
-    for part in (0.5, 0.25, 0.75):  # those that are complete first are used last in the next forward pass
+    for part in (0.5, 0.25, 0.75):  # buckets that are complete first are used last in the next forward pass
         owners = [list(options(program, costs, s))[1] for s in buckets]
         consider(tuple(o if n < part * len(buckets) else None for n, o in enumerate(owners)))
     for n in sorted(range(len(buckets)), key=lambda n: -buckets[n].size_bytes):
@@ -65,13 +65,13 @@ def best_sync(
 
 
 def best_run(program: Program, costs: CostModel, step_s: Callable[[Program], float], most: int) -> Program:
-    """The program with owners for a run of its buckets where that makes ``step_s`` less, after ``most``
-    trials or fewer.
+    """The program with owners for a run of its buckets if that lowers ``step_s``, after at most ``most``
+    trials.
 
     A bucket that the backward pass completes first is used last in the next forward pass, so its gathers hide
-    best; the very first one may have the rest of the backward pass for its all_reduce. The last bucket is
-    used first, and nothing hides it in any way. So the best owners are those of a run: without the first
-    bucket or with it, up to where the forward pass has hidden enough.
+    best; the very first one may have the rest of the backward pass to hide its all_reduce. The last bucket is
+    used first, so nothing hides it either way. So the best owners are those of a run, with or without the
+    first bucket, up to where the forward pass has hidden enough.
     """
     can, buckets = ownable_buckets(program)
     if not buckets:
@@ -100,7 +100,7 @@ def best_run(program: Program, costs: CostModel, step_s: Callable[[Program], flo
 
 
 def ownable_buckets(program: Program) -> tuple[set[str], list[GradientSum]]:
-    """Parameters that can have owners, by result, and the buckets that have some of them."""
+    """Parameters that can have owners, by result, and the buckets that contain any of them."""
     can = {i.result for i in ownable(program)}
     return can, [s for s in gradient_sums(program) if any(p.result in can for p in s.params)]
 
@@ -124,8 +124,8 @@ def alike(program: Program, costs: CostModel, buckets: list[GradientSum]) -> Ite
 
 
 def options(program: Program, costs: CostModel, s: GradientSum) -> Iterator[Ratio | None]:
-    """Owners of a bucket: nobody, the leaders of machines where sums go by levels, all alike, all by their
-    shares of the batch, one of each kind of device."""
+    """Yields possible owners of a bucket: none, the leaders of machines if sums are hierarchical, all evenly,
+    all by their shares of the batch, one of each kind of device."""
     yield None
     parts = () if program.levels is None else program.levels.parts(s.ranks, s.size_bytes)
     if parts:

@@ -1,10 +1,10 @@
-"""From a graph and a cluster to a plan: every planner proposes programs, the simulator disposes.
+"""From a graph and a cluster to a plan: every planner proposes programs, the simulator decides.
 
-propose     candidates of the asked planner, or of all of them for ``auto``
-finish      the passes on the plans that may become the fastest
-choose      the fastest that fits in every device's memory
+    propose     candidates of the requested planner, or of all of them for ``auto``
+    finish      the passes on the plans that may become the fastest
+    choose      the fastest that fits in every device's memory
 
-``Options`` are what may be asked of a plan, a ``Budget`` is how much planning may do.
+``Options`` are the requests for a plan; a ``Budget`` limits the time for planning.
 """
 
 from .make import make_plan, make_plans

@@ -1,4 +1,4 @@
-"""Words that a plan has beside its program: why nothing fits, warnings, comments."""
+"""The texts of a plan besides its program: why nothing fits, warnings, comments."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .task import Task
 
 
 def check_memory(task: Task) -> None:
-    """Raises Infeasible for devices that are too small for a process that holds nothing: no share of them is
-    small enough, not even none."""
+    """Raises Infeasible if a device is too small for a process that holds no part of the model: then no
+    share, not even an empty one, would fit there."""
     values = (Communicator(DATA, tuple(range(task.world_size))),)  # through which every rank gets the model's
     idle = task.costs.memory_constants_bytes(values[task.world_size == 1 :], working=())
     small = [rank for rank, size in enumerate(idle) if size > task.usable_bytes[rank]]
@@ -101,7 +101,7 @@ def warnings_of(graph: Graph, program: Program) -> Iterator[str]:
 
 
 def dtype_warnings(task: Task, program: Program) -> Iterator[str]:
-    """A warning for ranks without bf16, with the type that they compute such values in."""
+    """Yields a warning for ranks without bf16, with the dtype that they use instead."""
     devices = task.costs.cluster.devices
     without = [r for r, d in enumerate(devices) if not (d.supports_bf16 or d.kind == "cpu")]
     ranks = ", ".join(map(str, without))

@@ -1,8 +1,8 @@
-"""How much planning may do, as one value that is handed down.
+"""The limit on planning, as one value that is handed down.
 
-The unit is a *visit*: one instruction of a program, or one node of a graph, in a step that is simulated. What
-planning looks into takes a number of steps, so that larger programs get fewer trials. Visits are counted and
-not timed, so that a plan depends on the job and the cluster and not on how fast the planning machine is.
+The unit is a *visit*: one instruction of a program, or one node of a graph, in a simulated step. Each look of
+the planner costs a number of steps, so larger programs get fewer trials. Visits are counted and not timed, so
+that a plan depends on the job and the cluster and not on how fast the planning machine is.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ SEARCH_S = 20.0
 
 @dataclass(frozen=True)
 class Budget:
-    """``visits`` that may be made for one decision, and ``search_s``: how long planners may search that have
-    no end of their own (placed, heterog, tag), the only ones that ask a clock."""
+    """The ``visits`` allowed for one decision, and ``search_s`` for the open-ended planners (placed, heterog,
+    tag), the only ones that use a clock."""
 
     visits: float
     search_s: float = SEARCH_S
@@ -31,7 +31,7 @@ class Budget:
         return replace(self, visits=float("inf"))
 
     def part(self, share: float) -> Budget:
-        """A share of it."""
+        """A share of this budget."""
         return replace(self, visits=share * self.visits)
 
     def steps(self, size: int) -> float:
@@ -44,9 +44,7 @@ class Budget:
 
 
 AUTO = Budget(6_000)  # for ``auto`` without a search: about a second for all decisions
-AMPLE = AUTO.ample  # for a planner that is asked alone, and for a search
-EACH = AUTO  # for each of the programs that planners look through, whoever asks for how much
-CARE_STEPS = (
-    10  # that a program takes to be looked into with care: up to 600 instructions of the budget of ``auto``
-)
-SOME_STEPS = 3  # that it takes to be looked into at all: up to 2000
+AMPLE = AUTO.ample  # for a single named planner, and for a search
+EACH = AUTO  # for each program that planners examine, whichever planner asks
+CARE_STEPS = 10  # steps for a look with care: up to 600 instructions within the budget of ``auto``
+SOME_STEPS = 3  # steps for any look at all: up to 2000 instructions

@@ -1,6 +1,7 @@
-"""Sets of devices that may be faster than all of them: a plan in which some have nothing to do is a plan too.
+"""Sets of devices that may be faster than all devices together: a plan may leave some of them idle.
 
-Machines of equal devices and links are alike, so of a set it matters only how many it has of each kind.
+Machines with equal devices and links can stand in for each other, so only the number of each kind in a set
+matters.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from .task import Task
 
 Ranks = tuple[int, ...]
 
-MOST_SETS = 16  # as many sets of machines are all looked at; else the first of them, in numbers that double
+MOST_SETS = 16  # up to this many sets of machines are all tried; otherwise the first 1, 2, 4, ... machines
 
 
 def machine_sets(task: Task) -> list[Ranks]:
-    """Sets of whole machines, one of those that are alike: all sets if these are few; else those of the
-    fastest, of those with the fastest links, and of each kind."""
+    """Sets of whole machines, one for each combination of kinds. If there are many, only sets of the fastest
+    machines, of those with the fastest links, and of each kind."""
     cluster = task.costs.cluster
     mine = set(task.ranks)
     numbers = range(len(cluster.machines))
@@ -41,7 +42,8 @@ def machine_sets(task: Task) -> list[Ranks]:
 
 
 def _orders(task: Task, kinds: dict[tuple, list[Ranks]]) -> Iterator[list[Ranks]]:
-    """Machines from the fastest, from the one with the fastest link between machines, and those of a kind."""
+    """Yields orders of machines: fastest first, fastest link between machines first, and the machines of each
+    kind."""
     every = [(kind, ranks) for kind, some in kinds.items() for ranks in some]
     shares = task.proportional
     speed: Callable[[Ranks], float] = lambda ranks: -sum(shares[r] for r in ranks)  # noqa: E731
@@ -76,7 +78,7 @@ def device_sets(task: Task) -> list[Ranks]:
 
 
 def sets_in_need(task: Task) -> list[Ranks]:
-    """All devices without those of any one class: its memory may be the one that is too small."""
+    """All devices except one class, for each class: the memory of that class may be what is too small."""
     class_of = task.costs.class_of
     classes = dict.fromkeys(class_of[r] for r in task.ranks)
     return [tuple(r for r in task.ranks if class_of[r] != c) for c in classes if len(classes) > 1]
@@ -93,7 +95,7 @@ def _unlike(task: Task, sets: Sequence[Ranks]) -> list[Ranks]:
         parts = []
         for m, mine in held.items():
             machine, classes = cluster.machines[m], [class_of[r] for r in mine]
-            # where some devices have links of their own, which devices they are matters
+            # devices with links of their own cannot stand in for each other
             links = (*machine.wiring, str(mine) if machine.links else "")
             parts.append((tuple(classes), *(links if len(held) > 1 or len(classes) > 1 else ())))
         unlike.setdefault(tuple(sorted(parts)), ranks)
@@ -101,8 +103,8 @@ def _unlike(task: Task, sets: Sequence[Ranks]) -> list[Ranks]:
 
 
 def least_parallel_s(task: Task, ranks: Ranks) -> float:
-    """About what no step of data parallelism on these devices is shorter than: that of computing, and the
-    seconds of the busiest link for the sums of all gradients, by levels or flat."""
+    """A rough lower bound on the seconds of a data-parallel step on these devices: computing, and the busiest
+    link's time for reducing all gradients, hierarchically or flat."""
     computing_s = task.least_seconds(ranks)
     if len(ranks) == 1:
         return computing_s
@@ -113,5 +115,5 @@ def least_parallel_s(task: Task, ranks: Ranks) -> float:
 
 
 def busiest_link_s(task: Task, exchange: Exchange) -> float:
-    """Seconds for which the link that carries most of it is busy."""
+    """Seconds of the exchange on the link that carries most of it."""
     return max(exchange.link_s_per_byte(task.costs.cluster).values()) * exchange.size_bytes

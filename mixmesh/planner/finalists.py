@@ -1,7 +1,8 @@
-"""The plans to try on the cluster itself, where that is wanted: the fastest of each kind.
+"""Selects the plans to try on the cluster itself: the fastest of each kind.
 
-A prediction may be some percent off, and it is off alike for plans of a kind. So a trial of the second best
-of the same kind says little, and one of the best of another kind may show what the simulator did not know.
+A prediction may be some percent off, and plans of one kind are usually off by as much. So a trial of the
+second best of the same kind says little, while the best of another kind may show something that the simulator
+does not know.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from ..passes.buckets import bucketings, numbered
 from .proposal import BASELINES, Proposal
 from .task import Task
 
-WITHIN = 1.3  # times the chosen one's predicted step; slower ones are left out, but the best baseline
+WITHIN = 1.3  # plans slower than the chosen one by this factor are left out, except the best baseline
 BUCKET_BYTES = (1e6, 4e6, 16e6, 64e6, 1e12)
 
 
 def finalists(task: Task, chosen: Proposal, count: int) -> list[Proposal]:
-    """Up to ``count - 1`` proposals beside ``chosen``, the fastest by prediction first, for a task
-    whose ``kinds`` have been kept. The best baseline that fits is among them: it is the bar."""
+    """Up to ``count - 1`` proposals besides ``chosen``, the fastest by prediction first. The task must have
+    kept its ``kinds``. The best baseline that fits is among them, as the bar to beat."""
     assert task.kinds is not None
     if chosen.micro_batches is None:
         for buckets in bucketings(chosen.program, BUCKET_BYTES, chosen.simulation.step.summed):

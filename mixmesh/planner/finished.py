@@ -16,21 +16,21 @@ from .planners import BY_NAME
 from .proposal import Proposal
 from .task import HOPEFUL, Task
 
-ALIKE = 1e-4  # relative difference of the times of programs of which one is finished
-FEW = 8  # proposals that are finished, beside those in micro-steps, which keep their order and sums
-# the part of the budget for a step of every program but the first: three of the largest that are looked into
-# with care
+ALIKE = 1e-4  # relative difference of times below which one of two programs is finished
+FEW = 8  # proposals that are finished; those in micro-steps, which keep their order and sums, are not counted
+# share of the budget for a step of every further program: three of the largest, examined with care
 SHARE = 0.3
-# so many are finished beyond that, if they would be the fastest by gaining as much as the one that gained
-# most, and this much more
+# this many more are finished if they would be the fastest after gaining this much more than the largest gain
+# so far
 LIKELY_FEW, LIKELY_GAIN = 2, 0.95
-# times the step of the fastest so far: programs of several machines that were joined line by line gain more
+# relative to the fastest step so far: programs that were joined from several machines gain more
 JOINED_HOPEFUL = 2.0
 
 
 def finish(task: Task, chosen: Proposal, every: Sequence[Proposal]) -> Proposal:
-    """The fastest in the end, where ``chosen`` is so far. A last resort has its micro-steps, to which little
-    can be done; the others may gain more, and are looked at where no search has been for such plans."""
+    """Finishes the proposals near ``chosen``, the fastest so far, and returns the fastest result. A last
+    resort with its micro-steps gains little; the others may gain more, and are tried where no search was made
+    for plans like it."""
     usual = [p for p in every if p.feasible and BY_NAME[p.planner].is_usual]
     is_usual = BY_NAME[chosen.planner].is_usual
     near: list[Proposal] = []
@@ -45,8 +45,8 @@ def finish(task: Task, chosen: Proposal, every: Sequence[Proposal]) -> Proposal:
 
 
 def finished_near(task: Task, proposals: Sequence[Proposal]) -> list[Proposal]:
-    """Those proposals, finished, that may become the fastest: the first, and some near it. Programs that are
-    almost the same are looked at once on each set of devices."""
+    """Finishes the fastest proposal and those near it that may overtake it. Of programs that are almost the
+    same, one is finished on each set of devices."""
     first = min(proposals, key=lambda p: p.key)
     unlike = [first]
     for proposal in sorted(proposals, key=lambda p: p.key):
@@ -77,8 +77,8 @@ def finished_near(task: Task, proposals: Sequence[Proposal]) -> list[Proposal]:
 
 
 def are_alike(one: Proposal, other: Proposal) -> bool:
-    """Whether two proposals are the same program, or take the same time on the same devices, where most of
-    what they do is the same."""
+    """Whether two proposals are the same program, or take about the same times on the same devices, which
+    suggests that they are mostly the same."""
     if one.micro_batches != other.micro_batches or supports(one.program) != supports(other.program):
         return False
     times = zip(
@@ -100,8 +100,8 @@ def by_turns_of_sets(bounded: Sequence[tuple[Proposal, float]]) -> list[tuple[Pr
 
 
 def least_s(task: Task, proposal: Proposal) -> float:
-    """About what the step does not go below in its order, in seconds, with all gradients of a set of ranks
-    in one sum."""
+    """A rough lower bound of the step in its order, in seconds, with all gradients of a set of ranks in one
+    sum."""
     if proposal.micro_batches is not None:
         return proposal.timeline.step_s
     with task.timed("simulate"):
@@ -109,20 +109,20 @@ def least_s(task: Task, proposal: Proposal) -> float:
 
 
 def can_lead(proposal: Proposal, fastest_s: float) -> bool:
-    """Whether a proposal may become the fastest, where one takes ``fastest_s``."""
+    """Whether a proposal may still become faster than ``fastest_s``."""
     if proposal.planner == "two-level":
         return proposal.timeline.step_s <= JOINED_HOPEFUL * fastest_s
     return proposal.timeline.step_s - most_hidden_s(proposal) <= HOPEFUL * fastest_s
 
 
 def most_hidden_s(proposal: Proposal) -> float:
-    """Seconds of exchanges within the passes that another order may hide: no more than there is to compute
-    meanwhile."""
+    """Seconds of exchanges within the passes that another order may hide, limited by the seconds of
+    computing."""
     return min(proposal.simulation.exchanged_s, max(proposal.timeline.compute_s))
 
 
 def finished(task: Task, proposal: Proposal) -> Proposal:
-    """The proposal, or a faster form of it. There is always a budget for some (``budget_for``)."""
+    """The proposal, or a faster form of it. Some passes always have a budget (``budget_for``)."""
     budget = budget_for(proposal, task.budget)
     if proposal.program.key not in task.summed:
         proposal = REDUCTIONS(task, proposal, budget)
@@ -130,7 +130,7 @@ def finished(task: Task, proposal: Proposal) -> Proposal:
 
 
 def arranged(task: Task, proposal: Proposal, budget: Budget) -> Proposal:
-    """The proposal, whose gradients are reduced in their best way, after the other passes."""
+    """The proposal after the arranging passes, with its gradients reduced in the best way."""
     for improve in ARRANGING:
         proposal = improve(task, proposal, budget)
     return proposal

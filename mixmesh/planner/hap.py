@@ -25,24 +25,24 @@ from .tried import Tried
 
 SUM_EXP = "mixmesh.sum_exp"
 DDP_TUNED = "ddp-tuned"
-GRADIENT_PRICES = (0.0, 1.0, 0.3)  # a second of gradient communication, with all, none, much of it hidden
+GRADIENT_PRICES = (0.0, 1.0, 0.3)  # prices of a second of gradient communication: all, none, much is hidden
 DATA_PARALLEL_ONLY = (None,)
-# sets of devices that are searched whatever the budget, and the share of it for a step of each
+# sets of devices that are searched at any budget; the share of the budget for a step of each set
 LEAST_SETS, SETS_SHARE = 2, 0.2834
 # sets that may be searched beyond these, times as many: one in place of each whose memory is too small
 MORE_SETS = 3
-FEW_SETS = 4  # or more: some of them may be chosen for another reason than data parallelism gives
+FEW_SETS = 4  # with this many sets, some may be chosen for other reasons than their data parallelism
 WEIGHT = 1.01  # the search may return a program this much dearer than the cheapest
 MAX_STATES, MAX_STATES_PER_STEP = 50, 1.5  # together, before it keeps only the best few of every step
 MAX_ROUNDS = 4
 SAME_RATIO = 0.025  # shares that differ by less lead to the same program
 # times the estimated least step on some devices: steps were found that are 6 % shorter
 ABOUT = 0.9
-LOST = 1.01  # times the best step: a program that cannot get below it is not looked into
-FAR = 1.05  # the same, in buckets of the usual size: no other sizes, shares or prices would make up for it
-HOPELESS = 1.2  # the same, of programs at both ends of the prices: then no price between them is tried
-CLOSE = 1.1  # times what a program with cut classes costs: one with whole classes may still be faster
-CLASSES_STEPS = 5  # for which a budget must pay to look at whole classes too: up to 1200 nodes
+LOST = 1.01  # a program whose step stays above the best one times this is dropped
+FAR = 1.05  # a program slower by this factor gets no other bucket sizes, shares or prices
+HOPELESS = 1.2  # if programs at both ends of the prices are slower by this factor, no price between is tried
+CLOSE = 1.1  # relative cost at which whole classes are tried too: they may still be faster than cut ones
+CLASSES_STEPS = 5  # steps that a budget must pay for to try whole classes too: up to 1200 nodes
 SPARE = (0.0, 0.03, 0.1)  # share of a device's memory, left to rounding
 FULL = 0.9  # share of usable memory: a rank that holds less could have more samples
 BOUND_BY_MEMORY = 0.05  # share of the batch by which a rank's part would change if all had enough memory
@@ -64,20 +64,20 @@ def most_states(problem: Problem) -> int:
 
 
 class Synthesis:
-    """The alternation of one task, in the name of ``planner``. Programs that data parallelism tried,
-    where it was asked before, are not tried again."""
+    """The alternation of one task, for ``planner``. Programs that data parallelism has already tried are not
+    tried again."""
 
     def __init__(self, task: Task, planner: str = "hap") -> None:
         self.task, self.planner = task, planner
         if DDP_TUNED not in task.proposed:
             task.tried = {}
-        self.paths: dict[float, Found] = {}  # by price, the last that was found, on whatever devices
+        self.paths: dict[float, Found] = {}  # by price, the last path found on any devices
 
     def proposals(self, prices: Sequence[float | None]) -> Iterator[Proposal]:
-        """Program and ratio in turn, for several prices and sets of devices; first the set that data
-        parallelism leaves most to hope for, as what cannot become faster than the best is left out. What it
-        leaves to hope for says nothing about memory: a set that is too small for what is found there is
-        followed by one that there would have been no time for, first by all devices."""
+        """Program and ratio in turn, for several prices and sets of devices. The sets with the lowest bound
+        for data parallelism come first, and sets that cannot beat the best plan are left out. The bound
+        ignores memory: if a set's memory is too small for what is found there, another set that there was no
+        time for takes its place, first of all the set of all devices."""
         task, baseline = self.task, self.task.proposed.get(DDP_TUNED)
         best = None if baseline is None else (baseline.key, support(baseline.program.shares))
         sets = self.sets()
@@ -103,7 +103,7 @@ class Synthesis:
             yield from self.with_whole_classes(best[1])
 
     def sets(self) -> list[tuple[int, ...]]:
-        """Sets of devices, first those that data parallelism leaves most to hope for."""
+        """Sets of devices, first those with the lowest bound for data parallelism."""
         tried = self.task.tried
 
         def hope(ranks: tuple[int, ...]) -> tuple[float, int]:
@@ -115,9 +115,9 @@ class Synthesis:
     def in_time(
         self, sets: Sequence[tuple[int, ...]], prices: Sequence[float | None]
     ) -> list[tuple[int, ...]]:
-        """As many of some sets as there is time for, the first of those that may be faster than the best. If
-        that is more than a few, all devices and the fastest machine alone are among them: a search may use
-        them where data parallelism cannot."""
+        """The first sets that may be faster than the best plan, as many as there is time for. If that is more
+        than a few, they include all devices and the fastest machine alone, which a search may use even if
+        data parallelism cannot."""
         task, most = self.task, self.most_sets(prices)
         if most >= len(sets):
             return [*sets]
@@ -136,14 +136,14 @@ class Synthesis:
         return ABOUT * self.least_s(ranks, prices) >= self.task.best_s
 
     def least_s(self, ranks: tuple[int, ...], prices: Sequence[float | None]) -> float:
-        """About what no program on these devices is faster than. For a small one with data parallelism
-        the seconds that factors save are known only when it has been made."""
+        """A rough lower bound for programs on these devices. For data parallelism of a small program, the
+        seconds saved by factors are unknown until it is made."""
         large = not EACH.pays_for(CARE_STEPS, len(self.task.graph.nodes))
         parallel = prices == DATA_PARALLEL_ONLY and large
         return least_parallel_s(self.task, ranks) if parallel else self.task.least_seconds(ranks)
 
     def most_sets(self, prices: Sequence[float | None]) -> int:
-        """On how many of them the budget pays for a search."""
+        """The number of sets for which the budget pays for a search."""
         if self.task.budget.is_ample or prices == DATA_PARALLEL_ONLY:
             return sys.maxsize
         return max(LEAST_SETS, int(self.task.budget.part(SETS_SHARE).steps(len(self.task.graph.nodes))))
@@ -157,7 +157,7 @@ class Synthesis:
             if price is not None and tried.same_at_both_ends:
                 continue  # the cheapest program at both ends is the cheapest in between
             if not judged and 0.0 in tried.by_price and min(tried.floors_s) > LOST * task.best_s:
-                return  # gradients for nothing would not help these devices, nor will any other price
+                return  # even with free gradients these devices are too slow, so no other price will help
             if len(tried.by_price) == 2 and min(tried.least_s, default=0.0) > HOPELESS * task.best_s:
                 continue
             what = "data parallel" if price is None else f"gradient price {price:g}"
@@ -167,8 +167,8 @@ class Synthesis:
                 yield proposal
 
     def with_whole_classes(self, ranks: tuple[int, ...]) -> Iterator[Proposal]:
-        """Programs with whole classes in place of one that cuts the classes of a loss: a gather of the head's
-        weight may hide, which no price says; one of hidden states does not."""
+        """Programs with whole classes instead of one that cuts the classes of a loss: a gather of the head's
+        weight may hide, which prices do not show, while one of hidden states does not."""
         tried = self.task.tried.get(ranks, Tried())
         small = EACH.pays_for(CLASSES_STEPS, len(self.task.graph.nodes))
         for price, cost_s in [*tried.cutting_classes.items()][-1:] if small else ():
@@ -182,17 +182,17 @@ class Synthesis:
         return {choices.ids[n.result]: code_of(Shard(0)) for n in choices.steps if n.op == SUM_EXP}
 
     def known(self, price: float) -> list[Found]:
-        """Paths that may be the cheapest at a price: what was on other devices or with other shares, and data
-        parallelism where sums are free."""
+        """Paths that may be the cheapest at a price: the one from other devices or shares, and data
+        parallelism if sums are free."""
         spread = self.task.data_parallel_path(alone=False) if price == 0.0 else None
         return [path for path in (spread, self.paths.get(price)) if path is not None]
 
     def find(
         self, ratio: Ratio, price: float | None, seen: set[int], *, whole_s: float | None = None
     ) -> tuple[Program | None, int, float | None]:
-        """The cheapest program under a ratio, with a number that tells it from others and its gap; no
-        program if it is one of ``seen``. Without a price for gradients it is that of data parallelism. With
-        ``whole_s`` the classes of a loss are whole, and a program that costs more seconds is none."""
+        """The cheapest program under a ratio, with its identifying number and its gap; no program if its
+        number is in ``seen``. Without a price for gradients it is data parallelism. With ``whole_s`` the
+        classes of a loss are whole, and a program that costs more seconds does not count."""
         if price is None:
             program = self.task.data_parallel(ratio)
             path = self.task.data_parallel_path(alone=len(support(ratio)) == 1)
@@ -240,8 +240,8 @@ class Synthesis:
     ) -> Iterator[Proposal]:
         """Q = argmin t(., B), B = argmin t(Q, .), until nothing is gained; the best pair, polished.
 
-        ``tried`` is what was tried on these ranks before. A program that cannot become the fastest is left
-        out unless it is to be ``judged`` in any case.
+        ``tried`` are earlier trials on these ranks. A program that cannot become the fastest is left out,
+        unless it is to be ``judged`` in any case.
         """
         ratio = self.task.shares(ranks)
         best: Proposal | None = None
@@ -258,7 +258,7 @@ class Synthesis:
             simulation = self.task.simulation(program)
             free, floor_s, least_s = self.bounds(program, ranks)
             if turn == 0 and tried.holds(floor_s, least_s):
-                break  # the same program in other words
+                break  # in effect the same program
             tried.floors_s.append(floor_s)
             tried.least_s.append(least_s)
             if not judged and self.is_lost(free, simulation, least_s):
@@ -280,17 +280,17 @@ class Synthesis:
     def in_less_memory(
         self, made: Proposal, program: Program, ranks: tuple[int, ...], least_s: float
     ) -> Iterator[Proposal]:
-        """The program, ``made`` under its best shares, in forms that hold less, where it does not fit or its
-        shares are bound by memory."""
+        """Forms of the program that hold less, if ``made``, the program under its best shares, does not fit
+        or its shares are limited by memory."""
         if not made.feasible:
             yield from self.stored_sharded(program, ranks)
         if not made.feasible or self.bound_by_memory(made, ranks):
             yield from self.computed_again(program, ranks, least_s)
 
     def is_lost(self, program: Program, simulation: Simulation, least_s: float) -> bool:
-        """Whether a program whose step does not go below ``least_s`` whatever the buckets is not looked into.
-        Order may hide what a small one exchanges within its passes, owners what its gradients do, and factors
-        of gradients save some of that."""
+        """Whether a program whose step takes at least ``least_s`` with any buckets is not worth a closer
+        look. The look may pay for a small program: order may hide exchanges within its passes, owners may
+        hide reductions of its gradients, and gradients from factors may save some of these."""
         best_s = self.task.best_s
         if EACH.pays_for(CARE_STEPS, len(program.instructions)):
             saved_s = most_saved_s(program, self.task.costs)
@@ -305,8 +305,8 @@ class Synthesis:
         )
 
     def bounds(self, program: Program, ranks: tuple[int, ...]) -> tuple[Program, float, float]:
-        """The program under its best shares with as much memory as it likes; what its step does not go below
-        so if nothing is summed, and whatever the buckets."""
+        """The program under the best shares without a limit on memory, and two lower bounds of its step under
+        these: without any sums, and with any buckets."""
         program = self.task.in_our_sums(self.planner, program)
         simulation = self.task.simulation(program)
         ratio = self.task.ratio(simulation, program, ranks, limited=False) or program.shares
@@ -323,7 +323,7 @@ class Synthesis:
     def bound_by_memory(self, made: Proposal, ranks: tuple[int, ...]) -> bool:
         """Whether the shares would be others if all ranks had enough memory."""
         if not made.timeline.peak_memory_bytes:
-            return False  # it surely fits
+            return False  # it certainly fits
         if all(made.peak_memory_bytes[r] < FULL * self.task.usable_bytes[r] for r in ranks):
             return False
         free = self.task.ratio(made.simulation, made.program, ranks, limited=False)
@@ -331,9 +331,9 @@ class Synthesis:
         return max((abs(a - b) for a, b in pairs), default=0.0) > BOUND_BY_MEMORY
 
     def computed_again(self, program: Program, ranks: tuple[int, ...], least_s: float) -> Iterator[Proposal]:
-        """The same program with activations that the backward pass computes again, as few as memory asks for;
-        with parameters stored in shards where that alone is not enough. Programs that
-        cannot be faster than the best, as they do not go below ``least_s`` if all is kept, are left out."""
+        """The same program with as few recomputed activations as fit in memory, and with parameters stored in
+        shards too if recomputation is not enough. Left out if ``least_s``, a bound without recomputation, is
+        slower than the best plan."""
         candidate = recomputed(program)
         if not regions(candidate) or least_s > LOST * self.task.best_s:
             return
@@ -346,8 +346,8 @@ class Synthesis:
                     return
 
     def fitting(self, program: Program, ranks: tuple[int, ...]) -> Proposal | None:
-        """The program under the LP's shares, with a little more of the memory left free if rounding needs it;
-        None if there are no such shares."""
+        """The program under the LP's shares, with some more memory left free if rounding needs it; None if no
+        shares fit."""
         simulation, best = self.task.simulation(program), None
         for spare in SPARE:
             ratio = self.task.ratio(simulation, program, ranks, HEADROOM + spare)
@@ -359,10 +359,10 @@ class Synthesis:
         return best
 
     def stored_sharded(self, program: Program, ranks: tuple[int, ...]) -> Iterator[Proposal]:
-        """The same program with parameters stored in shards: for devices that cannot hold all of them.
+        """The same program with parameters stored in shards, for devices that cannot hold all of them.
 
-        Shards are whole rows and samples, so that the shares of the LP are rounded; where that oversteps
-        a memory, the LP is asked to leave a little more.
+        Shards are whole rows and samples, so the LP's shares are rounded. If rounding exceeds a device's
+        memory, the LP is solved again with a little more left free.
         """
         if len(ranks) == 1:
             return
@@ -379,7 +379,7 @@ class Synthesis:
 
 
 def is_short_of_memory(proposals: Sequence[Proposal]) -> bool:
-    """Whether none of those on a set of devices fits with all of its activations kept."""
+    """Whether none of the proposals for a set of devices fits with all of its activations kept."""
     return bool(proposals) and not any(p.feasible and not regions(p.program) for p in proposals)
 
 
@@ -389,7 +389,7 @@ def is_same(ratio: Ratio, other: Ratio) -> bool:
 
 
 def shape_of(program: Program) -> int:
-    """A number that tells a program from those with other placements or on other ranks."""
+    """A hash of a program's placements and ranks."""
     return hash((supports(program), *((i.op, i.types) for i in program.instructions)))
 
 

@@ -37,7 +37,7 @@ from ..lang.optimizer_states import ADAM, OptimizerStates
 from ..lang.rules import Call, call_of
 from ..search.synthesis import Choices
 
-DIGITS = 4  # to which the devices' relative seconds agree of operators that are one for the prices
+DIGITS = 4  # rows whose relative seconds agree to so many digits share one price
 
 
 def ideal_s(seconds: np.ndarray, class_of: Sequence[int], ranks: Sequence[int]) -> float:
@@ -58,7 +58,7 @@ def seconds_by_class(
 
 
 def operator_s(choices: Choices, at_peaks: bool) -> list[list[float]]:
-    """Per kind of operator the seconds of all that are of it, by class of devices."""
+    """For each kind of operator the seconds of all its operators, by class of devices."""
     costs, graph = choices.costs, choices.graph
     parts = has_parts(costs)
 
@@ -119,7 +119,7 @@ def prices_of(seconds: np.ndarray, counts: np.ndarray) -> np.ndarray:
         key = np.round(row / row.sum(), DIGITS).tobytes()
         alike[key] = alike.get(key, 0.0) + row
     table = np.array(list(alike.values()))
-    table /= table.sum() / len(counts)  # T is about 1, and what the solver tolerates little of it
+    table /= table.sum() / len(counts)  # makes T about 1, the scale of the solver's tolerances
     rows, classes = table.shape
     h = quiet_solver()
     inf = highspy.kHighsInf

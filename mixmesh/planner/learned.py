@@ -62,8 +62,8 @@ def evaluator(task: Task, method: str) -> Evaluator:
 
 
 def best_of(task: Task, planner: str, evaluate: Evaluator, count: int = JUDGED) -> Iterator[Proposal]:
-    """The best strategies of a search, and data parallelism whatever the estimate says of it; the best of
-    those in which all groups run alike with the shares of the LP too."""
+    """The best strategies of a search, and data parallelism even if the estimate ranks it low. If all groups
+    of a strategy run with the same shares, the best such strategy is also tried with the LP's shares."""
     from ..search.learned.seeds import data_parallel
 
     everyone = [placed_of(strategy) for strategy in data_parallel(evaluate.space)]
@@ -72,7 +72,7 @@ def best_of(task: Task, planner: str, evaluate: Evaluator, count: int = JUDGED) 
     proposals = [judged(task, planner, evaluate.space, strategy) for strategy in strategies]
     yield from proposals
     alike = [p for p in proposals if len(p.program.ratios) == 1]
-    if alike:  # none where nothing is cut: a program that every rank runs whole has no shares
+    if alike:  # empty if nothing is cut: a program that every rank runs whole has no shares
         yield from with_best_shares(task, min(alike, key=lambda p: p.key))
 
 

@@ -31,12 +31,12 @@ from .proved import proved
 from .task import Task
 from .whole import whole_batch_warnings
 
-COLLECTED_AFTER = 1_000_000  # new objects; planning makes many, all of them needed, and no cycles
+COLLECTED_AFTER = 1_000_000  # new objects; planning makes many, all in use and without cycles
 Say = Callable[[str], None]
 
 
 class Traced(Protocol):
-    """A traced model: what ``mixmesh.frontend.trace.trace`` returns."""
+    """A traced model: the result of ``mixmesh.frontend.trace.trace``."""
 
     @property
     def graph(self) -> Graph: ...
@@ -55,8 +55,8 @@ class Traced(Protocol):
 def make_plan(
     traced: Traced | Graph, cluster: Cluster, *, progress: Say | None = None, **options: Any
 ) -> Plan:
-    """The best plan for a model on a cluster; ``options`` are those of ``Options``, by name. With fewer
-    samples than devices data parallelism leaves some out; tensor parallelism needs none.
+    """The best plan for a model on a cluster; ``options`` are the fields of ``Options``, by name. With fewer
+    samples than devices, data parallelism leaves some out; tensor parallelism needs no samples to divide.
 
     Raises InputError for an unknown planner, Infeasible if nothing fits.
     """
@@ -78,8 +78,8 @@ def make_plans(
 
 @contextmanager
 def untouched() -> Iterator[None]:
-    """Keeps the garbage collector from looking again and again through what was there before, such as a
-    whole PyTorch, and through programs that planning keeps: together that took two thirds of the time."""
+    """A context in which the garbage collector does not traverse older objects again and again, such as all
+    of PyTorch, nor the programs that planning keeps: together that took two thirds of the time."""
     if gc.get_freeze_count():
         yield  # the caller did
         return
@@ -134,7 +134,7 @@ def choose(task: Task, asked: Asked, options: Options) -> Proposal:
 
 
 def check_proposed(task: Task, planner: str) -> None:
-    """Raises InputError where nothing was proposed, Infeasible where nothing of it fits."""
+    """Raises InputError if nothing was proposed, Infeasible if no proposal fits."""
     cluster = task.costs.cluster
     if not task.proposed:
         needs = BY_NAME[planner].needs if planner in BY_NAME else ""
@@ -149,14 +149,14 @@ def check_proposed(task: Task, planner: str) -> None:
 
 
 def plan_of(task: Task, proposal: Proposal, planning_s: float) -> Plan:
-    """The plan of a proposal, with what the task has found beside it."""
+    """Makes the plan of a proposal, with the task's other findings."""
     cluster, graph = task.costs.cluster, task.graph
     candidates = sorted(task.proposed.values(), key=lambda p: p.key)
     proposal = spelled = CHECKPOINTING(task, proposal, task.budget)
     for row in SPELLING:
         spelled = row(task, spelled, task.budget)
     program = replace(spelled.program, dtypes=task.dtypes)
-    # with micro-steps the simulation's is that of one of them
+    # with micro-steps the simulation has only the cost table of a single one
     sheet = proposal.simulation.sheet if proposal.micro_batches is None else Sheet(program, task.costs)
     return Plan(
         program=program,

@@ -12,7 +12,7 @@ from .passes import REDUCTIONS
 from .proposal import Proposal
 from .task import HOPEFUL, Task
 
-# planners whose proposals are reduced at once, so that those that are asked later have that to beat
+# planners whose proposals are reduced at once, so that later ones must beat the result
 REDUCED_AT_ONCE = (DDP_TUNED, "hap")
 
 EXCHANGED = 0.05  # share of the step that exchanges within its passes must take to be worth the time
@@ -20,9 +20,9 @@ FEW, SHORT_FEW = 4, 1  # proposals of a planner that are tried; the latter withi
 
 
 def reduced_near(task: Task, proposals: Sequence[Proposal]) -> dict[str, Proposal]:
-    """The best of some proposals by planner, those near the fastest with their gradients reduced in their
-    fastest way: what is slower as long as nothing hides reductions may be the fastest where something
-    does."""
+    """The best proposal of each planner, after reducing gradients in the fastest way in those near the
+    fastest: a program that is slower while its reductions are exposed may become the fastest once they are
+    hidden."""
     best: dict[str, Proposal] = {}
     for proposal in sorted(proposals, key=lambda p: p.key):
         best.setdefault(proposal.planner, proposal)
@@ -33,8 +33,8 @@ def reduced_near(task: Task, proposals: Sequence[Proposal]) -> dict[str, Proposa
         by_key.setdefault((proposal.program.body, supports(proposal.program)), proposal)
     with task.timed("sync"):
         floor_s = {key: p.simulation.least_s(p.program)[0] for key, p in by_key.items()}
-    # first those that hidden sums would leave fastest; within a short budget, those that are so far, and of
-    # the others those that would become faster if they gained as much as those before them
+    # tries those first that would be fastest with all sums hidden. With a short budget, tries those first
+    # that are fastest so far, and skips those that would not become the fastest by the gain of the one before
     tried: Counter[str] = Counter()
     left = 0.0  # share of a step
     budgets = {key: budget_for(p, task.budget) for key, p in by_key.items()}

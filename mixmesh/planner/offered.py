@@ -1,4 +1,4 @@
-"""Plans are offered only if the checker accepts their programs, as it is asked again before they run."""
+"""Offers only plans whose programs the checker accepts, since it checks them again before they run."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .proposal import Proposal
 def offer(
     wanted: Sequence[Proposal], instead: Sequence[Proposal], plan_of: Callable[[Proposal], Plan]
 ) -> list[Plan]:
-    """The plans of those wanted that are valid; of the first valid one of ``instead`` if none is. A warning
-    of the first plan names the planners whose programs were left out.
+    """The plans of the wanted proposals that are valid, or the first valid one of ``instead`` if none is. A
+    warning of the first plan names the planners whose programs were left out.
 
-    Raises the checker's VerificationError or PlanError where nothing is valid.
+    Raises the checker's VerificationError or PlanError if nothing is valid.
     """
     plans: list[Plan] = []
     faults: dict[str, VerificationError | PlanError] = {}

@@ -14,15 +14,15 @@ from .planners import PLANNERS
 
 @dataclass(frozen=True)
 class Options:
-    """``planner``: a name of ``PLANNERS``, or ``auto`` for the best of them.
+    """Requests for a plan. ``planner`` is a name in ``PLANNERS``, or ``auto`` for the best of them.
 
     ``profile`` holds measured costs. ``optimizer_states`` are tensors per parameter, and ``whole_parameters``
-    says that the optimizer steps no parts of them (LAMB). ``search_s`` is how long planners may search that
-    have no end of their own (heterog, tag, placed: each ``SEARCH_S`` by default); ``auto`` asks these and
-    other slow ones only where it is given, within it. ``exact_s`` is how long HiGHS may prove how far from
-    the cheapest the chosen program is. ``unmeasured`` names mechanisms of GPUs to count on that were never
-    measured (``cost.UNMEASURED``). ``tf32``: whether matrix products of float32 may run in TF32; None for
-    what the job had when it was traced. A bare graph does not say, and then it is not counted on.
+    is for optimizers that cannot step parts of parameters (LAMB). ``search_s`` limits the open-ended planners
+    (heterog, tag, placed: each ``SEARCH_S`` by default); ``auto`` asks these and other slow ones only if it
+    is given. ``exact_s`` is the time for HiGHS to prove how far the chosen program is from the cheapest.
+    ``unmeasured`` names mechanisms of GPUs to count on although they were never measured
+    (``cost.UNMEASURED``). ``tf32`` tells whether matrix products of float32 may run in TF32; None takes the
+    job's setting when it was traced, and counts on none for a bare graph, which has no setting.
 
     Raises InputError for an unknown planner, or an exact search without time.
     """

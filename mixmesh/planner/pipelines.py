@@ -1,14 +1,13 @@
-"""Pipelines: chains of stages in micro-steps, found by estimate and judged by the simulator.
+"""Pipelines: chains of stages in micro-steps, found by an estimate and judged by the simulator.
 
 A stage is a device, the equal devices of a machine or a whole machine. For every order of the machines, every
-set of the faster ones and every number of micro-steps, the borders between stages are those whose slowest
-stage or transfer is fastest, among those that fit (a dynamic programme over the groups of operators). A step
-of m micro-steps is then estimated as one micro-step through all stages and m - 1 times the slowest. With
-``BLOCKING_SENDS`` a stage takes as long as it computes and sends.
+set of the faster ones and every number of micro-steps, a dynamic programme over the groups of operators finds
+the borders between stages whose slowest stage or transfer is fastest, among those that fit. A step of m
+micro-steps is then estimated as one micro-step through all stages plus m - 1 times the slowest. With
+``BLOCKING_SENDS`` a stage takes the time to compute and to send.
 
-``hopeful`` is the part of this that ``auto`` has the time for, and that follows a search of placements: where
-the best plan is far from computing all the time, chains are estimated, and those that are faster than it are
-simulated.
+``hopeful`` is the part for which ``auto`` has time, after a search of placements: if the best plan is far
+from computing all the time, chains are estimated, and those that are faster than that plan are simulated.
 """
 
 from __future__ import annotations
@@ -36,17 +35,17 @@ MOST_MICRO_STEPS = 96
 ORDERS = 40  # orders of machines
 MOST_STAGES = 16
 JUDGED = 4  # plans of each kind of stages that are simulated
-# plans of all kinds that are simulated if the budget pays for so many steps of the graph: up to 300 nodes,
-# or 500
+# plans of all kinds that are simulated, and steps of the graph that the budget must pay for: up to 300 nodes,
+# or up to 500
 MOST_HOPEFUL, MOST_STEPS = 8, 20
 HOPEFUL, HOPEFUL_STEPS = 2, 12
-LEAST_STEPS = 6  # for which it must pay so that one is: up to 1000 nodes
+LEAST_STEPS = 6  # without these, no pipelines are looked for: up to 1000 nodes
 MOST_DEVICES = 16
-WORTH = 1.15  # times the bound of all plans: a step below it has little to gain
+WORTH = 1.15  # a best step below the bound of all plans times this has little to gain
 # times the best step: the estimate is about a tenth too low, and at times more than it should be
 LIKELY, MOST_LIKELY = 0.9, 1.2
-APART = 1.3  # by at least so much their numbers of micro-steps differ
-FILLED = (1.0, 0.85, 0.7)  # shares of memory to be filled by estimate; less where the simulator refuses
+APART = 1.3  # smallest factor between two numbers of micro-steps
+FILLED = (1.0, 0.85, 0.7)  # shares of memory that the estimate may fill; less if the simulator refuses
 
 Ranks = tuple[int, ...]
 
@@ -58,7 +57,7 @@ class Chain:
     micro_steps: int
     shares: tuple[tuple[int, ...], ...]
     ends: tuple[int, ...]
-    step_s: float  # as estimated
+    step_s: float  # the estimate
 
     def strategy(self) -> tuple[Placed, ...]:
         """One choice for each group."""
@@ -115,8 +114,8 @@ def hopeful(task: Task) -> Iterator[Proposal]:
 
 
 def least_pipeline_s(task: Task) -> float | None:
-    """Seconds that no simulated step is shorter than; None where pipelines have not enough to gain for the
-    time that they take, or there is too much to plan."""
+    """A lower bound of every simulated step; None if pipelines have too little to gain for their time, or if
+    there is too much to plan."""
     is_paid_for = EACH.pays_for(LEAST_STEPS, len(task.graph.nodes))
     small = is_paid_for and 1 < len(task.ranks) <= MOST_DEVICES
     return task.ideal_s if small and WORTH * task.ideal_s < task.best_s < float("inf") else None
@@ -134,7 +133,7 @@ def judged(task: Task, space: Space, chain: Chain, planner: str = "pipeline") ->
 
 
 def proposed(task: Task, space: Space, part: float = 1.0, below_s: float = float("inf")) -> Iterator[Chain]:
-    """Some chains of every kind of stages, those with the shortest estimates, if these are ``below_s``."""
+    """Yields some chains of every kind of stages with the shortest estimates, if these are ``below_s``."""
     estimate = _Estimate(task, space, part)
     for kind in kinds_of_stages(space, task.ranks):
         bests = []
@@ -148,8 +147,8 @@ def proposed(task: Task, space: Space, part: float = 1.0, below_s: float = float
 
 
 def spaced(chains: Sequence[Chain]) -> list[Chain]:
-    """The first of those whose numbers of micro-steps are apart: what the estimate leaves out grows with
-    them."""
+    """The first chains whose numbers of micro-steps differ enough: the error of the estimate grows with that
+    number."""
     out: list[Chain] = []
     for chain in chains:
         near = (
@@ -161,8 +160,8 @@ def spaced(chains: Sequence[Chain]) -> list[Chain]:
 
 
 def kinds_of_stages(space: Space, ranks: Ranks) -> list[tuple[Ranks, ...]]:
-    """Machines, equal devices of a machine, single devices, as far as they are of ``ranks``: where there are
-    several."""
+    """The kinds of stages with more than one stage: machines, equal devices of a machine, single devices,
+    each within ``ranks``."""
     by_machine: dict[int, list[int]] = {}
     for rank in ranks:
         by_machine.setdefault(space.costs.cluster.machine_index_of(rank), []).append(rank)
@@ -173,7 +172,8 @@ def kinds_of_stages(space: Space, ranks: Ranks) -> list[tuple[Ranks, ...]]:
 
 
 def arrangements(space: Space, units: Sequence[Ranks]) -> Iterator[tuple[Ranks, ...]]:
-    """Orders of stages in which those of a machine are together: of all of them and of the fastest."""
+    """Orders of all stages, and of the fastest of them, in which the stages of a machine follow each
+    other."""
     speed = {ranks: sum(space.proportional[r] for r in ranks) for ranks in units}
     fastest = sorted(units, key=lambda ranks: -speed[ranks])
     kind_of = {ranks: _kind(space, ranks) for ranks in units}
@@ -191,7 +191,7 @@ def arrangements(space: Space, units: Sequence[Ranks]) -> Iterator[tuple[Ranks, 
 
 
 def _kind(space: Space, ranks: Ranks) -> tuple:
-    """A key that tells stages on some ranks from those on others."""
+    """A key that is equal for ranks on which a stage would take the same time."""
     cluster, first = space.costs.cluster, ranks[0]
     nic = cluster.machines[cluster.machine_index_of(first)].nic_bytes_per_s
     return nic, tuple(space.costs.class_of[r] for r in ranks)
@@ -207,7 +207,7 @@ class _Estimate:
         self.constant = task.costs.memory_constants_bytes()
         groups = space.groups
         classes = range(len(task.costs.classes))
-        # fixed seconds and those of the whole batch, per class
+        # per class, the fixed seconds and the seconds for the whole batch
         self.fixed = [_between([g.forward[c][0] + g.backward[c][0] for g in groups]) for c in classes]
         self.slope = [_between([g.forward[c][1] + g.backward[c][1] for g in groups]) for c in classes]
         states = 2 + task.optimizer_states.kept  # the parameter and its gradient too
@@ -228,14 +228,15 @@ class _Estimate:
         return out
 
     def shares(self, ranks: Ranks, size: int) -> tuple[int, ...]:
-        """Samples of a micro-batch per rank, where the stage is ``ranks``."""
+        """Samples of a micro-batch for each rank of the stage ``ranks``."""
         key = ranks, size
         if key not in self._shares:
             self._shares[key] = shard_sizes(size, self.space.shares(ranks))
         return self._shares[key]
 
     def stage(self, ranks: Ranks, size: int, flying: int) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds of a micro-batch on ``ranks``, and whether they have memory for ``flying`` of them."""
+        """Seconds of a micro-batch on ``ranks`` for each pair of borders, and whether ``flying``
+        micro-batches fit there."""
         key = ranks, size, flying
         if key not in self._stages:
             count, counts = len(self.space.groups), self.shares(ranks, size)
@@ -251,8 +252,8 @@ class _Estimate:
         return self._stages[key]
 
     def floor_s(self, units: Sequence[Ranks], micro_steps: int) -> float:
-        """About what no borders between these stages get below: the fastest of them equally long, however
-        many, and nothing for the others."""
+        """A rough lower bound over all borders between these stages: the fastest stages, any number of them,
+        take equally long, and the others get nothing."""
         size = self.space.batch // micro_steps
         whole_s = sorted([float(self.stage(ranks, size, 1)[0][0, -1]) for ranks in units])
         rates = accumulate([1 / max(s, 1e-12) for s in whole_s])
@@ -302,7 +303,7 @@ class _Estimate:
         return Chain(micro_steps, tuple(shares), ends, float(step_s))
 
     def _end_s(self, units: Sequence[Ranks], starts: Sequence[int], ends: Sequence[int]) -> float:
-        """Until the gradients of a stage are summed and stepped over, which nothing hides."""
+        """Seconds for summing and stepping the gradients of the slowest stage, which nothing hides."""
         longest = 0.0
         for ranks, start, end in zip(units, starts, ends):
             size = float(self.params[start, end])

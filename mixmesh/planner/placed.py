@@ -17,7 +17,7 @@ from .proposal import Proposal
 from .spaces import space_of
 from .task import Task
 
-FILLED = (1.0, 0.85, 0.7)  # shares of a device's memory that a cut by memory gives to what is estimated
+FILLED = (1.0, 0.85, 0.7)  # shares of a device's memory that a cut by memory fills with the estimated bytes
 TIGHTENED = (1.0, 0.93, 0.85)  # shares of usable memory, for a search with estimates off by some per cent
 MAX_EVALUATIONS = 3000
 MAX_SIMULATIONS = 40
@@ -102,8 +102,8 @@ def by_memory(
 
 
 def placed(task: Task) -> Iterator[Proposal]:
-    """A local search by estimate, then from its best by the simulator; the best of that in their buckets.
-    Where nothing of it fits, the estimate is given less memory."""
+    """A local search by the estimate, continued from its best results by the simulator; yields the best of
+    these in their buckets. If nothing fits, the estimate is given less memory and the search repeated."""
     space = space_of(task)
     usable = task.usable_bytes
     states = task.optimizer_states
@@ -114,7 +114,7 @@ def placed(task: Task) -> Iterator[Proposal]:
         with task.timed("placement"):
             max_s = (end_s - time.perf_counter()) / 2
             estimated = local_search(task, space, usable=[size * part for size in usable], max_s=max_s)
-            # the estimate of what is alike everywhere is off by as much, so the best of these has its chance
+            # estimates of uniform strategies share one error, so the best of them is simulated in any case
             alike = min(dict.fromkeys(uniform(space)), key=lambda strategy: estimated(strategy).penalised)
             for strategy in (*estimated.least_penalised(JUDGED), estimated.cheapest(), alike):
                 simulated(strategy)

@@ -1,4 +1,4 @@
-"""The planners as a list: what each proposes, when ``auto`` asks it, and what it needs."""
+"""The list of planners: what each proposes, when ``auto`` asks it, and what it needs."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class When(Enum):
 
 @dataclass(frozen=True)
 class OnSets:
-    """How ``auto`` asks a planner for sets of machines: ``least_s`` is what no step on a set is shorter than,
-    about, None where it is not worth asking; ``share`` of the budget goes to all sets."""
+    """How ``auto`` asks a planner for sets of machines. ``least_s`` is a rough lower bound of a step on a
+    set, or None if the set is not worth asking for; ``share`` of the budget goes to all sets together."""
 
     least_s: Callable[[Task], float | None]
     share: float
@@ -41,10 +41,10 @@ class OnSets:
 class Planner:
     """One row of the list.
 
-    ``propose`` yields all that it proposes, ``briefly`` the most hopeful of that. ``is_open_ended``: it
-    searches as long as it may; none of the placements that it finds has micro-batches, so pipelines are
-    looked at after it. ``is_learned``: it needs torch_geometric. ``needs`` says what it cannot do without
-    beside several devices."""
+    ``propose`` yields all proposals, ``briefly`` only the most hopeful. ``is_open_ended``: it searches as
+    long as it may; its placements have no micro-batches, so pipelines are tried after it. ``is_learned``: it
+    needs torch_geometric. ``needs`` says what it requires besides several devices.
+    """
 
     name: str
     propose: Propose
@@ -57,7 +57,7 @@ class Planner:
 
     @property
     def is_usual(self) -> bool:
-        """Whether its proposals are neither baselines nor last resorts."""
+        """Whether it is neither a baseline nor a last resort."""
         return self.name not in BASELINES and self.asked is not When.IN_NEED
 
 

@@ -2,16 +2,16 @@
 
 For every stage and set of devices:
 
-room       how many samples a device can hold in a micro-step, and how much of what owners hold (``Room``)
-curves     seconds of a forward and backward pass over the size of the micro-batch, up to that
-allocate   micro-batch, accumulation and last micro-batch of each device (``mixmesh.zero.allocate``)
-owners     shares of what is owned, in proportion to the speed of the optimizer as far as memory allows
-judge      the simulator's word on it; the best stage is chosen
+    room        how many samples a device can hold in a micro-step, and how much owned state (``Room``)
+    curves      seconds of a forward and backward pass over the size of the micro-batch, up to that
+    allocate    micro-batch, accumulation and last micro-batch of each device (``mixmesh.zero.allocate``)
+    owners      shares of owned state, in proportion to the optimizer's speed as far as memory allows
+    judge       the simulator's judgement; the best stage is chosen
 
-Where nothing fits, or only in several micro-steps, the same is tried with regions of the model computed again
-in the backward pass (``recomputed``): larger micro-batches fit then, and fewer of them gather and sum less.
+If nothing fits, or only in several micro-steps, the same is tried with regions of the model recomputed in the
+backward pass (``recomputed``): larger micro-batches then fit, and fewer of them gather and sum less.
 
-Where we depart from the paper: it takes the first stage that fits, and cuts what is owned evenly.
+This departs from the paper, which takes the first stage that fits and divides owned state evenly.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from .task import Task
 STAGES = (0, 1, 2, 3)
 HIDDEN = (1.0, 0.25)  # shares of the collectives' seconds that a micro-batch waits for
 SPARE = (0.0, 0.02, 0.06, 0.2)  # shares of a device's memory budget, left to rows that are not divided
-RESERVES = 16  # steps from a memory for samples alone to one for what is owned first
+RESERVES = 16  # steps between giving all memory to samples and giving it to owned state first
 COMMON = 2  # the first stage whose devices share one count of micro-steps
 ONCE_S = 1e9  # seconds of collectives that make a second micro-step unthinkable
-AGAIN = 1.25  # times the seconds of all computing, which is about what it takes to compute activations again
-GROWTH = 1.2  # from one micro-batch of a curve to the next
+AGAIN = 1.25  # computing with recomputed activations, in multiples of computing without: roughly
+GROWTH = 1.2  # factor between neighbouring micro-batches of a curve
 
 
 def poplar(task: Task) -> Iterator[Proposal]:
-    """The best allocation of every stage, on all devices and on the faster ones alone."""
+    """Yields the best allocation of every stage, on all devices and on only the faster ones."""
     best_s, is_any = float("inf"), False
     sets = sorted(device_sets(task), key=lambda ranks: (task.least_seconds(ranks), -len(ranks)))
     for ranks in (*sets, *sets_in_need(task)):
         if best_s < float("inf") and task.least_seconds(ranks) >= best_s:
-            return  # nor will slower ones help
-        short = []  # stages of ZeRO in which memory is too short for some rank to take its share at once
+            return  # slower sets will not help either
+        short = []  # ZeRO stages in which some rank lacks the memory to take its share at once
         for stage in STAGES:
             task.progress(f"planning: poplar, stage {stage}, {len(ranks)} devices")
             proposals = list(Staged(task, stage, ranks).proposals())
@@ -83,8 +83,8 @@ def computed_again(task: Task, stage: int, ranks: tuple[int, ...], best_s: float
 
 
 class Staged:
-    """Data parallelism of some devices in a stage of ZeRO; of ``plain``, if that is given, where it can be
-    faster than ``best_s``."""
+    """Data parallelism of some devices in a ZeRO stage; of ``plain``, if given and possibly faster than
+    ``best_s``."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class Staged:
         in_each_s = micro_step_s(simulation, self.program)
         seen: set = set()
         prices = [in_each_s * share for share in HIDDEN] if accumulating else [ONCE_S]
-        # stages 0 and 1 leave every device its own count; a common one can make larger micro-batches
+        # in stages 0 and 1 every device may have its own count; a common one can allow larger micro-batches
         counted = dict.fromkeys((self.stage, COMMON)) if accumulating else (COMMON,)
         for price_s, together in product(prices, counted):
             first = self.allocated(room, price_s, together, simulation)
@@ -135,7 +135,7 @@ class Staged:
                 continue
             allocation, owners = first
             if allocation.step_s - price_s * max(allocation.accumulation_steps) > self.best_s:
-                continue  # nor with free collectives
+                continue  # even free collectives would not help
             micro_batches = rows(allocation)
             if (micro_batches, owners) in seen:
                 continue
@@ -186,7 +186,7 @@ class Staged:
         return None if owners is None else (allocation, owners)
 
     def confirmed(self, rank: int, samples: int) -> int:
-        """No more than what was seen to run, where that was tried."""
+        """Limits ``samples`` to the largest micro-batch that was seen to run, if that was tried."""
         tried = None if self.again else self.task.costs.largest_micro_batch(rank, self.stage)
         return samples if tried is None else min(samples, tried)
 

@@ -1,4 +1,4 @@
-"""A program that a planner proposes, with what the simulator says of it."""
+"""A program that a planner proposes, with its simulation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BASELINES = ("single", "ddp-even", "ddp-proportional", "fsdp-even")
 
 @dataclass(frozen=True)
 class Proposal:
-    """A program of one planner, with what the simulator says of it."""
+    """A program of one planner, with its simulation."""
 
     planner: str
     program: Program
@@ -33,8 +33,8 @@ class Proposal:
 
     @lazy
     def kind(self) -> tuple:
-        """Traits that a simulator may misjudge in a way of their own: who takes part, what is exchanged,
-        how and in how many sums gradients travel (a power of two), what is computed again or apart,
+        """The traits for which the simulator's error may differ: participating ranks, exchanges, the way and
+        the number of gradient sums (as a power of two), recomputation, split weight gradients,
         micro-steps."""
         program = self.program
         sums = len({number for number in program.buckets if number is not None})
@@ -60,7 +60,7 @@ class Proposal:
 
 
 def ranks_of(program: Program) -> tuple[int, ...]:
-    """All that have a share of something, or everyone where there are no shares."""
+    """All ranks with a share of something; all ranks if there are no shares."""
     sets = supports(program)
     if len(sets) < 2:
         return sets[0] if sets else tuple(range(program.world_size))

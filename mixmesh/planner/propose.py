@@ -17,13 +17,13 @@ from .proposal import Proposal
 from .task import Task
 from .two_level import machines_of
 
-LEADING = 4  # times as much of the budget for sets of machines has a planner that leads on all of them
+LEADING = 4  # factor on the budget for sets of machines of a planner that leads on all of them
 
 
 @dataclass(frozen=True)
 class Asked:
-    """The planners that propose plans; those that do so only ``in_need``, where nothing of these fits; and
-    how much planning may do. ``is_auto``: none was asked by name."""
+    """The planners to ask; those to ask only ``in_need``, when nothing of the others fits; and the budget.
+    ``is_auto``: the user named no planner."""
 
     rows: tuple[Planner, ...]
     in_need: tuple[Planner, ...]
@@ -31,7 +31,7 @@ class Asked:
     is_auto: bool
 
     def propose(self, row: Planner, task: Task) -> Propose:
-        """The proposals of a planner: the most hopeful only, where the budget is short or after a search that
+        """The proposals of a planner; only the most hopeful if the budget is short, or after a search that
         has proposed something that fits."""
         follows = not self.is_auto and self.rows[0].is_open_ended and row is not self.rows[0]
         is_brief = not self.budget.is_ample or (follows and task.best_s < float("inf"))
@@ -74,7 +74,7 @@ def proposals_of(task: Task, asked: Asked) -> list[Proposal]:
             best[row.name] = min(proposals, key=lambda p: p.key)
         if row.name in REDUCED_AT_ONCE:
             to_reduce += proposals
-            # a search is not held against reductions that its own programs have not been given yet
+            # a search must not compete with reductions before its own programs have had theirs
             if to_reduce and not (row.name == DDP_TUNED and BY_NAME["hap"] in asked.rows):
                 reduced = reduced_near(task, to_reduce)
                 every += reduced.values()
@@ -83,9 +83,9 @@ def proposals_of(task: Task, asked: Asked) -> list[Proposal]:
 
 
 def on_machine_sets(task: Task, propose: Propose, on_sets: OnSets, *, leads: bool) -> Iterator[Proposal]:
-    """Proposals for sets of machines that may be faster than all of them, first those with the least to do at
-    least: as many as the budget pays for. ``leads``: the planner's plan for all machines is the fastest so
-    far. Of sets with equally much to do, those whose machines have the fastest links inside come first."""
+    """Proposals for sets of machines that may be faster than all of them, by the lower bound of their steps,
+    for as many sets as the budget pays for. ``leads``: the planner's plan for all machines is the fastest so
+    far. With equal bounds, sets with the fastest links inside machines come first."""
     visits = EACH.part(on_sets.share * (LEADING if leads else 1)).visits
     views = [task.on(ranks) for ranks in machine_sets(task) if ranks != task.ranks]
     worth = {view.ranks: least_s for view in views if (least_s := on_sets.least_s(view)) is not None}

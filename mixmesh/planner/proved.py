@@ -11,7 +11,7 @@ from .passes import SHARES
 from .proposal import Proposal
 from .task import Task
 
-CHEAPER = 1e-6  # by how much, as a share, a program must be cheaper to be looked at
+CHEAPER = 1e-6  # relative saving from which a program is examined
 
 
 def proved(task: Task, proposal: Proposal, limit_s: float) -> Proposal:

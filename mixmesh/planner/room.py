@@ -1,11 +1,11 @@
-"""How much of a device's memory samples and owned state may take, of data parallelism in a stage of ZeRO.
+"""Divides a device's memory between samples and owned state, for data parallelism in a stage of ZeRO.
 
 At every moment that can be the peak a rank holds
 
     fixed + m * per_sample + z * owned <= usable
 
-with m the samples of its micro-step and z its share of what owners hold; of the batch it is taken to hold
-its share by speed. Rows are not divided, so that what is planned here is held against the simulator.
+with m the samples of its micro-step and z its share of owned state; its samples of the batch are taken to be
+in proportion to its speed. Rows are not divided, so results are checked by the simulator.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .task import Task
 
 @dataclass(frozen=True)
 class _Moments:
-    """Bytes per moment of one rank, ``usable`` less what the process takes."""
+    """Bytes per moment of one rank. ``usable`` excludes the constant memory of the process."""
 
     fixed: np.ndarray
     per_sample: np.ndarray
@@ -30,11 +30,11 @@ class _Moments:
     usable: float
 
     def samples(self, share: float) -> float:
-        """The most that fit beside a share of what owners hold; below 0 if not even that fits."""
+        """The most samples that fit with a share of owned state; below 0 if not even the share fits."""
         return _least(self.usable - self.fixed - share * self.owned, self.per_sample)
 
     def share(self, samples: int) -> float:
-        """The most that an owner can hold beside ``samples`` samples."""
+        """The largest share of owned state that fits with ``samples`` samples."""
         return _least(self.usable - self.fixed - samples * self.per_sample, self.owned)
 
 
@@ -45,9 +45,9 @@ def _least(room: np.ndarray, slope: np.ndarray) -> float:
 
 
 class Room:
-    """Memory that a program leaves for samples: one without micro-steps, or as one of them is costed, which
-    finds gradients ``held``. ``owners`` is the name of the ratio of owned parameters, None in stage 0; a part
-    of the room is ``spare``."""
+    """Memory that a program leaves for samples, without micro-steps or in one of them, which starts with
+    gradients ``held``. ``owners`` is the name of the ratio of owned parameters, None in stage 0. A part
+    ``spare`` of the memory is left free."""
 
     def __init__(
         self,
@@ -86,8 +86,8 @@ class Room:
             self.moments[r] = by_kind[key]
 
     def largest(self, reserve: float) -> dict[int, int]:
-        """The largest micro-batch of every rank beside that part of all that it could own with one sample; 0
-        if not even that fits."""
+        """The largest micro-batch of every rank if ``reserve`` of the state that it could own with one sample
+        is set aside; 0 if not even that fits."""
         out = {}
         for r, moments in self.moments.items():
             share = reserve * min(max(moments.share(1), 0.0), 1.0) if self.owned else 0.0
@@ -96,8 +96,8 @@ class Room:
         return out
 
     def owners(self, samples: Sequence[int]) -> Ratio | None:
-        """Shares beside micro-batches of these samples: in proportion to the speed of the optimizer, as far
-        as each rank has the memory; None if that is too little."""
+        """Shares of owned state for micro-batches of these samples: in proportion to the optimizer's speed,
+        as far as memory allows; None if there is too little memory."""
         able = [r for r in self.ranks if samples[r]]
         most = {r: min(self.moments[r].share(samples[r]), 1.0) for r in able}
         if sum(most.values()) < 1:

@@ -1,9 +1,9 @@
-"""A ratio per segment of the model (HAP, EuroSys'24, section 5.2): devices whose speeds differ from one
-operator to the next get other shares where others are spent.
+"""A ratio per segment of the model (HAP, EuroSys'24, section 5.2), for devices whose relative speeds differ
+from one operator to the next.
 
-A segment is some groups that follow each other, with the shares at which its own work ends everywhere at
-once. Between two segments samples change their ranks. Where to cut is found by dynamic programming over
-estimates; the simulator says whether it pays.
+A segment is a run of groups, with the shares at which all devices finish its work at the same time. Between
+two segments samples move to other ranks. A dynamic programme over estimates finds where to cut; the simulator
+says whether it pays.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .spaces import space_of
 from .task import Task
 
 MAX_SEGMENTS = 4
-MAX_BORDERS = 24  # places where a segment may end: those that the fewest bytes cross
+MAX_BORDERS = 24  # places where a segment may end: those crossed by the fewest bytes
 
 
 def segments(task: Task) -> Iterator[Proposal]:
@@ -48,7 +48,8 @@ def segments(task: Task) -> Iterator[Proposal]:
 
 @dataclass(frozen=True)
 class Segment:
-    """Groups from ``start`` to ``stop`` under a ratio; ``seconds`` of it and all before it, with moves."""
+    """Groups from ``start`` to ``stop`` under a ratio; ``seconds`` includes all segments before it, and the
+    moves."""
 
     start: int
     stop: int
@@ -110,9 +111,8 @@ class Chain:
 
 
 def balanced(fixed: np.ndarray, slope: np.ndarray) -> tuple[Ratio, float]:
-    """Shares ``r`` at which ``max over j of fixed_j + slope_j r_j`` is least, the sum of ``r`` being 1, and
-    that maximum: the LP of one stage, in closed form. A device whose fixed work
-    takes longer has no share."""
+    """Shares ``r`` that sum to 1 and minimise ``max over j of fixed_j + slope_j r_j``, and that minimum: the
+    LP of one stage in closed form. A device whose fixed work alone takes longer gets no share."""
     order = np.argsort(fixed)
     slope = np.maximum(slope, 1e-12)
     for count in range(len(order), 0, -1):

@@ -34,6 +34,6 @@ def fsdp_even(task: Task) -> Iterator[Proposal]:
 
 
 def tensor_parallel_proportional(task: Task) -> Iterator[Proposal]:
-    """Tensor parallelism, with sequence parallelism where that is faster or what fits."""
+    """Tensor parallelism, with sequence parallelism if that is faster or the only one that fits."""
     program = tensor_parallel(task.graph, task.costs, task.proportional, task.units, task.choices)
     yield SEQUENCE(task, task.best_buckets("tensor-parallel", program), task.budget)

@@ -1,4 +1,4 @@
-"""One planning task: what every planner asks for, simulates and is judged by."""
+"""One planning task, the context in which all planners propose, simulate and are judged."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from .tried import Tried
 
 HEADROOM = 0.05  # share of a device's memory that a plan leaves free
 USUAL_BYTES, SMALLER_BYTES, LARGER_BYTES = 16e6, (4e6, 1e6), (64e6,)  # sizes of buckets that are tried
-HOPEFUL = 1.15  # times the best step or faster: what its sums, order and buckets may make the best
+HOPEFUL = 1.15  # a program slower by no more than this may become the best by its sums, order and buckets
 MUCH = 0.1  # share of the step that packed sums must save while programs are searched
 
 
@@ -78,14 +78,14 @@ class Task:
         self.pass_s: dict[str, float] = {}  # seconds spent, by the name of a pass
         self._inner_s: list[float] = []
         self.world_size = costs.cluster.world_size
-        self.ranks = tuple(range(self.world_size))  # that may take part
+        self.ranks = tuple(range(self.world_size))  # the ranks that may take part
         self._seconds_among: dict[int, tuple[float, ...]] = {}  # by the number of devices
         # by ranks, so that all views of a task may share them
         self._shares: dict[tuple[int, ...], Ratio] = {}
         self._bounds_s: dict[tuple[int, ...], float] = {}
         self._ideals_s: dict[tuple[int, ...], float] = {}
         self._progress = Progress()
-        self._all_levels: tuple[Levels | None, ...] = ()  # one, if it is given
+        self._all_levels: tuple[Levels | None, ...] = ()  # only the given one, if any
         self._levels: dict[tuple[int, ...], Levels | None] = {}  # by ranks
         self.proposed: dict[str, Proposal] = {}  # by planner that was asked, its best
         self.kinds: dict[tuple, Proposal] | None = (
@@ -97,7 +97,7 @@ class Task:
         self.tried: dict[tuple[int, ...], Tried] = {}  # by devices
         self.summed: set[tuple] = set()  # keys of programs whose sums are in their best way
         self.refused = ""  # why a planner has nothing to propose
-        # by whether one rank is alone: the path and its program
+        # by whether there is only one rank: the path and its program
         self._data_parallel: dict[bool, tuple[Found, Program]] = {}
         self.searched: dict[int, tuple[Problem, Found]] = {}  # by the shape of the program
         self._programs: dict[tuple[bool, int], Program] = {}
@@ -109,7 +109,7 @@ class Task:
 
     @contextmanager
     def timed(self, step: str) -> Iterator[None]:
-        """Adds the seconds spent inside to a step of planning, less those of steps inside it."""
+        """A context that adds its seconds to a step of planning, without those of steps inside it."""
         started = time.perf_counter()
         self._inner_s.append(0.0)
         try:
@@ -121,7 +121,7 @@ class Task:
                 self._inner_s[-1] += spent
 
     def on(self, ranks: tuple[int, ...]) -> Task:
-        """The same task for some of its ranks: what is found is remembered for both."""
+        """The same task for some of its ranks; results are remembered for both."""
         if ranks == self.ranks:
             return self
         self.choices, self.seconds_by_class, self.peak_seconds_by_class  # noqa: B018 - the copy has them too
@@ -170,8 +170,8 @@ class Task:
 
     @property
     def ideal_s(self) -> float:
-        """Seconds of a step of which all devices compute all the time, as the cost model estimates them: no
-        simulated step is shorter."""
+        """Seconds of a step in which all devices compute all the time, by the cost model: a bound for every
+        simulated step."""
         if self.ranks not in self._ideals_s:
             seconds = self.seconds_by_class
             self._ideals_s[self.ranks] = ideal_s(seconds, self.costs.class_of, self.ranks)
@@ -189,12 +189,12 @@ class Task:
 
     @property
     def levels(self) -> Levels | None:
-        """By which gradients are summed, where that is faster than flat."""
+        """The levels for summing gradients if that is faster than flat, else None."""
         return self.levels_on(self.ranks)
 
     @levels.setter
     def levels(self, levels: Levels | None) -> None:
-        """Has all programs summed so, whatever their ranks."""
+        """Sets the levels for the sums of all programs, whatever their ranks."""
         self._all_levels = (levels,)
 
     def levels_on(self, ranks: tuple[int, ...]) -> Levels | None:
@@ -207,12 +207,12 @@ class Task:
 
     @lazy
     def direct_bytes(self) -> int:
-        """Up to which ranks send each other the addends of a value, where that is faster."""
+        """The largest value, in bytes, for which a one-shot all-reduce is faster."""
         return best_direct_bytes(self.costs)
 
     def in_our_sums(self, planner: str, program: Program) -> Program:
-        """The program with its gradients summed by levels, and small values by one message between each two
-        ranks; baselines are what others do, and leave all sums to the library."""
+        """The program with hierarchical gradient sums and one-shot sums of small values. Baselines leave all
+        sums to the library, as others do."""
         usual = planner in BASELINES
         levels, most = (None, 0) if usual else (self.levels_on(ranks_of(program)), self.direct_bytes)
         if (program.levels, program.direct_bytes) == (levels, most):
@@ -246,7 +246,8 @@ class Task:
         return self.costs.cluster.devices[rank].memory_bytes
 
     def data_parallel(self, ratio: Ratio) -> Program:
-        """One program whatever the shares, but that one rank alone converts nothing."""
+        """The data-parallel program, the same for all shares, except that it converts nothing on a single
+        rank."""
         alone = len(support(ratio)) == 1
         if alone not in self._data_parallel:
 
@@ -260,21 +261,21 @@ class Task:
         return self._data_parallel[alone][1].with_shares(ratio)
 
     def data_parallel_path(self, *, alone: bool) -> Found | None:
-        """Its path for several ranks, or for one that is ``alone``, if it was asked for."""
+        """The data-parallel path for several ranks, or for one (``alone``), if it was already asked for."""
         path = self._data_parallel.get(alone)
         return None if path is None else path[0]
 
     def spell(self, problem: Problem, found: Found) -> Program:
-        """The program of a path: the same instructions for all who go it, whatever their ratio, but that one
-        rank alone converts nothing. All types name the ratio (see ``without_needless_names``)."""
+        """The program of a path. It has the same instructions for all ratios, except that it converts nothing
+        on a single rank. All types name the ratio (see ``without_needless_names``)."""
         key = (len(support(problem.ratio)) == 1, found.number)
         if key not in self._programs:
             self._programs[key] = emit(problem, found, named=True)
         return self._programs[key].with_shares(problem.ratio)
 
     def packed(self, program: Program) -> Program:
-        """The program with the small sums of a level as one, if that saves much of the step; what it saves
-        less, an order of the program may save too (``ordered``)."""
+        """The program with the small sums of a level packed, if that saves much of the step; for smaller
+        savings an order of the program may be as good (``ordered``)."""
         if program.body not in self._packed:
             groups = levels_of_sums(program, self.costs)
             grouped = coalesced(program, groups) if groups else None
@@ -301,7 +302,7 @@ class Task:
         return self._seconds_among[num_devices]
 
     def agrees(self, program: Program) -> bool:
-        """Whether ranks that compute in different dtypes never meet in one of these."""
+        """Whether ranks that compute in different dtypes never exchange values of these."""
         if not self.dtypes:
             return True
         key = (program.body, supports(program))
@@ -311,8 +312,8 @@ class Task:
         return self._agreeing[key]
 
     def parting(self, program: Program) -> str:
-        """How a program parts the parameters of an optimizer that needs all of them whole in one place: it
-        cuts them, or spreads them over ranks, as pipelines do. Empty where it does neither."""
+        """How a program breaks an optimizer's need for whole parameters in one place: it cuts them, or
+        spreads them over ranks, as pipelines do. Empty if it does neither."""
         if not self.whole_parameters:
             return ""
         held = [owned_type(program, i) or i.type for i in program.params if i.result in program.requires_grad]
@@ -321,14 +322,14 @@ class Task:
         return "spreads parameters over ranks" if len({program.participants(t) for t in held}) > 1 else ""
 
     def least_seconds(self, ranks: tuple[int, ...]) -> float:
-        """About what no step is shorter than in which all of these devices take part in everything: the work
-        at their summed speed, and what is fixed on each (``bound_s`` holds of all plans, and is lower)."""
+        """A rough lower bound of a step in which all of these devices take part in everything: the work at
+        their summed speed, and the fixed work of each (``bound_s`` holds for all plans, and is lower)."""
         seconds = self.seconds_among(len(ranks))
         return 1 / sum(1 / (seconds[r] * len(ranks)) for r in ranks)
 
     def simulation(self, program: Program, *, accumulating: bool = False) -> Simulation:
-        """One for each program and set of ranks, whatever the ratio and micro-steps; the first ones are asked
-        for again."""
+        """The simulation of a program, one for each set of ranks, for any ratio and micro-steps. The newest
+        are kept."""
         ranks = supports(program)
         way = accumulating, program.direct_bytes
         key = (program.body, ranks, way)
@@ -384,8 +385,8 @@ class Task:
     def _by_buckets(
         self, program: Program, simulation: Simulation, micro_batches: MicroBatches, *, every: bool
     ) -> list[Buckets]:
-        """Buckets of several sizes, the fastest first: of ``every`` size, or from the usual one smaller ones
-        or larger ones, as long as they are faster."""
+        """Buckets of several sizes, the fastest first: of ``every`` size, or of the usual one and then
+        smaller or larger ones for as long as they get faster."""
         tried: dict[Buckets, float] = {}
 
         def step_s(size_bytes: float) -> float:
@@ -463,6 +464,6 @@ class Task:
         except Infeasible:
             return None
         if support(ratio) != ranks:
-            # the LP left a device out: that is another set of devices, tried on its own
+            # the LP left a device out, which makes another set of devices, tried separately
             ratio = make_ratio([max(s, 1 / self.batch) if r in ranks else 0 for r, s in enumerate(ratio)])
         return ratio

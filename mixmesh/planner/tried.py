@@ -1,4 +1,4 @@
-"""A record of what the search has tried on a set of devices."""
+"""The search's trials on a set of devices."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from math import isclose
 
 @dataclass
 class Tried:
-    """Trials on a set of devices: programs, by number and shape; the first one at each price; the seconds
-    that their steps do not go below where sums of gradients are free, and where they are not."""
+    """Trials on a set of devices: programs by number and shape, the first program at each price, and the
+    lower bounds of their steps with free gradient sums (``floors_s``) and with the real ones
+    (``least_s``)."""
 
     seen: set[int] = field(default_factory=set)
     by_price: dict[float, int] = field(default_factory=dict)
     floors_s: list[float] = field(default_factory=list)
     least_s: list[float] = field(default_factory=list)
-    # by price, None where none is asked for, what a program that cuts classes costs
+    # cost of a program that cuts classes, by price (None without one)
     cutting_classes: dict[float | None, float] = field(default_factory=dict)
 
     roomy: bool = True  # no program that was tried needs more memory than there is

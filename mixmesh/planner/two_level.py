@@ -1,12 +1,12 @@
 """Two levels: samples divided between machines, and within each machine a program of its own.
 
-Between machines links are thin, so what passes there is gradients only; within a machine a search finds what
-is best on its devices and links, tensor parallelism for instance, whether it has two of them or five. For a
-parameter that is cut within machines each device sums its own piece with those of other machines, which is as
-many times less as there are devices in the machine.
+Links between machines are slow, so only gradients pass there. Within a machine a search finds the best
+program for its devices and links, tensor parallelism for instance, with any number of devices. If a parameter
+is cut within machines, each device sums only its own piece with those of other machines.
 
-Where the best of these does not fit in memory, machines that lack it share out by it, compute activations
-again or store parameters in shards, whatever is fastest; a machine that is slower so is given fewer samples.
+If the best of these does not fit in memory, the machines that lack it divide shares by memory, recompute
+activations or store parameters in shards, whichever is fastest; a machine that becomes slower is given fewer
+samples.
 """
 
 from __future__ import annotations
@@ -38,24 +38,25 @@ from .task import HEADROOM, Task
 # the thinner the link
 PRICES = (8.0, TENSOR_PARALLEL.gradient_sync, 1.0)
 ROUNDS = 2  # rounds of dividing samples
-WORTH = 1.1  # times what computing alone takes: a step below it has little to gain
-# the same, if a budget does not pay for so many steps of the graph on each kind of machine: about two seconds
+WORTH = 1.1  # a best step below the seconds of computing alone times this has little to gain
+# the same, if the budget does not pay for this many steps of the graph on each kind of machine: about two
+# seconds
 MUCH_WORTH, KIND_STEPS = 1.3, 3
-HOPELESS = 1.2  # times the best step: of such a program no other shares, prices or buckets are tried
+HOPELESS = 1.2  # a program slower than the best by this factor gets no other shares, prices or buckets
 MOST_MACHINES = 8
-BUCKET_BYTES = 16e6  # in programs that are compared
+BUCKET_BYTES = 16e6  # bucket size of programs under comparison
 
 
 @dataclass(frozen=True)
 class Found:
-    """The program of a set of ranks for its part, and its predicted step on its own."""
+    """The program of a set of ranks for its part, and that set's predicted step."""
 
     set: Set
     step_s: float
 
 
 def two_level(task: Task) -> Iterator[Proposal]:
-    """Nothing where there is one machine, or one device in each."""
+    """Proposes two-level programs; none for a single machine, or for one device in each."""
     return TwoLevel(task).proposals()
 
 
@@ -78,8 +79,8 @@ def promising(task: Task) -> Iterator[Proposal]:
 
 
 def least_two_level_s(task: Task) -> float | None:
-    """About what no step of two levels is shorter than; None if they are not worth the time outside of a
-    search: where the best plan so far is near that, the more so the more there is to plan."""
+    """A rough lower bound of a step of two levels; None if they are not worth the time outside of a search,
+    because the best plan so far is near that bound (less near, for larger models)."""
     machines = machines_of(task)
     if not has_levels(machines) or len(machines) > MOST_MACHINES:
         return None
@@ -104,13 +105,13 @@ class TwoLevel:
         self._found: dict[tuple, Program | None] = {}
         self._fitting: dict[tuple, Program] = {}
         self.spare: float | None = (
-            None  # bytes of memory that machines leave free; None where they need not mind it
+            None  # share of memory that machines leave free; None if memory does not count
         )
         self._tasks: dict[tuple, Task] = {}
 
     def proposals(self) -> Iterator[Proposal]:
-        """The fastest that fits; the memory of those behind it need not be known. If none does for want of
-        memory, the fastest that does in less of it."""
+        """Yields programs from the fastest until one fits in memory. If none does, yields the fastest that
+        fits when planned with less memory."""
         candidate = None
         for _, program in sorted(self.candidates(), key=lambda found: found[0]):
             candidate = self.task.best_buckets("two-level", program)
@@ -119,7 +120,7 @@ class TwoLevel:
                 return
         if candidate is None or fits(self.task, candidate.timeline, range(self.task.world_size)):
             return
-        # joining machines takes memory beside that of their own programs
+        # joining machines takes more memory than their own programs
         for self.spare in SPARE:
             for step_s, program in sorted(self.candidates(), key=lambda found: found[0]):
                 if step_s > LOST * self.task.best_s:
@@ -130,7 +131,8 @@ class TwoLevel:
                     return
 
     def with_fewest_regions(self, made: Proposal) -> Proposal:
-        """As few as memory asks for: in all machines alike, then in the one that others wait for."""
+        """Drops regions as memory allows: first equally in all machines, then in the one that the others wait
+        for."""
         made = REMATERIALISATION(self.task, made, self.task.budget)
         left = set(range(len(self.machines)))
         while left:
@@ -167,8 +169,8 @@ class TwoLevel:
             self.task.refused = str(error)
 
     def prices(self) -> list[float]:
-        """The prices, first the one nearest to the ratio of two times: those of a sum of all gradients
-        between machines and within the slowest one."""
+        """The prices, starting with the one nearest to the ratio of two times: reducing all gradients between
+        machines, and within the slowest machine."""
         exchanges = [Exchange("all_reduce", self.task.gradient_bytes, ranks) for ranks in self.machines]
         within_s = max(busiest_link_s(self.task, e) for e in exchanges if len(e.ranks) > 1)
         between_s = between_machines_s(self.task, self.machines)
@@ -176,7 +178,7 @@ class TwoLevel:
         return sorted(PRICES, key=lambda price: abs(log(price / times)))
 
     def dealt(self, price: float, speeds: list[float]) -> Iterator[Program]:
-        """Samples in proportion to how fast the machines are through with theirs."""
+        """Yields programs with samples in proportion to the machines' measured speeds."""
         seen: set[tuple[int, ...]] = set()
         for _ in range(ROUNDS):
             counts = whole_counts(make_ratio(speeds), self.task.batch)
@@ -194,7 +196,7 @@ class TwoLevel:
     def found(self, price: float, counts: tuple[int, ...], m: int) -> Found | None:
         """The program of a machine for its samples, found once for all that have the same devices."""
         ranks, costs = self.machines[m], self.task.costs
-        if (counts, m) not in self._parts:  # whatever the price
+        if (counts, m) not in self._parts:  # the same for all prices
             made = part_of(self.task.data_parallel(self.task.proportional), counts, m)
             self._parts[counts, m] = made, made.graph.fingerprint
         part, fingerprint = self._parts[counts, m]
@@ -237,7 +239,7 @@ class TwoLevel:
         return program if ratio is None else program.with_shares(ratio)
 
     def fitting(self, inner: Task, program: Program, ranks: tuple[int, ...], spare: float) -> Program:
-        """The fastest form of a machine's program that fits; if none does, that of the least memory."""
+        """The fastest form of a machine's program that fits; if none does, the one with the least memory."""
         timeline = inner.simulation(program).run(program)
         if fits(inner, timeline, ranks, spare):
             return program
@@ -262,12 +264,12 @@ def regions_on(program: Program, ranks: tuple[int, ...]) -> list[int]:
 
 
 def fits(task: Task, timeline: Timeline, ranks: Iterable[int], spare: float = 0.0) -> bool:
-    """Whether ranks have the memory for a step, and so much of theirs to spare."""
+    """Whether ranks have the memory for a step, with a part ``spare`` left free."""
     peaks = timeline.peak_memory_bytes
     return all(peaks[r] <= usable_bytes(task.costs, r, HEADROOM + spare) for r in ranks)
 
 
 def recomputed_within(program: Program) -> Program:
-    """A program of two levels in which every machine computes again what it can."""
+    """A two-level program in which every machine recomputes all that it can."""
     sets, values = split(program)
     return join(program.name, [replace(s, program=recomputed(s.program)) for s in sets], values)

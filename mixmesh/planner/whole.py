@@ -1,4 +1,4 @@
-"""Operators that a device computes for the whole batch though the batch is cut, because their rules allow
+"""Operators that a device computes for the whole batch although the batch is cut, because their rules allow
 nothing else."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def whole_batch_nodes(graph: Graph) -> tuple[Node, ...]:
     batch_size = min((graph.types[name].shape[0] for name in dims), default=0)
     weights = {n.result for n in graph.nodes if n.op in ("param", "buffer")}
     nodes = []
-    dims_of: dict[tuple, tuple[int | None, ...] | None] = {}  # by what decides it: layers are alike
+    dims_of: dict[tuple, tuple[int | None, ...] | None] = {}  # memo for repeated layers
     for node in graph.nodes:
         if node.is_leaf or node.is_sink:
             continue
@@ -63,13 +63,13 @@ def _sample_dims_of_results(
     between = [s for s in strategies(rule, call) if _cuts_samples(s, call, node, dims, weights)]
     if not between:
         return None
-    # one that keeps the samples apart rather than one that sums over them
+    # prefers one that keeps samples separate to one that sums over them
     best = max(between, key=lambda s: sum(isinstance(p, Shard) for p in (*s.outputs, *s.inputs)))
     return tuple(p.dim if isinstance(p, Shard) else None for p in best.outputs)
 
 
 def _cuts_samples(strategy: Strategy, call: Call, node: Node, dims: SampleDims, weights: set[str]) -> bool:
-    """Whether a strategy cuts an input between samples, or at least nothing else of samples nor weights."""
+    """Whether a strategy cuts an input between samples, or else cuts neither samples nor weights."""
     if not strategy.is_sharded:
         return False
     cut = [(name, p.dim) for name, p in zip(node.inputs, strategy.inputs) if isinstance(p, Shard)]

@@ -1,9 +1,9 @@
-"""The device of this process as its driver and PyTorch's allocator see it: CUDA, ROCm (which PyTorch calls
-``cuda``), XPU, or a CPU, where there is nothing to do.
+"""The device of this process as seen by its driver and PyTorch's allocator: CUDA, ROCm (which PyTorch calls
+``cuda``), XPU, or a CPU, for which there is nothing to do.
 
-By ``torch.accelerator``, which has one call for every kind of device, and where that has none by the device's
-own module (``torch.get_device_module``). Streams and events are in ``streams``, random numbers in
-``device_random``, casts in ``frontend.trace.autocast``, fused optimizers in ``frontend.job.optimizers``.
+Uses ``torch.accelerator``, which covers all kinds of devices, and the device's own module
+(``torch.get_device_module``) for calls that it lacks. Streams and events are in ``streams``, random numbers
+in ``device_random``, casts in ``frontend.trace.autocast``, fused optimizers in ``frontend.job.optimizers``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
-HOST = ("cpu", "meta")  # devices of which nothing is to be awaited
+HOST = ("cpu", "meta")  # devices whose work is done when a call returns
 HOST_BACKEND = "gloo"  # sends from the host's memory, to which every tensor is copied first
 TF32_CAPABILITY = (8, 0)  # Ampere
 PRETENDED_BACKEND = "fake"  # PyTorch's, for one process as if all others were there
@@ -23,7 +23,7 @@ PRETENDED_BACKEND = "fake"  # PyTorch's, for one process as if all others were t
 
 @dataclass(frozen=True)
 class CardFacts:
-    """Figures of a device that its driver knows: ``uuid`` is empty where it tells none."""
+    """Figures of a device, from its driver. ``uuid`` is empty if the driver gives none."""
 
     name: str
     memory_bytes: int
@@ -31,14 +31,14 @@ class CardFacts:
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether work is issued to the device and done later, in streams of its own."""
+    """Whether work is only issued to the device, which does it later, in its own streams."""
     return device.type not in HOST
 
 
 @cache
 def accelerator_type() -> str | None:
-    """The type of the devices of this machine that have a backend of collectives of their own; None where
-    there are CPUs alone. A Mac's GPU has none."""
+    """The type of this machine's devices if they have a collective backend of their own. None on a machine
+    with only CPUs, and for a Mac's GPU, which has no backend."""
     current = torch.accelerator.current_accelerator(check_available=True)
     if current is None or device_backend(current) == HOST_BACKEND:
         return None
@@ -57,13 +57,13 @@ def is_on_device(group: dist.ProcessGroup | None = None) -> bool:
 
 
 def device_count() -> int:
-    """The number of devices of this machine that this process sees; 0 where there are CPUs alone."""
+    """The number of this machine's devices visible to this process; 0 if there are only CPUs."""
     return 0 if accelerator_type() is None else torch.accelerator.device_count()
 
 
 def local_device() -> torch.device:
-    """The device of this process: under a launcher each process of a machine has the next one, and where
-    there are more processes than devices they share them; a CPU where there is none."""
+    """The device of this process. A launcher's processes on a machine take its devices in turn, and share
+    them if there are more processes than devices; without devices it is the CPU."""
     kind = accelerator_type()
     if kind is None:
         return torch.device("cpu")
@@ -94,8 +94,8 @@ def device_name(device: torch.device) -> str:
 
 
 def computes_bf16(device: torch.device) -> bool:
-    """Whether an accelerator computes in bf16 itself: CUDA takes it before Ampere too, and converts every
-    number on the way."""
+    """Whether an accelerator itself computes in bf16. CUDA also accepts bf16 on cards before Ampere, and
+    converts every number."""
     module = torch.get_device_module(device)
     if device.type == "cuda":
         return module.is_bf16_supported(including_emulation=False)
@@ -116,15 +116,15 @@ def reaches(device: torch.device, other: int) -> bool:
 
 
 def backend_version(device: torch.device) -> str:
-    """The version of the library of collectives of a device (NCCL, or RCCL on ROCm); empty where there is
-    none or it tells none."""
+    """The version of a device's collective library (NCCL, or RCCL on ROCm); empty if it has none or reports
+    no version."""
     if device_backend(device) != "nccl" or not dist.is_nccl_available():
         return ""
     return ".".join(map(str, torch.get_device_module(device).nccl.version()))
 
 
 def take(device: torch.device) -> None:
-    """Makes the device that of the calling thread: every thread has one of its own."""
+    """Makes ``device`` the current device of the calling thread; every thread has its own."""
     if is_accelerator(device):
         torch.accelerator.set_device_index(device)
 
@@ -137,7 +137,7 @@ def synchronize(device: torch.device | None = None) -> None:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Gives what the allocator holds and nobody uses back to the driver."""
+    """Returns the allocator's unused memory to the driver."""
     if is_accelerator(device):
         torch.accelerator.memory.empty_cache()
 
@@ -154,9 +154,9 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def peak_held_bytes(device: torch.device) -> int:
-    """The most bytes of the card that this process held at once: segments of the allocator, with what it
-    loses between tensors, and all that is outside of it (context, kernels, NCCL's buffers), as it is now.
-    What other processes hold of the card counts as outside."""
+    """The card's peak bytes held by this process: the allocator's reserved segments at their peak, plus the
+    memory outside of it (context, kernels, NCCL's buffers) as it is now. Memory of other processes on the
+    card counts as outside."""
     return torch.accelerator.memory.max_memory_reserved(device) + outside_bytes(device)
 
 

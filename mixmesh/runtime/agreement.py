@@ -1,7 +1,6 @@
-"""Compares, in short, what all ranks must have been given alike: their plan, model, code, seed and versions,
-and the values of the first batches. Ranks that differ train something that nobody asked for, or wait for each
-other.
-"""
+"""Compares digests of everything that must be the same on all ranks: plan, model, code, seed, versions, and
+the values of the first batches. Ranks that differ would train something nobody asked for, or wait for each
+other."""
 
 from __future__ import annotations
 
@@ -22,13 +21,13 @@ from ..errors import CollectiveError, InputError, PlanError
 from ..lang.ir import Program, Shard, print_program
 from .versions import versions_text
 
-Facts = dict[str, str]  # by what it is of, a value short enough to be shown
+Facts = dict[str, str]  # by subject, a value short enough to show
 
 COMPARED_STEPS = 3  # training steps whose batches are compared
-POLL_S = (0.005, 0.2)  # at first and at last
+POLL_S = (0.005, 0.2)  # first and longest pause
 NOTICE_S = 10.0
-LAST_READ_S = 5.0  # at most, for the other ranks to read what they will fail of
-HASHED_BYTES = 64 * 2**20  # at most, from one tensor
+LAST_READ_S = 5.0  # longest wait for the other ranks to read why they are about to fail
+HASHED_BYTES = 64 * 2**20  # limit per tensor
 HINTS = {
     "plan": "give every process the same plan file, or no --plan: then all get what rank 0 plans",
     "seed": "parallelize(..., seed=...) with one number on all ranks",
@@ -39,7 +38,7 @@ HINTS = {
 
 
 def facts_of_start(model: nn.Module, program: Program, header: str, seed: int) -> Facts:
-    """The facts that are compared before anything is exchanged. ``header``: what a plan says beside its
+    """The facts compared before ranks exchange anything else. ``header`` is the plan's text other than its
     program."""
     return {
         "plan": f"{program.name} for {program.world_size} ranks, digest "
@@ -63,7 +62,7 @@ def facts_of_model(model: nn.Module) -> Facts:
 
 @dataclass(frozen=True)
 class Round:
-    """One exchange between all ranks, through ``store`` under ``key``: it is for ``what``, and may last for
+    """One exchange between all ranks, through ``store`` under ``key``, of ``what``, for at most
     ``timeout_s``. ``check`` may raise meanwhile."""
 
     store: dist.Store
@@ -146,7 +145,7 @@ def check_facts(told: list[Facts]) -> None:
 
 
 def difference(values: Sequence[str]) -> str:
-    """The first two of the ranks' values that differ, each with its ranks; empty where all are the same."""
+    """The first two different values, each with its ranks; empty if all ranks have the same value."""
     groups = by_value(dict(enumerate(values)))
     if len(groups) < 2:
         return ""
@@ -155,14 +154,15 @@ def difference(values: Sequence[str]) -> str:
 
 
 def outliers(values: Sequence[str]) -> tuple[int, ...]:
-    """The ranks that have another value than most ranks; than the first rank where no value has most."""
+    """The ranks whose value differs from the most common one; of equally common values the lowest rank's
+    counts."""
     groups = by_value(dict(enumerate(values)))
-    usual = max(groups, key=lambda value: len(groups[value]))  # among equal groups the one of the lowest rank
+    usual = max(groups, key=lambda value: len(groups[value]))  # the lowest rank's group among equal ones
     return tuple(rank for rank, value in enumerate(values) if value != usual)
 
 
 def by_value(values: Mapping[int, str]) -> dict[str, list[int]]:
-    """Ranks by what they said, the value of the lowest rank first."""
+    """Ranks grouped by their value, the value of the lowest rank first."""
     groups: dict[str, list[int]] = {}
     for rank in sorted(values):
         groups.setdefault(values[rank], []).append(rank)
@@ -174,8 +174,8 @@ def ranks_text(ranks: list[int]) -> str:
 
 
 def facts_of_batch(program: Program, tensors: Mapping[str, Tensor]) -> Facts:
-    """The values of inputs that a rank has whole: ``= NAME`` where all ranks need the same ones, ``| NAME``
-    where each takes its own samples of them."""
+    """The values of inputs that this rank was given whole: ``= NAME`` if all ranks need the same value, ``|
+    NAME`` if each takes its own samples from it."""
     facts = {}
     for i in (i for i in program.instructions if i.op == "input"):
         tensor = tensors.get(i.args[0])
@@ -191,10 +191,10 @@ def facts_of_values(name: str, tensor: Tensor) -> Facts:
 
 
 def batch_disagreement(told: list[Facts]) -> InputError | None:
-    """An input that is not the same on two ranks and must be; None if there is none.
+    """The error for an input that differs between two ranks and must not; None if there is none.
 
-    Samples that a model sees through random changes may differ between ranks, as each takes its own of them.
-    Where nothing at all of two batches is equal, they are batches of different samples.
+    Samples may differ between ranks (random augmentation), as each rank takes only its own. If two batches
+    have nothing in common, they are batches of different samples.
     """
     for rank, other in enumerate(told[1:], 1):
         for first, mine in enumerate(told[:rank]):
@@ -232,7 +232,7 @@ def _digest(*parts: str | bytes) -> str:
 
 
 def _code_of(model: nn.Module) -> Iterator[bytes]:
-    """The byte code of the methods of all classes of modules but PyTorch's own, whose version is compared."""
+    """The byte code of the methods of all module classes, except PyTorch's own, whose version is compared."""
     classes = {c for m in model.modules() for c in type(m).__mro__}
     for c in sorted(classes, key=lambda c: (c.__module__, c.__qualname__)):
         if c.__module__.partition(".")[0] in ("torch", "builtins"):

@@ -6,8 +6,8 @@ import time
 
 
 class AwakeClock:
-    """Stands still while this process is stopped, or its interpreter is locked: what was not heard meanwhile
-    is not silence of the others. ``tick`` is called again and again by the thread that watches."""
+    """A clock that stands still while this process is stopped, or its interpreter is locked, so that this
+    time does not count as silence of the others. The watching thread calls ``tick`` regularly."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

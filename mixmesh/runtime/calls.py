@@ -1,7 +1,9 @@
-"""How a model is called: its arguments by the names of its own forward, as they were when it was planned.
+"""Binds the arguments of a call to the names in the model's own forward, and checks them against the planned
+call.
 
-A plan knows the arguments of one call. Tensors among them are its inputs, all others are constants within it:
-an argument that it does not know, or a constant of another value, would change nothing, and is refused.
+A plan knows the arguments of one call. Its tensors are the program's inputs, and all others are constants
+within the program. An unknown argument, or a constant with another value, would change nothing, so it is
+refused.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 @dataclass(frozen=True)
 class Signature:
-    """The arguments of a forward pass: the names of its ``positions``, ``names`` of all that it names, with
-    their defaults, and whether it takes more of either kind."""
+    """The arguments of a forward pass: its ``positions``, all its ``names`` with their defaults, and whether
+    it takes more of either kind (``*args``, ``**kwargs``)."""
 
     positions: tuple[str, ...] = ()
     names: Mapping[str, Any] = field(default_factory=dict)
@@ -47,7 +49,7 @@ class Signature:
         return cls(positions, named, Parameter.VAR_POSITIONAL in kinds, Parameter.VAR_KEYWORD in kinds)
 
     def bind(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a call by name; those that have none by their position. Raises InputError."""
+        """The arguments of a call by name, or by position if they have no name. Raises InputError."""
         bound = {self.name_of(n): value for n, value in enumerate(args)}
         if len(args) > len(self.positions) and not self.more_positions:
             raise self._refusal(f"{len(args)} arguments by position")
@@ -76,16 +78,16 @@ class Signature:
 
 
 def signature_of(model: nn.Module) -> Signature:
-    """The signature of a model; of a parallel one that of the model it was made of."""
+    """The signature of a model; for a parallel model that of its original."""
     runtime = getattr(model, "_runtime", None)
     return Signature.of(model) if runtime is None else runtime.calls.signature
 
 
 @dataclass(frozen=True)
 class Calls:
-    """The calls that a plan can answer. ``inputs``: by name, what the program calls each of its inputs;
-    ``known``: by name, all arguments of the call that was planned as ``describe_argument`` has them, None
-    where that is not recorded."""
+    """The calls that a plan can answer. ``inputs`` maps argument names to the program's inputs. ``known``
+    describes every argument of the planned call (``describe_argument``); None if the plan does not record
+    them."""
 
     signature: Signature
     inputs: Mapping[str, str]
@@ -121,7 +123,7 @@ class Calls:
         for name, leaf in leaves.items():
             text, planned_text = describe_argument(leaf), known.get(name)
             if planned_text is None and leaf is None:
-                continue  # as good as not passed
+                continue  # same as not passed
             if planned_text == TENSOR and leaf is None:
                 if evaluates:
                     continue
@@ -134,7 +136,7 @@ class Calls:
                 raise self._other(name, text, planned_text)
         for name, planned_text in known.items():
             if planned_text in (TENSOR, WORDS) or name in leaves:
-                continue  # a tensor that is missing is said where it is needed, and words are not read
+                continue  # missing tensors are reported where they are needed; words are never read
             default = self.signature.names.get(name, Parameter.empty)
             text = "nothing" if default is Parameter.empty else describe_argument(default)
             if text != planned_text:

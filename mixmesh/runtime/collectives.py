@@ -1,10 +1,10 @@
 """Collectives on pieces of unequal size, each with several named algorithms. No autograd here.
 
-Everything is done on flat buffers in rank order. Copies travel as bytes, so that every dtype
-works; addends travel as numbers. A piece of size zero is legal everywhere and is never sent.
+Everything is done on flat buffers in rank order. Copies travel as bytes, so that every dtype works; addends
+travel as numbers. A piece of size zero is legal everywhere and is never sent.
 
-Which algorithm is best depends on sizes and links, so an instruction can name one (attribute
-``algorithm``); without one it is ``cost.default_algorithm`` that decides.
+The best algorithm depends on sizes and links, so an instruction can name one (attribute ``algorithm``);
+otherwise ``cost.default_algorithm`` decides.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ def all_gather(
     algorithm: str | None = None,
     levels: ByLevels | None = None,
 ) -> Handle[Tensor]:
-    """The pieces of all ranks of the channel, concatenated along ``dim``. ``sizes`` are per rank. By
-    ``levels``, if they are given: then leaders alone have pieces."""
+    """Concatenates the pieces of all ranks of the channel along ``dim``. ``sizes`` are per rank. With
+    ``levels`` only leaders have pieces."""
     if channel.alone or sum(sizes) == 0:
         return done(x)
     shapes = [_resize(x.shape, dim, size) for size in sizes]
@@ -238,9 +238,8 @@ def reduce_scatter(
     levels: ByLevels | None = None,
     in_place: bool = False,
 ) -> Handle[Tensor]:
-    """This rank's piece along ``dim`` of the sum of all ranks' ``x``, which is not to change until it is
-    waited for. ``in_place`` may overwrite ``x``. By ``levels``, if they are given: then leaders alone have
-    pieces."""
+    """Sums ``x`` over all ranks and returns this rank's piece along ``dim``. ``x`` must not change until the
+    handle is waited for; ``in_place`` may overwrite it. With ``levels`` only leaders get pieces."""
     mine = _resize(x.shape, dim, sizes[channel.me])
     if channel.alone or x.numel() == 0:
         return done(x)
@@ -287,7 +286,7 @@ def all_reduce(
     direct: bool = False,
     in_place: bool = False,
 ) -> Handle[Tensor]:
-    """The sum (or max, min, prod) over ranks; a sum by ``levels``, if they are given. If ``direct``, every
+    """Reduces ``x`` over ranks (sum, max, min or prod), hierarchically with ``levels``. If ``direct``, every
     rank sends ``x`` to every other one. ``in_place`` may overwrite ``x``, which must be contiguous."""
     if channel.alone or x.numel() == 0:
         return done(x)
@@ -329,8 +328,8 @@ def exchange(
     shapes: Sequence[tuple[int, ...]],
     size_bytes: int,
 ) -> Handle[list[Tensor]]:
-    """Sends ``sent[j]`` to the j-th rank of the channel; gives what each sent here, of these shapes.
-    ``size_bytes`` of all ranks together are sent, as all of them know."""
+    """Sends ``sent[j]`` to the j-th rank of the channel, and returns what each of them sent here, in these
+    ``shapes``. ``size_bytes`` is the total over all ranks, which all of them know."""
     dtype, width = sent[0].dtype, sent[0].element_size()
     flat = _stage(channel, torch.cat([piece.reshape(-1) for piece in sent]))
     counts = [math.prod(shape) for shape in shapes]
@@ -440,8 +439,8 @@ def _resize(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
 
 
 def flatten(x: Tensor) -> Tensor:
-    """The elements in rank order, one after the other in memory. Autograd leaves gradients that are expanded
-    or strided, and one of no or one element counts as contiguous whatever its strides."""
+    """The elements in rank order, consecutive in memory. Autograd may leave gradients expanded or strided,
+    and a tensor of at most one element counts as contiguous whatever its strides."""
     whole = x.contiguous()
     return whole.as_strided((whole.numel(),), (1,))
 

@@ -1,4 +1,4 @@
-"""This rank's view of the world: process groups, and failures that say where they happened."""
+"""This rank's view of the world: process groups, and failures that report their place."""
 
 from __future__ import annotations
 
@@ -38,15 +38,14 @@ from .watch import BACKWARD, Watch
 from .works import begin_threads
 
 LAST_TENSORS_S = 0.02  # a thread that waits for the interpreter gets it as soon as this one sleeps
-LEAST_S = 60.0  # that ranks wait for each other at the start
+LEAST_S = 60.0  # ranks wait at least so long for each other at the start
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(eq=False)
 class Waits:
-    """``time_s`` is how long this rank's thread that computes has waited for others, since the process
-    groups were made: the rest of a step's seconds are its own. On a GPU the stream waits, and not the
-    thread."""
+    """``time_s`` is how long this rank's computing thread has waited for others since the process groups were
+    made; the rest of a step is its own time. On a GPU the stream waits instead of the thread."""
 
     time_s: float = 0.0
 
@@ -109,7 +108,7 @@ class Comm:
         return comm
 
     def add(self, sets: Iterable[tuple[str, tuple[int, ...]]], backend: str | None = None) -> None:
-        """Makes the groups of these sets that are not there yet. Collective, in one order on all ranks."""
+        """Makes the missing groups of these sets. Collective, in the same order on all ranks."""
         timeout = datetime.timedelta(seconds=self.timeout_s)
         others = {} if self.watch is None else open_sockets()
         for purpose, ranks in sets:
@@ -159,8 +158,8 @@ class Comm:
         *,
         is_call: bool = True,
     ) -> Channel:
-        """The group of ``ranks`` on behalf of an instruction (or of what a string says), or of a ``part``
-        of it: its gradient. ``is_call`` is False where some ranks start within a call what others start after
+        """The group of ``ranks`` on behalf of an instruction (or of a description), or of a ``part`` of it
+        such as its gradient. ``is_call`` is False if some ranks start this within a call and others after
         it."""
         if isinstance(instruction, str):
             what, where = instruction, ""
@@ -250,13 +249,13 @@ class Channel:
 
 
 def default_device() -> torch.device:
-    """This process's device, by its number among those of its machine."""
+    """The device of this process, by its local rank."""
     return local_device()
 
 
 def backend_for(device: torch.device) -> str:
-    """The device's own (NCCL) where every process of this machine has a GPU of its own, gloo otherwise (NCCL
-    refuses two ranks on one GPU)."""
+    """The device's own backend (NCCL) if every process of this machine has its own GPU, else gloo: NCCL
+    refuses two ranks on one GPU."""
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     has_own = is_accelerator(device) and local_world <= device_count()
     return device_backend(device) if has_own else HOST_BACKEND
@@ -288,7 +287,7 @@ def _initialise(world_size: int, device: torch.device, timeout: datetime.timedel
         )
     else:
         store = connect_store(timeout.total_seconds()) if is_of_launcher() else None
-        # without a store of ours PyTorch reads both from the environment, and takes -1 alone
+        # without our store PyTorch reads both from the environment, and then accepts only -1
         rank, size = (-1, -1) if store is None else (int(os.environ["RANK"]), world_size)
         dist.init_process_group(backend, store=store, timeout=timeout, rank=rank, world_size=size)
         atexit.register(release_last_tensors)
@@ -300,7 +299,7 @@ def leave() -> None:
     wait_for_all("the end of all ranks")
     dist.destroy_process_group()
     end_messages()
-    gc.collect()  # frees what cycles keep alive (models that PyTorch wrapped hold groups), with its threads
+    gc.collect()  # frees groups, with their threads, that are held in cycles by models that PyTorch wrapped
 
 
 def release_last_tensors() -> None:

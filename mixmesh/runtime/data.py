@@ -37,19 +37,19 @@ def shard_batches(
     device: torch.device | str | None = None,
     model: nn.Module | None = None,
 ) -> Iterator[Any]:
-    """This rank's share of every global batch, which is a dict or a tuple of tensors, or a tensor. ``model``,
-    or its parallel one, says what is at which place of a tuple, where the plan was made with a dict.
+    """Yields this rank's share of every global batch: a dict or tuple of tensors, or a tensor. If the plan
+    was made with a dict, ``model`` (or its parallel model) gives the names for the places of a tuple.
 
-    Inputs that the program uses whole pass whole, and so do what it does not use, and what a pipeline cuts
-    micro-batch by micro-batch between the ranks of a stage. A rank that takes no part in an input gets an
-    empty tensor. From a batch of another size each rank gets its planned share, rounded again: possibly no
-    row. Raises InputError for a tuple of which the plan does not know what is what.
+    Inputs that the program uses whole are passed whole, as are inputs that it does not use, and inputs of a
+    pipeline, which are cut between the ranks of a stage micro-batch by micro-batch. A rank that takes no part
+    in an input gets an empty tensor. From a batch of another size each rank gets its planned share, rounded
+    again, which may be no row. Raises InputError for a tuple whose names are unknown.
     """
     return shard_batches_by(Followed(plan), batches, rank, device=device, model=model)
 
 
 class Followed(Generic[T]):
-    """A value that is used once for every batch, and that another one may follow."""
+    """A value that is used once for every batch, and may be replaced by another."""
 
     def __init__(self, value: T) -> None:
         self.value = value
@@ -60,7 +60,7 @@ class Followed(Generic[T]):
         self._next = after, value
 
     def settle(self) -> None:
-        """Has the value that was to follow be used from now on."""
+        """Starts using the next value at once."""
         if self._next is not None:
             (_, self.value), self._next = self._next, None
 
@@ -74,8 +74,8 @@ class Followed(Generic[T]):
 
 
 class Feed(Generic[T]):
-    """This rank's batches in their order. ``follow(plan)`` has them be cut by another plan of the same form
-    after the next ``num_ahead`` ones, which are being loaded; it is None where that cannot be."""
+    """This rank's batches in order. ``follow(plan)`` makes another plan of the same form cut them after the
+    next ``num_ahead`` ones, which are already being loaded; it is None if that is impossible."""
 
     def __init__(
         self,
@@ -101,9 +101,9 @@ def shard_batches_by(
     model: nn.Module | None = None,
     cuts_others: bool = False,
 ) -> Iterator[Any]:
-    """``shard_batches`` by a plan that others of the same form may follow. With ``cuts_others`` what the
-    program does not use is cut too, if it has a row or a word for each sample: names of files, for instance,
-    as a loader of this rank's rows alone would give them."""
+    """``shard_batches`` by a plan that may be replaced by others of the same form. With ``cuts_others`` it
+    also cuts values that the program does not use, if they have a row or a word per sample, such as file
+    names: a loader of this rank's rows alone would give them so."""
     plan = followed.value
     program = plan.program if isinstance(plan, Plan) else plan
     is_pipeline = isinstance(plan, Plan) and plan.order is not None
@@ -149,8 +149,8 @@ def shard_batches_by(
 def _rows_of_samples(
     program: Program, found: list[Instruction | None], values: list, rank: int
 ) -> tuple[int, int, int] | None:
-    """The first of this rank's samples, how many they are, and those of the batch, where the inputs are dealt
-    out alike along dim 0; else None."""
+    """(first sample of this rank, their number, samples of the batch) if all inputs are cut alike along dim
+    0; else None."""
     if own_samples(program, rank) is None:
         return None
     counts = [len(v) for i, v in zip(found, values) if i is not None and isinstance(v, Tensor) and v.ndim]
@@ -158,7 +158,8 @@ def _rows_of_samples(
 
 
 def _own_part(value: Any, start: int, size: int, num_samples: int) -> Any:
-    """The part of a value that has a row, or an item of a list, for each sample; any other as it is."""
+    """This rank's part of a value that has a row, or a list item, for each sample; any other value
+    unchanged."""
     if isinstance(value, Tensor):
         return value[start : start + size] if value.ndim and len(value) == num_samples else value
     if isinstance(value, list) and len(value) == num_samples:
@@ -169,10 +170,9 @@ def _own_part(value: Any, start: int, size: int, num_samples: int) -> Any:
 
 
 def _like(batch: Any, shares: Any) -> Any:
-    """The ``shares`` as the class that a batch is of: a script may ask it for more than its values, as
-    ``batch.x`` of a named tuple or ``batch.to(device)`` of a BatchEncoding. Other mappings than dicts and
-    UserDicts, whose copies may hold the same memory, become a dict, and so do those that cannot be copied;
-    other tuples and lists become a tuple."""
+    """Puts ``shares`` into the class of ``batch``, as scripts may use more than its values: ``batch.x`` of a
+    named tuple, ``batch.to(device)`` of a BatchEncoding. Mappings become dicts if they are neither dicts nor
+    UserDicts, whose copies may share memory, or cannot be copied; other tuples and lists become tuples."""
     if isinstance(batch, tuple) and isinstance(getattr(batch, "_fields", None), tuple):
         return type(batch)(*shares)
     if not isinstance(batch, dict | UserDict) or type(batch) is dict:
@@ -185,21 +185,21 @@ def _like(batch: Any, shares: Any) -> Any:
     except Exception:  # a class may fail to be copied and changed in any way
         return shares
     attributes = getattr(like, "__dict__", {})
-    for name, value in attributes.items():  # for a class that shows its values as attributes, batch.x
+    for name, value in attributes.items():  # a class with values as attributes: batch.x
         if isinstance(value, Tensor):
             attributes[name] = share_of.get(id(value), value)
     return like
 
 
 def _at_positions(program: Program, count: int, signature: Signature) -> list[Instruction | None]:
-    """The inputs at each place of a tuple. Raises InputError where that is not known and matters."""
+    """The inputs at each place of a tuple. Raises InputError if their order is unknown and matters."""
     inputs = program_inputs(program)
     by_name = {signature.named(i.args[0]): i for i in inputs}
     inputs_at = [by_name.get(signature.name_of(n)) for n in range(count)]
     if any(inputs_at) or not inputs:
         return inputs_at
     if len(inputs) == count and len({(layout(program, i.type), i.type.value) for i in inputs}) == 1:
-        return list(inputs)  # all of them are cut alike
+        return list(inputs)  # all inputs are cut alike, so their order does not matter
     raise InputError(
         "the plan names its inputs, and a tuple has no names",
         expected=f"a dict of {', '.join(i.args[0] for i in inputs)}",
@@ -243,10 +243,10 @@ def _other_layout(program: Program, i: Instruction, shape: tuple[int, ...]) -> L
 
 
 class PlanSampler(Sampler[int]):
-    """Indices of the samples of one rank, in the order in which global batches deal them out.
+    """Indices of one rank's samples, in the order in which global batches deal them out.
 
-    Global batch k is ``batch_size`` consecutive indices of a common order (shuffled alike on all ranks);
-    this rank's are the ones of its shard of dim 0. Incomplete batches are dropped. Give the DataLoader
+    Global batch k is ``batch_size`` consecutive indices of a common order (shuffled alike on all ranks), and
+    this rank takes its shard of dim 0. Incomplete batches are dropped. Give the DataLoader
     ``batch_size=sampler.local_batch_size``; call ``set_epoch`` for another order.
     """
 
@@ -276,8 +276,8 @@ class PlanSampler(Sampler[int]):
 
 
 def own_samples(program: Program, rank: int) -> tuple[int, int, int] | None:
-    """The first of the samples of ``rank`` in a global batch, how many they are, and how many the batch has;
-    None if the inputs are not cut alike along dim 0."""
+    """(first sample of ``rank``, their number, samples of the global batch); None if the inputs are not all
+    cut alike along dim 0."""
     first = batch_dim_input(program)
     layouts = {layout(program, i.type) for i in program_inputs(program)}
     if (
@@ -290,8 +290,8 @@ def own_samples(program: Program, rank: int) -> tuple[int, int, int] | None:
 
 
 def own_rows(program: Program, rank: int, num_samples: int) -> tuple[int, int]:
-    """The first of the samples of ``rank`` in a batch of ``num_samples``, and how many they are, in a program
-    of which ``own_samples`` knows the rank's."""
+    """The position of the first sample of ``rank`` in a batch of ``num_samples``, and their number. The
+    program must have ``own_samples``."""
     first = batch_dim_input(program)
     assert first is not None  # own_samples has looked
     return _other_layout(program, first, (num_samples, *first.type.value.shape[1:])).piece(rank)
@@ -302,8 +302,8 @@ def plan_sampler(
 ) -> PlanSampler:
     """A sampler for ``DataLoader(dataset, sampler=..., batch_size=sampler.local_batch_size)``.
 
-    Raises InputError if the inputs are not cut alike along dim 0: then every rank needs whole
-    batches, and ``shard_batches`` cuts them.
+    Raises InputError if the inputs are not all cut alike along dim 0: then every rank needs whole batches,
+    and ``shard_batches`` cuts them.
     """
     own = own_samples(program, rank)
     if own is None:

@@ -1,6 +1,6 @@
-"""The random numbers of devices: the state of a device's default generator, for every kind of device alike.
+"""The random numbers of devices: the state of a device's default generator, for every kind of device.
 
-By the device's own module: ``torch.accelerator`` has no random numbers.
+Uses the device's own module, as ``torch.accelerator`` has no random numbers.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from .accelerator import accelerator_type, is_accelerator
 
 
 def drawing_device() -> torch.device | None:
-    """The accelerator that this process draws numbers on, with its index; None where it has none or has not
-    begun to use it: to ask one for its state would begin that."""
+    """The accelerator on which this process draws numbers, with its index. None if it has none or has not yet
+    used it: asking for its state would initialise it."""
     kind = accelerator_type()
     if kind is None or not torch.get_device_module(kind).is_initialized():
         return None
@@ -40,7 +40,8 @@ def set_generator_state(device: torch.device, state: Tensor) -> None:
 
 @contextmanager
 def seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Within it the CPU and the device draw from ``seed``; after it what they would have drawn without."""
+    """A context in which the CPU and the device draw from ``seed``. Afterwards they continue as if nothing
+    had been drawn."""
     others = [device] if is_accelerator(device) else []
     with torch.random.fork_rng(others, device_type=device.type if others else None):
         torch.manual_seed(seed)

@@ -48,12 +48,12 @@ def find_device(device: torch.device) -> FoundDevice:
 def device_mismatch(
     planned: Sequence[PlannedDevice] | None, peaks_bytes: Sequence[int], found: Sequence[FoundDevice]
 ) -> PlanError | None:
-    """The first rank that is not on what was planned for it; None if there is none.
+    """The error for the first rank that is not on its planned device; None if there is none.
 
     ``planned`` is None for a plan file without devices, and empty for a bare program: then only the predicted
-    peaks of memory are compared, as they always are. Where all ranks are on CPUs nothing is compared: the
-    devices are then emulated by the testbed, in which every rank reports the one processor of the host and a
-    quota stands for the device's speed, or a plan for GPUs is being tried without any.
+    peaks of memory are compared. If all ranks are on CPUs nothing is compared: either the testbed emulates
+    the devices, with quotas for their speeds while every rank reports the host's one processor, or a plan for
+    GPUs is being tried without any.
     """
     if all(f.kind == "cpu" for f in found):
         return None
@@ -95,7 +95,7 @@ class Reported(Protocol):
 
 
 def may_be(name: str, found: Reported) -> bool:
-    """Whether a card may be the planned device. Nothing can be said of a name that is not the catalogue's."""
+    """Whether a card may be the planned device; True for any name that is not in the catalogue."""
     name = _catalogue_name(name)
     if name not in CATALOGUE:
         return True
@@ -107,8 +107,9 @@ def may_be(name: str, found: Reported) -> bool:
 
 
 def _is_mixed(rank: int, planned: Sequence[PlannedDevice], found: Sequence[FoundDevice]) -> bool:
-    """Whether the device has a name that the catalogue does not know, and the first rank of that name has
-    another card, or another rank has the card of that name, as ``mixmesh detect`` names unknown cards."""
+    """Whether a device with a name outside of the catalogue is mixed up with another: the first rank of that
+    name has another card, or another rank has a card of that name, as ``mixmesh detect`` names unknown
+    cards."""
     name, card = planned[rank].device, found[rank].name
     if _catalogue_name(name) in CATALOGUE:
         return False
@@ -117,13 +118,13 @@ def _is_mixed(rank: int, planned: Sequence[PlannedDevice], found: Sequence[Found
 
 
 def _catalogue_name(name: str) -> str:
-    """A device's name without the number by which ``mixmesh detect`` tells cards of one row apart."""
+    """A device's name without the number that ``mixmesh detect`` adds to distinguish cards of one row."""
     return name if name in CATALOGUE else re.sub(r"-\d+$", "", name)
 
 
 def _is_moved(rank: int, planned: Sequence[PlannedDevice], found: Sequence[FoundDevice]) -> bool:
-    """Whether the ranks of a machine are on several hosts, or the machines have the hosts' names, and this
-    host is another one than was planned, and not one that equals it."""
+    """Whether the rank runs on another host than planned: the ranks of its machine are on several hosts, or
+    the machines are named after the hosts and this host neither is nor equals the planned one."""
     plan, host = planned[rank], found[rank].host
     if next(f.host for p, f in zip(planned, found) if p.machine == plan.machine) != host:
         return True

@@ -1,15 +1,15 @@
-"""Do the ranks that hold one parameter whole still hold the same values?
+"""Checks that the ranks holding a parameter whole still hold the same values.
 
-They all start from rank 0's, and are given the same gradients. A script that changes weights or gradients by
-random numbers of each rank's own, or on one rank alone, leaves them different, and from then on the ranks
-train other models without a word. So now and then they compare norms, which are numbers that travel fast.
+They all start from rank 0's, and get the same gradients. A script that changes weights or gradients by random
+numbers of each rank's own, or on one rank only, makes them different, and from then on the ranks silently
+train different models. So now and then they compare norms, which are quick to send.
 
-What a script sets the optimizer to is compared too: a scheduler that is given a rank's own numbers has other
-learning rates on every rank, and where parameters are cut no norm tells.
+The optimizer's settings are compared too: a scheduler that follows a rank's own numbers sets other learning
+rates on every rank, which no norm shows for parameters that are cut.
 
-Devices may round otherwise, so that values need not be equal to the bit. Where values differ by a share d of
-their size at random, the norm of n of them differs by about d / sqrt(n): what is compared is the difference
-of the norms times sqrt(n), which is that share.
+Devices may round differently, so values need not be equal to the bit. If n values differ at random by a share
+d of their size, their norms differ by about d / sqrt(n); so the difference of the norms times sqrt(n) is
+compared with a limit for d.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from .shard_numbers import Off
 from .shards import Stored
 
 FIRST_CALLS = (2, 4, 8, 16, 32)  # forward passes of a training before which parameters are compared
-EVERY = 64  # and from then on
+EVERY = 64  # forward passes from one comparison to the next, after the first ones
 ORDERS = (1.0, 2.0)  # the orders of the norms
 SETTINGS = ("lr", "weight_decay", "momentum", "betas")  # optimizer settings that schedulers change
 SETTINGS_ROUNDING = 1e-6  # machines may have other functions of mathematics
-# shares by which values may differ where devices round otherwise, by dtype
+# largest share by which values of a dtype may differ between devices that round differently
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
 HINTS = (
     "draw random numbers alike on all ranks: seed them by one number right before, torch.manual_seed(0)",
@@ -44,13 +44,13 @@ HINTS = (
 
 
 def is_due(num_calls: int) -> bool:
-    """Whether parameters are to be compared before the forward pass ``num_calls`` of a training."""
+    """Whether to compare parameters before forward pass number ``num_calls`` of a training."""
     return num_calls in FIRST_CALLS or num_calls % EVERY == 0
 
 
 @dataclass(frozen=True)
 class Replica:
-    """One parameter that ``ranks`` hold whole; ``index`` is its place among those that this rank holds."""
+    """One parameter that ``ranks`` hold whole; ``index`` is its position among those held by this rank."""
 
     name: str
     ranks: tuple[int, ...]
@@ -74,7 +74,7 @@ class DriftWatch:
         self._held = held
         self.optimizer: torch.optim.Optimizer | None = None
         self.num_calls = 0
-        self._alike_at = 0  # the forward pass before which all was alike for the last time
+        self._alike_at = 0  # the last forward pass before which all ranks agreed
 
     def before_call(self) -> None:
         """Compares if it is due before this forward pass of a training. Collective."""
@@ -120,7 +120,7 @@ class DriftWatch:
 
     @torch.no_grad()
     def _norms(self) -> Tensor:
-        """The norms of every replica, zeros for those that other ranks hold; a row each."""
+        """The norms of every replica, a row each; zeros for replicas that only other ranks hold."""
         norms = torch.zeros(len(self._replicas), len(ORDERS), dtype=torch.float64)
         own = [n for n, replica in enumerate(self._replicas) if self._comm.rank in replica.ranks]
         with Off():
@@ -156,8 +156,8 @@ class DriftWatch:
 
 
 def settings_of(optimizer: torch.optim.Optimizer | None) -> tuple[float, float]:
-    """The sum of an optimizer's learning rates, each times the number of its group, and that of its other
-    settings."""
+    """(sum of an optimizer's learning rates, sum of its other settings), each setting times its group's
+    number."""
     rates = others = 0.0
     for number, group in enumerate(() if optimizer is None else optimizer.param_groups, 1):
         for name in SETTINGS:
@@ -175,8 +175,8 @@ def is_replicated(layout: Layout) -> bool:
 
 
 def is_alike(norms: Sequence[float], num_elements: int, dtype: torch.dtype) -> bool:
-    """Whether norms of as many elements differ by rounding alone. What is not finite anywhere is found by
-    others, and is not drift."""
+    """Whether replicas' norms differ only by rounding. Values that are not finite count as alike: other
+    checks find them."""
     if not all(map(math.isfinite, norms)):
         return True
     largest = max(norms)

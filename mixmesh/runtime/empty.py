@@ -1,8 +1,8 @@
-"""A rank whose piece is empty: results of nothing, made without running the operator.
+"""Results for a rank whose piece is empty, made without running the operator.
 
-Few operators take dims of no elements (some convolutions end the process), so none is asked to. A result
-that is itself cut is empty; one that is a partial sum is zero, plus the terms that are only added (a
-bias). Every input gets its gradient, of zeros, so that ranks agree on the collectives of the backward.
+Few operators accept dims of size 0 (some convolutions end the process), so none is run. A result that is
+itself cut is empty; a partial sum is zero plus the terms that are only added, such as a bias. Every input
+gets a gradient of zeros, so that ranks agree on the collectives of the backward.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def empty_op(local: LocalCall, dtypes: list[torch.dtype], device: torch.device) 
     def make():
         return tuple(torch.zeros(s, dtype=d, device=device) for s, d in zip(local.out_shapes, dtypes))
 
-    if local.call.op in NOT_DIFFERENTIABLE:  # nor is it where there is something
+    if local.call.op in NOT_DIFFERENTIABLE:  # not differentiable on other ranks either
         return lambda *tensors: make()
 
     def run(*tensors):

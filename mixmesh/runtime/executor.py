@@ -1,8 +1,8 @@
-"""A program as one rank runs it: compiled once into a straight line of Python.
+"""Compiles a program, for one rank, into straight-line Python.
 
-``RankProgram.source`` is that line, for reading: instructions that this rank has no part in are absent, a
-value is forgotten after its last use, a redistribution is started at its place and awaited at its first
-use (of any rank: what is awaited in the forward pass decides the order of the backward).
+``RankProgram.source`` is that code, for reading. Instructions in which this rank takes no part are absent,
+and a value is dropped after its last use. A redistribution starts at its place and is awaited before its
+first use on any rank, because the order in which the forward pass awaits decides the order of the backward.
 """
 
 from __future__ import annotations
@@ -69,11 +69,14 @@ class RankProgram:
         handed: dict[str, Tensor] | None = None,
         shown: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor | None, dict[str, Tensor], list[Tensor]]:
-        """Local tensors in, for an owned parameter what awaits it (see ``owned``). Out come this rank's
-        addend of the loss (None if it has none), new values of buffers, and the tokens that must go into
-        the loss (see ``redistribute``). A stage of a pipeline finds what comes from earlier ones among its
-        ``inputs``, by ``transfer_key``, and leaves in ``handed`` what goes to later ones, by result. What
-        this rank holds of outputs is left in ``shown``, by name."""
+        """Runs the program on local tensors; an owned parameter may be ``Awaited`` (see ``owned``). Returns
+        this rank's addend of the loss (None if it has none), new values of buffers, and the tokens that must
+        go into the loss (see ``redistribute``).
+
+        A pipeline's stage finds the results of earlier stages among its ``inputs``, by ``transfer_key``, and
+        leaves those for later stages in ``handed``, by result. This rank's part of the outputs is left in
+        ``shown``, by name.
+        """
         updated: dict[str, Tensor] = {}
         tokens: list[Tensor] = []
         keep = Keeper()
@@ -117,13 +120,13 @@ def compile_program(
     inspector: Inspector | None = None,
     compiles: bool = False,
 ) -> RankProgram:
-    """The program as ``rank`` runs it; without ``training``, dropout lets everything pass.
+    """Compiles the program for ``rank``. Without ``training``, dropout is off.
 
-    ``sink`` takes the gradients of redistributed parameters, to be added when they have arrived; without
-    one the backward pass waits for each. ``receiver`` takes those that are computed apart (``wgrad``). With a
-    ``recorder`` every instruction is measured. With a ``window`` it runs on that many samples. An
-    ``inspector`` looks at every value. With ``compiles`` what is between collectives is compiled as one
-    (``segments``), unless a recorder or an inspector looks at every operator.
+    ``sink`` takes the gradients of redistributed parameters, to be added when they arrive; without one the
+    backward pass waits for each. ``receiver`` takes split weight gradients (``wgrad``). A ``recorder``
+    measures every instruction, and an ``inspector`` sees every value. With a ``window`` the program runs on
+    that many samples. With ``compiles`` the operators between collectives are compiled together
+    (``segments``), unless a recorder or an inspector needs to see each of them.
     """
     program = on_rank(program, rank)
     receiver = AtOnce() if receiver is None else receiver
@@ -135,7 +138,7 @@ def compile_program(
     for n, instruction in enumerate(program.instructions):
         writer.instruction(n, instruction)
     source = writer.finish()
-    names: dict[str, Any] = dict(writer.bound)  # and what the sources define
+    names: dict[str, Any] = dict(writer.bound)  # the compiled functions are added to it
     for name, text in writer.segments.items():
         exec(compile(text, f"<{program.name}, rank {rank}, {name}>", "exec"), names)
         names[name] = compiled(names[name])
@@ -162,12 +165,12 @@ class _Writer:
         self.bound["region"] = self._region
         self.factors = Factors()
         self.held: set[str] = set()
-        self.passing: set[str] = set()  # awaited by this rank, though it holds nothing of them
+        self.passing: set[str] = set()  # awaited by this rank although it holds no part of them
         self.reshard = reshard_points(program)
         self.resharded = {name for names in self.reshard.values() for name in names}
         self.records: set[str] = set()  # resharded values whose shards, to gather from again, are at hand
-        self.pending: dict[str, str] = {}  # value -> what is written to await it
-        self.segment: Segment | None = None  # that is open; None where nothing is compiled
+        self.pending: dict[str, str] = {}  # value -> code that awaits it
+        self.segment: Segment | None = None  # the open segment; None if nothing is compiled
         self.segments: dict[str, str] = {}  # sources by name
         self.bucket_of: dict[str, int] = {}  # by the parameter's value
         self.region_ends = {members[-1]: number for number, members in regions(program).items()}
@@ -205,12 +208,12 @@ class _Writer:
         return "\n".join(self.text) + "\n"
 
     def _line(self, text: str, i: Instruction | None) -> None:
-        """Writes a line after what was written before."""
+        """Appends a line, after closing the open segment."""
         self._close_segment()
         self._write(text, i)
 
     def _close_segment(self) -> None:
-        """Writes the call of the open segment, if it has operators, and opens another one."""
+        """Writes the call of the open segment, if it has operators, and opens a new one."""
         segment = self.segment
         if segment is None or not segment.lines:
             return
@@ -249,7 +252,8 @@ class _Writer:
             self._line(f"recorder.outside({self._name(name)})", i)
 
     def _look(self, i: Instruction) -> None:
-        """Has the inspector look at what no operator of this rank has made, once it is there."""
+        """Shows the inspector the result of a leaf or a redistribution, which no operator of this rank
+        makes."""
         if self.inspector is not None and (i.is_leaf or i.is_redistribution):
             if i.result in self.held and i.result not in self.pending:
                 self._line(f"inspector.note({i.result!r}, {self._name(i.result)})", i)
@@ -431,7 +435,7 @@ def local_piece(whole: Tensor, held: Layout, rank: int) -> Tensor:
 
 
 def transfer_key(result: str) -> str:
-    """By what a stage finds among its inputs what another one sent."""
+    """The key among a stage's inputs for a result sent by another stage."""
     return f"%{result}"
 
 
@@ -440,7 +444,7 @@ def _detached(argument: str) -> str:
 
 
 def _record(name: str) -> str:
-    """The name of what a gathered parameter is gathered again from."""
+    """The name of the record from which a gathered parameter is gathered again."""
     return f"k_{_mangle(name)}"
 
 

@@ -29,7 +29,7 @@ class LentPart:
 
 
 class Face(nn.Module):
-    """A module that stands for another one. ``_runtime`` is set before anything else."""
+    """A module that stands in for another one. ``_runtime`` is set before anything else."""
 
     _runtime: Any  # a Runtime, which knows this class
 
@@ -68,7 +68,8 @@ class Face(nn.Module):
         return f"mixmesh: rank {self._runtime.comm.rank} of {self._runtime.comm.world_size}"
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> NoReturn:
-        """Refused: on pieces an initialisation is another one, or differs from rank to rank."""
+        """Refuses an initialisation by a function: on pieces it would differ from the original's, or between
+        ranks."""
         raise InputError(
             "apply on a parallel model would change pieces of parameters, on every rank by itself",
             expected="a model that is initialised before it is parallel",
@@ -77,7 +78,7 @@ class Face(nn.Module):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """Another parallel model with pieces of its own, in the same layout and over the same groups.
+        """Another parallel model with its own pieces, in the same layout and with the same groups.
         Collective; every rank holds the whole model meanwhile."""
         original = self._runtime.original
         with self.whole() as module:

@@ -26,7 +26,7 @@ from .shard_tensor import ShardTensor, plain
 
 T = TypeVar("T")
 MOST_IN_A_ROW = 10  # steps that are left out
-LEAST_SCALE = 1.0  # for a loss; gradients that overflow below it are no matter of the scale
+LEAST_SCALE = 1.0  # lower limit of the scale of a loss; gradients that overflow even then have another cause
 SAID_EVERY = 100  # steps at most, that one was left out
 
 
@@ -35,16 +35,18 @@ class OnNan(Enum):
 
     STOP = "stop"  # an error, and the optimizer makes no step
     SKIP = "skip"  # the batch is left out, on all ranks
-    IGNORE = "ignore"  # one warning, for the loss alone
+    IGNORE = "ignore"  # one warning, about the loss only
 
 
 class FiniteGuard:
-    """Sums the loss of every step, and looks at it and at the gradients before the optimizer's step:
-    ``backward`` runs a batch, then ``may_step`` says whether the optimizer is to, ``step`` has it do so, and
-    ``loss`` is there after its step. All are collective.
+    """Sums the loss of every step, and checks it and the gradients before the optimizer's step.
 
-    Where a ``scaler`` scales the loss, gradients that overflow are left out by it, and the scale is lowered:
-    they are not looked at until it is below one."""
+    In each step, ``backward`` runs a batch, ``may_step`` says whether the optimizer may step, ``step`` makes
+    its step, after which ``loss`` is known. All are collective.
+
+    A ``scaler`` of the loss leaves out gradients that overflow and lowers the scale; they are not checked
+    until the scale is below one.
+    """
 
     def __init__(self, model: ParallelModel, on_nan: OnNan, scaler: GradScaler | None = None) -> None:
         self._model, self._on_nan, self._scaler = model, on_nan, scaler
@@ -55,12 +57,12 @@ class FiniteGuard:
         self._said_at: int | None = None  # step
         self._has_warned = False
         self._addend = torch.zeros(())
-        self._total: Handle = done(self._addend)  # the loss, and what is summed with it
+        self._total: Handle = done(self._addend)  # the loss, and the flags summed with it
         self.num_skipped = 0
 
     def backward(self, batch: Any) -> None:
-        """Runs the forward and backward pass of a batch. Where gradients are looked at, what was seen of them
-        travels with the loss, after the backward pass; else the loss travels beside that."""
+        """Runs the forward and backward pass of a batch. If gradients are checked, the loss is summed after
+        the backward pass, together with the findings; otherwise it is summed during the backward pass."""
         if self._on_nan is OnNan.IGNORE:
             local, total = call(self._model.forward_local, batch)
             assert total is not None  # the model computes its loss
@@ -82,7 +84,7 @@ class FiniteGuard:
         self._total = self._sum(may_be_spoilt(gradients))
         loss, num_spoilt = self._total.wait().tolist()
         if math.isfinite(loss):
-            # the sums are the same on all ranks, so all agree on whether to look again, and on what they see
+            # the sums are the same on all ranks, so all agree on whether to look again, and on the findings
             is_finite = not num_spoilt
             if not is_finite:
                 spoilt = torch.tensor(float(any(map(is_spoilt, gradients))))
@@ -132,8 +134,8 @@ class FiniteGuard:
             return self._model.sum_of_ranks(torch.stack([self._addend.to(flag.dtype), flag]))
 
     def loss(self, step: int) -> float:
-        """The loss of step number ``step``, after the optimizer's step. Warns once of one that is not finite
-        where that is ignored."""
+        """The loss of step number ``step``, after the optimizer's step. Warns once about a loss that is not
+        finite if such losses are ignored."""
         loss = float(self._total.wait().flatten()[0].to(self._addend.dtype))
         if self._on_nan is OnNan.IGNORE and not self._has_warned and not math.isfinite(loss):
             self._has_warned = True

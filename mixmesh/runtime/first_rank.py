@@ -1,5 +1,5 @@
-"""Values that ranks share, and waiting until all are there. Each exchange is a call that the watch knows, or
-a part of the one that is under way."""
+"""Exchanges values between ranks, and waits until all ranks are there. The watch knows each exchange as a
+call of its own, or as a part of the call under way."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def from_first_rank(
     make: Callable[[], T], group: dist.ProcessGroup | None = None, *, what: str = FROM_FIRST
 ) -> T:
     """Runs ``make`` on the first rank and returns its value on every rank. Collective over ``group``, which
-    has all ranks; an error there is raised everywhere. Without process groups this one is the first rank.
-    ``what`` names the exchange in messages."""
+    must contain all ranks; an error on the first rank is raised everywhere. Without process groups this rank
+    counts as the first. ``what`` names the exchange in messages."""
     if not dist.is_initialized():
         return make()
     box: list[Any] = [None, None]
@@ -77,8 +77,8 @@ def largest(x: torch.Tensor, what: str) -> torch.Tensor:
 
 @contextmanager
 def _exchange(what: str) -> Iterator[Callable[[], AbstractContextManager[None]]]:
-    """A call in which ranks exchange something, and within it the context in which this one waits: raises
-    CollectiveError if a rank is lost meanwhile and the watch knows which."""
+    """A call in which ranks exchange something. It yields a function whose context is to surround waiting:
+    that raises CollectiveError if a rank is lost meanwhile and the watch knows which."""
     watch = running_watch()
     if watch is None or not watch.is_of_this_thread:
         yield nullcontext

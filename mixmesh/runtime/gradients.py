@@ -1,17 +1,17 @@
-"""Gradients of replicated parameters: summed over their ranks while the backward pass still runs.
+"""Sums the gradients of replicated parameters over their ranks while the backward pass still runs.
 
-A parameter held as R has a gradient held as P(sum). Parameters are put into buckets; when the last
-gradient of a bucket is there, the bucket becomes one flat buffer whose all_reduce starts at once, and
-the gradients become views of it. Buckets are started in one fixed order on all ranks, and all are
-awaited before ``backward()`` returns, so that a caller may clip or read gradients as usual.
+A parameter held as R has a gradient held as P(sum). Parameters are put into buckets. When the last gradient
+of a bucket is ready, the bucket becomes one flat buffer whose all_reduce starts at once, and the gradients
+become views of it. All ranks start buckets in one fixed order, and all sums are awaited before ``backward()``
+returns, so that a caller may clip or read gradients as usual.
 
-Two rules keep sums right when gradients accumulate over several backward passes. A gradient that was
-summed already is R; before more is added to it, all ranks but the first drop theirs, which makes it P
-again. And a rank whose part of the step gave a parameter no gradient contributes zeros.
+Two rules keep sums right when gradients accumulate over several backward passes. A gradient that was already
+summed is R; before more is added to it, all ranks but the first drop theirs, which makes it P again. And a
+rank whose part of the step gave a parameter no gradient contributes zeros.
 
-Gradients that a redistribution brings (the reduce_scatter of a gathered parameter) are handed over as
-handles, and added to their parameters as they arrive. So are those of owned parameters (``owned``): their
-bucket is reduce_scattered to the owners, and the whole gradient is freed when it leaves.
+Gradients from a redistribution (the reduce_scatter of a gathered parameter) come as handles, and are added to
+their parameters as they arrive. The gradients of owned parameters (``owned``) are reduce_scattered to the
+owners, bucket by bucket, and each whole gradient is freed once sent.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from .sfb import summed_by_sfb
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Parameters by name whose gradients travel together, between ``ranks``; to their owners, if those of
-    the bucket are ``owned`` (the name of a ratio). For parameters with copies these are the gradients of
-    ``cells``."""
+    """Parameters, by name, whose gradients are summed together over ``ranks``. The sums go to the owners if
+    the parameters are ``owned`` (the name of a ratio). For parameters with copies only the gradients of
+    ``cells`` are summed."""
 
     names: tuple[str, ...]
     ranks: tuple[int, ...]
     owned: str | None = None
     stage: int = 0
-    cells: tuple[Cell | None, ...] = ()  # by name, what is summed of a parameter with copies
+    cells: tuple[Cell | None, ...] = ()  # by name, the summed cell of a parameter with copies
     late: bool = False  # summed when all gradients that redistributions bring are there
     parts: Parts = ()  # the ranks by machine, if they are summed by levels
 
@@ -74,8 +74,8 @@ class Sums(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Gradients taken away from their parameters, and which of them are sums over ranks. Those of the buckets
-    ``early`` are, or will be when ``handles`` are through."""
+    """Gradients taken away from their parameters, and the parameters (``summed``) whose gradients are already
+    sums over ranks. The gradients of the buckets ``early`` are sums too once ``handles`` have finished."""
 
     gradients: list[tuple[Tensor, Tensor]]
     summed: set[int]
@@ -85,25 +85,26 @@ class Taken:
 
 @dataclass
 class _Progress:
-    """One backward pass: what is missing per bucket, how far the fixed order has got. None
-    stands for a bucket that this pass does not sum."""
+    """One backward pass: the gradients missing per bucket, and the progress in the fixed order. A bucket that
+    this pass does not sum has None."""
 
     missing: list[set[int] | None] = field(default_factory=list)
     next: int = 0
     handles: list[Handle] = field(default_factory=list)
     arriving: deque[tuple[Callable[[Tensor], None], Handle, int]] = field(default_factory=deque)
     postponed: list[tuple[Tensor, Callable[[], Tensor]]] = field(default_factory=list)
-    # by the redistribution beside whose gradient they are made
+    # by the redistribution whose gradient they overlap
     waiting: dict[str, list[tuple[Tensor, Callable[[], Tensor]]]] = field(default_factory=dict)
     whole: set[int] = field(default_factory=set)  # buckets whose sums were delivered
 
 
 class GradientReducer:
-    """Hooks on the parameters of this rank that sum their gradients.
+    """Sums the gradients of this rank's parameters by hooks on them.
 
-    ``params`` are those that are used, by name; of those in ``owned`` the gradients go to owners.
-    ``on_sum`` is called in every pass that sums all. ``origins``: of parameters with copies, where in the
-    whole the piece of this rank begins."""
+    ``params`` are the parameters in use, by name; the gradients of those in ``owned`` go to their owners.
+    ``on_sum`` is called in every pass that sums all. ``origins`` gives, for parameters with copies, where
+    this rank's piece begins in the whole.
+    """
 
     def __init__(
         self,
@@ -129,7 +130,7 @@ class GradientReducer:
         self._ready: dict[int, list[Callable[[Tensor], None]]] = {}  # by parameter, its hooks
         self._first: dict[int, bool] = {}  # is this the rank that keeps an accumulated sum?
         self._summed: set[int] = set()  # parameters whose .grad is a sum over ranks
-        self._uses: dict[int, int] = {}  # by parameter, from which a gradient is expected (``wgrad``)
+        self._uses: dict[int, int] = {}  # gradients still expected, by parameter (``wgrad``)
         self._buckets: list[list[Tensor]] = []
         self._channels: list[Channel] = []
         self._levels: list[ByLevels | None] = []
@@ -182,13 +183,14 @@ class GradientReducer:
 
     @property
     def summed_params(self) -> set[int]:
-        """Ids of the parameters of which a pass without sums over ranks knows only an addend."""
+        """Ids of the parameters for which a pass without sums over ranks has only an addend."""
         pieces = (id(o.piece) for group in self._groups.values() for o in group)
         return {*map(id, self._members()), *pieces}
 
     @contextmanager
     def summing(self, sums: Sums):
-        """Backward passes within it sum no more than that; the next one outside sums what has accumulated."""
+        """A context in which backward passes sum at most these gradients; the next pass outside sums the
+        rest."""
         before = self.sums
         self.sums = before if before is Sums.NONE else sums
         try:
@@ -211,23 +213,23 @@ class GradientReducer:
         return removed
 
     def drop(self) -> None:
-        """Lets go of what ``no_sync`` has left to be summed."""
+        """Drops gradients that ``no_sync`` has left unsummed."""
         for p in self._all:
             p.grad = None
         self._summed.clear()
 
     def put_back(self, taken: Taken) -> None:
-        """The reverse, where nothing has accumulated since."""
+        """Undoes ``take``, provided that nothing has accumulated since."""
         for p, gradient in taken.gradients:
             p.grad = gradient
         self._summed = taken.summed
 
     @contextmanager
     def early(self, held: Taken):
-        """A backward pass within it starts sums before anyone has called ``backward``: a sum that is scaled
-        afterwards is the sum of what is scaled. ``take`` hands over what it has started. A bucket waits for
-        ``backward`` if gradients are ``held`` that are to be summed with its own, or if it has owners or
-        copies."""
+        """A context for a backward pass that starts its sums before ``backward`` is called, which is right
+        because scaling a sum equals summing what was scaled. ``take`` hands over the sums it has started. A
+        bucket waits for ``backward`` if it has owners or copies, or if its gradients are to be summed with
+        some that are ``held``."""
         waiting = {id(p) for p, _ in held.gradients}
         self._progress = _Progress(
             [
@@ -240,8 +242,8 @@ class GradientReducer:
         self._start_ready(all_of_them=True)
 
     def deliver(self, taken: Taken, scale: Callable[[Tensor], Tensor]) -> None:
-        """Within a backward pass that has begun: adds what was taken before it. What is a sum stays one where
-        nothing is there yet; elsewhere it becomes the first rank's addend."""
+        """Adds the gradients that were taken before this backward pass began. A sum remains a sum if its
+        parameter has no gradient yet; otherwise it becomes the first rank's addend."""
         progress = self._progress
         for handle in taken.handles:
             handle.wait()
@@ -266,7 +268,7 @@ class GradientReducer:
                 add(p, scale(gradient))
 
     def begin(self) -> None:
-        """Called inside a backward pass, before any gradient of it is ready."""
+        """Called inside a backward pass, before any of its gradients is ready."""
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return  # two losses in one backward pass
@@ -285,8 +287,8 @@ class GradientReducer:
         return self.sums is Sums.ALL or (self.sums is Sums.EVERY_PASS and bucket.stage == 2)
 
     def sink(self, p: Tensor | None, handle: Handle, size_bytes: int) -> None:
-        """Takes a gradient that is on its way in buffers of ``size_bytes``. Those that have arrived
-        meanwhile are added; where the backward pass is faster than the network, it waits."""
+        """Takes a gradient that is on its way in buffers of ``size_bytes``, and adds those that have arrived
+        meanwhile. Waits if the backward pass is faster than the network."""
         self._take(lambda gradient: add(p, gradient), handle, size_bytes)
 
     def expects(self, p: Tensor, uses: int) -> None:
@@ -294,15 +296,15 @@ class GradientReducer:
         self._uses[id(p)] = self._uses.get(id(p), 0) + uses
 
     def arrived(self, p: Tensor, gradient: Tensor) -> None:
-        """Takes a gradient that autograd knows nothing of. It is the last of its parameter if no other use
-        is expected to bring one: that of another loss, perhaps in this very pass."""
+        """Takes a gradient that was made outside of autograd. It completes its parameter unless another use
+        of that parameter, perhaps in another loss of this same pass, is still to bring one."""
         add(p, gradient)
         for ready in () if self._uses.get(id(p)) else self._ready.get(id(p), ()):
             ready(p)
 
     def postponed(self, p: Tensor, make: Callable[[], Tensor]) -> None:
-        """One that is made when the rest of the backward pass is over; at once in a pass that nothing ends,
-        such as those of a pipeline's stage."""
+        """Postpones making a gradient until the rest of the backward pass is over. Makes it at once in a pass
+        whose end is not observed, such as a pipeline stage's."""
         if self._task == torch._C._current_graph_task_id():
             self._progress.postponed.append((p, make))
         else:
@@ -313,7 +315,7 @@ class GradientReducer:
         self._progress.waiting.setdefault(collective, []).append((p, make))
 
     def sent(self, collective: str) -> None:
-        """Makes what was ``waiting`` for it."""
+        """Makes the gradients that were waiting for this collective."""
         for p, make in self._progress.waiting.pop(collective, ()):
             self.arrived(p, make())
 
@@ -334,8 +336,8 @@ class GradientReducer:
             yield from members
 
     def _hook(self, index: int, p: Tensor):
-        # autograd keeps hooks where Python's collector does not look: with a reducer in them it would never
-        # be freed, nor would its parameters and process groups
+        # autograd keeps hooks where Python's garbage collector cannot see them: a reducer referenced from one
+        # would never be freed, nor would its parameters and process groups
         key, reducer = id(p), weakref.ref(self)
 
         def ready(_: Tensor) -> None:
@@ -403,7 +405,7 @@ class GradientReducer:
         self._take(deliver, handle, size_bytes)
 
     def _sum_cells(self, index: int, grads: list[Tensor]) -> None:
-        """Sums what this rank's pieces have in common with those of other copies."""
+        """Sums the cells that this rank's pieces share with those of other copies."""
         shared = []
         for p, grad, cell in zip(self._buckets[index], grads, self._cells[index]):
             p.grad = grad

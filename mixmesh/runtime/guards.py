@@ -1,4 +1,4 @@
-"""Checks of what must hold whenever a parallel model is called: made before anything is computed."""
+"""Checks the conditions for calling a parallel model, before anything is computed."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ AGAIN = "plan again with the model as it is now, and parallelize that"
 
 @dataclass(frozen=True)
 class Guards:
-    """``shown``: the parameters of the model in their order. ``inner``: what the program has of each, in the
-    same memory. ``trainable``: whether each was to be trained when the plan was made."""
+    """``shown`` are the model's parameters in their order, ``inner`` the program's tensors for them, in the
+    same memory. ``trainable`` tells for each whether it was to be trained when the plan was made."""
 
     names: tuple[str, ...]
     shown: tuple[nn.Parameter, ...]
     inner: tuple[nn.Parameter, ...]
     trainable: tuple[bool, ...]
     device: torch.device
-    autocast: Autocast | None = None  # that the model was planned under
+    autocast: Autocast | None = None  # the autocast that the model was planned under
 
     @classmethod
     def of(
@@ -40,7 +40,7 @@ class Guards:
         return cls(names, tuple(inner), tuple(inner.values()), trainable, device, autocast)
 
     def check(self, model: nn.Module) -> None:
-        """Raises InputError if the program would not compute what the caller means."""
+        """Raises InputError if the program would not compute what the caller expects."""
         _check_autocast(self.device, self.autocast)
         with Off():
             now = tuple(model.parameters())

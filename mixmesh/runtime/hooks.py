@@ -1,7 +1,8 @@
-"""Hooks that are put on a parallel model after it was made: none of them would do what it does elsewhere.
+"""Refuses hooks that were put on a parallel model after it was made: none of them would do there what it does
+on an ordinary model.
 
-A hook on a gradient would see what one rank adds to it, before it is summed, and the modules within a
-parallel model are never called: their operators are those of the program.
+A gradient hook would see one rank's addend before the sum, and the modules within a parallel model are never
+called: the program has their operators.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ..frontend.trace.hooks import FORWARD, GRADIENT_HINT, OF_MODULES, OF_PARAME
 
 
 class HookWatch:
-    """Looks for hooks whenever any was registered in this process since it looked last."""
+    """Looks for hooks if any was registered in this process since the last look."""
 
     def __init__(self, model: nn.Module) -> None:
         self._own = {id(hook) for p in model.parameters() for hook, _ in _hooks(p, OF_PARAMETERS)}

@@ -52,8 +52,8 @@ def no_gradient_in_micro_steps(wanted: Wanted) -> InputError:
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """An input with a gradient: what the script gave, the ``leaf`` that the program runs on (None on a rank
-    without any of it), and how the whole is held."""
+    """An input with a gradient: the script's own tensor, the ``leaf`` on which the program runs (None on a
+    rank that holds no part of it), and how the whole is held."""
 
     outer: Tensor
     leaf: Tensor | None
@@ -61,7 +61,7 @@ class Given:
     comm: Comm
 
     def gradient(self) -> Tensor:
-        """The gradient of what the script gave, after the program's backward pass: of the whole batch, or of
+        """The gradient of the script's input after the program's backward pass: for the whole batch, or for
         this rank's own rows. Collective."""
         leaf, comm, layout_ = self.leaf, self.comm, self.held.held
         mine = None
@@ -91,7 +91,7 @@ def given_inputs(
     wanted: Sequence[str],
     comm: Comm,
 ) -> tuple[dict[str, Tensor], list[Given]]:
-    """The pieces of ``inputs``, of which those that are ``wanted`` are leaves of autograd."""
+    """The pieces of ``inputs``, made leaves of autograd if ``wanted``, and an entry for each wanted input."""
     replaced, entries = dict(inputs), []
     for i in program_inputs(program):
         name = i.args[0]

@@ -1,4 +1,4 @@
-"""Looks at every value and every gradient that a rank makes in one pass, for those that are not finite."""
+"""Searches all values and gradients that a rank makes in one pass for those that are not finite."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Counts:
 
     @classmethod
     def of(cls, x: Tensor) -> Counts | None:
-        """None where all are finite."""
+        """The counts of a tensor's values; None if all are finite."""
         if not is_spoilt(x):
             return None
         num_nan = int(x.isnan().sum())

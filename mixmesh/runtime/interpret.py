@@ -1,8 +1,7 @@
-"""All ranks of a program in one process, lock step: what a program means.
+"""Runs all ranks of a program in one process, in lock step: the definition of what a program means.
 
-Redistributions are written as plain differentiable tensor expressions over the list of all ranks'
-values, so their gradients come from autograd and not from a table: this is the yardstick that the
-multi-process runtime is held against.
+Redistributions are plain differentiable expressions over the list of all ranks' values, so their gradients
+come from autograd and not from a table. The multi-process runtime is checked against this.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ Regions = dict[tuple[int, int], Region]  # by number and rank
 
 @dataclass(frozen=True)
 class Outcome:
-    """``loss`` is the global loss with its graph; ``updates`` what updated buffers become, on every rank;
-    ``shown`` what every rank holds of outputs."""
+    """The global ``loss`` with its graph, the new values of updated buffers on every rank (``updates``), and
+    every rank's part of the outputs (``shown``)."""
 
     loss: Tensor
     updates: dict[str, Values]
@@ -65,7 +64,8 @@ def interpret(
     """Runs a program. ``tensors`` holds whole parameters and buffers by name, ``batch`` whole inputs.
 
     ``loss.backward()`` then leaves whole gradients in the parameters, for any placement of them. In a
-    micro-step ranks see their ``windows``, and what is ``given`` by name is an input that each has already.
+    micro-step ranks see only their ``windows``, and ``given`` holds, by name, inputs that the ranks already
+    have.
     """
     random = random or RandomPolicy(exact=True)
     env: dict[str, Values] = {}
@@ -79,7 +79,7 @@ def interpret(
     for n, i in enumerate(program.instructions):
         if i.op == "update":
             values = detached(env[i.inputs[0]])
-            before = updates.get(i.args[0], [None] * len(values))  # by another set of ranks
+            before = updates.get(i.args[0], [None] * len(values))  # held by another set of ranks
             updates[i.args[0]] = [old if v is None else v for v, old in zip(values, before)]
         elif i.op == "output":
             shown[i.args[0]] = detached(env[i.inputs[0]])
@@ -103,7 +103,7 @@ def detached(values: Values) -> Values:
 
 
 def whole_loss(program: Program, values: Values) -> Tensor:
-    """The loss of all ranks, from what each holds of it."""
+    """The loss of all ranks, from the values that they hold."""
     held = [v for v in values if v is not None]
     is_partial = isinstance(program.types[program.loss].placement, Partial)
     return sum(held[1:], held[0]) if is_partial else held[0]
@@ -141,8 +141,8 @@ def cut_by_windows(whole: Tensor, t: TensorType, program: Program, windows: Sequ
 def move_in_windows(
     program: Program, i: Instruction, values: Values, windows: Sequence[Window]
 ) -> Values | None:
-    """A redistribution that moves nothing but samples to another stage, as micro-steps see it; None for one
-    that is as ever."""
+    """A redistribution that only moves samples to another stage, within micro-steps; None for any other,
+    which runs as usual."""
     ranks = set(program.participants(i.type))
     if i.result in windows[0].samples.transfers:
         dim = i.type.shard.dim
@@ -151,7 +151,7 @@ def move_in_windows(
         return [p if rank in ranks else None for rank, p in enumerate(pieces)]
     local = [local_move(program, i, rank, window) for rank, window in enumerate(windows)]
     moves = [move for move in local if move is not None]
-    if not moves:  # on one rank as on all
+    if not moves:  # either all ranks have a local move, or none has
         return None
     return [move(v)[0] if rank in ranks else None for rank, (move, v) in enumerate(zip(moves, values))]
 
@@ -242,7 +242,8 @@ def redistribute(values: Values, src: TensorType, dst: TensorType, program: Prog
 
 
 def fold(addends: dict[int, Tensor], takers: tuple[int, ...], world_size: int) -> Values:
-    """Addends by rank, held by ``takers``: ranks that are none of them give theirs to the first one."""
+    """Addends by rank, to be held by ``takers`` only: the other ranks' addends are added to the first
+    taker's."""
     stays = {rank: v for rank, v in addends.items() if rank in takers}
     for v in [v for rank, v in addends.items() if rank not in takers]:
         stays[takers[0]] = stays[takers[0]] + v if takers[0] in stays else v

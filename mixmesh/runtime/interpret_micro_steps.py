@@ -1,4 +1,5 @@
-"""A plan's micro-steps with all ranks in one process: what accumulation means (see ``interpret``)."""
+"""Runs a plan's micro-steps with all ranks in one process: the definition of accumulation (see
+``interpret``)."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def interpret_step(
     *,
     random: RandomPolicy,
 ) -> Outcome:
-    """As ``interpret``; the loss is that of all micro-steps together.
+    """Like ``interpret``, for a step of several micro-steps; the loss is their total.
 
     Raises PlanError if the program cannot run in micro-steps.
     """
@@ -58,7 +59,8 @@ def _joined(pieces: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def windows(samples: Samples, planned: Schedule, number: int, random: RandomPolicy) -> list[Window]:
-    """The samples of every rank's micro-step of this number; none where it takes fewer."""
+    """The samples of every rank's micro-step with this number; none for a rank that takes fewer
+    micro-steps."""
     out = []
     for rank, sizes in enumerate(planned.sizes):
         place = RandomPolicy(random.seed, exact=random.exact, by_shape=random.by_shape)

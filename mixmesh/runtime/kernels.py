@@ -1,7 +1,7 @@
-"""Local kernels: where the result on a shard is not the plain operator on the shard.
+"""Local kernels, for operators whose result on a shard is not that of the plain operator on the shard.
 
-A kernel looks at its site and returns a function of the local inputs, or None where the plain operator
-will do. A rank with an empty piece never gets here (see ``empty``).
+A kernel looks at its site and returns a function of the local inputs, or None if the plain operator will do.
+Ranks with an empty piece run none of them (see ``empty``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ PlainOp = Callable[..., tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class Site:
-    """Where a kernel runs: the instruction, the rank, its local call, and the plain operator there."""
+    """The place where a kernel runs: the instruction, the rank, its local call, and the plain operator
+    there."""
 
     program: Program
     instruction: Instruction
@@ -68,11 +69,11 @@ class Dropout(torch.autograd.Function):
 
 
 def drawing(site: Site) -> Callable[[Callable], Tensor]:
-    """How this site draws numbers for its first result: a function of ``draw(shape, generator)``.
+    """Draws random numbers for this site's first result: returns a function of ``draw(shape, generator)``.
 
-    See ``random``: a replicated result draws the same on all ranks, a cut one its own, or in exact mode
-    its piece of the whole. An attribute ``drawn`` says that the result is a part of what is drawn: the number
-    of the operator, the dim that is cut and where the part starts, and the whole shape.
+    See ``random``: a replicated result draws the same on all ranks, a cut one draws its own numbers, or in
+    exact mode its piece of the whole. An attribute ``drawn`` marks a result that is a part of a larger draw:
+    the number of the operator, the dim that is cut, the start of the part, and the whole shape.
     """
     i, random, device = site.instruction, site.random, site.device
     drawn = i.attr("drawn") if i.attrs else None
@@ -92,7 +93,7 @@ def drawing(site: Site) -> Callable[[Callable], Tensor]:
         elif random.exact:
             whole = draw(drawn_shape, random.generator(operator, 0, device))
             whole = whole.narrow(dim, start, full_shape[dim])
-        else:  # the same on all ranks of a part of the batch, and of no other
+        else:  # equal on all ranks that share a part of the batch, different on the others
             first = site.program.participants(i.types[0])[0]
             whole = draw(full_shape, random.generator(operator, first + 1, device))
         return whole.narrow(placement.dim, *site.span(i.types[0])) if sharded else whole
@@ -154,9 +155,9 @@ def fill_kernel(draw: Callable):
 
 
 def seeded_kernel(site: Site) -> LocalOp:
-    """The kernel of an operator that draws in a way of its own and runs whole everywhere: by the process's
-    generator, seeded alike on all ranks. Its number among the draws is made of its name, which every part of
-    a program keeps."""
+    """The kernel of an operator that draws in its own way and runs whole on every rank, from the process's
+    generator, seeded alike on all ranks. The number of its draw is a hash of its results' names, which are
+    the same in every part of a program."""
     plain, device = site.plain(), site.device
     operator = zlib.crc32(" ".join(r or "" for r in site.instruction.results).encode())
 
@@ -191,7 +192,7 @@ def arange_kernel(site: Site) -> LocalOp | None:
 
 
 def squeeze_kernel(site: Site) -> LocalOp:
-    """A piece of one element is not a dim of one element: squeeze what is 1 as a whole."""
+    """Squeezes the dims that are 1 in the whole tensor: a piece may have one element along a larger dim."""
     shape = site.local.out_shapes[0]
     return lambda x: (x.reshape(shape),)
 
@@ -209,7 +210,7 @@ def cut_table(site: Site, dim: int) -> Callable[[], tuple[int, int]] | None:
 
 
 def localize_ids(ids: Tensor, start: int, length: int) -> tuple[Tensor, Tensor]:
-    """Ids counted from this rank's first row, held within its rows, and which of them are its own."""
+    """(ids relative to this rank's first row and clamped to its rows, mask of the ids that are its own)."""
     local = ids - start
     return local.clamp(0, length - 1), (local >= 0) & (local < length)
 
@@ -224,7 +225,7 @@ def embedding_kernel(site: Site) -> LocalOp | None:
     def run(table, ids):
         local_ids, own = localize_ids(ids, *span())
         rows = torch.nn.functional.embedding(local_ids, table)
-        if padding_idx >= 0:  # the pad row is looked up but takes no gradient
+        if padding_idx >= 0:  # the padding row is looked up but takes no gradient
             rows = torch.where((ids == padding_idx).unsqueeze(-1), rows.detach(), rows)
         return (torch.where(own.unsqueeze(-1), rows, rows.new_zeros(())),)
 
@@ -295,8 +296,8 @@ def cross_entropy_kernel(site: Site) -> LocalOp | None:
 
 
 def attention_kernel(site: Site) -> LocalOp | None:
-    """Causal attention of some of the queries: each sees the keys up to its own place among all queries, and
-    those behind the last of them are not looked at."""
+    """Causal attention of a part of the queries: each query sees the keys up to its own position among all
+    queries, so keys behind the last query are left out."""
     call, placement = site.local.call, site.local.in_placements[0]
     queries = site.program.types[site.instruction.inputs[0]]
     is_cut = isinstance(placement, Shard) and placement.dim == len(queries.value.shape) - 2

@@ -1,9 +1,10 @@
-"""The store of a launch, with nothing in it that an earlier start has written.
+"""The store of a launch, free of anything that an earlier start has written.
 
-torchrun keeps one store for all starts of its processes, and has no name for a start that all machines know:
-each counts its own restarts (https://github.com/pytorch/pytorch/issues/135712). Values that ranks of an
-earlier start wrote, the addresses of processes that are gone among them, would be read as if they were new.
-So the ranks of a start agree on a name that no other start has, and keep to keys that begin with it.
+torchrun keeps one store for all starts of its processes, and no machine can name the current start in a way
+that all others know: each counts its own restarts (https://github.com/pytorch/pytorch/issues/135712). Values
+written by ranks of an earlier start, such as the addresses of processes that are gone, would be read as if
+they were new. So the ranks of a start agree on a name that no other start has, and use only keys that begin
+with it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ HINT = "with --nnodes MIN:MAX: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on ev
 
 
 def own_connection(store: dist.Store) -> dist.Store:
-    """The same store by a connection of its own: a thread that waits for an answer holds the other one."""
+    """A second connection to the same store: a thread that waits for an answer blocks the first."""
     return store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
 
 
@@ -36,7 +37,7 @@ def is_of_launcher() -> bool:
 
 
 def connect_store(timeout_s: float) -> dist.Store:
-    """The store of torchrun, as this start alone knows it. Collective; raises CollectiveError if not all
+    """The part of torchrun's store that belongs to this start. Collective; raises CollectiveError if not all
     ranks come within ``timeout_s``."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -49,8 +50,8 @@ def connect_store(timeout_s: float) -> dist.Store:
 
 
 def may_change() -> bool:
-    """Whether torchrun starts again, and on several machines: in PyTorch 2.13 one that comes later waits for
-    the address of its store for ever, as those that were there before do not tell it once more."""
+    """Whether torchrun may restart on several machines. In PyTorch 2.13 a machine that joins later then waits
+    forever for the store's address, which the other machines publish only once."""
     num_machines, restarts = (
         int(os.environ.get(name, "0")) for name in ("GROUP_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS")
     )
@@ -58,11 +59,11 @@ def may_change() -> bool:
 
 
 def store_of_start(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> dist.Store:
-    """The part of ``store`` that the ranks of this start alone know. Collective; raises CollectiveError if
+    """The part of ``store`` that belongs to the ranks of this start. Collective; raises CollectiveError if
     not all of them come within ``timeout_s``.
 
-    Each rank writes a number that nobody else has. The first one makes a name of the numbers that it finds,
-    and makes another one as long as a rank does not confirm it: that number was of an earlier start.
+    Each rank writes a unique number. The first rank makes a name of the numbers that it finds, and makes a
+    new one as long as some rank does not confirm it, because that rank's number was from an earlier start.
     """
     meeting = _Meeting(store, rank, world_size, timeout_s)
     try:

@@ -130,16 +130,16 @@ def route(src: Layout, dst: Layout) -> tuple[Step, ...]:
 
 
 def round_trip(src: Layout, dst: Layout) -> tuple[Step, ...]:
-    """The steps of a redistribution followed by those of its gradient."""
+    """The steps of a redistribution, followed by the steps of its gradient."""
     return route(src, dst) + route(dst.dual, src.dual)
 
 
 def meetings(program: Program) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Every set of ranks that communicates in a program, with its purpose, in one fixed order.
+    """Yields every set of ranks that communicates in a program, with its purpose, in one fixed order.
 
-    Gradients have groups of their own: a rank that takes no part in a layer sends its zeros later than
-    the others send their addends, and must not get in the way of other collectives meanwhile. So have
-    parameters that are stored in shards: what is computed of samples is waited for sooner.
+    Gradients have groups of their own: a rank that takes no part in a layer sends its zeros later than the
+    others send their addends, and must not block other collectives meanwhile. Parameters stored in shards
+    have their own groups too, because values computed from samples are awaited sooner.
     """
     seen: set[tuple[str, tuple[int, ...]]] = set()
     for i in program.instructions:

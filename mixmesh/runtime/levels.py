@@ -1,9 +1,9 @@
-"""Collectives by levels: to a rank of each machine, between these, and back (``ir.levels``).
+"""Hierarchical collectives: to one rank of each machine, between those, and back (``ir.levels``).
 
-The stages of a collective follow each other, those of several overlap: every stage has a process group
-and a thread of its own, which takes them in the order in which they were issued. That order is the same on
-all ranks, so no two ranks wait for each other in different ones. On NCCL a stream of their own takes the
-place of the threads.
+The stages of one collective follow each other, while those of several collectives overlap: every stage has
+its own process group and its own thread, which takes collectives in the order of their issue. That order is
+the same on all ranks, so no two ranks wait for each other in different ones. On NCCL, streams take the place
+of the threads.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ByLevels:
         self.between = comm.groups[BETWEEN, self.leaders]
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp, group: dist.ProcessGroup, async_op: bool):
-        """``x`` becomes the sum. ``group`` is that of the flat sum, which says what the backend is."""
+        """Sums ``x`` in place. ``group`` is the group of the flat sum, from which the backend is known."""
         if op != dist.ReduceOp.SUM:
             raise ValueError(f"levels sum, and do not {op}")
 
@@ -52,7 +52,8 @@ class ByLevels:
         return self._start(x, (lambda: self._up(x), between, lambda: self._down(x)), group)
 
     def reduce_scatter(self, x: Tensor, counts: Sequence[int], group: dist.ProcessGroup, async_op: bool):
-        """The leaders' pieces of ``x`` become those of the sum. ``counts`` are per rank of ``group``."""
+        """Sums ``x``, and leaves in it each leader's piece of the sum. ``counts`` are per rank of
+        ``group``."""
 
         def between() -> Sequence[dist.Work]:
             reduce = dist.reduce
@@ -63,7 +64,7 @@ class ByLevels:
         return self._start(x, (lambda: self._up(x), between), group)
 
     def all_gather(self, x: Tensor, counts: Sequence[int], group: dist.ProcessGroup, async_op: bool):
-        """``x``, in which every leader has its piece, gets all of them."""
+        """Fills ``x``, in which every leader has its own piece, with all pieces."""
 
         def between() -> Sequence[dist.Work]:
             pieces = self._pieces(x, counts, group)
@@ -96,7 +97,7 @@ class ByLevels:
 
 @cache
 def _first_stage() -> SimpleQueue:
-    """The queue of the thread of the first stage, which hands on to that of the next, and so on."""
+    """The queue of the first stage's thread, which passes work on to the next stage's thread, and so on."""
     following = queue_of(1, f"level {STAGES - 1}", partial(_serve, STAGES - 1, None))
     for stage in reversed(range(STAGES - 1)):
         following = queue_of(1, f"level {stage}", partial(_serve, stage, following))
@@ -137,7 +138,7 @@ class StreamWork:
         return self.end.query()
 
     def get_future(self) -> torch.futures.Future:
-        """The handle of the last transfer; one that is over where this rank had nothing to move."""
+        """The future of the last transfer; a completed one if this rank had nothing to move."""
         if self.last is not None:
             return self.last.get_future()
         over: torch.futures.Future = torch.futures.Future()

@@ -1,7 +1,8 @@
-"""Ranks that compute nothing, and how they hear what the others have agreed on.
+"""Passes on what the computing ranks agreed on to the ranks that compute nothing.
 
-A plan leaves out a device that is slow or far away. Those that compute must not wait for it in every step:
-they talk among themselves, and the first of them tells the others, without waiting until they have heard it.
+A plan may leave out a device that is slow or far away. The computing ranks must not wait for it in every
+step: they communicate among themselves, and the first of them broadcasts to the others without waiting for
+them to receive it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from .comm import Comm
 
 
 class Listeners:
-    """The ranks that compute nothing in a program. ``working`` are those that do, ``told`` the others and the
-    one that tells them; nobody if there are no others."""
+    """The ranks that compute nothing in a program. ``working`` are the ranks that compute; ``told`` are the
+    others and the one that broadcasts to them, empty if there are no others."""
 
     def __init__(self, program: Program) -> None:
         self.working = program.working_ranks
@@ -26,11 +27,11 @@ class Listeners:
         self._last: Handle = done(torch.empty(0))
 
     def tell(self, comm: Comm, known: Handle, what: str, purpose: str) -> Handle:
-        """A handle on what those that compute get of ``known``, which elsewhere only has the same shape and
-        dtype. Collective in the group of this ``purpose``, and so is ``wait`` of the handle."""
+        """A handle that gives every rank the working ranks' ``known``; on other ranks ``known`` only gives
+        shape and dtype. Collective in the group of this ``purpose``, and so is the handle's ``wait``."""
         if comm.rank not in self.told:
             return known
-        # the first of those that compute tells later than the others begin to listen
+        # the first working rank sends later than the others begin to listen
         channel = comm.channel(self.told, f"broadcast of {what}", purpose, is_call=False)
         if comm.rank != self.working[0]:
             return broadcast.start(channel, known.wait(), self.working[0])

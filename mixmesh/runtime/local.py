@@ -1,7 +1,7 @@
-"""One instruction on one rank: the ATen operator on local shards, its baked-in sizes made local.
+"""Runs one instruction on one rank: the ATen operator on local shards, with its baked-in sizes made local.
 
-Where the local result is not the plain operator on the shards (a mean over a cut dim, a look-up in a
-piece of a vocabulary, random numbers), one of ``kernels`` takes its place; where a rank's piece is empty,
+If the plain operator on the shards would not give the local result (a mean over a cut dim, a look-up in a
+piece of a vocabulary, random numbers), one of ``kernels`` takes its place; if a rank's piece is empty,
 ``empty`` does.
 """
 
@@ -34,7 +34,7 @@ def aten_op(name: str) -> Callable:
 
 
 def local_call(program: Program, i: Instruction, rank: int, window: Window | None = None) -> LocalCall:
-    """The call of ``i`` as ``rank`` makes it, on all of its samples or those of a window."""
+    """The call of ``i`` on ``rank``, for all of its samples or those of a window."""
     call = call_of(i, program.types)
     in_types = [program.types[name] for name in i.inputs]
     cutting = window if window is not None and window.samples.hold(i) else None

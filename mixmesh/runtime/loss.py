@@ -1,4 +1,4 @@
-"""The loss of the whole batch on every rank, from the addends of those that compute."""
+"""The loss of the whole batch on every rank, from the addends of the computing ranks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The words for a rank that does not take part any more: which one, on which device, in which step, and what
-the others were waiting for."""
+"""The message about a lost rank: which one, on which device, in which step, and what the others waited
+for."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Lost:
 
 @dataclass(frozen=True)
 class Position:
-    """Where a training is: the number of the step that is under way, and the devices by rank; None and empty
-    as long as they are not known."""
+    """Where a training is: the number of the current step, and the devices by rank; None and empty while
+    unknown."""
 
     step: int | None = None
     devices: tuple[str, ...] = ()
@@ -46,7 +46,7 @@ class Position:
         return f"rank {rank} ({self.devices[rank]})" if rank < len(self.devices) else f"rank {rank}"
 
     def error(self, lost: Lost, waiting: Waiting, world_size: int) -> CollectiveError:
-        """The error of a rank that waits for the one that was lost, or would wait for it next."""
+        """The error of a rank that waits for the lost one, or is about to."""
         at_step = "" if self.step is None else f", at step {self.step}"
         wait = "the others wait for it in" if waiting.is_met else "this rank needs it, and has come to"
         return CollectiveError(
@@ -59,7 +59,8 @@ class Position:
 
 
 def fields_of(error: MixmeshError, lost: Lost | None) -> dict[str, Any]:
-    """An error as other ranks read it; with ``lost`` each of them tells what it was waiting for itself."""
+    """The fields of an error, for other ranks to read; with ``lost`` each of them adds what it waited for
+    itself."""
     fields = {name: getattr(error, name) for name in ("message", "expected", "got", "where")}
     return {**fields, "hint": list(error.hint), "lost": None if lost is None else asdict(lost)}
 

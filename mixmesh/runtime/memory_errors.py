@@ -14,7 +14,7 @@ ALLOCATOR = "DefaultCPUAllocator"  # PyTorch's allocator on CPUs raises a Runtim
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory could not be had: Python's, that of PyTorch on a GPU or on a CPU."""
+    """Whether an error reports a lack of memory: Python's own, or PyTorch's on a GPU or a CPU."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and ALLOCATOR in str(error) and "allocate memory" in str(error)

@@ -1,7 +1,7 @@
-"""The group by which ranks tell each other small things: through the hosts' memory.
+"""The group for small messages between ranks, which go through the hosts' memory.
 
-Where collectives run on cards the default group would need a communicator of its own for it, some hundred MiB
-of each card, and every message would wait for all that the card has been given to do.
+On cards the default group would need a communicator for them, which takes some hundred MiB of each card, and
+every message would wait for all work queued on the card.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def end_messages() -> None:
 
 
 def meet() -> None:
-    """Waits for all ranks, each when its device has done what it was given. Collective."""
+    """Waits for all ranks, after this rank's device has finished its work. Collective."""
     if is_on_device():
         synchronize()
     dist.barrier(group=message_group())

@@ -1,17 +1,18 @@
-"""Accumulation within a step: a rank's samples in several micro-steps, one sum of gradients at the end.
+"""Accumulation within a step: a rank runs its samples in several micro-steps and sums gradients once at the
+end.
 
-The forward call runs all micro-steps, and the backward passes of all but the last; ``backward`` of the loss
-that it returns runs that of the last one and sums the gradients, so the user's loop stays as it is. Since
-``backward`` may come with another gradient than 1 (a loss that is divided, or scaled against underflow),
-the earlier passes start from the gradient of the step before, and what they gave is scaled by the quotient.
+The forward call runs all micro-steps, and the backward passes of all but the last. ``backward`` of the
+returned loss runs the last backward pass and sums the gradients, so the user's loop stays as it is. Since
+``backward`` may come with another gradient than 1 (a loss that is divided, or scaled against underflow), the
+earlier passes start from the gradient of the step before, and their results are scaled by the quotient.
 
-The stages of a pipeline run all their passes within the forward call, the last backward passes too (see
-``pipeline``): those of a stage wait for other stages', so none may wait for the user's. Sums of gradients
-start in the last of them, and are scaled when ``backward`` comes.
+The stages of a pipeline run all their passes, even the last backward passes, within the forward call (see
+``pipeline``): stages wait for each other, so none may wait for the user's ``backward``. Sums of gradients
+start in the last passes, and are scaled when ``backward`` comes.
 
-Ranks take as many micro-steps as each likes where only gradients of replicated parameters are summed. Where
-they meet in every micro-step (gathers of ZeRO stage 3) all take as many, those without samples too. Stage 2
-sums in every micro-step if all take as many, and otherwise once.
+If ranks only meet to sum gradients of replicated parameters, each takes its own number of micro-steps. If
+they meet in every micro-step (gathers of ZeRO stage 3) all take the same number, including ranks without
+samples. Stage 2 sums in every micro-step if all ranks take the same number, and otherwise once.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from .pipeline import Stage
 
 @dataclass(frozen=True)
 class MicroSteps:
-    """This rank's: ``sizes`` in samples, from ``first_sample`` of the batch on. ``once`` runs before them,
-    ``program`` in each. ``sums`` is what the passes before the last sum. ``stage`` is its place in a
-    pipeline, if it has one."""
+    """The micro-steps of this rank, of ``sizes`` samples each, beginning at ``first_sample`` of the batch.
+    ``once`` runs before them and ``program`` in each. ``sums`` says which gradients the passes before the
+    last one sum. ``stage`` is the rank's stage of a pipeline, if there is one."""
 
     samples: Samples
     program: Program

@@ -1,8 +1,9 @@
-"""Is the model still the one that was planned? Its forward pass is traced once more, at the first call.
+"""Checks that the model is still the planned one, by tracing its forward pass once more at the first call.
 
-A plan holds the forward pass as a program. Code that was changed since (another activation, label smoothing,
-a dropout rate) would not be run. So rank 0 traces the model that was handed to ``parallelize``, at the
-planned sizes and without computing anything, compares the graph with the plan's, and tells the other ranks.
+A plan holds the forward pass as a program. A later change of the code (another activation, label smoothing, a
+dropout rate) would silently have no effect. So rank 0 traces the model that was handed to ``parallelize``, at
+the planned sizes and without computing anything, compares the graph with the plan's, and informs the other
+ranks.
 """
 
 from __future__ import annotations
@@ -96,9 +97,9 @@ def batch_of_shapes(
 
 
 def digest(graph: Graph) -> tuple[str, frozenset[str]]:
-    """A digest of what decides the loss, the buffers' updates and the outputs, whatever the order of the
-    operators and the names of their results: each value is known by its operator and by what that was applied
-    to."""
+    """A digest of everything that decides the loss, the buffers' updates and the outputs, independent of the
+    order of operators and the names of results: a value is known by its operator and that operator's
+    arguments."""
     number_of: dict[str, str] = {}
     sinks: set[str] = set()
     for node in graph.nodes:

@@ -1,4 +1,4 @@
-"""Which modules of a model train: a program is made for one mode of each of them."""
+"""The training modes of a model's modules: a program is made for one mode of each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Modes = tuple[bool, ...]  # whether each module of a model trains, in their orde
 
 
 def modes_of(modules: Iterable[nn.Module]) -> Modes:
-    """Whether each of these modules trains."""
+    """The training mode of each of these modules."""
     return tuple([module.training for module in modules])
 
 

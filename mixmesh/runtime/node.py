@@ -1,10 +1,10 @@
 """The parallel model as one node of autograd, from its parameters to the loss.
 
-The program runs on tensors of its own (``inner``) that share memory with the parameters that are shown. Its
-backward pass runs as a whole within that of the node, sums included, and hands each shown parameter its
-finished gradient. So all that is outside of the model is as on one device: a penalty on the parameters adds
-its gradient once, ``torch.autograd.grad`` gives finished gradients, hooks see them, and a frozen parameter
-gets none.
+The program runs on its own tensors (``inner``), which share memory with the shown parameters. Its backward
+pass runs as a whole within the node's, including the sums over ranks, and hands each shown parameter its
+finished gradient. Everything outside of the model therefore works as on one device: a penalty on the
+parameters adds its gradient once, ``torch.autograd.grad`` returns finished gradients, hooks see them, and a
+frozen parameter gets none.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .shard_tensor import ShardTensor, shard
 
 @dataclass(frozen=True)
 class Inner:
-    """Per shown parameter what the program has of it, and whether the program gives it a gradient."""
+    """For each shown parameter the program's own tensor, and whether the program gives it a gradient."""
 
     shown: tuple[nn.Parameter, ...]
     inner: tuple[nn.Parameter, ...]
@@ -40,8 +40,8 @@ class Inner:
         return cls(tuple(pairs), tuple(pairs.values()), learns, reducer)
 
     def root(self, made: Sequence[Tensor], given: Sequence[Given] = ()) -> tuple[Tensor, ...]:
-        """``made`` of the inner parameters, and of the leaves of inputs that were ``given`` with a gradient,
-        as made of the shown parameters and of what was given."""
+        """Roots results that were ``made`` from the inner parameters, and from the leaves of ``given``
+        inputs, in the shown parameters and the script's own inputs."""
         values, inputs = (x.detach() for x in made), (x.outer for x in given)
         with Off():
             return _Model.apply(self, [*made], given, len(made), *values, *inputs, *self.shown)
@@ -49,7 +49,8 @@ class Inner:
     def backward(
         self, roots: Sequence[Tensor], gradients: Sequence[Tensor], wanted: Sequence[bool]
     ) -> list[Tensor | None]:
-        """The finished gradients. Without sums over ranks (``no_sync``) those that lack them stay inside."""
+        """Runs the program's backward pass and returns the finished gradients. Without sums over ranks
+        (``no_sync``), unfinished gradients stay inside."""
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         pairs = [(x, g) for x, g in zip(roots, gradients, strict=True) if x.requires_grad]
         torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs], retain_graph=keep)

@@ -1,10 +1,10 @@
-"""Where a loss or a gradient that is not finite comes from: the batch runs once more, and every value is
-looked at.
+"""Finds where a loss or gradient that is not finite comes from, by running the batch again and inspecting
+every value.
 
-A value that is not finite need not do harm: masks are minus infinity, and a softmax makes zeros of that. So
-the instruction that is named is the first one from which values that are not finite lead to the loss without
-a gap. Between ranks such a chain goes through the collectives. Where the loss is finite, it is the first
-instruction whose backward pass makes gradients that are not finite of such that are.
+A value that is not finite may do no harm: masks contain minus infinity, which a softmax turns into zeros. So
+the named instruction is the first one from which an unbroken chain of values that are not finite leads to the
+loss. Between ranks such a chain passes through collectives. If the loss is finite, it is the first
+instruction whose backward pass turns finite gradients into ones that are not.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ Held = tuple[int, str]  # the rank and the name
 
 @dataclass(frozen=True)
 class NotFinite:
-    """The first instruction whose output, or whose backward pass's, is not finite, and the rank on which that
-    is so; ``got`` says what was found. ``instruction`` is None where ranks find nothing but their sum."""
+    """The first instruction with an output, or an output of its backward pass, that is not finite, and its
+    rank; ``got`` describes the values found. ``instruction`` is None if only the sum over ranks is not
+    finite."""
 
     rank: int
     instruction: Instruction | None
@@ -56,11 +57,11 @@ class Findings:
 
 
 def first_not_finite(model: nn.Module, *args: Any, **kwargs: Any) -> NotFinite | None:
-    """The first instruction whose output is not finite when the last call ``model(*args, **kwargs)`` is made
-    again with the same random numbers, in training with its backward pass; None if all is finite.
+    """Repeats the last call ``model(*args, **kwargs)`` with the same random numbers, in training with its
+    backward pass, and returns the first instruction whose output is not finite; None if all are finite.
 
-    Collective: every rank passes what it passed before, and before the optimizer's step. Gradients, buffers
-    and random numbers are afterwards as they were. Raises InputError for a model that is not parallel.
+    Collective: every rank passes the same arguments as before, and before the optimizer's step. Gradients,
+    buffers and random numbers are restored. Raises InputError for a model that is not parallel.
     """
     if not isinstance(model, ParallelModel):
         raise InputError(
@@ -138,7 +139,7 @@ def _first_value(program: Program, step: int, told: Sequence[Findings]) -> NotFi
         counts = counts_of(held)
         return 0 if counts is None else counts.num_nan
 
-    reached: dict[Held, list[Held]] = {}  # with what made it
+    reached: dict[Held, list[Held]] = {}  # each value with the values it was made from
     waiting = [(rank, program.loss) for rank in range(len(told)) if (step, program.loss) in told[rank].values]
     while waiting:
         held = waiting.pop()
@@ -154,7 +155,7 @@ def _first_value(program: Program, step: int, told: Sequence[Findings]) -> NotFi
     in_order = sorted(reached, key=lambda held: (number_of[held[1]], held[0]))
     rank, name = next(held for held in in_order if not reached[held])
     got = f"rank {rank}: {counts_of((rank, name))} of %{name}"
-    if not num_nan((rank, name)):  # a mask is infinite too: what makes nan of it may say more
+    if not num_nan((rank, name)):  # masks are infinite too: the first nan may tell more
         later = next((held for held in in_order if num_nan(held)), None)
         if later is not None:
             got += f"; the first nan are of {_described(program.producers[later[1]])} on rank {later[0]}"
@@ -182,7 +183,7 @@ def _first_gradient(program: Program, told: Sequence[Findings]) -> NotFinite | N
 
 
 def _first_parameter(program: Program, told: Sequence[Findings]) -> NotFinite | None:
-    """A parameter whose gradient is not finite, where no single operator makes it so."""
+    """A parameter whose gradient is not finite although no single operator makes it so."""
     for rank, of in enumerate(told):
         for name, counts in of.params.items():
             i = next((i for i in program.params if i.args[0] == name), None)

@@ -1,10 +1,11 @@
-"""Can this optimizer step what the ranks hold of the parameters? Asked when it is handed to ``parallelize``,
-or made from a parallel model's parameters, as an error in the middle of a first step comes too late.
+"""Checks that an optimizer can step the ranks' parts of the parameters. It does so when the optimizer is
+handed to ``parallelize`` or made from a parallel model's parameters, as an error in the first step comes too
+late.
 
-An optimizer that treats every element by itself can step pieces. Others need whole parameters: they step
-where all of them are, if that is the same ranks. The others are tried on small shards that refuse what needs
-elements of other ranks: LAMB asks for norms of whole parameters, which shards know; Adafactor averages along
-rows, which they do not.
+An optimizer that treats every element by itself can step pieces. Others need whole parameters: they can step
+if the same ranks hold all of them whole. If parameters are cut, the optimizer is tried on small shards that
+refuse any access to elements of other ranks: LAMB asks for norms of whole parameters, which shards know;
+Adafactor averages along rows, which they do not.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def check_optimizer(
     optimizer: optim.Optimizer, stored: Mapping[str, Stored], learning: Iterable[str], world_size: int
 ) -> None:
     """Raises InputError for an optimizer that cannot step the parameters of a model as they are ``stored``.
-    Those of the names ``learning`` get gradients."""
+    The parameters named in ``learning`` get gradients."""
     kind = type(optimizer).__name__
     check_supported(optimizer)
     if can_step_pieces(optimizer):
@@ -50,7 +51,8 @@ def check_optimizer(
 
 
 def check_can_be_prepared(optimizer: Any) -> None:
-    """Raises InputError for what is not made as PyTorch's optimizers are, such as an object around one."""
+    """Raises InputError for an object that PyTorch's ``Optimizer.__init__`` has not made, such as a wrapper
+    of one."""
     if optimizer is None or hasattr(optimizer, "_optimizer_step_pre_hooks"):  # made by Optimizer.__init__
         return
     kind = type(optimizer).__name__
@@ -66,8 +68,8 @@ def check_can_be_prepared(optimizer: Any) -> None:
 
 
 def common_holders(stored: Iterable[Stored]) -> tuple[int, ...] | None:
-    """The ranks that hold all of these tensors whole while the others hold nothing of them; None if there are
-    no such ranks."""
+    """The ranks that hold all of these tensors whole while other ranks hold no part of them; None if there
+    are none."""
     holders = set(map(_holders, stored))
     return next(iter(holders)) if len(holders) == 1 else None
 
@@ -80,8 +82,9 @@ def _holders(stored: Stored) -> tuple[int, ...] | None:
 
 
 def check_new_optimizers() -> None:
-    """Has optimizers that are made from shards say at once that they cannot step them, where that can be
-    tried: one that needs attributes of its own which its class sets later says so at its first step."""
+    """Makes optimizers that are created from shards report at once if they cannot step them, where that can
+    be tried. An optimizer whose class sets further attributes after ``__init__`` reports it at its first
+    step."""
     add = optim.Optimizer.add_param_group
     if hasattr(add, "checks_shards"):
         return
@@ -98,8 +101,8 @@ def check_new_optimizers() -> None:
 
 
 def _fails_on_shards(optimizer: optim.Optimizer, dims: set[int]) -> bool:
-    """Whether a step by an optimizer like this one, with no state, refuses shards. Any other error says that
-    the trial is not like the optimizer, and nothing of what it can do."""
+    """Whether a trial step of an optimizer like this one, without state, refuses shards. Any other error only
+    means that the trial differs from the real optimizer."""
     trial = object.__new__(type(optimizer))
     groups = [
         {**group, "params": [_trial_shard(n) for n in sorted(dims)]} for group in optimizer.param_groups

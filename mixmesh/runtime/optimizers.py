@@ -27,9 +27,9 @@ NUMBERS = frozenset(("step", "mu_product", "eta", "mu"))
 
 
 def fuse(optimizer: optim.Optimizer) -> bool:
-    """Has PyTorch's fused kernel make the steps of an optimizer where it can and nobody chose otherwise;
-    whether it does now. On a CPU that takes a sixth (AdamW) or half (SGD) of the time, with the same
-    results up to rounding."""
+    """Switches an optimizer to PyTorch's fused kernel if possible and the user has not chosen otherwise;
+    returns whether it did. On a CPU a fused step takes a sixth (AdamW) or half (SGD) of the time, with the
+    same results up to rounding."""
     if not can_be_fused(optimizer):
         return False
     for group in optimizer.param_groups:
@@ -40,17 +40,17 @@ def fuse(optimizer: optim.Optimizer) -> bool:
 def put_on_shards(
     optimizer: optim.Optimizer, swapped: Mapping[Tensor, tuple[Tensor, Stored]], rank: int
 ) -> None:
-    """Makes the optimizer of a model that of one rank: its parameters swapped, its steps fused where they can
-    be, and gradients laid out in memory as the parameters are."""
+    """Turns the optimizer of a model into this rank's: its parameters are swapped, its steps fused if
+    possible, and gradients get the memory layout of their parameters."""
     swap_params(optimizer, swapped, rank)
     fuse(optimizer)
     optimizer.register_step_pre_hook(lambda o, *_: lay_out(o))
 
 
 def lay_out(optimizer: optim.Optimizer) -> None:
-    """Gives gradients and state the strides of their parameters, as they have on a single device: a fused
-    kernel walks them all in the order of memory. Sums over ranks leave gradients contiguous, as checkpoints
-    leave state, and a parameter in channels_last is not."""
+    """Gives gradients and state the strides of their parameters, as on a single device, because a fused
+    kernel walks all of them in memory order. Sums over ranks leave gradients contiguous, checkpoints leave
+    state contiguous, and a parameter in channels_last is not."""
     with Off():
         for p in params_of(optimizer):
             if p.grad is not None:
@@ -70,10 +70,10 @@ def _laid_out(t: Tensor, p: Tensor) -> Tensor:
 def swap_params(
     optimizer: optim.Optimizer, swapped: Mapping[Tensor, tuple[Tensor, Stored]], rank: int
 ) -> None:
-    """Puts new parameters in the place of old ones, in their own groups, and cuts state like them.
+    """Replaces old parameters by new ones, in their own groups, and cuts their state likewise.
 
-    The optimizer object stays, so learning rate schedulers stay attached. Raises InputError for a
-    parameter that is not the model's.
+    The optimizer object stays, so learning rate schedulers stay attached. Raises InputError for a parameter
+    that is not the model's.
     """
     for group in optimizer.param_groups:
         foreign = [p for p in group["params"] if p not in swapped]
@@ -93,10 +93,10 @@ def swap_params(
 
 
 def step_on_pieces(optimizer: optim.Optimizer, holders: tuple[int, ...] | None, rank: int) -> None:
-    """Makes an elementwise optimizer of torch.optim step on plain pieces: the same result as on shards, but
-    microseconds less per shard. Any other optimizer steps on plain tensors if ``holders`` have all parameters
-    whole: on these ranks as on a single device, on the others, which hold nothing, not at all. Hooks and
-    closures still see shards."""
+    """Makes an elementwise optimizer of torch.optim step on plain pieces, with the same result as on shards
+    but some microseconds less per shard. Any other optimizer steps on plain tensors if ``holders`` have all
+    parameters whole: on those ranks as on a single device, on the others, which hold nothing, not at all.
+    Hooks and closures still see shards."""
     kind = type(optimizer)
     own = vars(optimizer).get("step")
     tracked = hasattr(own, "_wrapped_by_lr_sched")
@@ -147,7 +147,8 @@ def also_drop(optimizer: optim.Optimizer, drop: Callable[[], object]) -> None:
 
 
 def show_shards(optimizer: optim.Optimizer) -> None:
-    """Has ``state_dict`` give the state of pieces as shards, ``load_state_dict`` take shards or wholes."""
+    """Makes ``state_dict`` return the state of pieces as shards, and ``load_state_dict`` accept shards or
+    whole tensors."""
     optimizer.register_state_dict_post_hook(_with_shards)
     optimizer.register_load_state_dict_pre_hook(_with_pieces)
 
@@ -212,7 +213,8 @@ def _full_entries(
     stored: Mapping[Tensor, Stored],
     comm: Comm,
 ) -> dict[int, dict[str, Any]]:
-    """The whole state of every parameter by its number; ``mine`` has what this rank's is like. Collective."""
+    """The whole state of every parameter by its number, made from this rank's state in ``mine``.
+    Collective."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     outlines = everyones(mine, comm.groups.get(("data", comm.everyone)))  # no group of one rank
     state: dict[int, dict[str, Any]] = {}
@@ -243,16 +245,16 @@ def _outline(value: Any, p: Tensor) -> tuple[bool, Any]:
 def load_full_state(
     optimizer: optim.Optimizer, stored: Mapping[Tensor, Stored], full: dict[str, Any], comm: Comm
 ) -> None:
-    """Loads what ``full_state`` (or a single-device optimizer's ``state_dict``) gave. Raises PlanError,
+    """Loads the result of ``full_state``, or a single-device optimizer's ``state_dict``. Raises PlanError,
     before anything is changed, for the state of another optimizer."""
     check_optimizer_state(optimizer, full)
     params, places = params_of(optimizer), numbered(full)
     state = {}
     for n, entries in full["state"].items():
         p = params[places[n]]
-        # copies: load_state_dict itself would share step counters with what was passed
+        # copies, because load_state_dict would share step counters with the given state
         entries = {k: v.clone() if isinstance(v, Tensor) else v for k, v in entries.items()}
-        # a rank that holds nothing of it has states of no elements: a fused step takes those of all or none
+        # a rank without a piece gets empty states: a fused step needs states for all parameters or for none
         state[n] = {k: _cut(k, v, stored[p], comm.rank, comm.device) for k, v in entries.items()}
         if isinstance(p, ShardTensor):
             state[n] = {k: _shown(v, p) for k, v in state[n].items()}

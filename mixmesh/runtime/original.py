@@ -1,8 +1,8 @@
-"""The model that was handed to ``parallelize``, which is emptied, and unusable until it is loaded again.
+"""The model that was handed to ``parallelize``: emptied, and unusable until it is loaded again.
 
-Under some plans its tensors would be the trained ones, under others their initial values. One rule holds
-for all plans: the parameters and buffers of the original are empty, and whoever asks for their values is told
-where they are. ``original.load_state_dict(state)`` makes it an ordinary model again.
+Under some plans its tensors would be the trained ones, under others their initial values. One rule holds for
+all plans: the original's parameters and buffers are empty, and using one raises an error that says where its
+values are. ``original.load_state_dict(state)`` makes it an ordinary model again.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def traceable(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _on_real_tensors() -> Iterator[None]:
-    """Hides what is done from a trace that is under way, of another model for instance: it would record it,
-    and put fake tensors in the place of memory."""
+    """A context that hides operations from a running trace, of another model for instance, which would record
+    them and replace memory by fake tensors."""
     with torch._C.DisableTorchFunction(), dispatch._disable_current_modes(), torch.no_grad():
         yield
 

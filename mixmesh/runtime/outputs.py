@@ -1,8 +1,8 @@
 """The return value of a parallel model that returns more than its loss.
 
-The loss is that of the whole batch. Tensors beside it that were asked for in planning
-(``outputs=("logits",)``) are kept: this rank's rows of them, by ``gather()`` the rows of all ranks in the
-order of the batch. All others say what to write when they are used.
+The loss is that of the whole batch. Further tensors that were requested in planning (``outputs=("logits",)``)
+are kept: this rank's rows of them, and with ``gather()`` the rows of all ranks in the order of the batch.
+Using any other output raises an error that says how to request it.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from .shards import Stored
 
 
 class Output:
-    """The loss and the outputs of one call, under the names or places that the model gives them:
-    ``out.loss``, ``out["logits"]``, ``out[1]``, ``loss, logits = out``. Iterating gives values
-    where the model returns a tuple, and else names. ``rows`` are the samples of the batch that this rank's
-    rows are of; None where it shows all of them."""
+    """The loss and the outputs of one call, under the model's own names or places: ``out.loss``,
+    ``out["logits"]``, ``out[1]``, ``loss, logits = out``. Iterating gives values if the model returns a
+    tuple, and otherwise names. ``rows`` are the positions in the batch of the rows that this rank shows; None
+    if it shows all."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class Output:
         return self._values[name]
 
     def gather(self, name: str | int | None = None) -> Any:
-        """The outputs with the rows of all ranks, or the one of this name. Collective: call it on every rank.
-        They are detached, and on every rank the same."""
+        """The outputs with the rows of all ranks, or only the output of this name. The values are detached,
+        and the same on every rank. Collective."""
         values = self._values if self._gather is None else {**self._values, **self._gather()}
         whole = Output(values, self._returned)
         return whole if name is None else whole[name]
@@ -112,7 +112,8 @@ class Output:
 
 
 class NotKept:
-    """Stands for an output that was not asked for. Any use of it says how to."""
+    """Stands for an output that was not requested. Any use of it raises an error that says how to request
+    it."""
 
     name: str
 
@@ -160,8 +161,8 @@ def _brief(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Kept:
-    """An output of the program on this rank. ``held`` says where its rows are, as ranks show them;
-    ``is_narrowed`` that this rank holds all of them and shows its own. ``flows``: the original has a gradient
+    """An output of the program on this rank. ``held`` describes how ranks show its rows; ``is_narrowed``
+    means that this rank holds all rows and shows only its own; ``flows`` that the original has a gradient
     through it."""
 
     name: str
@@ -179,7 +180,7 @@ class Kept:
         return cls(i.args[0], stored, narrowed, t.value.is_floating and i.inputs[0] in flowing)
 
     def shown(self, pieces: list[Tensor], comm: Comm) -> Tensor:
-        """The rows that this rank shows, those of its micro-steps one after the other."""
+        """The rows that this rank shows, with those of its micro-steps in order."""
         layout = self.held.held
         if not pieces:
             shape = (0, *self.held.shape[1:]) if layout.sizes or self.held.shape else ()
@@ -192,9 +193,8 @@ class Kept:
 
 @dataclass(frozen=True)
 class Returns:
-    """How a call's output is made: as what the model ``returned`` when it was planned, with the outputs that
-    are ``kept``. ``rows``: the samples of this rank. ``has_loss``: a call that leaves out the labels gives
-    none."""
+    """Makes a call's return value in the form that the model ``returned`` in planning, with the outputs that
+    are ``kept``. ``rows`` are this rank's samples. ``has_loss`` is False for a call without labels."""
 
     returned: Returned
     kept: tuple[Kept, ...]
@@ -203,7 +203,7 @@ class Returns:
 
     @classmethod
     def of(cls, plan: Any, comm: Comm) -> Returns | None:
-        """None where the model returns its loss itself."""
+        """The returns of a plan; None if the model returns the loss itself."""
         program = plan if isinstance(plan, Program) else plan.program
         outputs = outputs_of(program)
         has_loss = not isinstance(plan, Program) and plan.output_has_loss
@@ -228,7 +228,7 @@ class Returns:
         return replace(self, has_loss=False)
 
     def __call__(self, loss: Tensor, shown: Mapping[str, list[Tensor]], comm: Comm) -> Output:
-        """The output of one call, of what this rank holds."""
+        """Makes the output of one call from this rank's part."""
         mine = {k.name: k.shown(shown.get(k.name, []), comm) for k in self.kept}
         guarded = {k.name: _guarded(mine[k.name], k) for k in self.kept}
 

@@ -1,9 +1,9 @@
-"""Models whose loss the script computes outside of them: outputs that are whole on every rank, and have a
-gradient.
+"""Models whose loss the script computes outside of them: their outputs are whole on every rank, with
+gradients.
 
-Every rank computes the same loss of the same whole outputs, so that each has the whole gradient of every
-output, and takes its own rows of it into the program. What the program sees of the loss are these gradients
-alone: any loss is right, of any number of calls.
+Every rank computes the same loss from the same whole outputs, so each has the whole gradient of every output,
+and takes its own rows of it into the program. These gradients are all that the program sees of the loss: any
+loss, from any number of calls, works.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Outside:
         return cls(plan.returned, tuple(Kept.of(plan.program, i, flowing) for i in outputs))
 
     def pieces(self, shown: Mapping[str, list[Tensor]], comm: Comm) -> list[Tensor]:
-        """This rank's piece of every output, empty where it has none."""
+        """This rank's piece of every output, empty if it has none."""
         return [k.shown(shown.get(k.name, []), comm) for k in self.kept]
 
     def whole(self, pieces: Sequence[Tensor], comm: Comm, *, is_compared: bool) -> Any:
-        """All outputs, whole, as the model returns them. Collective. If it ``is_compared`` the gradient that
-        arrives is refused where the ranks were given different ones."""
+        """All outputs, whole, in the form that the model returns. Collective. If ``is_compared``, gradients
+        that differ between ranks are refused."""
         values = {
             k.name: _Whole.apply(piece, k, comm, is_compared)
             for k, piece in zip(self.kept, pieces, strict=True)
@@ -80,8 +80,9 @@ def _without_gradient(name: str) -> PlanError:
 
 
 class _Whole(torch.autograd.Function):
-    """Forward: gathers a value that ranks hold pieces of. Backward: gives this rank's piece of the gradient;
-    where every rank holds the value, only the first one's, as gradients of such values are summed."""
+    """Forward: gathers a value whose pieces are on several ranks. Backward: this rank's piece of the
+    gradient. If every rank holds the value, only the first one takes the gradient, because gradients of such
+    values are summed."""
 
     @staticmethod
     def forward(ctx, piece: Tensor, kept: Kept, comm: Comm, is_compared: bool):

@@ -1,10 +1,10 @@
-"""Owned parameters (ZeRO-1/2): held whole for use, stepped and kept track of by their owners' rows only.
+"""Owned parameters (ZeRO-1/2): used whole on every rank, but stepped and stored only as their owners' rows.
 
-The whole parameter is a working copy, and this rank's rows of it are the parameter that the model and the
-optimizer show: both are one memory. Gradients travel as one flat buffer per bucket, ordered by owner, so
-that one reduce_scatter brings every owner its rows of all members (``gradients``). After the optimizer's
-step one all_gather per bucket brings everybody's rows back, in the order of first use; it is awaited where
-the next forward pass uses one of its parameters.
+The whole parameter is a working copy. This rank's rows of it, in the same memory, are the parameter that
+model and optimizer show. Gradients travel as one flat buffer per bucket, ordered by owner, so that one
+reduce_scatter brings every owner its rows of all members (``gradients``). After the optimizer's step one
+all_gather per bucket brings everybody's rows back, in the order of first use; the next forward pass awaits it
+before it uses one of the bucket's parameters.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from .levels import ByLevels
 
 @dataclass(frozen=True, eq=False)
 class Owned:
-    """One parameter: ``piece`` is this rank's rows of ``whole``, in the same memory. ``held`` is how all
-    pieces are held, ``ranks`` are those with a working copy."""
+    """An owned parameter: ``piece`` is this rank's rows of ``whole``, in the same memory. ``held`` is the
+    layout of all pieces, and ``ranks`` have a working copy."""
 
     name: str
     whole: nn.Parameter
@@ -76,7 +76,7 @@ def cut(group: Group, flat: Tensor, rank: int) -> list[Tensor]:
 class WholeParams:
     """The working copies of this rank, and the gathers that keep them up to date.
 
-    Every rank starts the gathers in the same order, no more of them at a time than ``IN_FLIGHT_BYTES``.
+    Every rank starts the gathers in the same order, with about ``IN_FLIGHT_BYTES`` under way at a time.
     """
 
     def __init__(self, comm: Comm, groups: Sequence[Group], parts: Sequence[Parts]) -> None:
@@ -103,14 +103,15 @@ class WholeParams:
             self._channels = before
 
     def changed(self) -> None:
-        """Owners have changed their rows, or are about to: what others hold of them is out of date."""
+        """Marks all working copies as stale: owners have changed their rows, or are about to."""
         if len(self._stale) == len(self._groups):
-            return  # that is known
+            return  # all are marked already
         self.finish()
         self._stale.extend(range(len(self._groups)))
 
     def start(self, stepped: Collection[Tensor] | None = None) -> None:
-        """Begins to gather what is out of date, if the optimizer that stepped had all of it."""
+        """Starts to gather the stale groups, provided that the optimizer that stepped had all owned
+        parameters."""
         if stepped is not None:
             stepped_ids = {id(p) for p in stepped}
             if not all(id(o.piece) in stepped_ids for group in self._groups for o in group):
@@ -130,7 +131,8 @@ class WholeParams:
             self.start()
 
     def finish(self) -> None:
-        """All are up to date. A rank without samples uses none of them, but others wait for its rows."""
+        """Brings all working copies up to date, also on a rank without samples: it uses none, but others wait
+        for its rows."""
         while self._stale or self._flying:
             self.start()
             self._land(next(iter(self._flying)))

@@ -80,19 +80,23 @@ def parallelize(
 ) -> tuple[ParallelModel, OptimizerOrNone]:
     """This process's part of ``model`` under a plan (or a Program). Collective.
 
-    ``model`` is taken over, or the one within ``torch.compile(model)``: its own parameters and buffers are
-    empty afterwards, and say so when they are used. The optimizer object stays the same, its parameters
+    ``model``, or the one within ``torch.compile(model)``, is taken over: its own parameters and buffers are
+    empty afterwards, and using them raises an error. The optimizer object stays the same; its parameters
     become those of the parallel model. All ranks start from rank 0's values. ``seed`` decides the random
-    numbers of dropout; with ``random_exact`` they are those of the single device. At the first call rank 0
-    traces the model once more, which takes seconds as it did in planning, and a model that was changed since
-    is refused; ``check_model=False`` leaves that out. The model is traced again for every other shape of a
-    batch, and to evaluate (``shapes``): ``kept_shapes`` such programs are kept. With ``compile``
-    operators between collectives are compiled by ``torch.compile`` (``segments``) when a shape first comes.
-    Of a model on the device meta no rank ever holds more than its pieces: ``checkpoint.load_weights`` or
+    numbers of dropout; with ``random_exact`` they are those of the single device.
+
+    At the first call rank 0 traces the model once more, which takes as many seconds as in planning, and
+    refuses a model that has changed since; ``check_model=False`` skips this. The model is traced again for
+    every other shape of a batch, and to evaluate (``shapes``): ``kept_shapes`` such programs are kept. With
+    ``compile`` operators between collectives are compiled by ``torch.compile`` (``segments``) when a shape
+    first comes.
+
+    For a model on the device meta no rank ever holds more than its pieces: ``checkpoint.load_weights`` or
     ``load`` gives them values, and until then every use raises InputError.
-    The plan's warnings are told on the first rank, as warnings of the script's line. Raises PlanError if the
-    model or the number of processes is not the plan's, InputError for an optimizer that cannot work on
-    shards, or a model that is parallel already.
+
+    The first rank shows the plan's warnings, as warnings of the script's line. Raises PlanError if the model
+    or the number of processes is not the plan's, InputError for an optimizer that cannot work on shards, or a
+    model that is parallel already.
     """
     model = uncompiled(model)
     check_not_parallel(model, "parallelize")
@@ -161,7 +165,7 @@ def _take(
     kept_shapes: int,
     compiles: bool = False,
 ) -> ParallelModel:
-    """A parallel model with the values of ``model``, which all ranks have alike, held as ``stored``."""
+    """A parallel model with the values of ``model``, which are the same on all ranks, held as ``stored``."""
     program = plan if isinstance(plan, Program) else plan.program
     taken = Taken(comm, stored, owners_of(program, model))
     runtime = runtime_of(
@@ -285,7 +289,7 @@ def full_optimizer_state_dict(model: ParallelModel, optimizer: torch.optim.Optim
 def load_full_optimizer_state_dict(
     model: ParallelModel, optimizer: torch.optim.Optimizer, state: dict[str, Any]
 ) -> None:
-    """Loads what ``full_optimizer_state_dict``, or the optimizer of a single device, gave."""
+    """Loads a state made by ``full_optimizer_state_dict``, or by the optimizer of a single device."""
     optimizers.load_full_state(optimizer, model._runtime.by_param, state, model.comm)
 
 

@@ -41,9 +41,9 @@ from .states import check_model_state
 class ParallelModel(Face):
     """This rank's part of a model: its parameters under the model's own names, and how to run them.
 
-    Outside of it everything reads as on one device. Parameters that are cut are ``ShardTensor``s, which stand
+    From outside everything reads as on one device. Parameters that are cut are ``ShardTensor``s, which stand
     for the whole: ``torch.nn.utils.clip_grad_norm_``, penalties on parameters, ``numel()`` and
-    ``torch.distributed.checkpoint`` are right, and what cannot be is refused.
+    ``torch.distributed.checkpoint`` give right results, and operations that cannot be right are refused.
     """
 
     _runtime: Runtime
@@ -83,9 +83,9 @@ class ParallelModel(Face):
 
     @never_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | Output:
-        """The loss of the whole batch, on every rank, or what the model returns it in (see ``outputs``); of a
-        model that computes none its outputs (see ``outside``).
-        Inputs are whole batches or this rank's parts. While the whole model is lent, what that returns."""
+        """Runs the model on whole batches or on this rank's parts. Returns, on every rank, the loss of the
+        whole batch or the model's own return value with it (see ``outputs``); for a model without a loss its
+        outputs (see ``outside``). While the whole model is lent, runs that one instead."""
         if (lent := self._runtime.lent) is not None:
             return lent(*args, **kwargs)
         random = self._runtime.random
@@ -94,19 +94,19 @@ class ParallelModel(Face):
         result = self._run(args, kwargs)
         if result.outside is not None:
             return self._whole_outputs(result, result.outside)
-        assert result.total is not None  # as there is a loss
+        assert result.total is not None  # there is a loss
         loss = self._shown(rooted(self._runtime, result.total.wait(), result), result)
         return loss if result.returns is None else result.returns(loss, result.shown, self.comm)
 
     def forward_local(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Handle | None]:
-        """This rank's addend of the loss, to call ``backward`` on, and a handle whose ``wait()`` gives
-        the global loss (None of a model that computes none). Waits for other ranks only to agree on the
-        batch, and where the program does."""
+        """This rank's addend of the loss, to call ``backward`` on, and a handle whose ``wait()`` gives the
+        global loss (None for a model that computes none). Waits for other ranks only to agree on the batch,
+        and for collectives of the program."""
         result = self._run(args, kwargs)
         return self._shown(rooted(self._runtime, result.value.clone(), result), result), result.total
 
     def forward_addend(self, *args: Any, **kwargs: Any) -> Tensor:
-        """This rank's addend of the loss alone, to call ``backward`` on, for those who sum it themselves
+        """This rank's addend of the loss, to call ``backward`` on, for callers who sum it themselves
         (``sum_of_ranks``)."""
         result = self._run(args, kwargs, sums=False)
         return self._shown(rooted(self._runtime, result.value.clone(), result), result)
@@ -165,8 +165,8 @@ class ParallelModel(Face):
         return replace(result, returns=form.returns, total=total, outside=form.outside, given=given)
 
     def _agree(self, program: Program, tensors: Mapping[str, Tensor]) -> None:
-        """Compares what is due with the other ranks, which have agreed on what they call: the batch in the
-        first steps, and parameters now and then. Collective."""
+        """Compares the batch (in the first steps) and parameters (now and then) between ranks, which have
+        already agreed on the call. Collective."""
         run = self._runtime
         if run.random.step - run.random.first_step < COMPARED_STEPS:
             run.comm.compare(lambda: facts_of_batch(program, tensors))
@@ -181,8 +181,8 @@ class ParallelModel(Face):
         return self._runtime.loss_sum.start(self.comm, addend, form)
 
     def check_replicas(self) -> None:
-        """Raises InputError on all ranks if a parameter that several hold whole has other values on one of
-        them: before a checkpoint, for instance. Collective where there are such parameters."""
+        """Raises InputError on all ranks if a parameter that several of them hold whole differs between them;
+        for use before a checkpoint, for instance. Collective if there are such parameters."""
         self._runtime.drift.check()
 
     def compare(self, batch: Mapping[str, Any] | tuple | list) -> None:
@@ -219,9 +219,9 @@ class ParallelModel(Face):
             return outside.whole(pieces, run.comm, is_compared=is_compared)
 
     def no_sync(self):
-        """Within it, backward passes leave the gradients of replicated parameters unsummed, to be summed
-        with those of the next pass outside: for gradient accumulation. Until then ``p.grad`` does not show
-        them; ``zero_grad`` of the model or of the optimizer drops them."""
+        """A context for gradient accumulation: backward passes within it leave the gradients of replicated
+        parameters unsummed, to be summed with those of the next pass outside. Until then ``p.grad`` does not
+        show them; ``zero_grad`` of the model or of the optimizer drops them."""
         return self._runtime.reducer.summing(Sums.NONE)
 
     @contextmanager
@@ -255,7 +255,7 @@ class ParallelModel(Face):
 
     @contextmanager
     def inspected(self, inspector: Inspector) -> Iterator[None]:
-        """Within it, all values and gradients of this rank are looked at."""
+        """A context in which ``inspector`` sees all values and gradients of this rank."""
         run = self._runtime
         before = run.compiled, run.inspector
         run.compiled, run.inspector = {}, inspector
@@ -300,20 +300,20 @@ class ParallelModel(Face):
         self._runtime.values_changed()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any module; also drops what ``no_sync`` has left to be summed."""
+        """Resets all gradients, also those that ``no_sync`` has left unsummed."""
         with Off():
             nn.Module.zero_grad(self, set_to_none)
         self._runtime.drop_gradients()
 
     def train(self, mode: bool = True) -> ParallelModel:
-        """As the original's own, where it has one; also of the whole model, while it is lent."""
+        """Sets the training mode, also on the whole model while it is lent."""
         super().train(mode)
         if (lent := self._runtime.lent) is not None:
             lent.train(mode)
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModel:
-        """Refuses ``to``, ``half``, ``cuda`` and the like where they would change anything."""
+        """Refuses ``to``, ``half``, ``cuda`` and the like if they would change anything."""
         self._runtime.guards.check_conversion(fn)
         return self
 

@@ -41,11 +41,11 @@ from .window import Window
 
 @dataclass(frozen=True)
 class Forward:
-    """The outcome of a forward pass: this rank's addend of the loss with its graph (None if it has none) and
-    the tokens, the addend's value, the gradients of earlier micro-steps, what is ``shown`` of outputs by
-    name, a piece for every micro-step, how the call ``returns`` all that, and a handle on the ``total`` of
-    the addends of all ranks. ``outside`` makes what a call returns of a model without a loss, and ``given``
-    are inputs with a gradient."""
+    """The outcome of a forward pass: this rank's addend of the loss with its graph (``local``, None if it has
+    none) and the tokens, the addend's ``value``, the gradients of ``earlier`` micro-steps, the outputs
+    ``shown`` by name with a piece for every micro-step, the form in which the call ``returns`` them, and a
+    handle on the ``total`` of all ranks' addends. ``outside`` makes the return value of a model without a
+    loss, and ``given`` are inputs with a gradient."""
 
     local: Tensor | None
     tokens: list[Tensor]
@@ -75,7 +75,7 @@ class Runtime:
     wholes: WholeParams
     seed: Tensor  # the last gradient of the loss
     heap: HeapLimit  # this process may hold as much as planned
-    params: dict[str, nn.Parameter | Awaited]  # by every name, what the program runs on
+    params: dict[str, nn.Parameter | Awaited]  # by every name, the tensors on which the program runs
     reducer: GradientReducer
     loss_sum: LossSum
     node: Inner
@@ -83,13 +83,13 @@ class Runtime:
     original: nn.Module  # taken over
     again: Callable[[nn.Module], nn.Module]  # makes another ParallelModel of a module with whole weights
     drift: DriftWatch
-    unchecked: PlannedModel | None  # until the first call
+    unchecked: PlannedModel | None  # None after the first call
     recorder: Recorder | None = None
     inspector: Inspector | None = None
     summed: Program | None = None  # for the batch that ran last
     before_call: Callable[[tuple, Mapping], tuple[tuple, Mapping]] | None = None  # gives the arguments
     num_zeroed: int = 0  # how often gradients were dropped by zero_grad
-    loans: WeakSet[Loan] = field(default_factory=WeakSet)  # those that are in use
+    loans: WeakSet[Loan] = field(default_factory=WeakSet)  # the open loans
     compiles: bool = False  # operators between collectives, by torch.compile
     without_values: tuple[str, ...] = ()  # tensors of a model that was made on the device meta
 
@@ -153,7 +153,7 @@ def accumulate(
         if learns and number + 1 < len(steps.sizes):
             with run.reducer.summing(steps.sums):
                 rooted(run, own, Forward(local, tokens, own)).backward(run.seed)
-            del local, tokens  # the rest of its graph must not live beside the next one
+            del local, tokens  # frees the rest of its graph before the next micro-step
         del part
     run.random.micro_step = 0
     earlier = None
@@ -261,8 +261,8 @@ def rooted_pieces(run: Runtime, pieces: Sequence[Tensor], done: Forward) -> Sequ
 
 
 class _Pieces(torch.autograd.Function):
-    """Forward: the pieces of outputs. Backward: their gradients, and none for the number in place of a
-    loss, whose backward pass has every rank take part in all that ranks exchange."""
+    """Forward: the pieces of outputs. Backward: their gradients, and none for the number that stands for a
+    loss; the number's backward pass makes every rank take part in all exchanges."""
 
     @staticmethod
     def forward(ctx, runtime, count, anchor, local, *pieces_and_tokens):
@@ -279,7 +279,8 @@ class _Pieces(torch.autograd.Function):
 
 
 class _Loss(torch.autograd.Function):
-    """Forward: the value given. Backward: a gradient for this rank's addend, which for a sum is its own."""
+    """Forward: the given value. Backward: the gradient for this rank's addend, which for a sum is the
+    same."""
 
     @staticmethod
     def forward(ctx, runtime, earlier, value, anchor, local, *tokens):

@@ -1,4 +1,5 @@
-"""The states of all ranks in the store of ``torch.distributed``: each writes its own and reads the others."""
+"""The states of all ranks in the store of ``torch.distributed``: each writes its own and reads the
+others'."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ class Peers:
         self.store_is_lost = False
         self._rank = rank
         self._others = [r for r in range(world_size) if r != rank]
-        self._seen: dict[int, tuple[Seen, float]] = {}  # with the moment of its last new beat
+        self._seen: dict[int, tuple[Seen, float]] = {}  # last state, and the time of its last new beat
         self._gone: set[int] = set()
 
     def write(self, state: Seen) -> None:
@@ -65,7 +66,7 @@ class Peers:
             self.store_is_lost = True
 
     def read(self) -> None:
-        """Reads the states of those that have written any."""
+        """Reads the states of the ranks that have written one."""
         try:
             there = [r for r in self._others if r in self._seen or self._store.check([_key(r)])]
             states = _read(self._store, there)
@@ -77,8 +78,8 @@ class Peers:
                 self._seen[rank] = (seen, self._clock.now_s)
 
     def meet(self, store: dist.Store) -> None:
-        """Looks at those that have not been seen yet: all of them have written. A rank that stops before the
-        next beat is known then. ``store``: the connection of the thread that calls this."""
+        """Reads the state of ranks that have not been seen yet, all of which have written one, so that a rank
+        that stops before its next beat is noticed. ``store`` is the calling thread's connection."""
         try:
             states = _read(store, [r for r in self._others if r not in self._seen])
         except RuntimeError:

@@ -1,9 +1,9 @@
 """One rank's part in a pipeline: the micro-steps of its stage in 1F1B order (``ir.passes_of``).
 
 A value for another stage is sent when the forward pass of a micro-step ends, its gradient when the backward
-pass does. Nobody waits for what it sends before the step ends; what it receives it asks for one micro-step
-ahead, so that it travels while the one before is computed. Activations and gradients have groups of their
-own, on each of which micro-steps follow each other in order, so no stage can wait for one that waits for it.
+pass ends. No rank waits for its sends before the end of the step, and each posts its receives one micro-step
+ahead, so that values travel while the micro-step before is computed. Activations and gradients have separate
+groups, in each of which micro-steps follow in order, so no two stages can wait for each other.
 
 The stages' passes run within the forward call. In the last backward pass the gradients of all micro-steps
 begin to be summed between the ranks of a stage, and between stages that share a weight; then they wait for
@@ -35,8 +35,8 @@ from .layout import union
 
 @dataclass(frozen=True)
 class Transfer:
-    """One move between stages, as it is in every micro-step: pieces of ``counts`` elements, per rank, along
-    the dim that is cut."""
+    """One move between stages, the same in every micro-step: pieces of ``counts`` elements, per rank, along
+    the cut dim."""
 
     instruction: Instruction  # for a micro-batch
     sources: tuple[int, ...]
@@ -116,9 +116,10 @@ class Stage:
         last_backward: Callable[[], AbstractContextManager] = nullcontext,
         after_backward: Callable[[], object] = lambda: None,
     ) -> None:
-        """All micro-steps. ``forward`` is called with the number of one and what comes from earlier stages;
-        it gives this rank's addend of the loss, and what goes to later ones by name. ``seed`` is the loss's
-        gradient; without one there are no backward passes. The last runs within ``last_backward``."""
+        """Runs all micro-steps. ``forward`` takes the number of a micro-step and the values from earlier
+        stages; it returns this rank's addend of the loss, and the values for later stages by name. ``seed``
+        is the loss's gradient; without it there are no backward passes. The last one runs within
+        ``last_backward``."""
         learns = seed is not None
         returning = [t for t in self.outgoing if t.has_gradient] if learns else []
         activations = _Ahead(self.micro_steps, [partial(t.pass_on, comm, None) for t in self.incoming])
@@ -173,7 +174,7 @@ class _Kept:
 
 
 class _Ahead:
-    """Receives what comes in every micro-step, asked for one ahead."""
+    """The values received in every micro-step, requested one micro-step ahead."""
 
     def __init__(self, micro_steps: int, asked: Sequence[Callable[[], Handle]]) -> None:
         self._left, self._asked = micro_steps, asked
@@ -190,7 +191,7 @@ class _Ahead:
 
 
 def transfers(program: Program, samples: Samples, micro_steps: int) -> list[Transfer]:
-    """The transfers of every micro-step; what moves once per step, before them, is none of these."""
+    """The transfers of every micro-step, without those made once per step before the first micro-step."""
     moves = transfers_of(micro_step_program(program, samples))
     return [Transfer.of(program, samples, i, micro_steps) for i in moves]
 
@@ -206,8 +207,8 @@ def groups(program: Program, samples: Samples) -> Iterator[tuple[str, tuple[int,
 def stage_inputs(
     program: Program, samples: Samples, tensors: Mapping[str, Tensor], comm: Comm, micro_steps: int
 ) -> dict[str, Tensor]:
-    """As ``local_inputs``, with a rank's samples in the order of micro-steps, each of which is cut between
-    the ranks of the stage. Raises InputError for a part of a batch where it cannot know whose part it is."""
+    """Like ``local_inputs``, with a rank's samples in the order of micro-steps, each of which is cut between
+    the ranks of the stage. Raises InputError for a part of a batch if it cannot tell whose part it is."""
     out = {}
     for i in program_inputs(program):
         ranks, name = program.participants(i.type), i.args[0]
@@ -218,7 +219,7 @@ def stage_inputs(
             out[name] = local_input(program, i, got, comm.rank, comm.device)
             continue
         local_input(program, i, got, comm.rank, None)
-        assert got is not None  # it is refused
+        assert got is not None  # None was refused
         if tuple(got.shape) != i.type.value.shape:
             raise InputError(
                 f"{name} is a part of a batch, and a pipeline cuts every micro-batch between its ranks",

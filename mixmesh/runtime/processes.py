@@ -1,4 +1,5 @@
-"""Reads what Linux tells of this process and of others on this machine; elsewhere nothing is known."""
+"""Reads Linux's information about this process and others on this machine; on other systems nothing is
+known."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ SIGNAL_OF_PARENTS_END = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
 
 @cache
 def process_place() -> str:
-    """The same for two processes that know each other by their ids; empty where that cannot be told."""
+    """A text that is equal for two processes if they see each other's ids; empty if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -65,8 +66,8 @@ def open_sockets() -> dict[int, int]:
 
 
 def shut(sockets: dict[int, int]) -> None:
-    """Ends the connections of those that are still the same: whoever waits for one is told so. A socket that
-    listens stays, as gloo ends the process where accepting fails."""
+    """Shuts the sockets that are still the same as before, which wakes anyone waiting for them. Listening
+    sockets stay open, because gloo ends the process if accepting fails."""
     now = open_sockets()
     for number, in_kernel in sockets.items():
         if now.get(number) != in_kernel:

@@ -1,12 +1,12 @@
-"""Random operators, defined.
+"""Defines the random numbers of a program.
 
-A replicated tensor draws the same numbers on all ranks. A sharded one draws its own: the generator of
-rank j's shard is seeded with the shard's position, so no two ranks repeat each other. In ``exact`` mode
-a shard instead draws the numbers of the whole tensor and keeps its piece, which makes a sharded run
-equal to the single device number for number, at the cost of drawing everything everywhere.
+A replicated tensor draws the same numbers on all ranks. A sharded one draws its own: the generator of rank
+j's shard is seeded with the shard's position, so no two ranks repeat each other. In ``exact`` mode a shard
+instead draws the numbers of the whole tensor and keeps its piece, which makes a sharded run equal to the
+single device number for number, at the cost of drawing everything everywhere.
 
-Micro-steps draw as smaller shards do: each from a generator of its own, or in exact mode its piece of
-the numbers of the whole step. Replicated values are the same in all micro-steps of a step.
+Micro-steps draw like smaller shards: each from a generator of its own, or in exact mode its piece of the
+numbers of the whole step. Replicated values are the same in all micro-steps of a step.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ class RandomPolicy:
     """Seeds for the random operators of one program: a function of (seed, step, operator, shard) and of the
     micro-step, whose first sample of the batch is ``first_sample``.
 
-    With ``by_shape`` numbers are the same at every step and in every operator: what is drawn follows from its
-    kind and shape alone, so that two programs that draw in another order can be compared."""
+    With ``by_shape`` numbers depend only on the kind and shape of the draw, not on step or operator, so that
+    two programs that draw in different orders can be compared.
+    """
 
     def __init__(self, seed: int = 0, *, exact: bool = False, by_shape: bool = False) -> None:
         self.seed = seed
@@ -44,7 +45,7 @@ class RandomPolicy:
 
     @contextmanager
     def at(self, place: Place) -> Iterator[None]:
-        """Within it, numbers are those of another place: of a forward pass that is run again."""
+        """A context in which numbers are drawn as at another place, for a forward pass that runs again."""
         before = self.place
         self.step, self.micro_step, self.first_sample = place
         try:
@@ -57,7 +58,7 @@ class RandomPolicy:
         if self.by_shape:
             return torch.Generator(device).manual_seed(self.seed)
         mixed = self.seed
-        # the first micro-step draws as a step without further ones
+        # the first micro-step draws the same numbers as a step that has only one
         later = (self.micro_step,) if shard and self.micro_step else ()
         for part in (self.step, operator, shard, *later):
             # splitmix64's finaliser: neighbouring counters give unrelated seeds

@@ -1,11 +1,11 @@
-"""A region computed again in the backward pass: what its operators save is not kept but made a second time.
+"""Recomputes a region in the backward pass: its operators' saved tensors are not kept but made a second time.
 
-The forward pass builds autograd's graph as ever, so that the order of the backward pass, its collectives and
-the hooks that sum gradients are those of the program without regions. Only what a region's operators save is
-replaced by a number. The first number that the backward pass asks for runs the region again, from the inputs
-that were kept, and what the operators then save in the same order is what was asked for (PyTorch's own
-non-reentrant checkpoints work alike). A region has computations of one rank only, and its random numbers are
-a function of the step, so that the second run makes what the first one made.
+The forward pass builds autograd's graph as usual, so the order of the backward pass, its collectives and the
+hooks that sum gradients are the same as without regions. Only the tensors that a region's operators save are
+replaced by numbers. The first such number that the backward pass unpacks runs the region again from its kept
+inputs; the operators then save the same tensors in the same order (PyTorch's own non-reentrant checkpoints
+work like this). A region has computations of one rank only, and its random numbers depend on the step alone,
+so the second run repeats the first.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .reshard import Keeper
 
 @dataclass(frozen=True)
 class Step:
-    """A computation of a region: what runs it, and how the program names what it reads and makes. ``again``
-    is what runs it the second time."""
+    """A computation of a region, with the program's names for its inputs and results. ``run`` runs it the
+    first time, ``again`` the second."""
 
     run: Callable[..., tuple]
     inputs: tuple[str, ...]
@@ -56,7 +56,7 @@ class Region:
         self._inputs: dict[str, tuple[Any, bool]] = {}  # as the keeper notes it; whether it takes a gradient
         self._own: set[str] = set()
         self._num_saved = 0
-        self._made: dict[int, Tensor] = {}  # by number, until it is asked for
+        self._made: dict[int, Tensor] = {}  # by number, until used
 
     def run(self, step: Step, *values: Tensor) -> tuple:
         """A computation of the forward pass."""
@@ -82,7 +82,7 @@ class Region:
 
     def _again(self) -> None:
         saved: list[Tensor] = []
-        # an alias that takes a gradient as the value did, so that the operators save what they saved then
+        # an alias that requires a gradient if the value did, so that operators save the same tensors
         values = {
             name: self._keep.take(note).detach().requires_grad_(takes_gradient)
             for name, (note, takes_gradient) in self._inputs.items()

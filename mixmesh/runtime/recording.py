@@ -1,10 +1,9 @@
-"""Measuring a step: what this rank's compute and communication streams do, as a ``Timeline``.
+"""Measures a step: the work of this rank's compute and communication streams, as a ``Timeline``.
 
-A recording replaces, for a while, what a model runs by the same with clocks around it; outside of it
-nothing is measured and nothing is paid. A collective lasts from its issue to its completion, told by
-the future of its work. In the backward pass there is no call to put a clock around: the time from the
-moment when autograd reaches the nodes of one instruction to when it reaches those of another belongs to
-the first. Whatever waits is on no one's account.
+A recording temporarily replaces a model's functions by the same ones with clocks around them; otherwise
+nothing is measured and nothing is paid. A collective lasts from its issue to its completion, which the future
+of its work reports. The backward pass has no call to put a clock around: an instruction gets the time from
+the moment autograd reaches its nodes until it reaches those of another. Waiting is charged to nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from .messages import meet
 from .streams import Clock
 
 SYNCHRONISATIONS = 15  # between clocks: one barrier each
-PERIOD = "optimizer"  # a timeline lasts from one of these to the next
+PERIOD = "optimizer"  # a timeline lasts from one event of this name to the next
 
 
 @dataclass
@@ -59,7 +58,7 @@ class Recorder:
         self.rank = comm.rank
         self._spans: list[_Span] = []
         self._backward: _Span | None = None  # for the instruction whose backward is running
-        self._without_future: dict[int, Callable[[], None]] = {}  # by the identity of what is under way
+        self._without_future: dict[int, Callable[[], None]] = {}  # by the id of the work under way
 
     # computation
 
@@ -82,7 +81,7 @@ class Recorder:
             passed = {id(a.grad_fn) for a in args if isinstance(a, Tensor)}
             nodes = {id(o.grad_fn): o.grad_fn for o in out if isinstance(o, Tensor) and o.grad_fn is not None}
             for key, node in nodes.items():
-                if key not in passed:  # else it gave back what it was given
+                if key not in passed:  # otherwise the call returned its argument
                     node.register_prehook(lambda _: self._enter(grad, i.op))
             return out
 
@@ -108,7 +107,7 @@ class Recorder:
             self._enter(paused.name, paused.op)
 
     def outside(self, x: Tensor | None) -> None:
-        """The backward of what made ``x`` is no instruction's computation."""
+        """Excludes the backward of the operation that made ``x`` from all instructions."""
         if x is not None and x.grad_fn is not None:
 
             def leave(_) -> None:
@@ -117,11 +116,11 @@ class Recorder:
             x.grad_fn.register_prehook(leave)
 
     def reach(self, name: str, op: str = "") -> None:
-        """From here on this rank computes what has this ``name``, until it reaches another or leaves."""
+        """Charges this rank's time to ``name`` from here until it reaches another name or leaves."""
         self._enter(name, op)
 
     def transfer(self, name: str, op: str, size_bytes: int) -> Callable[[], None]:
-        """A collective begins that no channel of ours carries; what is returned is called at its end."""
+        """Records a collective outside of our channels, from now until the returned function is called."""
         span = _Span("communication", name, op, self.clock.now(), None, size_bytes)
         self._spans.append(span)
 
@@ -166,7 +165,7 @@ class Recorder:
         return work
 
     def finish(self, work: dist.Work, wait: Callable[[], None]) -> None:
-        """Awaits what was issued."""
+        """Awaits a work."""
         self.wait(wait)
         arrived = self._without_future.pop(id(work), None)
         if arrived is not None:
@@ -254,9 +253,9 @@ def recorded(
 
 
 def clock_offset_s() -> float:
-    """How far this rank's clock is ahead of rank 0's. Collective.
+    """Seconds by which this rank's clock is ahead of rank 0's. Collective.
 
-    All ranks leave a barrier at about the same moment; how late one learns of it varies, hence the median
+    All ranks leave a barrier at about the same moment, but notice it after varying delays, hence the median
     of several.
     """
     moments = []
@@ -279,11 +278,11 @@ def typical(steps: tuple[Timeline, ...]) -> Timeline:
     return sorted(steps, key=lambda step: step.step_s)[len(steps) // 2]
 
 
-_Period = tuple[float, float, list[Event]]  # start, end, what began between
+_Period = tuple[float, float, list[Event]]  # (start, end, events that began in between)
 
 
 def _periods(events: list[Event]) -> list[_Period]:
-    """Cut where the optimizer begins. The last optimizer step belongs to no whole period."""
+    """Cuts events where the optimizer begins. The last optimizer step belongs to no whole period."""
     starts = [e.start_s for e in events if e.name == PERIOD]
     return [
         (start, end, [e for e in events if start <= e.start_s < end])

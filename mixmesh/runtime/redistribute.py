@@ -1,20 +1,20 @@
 """Redistribution of one tensor between layouts, differentiable.
 
-The gradient of ``src -> dst`` is the redistribution ``dual(dst) -> dual(src)`` (see ``ir.dual``), so
-there is one routine for both directions.
+The gradient of ``src -> dst`` is the redistribution ``dual(dst) -> dual(src)`` (see ``ir.dual``), so there is
+one routine for both directions.
 
-Ranks may disagree about what depends on a tensor: one that only sends has no output at all. Yet all
+Ranks may have different graphs around a redistribution: one that only sends has no output at all. Yet all
 must run the backward collectives, in the same order. Two things ensure it. Every differentiable
-redistribution returns, beside its result, an empty *token* that goes into the loss, so its backward
-runs on every rank that communicates. And the autograd engine takes, of the nodes that are ready, the
-one created last; with all nodes above it in the graph created later still, the backward collectives run
-in exactly the reverse order of the program on each rank.
+redistribution returns, along with its result, an empty *token* that goes into the loss, so its backward runs
+on every rank that communicates. And of the nodes that are ready the autograd engine takes the one created
+last; since all nodes above it in the graph are created later still, the backward collectives run in exactly
+the reverse order of the program on each rank.
 
-A redistribution is started at its place in the program and awaited at its first use. In the backward pass
-it is the other way round: it starts where it was awaited and is awaited where it was started, and what was
-computed in between is computed in between again, and gradients of weights that wait for it (``wgrad``) are
-computed when it has started. That of a parameter is not awaited in the backward pass at
-all: its gradient is handed to a sink, which adds it to the parameter when it has arrived.
+A redistribution is started at its place in the program and awaited at its first use. The backward pass
+reverses this: the gradient's redistribution starts where the forward one was awaited, and is awaited where
+the forward one was started. It therefore overlaps with the gradients of the computations in between, and with
+weight gradients that wait for it to start (``wgrad``). A parameter's redistribution is not awaited in the
+backward pass at all: its gradient is handed to a sink, which adds it to the parameter on arrival.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Redistribution:
     dst: Layout
     algorithm: str | None = None
     gradient_algorithm: str | None = None
-    direct: bool = False  # whether sums go from each rank to each other one
+    direct: bool = False  # whether sums are one-shot
     purpose: str = "data"  # the process group's
     sent: Callable[[], object] | None = None  # called when its gradient is on its way
 
@@ -91,11 +91,12 @@ class Redistribution:
         return Pending(self, x, handle, gradient, _Leave.apply(x, gradient))
 
     def apply(self, x: Tensor | None, tokens: list[Tensor]) -> Tensor | None:
-        """With autograd. Appends to ``tokens`` what must go into the loss."""
+        """Starts and finishes at once, with autograd. Appends to ``tokens`` those that must go into the
+        loss."""
         return self.start(x).finish(tokens)
 
     def _local(self, x: Tensor | None) -> Tensor | None:
-        """No rank hears of it: plain differentiable operators."""
+        """Redistributes without communication, by plain differentiable operators."""
         for step in route(self.src, self.dst):
             x = self._step(step, x, None).wait()
         return x
@@ -103,7 +104,7 @@ class Redistribution:
     def _along(
         self, steps: tuple[Step, ...], x: Tensor | None, algorithm: str | None, part: str = ""
     ) -> Handle:
-        """All steps, of which one communicates at most: what comes after it is done when it has arrived."""
+        """Runs all steps, at most one of which communicates; later ones run on its arrival."""
         handle: Handle = done(x)
         for step in steps:
             if self.comm.rank in step.ranks:
@@ -133,7 +134,7 @@ class Redistribution:
                 keeper = min(set(src.ranks) & set(dst.ranks))
                 return done(x if rank == keeper else self._zeros(dst))
             case "pad":
-                assert x is not None  # as above
+                assert x is not None  # see above
                 offset, size = src.piece(rank)
                 behind = self.shape[src.dim] - offset - size
                 pads = (0, 0) * (len(self.shape) - 1 - src.dim) + (offset, behind)
@@ -163,8 +164,8 @@ class Redistribution:
         raise AssertionError(step.kind)
 
 
-# adds a gradient to a parameter once the handle has it, whose buffers have so many bytes; the parameter is
-# None on a rank without a share
+# adds a handle's gradient to a parameter once it has arrived; the number is the bytes of its buffers, and the
+# parameter is None on a rank without a share
 Sink = Callable[[Tensor | None, Handle, int], None]
 
 
@@ -182,8 +183,8 @@ class _Gradient:
 
 @dataclass(frozen=True)
 class Pending:
-    """A differentiable redistribution on its way. ``left`` is what autograd has of its start, empty, where
-    ``gradient`` is awaited; None if nothing goes back there."""
+    """A differentiable redistribution on its way. ``left`` is an empty tensor, the result of its start for
+    autograd, at which ``gradient`` is awaited; None if no gradient goes back there."""
 
     how: Redistribution
     x: Tensor | None
@@ -192,8 +193,8 @@ class Pending:
     left: Tensor | None = None
 
     def finish(self, tokens: list[Tensor], sink: Sink | None = None) -> Tensor | None:
-        """The result. Appends to ``tokens`` what must go into the loss. With a ``sink``, ``x`` is a
-        parameter whose gradient goes there."""
+        """Waits for the result. Appends to ``tokens`` those that must go into the loss. With a ``sink``,
+        ``x`` is a parameter whose gradient goes there."""
         if not torch.is_grad_enabled() or not self.how.communicates:
             return self.handle.wait()
         anchor = torch.empty(0, device=self.how.comm.device, requires_grad=True)

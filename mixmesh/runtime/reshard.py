@@ -1,9 +1,9 @@
 """Gathered parameters that are freed after the forward pass and gathered again in the backward: ZeRO-3.
 
-An ``all_gather`` of a parameter with the attribute ``reshard`` is not kept by autograd: what would be
-saved of it is replaced by a note of which gather it came from. Its last use carries a trigger, whose
-backward runs before that of any use, on all ranks in the same order, and starts the second gather. Where a
-region that is computed again reads it, the region's last computation carries the trigger.
+Autograd does not keep an ``all_gather`` of a parameter with the attribute ``reshard``: where it would save
+the value, it saves a note of the gather. The value's last use carries a trigger, whose backward runs before
+that of any other use, on all ranks in the same order, and starts the second gather. If a recomputed region
+reads the value, the region's last computation carries the trigger.
 """
 
 from __future__ import annotations
@@ -104,5 +104,5 @@ class _Trigger(torch.autograd.Function):
     def backward(ctx, gradient: Tensor | None, _token):
         if ctx.record is not None:
             ctx.record.load()
-            ctx.record = None  # only what is saved refers to it now, so it goes with the last use
+            ctx.record = None  # now only saved tensors refer to it, so it is freed after its last use
         return None, gradient, None

@@ -1,9 +1,8 @@
-"""Other shares for a model that is being trained: the same program with other ratios, from one step to the
-next.
+"""Gives a model in training new shares: the same program with other ratios, from one step to the next.
 
-Parameters, buffers and optimizer state that are cut go from the ranks that had them to those that have them
-from now on, one tensor at a time. All objects stay: the model, its parameters, the optimizer with its groups
-and hooks, and a learning rate scheduler on it. All that runs the program on them is made anew.
+The pieces of parameters, buffers and optimizer state move from their old ranks to their new ones, one tensor
+at a time. All objects stay: the model, its parameters, the optimizer with its groups and hooks, and a
+learning rate scheduler on it. Everything that runs the program on them is made anew.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ HINT = "mixmesh run --checkpoint DIR goes on under any plan, in another start"
 
 
 def why_other_form(old: Plan, new: Plan, optimizer: optim.Optimizer) -> str:
-    """The reason why a training under ``old`` cannot go on under ``new`` where it is; empty if it can."""
+    """The reason why a training under ``old`` cannot continue under ``new`` in place; empty if it can."""
     one, two = old.program, new.program
     if replace(one, ratios=()) != replace(two, ratios=()):
         return "it is another program"
@@ -56,7 +55,7 @@ def why_other_form(old: Plan, new: Plan, optimizer: optim.Optimizer) -> str:
 
 
 def moved_params(one: Program, two: Program) -> list[str]:
-    """Names of the parameters of which ranks hold other pieces under ``two`` than under ``one``."""
+    """Names of the parameters whose pieces differ between the programs."""
 
     def held(program: Program, n: int) -> Layout:
         i = program.params[n]
@@ -68,11 +67,11 @@ def moved_params(one: Program, two: Program) -> list[str]:
 
 @torch.no_grad()
 def change_shares(model: ParallelModel, optimizer: optim.Optimizer, plan: Plan) -> None:
-    """Has ``model`` and its ``optimizer`` go on under ``plan``: the program that they run, with other shares.
-    Between two steps, when gradients were set to none. Collective.
+    """Makes ``model`` and its ``optimizer`` continue under ``plan``, which has the same program with other
+    shares. Call it between two steps, when gradients were set to none. Collective.
 
     Raises PlanError, before anything is changed, for a plan of another form (``why_other_form``), InputError
-    while there are gradients, or the whole model is lent.
+    while there are gradients, or while the whole model is lent.
     """
     run = model._runtime
     if reason := why_other_form(run.forms.plan, plan, optimizer):
@@ -140,13 +139,13 @@ def _moved(comm: Comm, what: str, piece: Tensor, old: Stored, new: Stored) -> Te
         return piece
     how = between(comm, f"moving {what} to its new shares", old.shape, piece.dtype, old.held, new.held)
     moved = how.forward(piece.contiguous())
-    assert moved is not None  # the same ranks have shares as before (why_other_form)
+    assert moved is not None  # why_other_form: the same ranks have shares as before
     return moved
 
 
 def _moved_params(run: Runtime, stored: Mapping[str, Stored]) -> dict[Tensor, Before]:
-    """By shown parameter, its new piece. For an owned one, whose rows lie in a working copy of the whole, the
-    program's tensor alone."""
+    """The new piece of each shown parameter. For an owned one, whose rows lie in a working copy of the whole,
+    only the program's tensor."""
     owned = {id(o.piece): o for o in run.owned.values()}
     before: dict[Tensor, Before] = {}
     for shown, inner in zip(run.node.shown, run.node.inner):
@@ -168,8 +167,8 @@ def _moved_buffers(model: nn.Module, run: Runtime, stored: Mapping[str, Stored])
 
 
 def _move_state(run: Runtime, optimizer: optim.Optimizer, stored: Mapping[str, Stored]) -> None:
-    """Moves all states that are like a parameter whose pieces move. A rank that had no piece, and no state,
-    gets the plain values of those that have."""
+    """Moves all optimizer states that have the shape of a parameter whose pieces move. A rank that had no
+    piece, and so no state, gets the plain values of the others."""
     moving = [p for p in params_of(optimizer) if run.by_param[p].held != stored[run.by_param[p].name].held]
     # also on ranks of another copy of a parameter: whether any moves is the same on all
     if not any(_differ(old, stored[name]) for name, old in run.stored.items()):
@@ -182,7 +181,7 @@ def _move_state(run: Runtime, optimizer: optim.Optimizer, stored: Mapping[str, S
     for p in moving:
         old = run.by_param[p]
         new = stored[old.name]
-        # among the ranks that hold this copy of it
+        # only the ranks that hold this copy of the parameter
         ranks = sorted({*old.held.ranks, *new.held.ranks})
         if run.comm.rank not in ranks:
             continue

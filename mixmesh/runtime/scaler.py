@@ -1,9 +1,9 @@
 """A GradScaler whose ranks agree on whether a step is skipped.
 
-Where parameters are cut, only one rank sees that a gradient overflowed. The others would step, and go on
-with another scale: the losses of one step would then be scaled differently. Gradients of cut parameters are
-shards, so that ranks agree on those whoever asks whether they are finite (``shard_tensor``). This scaler also
-agrees on gradients that are whole on every rank, and would differ between ranks only by a fault.
+If parameters are cut, only one rank sees that a gradient overflowed. The others would step, and continue with
+another scale, so that the losses of one step would be scaled differently. Gradients of cut parameters are
+shards, for which ranks always agree on whether they are finite (``shard_tensor``). This scaler also agrees on
+gradients that are whole on every rank, which would differ between ranks only by a fault.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def unscaled_text(program: Program, scaler: torch.amp.GradScaler | None) -> str:
-    """Says which ranks compute in float16 what a program has in bf16 though no scaler scales the loss; empty
-    where that is not so."""
+    """A text naming the ranks that compute a program's bf16 in float16 although no scaler scales the loss;
+    empty if there are none."""
     if scaler is not None and scaler.is_enabled():
         return ""
     ranks = [rank for name, row in program.dtypes for rank, dtype in enumerate(row) if dtype != name]

@@ -1,11 +1,11 @@
 """Runs of a rank's instructions between collectives, each handed to ``torch.compile`` as one function.
 
-A segment ends where anything but an operator of this rank comes: a collective that begins or is awaited, a
-random operator, whose numbers are those of the whole batch, a region that is rematerialised, a split weight
-gradient. It also ends where parameters of another bucket are used for the first time: compiled code hands
-over the gradients of a segment together, and those of a bucket are to travel while the backward pass of
-earlier segments computes. Programs that gather parameters again for the backward pass (ZeRO-3) are not
-compiled: what they keep for it is chosen tensor by tensor.
+A segment ends at anything but an operator of this rank: a collective that begins or is awaited, a random
+operator (whose numbers are those of the whole batch), a region that is rematerialised, a split weight
+gradient. It also ends at the first use of parameters from another bucket: compiled code returns the gradients
+of a segment together, and a bucket's gradients should travel while the backward pass of earlier segments
+computes. Programs that gather parameters again for the backward pass (ZeRO-3) are not compiled: they decide
+tensor by tensor what to keep.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ SMALL = 2  # operators: fewer are not worth a call of compiled code
 
 @dataclass
 class Segment:
-    """Operators that follow each other. ``lines`` call them one by one; ``made`` are the values that they
-    define and that are still there at its end, ``used`` those from before it, ``dropped`` those of ``used``
-    that are forgotten within it, in the order of their first mention."""
+    """Operators that follow each other. ``lines`` call them one by one. ``made`` are the values defined
+    within the segment and still needed at its end, ``used`` those from before it, and ``dropped`` those of
+    ``used`` that are forgotten within it, in the order of their first mention."""
 
     lines: list[str] = field(default_factory=list)
     num_operators: int = 0
@@ -58,7 +58,7 @@ class Segment:
         return f"def {name}({', '.join(self.used)}):\n{body}    return ({_tuple(self.made)})\n"
 
     def call(self, name: str) -> str:
-        """The line that stands for all of it."""
+        """The line that calls the whole segment."""
         return f"({_tuple(self.made)}) = {name}({', '.join(self.used)})"
 
 

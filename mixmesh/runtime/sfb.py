@@ -1,9 +1,9 @@
-"""Sufficient factor broadcasting: a weight gradient that every rank computes for itself.
+"""Sufficient factor broadcasting: every rank computes a weight gradient for itself from gathered factors.
 
-The weight gradient of ``y = linear(x, w)`` is ``gy^T x``, a sum over the samples of all ranks. Where the
-two factors are smaller than the weight, gathering them costs less than summing the gradient (Xie et al.,
-UAI'16; HAP, EuroSys'24; TAG, TPDS'23). An instruction with the attribute ``sfb`` does that, and
-the gradient of its weight is R: it is in no bucket.
+The weight gradient of ``y = linear(x, w)`` is ``gy^T x``, a sum over the samples of all ranks. If the two
+factors are smaller than the weight, gathering them costs less than summing the gradient (Xie et al., UAI'16;
+HAP, EuroSys'24; TAG, TPDS'23). An instruction with the attribute ``sfb`` does that; the gradient of its
+weight is then R, and in no bucket.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def sfb_op(
 ) -> Callable[..., tuple[Tensor]]:
     """The local operator of an ``aten.linear`` with ``sfb``: x S(dim) of a batch dim, weight and bias R.
 
-    It takes the list of tokens that go into the loss before its inputs (see ``redistribute``). ``factors``
-    are those of the program.
+    Its first argument is the list of tokens for the loss (see ``redistribute``), before its inputs.
+    ``factors`` are those of the whole program.
     """
     x_type, *others = (program.types[name] for name in i.inputs)
     x = layout(program, x_type)

@@ -1,8 +1,8 @@
-"""Numbers made of all ranks' pieces: a norm, a sum, the largest element.
+"""Numbers that depend on all ranks' pieces: a norm, a sum, the largest element.
 
-The number of a rank's own piece is known at once. Those of the others are fetched when the result is first
-used, for all numbers that are used together by one small all_gather: clipping a hundred gradients by their
-norm takes one message, not a hundred. Every rank must ask for the same numbers in the same order.
+The number of a rank's own piece is known at once. The others are fetched when the result is first used, by
+one small all_gather for all numbers that are used together: clipping a hundred gradients by their norm takes
+one message, not a hundred. Every rank must ask for the same numbers in the same order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from .comm import Comm
 
 Off = torch._C.DisableTorchFunctionSubclass
 
-# by kind: from the numbers of all ranks (dim 0) to that of the whole; the number of a rank without a piece
+# by kind: the function from all ranks' numbers (dim 0) to the whole's; the neutral number of a rank without a
+# piece
 COMBINE: dict[str, tuple[Callable[[Tensor, float], Tensor], float]] = {
     "sum": (lambda x, _: x.sum(0), 0.0),
     "norm": (lambda x, order: torch.linalg.vector_norm(x, order, dim=0), 0.0),
@@ -33,8 +34,8 @@ _GETTERS = frozenset(("device", "dtype", "shape", "ndim", "requires_grad", "is_c
 
 
 class ShardNumber(torch.Tensor):
-    """A number of this rank's piece that stands for that of the whole. ``row`` is the rank whose number a
-    gradient goes back to (its own, or the one that speaks for all replicas)."""
+    """A number of this rank's piece that stands for the whole tensor's. Its gradient goes back to rank
+    ``row``: this rank, or the one that represents all replicas."""
 
     comm: Comm
     kind: str
@@ -60,7 +61,7 @@ class ShardNumber(torch.Tensor):
 def number(
     mine: Tensor | None, comm: Comm, kind: str, *, order: float = 2.0, row: int, dtype: torch.dtype
 ) -> ShardNumber:
-    """A number of the whole, from that of this rank's piece (None where it counts for nothing)."""
+    """A number of the whole, made from that of this rank's piece (None if it does not count)."""
     if mine is None:
         wide = dtype if dtype.is_floating_point else torch.float64  # integers have no infinity
         mine = torch.full((), COMBINE[kind][1], dtype=wide, device=comm.device)
@@ -77,7 +78,7 @@ def _number(x: Tensor, comm: Comm, kind: str, order: float, row: int) -> ShardNu
 
 
 def known(tree: Any) -> Any:
-    """The arguments with the whole's numbers in the place of the pieces'. Collective if there are any."""
+    """The arguments with every piece's number replaced by the whole's. Collective if there are any."""
     leaves, spec = pytree.tree_flatten(tree)
     asked = list({id(x): x for x in leaves if isinstance(x, ShardNumber)}.values())
     if not asked:
@@ -101,8 +102,9 @@ def _ask(numbers: Sequence[ShardNumber]) -> None:
 
 
 class _Everyones(torch.autograd.Function):
-    """All ranks' numbers, one row each. A replica says nothing, and takes the gradient of the one that speaks
-    for it. Every rank goes back alone: what follows is the same on all."""
+    """Gathers all ranks' numbers, one row each. A replica contributes nothing, and takes the gradient of the
+    rank that represents it. The backward needs no communication, as the rest of the graph is the same on all
+    ranks."""
 
     @staticmethod
     def forward(ctx, mine: Tensor, comm: Comm, rows: tuple[tuple[int, float], ...]):

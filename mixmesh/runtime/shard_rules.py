@@ -69,7 +69,7 @@ DUNDERS = {
     "__invert__": "bitwise_not", "__mod__": "remainder", "__floordiv__": "floor_divide",
     "__rfloordiv__": "floor_divide", "__iand__": "bitwise_and_", "__ior__": "bitwise_or_",
 }  # fmt: skip
-# getters of which neither the piece nor the whole gives what is expected
+# getters for which neither the piece nor the whole would be the expected result
 REFUSED_GETTERS = frozenset(("T", "H", "mT", "mH", "real", "imag"))
 
 

@@ -1,10 +1,10 @@
 """Parameters of which a rank holds a piece: tensors that stand for the whole.
 
 A ``ShardTensor`` is this rank's piece, in plain memory, with a note of the whole. PyTorch's kernels run on it
-as they are. Python code gets answers for the whole (shape, norm, sum); its operations are done piece by piece
+directly. Python code gets answers for the whole (shape, norm, sum); its operations are done piece by piece
 (arithmetic, clamping, copying) or refused (``shard_rules``). So clipping, penalties, optimizers that compute
-norms, ``numel()`` and checkpoints by ``torch.distributed.checkpoint`` give what they give on one device.
-Nothing of this is in the way of the program's own kernels: they run on plain tensors of the same memory.
+norms, ``numel()`` and checkpoints by ``torch.distributed.checkpoint`` give the same results as on one device.
+The program's own kernels run on plain tensors in the same memory, and never meet a ShardTensor.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ShardTensor(ShardBase):
         return self.to_local()
 
     def _piece(self) -> tuple[tuple[int, ...], Tensor]:
-        """Where the piece begins in the whole, and the piece."""
+        """The position of the piece in the whole, and the piece."""
         stored, piece = self.whole.stored, self.to_local()
         return (stored.origin(self.whole.comm.rank) if piece.ndim == len(stored.shape) else ()), piece
 
@@ -184,15 +184,15 @@ def _elementwise(func: Callable, rule: Rule, args: tuple, kwargs: dict) -> Any:
 
 
 def is_whole(x: Any, beside: ShardTensor) -> bool:
-    """Whether a plain tensor beside a shard has the shape of the whole, on every rank."""
+    """Whether a plain tensor used together with a shard has the shape of the whole, on every rank."""
     stored = beside.whole.stored
     return not isinstance(x, ShardTensor) and x.ndim > 0 and tuple(x.shape) == stored.shape
 
 
 def _is_of_whole(rule: Rule, target: Any, tensors: Iterable[Tensor]) -> bool:
-    """Whether the result of shards beside whole tensors is whole too, as averages of weights are:
-    ``k.lerp_(p, 0.1)``, ``k.data = m * k.data + (1 - m) * p.data``. Else it is a shard, through which
-    gradients flow: ``(p - start).square().sum()``, or changes one: ``p.grad.mul_(mask)``."""
+    """Whether shards combined with whole tensors give a whole tensor, as in averages of weights: ``k.lerp_(p,
+    0.1)``, ``k.data = m * k.data + (1 - m) * p.data``. Otherwise the result is a shard through which
+    gradients flow, ``(p - start).square().sum()``, or changes a shard, ``p.grad.mul_(mask)``."""
     if rule.in_place:
         return not isinstance(target, ShardTensor)
     flows = torch.is_grad_enabled() and any(isinstance(x, ShardTensor) and x.requires_grad for x in tensors)
@@ -200,7 +200,7 @@ def _is_of_whole(rule: Rule, target: Any, tensors: Iterable[Tensor]) -> bool:
 
 
 def _cut_like(first: ShardTensor, x: Tensor) -> Tensor:
-    """A whole tensor cut as a shard is; any other as it is."""
+    """Cuts a whole tensor like a shard; returns any other tensor unchanged."""
     return _piece_of(first, x, "elements") if is_whole(x, first) else x
 
 
@@ -307,7 +307,8 @@ def _deepcopy(_func: Callable, args: tuple, _kwargs: dict) -> Tensor:
 
 
 def _new_empty(func: Callable, args: tuple, kwargs: dict) -> Tensor:
-    """An empty tensor of the whole's shape is a shard; what stages a checkpoint expects the values in it."""
+    """An empty tensor of the whole's shape becomes a shard that has the values: code that stages checkpoints
+    expects them."""
     x = args[0]
     size = kwargs.get("size", args[1] if len(args) > 1 else None)
     if isinstance(size, torch.Size | tuple | list) and tuple(size) == x.whole.stored.shape:
@@ -318,13 +319,13 @@ def _new_empty(func: Callable, args: tuple, kwargs: dict) -> Tensor:
 
 
 def _new_plain(func: Callable, args: tuple, kwargs: dict) -> Tensor:
-    """A tensor of the shard's dtype and device, and of nothing else of it: states of a recurrent network,
-    which scripts make of any parameter."""
+    """A plain tensor with only the shard's dtype and device: scripts make states of recurrent networks from
+    any parameter."""
     return func(args[0].as_subclass(Tensor), *args[1:], **kwargs)
 
 
 def _unscale(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Gradients unscaled, and the same word on all ranks whether one of them is not finite."""
+    """Unscales gradients, and makes all ranks agree on whether one of them is not finite."""
     out = func(*args, **kwargs)
     found_inf, comm = args[1], next(x.whole.comm for x in args[0] if isinstance(x, ShardTensor))
     channel = comm.channel(comm.everyone, "all_reduce of whether gradients are finite")
@@ -369,7 +370,7 @@ _SPECIAL: dict[str, Callable] = {
     "__format__": _show,
     "__reduce_ex__": _refuse_pickling,
     "__deepcopy__": _deepcopy,
-    "data_ptr": lambda func, args, kwargs: 0,  # as of a DTensor: the memory is not that of the whole
+    "data_ptr": lambda func, args, kwargs: 0,  # as for a DTensor: there is no memory of the whole
     "new_empty": _new_empty,
     **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_tensor"), _new_plain),
     "_amp_foreach_non_finite_check_and_unscale_": _unscale,

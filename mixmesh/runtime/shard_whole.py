@@ -1,4 +1,4 @@
-"""The tensor that a shard is a piece of, and what all functions on shards check of it."""
+"""The tensor that a shard is a piece of, and the checks that all functions on shards make against it."""
 
 from __future__ import annotations
 

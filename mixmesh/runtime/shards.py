@@ -29,8 +29,8 @@ class Stored:
     shape: tuple[int, ...]
     dtype: torch.dtype
     held: Layout
-    copies: tuple[Layout, ...] = ()  # all layouts of a tensor that has several; ``held`` is one of them
-    counting: int | None = None  # the rank whose tensor counts, where each has its own
+    copies: tuple[Layout, ...] = ()  # all layouts of a tensor with copies; ``held`` is one of them
+    counting: int | None = None  # the rank whose tensor counts, if each has its own
 
     def at(self, rank: int) -> Stored:
         """With the copy that ``rank`` holds."""
@@ -50,7 +50,7 @@ class Stored:
         return tuple(at)
 
     def counts(self, rank: int) -> bool:
-        """Whether what ``rank`` holds counts where the whole tensor is to count once."""
+        """Whether the part of ``rank`` counts in a total that is to contain the whole tensor once."""
         held = self.counted
         return rank in held.ranks and (bool(held.sizes) or rank == held.ranks[0])
 
@@ -105,10 +105,11 @@ class Stored:
 
 def stored_tensors(program: Program, model: nn.Module) -> dict[str, Stored]:
     """Every parameter and buffer of a model by every name it has. An owned parameter is stored as its owners
-    hold it, a buffer that is updated and never read is on the ranks that update it; what the program does not
-    use is whole everywhere.
+    hold it; a buffer that is updated but never read is on the ranks that update it; tensors that the program
+    does not use are whole everywhere.
 
-    Raises PlanError, naming the first differences, if the model is not the program's."""
+    Raises PlanError, naming the first differences, if the model is not the program's.
+    """
     params = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
     check_model(program, params, buffers)
@@ -142,8 +143,8 @@ def stored_tensors(program: Program, model: nn.Module) -> dict[str, Stored]:
 
 
 def counting_ranks(program: Program) -> dict[str, int]:
-    """By name, the rank whose value of an updated buffer counts where batch norm is local: each rank has its
-    own running statistics, and the first that holds samples keeps those of the model, as
+    """For each updated buffer, by name, the rank whose value counts if batch norm is local. Each rank then
+    has its own running statistics, and the model's are those of the first rank that holds samples, as
     DistributedDataParallel keeps rank 0's."""
     if batch_norm_of(program) != LOCAL:
         return {}

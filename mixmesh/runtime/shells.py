@@ -1,10 +1,10 @@
-"""The modules of a parallel model: of the classes of the original's, with their attributes, and never run.
+"""The modules of a parallel model: they have the classes and attributes of the original's, and never run.
 
-``print(model)``, ``isinstance(model.a, nn.Linear)``, ``model.config`` and the model's own methods are as on
-one device. A module within a parallel model holds pieces of parameters, and its operators are those of the
-program: calling it is refused, and so are the few methods that could only be wrong (``generate``, say). The
-user's own module, with whole weights, is ``with model.whole() as m``; within that block the parallel model
-and its modules run it too.
+``print(model)``, ``isinstance(model.a, nn.Linear)``, ``model.config`` and the model's own methods work as on
+one device. A module within a parallel model holds pieces of parameters, and the program has its operators:
+calling it is refused, and so are the few methods that could only be wrong, such as ``generate``. ``with
+model.whole() as m`` gives the user's own module with whole weights; within that block the parallel model and
+its modules run it too.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ..frontend.trace.compiled import DYNAMO
 WHOLE_HINT = "with model.whole() as m: ...  # the original's class with whole weights, on every rank"
 # instance attributes that every module has for itself, or that would run the original
 _OWN = frozenset({*nn.Module().__dict__, "forward", "__call__", "_compiled_call_impl", "_orig_mod"})
-# modules of a parallel model take these from nn.Module, whatever the original does: names and
-# values are the program's
+# modules of a parallel model take these from nn.Module, not from the original: their names and values must be
+# the program's
 _OF_STATES = ("get_extra_state", "set_extra_state", "_save_to_state_dict", "_load_from_state_dict")
 _OF_THE_WHOLE = (
     "__call__", "__delattr__", "__setstate__", "state_dict", "load_state_dict", "parameters",
@@ -37,7 +37,7 @@ _REFUSED = ("generate", "save_pretrained", "push_to_hub")
 class Shell(nn.Module):
     """A module within a parallel model."""
 
-    # where a class makes them of its tensors (torchmetrics), which a shell does not have
+    # some classes (torchmetrics) compute these from tensors, which a shell does not have
     __hash__ = object.__hash__
     __eq__ = object.__eq__
 
@@ -58,8 +58,8 @@ class Shell(nn.Module):
 
 
 def check_attribute(module: nn.Module, name: str, value: Any) -> None:
-    """Raises InputError for another value of an attribute of the original: the program has been planned with
-    the one that it had."""
+    """Raises InputError for a new value of an attribute that the original had: the program was planned with
+    the old one."""
     planned = module.__dict__.get("_planned_attributes", {})
     if name in planned and value is not planned[name] and not _is_equal(value, planned[name]):
         raise InputError(
@@ -90,7 +90,8 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
 
 
 def shell_of(original: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module:
-    """A shell of a module and of all within it, without tensors. Modules that are ``known`` have theirs."""
+    """A shell of a module and of all modules within it, without tensors. Modules in ``known`` already have
+    theirs."""
     if original not in known:
         kind: type = type(original)
         shell: nn.Module = nn.Module.__new__(_class_of(kind))
@@ -112,7 +113,7 @@ def dress(shell: nn.Module, original: nn.Module, known: dict[nn.Module, nn.Modul
 
 
 def _is_free(shell: nn.Module, name: str) -> bool:
-    """Whether an attribute of the original stands in the way of nothing that a parallel model has."""
+    """Whether an attribute of the original conflicts with none of a parallel model's."""
     kind: type = type(shell)
     return isinstance(shell, Shell) or name not in _reserved(kind)
 

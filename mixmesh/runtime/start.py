@@ -1,4 +1,4 @@
-"""The start of all ranks: they compare what they were given, and begin to watch each other."""
+"""The start of all ranks: they compare their plans, models and settings, and begin to watch each other."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .first_rank import everyones
 from .versions import versions_text
 from .watch import Watch, watch_of_process
 
-DEVICE = "device"  # the key of what ranks tell, and need not have alike
+DEVICE = "device"  # the key of a fact that ranks exchange but that may differ
 
 
 def start_together(
@@ -37,10 +37,11 @@ def start_together(
     timeout_s: float,
     heartbeat_s: float,
 ) -> Watch | None:
-    """The watch of this process; None for a single one, or with ``heartbeat_s`` 0. Collective.
+    """Starts this process's watch and compares the ranks. Returns None for a single process, or with
+    ``heartbeat_s`` 0. Collective.
 
     Raises PlanError on all ranks if they were given different plans, models, code, seeds or versions, or if a
-    GPU is another one than was planned for that rank, or has less memory than the plan counts on.
+    rank's GPU is not the planned one or has less memory than the plan needs.
     """
     if not dist.is_initialized() and not all(name in os.environ for name in RANK_VARIABLES):
         return None
@@ -62,8 +63,8 @@ def start_together(
 
 @dataclass(frozen=True)
 class Planned:
-    """The devices and the bytes of memory that a plan counts on, by rank; devices are None where its file
-    does not name them. A bare program counts on nothing."""
+    """The devices and the bytes of memory in a plan, by rank; devices are None if its file does not name
+    them. A bare program has neither."""
 
     devices: tuple[PlannedDevice, ...] | None
     peaks_bytes: tuple[int, ...]
@@ -80,8 +81,8 @@ def compare_first(model: nn.Module) -> None:
 
 
 def compare_start(watch: Watch, facts: Facts, planned: Planned, found: FoundDevice, timeout_s: float) -> None:
-    """Exchanges what ranks were given and are. Collective. Raises PlanError on all ranks if they were not
-    given the same, or one of them is not on the device that was planned for it."""
+    """Exchanges every rank's facts and device. Collective. Raises PlanError on all ranks if their facts
+    differ, or if one of them is not on its planned device."""
     told = watch.exchange({**facts, DEVICE: json.dumps(asdict(found))}, "parallelize", timeout_s)
     devices = [FoundDevice(**json.loads(one.pop(DEVICE))) for one in told]
     error = disagreement(told) or device_mismatch(planned.devices, planned.peaks_bytes, devices)
@@ -98,8 +99,8 @@ def check_values(model: nn.Module) -> None:
 
 
 def check_can_follow(model: nn.Module) -> None:
-    """Raises InputError for a tensor without values that no file of weights holds: those of a model that was
-    made on the device meta are read into each rank's part later, by the names of its ``state_dict``."""
+    """Raises InputError for a tensor without values that no file of weights can fill. Tensors on the device
+    meta are read into each rank's part later, by their names in ``state_dict``."""
     kept = {id(x) for x in model.state_dict(keep_vars=True).values() if isinstance(x, Tensor)}
     tensors = (*model.named_parameters(), *model.named_buffers())
     lost = [name for name, x in tensors if x.is_meta and id(x) not in kept]
@@ -113,8 +114,8 @@ def check_can_follow(model: nn.Module) -> None:
 
 
 def stand_in_for_meta(model: nn.Module) -> list[str]:
-    """Gives each tensor on the device meta one zero in memory for all of its elements, so that a rank's piece
-    of it is memory, and the whole is not: their names. They are to be given values before they are used."""
+    """Replaces each tensor on the device meta by one zero in memory, expanded to its shape, so that a rank's
+    piece takes memory and the whole does not. Returns their names; they need values before use."""
     names = []
     for name, x in (*model.named_parameters(), *model.named_buffers()):
         if x.is_meta:
@@ -127,7 +128,7 @@ def stand_in_for_meta(model: nn.Module) -> list[str]:
 
 
 def no_values(names: Sequence[str], num_tensors: int) -> InputError:
-    """The error of a model that is used before its tensors of these ``names`` were given values."""
+    """The error for using a model before its tensors of these ``names`` have values."""
     return InputError(
         "the model has no values: it was made on the device meta",
         expected="weights that are read before the first call, or tensors with values on all ranks",
@@ -150,7 +151,7 @@ def check_no_meta(tensors: Sequence[tuple[str, Tensor]], what: str = "model") ->
 
 
 def meets(kind: str, unless: Callable[[Any], bool] = lambda model: False) -> Callable:
-    """A method of a parallel model in which ranks meet, as the watch is to know it."""
+    """Decorates a method of a parallel model in which ranks meet, so that the watch knows of the call."""
 
     def decorate(method: Callable) -> Callable:
         @functools.wraps(method)

@@ -1,6 +1,5 @@
-"""Is this the state of this model, or of its optimizer? Asked before anything of it is loaded: a file may be
-of another model, of another optimizer, or spoilt.
-"""
+"""Checks that a state belongs to this model, or to its optimizer, before any of it is loaded: a file may be
+of another model, of another optimizer, or damaged."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ SHOWN, SHOWN_CHARACTERS = 3, 200  # names in an error, and of another error
 
 
 def check_model_state(state: Any, stored: Mapping[str, Stored]) -> None:
-    """Raises PlanError for what is no ``state_dict`` of the whole model: one with other names, or with other
-    values than tensors of the model's shapes."""
+    """Raises PlanError for anything but a ``state_dict`` of the whole model: for other names, or for values
+    that are not tensors of the model's shapes."""
     if not isinstance(state, Mapping):
         raise _other_model("a dict of tensors by name", _kind(state))
     if missing := [name for name in stored if name not in state]:
@@ -35,8 +34,8 @@ def check_model_state(state: Any, stored: Mapping[str, Stored]) -> None:
 
 
 def check_optimizer_state(optimizer: optim.Optimizer, state: Any) -> None:
-    """Raises PlanError for what is no ``state_dict`` of an optimizer with these parameters: one with other
-    groups, or with states that are not like their parameters."""
+    """Raises PlanError for anything but a ``state_dict`` of an optimizer with these parameters: for other
+    groups, or for states that do not match their parameters."""
     if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
         raise _other_optimizer("a dict with 'state' and 'param_groups'", _kind(state))
     theirs = state.get("param_groups")
@@ -83,7 +82,8 @@ def _check_entries(optimizer: optim.Optimizer, p: Tensor, entries: Mapping[str, 
 
 
 def _try(optimizer: optim.Optimizer, state: dict[Tensor, dict], groups: list[dict]) -> None:
-    """Has another optimizer of the class take over the state: this one would be half changed by a failure."""
+    """Loads the state into another optimizer of the class, because a failure would leave this one half
+    changed."""
     other = object.__new__(type(optimizer))
     groups = [{**g, "params": own["params"]} for g, own in zip(groups, optimizer.param_groups)]
     try:

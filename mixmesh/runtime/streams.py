@@ -1,7 +1,7 @@
 """Streams and events of a device, and copies to it.
 
-By ``torch.Stream`` and ``torch.Event``, which are those of CUDA, ROCm and XPU alike. On a CPU nothing is
-issued ahead: its moments are those of the clock.
+Uses ``torch.Stream`` and ``torch.Event``, which work for CUDA, ROCm and XPU. A CPU does everything at once,
+so its events are readings of the clock.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from .accelerator import is_accelerator, synchronize
 
 
 def copied(x: Tensor, device: torch.device) -> Tensor:
-    """``x`` on the device. Where it is in pinned memory of the host the copy is issued, and runs in the
-    current stream before all that is issued there later; PyTorch keeps ``x`` until then."""
+    """``x`` on the device. From pinned host memory the copy is only issued, and runs in the current stream
+    before anything issued there later; PyTorch keeps ``x`` until then."""
     return x.to(device, non_blocking=True)
 
 
 def host_buffer(x: Tensor) -> Tensor:
-    """Memory of the host for the values of ``x``, pinned where that is on an accelerator: into it a copy is
-    issued (``issue_copy``)."""
+    """Host memory into which the values of ``x`` can be copied (``issue_copy``), pinned if ``x`` is on an
+    accelerator."""
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=is_accelerator(x.device))
 
 
 def issue_copy(x: Tensor, buffer: Tensor) -> None:
-    """Has the values of ``x`` copied into a buffer of the host, in the current stream. They are there when
-    the device has done what it was given (``accelerator.synchronize``); on a CPU at once."""
+    """Copies the values of ``x`` into a buffer of the host, in the current stream. They are valid when the
+    device has finished its work (``accelerator.synchronize``); on a CPU at once."""
     buffer.copy_(x, non_blocking=True)
 
 
 @cache
 def side_stream(device: torch.device) -> torch.Stream:
-    """The stream of an accelerator for what runs beside its current one, the same at every call."""
+    """An accelerator's second stream, for work that overlaps its current one; the same at every call."""
     return torch.Stream(device)
 
 

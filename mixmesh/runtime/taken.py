@@ -1,5 +1,5 @@
-"""The tensors of a model on their way into the parallel one: pieces of those of the original, or of those
-that a parallel model holds already and that have moved to other ranks (``reshare``)."""
+"""Takes the tensors of a model into a parallel one: as pieces of the original's tensors, or as tensors that a
+parallel model already holds and whose pieces have moved to other ranks (``reshare``)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .shards import Stored
 
 @dataclass(frozen=True)
 class Before:
-    """A tensor that a parallel model shows, and what it had of it before its pieces moved: the ``piece`` that
-    it holds now, and the tensor that its program ran on, which for an owned parameter was a working copy."""
+    """The state of a shown tensor before its pieces moved: the ``piece`` that it holds now, and the tensor
+    that its program ran on, which for an owned parameter was a working copy."""
 
     piece: Tensor
     used: Tensor
@@ -61,7 +61,7 @@ class Taken:
             shown = _parameter(_shared(whole, stored, comm, is_owned=bool(stage)))
             mine = nn.Parameter(plain(shown).detach(), requires_grad=whole.requires_grad)
         else:
-            # a rank that does not use it holds no rows of it, and no elements
+            # a rank that does not use it holds none of its rows, and no elements
             held = replace(stored, held=used_as) if comm.rank in used_as.ranks else stored
             piece = held.piece(whole, comm.rank, comm.device)
             mine = nn.Parameter(piece, requires_grad=whole.requires_grad)
@@ -82,8 +82,8 @@ class Taken:
     def _again(
         self, name: str, shown: nn.Parameter, before: Before, stored: Stored, used_as: Layout, stage: int
     ) -> nn.Parameter:
-        """Puts a parameter that is shown already on its new piece. Returns what the program runs on: new, as
-        hooks that sum gradients are on the one before."""
+        """Moves a shown parameter to its new piece. Returns the tensor on which the program runs, a new one
+        because the old one has the hooks that sum gradients."""
         rank = self.comm.rank
         if stage and rank in used_as.ranks:
             working = nn.Parameter(before.used.detach(), requires_grad=before.used.requires_grad)
@@ -131,7 +131,8 @@ def _parameter(x: Tensor) -> nn.Parameter:
 
 
 def _heir(whole: Tensor) -> Tensor:
-    """The tensor that the parallel model, which is there, shows for one of its original's."""
+    """The tensor that the parallel model shows in place of one of its original's; the parallel model must
+    exist."""
     assert isinstance(whole, TakenOver)
     heir = whole.heir()
     assert heir is not None
@@ -139,7 +140,7 @@ def _heir(whole: Tensor) -> Tensor:
 
 
 def is_whole(stored: Stored, comm: Comm) -> bool:
-    """Whether every rank holds all of it."""
+    """Whether every rank holds the whole tensor."""
     return not (stored.held.sizes or stored.copies) and len(stored.held.ranks) == comm.world_size
 
 
@@ -151,8 +152,8 @@ def _show(mine: nn.Parameter, stored: Stored, comm: Comm, written) -> nn.Paramet
 
 
 def _shared(whole: TakenOver, stored: Stored, comm: Comm, *, is_owned: bool) -> Tensor:
-    """The tensor that another parallel model shows for the same original. Raises InputError if this one would
-    hold it otherwise: then there would be two, trained apart."""
+    """The tensor that another parallel model shows for the same original. Raises InputError if this model
+    would hold it differently: there would then be two, trained separately."""
     shown = whole.heir()
     if isinstance(shown, ShardTensor):
         alike = shown.whole.stored.held == stored.held and shown.whole.written is None
@@ -175,7 +176,7 @@ def _shared(whole: TakenOver, stored: Stored, comm: Comm, *, is_owned: bool) -> 
 
 
 def owners_of(program: Program, model: nn.Module) -> dict[Tensor, tuple[Layout, int]]:
-    """For each parameter with shard owners: the layout in which it is used, and the ZeRO stage."""
+    """For each parameter with shard owners, the layout in which it is used, and the ZeRO stage."""
     params = dict(model.named_parameters(remove_duplicate=False))
     return {
         params[i.args[0]]: (Layout(REPLICATE, program.participants(i.type)), stage_of(i))

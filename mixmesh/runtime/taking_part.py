@@ -1,4 +1,4 @@
-"""The stretches of a process in which it does nothing but take part in a training."""
+"""Marks stretches of a process in which it only takes part in a training."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ _stretches: list[str] = []  # the stretches of this process, the innermost last
 
 @contextmanager
 def taking_part(what: str) -> Iterator[None]:
-    """Marks a stretch in which this process is of no use without the other ranks, between two calls too: the
-    watch may end it wherever it is when one is lost. Such an error leaves it only to end the process."""
+    """A context for a stretch in which this process is useless without the other ranks, even between two
+    calls: when one is lost, the watch may end it wherever it is. Such an error leaves the context only to end
+    the process."""
     _stretches.append(what)
     try:
         yield

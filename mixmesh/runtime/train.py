@@ -1,4 +1,4 @@
-"""A plain training loop over a plan, with what it measured."""
+"""A plain training loop under a plan, with its measurements."""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ Span = Callable[[str], AbstractContextManager]
 
 
 class Trained(NamedTuple):
-    """The parts of a training that its steps change. ``scheduler`` and ``scaler`` are None where there is
-    none."""
+    """The parts of a training that its steps change. ``scheduler`` and ``scaler`` may be None."""
 
     model: ParallelModel
     optimizer: torch.optim.Optimizer
@@ -54,13 +53,13 @@ class Trained(NamedTuple):
 
 
 class Keeper(Protocol):
-    """Keeps the state of a training, so that another start goes on with it. All calls are collective."""
+    """Keeps the state of a training, so that another start can continue it. All calls are collective."""
 
     def begin(self, trained: Trained, job: Any) -> tuple[Feed, int]:
         """This rank's batches, and how many steps were made before this start."""
 
     def after_step(self, num_steps: int) -> bool:
-        """Called when ``num_steps`` were made in all: whether the training is to stop."""
+        """Called after ``num_steps`` steps in all; returns whether the training is to stop."""
 
     def save_now(self, num_steps: int) -> bool:
         """Keeps the state after ``num_steps`` steps: whether that could be done."""
@@ -76,12 +75,12 @@ class Balancer(Protocol):
         """Called before the first step of this start."""
 
     def after_step(self, num_steps: int, step_s: float, own_s: float) -> bool:
-        """Called when ``num_steps`` were made in all, of which the last took ``step_s`` seconds, without
-        loading its batch; this rank did not wait for others in ``own_s`` of them. True if the training is to
-        stop here, so that another plan goes on with what is kept of it."""
+        """Called after ``num_steps`` steps in all. The last took ``step_s`` seconds without loading its
+        batch, of which this rank spent ``own_s`` not waiting for others. Returns True if the training is to
+        stop here, to continue under another plan from its kept state."""
 
     def stay(self) -> None:
-        """Called where it cannot stop, as its state could not be kept."""
+        """Called if it cannot stop, because its state could not be kept."""
 
     def end(self) -> None:
         """Called after the last step."""
@@ -111,15 +110,13 @@ class RunReport:
 
     @property
     def step_s_median(self) -> float:
-        """The median of the steps after the warm-up, without those that were recorded where there are
-        others."""
+        """The median of the steps after the warm-up, leaving out recorded steps if there are others."""
         warm = self.step_s[WARMUP_STEPS:]
         return statistics.median(warm[len(self.timelines) :] or warm or self.step_s)
 
 
 def endless(batches: Iterable | None, batch: Any, epochs: int | None = None) -> Iterator[Any]:
-    """Batches without end, or for ``epochs`` epochs: those of ``batches`` over and over, or ``batch``
-    itself."""
+    """Repeats ``batches``, or ``batch`` if there are none, without end or for ``epochs`` epochs."""
     times = () if epochs is None else (epochs,)
     if batches is None:
         return itertools.repeat(batch, *times)
@@ -206,7 +203,7 @@ def own_batches(
 
 
 def owned(batch: Any) -> Any:
-    """The batch with copies of what are pieces of larger tensors."""
+    """The batch with copies of tensors that are pieces of larger ones."""
 
     def copied(t: Any) -> Any:
         part = isinstance(t, torch.Tensor) and t.untyped_storage().nbytes() > t.nbytes
@@ -239,8 +236,8 @@ def scheduler_of(job: Any, optimizer: Any) -> tuple[Any, Callable[[], object]]:
 
 
 def scaler_of(job: Any, model: ParallelModel) -> GradScaler | None:
-    """The scaler of a job's loss, whose ranks agree; None without one, or for one that is not enabled. Raises
-    JobError where a device computes bf16 in float16, and nothing scales the loss."""
+    """The scaler of a job's loss, made to agree between ranks; None if there is none or it is disabled.
+    Raises JobError if a device computes bf16 in float16 while nothing scales the loss."""
     if text := unscaled_text(model.program, job.scaler):
         raise JobError(
             text,
@@ -277,19 +274,21 @@ def train(
     on_step: Callable[[int, float, float], object] = lambda step, loss, step_s: None,
     on_end: Callable[[ParallelModel], object] = lambda model: None,
 ) -> RunReport:
-    """Trains ``job`` for ``steps`` steps as ``plan`` says, and for no more ``epochs`` of its data; None is no
-    limit. Collective. The job's model is empty afterwards, and the process groups of the plan are gone.
-    ``initial`` may give the model other values before the first step; a ``keeper`` decides on that by itself.
-    It may go on with an earlier training, whose steps count, and may stop this one after any step;
-    then ``on_end`` is not called. A ``balancer`` may change the shares after any step, or have the keeper
-    stop the training. The report is of this start's steps.
+    """Trains ``job`` under ``plan`` for at most ``steps`` steps and at most ``epochs`` epochs of its data;
+    None means no limit. Collective. Afterwards the job's model is empty, and the process groups of the plan
+    are gone. The report covers the steps of this start.
 
-    ``on_start`` is called by the computing thread when all is set up, before the first step; ``on_step``
-    after each with its number, global loss and seconds; ``on_end`` on every rank with the trained model. With
-    ``record`` a few steps after the warm-up are measured in detail; it takes a step more than the warm-up.
-    With ``check_model`` rank 0 traces the model before the first step, and one that is not the plan's is
-    refused. ``compile`` is that of ``parallelize``. ``on_nan`` says what is done about a loss or gradients
-    that are not finite; raises JobError where that is to stop.
+    ``initial`` may give the model other values before the first step; with a ``keeper`` that is the keeper's
+    decision. A keeper may continue an earlier training, whose steps count, and may stop this one after any
+    step; then ``on_end`` is not called. A ``balancer`` may change the shares after any step, or have the
+    keeper stop the training.
+
+    The computing thread calls ``on_start`` when all is set up, before the first step, and ``on_step`` after
+    each step with its number, global loss and seconds; ``on_end`` is called on every rank with the trained
+    model. With ``record`` a few steps after the warm-up are measured in detail, which needs at least one step
+    more than the warm-up. With ``check_model`` rank 0 traces the model before the first step, and a model
+    that is not the plan's is refused. ``compile`` is passed to ``parallelize``. ``on_nan`` decides what
+    happens at a loss or gradients that are not finite; if it is to stop, that raises JobError.
     """
     model = job.model
     optimizer = (job.optimizer or default_optimizer)(model.parameters())
@@ -304,7 +303,7 @@ def train(
         check_model=check_model,
         compile=compile,
     )
-    assert optimizer is not None  # parallelize returns the one that it is given
+    assert optimizer is not None  # parallelize returns the given one
     parallel.check_planned(job.batch)
     comm = parallel.comm
     scheduler, step_scheduler = scheduler_of(job, optimizer)
@@ -316,7 +315,7 @@ def train(
         batches = own_batches(job, plan, comm.rank, epochs, look, may_follow=may_follow)
     else:
         batches, first = keeper.begin(Trained(parallel, optimizer, scheduler, scaler), job)
-    del job, model  # frees what this rank does not need of them
+    del job, model  # frees the parts that this rank does not need
     if balancer is not None:
         balancer.begin(parallel, optimizer, batches)
     on_start()
@@ -371,8 +370,8 @@ def train(
 
 
 class _Recording:
-    """The recording of a run, from the optimizer's step of the last step of the warm-up to that of the last
-    recorded step, so that whole periods lie between."""
+    """Records a run from the optimizer's step in the last warm-up step to that in the last recorded step, so
+    that whole periods lie between."""
 
     def __init__(self, parallel: ParallelModel) -> None:
         self._parallel = parallel
@@ -426,12 +425,12 @@ def everyones_peaks(comm: Comm, steps_done: int, steps: int | None) -> tuple[int
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """On a GPU what the process held of it at most, context and NCCL's buffers included, as plans predict it;
-    on a CPU the process's largest resident size."""
+    """On a GPU the most bytes of it that the process held, including the context and NCCL's buffers, as in a
+    plan's prediction; on a CPU the process's largest resident size."""
     if device.type != "cpu":
         return peak_held_bytes(device)
     try:
-        # Linux counts into ru_maxrss what the process held that started this one, before exec
+        # on Linux ru_maxrss also counts the memory of the parent process before exec
         status = Path("/proc/self/status").read_text()
         return int(status.partition("VmHWM:")[2].split()[0]) * 1024
     except (OSError, IndexError):

@@ -1,4 +1,4 @@
-"""Conclusions from the states of all ranks that need nothing but these states: other calls, late ranks."""
+"""Conclusions that follow from the states of all ranks alone: different calls, late ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .agreement import by_value, ranks_text
 from .peers import Seen
 
 END_OF_DATA = "the end of the data"  # a call
-START_OF_EPOCH = "the start of an epoch"  # another one
+START_OF_EPOCH = "the start of an epoch"  # also a call
 HINTS = {
     END_OF_DATA: "data of as many batches on every rank",
     START_OF_EPOCH: "leave the loop over a loader after the same batch on every rank",
@@ -23,9 +23,8 @@ def different_calls(
     states: Mapping[int, Seen],
     what: str,
 ) -> CollectiveError | None:
-    """The error of the first call that is of different kinds on different ranks; None if there is none.
-    ``own_calls`` are those of ``rank`` by number, which waits in ``what``, and ``own_lines`` the lines of its
-    script."""
+    """The error for the first call whose kind differs between ranks; None if there is none. ``own_calls`` are
+    the calls of ``rank`` by number, which waits in ``what``, and ``own_lines`` the lines of its script."""
     for number, kind in sorted(own_calls.items()):
         kinds = {rank: kind}
         kinds |= {r: s.calls[str(number)] for r, s in states.items() if str(number) in s.calls}
@@ -55,8 +54,8 @@ def _with_line(kind: str, ranks: list[int], lines: Mapping[int, str]) -> str:
 
 
 def late_ranks(rank: int, number: int, states: Mapping[int, Seen]) -> dict[int, Seen]:
-    """The ranks outside of mixmesh that have not come to call ``number``; none where a rank before ``rank``
-    waits in that call too, which says so itself."""
+    """The ranks outside of mixmesh that have not reached call ``number``. Empty if a rank before ``rank``
+    waits in that call too, as it then reports them itself."""
     if any(seen.waiting and seen.number == number and other < rank for other, seen in states.items()):
         return {}
     return {other: seen for other, seen in states.items() if not seen.doing and seen.number < number}

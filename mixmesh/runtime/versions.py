@@ -27,7 +27,7 @@ def python_version() -> str:
 
 @cache
 def package_version() -> str:
-    """The number of mixmesh, with a digest of its own files."""
+    """The version of mixmesh, with a digest of its own files."""
     try:
         number = version("mixmesh")
     except PackageNotFoundError:  # run from a source tree that is not installed

@@ -1,16 +1,18 @@
-"""A side channel beside the collectives: what every rank is doing, and whether it is still there.
+"""A side channel to the collectives: what every rank is doing, and whether it is still there.
 
-A thread of every rank writes once a second into the store of ``torch.distributed`` which call of mixmesh the
-rank is in, and reads what the others wrote. A rank that waits in a collective for long then learns why:
+Once a second a thread of every rank writes the rank's current call of mixmesh into the store of
+``torch.distributed``, and reads the other ranks' entries. A rank that waits long in a collective then learns
+why:
 
-- the others are in another call (one evaluates or saves alone), or had other input: an error on all ranks;
+- the others are in another call (one rank alone evaluates or saves), or had other input:
+  an error on all ranks;
 - a rank has failed or ended: an error, with its reason;
 - a rank has been silent for ``heartbeat_s`` and its process is stopped or gone: an error. A process on this
-  machine that runs is not taken for lost, as its thread may wait for the interpreter's lock;
+  machine that still runs is not taken for lost, as its thread may be waiting for the interpreter's lock;
 - a rank is between two calls (it writes a file): a notice, and the wait goes on up to the time-out.
 
-A rank that is silent for ``heartbeat_s`` ends the others also where they do not wait for it: in a call
-that computes, and in a stretch in which a process does nothing but take part (``taking_part``).
+A rank that is silent for ``heartbeat_s`` ends the others even if they do not wait for it: in a call that
+computes, and in a stretch in which a process only takes part in a training (``taking_part``).
 
 A thread that is blocked in gloo is woken by shutting the sockets of this program's groups. A process that is
 still there ``GRACE_S`` later, whatever holds it up, is ended by the watch itself, with the message. Code of a
@@ -45,12 +47,12 @@ from .taking_part import current_stretch
 from .verdicts import different_calls, late_ranks
 
 BEAT_S = 1.0
-STUCK_S = 5.0  # in one collective, from when on others are looked at
+STUCK_S = 5.0  # seconds in one collective after which the other ranks are checked
 NOTICE_S = 10.0
 MISSED_S = 3.0
 GRACE_S = 5.0  # for a process to end by itself after the watch has found that a rank is lost
 HEARD_S = 3.0  # for the others to read why the process that holds the store ends: two beats, and one to spare
-KEPT_CALLS = 16  # that are compared
+KEPT_CALLS = 16  # latest calls of each rank that are compared
 STDERR = 2
 BACKWARD = "backward"  # a call that begins within a backward pass, and ends with it
 
@@ -69,9 +71,9 @@ class Watch:
         self.position = Position()
         self._counted: Callable[[], Any] = lambda: None  # the optimizer whose steps count, while it is there
         self.on_lost: Callable[[Lost, Position], object] = lambda lost, position: None
-        self.is_told_to_stop: Callable[[], bool] = lambda: False  # by a signal that was noted
+        self.is_told_to_stop: Callable[[], bool] = lambda: False  # whether a noted signal asks to stop
         self._calls: dict[int, str] = {}
-        self._lines: dict[int, str] = {}  # in the script, by the number of the call
+        self._lines: dict[int, str] = {}  # lines of the script, by number of the call
         self._thread = threading.get_ident()  # the thread that computes
         self._failed = self._ended = ""
         self._failed_at = 0  # the number of the last call that has failed here
@@ -100,7 +102,7 @@ class Watch:
 
     @contextmanager
     def call(self, kind: str) -> Iterator[None]:
-        """A call in which ranks meet; a call within another one is a part of it."""
+        """A context for a call in which ranks meet; a call within another one is a part of it."""
         if self.doing and self.doing != BACKWARD:
             yield
             return
@@ -116,15 +118,15 @@ class Watch:
             self.doing = outer
 
     def meet(self, kind: str) -> None:
-        """Notes a collective of all ranks: where no call is under way it is one by itself. Nothing is noted
-        in another thread than the one that computes."""
+        """Notes a collective of all ranks; outside of any call it counts as a call of its own. In other
+        threads than the computing one nothing is noted."""
         is_within = self.doing and (self.doing != BACKWARD or is_in_backward())
         if self.is_of_this_thread and not is_within:
             self.begin(kind)
             self.end()
 
     def begin(self, kind: str) -> None:
-        """Raises what the watch has found since the last call."""
+        """Begins a call. Raises what the watch has found since the last one."""
         self.raise_verdict()
         self.number += 1
         self._calls[self.number], self._lines[self.number] = kind, line_of_script()
@@ -157,8 +159,8 @@ class Watch:
             self.waiting = None
 
     def count_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Has errors name the step that is under way, by the steps of the first optimizer that is given, and
-        where that is gone, of another one."""
+        """Makes errors name the current step, counted by the steps of the first optimizer that is given, or
+        of another one when that is gone."""
         if self._counted() is None:
             self._counted = weakref.ref(optimizer)
             self.set_step(0)
@@ -205,8 +207,8 @@ class Watch:
         atexit.unregister(self.close)
 
     def _wait_until_heard(self) -> None:
-        """Keeps the store, which ends with this process, until all others know why it does: they have ended
-        or come to a verdict of their own. Without it they would only find that nobody answers."""
+        """Keeps the store, which ends with this process, until all others know the reason: they have ended or
+        reached a verdict of their own. Without the store they would only notice that nobody answers."""
         deadline = time.monotonic() + HEARD_S
         while time.monotonic() < deadline and not self._peers.store_is_lost:
             self._peers.read()
@@ -250,7 +252,7 @@ class Watch:
 
     @staticmethod
     def _end_process(verdict: CollectiveError) -> None:
-        """The last resort, where the process has not ended by itself. Takes no lock that another thread may
+        """The last resort if the process has not ended by itself. Takes no lock that another thread may
         hold."""
         os.write(STDERR, f"{type(verdict).__name__}: {verdict}\n".encode())
         os._exit(verdict.exit_status)
@@ -269,7 +271,7 @@ class Watch:
         self._peers.write(state)
 
     def _judge(self) -> None:
-        """Concludes what can be concluded from what was read."""
+        """Draws conclusions from the states of the other ranks."""
         states, waiting = self._peers.states(), self.waiting
         told = next((seen.verdict for seen in states.values() if seen.verdict is not None), None)
         if told is not None:
@@ -285,7 +287,7 @@ class Watch:
         return self._judge_stuck(states, waiting)
 
     def _follow(self, told: dict[str, Any], waiting: Waiting | None) -> None:
-        """Concludes what another rank has concluded, in the words of what this one waits for."""
+        """Adopts another rank's conclusion, worded for the call that this rank waits in."""
         error, lost = error_of(told)
         if lost is not None and waiting is not None:
             error = self.position.error(lost, waiting, self.world_size)
@@ -304,7 +306,7 @@ class Watch:
 
     def _judge_stuck(self, states: dict[int, Seen], waiting: Waiting) -> None:
         """Looks for the reason why this rank waits for long, or why its collective has failed."""
-        # where a connection has failed, a rank of another machine that misses some beats is the lost one
+        # if a connection has failed, a rank of another machine that misses some beats is the lost one
         silent_s = min(self.heartbeat_s, MISSED_S) if self._asked else self.heartbeat_s
         for rank in states:
             if how := self._peers.why_lost(rank, silent_s):
@@ -345,7 +347,7 @@ class Watch:
         if not self._is_taking_part:
             text = f"mixmesh: {error.message}; the next call on this rank raises it"
             print(text, file=sys.stderr, flush=True)
-        # whatever this process does: a thread that writes a checkpoint may wait in its own group
+        # even if this rank waits for nothing: its checkpoint thread may be waiting in its own group
         shut(self.sockets)
 
 
@@ -359,13 +361,13 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"
 
 
-_of_process: list[tuple[object, Watch]] = []  # with its default group; empty before the first
+_of_process: list[tuple[object, Watch]] = []  # the watch and its default group; empty before the first
 
 
 @contextmanager
 def in_call(kind: str) -> Iterator[None]:
-    """A call in which ranks meet, where there is no parallel model to make it; a part of the call that is
-    under way, if there is one."""
+    """A context for a call in which ranks meet, for code without a parallel model; within another call it is
+    a part of that."""
     watch = running_watch()
     if watch is None:
         yield
@@ -381,9 +383,9 @@ def running_watch() -> Watch | None:
 
 
 def watch_of_process(heartbeat_s: float, timeout_s: float) -> Watch | None:
-    """The watch of this process's default group, begun at the first call; None for a single process, and
-    where the store of the group has one connection only. Collective at the first call: raises CollectiveError
-    if ranks do not come within ``timeout_s``."""
+    """The watch of this process's default group, begun at the first call; None for a single process, and if
+    the store of the group has only one connection. Collective at the first call: raises CollectiveError if
+    ranks do not come within ``timeout_s``."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     group = dist.group.WORLD

@@ -1,9 +1,10 @@
-"""Products whose weight's gradient is computed apart from their input's (``wgrad``, see ``ir.wgrad``).
+"""Split weight gradients: products whose weight gradient is computed separately from their input's
+(``wgrad``, see ``ir.wgrad``).
 
 PyTorch's node for ``linear`` or a convolution makes the gradients of input and weight in one go. Here it
-makes that of the input alone, and the parameters go around autograd: their gradients are made when the
-program says so, and handed to whoever sums them. Those ``beside`` a collective are made by autograd's node
-that has sent it (``redistribute``), before the one that awaits it can run.
+makes only the input's, and the parameters bypass autograd: their gradients are made when the program says so,
+and handed to the receiver that sums them. Those that overlap a collective are made by the autograd node that
+has started it (``redistribute``), before the node that awaits it can run.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ class Receiver(Protocol):
         """One of a use that is no longer expected: the parameter's is complete if no other use is."""
 
     def postponed(self, p: Tensor, make: Callable[[], Tensor]) -> None:
-        """One that is to be made after the rest of the backward pass."""
+        """Takes a gradient to be made after the rest of the backward pass."""
 
     def waiting(self, collective: str, p: Tensor, make: Callable[[], Tensor]) -> None:
-        """One that is to be made when the gradient of that redistribution is on its way."""
+        """Takes a gradient to be made when that redistribution's gradient is on its way."""
 
     def sent(self, collective: str) -> None:
         """The gradient of that redistribution is on its way."""
 
 
 class AtOnce:
-    """A receiver where nothing is summed."""
+    """A receiver that adds gradients at once, for programs without sums."""
 
     def expects(self, p: Tensor, uses: int) -> None:
         pass
@@ -64,7 +65,7 @@ class AtOnce:
 
 @dataclass(frozen=True)
 class Linear:
-    """The gradients of ``linear``, of which x has any number of dims."""
+    """The gradients of ``linear``; x may have any number of dims."""
 
     def of_input(self, gy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         return gy @ weight
@@ -131,8 +132,9 @@ def wgrad_op(
     around: Callable[[], AbstractContextManager] = nullcontext,
     beside: str | None = None,
 ) -> LocalOp:
-    """The local operator of an instruction with ``wgrad``. ``plain`` is the one without; the making of a
-    weight's gradient happens within ``around()``, ``beside`` the gradient of that redistribution, if any."""
+    """The local operator of an instruction with ``wgrad``, made from ``plain``, the operator without it. The
+    weight gradient is made within ``around()``, and ``beside`` names the redistribution whose gradient it
+    overlaps, if any."""
     gradients = Linear() if i.op == "aten.linear" else Convolution.of(local)
     later = receiver.postponed if wgrad_of(i) == "last" else None
     if beside is not None:
@@ -156,14 +158,13 @@ class _How:
     plain: LocalOp
     gradients: Linear | Convolution
     receiver: Receiver
-    later: Callable[[Tensor, Callable[[], Tensor]], None] | None  # takes what is not made first
+    later: Callable[[Tensor, Callable[[], Tensor]], None] | None  # takes gradients that are not made at once
     around: Callable[[], AbstractContextManager]
 
 
 class _Uses:
-    """The gradients that one call expects a receiver to take, until its gradients are there or its graph goes
-    without them: a backward pass may be that of several losses, each of which brings a parameter one
-    gradient."""
+    """The gradients that a receiver expects from one call, until they are made or the call's graph is freed
+    without them: a backward pass may have several losses, each of which brings a parameter one gradient."""
 
     def __init__(self, receiver: Receiver, params: tuple[Tensor, ...]) -> None:
         self._receiver, self._left = receiver, list(params)

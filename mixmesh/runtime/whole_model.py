@@ -27,8 +27,8 @@ from .shards import Stored
 # by name of a parameter, whether it wants a gradient: in the original, and in the parallel model
 Learning = dict[str, tuple[bool, bool]]
 
-WITHOUT_LOSS = "_without_loss"  # where a model that was wrapped with a loss keeps the one it was made of
-IS_LENT = "_is_lent"  # set in such a model while it is to run without its loss
+WITHOUT_LOSS = "_without_loss"  # the attribute in which a model wrapped with a loss keeps the bare one
+IS_LENT = "_is_lent"  # set in such a model while it runs without its loss
 
 
 class Parallel(Protocol):
@@ -42,10 +42,10 @@ def is_parallel(model: nn.Module) -> TypeGuard[Parallel]:
 
 
 def whole(model: nn.Module) -> AbstractContextManager[nn.Module]:
-    """The user's own module with whole weights, for the time of a ``with`` block: of a parallel model
-    ``model.whole()``, which is collective; of any other itself, so that a script runs on one device too.
-    Within the block ``model`` itself runs what is lent as well, and so do its modules. A module that holds
-    parallel models, an average of one for instance, has them whole within the block."""
+    """A context that gives the user's own module with whole weights. For a parallel model it is
+    ``model.whole()``, which is collective; for any other model it is the model itself, so that a script runs
+    on one device too. Within the block ``model`` and its modules also run the lent module. A module that
+    contains parallel models, such as an average of one, has them whole within the block."""
     if is_parallel(model):
         return model.whole()
     places = _lent_places(model)
@@ -86,7 +86,7 @@ class _WholeParts(AbstractContextManager):
         self._lent = ExitStack()
 
     def __enter__(self) -> nn.Module:
-        with ExitStack() as stack:  # where one cannot be lent, those before it are taken back
+        with ExitStack() as stack:  # if one cannot be lent, those before it are taken back
             modules = [stack.enter_context(whole(child)) for child in self._before]
             self._lent = stack.pop_all()
         self._place(modules)
@@ -123,8 +123,8 @@ def whole_tensors(parallel: nn.Module, stored: Mapping[str, Stored], comm: Comm)
 
 
 def learn_alike(shown: Mapping[str, Tensor], lent: Mapping[str, Tensor]) -> Learning:
-    """Has the parameters that are ``lent`` want gradients as those of the parallel model that are ``shown``
-    do, both by name. Gives by name which did, and do."""
+    """Sets ``requires_grad`` of the ``lent`` parameters as in the parallel model, whose parameters are
+    ``shown``, both by name. Returns, by name, the old and the new setting."""
     learning = {
         name: (x.requires_grad, shown[name].requires_grad)
         for name, x in lent.items()
@@ -136,8 +136,9 @@ def learn_alike(shown: Mapping[str, Tensor], lent: Mapping[str, Tensor]) -> Lear
 
 
 def give_learning(learning: Learning, lent: Mapping[str, Tensor], shown: Mapping[str, Tensor]) -> None:
-    """Freezes, and unfreezes, the parameters that were so while they were ``lent``: the next step is trained
-    so, or refused. The lent ones want them as they did before, as they are traced again for other shapes."""
+    """Passes on to the parallel model which parameters were frozen or unfrozen while they were ``lent``: the
+    next step trains them so, or is refused. The lent parameters get their old settings back, as they are
+    traced again for other shapes."""
     for name, (did, wants) in learning.items():
         if lent[name].requires_grad != wants:
             shown[name].requires_grad_(not wants)
@@ -146,8 +147,8 @@ def give_learning(learning: Learning, lent: Mapping[str, Tensor], shown: Mapping
 
 @dataclass(eq=False)
 class Loan:
-    """A module that has whole weights for a while. ``known`` are marks of its ``tensors`` (by name) as the
-    parallel model has them, ``learning`` says which of them did want gradients there."""
+    """A module that has whole weights for a while. ``known`` marks its ``tensors``, by name, as they are in
+    the parallel model; ``learning`` says which of them required gradients before and now."""
 
     module: nn.Module
     tensors: dict[str, Tensor]
@@ -155,7 +156,7 @@ class Loan:
     learning: Learning = field(default_factory=dict)
 
     def note(self) -> None:
-        """Its weights are those of the parallel model now."""
+        """Notes that its weights now equal the parallel model's."""
         self.known = {name: mark(x) for name, x in self.tensors.items()}
 
     def changed(self) -> list[str]:
@@ -164,19 +165,19 @@ class Loan:
 
 @torch.no_grad()
 def mark(x: Tensor) -> tuple:
-    """A mark that changes when a tensor does, on every rank alike: a piece may be nobody's here."""
+    """A mark that changes on every rank when a tensor changes on any: some ranks may hold no piece of it."""
     wide = x.detach().to(torch.complex128 if x.is_complex() else torch.float64)
     return x._version, str(wide.sum().item()), str(wide.abs().square().sum().item())
 
 
 class Lending(AbstractContextManager):
-    """The user's own module of ``original``, with the values of ``parallel``, whose runtime is ``run``, and
-    empty again at the end of the block. Collective at its beginning.
+    """Lends the user's own module ``original`` with the values of ``parallel``, whose runtime is ``run``, and
+    empties it again at the end of the block. Collective at its beginning.
 
-    One that was made whole before (``load_state_dict``) stays as it is, and a copy is given. Raises
-    InputError at the end if weights were changed or gradients left, both of which would be lost. A lending
-    that is dropped without its end does nothing: garbage is collected at any time, and the module may be in
-    use."""
+    An original that was made whole before (``load_state_dict``) stays as it is, and a copy is lent. Raises
+    InputError at the end if weights were changed or gradients left, as both would be lost. A lending that is
+    dropped without its end does nothing: garbage is collected at any time, and the module may be in use.
+    """
 
     def __init__(self, original: nn.Module, parallel: nn.Module, run: Any) -> None:
         self._original, self._parallel, self._run = original, parallel, run
@@ -192,7 +193,7 @@ class Lending(AbstractContextManager):
         own = own_module(original)
         self._is_empty = all(isinstance(x, TakenOver) for x in _tensors(own).values())
         module = own if self._is_empty else copy.deepcopy(own)
-        # with those of a loss that learns, of which a copy may be made
+        # includes the tensors of a loss that learns; a copy may be made of it
         loan = self._loan = Loan(module, _tensors(original if self._is_empty else module))
         self._modes = {m: m.training for m in module.modules()}
         for name, x in loan.tensors.items():

@@ -1,6 +1,6 @@
-"""A micro-step's view of a program: the local sizes and offsets of what holds samples.
+"""A micro-step's view of a program: the local sizes and offsets of values that hold samples.
 
-A program is compiled once per number of samples; where in the batch they are is looked up when it runs.
+A program is compiled once per number of samples; their position in the batch is looked up when it runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .random import RandomPolicy
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """``size`` samples of a rank, of which ``place`` says at run time where they begin."""
+    """``size`` samples of a rank; ``place`` gives their position in the batch at run time."""
 
     samples: Samples
     size: int
@@ -28,7 +28,7 @@ class Window:
         return t.value.shape[t.shard.dim] // self.samples.batch_size * self.size
 
     def start(self, t: TensorType) -> int:
-        """The first of them in the whole tensor."""
+        """The position of the first of them in the whole tensor."""
         return t.value.shape[t.shard.dim] // self.samples.batch_size * self.place.first_sample
 
 

@@ -22,21 +22,22 @@ class Waits(Protocol):
 
 Stage = Callable[[], Sequence[Waits]]
 
-WATCHING = 4  # exchanges that threads wait for at once: more are under way, and told of later
+WATCHING = 4  # exchanges that threads wait for at the same time; later ones end later for their callers
 
 
 class StagedWork:
-    """Stages that follow each other, each begun when all of the one before has ended."""
+    """Stages that run one after the other; each begins when all work of the stage before has ended."""
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self.stages = stages
         self.done: torch.futures.Future[Any] = torch.futures.Future()
-        self.over = threading.Event()  # set when what was to happen at the end has happened too
-        # its text: an error itself remembers all that was going on where it was raised
+        self.over = threading.Event()  # set after the callbacks of the future have run
+        # only the text of the error: the exception itself would keep the frames it passed through alive
         self.error: str | None = None
 
     def advance(self, stage: int) -> None:
-        """A failure is told to who waits; later stages are left out, and time out elsewhere."""
+        """Runs a stage. After a failure, which ``wait`` reports, later stages are skipped and time out
+        elsewhere."""
         is_last = stage == len(self.stages) - 1
         if self.error is None and stage < len(self.stages):
             try:
@@ -45,7 +46,7 @@ class StagedWork:
                 self.error = str(error)
         if not is_last:
             return
-        self.stages = ()  # with the tensors: who waits may hold on to a work for longer
+        self.stages = ()  # frees the tensors, as a waiting caller may keep the work for longer
         try:
             if self.error is None:
                 self.done.set_result(None)
@@ -71,7 +72,7 @@ class StagedWork:
 
 
 class Posted:
-    """Receives and sends that a thread of their own posts, and that are known then."""
+    """Receives and sends posted by a separate thread, known once it has posted them."""
 
     def __init__(self, post: Callable[[], Sequence[dist.Work]]) -> None:
         self._post: Callable[[], Sequence[dist.Work]] | None = post
@@ -86,7 +87,7 @@ class Posted:
         except Exception as error:
             self._error = str(error)
         finally:
-            self._post = None  # with the tensors
+            self._post = None  # frees the tensors
             self._is_over.set()
 
     def wait(self) -> None:
@@ -99,8 +100,8 @@ class Posted:
 
 
 class PairwiseWork:
-    """Receives and sends under way. A caller of ``wait`` waits itself. gloo tells only a thread that waits
-    that something has come, so ``is_completed`` and futures have a thread wait from then on."""
+    """Receives and sends under way. ``wait`` waits in the calling thread. gloo reports arrivals only to a
+    waiting thread, so ``is_completed`` and futures start a thread that waits."""
 
     def __init__(self, posted: Posted) -> None:
         self._posted: Posted | None = posted  # collectives that nothing has waited for yet
@@ -138,16 +139,17 @@ class PairwiseWork:
 def pairwise(
     received: Sequence[Tensor], sent: Sequence[Tensor], *, group: dist.ProcessGroup, async_op: bool
 ) -> PairwiseWork:
-    """Between every two ranks of a gloo group, ``sent[j]`` goes to rank j of it and ``received[j]`` comes
-    from there; what is empty does not. Sizes may all differ.
+    """Exchanges tensors between every two ranks of a gloo group: ``sent[j]`` goes to its rank j and
+    ``received[j]`` comes from there, unless they are empty. All sizes may differ.
 
-    All that is to be received is said before anything is sent. gloo says so over the connection that it
-    sends over, so that a rank that sends first says it when its megabytes are gone. Where both do, the one
-    waits for the other, and of the two ways of a link only one is in use (gloo's own all_to_all and
-    broadcasts take up to twice as long for it, as threads happen to run).
+    All receives are posted before anything is sent. gloo announces a receive over the connection on which it
+    sends, so a rank that sends first announces its receive only after its megabytes have gone. If both ranks
+    do so, one waits for the other, and only one direction of the link is in use (gloo's own all_to_all and
+    broadcasts take up to twice as long for this reason, depending on how threads happen to run).
 
-    A thread of their own does both: who sends holds the connection and copies into it what it takes, and a
-    computing thread that is held up meanwhile, its quota used, holds up all that the peer sends here too.
+    A separate thread posts both: a sender holds the connection and copies what it takes into it, and a
+    computing thread that is stopped meanwhile, its CPU quota used up, would also hold up everything that the
+    peer sends here.
     """
     me, count, tag = dist.get_rank(group), len(sent), _next_tag(group)
     received[me].copy_(sent[me])
@@ -169,7 +171,7 @@ _tags: dict[str, int] = {}
 
 
 def _next_tag(group: dist.ProcessGroup) -> int:
-    """Tells the parts of one exchange from those of others of the group, which all ranks begin in one
+    """A tag that distinguishes one exchange from others of the group; all ranks begin exchanges in the same
     order."""
     tag = _tags[group.group_name] = (_tags.get(group.group_name, 0) + 1) % 2**30
     return tag
@@ -186,8 +188,8 @@ def _watching() -> SimpleQueue:
 
 
 def begin_threads() -> None:
-    """The threads that exchanges need, now and not at the first one: a thread has the limits (of processor
-    time, of cores) of the one that begins it, and who computes may be given others."""
+    """Starts the threads that exchanges need, now rather than at the first exchange: a thread inherits the
+    limits (CPU time, cores) of the one that starts it, and the computing thread may get others later."""
     _posting()
     _watching()
 

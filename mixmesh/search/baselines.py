@@ -10,9 +10,10 @@ from ..lang.rules import Units
 from ..passes.zero import stored_by_owners
 from .synthesis import Choices, Found, Prices, Problem, emit, search
 
-# the least communication within the passes, at no price for gradients: what data parallelism is
+# free gradients, and as little communication within the passes as possible: the definition of data
+# parallelism
 DATA_PARALLEL = Prices(gradient_sync=0.0, exchange=1e3)
-# summing a gradient costs so much that every parameter that can be cut is cut
+# gradient sums so expensive that every parameter is cut if possible
 TENSOR_PARALLEL = Prices(gradient_sync=1e3)
 
 
@@ -72,8 +73,8 @@ def fully_sharded(program: Program, params: Collection[str] | None = None) -> Pr
 def device_seconds(
     graph: Graph, costs: CostModel, share: float = 1.0, choices: Choices | None = None
 ) -> tuple[float, ...]:
-    """Per rank, the seconds of ``share`` of a step's work on that device, communication and optimizer
-    apart. ``choices`` of the graph spare making them again."""
+    """Per rank, the seconds of ``share`` of a step's work, without communication and optimizer. ``choices``
+    of the graph are reused if given."""
     choices = choices or Choices(graph, costs)
     counts: dict[int, float] = {}
     for kind, weight in zip(choices.kind_of_step, choices.fold.weights):
@@ -94,7 +95,7 @@ def proportional_ratio(graph: Graph, costs: CostModel) -> Ratio:
 
 
 def ratio_of_speeds(seconds: Sequence[float], ranks: Collection[int]) -> Ratio:
-    """Shares of ``ranks`` in proportion to their speeds; ``seconds`` are those that each rank takes."""
+    """Shares of ``ranks`` in proportion to their speeds; ``seconds`` gives the time of each rank."""
     chosen = frozenset(ranks)
     return make_ratio([1 / max(s, 1e-12) if r in chosen else 0.0 for r, s in enumerate(seconds)])
 

@@ -15,7 +15,7 @@ from ..simulator import Timeline, simulate
 from .placement import Action, Estimate, Estimator, Placed, Space
 from .ratios import usable_bytes
 
-EXCESS = 10.0  # how much dearer missing memory makes a strategy: a tenth of it doubles the cost
+EXCESS = 10.0  # penalty for missing memory: a tenth of the memory doubles the cost
 
 Actions = tuple[Action, ...]  # one per group, in the order of the groups
 Strategy = tuple[Placed, ...]  # the placements that actions come down to
@@ -23,8 +23,8 @@ Strategy = tuple[Placed, ...]  # the placements that actions come down to
 
 @dataclass(frozen=True)
 class Outcome:
-    """An estimated or simulated step. ``memory`` and ``busy`` are per rank: the peak over what is usable,
-    and the share of the step in which it computes."""
+    """An estimated or simulated step. Per rank, ``memory`` is the peak relative to usable memory, and
+    ``busy`` the share of the step in which it computes."""
 
     step_s: float
     memory: tuple[float, ...]
@@ -36,13 +36,13 @@ class Outcome:
 
     @property
     def key(self) -> tuple[float, float]:
-        """To compare: what fits, by its step; then what fits least badly."""
+        """A sort key: outcomes that fit, by their step; then those that exceed memory, the least first."""
         return (max(max(self.memory), 1.0), self.step_s)
 
     @property
     def penalised(self) -> tuple[bool, float]:
-        """To compare while climbing: whether it does not fit; the step's seconds, and more for the memory it
-        lacks, summed over all ranks, so that each one relieved is a step in the right direction."""
+        """A sort key for climbing: whether it does not fit; then its seconds, increased by the missing memory
+        summed over all ranks, so that relieving any rank is progress."""
         excess = sum([share - 1 for share in self.memory if share > 1])
         return excess > 0, self.step_s * (1 + EXCESS * excess)
 
@@ -93,8 +93,8 @@ def measure_with(
 
 @dataclass
 class Evaluator:
-    """A judge with a memory. ``calls`` counts different strategies, ``improved`` is (calls, outcome) at every
-    new best; the search ends where a budget does."""
+    """A judge with a memory. ``calls`` counts different strategies, ``improved`` has (calls, outcome) at
+    every new best; the search ends when a budget is spent."""
 
     space: Space
     judge: Judge
@@ -133,11 +133,11 @@ class Evaluator:
         return sorted(self._known, key=lambda key: self._known[key].key)
 
     def least_penalised(self, count: int) -> list[Strategy]:
-        """The first of all that were judged: what fits first, then by ``Outcome.penalised``."""
+        """The ``count`` best strategies judged: those that fit first, then by ``Outcome.penalised``."""
         return sorted(self._known, key=lambda key: self._known[key].penalised)[:count]
 
     def cheapest(self) -> Strategy:
-        """The least penalised, whether it fits or not: from there it may be a short way to what fits."""
+        """The least penalised strategy, whether it fits or not: it may be close to one that fits."""
         return min(self._known, key=lambda key: self._known[key].penalised[1])
 
 

@@ -81,9 +81,8 @@ def phases(
 ) -> tuple[Phase, ...]:
     """The phases of the steady-state step: optimizer and forward to the first collective, …, backward.
 
-    They are the step split at its collectives. Where neither pass has a collective, optimizer, forward and
-    backward are one phase, as no rank waits in between. ``step`` is that of the program under whatever
-    ratios.
+    They are the step split at its collectives. If neither pass has a collective, optimizer, forward and
+    backward are one phase, as no rank waits in between. ``step`` is that of the program, under any ratios.
     """
     step = step or step_of(Sheet(program, costs))
     sheet = step.outline
@@ -105,11 +104,12 @@ def phases(
 
 
 def works_of_phases(step: Step[Sheet]) -> list[np.ndarray]:
-    """Works between two synchronisations, one after the other: of the forward pass, then of the backward
-    pass, numbered on behind all those of the forward pass. No rank waits between the two.
+    """The works of each phase: first those of the forward pass, then those of the backward pass, whose
+    numbers follow the forward ones. No rank waits between the two passes.
 
-    A collective that ranks await in its pass ends a phase where it begins: none of them gets further than
-    its await before the last one has come that far. What is taken in when the pass ends is waited for there.
+    A collective that is awaited within its pass ends a phase where it begins: no rank gets beyond its await
+    before the last rank has reached that point. Collectives without an await are waited for at the end of the
+    pass.
     """
     sheet, behind = step.outline, len(step.outline.works)
     phases: list[list[int]] = [[]]
@@ -252,10 +252,11 @@ def optimal_ratio(
     memory: PeakMemory | None = None,
     limited: bool = True,
 ) -> Ratio:
-    """The shares of the LP, zero for ranks that are not in ``ranks``; not ``limited``, as if all of them had
-    enough memory. ``step`` and ``memory``, of the same program, spare making them again.
+    """The shares of the LP, zero for ranks outside of ``ranks``. If not ``limited``, memory does not count.
+    ``step`` and ``memory``, of the same program, are reused if given.
 
-    Raises Infeasible."""
+    Raises Infeasible if no shares fit in memory.
+    """
     ratio = program.shares
     step = step or step_of(Sheet(program, costs))
     memory = memory or PeakMemory(costs, optimizer_states, step=step)
@@ -286,7 +287,7 @@ def optimal_ratio(
         before, at = ratio, program.with_shares(ratio)
         every = phases(at, costs, tuple(equal[0] for equal in classes), step)
         free = solved(at, every, limited=False)
-        # the best of all shares is the best of those that fit, if it does
+        # the best of all shares is also the best of those that fit, provided it fits
         ratio = free if not limited or surely_fits(free) else solved(at, every, limited=True)
         if max(abs(a - b) for a, b in zip(before, ratio)) < SAME_SHARE:
             break

@@ -31,7 +31,7 @@ ACTIVATIONS, GRADIENTS = "activations", "gradients of activations"
 
 @dataclass(frozen=True)
 class _Move:
-    """A transfer between stages, or that of its gradient; ``exchange`` is that of the whole batch."""
+    """A transfer between stages, or its gradient's; ``exchange`` is that of the whole batch."""
 
     name: str
     sender: int

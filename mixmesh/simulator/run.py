@@ -51,7 +51,7 @@ class Run:
         self.usual_clock = [-credit for credit in self.first_credit_s]
         self.busy = [0.0] * count
         self.under_way = [0.0] * count  # the end of the last collective of each kind
-        self.kinds = [alike.of(ranks) for _, ranks in network.numbers]  # those on each channel
+        self.kinds = [alike.of(ranks) for _, ranks in network.numbers]  # kinds of ranks on each channel
         self.slowdown = [parts.slowdown[r] for r in alike.firsts]
         self.slowed = [(k, s) for k, s in enumerate(self.slowdown) if s > 0]
         self.free = [0.0] * len(network.numbers)  # the end of the last collective on each channel
@@ -120,7 +120,7 @@ class Run:
         self.end_of_backward(seconds)
 
     def with_sums(self, sums: Sums) -> Run:
-        """A copy of this run that goes on with other reductions; none of them gathers parameters."""
+        """A copy of this run that continues with other reductions, none of which gathers parameters."""
         twin = copy(self)
         for name in CHANGING:
             setattr(twin, name, copy(getattr(self, name)))

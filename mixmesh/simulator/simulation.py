@@ -28,7 +28,7 @@ from .sums import NO_SUMS, Sums, sums_of
 from .timed import Parts, TimedPass, time_pass
 from .values import Call, MicroBatches, Seconds
 
-MAX_STEPS = 5  # simulated until burst credit at the end is that of the beginning
+MAX_STEPS = 5  # steps simulated until burst credit is the same at the end as at the beginning
 
 
 def simulate(
@@ -63,8 +63,8 @@ class Simulation:
         self._prepare(program, step, PeakMemory(costs, optimizer_states, samples, step))
 
     def on(self, program: Program) -> Simulation:
-        """The simulation of the same instructions on other ranks, which reuses what does not depend on these.
-        Where several ranks take part there, several do here."""
+        """The simulation of the same instructions on other ranks, reusing what does not depend on them. If
+        several ranks take part there, several must here."""
         samples = None if self.samples is None else samples_of(program)
         own = program if samples is None else costed_micro_step(program, samples)
         sheet = Sheet(own, self.costs, self.sheet.table)
@@ -169,7 +169,7 @@ class Simulation:
     def step_s(
         self, program: Program, micro_batches: MicroBatches = None, buckets: Buckets | None = None
     ) -> float:
-        """The seconds of a step; ``buckets`` replace those of ``program``."""
+        """Seconds of a step; ``buckets`` replace those of ``program``."""
         buckets = program.buckets if buckets is None else buckets
         return max(self._run(program, buckets, self._schedule(program, micro_batches)).clock)
 

@@ -1,7 +1,7 @@
-"""One training step as a value: which events there are, in which order, on which ranks.
+"""One training step as a value: its events, in order, on each rank.
 
 The order is that of the runtime, where autograd runs the backward pass. The simulator times these events;
-no costs are needed to make them.
+making them needs no costs.
 """
 
 from .alike import Alike, membership

@@ -7,10 +7,10 @@ from ..lang.ir import Instruction, Program, release_points
 
 
 def gathers_again(program: Program) -> dict[int, list[Instruction]]:
-    """Gathers that are repeated, by the instruction before whose backward they start, in the program's order.
+    """Repeated gathers, by the instruction before whose backward they start, in the program's order.
 
-    That is the last one that uses the parameter, or the end of the last region that reads it. Autograd has to
-    reach it, so there are none where it is no computation or no gradient passes it.
+    That is the last instruction that uses the parameter, or the end of the last region that reads it.
+    Autograd has to reach it: a gather is not repeated if it is no computation, or if no gradient passes it.
     """
     gathers = [i for i in program.instructions if i.op == "all_gather" and is_resharded(program, i)]
     out: dict[int, list[Instruction]] = {}

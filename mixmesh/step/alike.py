@@ -6,8 +6,8 @@ from collections.abc import Hashable, Iterable
 
 
 class Alike:
-    """Ranks by kind: those of one kind do the same at the same times, so that one clock serves for them.
-    ``kinds`` is what they are told apart by."""
+    """Groups ranks by kind: ranks of one kind do the same at the same times, so that one clock serves for all
+    of them. ``kinds`` has a key for each rank."""
 
     def __init__(self, kinds: Iterable[Hashable]) -> None:
         numbers: dict[Hashable, int] = {}

@@ -28,7 +28,7 @@ LOCAL = -1  # in place of a collective's number
 
 class Compute(NamedTuple):  # made by the thousand, in a third of a frozen dataclass's time
     """A ``part`` of the instruction ``at`` this index: its forward, the gradients of its inputs, its second
-    run, the gradient of its weight alone, or that gradient out of gathered factors."""
+    run, its weight gradient alone, or that gradient from gathered factors."""
 
     part: str
     at: int
@@ -42,11 +42,11 @@ def computes_of(part: str, count: int) -> tuple[Compute, ...]:
 
 
 class Start(NamedTuple):
-    """A redistribution begins, its gradient (``BACKWARD``), its second gather (``REPEATED``), or the gather
-    of a factor (``PRODUCT``): a ``part`` of the instruction ``at`` this index. ``number`` is that of its
-    collective in the pass, ``LOCAL`` where each rank has all that it needs. ``value`` is awaited later under
-    that name. Without one it is taken in when the pass ends, and ``product`` computed of it then, if there is
-    one."""
+    """The start of a redistribution, of its gradient (``BACKWARD``) or second gather (``REPEATED``), or of
+    the gather of a factor (``PRODUCT``): a ``part`` of the instruction ``at`` this index. ``number`` is that
+    of its collective in the pass, ``LOCAL`` if each rank already has all that it needs. ``value`` is the name
+    under which it is awaited later. Without one it is awaited at the end of the pass, after which
+    ``product``, if given, is computed from it."""
 
     name: str
     number: int
@@ -57,7 +57,7 @@ class Start(NamedTuple):
 
 
 class Await(NamedTuple):
-    """A value has to be there: what the start with this ``value`` brings."""
+    """Waits for a value: the result of the start with this ``value``."""
 
     name: str
     part: str
@@ -102,7 +102,7 @@ class Script:
 
     @lazy
     def segments(self) -> tuple[Segment, ...]:
-        """All events that take time: computations together as far as nothing else comes between them."""
+        """The events that take time, with consecutive computations joined into one."""
         out: list[Segment] = []
         computes: list[Compute] = []
         add = computes.append
@@ -121,8 +121,8 @@ class Script:
 
     @property
     def edges(self) -> tuple[tuple[int, int], ...]:
-        """Pairs of events by index, the second after the first: what each rank's computing thread does in
-        turn, and what is awaited after what begins it."""
+        """Pairs of events by index, where the second follows the first: consecutive events of each rank's
+        computing thread, and each wait after the start that it waits for."""
         begun = {e.value: n for n, e in enumerate(self.events) if isinstance(e, Start) and e.value}
         waits = [(begun[e.name], n) for n, e in enumerate(self.events) if isinstance(e, Await)]
         return (*((n, n + 1) for n in range(len(self.events) - 1)), *waits)
@@ -138,13 +138,13 @@ class Pass:
     exchanges: tuple[tuple[Exchange, str], ...]
 
     def on(self, program: Program, ranks: tuple[int, ...]) -> Pass:
-        """The same pass on other ranks, all of which meet in every collective."""
+        """The same pass on other ranks, all of which take part in every collective."""
         moved = tuple((replace(exchange, ranks=ranks), purpose) for exchange, purpose in self.exchanges)
         return Pass(program, self.script, moved)
 
     def with_owned(self, program: Program) -> Pass:
-        """The forward pass of ``program``, which has other owners, where this one uses every parameter as
-        one that an owner stepped."""
+        """The forward pass of ``program``, which has other owners, made from this one, in which every
+        parameter has an owner."""
         owned = program.owned
         events = tuple([e for e in self.script.events if type(e) is not Use or e.name in owned])
         return Pass(program, Script(events), self.exchanges)

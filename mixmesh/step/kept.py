@@ -1,7 +1,7 @@
-"""The values that PyTorch's operators keep for their backward pass, and the memory beside their results.
+"""The values that PyTorch's operators keep for their backward pass, and their memory besides results.
 
 One row per operator, after PyTorch's derivatives.yaml and the CPU kernels. An operator without a row keeps
-its inputs, which is the most that is usual.
+its inputs, the usual maximum.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from ..lang.rules import Call
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """``keeps`` names inputs and results: ``inputs``, ``result``, ``first``, ``rest``, ``tables``,
-    ``factors`` (an input whose partner takes a gradient). Sizes are multiples of the first result's bytes:
-    ``extra`` is kept beside, ``forward`` and ``backward`` are temporary. ``passes``: the gradient of an
-    input is the result's own, where the shapes agree. ``strided``: the result is laid out as the input.
-    """
+    """The memory of an operator. ``keeps`` names inputs and results: ``inputs``, ``result``, ``first``,
+    ``rest``, ``tables``, ``factors`` (an input whose partner takes a gradient). Sizes are multiples of the
+    first result's bytes: ``extra`` is kept as well, ``forward`` and ``backward`` are temporary. ``passes``:
+    the gradient of an input is the result's own, if the shapes agree. ``strided``: the result has the input's
+    layout."""
 
     keeps: str = "inputs"
     extra: float = 0.0
@@ -113,12 +113,12 @@ def kept(call: Call, takes_gradient: tuple[bool, ...]) -> Iterator[tuple[str, in
 
 
 def extra_bytes(call: Call) -> float:
-    """Bytes kept that are neither input nor result: masks, positions, logarithms."""
+    """Bytes kept other than inputs and results: masks, positions, logarithms."""
     result = call.outputs[0].size_bytes
     if call.op == "aten.cross_entropy_loss":
         return call.inputs[0].size_bytes  # the logarithms of the softmax; the logits are not kept
     if call.op == "mixmesh.experts":
-        return call.inputs[0].num_elements * call.args[-1]  # for the choices' own values
+        return call.inputs[0].num_elements * call.args[-1]  # the values of each choice
     if call.op == "aten.scaled_dot_product_attention":
         return result / max(call.outputs[0].shape[-1], 1)  # the logarithm of each row's sum
     return row_of(call).extra * result
@@ -132,7 +132,7 @@ def forward_bytes(call: Call) -> float:
 
 
 def backward_bytes(call: Call) -> float:
-    """Temporaries of the backward pass, beside the gradients of the inputs."""
+    """Temporaries of the backward pass, without the gradients of the inputs."""
     if call.op == "aten.cross_entropy_loss":
         return call.inputs[0].size_bytes  # the gradient of the logarithms
     if call.op == "mixmesh.experts":  # gradients of the choices' values, two at a time

@@ -1,4 +1,4 @@
-"""The order of events in a pass: what the runtime, by way of autograd, does one after the other."""
+"""The order of events in a pass, as the runtime and autograd run them."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ def forward_pass(outline: Outline, owned: Collection[str] | None = None) -> Pass
     the parameters that an owner stepped, if these are not the program's."""
     program, writer = outline.program, Writer(outline)
     events, computes = writer.events, computes_of(FORWARD, len(program.instructions))
-    arriving: dict[int, dict[str, int]] = {}  # redistributions by the index where they are awaited
+    arriving: dict[int, dict[str, int]] = {}  # redistributions by the index at which they are awaited
     owned = program.owned if owned is None else owned
-    used = {outline.uses[name][0] for name in owned if name in outline.uses}  # for the first time
+    used = {outline.uses[name][0] for name in owned if name in outline.uses}  # first uses
     for n, i in enumerate(program.instructions):
         if n in arriving or n in used:
             here = arriving.get(n, {})
@@ -105,8 +105,8 @@ def forward_pass(outline: Outline, owned: Collection[str] | None = None) -> Pass
 
 
 def _awaited_at(outline: Outline, i: Instruction, n: int) -> int:
-    """Where the runtime waits for a redistribution, and makes autograd's node for it: at its first use;
-    the loss at the end; what nobody uses at once (as ``ir.returned`` has it)."""
+    """Where the runtime waits for a redistribution, and makes autograd's node for it: at its first use. The
+    loss is awaited at the end, and unused values at once (as in ``ir.returned``)."""
     end = len(outline.program.instructions) if i.result == outline.program.loss else n
     return outline.uses.get(i.result, (end,))[0]
 
@@ -114,9 +114,9 @@ def _awaited_at(outline: Outline, i: Instruction, n: int) -> int:
 def backward_pass(
     outline: Outline, points: Iterable[float], later: Mapping[int, float], regions: Mapping[int, Repeat]
 ) -> Pass:
-    """The backward pass, which autograd runs in the reverse of the order in which nodes were made, with a
-    ``Ready`` at each of these ``points``. ``later`` are weights' gradients that come after those of the
-    inputs (``weight_points``), ``regions`` run again (``repeats``)."""
+    """The backward pass, in autograd's order: the reverse of the order in which nodes were made. It has a
+    ``Ready`` at each of ``points``, delays the weight gradients in ``later`` (``weight_points``) and runs
+    ``regions`` again (``repeats``)."""
     writer = _Backward(outline, frozenset(points), later, regions)
     writer.write()
     return writer.end()
@@ -135,7 +135,7 @@ class _Backward(Writer):
         super().__init__(outline)
         self.program, self.points, self.later, self.regions = outline.program, points, later, regions
         self.computes = computes_of(BACKWARD, len(self.program.instructions))
-        # products whose weight's gradient is computed apart
+        # products with split weight gradients
         self.weights = frozenset(n for n in self.program.wgrads if not self._is_factored(n))
         self.places = {i.result: n for n, i in enumerate(self.program.instructions) if i.is_redistribution}
         self.returning: set[str] = set()  # values that go back to a place that is still to come
@@ -155,7 +155,7 @@ class _Backward(Writer):
             i = program.instructions[n] if n < len(program.instructions) else None
             if i is not None and i.is_leaf:
                 continue
-            for gather in reversed(again.get(n, ())):  # as autograd comes to what stands last first
+            for gather in reversed(again.get(n, ())):  # autograd reaches the last one first
                 self._gather_again(gather)
             if i is not None:
                 self._compute(n, i, self.regions.get(n))
@@ -176,8 +176,8 @@ class _Backward(Writer):
         self.coming.add(gather.result)
 
     def _compute(self, n: int, i: Instruction, region: Repeat | None) -> None:
-        """The gradients of an instruction's inputs, once its own has come back, its region has run again, and
-        all that autograd kept is there."""
+        """Computes the gradients of an instruction's inputs, after its own has come back, its region has run
+        again, and everything that autograd kept has arrived."""
         if i.is_redistribution and i.result in self.returning:
             self.events.append(Await(gradient_name(i.result), BACKWARD, n))
         if region is not None:
@@ -201,23 +201,23 @@ class _Backward(Writer):
         self.events.append(Await(repeated_name(name), REPEATED, self.places[name]))
 
     def _computes_weight_here(self, n: int) -> bool:
-        """Whether the gradient of an instruction's weight is computed apart, and before its input's."""
+        """Whether an instruction's weight gradient is split and comes before its input's."""
         return n in self.weights and n not in self.later
 
     def _weight(self, n: int, point: float) -> None:
-        """The gradient of a weight, apart, which may be the last one at ``point``."""
+        """Computes a split weight gradient, which may complete gradients at ``point``."""
         self.events.append(Compute(WEIGHT, n))
         if point in self.points:
             self.events.append(Ready(point))
 
     def _compute_again(self, region: Repeat) -> None:
-        """A region's second run, which awaits what is gathered again and read there."""
+        """Runs a region again, after awaiting the repeated gathers that it reads."""
         for name in [name for name in region.inputs if name in self.coming]:
             self._await_again(name)
         self.events += [Compute(REPEATED, n) for n in region.members]
 
     def _gradient(self, i: Instruction) -> None:
-        """The gradient of a redistribution goes back: that of a stored parameter is awaited at the end."""
+        """Sends the gradient of a redistribution back; that of a stored parameter is awaited at the end."""
         exchange, place = self.outline.exchanges[i.result, True], self.places[i.result]
         name = gradient_name(i.result)
         if is_stored(self.program, i):
@@ -227,14 +227,15 @@ class _Backward(Writer):
             self.returning.add(i.result)
 
     def _factors(self, n: int, i: Instruction) -> None:
-        """With ``sfb``: what the weight's gradient is made of is gathered before the input's is computed."""
+        """With ``sfb``: starts to gather the factors of the weight gradient before the input's gradient is
+        computed."""
         program = self.program
         if len(ranks := program.participants(i.type)) < 2:
             return
         product = Compute(PRODUCT, n) if i.inputs[1] in program.requires_grad else None
         needed = [i.type]
         if product is not None and i.inputs[0] not in self.gathered:
-            self.gathered.add(i.inputs[0])  # by the first product that needs it, for all of them
+            self.gathered.add(i.inputs[0])  # the first product that needs it gathers it for all
             needed.append(program.types[i.inputs[0]])
         for k, factor in enumerate(needed, 1):
             exchange = Exchange("all_gather", factor.value.size_bytes, ranks)

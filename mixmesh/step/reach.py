@@ -1,8 +1,8 @@
-"""The ranks on which gradients arrive, and where parameters are used that are used by way of views.
+"""The ranks on which gradients arrive, and the uses of parameters through views.
 
-A replicated value of which one rank's copy counts (``as_partial``) gets no gradient on the others, nor does
-what it is made of, and what is made of zeros passes none. Where nobody has to send anything for a
-redistribution, autograd knows it as a view: its gradient comes when that of the view does.
+If only one rank's copy of a replicated value counts (``as_partial``), the others get no gradient for it or
+for its inputs, and zeros pass none. A redistribution in which no rank sends anything is a view to autograd:
+its source's gradient comes when the view's does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Ranks = frozenset[int]
 
 
 def is_local(outline: Outline, i: Instruction) -> bool:
-    """Whether no rank sends anything for a redistribution, nor for its gradient."""
+    """Whether neither a redistribution nor its gradient sends anything."""
     return outline.exchanges[i.result, False] is None and outline.exchanges[i.result, True] is None
 
 
@@ -29,8 +29,8 @@ def is_view(outline: Outline, i: Instruction) -> bool:
 
 
 def reach(outline: Outline) -> Mapping[str, Ranks]:
-    """By value that takes a gradient, on which ranks one arrives; only where some of those that hold it get
-    none."""
+    """For each value that takes a gradient, the ranks on which one arrives; only values for which some
+    holders get none."""
     program = outline.program
     if not _may_lose(outline):
         return {}
@@ -59,8 +59,8 @@ def reach(outline: Outline) -> Mapping[str, Ranks]:
 
 
 def _able(outline: Outline, triggers: Collection[int]) -> dict[str, set[int]]:
-    """By value that takes a gradient, the ranks on which it is made of something that does, or of one of the
-    ``triggers`` of gathers."""
+    """For each value that takes a gradient, the ranks on which it depends on an input that does, or on one of
+    the ``triggers`` of gathers."""
     program = outline.program
     able: dict[str, set[int]] = {}
     for n, i in enumerate(program.instructions):
@@ -75,7 +75,7 @@ def _able(outline: Outline, triggers: Collection[int]) -> dict[str, set[int]]:
 
 
 def _may_lose(outline: Outline) -> bool:
-    """Whether the program has anything by which a rank may get no gradient."""
+    """Whether anything in the program may leave a rank without a gradient."""
     program = outline.program
     if isinstance(program.types[program.loss].placement, Replicate):
         return True
@@ -86,7 +86,7 @@ def _may_lose(outline: Outline) -> bool:
 
 
 def _may_lose_in(outline: Outline, i: Instruction) -> bool:
-    """Whether a redistribution leaves ranks to themselves, and they do not all go on with what they hold."""
+    """Whether a redistribution leaves out some ranks, which do not all continue with the value they hold."""
     program = outline.program
     source, target = program.types[i.inputs[0]], i.type
     before, after = {*program.participants(source)}, {*program.participants(target)}
@@ -95,12 +95,12 @@ def _may_lose_in(outline: Outline, i: Instruction) -> bool:
 
 
 def _kept(program: Program, i: Instruction, name: str) -> set[int]:
-    """The ranks that hold an input of what needs no communication, and go on with it."""
+    """The ranks that hold an input and use it without communication."""
     held = {*program.participants(program.types[name])}
     becomes_addend = i.is_redistribution and isinstance(i.type.placement, Partial)
     if becomes_addend and isinstance(program.types[name].placement, Replicate):
         both = held & {*program.participants(i.type)}
-        return {min(both)} if both else set()  # from some ranks to others: it travels
+        return {min(both)} if both else set()  # disjoint ranks: the value travels
     return held
 
 
@@ -122,8 +122,8 @@ def _meeting(outline: Outline, i: Instruction) -> set[int]:
 
 
 def uses_of(outline: Outline, name: str) -> Iterator[tuple[int, str]]:
-    """The instructions that pass a value a gradient, by index, each with the name under which it uses the
-    value: that of a view, for those that use one."""
+    """The instructions that pass a value a gradient, by index, each with the name that it uses: the value's
+    own or that of a view of it."""
     for n in outline.uses.get(name, ()):
         i = outline.program.instructions[n]
         if outline.flows[n]:

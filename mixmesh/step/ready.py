@@ -16,8 +16,8 @@ Points = tuple[tuple[float, tuple[int, ...]], ...]
 
 @dataclass(frozen=True)
 class Readiness:
-    """Per parameter whose gradient is summed, the ``points`` where the backward pass completes it, by ranks;
-    and the ``groups`` of ranks that sum some gradient."""
+    """For each parameter whose gradient is summed, the ``points`` at which the backward pass completes it, by
+    ranks; and the ``groups`` of ranks that sum any gradient."""
 
     points: Mapping[str, Points]
     groups: tuple[tuple[int, ...], ...]
@@ -25,13 +25,13 @@ class Readiness:
 
     @lazy
     def alike(self) -> Alike:
-        """Ranks whose gradients are complete at the same points, whatever the buckets."""
+        """Ranks grouped by the points at which their gradients are complete, for any buckets."""
         groups = dict.fromkeys(ranks for points in self.points.values() for _, ranks in points)
         return Alike(membership(groups | dict.fromkeys(self.groups), self.world_size))
 
     @lazy
     def by_kind(self) -> dict[str, dict[int, float]]:
-        """Per parameter the point where its gradient is complete, by kind of ``alike``."""
+        """For each parameter, the point at which its gradient is complete, by kind of ``alike``."""
         return {
             name: {kind: point for point, ranks in points for kind in self.alike.of(ranks)}
             for name, points in self.points.items()
@@ -41,9 +41,9 @@ class Readiness:
 def ready_points(program: Program, outline: Outline, later: Mapping[int, float]) -> dict[str, Points]:
     """For each parameter whose gradient is summed: where in the backward pass it is complete, by ranks.
 
-    A point is the instruction after whose backward that is, or where a weight's gradient is computed
-    ``later`` (``weight_points``). A rank that makes no use of a parameter is in none: it sends its zeros when
-    its pass ends.
+    A point is the instruction whose backward completes it, or the point at which a weight gradient is
+    computed ``later`` (``weight_points``). A rank that does not use a parameter is in none: it sends its
+    zeros when its pass ends.
     """
     out: dict[str, Points] = {}
     on = reach(outline)
@@ -59,7 +59,8 @@ def ready_points(program: Program, outline: Outline, later: Mapping[int, float])
 def _points(
     outline: Outline, name: str, later: Mapping[int, float], on: Mapping[str, Ranks]
 ) -> Iterator[tuple[float, tuple[int, ...]]]:
-    """Where the gradient of one copy of a parameter is complete: where its first use is, for each rank."""
+    """The points at which the gradient of one copy of a parameter is complete: at its first use on each
+    rank."""
     program = outline.program
     everyone = program.participants(program.types[name])
     left = set(everyone)
@@ -74,8 +75,8 @@ def _points(
 
 
 def completing(program: Program, outline: Outline, later: Mapping[int, float]) -> dict[str, float]:
-    """Where the backward pass comes to the first use of each parameter whose gradient is summed, every copy
-    of one counted: the last point at which it gets a gradient, whatever ranks do."""
+    """For each parameter whose gradient is summed, and each of its copies, the point at which the backward
+    pass reaches its first use: the last point at which any rank can get a gradient for it."""
     out: dict[str, float] = {}
     for p in program.params:
         n = outline.uses.get(p.result, (None,))[0]

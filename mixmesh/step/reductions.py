@@ -1,4 +1,4 @@
-"""Reductions of gradients under a program's buckets, and the gathers of what owners stepped."""
+"""Reductions of gradients under a program's buckets, and gathers of parameters stepped by owners."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ Issues = Mapping[float, list[tuple[int, tuple[int, ...]]]]
 
 @dataclass(frozen=True, slots=True)
 class Reductions:
-    """Reductions by number: names and collectives, and at which point which ranks issue their part of which.
-    What owners have stepped is gathered in the reverse order, by the same buckets."""
+    """The reductions by number: names and collectives, and the points at which ranks issue their parts.
+    Stepped parameters are gathered from their owners in the reverse order, by the same buckets."""
 
     names: tuple[str, ...] = ()
     exchanges: tuple[Exchange, ...] = ()
     issues: Issues = field(default_factory=dict)  # by point: (reduction, ranks)
     gathers: tuple[tuple[str, Exchange], ...] = ()
     gather_of: Mapping[str, int] = field(default_factory=dict)  # by owned parameter
-    late: frozenset[int] = frozenset()  # those that wait for gradients which redistributions bring
+    late: frozenset[int] = frozenset()  # those that wait for gradients from redistributions
     plain: frozenset[int] = frozenset()  # reductions of whole gradients, for all ranks
 
 
 def reductions_of(sums: tuple[GradientSum, ...], ready: Readiness) -> Reductions:
-    """The reductions of these buckets: a rank starts its own in their order, each when it is complete."""
+    """The reductions of these buckets. Every rank starts them in their order, each when it is complete."""
     alike, complete = ready.alike, ready.by_kind
     issues: dict[float, list[tuple[int, tuple[int, ...]]]] = {}
     passed: dict[int, float] = {}  # by kind of rank: where it started its last one

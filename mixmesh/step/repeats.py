@@ -12,8 +12,8 @@ from .kept import extra_bytes, kept
 
 @dataclass(frozen=True)
 class Repeat:
-    """Right before the backward of instruction ``at`` the computations ``members``, the last of them ``at``,
-    run again on ``inputs``, which are kept until the backward of ``first``."""
+    """A region that runs again: right before the backward of instruction ``at`` its ``members``, the last of
+    which is ``at``, are recomputed from ``inputs``, which are kept until the backward of ``first``."""
 
     at: int
     first: int
@@ -22,7 +22,8 @@ class Repeat:
 
 
 def repeats(program: Program) -> dict[int, Repeat]:
-    """By ``at``. A region of which nothing is kept for the backward pass is never computed again."""
+    """The repeated regions, by ``at``. A region that keeps nothing for the backward pass is never
+    recomputed."""
     out = {}
     for members in regions(program).values():
         instructions = [program.instructions[n] for n in members]

@@ -21,12 +21,15 @@ Facts = TypeVar("Facts", bound=Outline)
 
 @dataclass(frozen=True)
 class Step(Generic[Facts]):
-    """The events of all ranks in a step, whatever the values of the ratios and the buckets; the ranks that
-    take part must stay the same. ``summed`` are the parameters whose gradients are summed, in the order in
-    which their sums start, and ``ready`` says where each is complete; ``completes`` where the gradient of
-    every such parameter's value is, copies too. ``later`` are the computations whose weight's gradient comes
-    after their input's, by index, with the point where it does, and ``repeats`` the regions that run again.
-    ``outline`` are the facts of the program, with or without costs, that the step was made from."""
+    """The events of all ranks in a step, for any values of the ratios and the buckets; the participating
+    ranks must stay the same.
+
+    ``summed`` are the parameters whose gradients are summed, in the order in which their sums start;
+    ``ready`` says where each is complete, and ``completes`` where the gradient of every such parameter's
+    value is, including copies. ``later`` are the computations, by index, whose weight gradient comes after
+    their input's, with the point of its computation. ``repeats`` are the regions that run again. ``outline``
+    are the facts of the program, with or without costs, from which the step was made.
+    """
 
     program: Program
     forward: Pass
@@ -39,13 +42,13 @@ class Step(Generic[Facts]):
     outline: Facts = field(compare=False, repr=False)
 
     def on(self, outline: Facts, ranks: tuple[int, ...]) -> Step[Facts]:
-        """The step of the same instructions on other ranks, all of which meet in every collective."""
+        """The step of the same instructions on other ranks, all of which take part in every collective."""
         program = outline.program
         kinds = {s.kind: s.kind._replace(ranks=ranks) for s in self.summed}
         points = self.ready.points
         if all(some in self.ready.groups for pairs in points.values() for _, some in pairs):
             points = {name: tuple([(n, ranks) for n, _ in pairs]) for name, pairs in points.items()}
-        else:  # a gradient that some ranks have: of an addend that one of them adds
+        else:  # some ranks have no gradient, because only one of them adds the addend
             points = ready_points(program, outline, self.later)
         return replace(
             self,
@@ -58,8 +61,8 @@ class Step(Generic[Facts]):
         )
 
     def with_owners(self, outline: Facts) -> Step[Facts]:
-        """The step of the same program with other owners of its parameters, whose gradients are complete
-        where they were."""
+        """The step of the same program with other owners of its parameters; their gradients are complete at
+        the same points."""
         program = outline.program
         summed = with_other_owners(program, self.summed)
         forward = self._forward_of_owned.with_owned(program)
@@ -67,18 +70,18 @@ class Step(Generic[Facts]):
 
     @lazy
     def _forward_of_owned(self) -> Pass:
-        """The forward pass as if every parameter had an owner, for all sets of these that planning tries."""
+        """The forward pass as if every parameter had an owner, from which those for other owners are made."""
         return forward_pass(self.outline, frozenset(p.result for p in self.program.params))
 
     def reductions(self, program: Program, buckets: Buckets, *, scattered: bool = False) -> Reductions:
-        """The reductions of gradients under these buckets, or if ``scattered`` those of them that every
-        micro-batch of ZeRO stage 2 makes."""
+        """The reductions of gradients under these buckets; if ``scattered``, those made in every micro-batch
+        of ZeRO stage 2."""
         sums = gradient_sums(program, order=self.summed, buckets=buckets)
         return reductions_of(tuple(s for s in sums if s.stage == 2 or not scattered), self.ready)
 
 
 def step_of(outline: Facts, whole: Program | None = None) -> Step[Facts]:
-    """The step of a program; ``whole`` is the whole batch's, where the program is that of a micro-batch."""
+    """The step of a program. If it is a micro-batch's program, ``whole`` is the whole batch's."""
     program = outline.program
     later, regions = weight_points(program), repeats(program)
     points, completes = ready_points(program, outline, later), completing(program, outline, later)

@@ -14,9 +14,9 @@ from .step import step_of
 
 
 def print_step(program: Program, whole: Program | None = None) -> str:
-    """The events of one step of a program as text: first the optimizer, then both passes, then what ranks
-    await before the next step. Collectives have the bytes of the whole tensor, the ranks that meet, and the
-    purpose of their process group. ``whole`` is the whole batch's, where ``program`` is a micro-batch's."""
+    """Prints the events of one step of a program: first the optimizer, then both passes, then what ranks
+    await before the next step. Collectives have the bytes of the whole tensor, their ranks, and the purpose
+    of their process group. If ``program`` is a micro-batch's, ``whole`` is the whole batch's."""
     step = step_of(Outline(program), whole)
     sums = step.reductions(whole or program, (whole or program).buckets)
     lines = [f"step {program.name} world={program.world_size} {{", "  optimizer"]

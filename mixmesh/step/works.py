@@ -1,4 +1,4 @@
-"""The costs of a step's computations: where a cost table has the work of each."""
+"""The works of a step's computations in a cost table."""
 
 from __future__ import annotations
 

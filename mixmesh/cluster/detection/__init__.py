@@ -1,7 +1,7 @@
-"""The cluster that this process is a rank of, found by looking and measuring: ``mixmesh detect``.
+"""Detects the cluster of which this process is a rank: ``mixmesh detect``.
 
-Reading order: ``inventory`` (what every rank is), ``speed`` and ``links`` (what is measured), ``assemble``
-(the cluster of both), ``cache`` (what an earlier start measured).
+Reading order: ``inventory`` (every rank's device), ``speed`` and ``links`` (measurements), ``assemble`` (the
+cluster from both), ``cache`` (measurements of an earlier start).
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ def detect(
     on_end: Callable[[], object] = lambda: None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Cluster:
-    """The cluster of all ranks: machines by host name, cards by name and memory, rates of links measured.
+    """The cluster of all ranks: machines by host name, cards by name and memory, measured rates of links.
 
     Cards that were calibrated (on the first rank's machine: ``calibrations``) have those figures, others of
-    the catalogue the datasheet's; the speed of any other device is measured by all ranks at the
-    same time, between ``on_start`` and ``on_end``. Collective, and takes a few seconds;
-    ``torch.distributed`` is initialised. Raises InputError if the ranks of a machine do not follow each
-    other.
+    the catalogue the datasheet's; all ranks measure the speed of any other device at the same time, between
+    ``on_start`` and ``on_end``. Collective, and takes a few seconds; ``torch.distributed`` is initialised.
+    Raises InputError if the ranks of a machine are not consecutive.
     """
     inventory = inventory or read_inventory(device)
     cards = inventory

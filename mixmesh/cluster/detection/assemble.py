@@ -1,4 +1,4 @@
-"""A cluster of what was found and measured."""
+"""Assembles a cluster from the devices found and the rates measured."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def assemble(
     links: Links,
     calibrations: Mapping[str, Device] = MappingProxyType({}),
 ) -> Cluster:
-    """The cluster. Devices of one name are of one type and have the same figures: measured devices whose
-    speeds are close share those of the slowest. Cards with ``calibrations`` have those."""
+    """The cluster. Devices of one name are of one type and have the same figures: measured devices with
+    similar speeds share those of the slowest. Cards with ``calibrations`` have those."""
     machines = []
     devices = typed_devices(inventory, speeds, calibrations)
     nics = nic_rates(links, len(inventory.machines))
@@ -123,7 +123,7 @@ def base_name(found: FoundDevice) -> str:
 def merged_device(
     name: str, inventory: Inventory, speeds: tuple[Speed | None, ...], ranks: list[int]
 ) -> Device:
-    """The type that the devices of ``ranks`` are of, as slow as the slowest of them."""
+    """The common type of the devices of ``ranks``, with the speed of the slowest of them."""
     first_device = inventory.devices[ranks[0]]
     memory_bytes = si_bytes(memory_gib(inventory, ranks[0]))
     if first_device.row is not None:

@@ -32,8 +32,8 @@ def key_of(*parts: object) -> str:
 
 @dataclass(frozen=True)
 class Cache:
-    """A folder of files; with ``folder`` None nothing is kept. A folder that cannot be written, or a file in
-    it that cannot be read, is no error: the next start measures again."""
+    """A folder of files; with ``folder`` None nothing is kept. A folder that cannot be written, or a file
+    that cannot be read, is no error: the next start measures again."""
 
     folder: Path | None
 

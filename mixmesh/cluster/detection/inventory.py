@@ -29,9 +29,9 @@ NO_LIMIT_BYTES = 2**60  # cgroup v1 writes a number near 2**63 for none
 
 @dataclass(frozen=True)
 class FoundDevice:
-    """One rank's device as the system reports it. ``memory_bytes`` is what its processes may hold in all, and
-    ``memory_pool`` says which ranks hold it together: ranks on CPUs of one host, or on one GPU. ``emulated``
-    says which cluster the testbed emulates with it, whose devices all report the same."""
+    """One rank's device as the system reports it. ``memory_bytes`` is the limit for all its processes, and
+    ``memory_pool`` identifies ranks that share it: ranks on CPUs of one host, or on one GPU. ``emulated``
+    identifies the cluster that the testbed emulates with it, whose devices all report the same."""
 
     host: str
     kind: Literal["gpu", "cpu"]
@@ -56,8 +56,8 @@ class Inventory:
 
     @property
     def fingerprint(self) -> str:
-        """12 hex digits of all that is known before anything is measured. A pool of memory counts by its
-        ranks: its name may be of this start alone, as that of a job's cgroup is."""
+        """12 hex digits of all that is known before any measurement. A pool of memory counts by its ranks, as
+        its name may belong to this start alone, like that of a job's cgroup."""
         pools = [device.memory_pool for device in self.devices]
         rows = [{**asdict(d), "memory_pool": pools.index(d.memory_pool)} for d in self.devices]
         facts = json.dumps(rows, sort_keys=True)
@@ -70,7 +70,7 @@ class Inventory:
         return tuple(tuple(ranks) for _, ranks in runs)
 
     def memory_bytes(self, rank: int) -> int:
-        """The memory of one rank: ranks that hold a pool together have equal parts of it."""
+        """The memory of one rank; ranks that share a pool have equal parts of it."""
         pool = self.devices[rank].memory_pool
         return self.devices[rank].memory_bytes // sum(d.memory_pool == pool for d in self.devices)
 
@@ -81,8 +81,8 @@ def read_inventory(device: torch.device) -> Inventory:
 
 
 def inventory_of(devices: Sequence[FoundDevice]) -> Inventory:
-    """The inventory of these devices, in rank order. Raises InputError if the ranks of a host do not follow
-    each other, as they do under torchrun."""
+    """The inventory of these devices, in rank order. Raises InputError if the ranks of a host are not
+    consecutive, as they are under torchrun."""
     inventory = Inventory(tuple(devices))
     hosts = [devices[ranks[0]].host for ranks in inventory.machines]
     repeated = sorted({host for host in hosts if hosts.count(host) > 1})
@@ -125,8 +125,8 @@ def read_device(device: torch.device) -> FoundDevice:
 
 
 def memory_limit(memberships: Path, mount: Path) -> tuple[int, str]:
-    """The lowest memory limit of this process's cgroup and those above it, in bytes, with the cgroup that has
-    it; ``NO_LIMIT_BYTES`` where there is none. Both versions of cgroups."""
+    """The lowest memory limit among this process's cgroup and those above it, in bytes, with its cgroup;
+    ``NO_LIMIT_BYTES`` if there is none. Handles both versions of cgroups."""
     limit_bytes, where = NO_LIMIT_BYTES, ""
     try:
         lines = memberships.read_text().splitlines()
@@ -148,7 +148,7 @@ def memory_limit(memberships: Path, mount: Path) -> tuple[int, str]:
 
 
 def read_number(file: Path) -> int | None:
-    """The whole number in a file; None where there is no such file or no number in it ("max")."""
+    """The integer in a file; None if there is no such file or no number in it ("max")."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):

@@ -18,7 +18,7 @@ PING_BYTES = 8
 NUM_PINGS = 20
 FIRST_BYTES = 2**18
 LARGEST_BYTES = 2**26
-LONG_ENOUGH_S = 0.05  # a message that takes so long tells the rate: latency is little of it
+LONG_ENOUGH_S = 0.05  # a message this long gives the rate: latency is a small part of it
 MOST_PAIRS = 28  # pairs of machines: above that, each machine is measured against the next ones only
 
 
@@ -69,15 +69,15 @@ def measure_pair(rank_a: int, rank_b: int, device: torch.device) -> Link:
     if dist.get_rank() in (rank_a, rank_b):
         link[0] = exchange(rank_a, rank_b, device)
     dist.broadcast_object_list(link, src=rank_a, group=message_group())
-    assert link[0] is not None  # one of them has measured it
+    assert link[0] is not None  # rank_a has measured it
     return link[0]
 
 
 def exchange(rank_a: int, rank_b: int, device: torch.device) -> Link:
-    """The link as ``rank_a`` sees it: half a round trip of a few bytes, then messages that double in size.
-    ``rank_a`` says how large the next one is: by clocks of their own, two ranks may decide otherwise."""
+    """The link as measured by ``rank_a``: half a round trip of a few bytes, then messages that double in
+    size. ``rank_a`` decides when to stop, because two ranks might decide differently by their own clocks."""
     is_first = dist.get_rank() == rank_a
-    # gloo sends tensors of the host only: the rate through host memory is what training there gets
+    # gloo only sends host memory, so training gets the rate through that
     where = device if is_on_device() else torch.device("cpu")
     ping = torch.zeros(PING_BYTES, dtype=torch.uint8, device=where)
     peer = rank_b if is_first else rank_a

@@ -27,8 +27,8 @@ class Speed:
 
 
 def measure_speed(device: torch.device) -> Speed:
-    """The speed of ``device`` while all other ranks measure theirs, by the clock on the wall, so that a quota
-    or a shared core counts."""
+    """The speed of ``device`` while all other ranks measure theirs, in wall-clock time, so that a quota or a
+    shared core counts."""
     sizes = GPU_SIZES if is_accelerator(device) else CPU_SIZES
     flop = 2 * sizes["products"] ** 3
     full = run_s(product(device, torch.float32, sizes["products"]), device)
@@ -49,9 +49,9 @@ def product(device: torch.device, dtype: torch.dtype, size: int) -> Callable[[],
 
 
 def run_s(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds that one run of ``work`` takes when it runs on and on: the total over all runs, without the
-    first ones, as a throttled device runs fast and then stands still."""
-    clock = Meter(device, emulated=False)  # the wall's, also under a quota
+    """Seconds of one run of ``work`` when it runs continuously: the total over many runs, without the first
+    ones, because a throttled device runs fast and then stands still."""
+    clock = Meter(device, emulated=False)  # wall-clock time, even under a quota
     warm_up = [clock.once(work) for _ in range(3)]
     runs = max(3, round(MEASURED_S / max(statistics.median(warm_up), 1e-6)))
     return clock.once(lambda: [work() for _ in range(runs)]) / runs

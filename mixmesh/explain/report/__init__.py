@@ -1,12 +1,12 @@
-"""Pages to look at: one file of HTML each, which asks no other host for anything.
+"""Reports: pages of one HTML file each, which request nothing from other hosts.
 
-Reading order: ``facts`` (what the page of a plan is made from), ``parts`` (what a step is the sum of),
-``candidates`` (why the other plans lost), ``path`` (the events that a step waits for), ``words`` (sentences),
-``drawing`` (the cluster), ``packing`` (events as few letters), ``plan_page``, ``pair`` (two plans);
-``recognise`` (what was given), ``run_page``, ``bench_page``; ``page`` (the file).
+Reading order: ``facts`` (the content of a plan's page), ``parts`` (the parts of a step), ``candidates`` (why
+the other plans lost), ``path`` (the events that a step waits for), ``words`` (sentences), ``drawing`` (the
+cluster), ``packing`` (compact events), ``plan_page``, ``pair`` (two plans); ``recognise`` (the kind of a
+given file), ``run_page``, ``bench_page``; ``page`` (the file).
 
-Charts are drawn by Apache ECharts, which is a part of the page: it draws timelines with a hundred thousand
-bars, zooms them, describes charts to screen readers, and fits into a page of less than 2 MB, where plotly.js
+Charts are drawn by Apache ECharts, which is embedded in the page: it draws and zooms timelines with a hundred
+thousand bars, describes charts to screen readers, and fits into a page of less than 2 MB, while plotly.js
 alone takes 4.
 """
 

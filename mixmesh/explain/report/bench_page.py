@@ -1,4 +1,5 @@
-"""The page of a bench's results, or of two of them side by side: a table of all, and bars of one figure."""
+"""The page of a bench's results, or of two of them side by side: a table of all figures, and bars for one of
+them."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def bench_page(benches: Sequence[Bench]) -> Page:
 
 
 def flattened(row: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """The fields of a row, those of objects in it as ``outer inner``; lists are left out."""
+    """Yields the fields of a row, with those of inner objects as ``outer inner``; lists are left out."""
     for name, value in row.items():
         if isinstance(value, dict):
             yield from flattened(value, f"{above}{name} ")
@@ -57,14 +58,14 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def figures_of(rows: Sequence[Row]) -> list[str]:
-    """The names of numbers that differ between rows, those that are liked first."""
+    """The names of numbers that differ between rows, the preferred ones first."""
     names = dict.fromkeys(name for row in rows for name, value in row.items() if is_number(value))
     numbers = [n for n in names if len(rows) == 1 or len({row.get(n) for row in rows}) > 1]
     return sorted(numbers or names, key=lambda n: LIKED.index(n) if n in LIKED else len(LIKED))
 
 
 def labels_of(rows: Sequence[Row]) -> list[str]:
-    """A label for every row: as many of its first texts and whole numbers as tell rows apart."""
+    """A label for every row: enough of its first texts and integers to distinguish the rows."""
     names = dict.fromkeys(n for row in rows for n, value in row.items() if isinstance(value, str | int))
     used: list[str] = []
     count = 0

@@ -23,14 +23,14 @@ from .parts import OTHERS, WAITS, Bounds, Parts, kinds_of
 EVENLY = "ddp-even"
 LONG_S = 10.0  # seconds of planning: from there on only baselines are planned once more
 SAME = 0.005  # share of a step: less is no difference to be told
-TOLD = 0.2  # share of a difference: a part that makes less of it is not told
-WHOLE = 0.9  # share of a difference: a part that makes as much of it is all that is told
+TOLD = 0.2  # share of a difference: smaller parts of it are not mentioned
+WHOLE = 0.9  # share of a difference: a part this large is mentioned alone
 
 
 @dataclass(frozen=True)
 class Remade:
-    """A candidate once more, with all that happens in its step. ``lacks`` is the rank, with the bytes that it
-    would need and those that it may use, where it does not fit."""
+    """A candidate planned again, with everything that happens in its step. If it does not fit, ``lacks`` is
+    (rank, bytes needed, bytes usable)."""
 
     timeline: Timeline
     parts: Parts
@@ -49,8 +49,8 @@ class Rival:
 
 
 def rivals_of(plan: Plan, cluster: Cluster, parts: Parts, profile: Profile | None) -> tuple[Rival, ...]:
-    """The candidates of ``plan`` but the chosen one, and data parallelism with equal parts, those that fit
-    first, then by their steps. ``parts`` are those of the plan's own step."""
+    """The other candidates of ``plan``, and data parallelism with equal parts: those that fit first, then by
+    their steps. ``parts`` are those of the plan's own step."""
     considered = {c.planner: c for c in plan.candidates if c.planner != plan.planner}
     if plan.planner != EVENLY and cluster.world_size > 1:
         considered.setdefault(EVENLY, Candidate(EVENLY, True, 0.0))
@@ -80,7 +80,7 @@ def remake(plan: Plan, cluster: Cluster, name: str, profile: Profile | None, bou
     try:
         remade = make_plan(graph, cluster, planner=name, profile=profile, tf32=plan.tf32)
         program, micro_batches = remade.program, remade.micro_batches
-    except MixmeshError:  # it does not fit: what would not is asked
+    except MixmeshError:  # it does not fit: proposes it anyway
         proposals = list(BY_NAME[name].propose(Task(graph, costs, ADAM, lambda _: None)))
         if not proposals:
             return None

@@ -20,8 +20,8 @@ def device_name(cluster: Cluster, rank: int) -> str:
 
 
 def busiest_link(cluster: Cluster, timeline: Timeline) -> str:
-    """The link that carries longest in a predicted step: ``1 Gbit/s link of machine b``; empty where nothing
-    is carried."""
+    """The link that is busy longest in a predicted step: ``1 Gbit/s link of machine b``; empty if none is
+    used."""
     if not any(busy_s for _, busy_s in timeline.link_busy_s):
         return ""
     link, _ = max(timeline.link_busy_s, key=lambda pair: pair[1])
@@ -72,7 +72,7 @@ def machine_html(
 
 
 def links_inside(machine: Machine, number: int) -> list[tuple[Link, str]]:
-    """The links between devices of a machine, each with what it is called."""
+    """The links between devices of a machine, each with its label."""
     own = [
         (Link(OWN, number, n), f"link of devices {', '.join(map(str, link.devices))}")
         for n, link in enumerate(machine.links)
@@ -109,5 +109,5 @@ def link_html(text: str, busy: float) -> str:
 
 
 def meter_html(share: float) -> str:
-    """A bar of a share, for the eye alone: the text beside it says the same."""
+    """A bar that shows a share. Hidden from screen readers, as the text beside it says the same."""
     return f'<span class="meter" aria-hidden="true"><span style="width:{min(share, 1):.1%}"></span></span>'

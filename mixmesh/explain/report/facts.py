@@ -1,4 +1,4 @@
-"""All that a report shows of a plan: the simulation that chose it, and the other candidates beside it."""
+"""The content of a report on a plan: the simulation that chose it, and the other candidates."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Line:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """The step on the cluster as it is, then after each change, and how long it took to find out."""
+    """The step on the cluster as it is and after each change, and the seconds that the answers took."""
 
     answers: tuple[Answer, ...]
     took_s: float
@@ -53,9 +53,9 @@ class WhatIf:
 
 @dataclass(frozen=True)
 class Facts:
-    """All that is on the page of one plan. ``name`` tells it from other plans on the page. ``memory`` has an
-    entry per rank. ``faster_s`` is the step of the same program with links twice as fast, None for one
-    device; ``rivals`` are the other candidates, none where nothing is compared."""
+    """The content of the page of one plan. ``name`` distinguishes it from other plans on the page. ``memory``
+    has an entry per rank. ``faster_s`` is the step of the same program with links twice as fast, None for one
+    device; ``rivals`` are the other candidates, empty if nothing is compared."""
 
     name: str
     plan: Plan
@@ -74,7 +74,7 @@ class Facts:
 
     @property
     def evenly(self) -> Rival | None:
-        """Data parallelism with equal parts on all devices; None where the plan is not compared with it."""
+        """Data parallelism with equal parts on all devices; None if the plan is not compared with it."""
         return next((rival for rival in self.rivals if rival.planner == EVENLY), None)
 
 
@@ -140,8 +140,7 @@ def with_faster(plan: Plan, cluster: Cluster, profile: Profile | None, step_s: f
 
 
 def what_if(plan: Plan, cluster: Cluster, profile: Profile | None) -> WhatIf:
-    """Answers to what-ifs for the program's own batch: a plan does not have the model, so that
-    another batch is not asked about."""
+    """Answers what-ifs for the program's own batch only, because a plan does not have the model."""
     started = time.perf_counter()
     asked = [change for change in changes(cluster) if change.batches == 1]
     what_ifs = answers(
@@ -156,7 +155,7 @@ def what_if(plan: Plan, cluster: Cluster, profile: Profile | None) -> WhatIf:
 
 
 def program_lines(plan: Plan, events: Sequence[Event]) -> list[Line]:
-    """The lines of the program's text with what each takes."""
+    """The lines of the program's text, each with its seconds."""
     seconds_of: dict[tuple[str, int], float] = defaultdict(float)
     for event in events:
         seconds_of[event.name.partition(" ")[0], event.rank] += event.end_s - event.start_s

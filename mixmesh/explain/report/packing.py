@@ -1,9 +1,9 @@
-"""A timeline in as few letters as will do: a pipeline of 24 layers on 8 devices has 33 thousand events.
+"""A compact form of a timeline: a pipeline of 24 layers on 8 devices has 33 thousand events.
 
-Events are told lane by lane (a stream of a rank), in the order of their starts. What is alike in many of them
-(name, operator, bytes, kind) is a row of a table. An event is three whole numbers: twice its row, and one
-more on the critical path; nanoseconds from the end of the one before it in the lane; nanoseconds that it
-takes. Numbers are written as LEB128, as WebAssembly has them, seven bits a byte, those that may be negative
+Events are listed lane by lane (a stream of a rank), in the order of their starts. Attributes that many of
+them share (name, operator, bytes, kind) are a row of a table. An event is three integers: twice its row, plus
+one if it is on the critical path; nanoseconds since the end of the event before it in the lane; its duration
+in nanoseconds. Integers are written in LEB128, as in WebAssembly, seven bits a byte, possibly negative ones
 zigzagged as in protocol buffers, and all bytes in base64: seven letters an event, where JSON takes 37.
 """
 

@@ -17,8 +17,8 @@ ASSETS = Path(__file__).parent / "assets"
 
 @dataclass(frozen=True)
 class Page:
-    """A page before it is put together: ``sentences`` are its words, ``main`` the HTML of its sections,
-    ``data`` what ``script``, a file of the assets, draws."""
+    """The parts of a page: ``sentences``, ``main`` with the HTML of its sections, and ``data`` to be drawn by
+    ``script``, one of the assets."""
 
     title: str
     headline: str
@@ -59,7 +59,7 @@ def asset(name: str) -> str:
 
 
 def filled(template: str, content: dict[str, str]) -> str:
-    """A template with ``@@NAME@@`` replaced; what is put in is not looked at again."""
+    """A template with ``@@NAME@@`` replaced; replacements are not expanded again."""
     pieces = template.split("@@")
     return "".join(content[piece] if n % 2 else piece for n, piece in enumerate(pieces))
 
@@ -69,8 +69,8 @@ def list_items(texts: Iterable[str]) -> str:
 
 
 def table_html(header: Sequence[str], rows: Iterable[Sequence[str]], words: Sequence[int] = (0,)) -> str:
-    """A table that scrolls where it is too wide; the columns ``words`` are text, the others numbers. Text in
-    the last column is wrapped, as it may be a sentence."""
+    """A table that scrolls if it is too wide. The columns ``words`` are text, the others numbers. Text in the
+    last column is wrapped, as it may be a sentence."""
 
     def cells(tag: str, row: Sequence[str]) -> str:
         last = len(row) - 1

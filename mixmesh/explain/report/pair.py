@@ -1,4 +1,4 @@
-"""Two plans side by side: what tells them apart, in words and as a table."""
+"""Two plans side by side: their differences, in words and as a table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .parts import WAITS
 
 SAME = 0.01  # share of a step
 MOST_TOLD = 4  # ranks whose samples differ
-TOLD = 0.2  # share of a difference: a part that makes less of it is not told
+TOLD = 0.2  # share of a difference: smaller parts of it are not mentioned
 
 
 def differences(one: Facts, two: Facts) -> list[str]:

@@ -1,5 +1,5 @@
-"""The parts of a step: the bound, what the busiest device computes above it, and what that device waits for,
-by kind."""
+"""The parts of a step: the bound, the busiest device's computing beyond it, and that device's waits, by
+kind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COMPUTES, AGAIN, OPTIMIZER = "computes", "computes again", "optimizer"
 GRADIENTS, GATHERS, EXCHANGES = "sums of gradients", "gathers of parameters", "other exchanges"
 OTHERS = "other devices"
 KINDS = (COMPUTES, AGAIN, OPTIMIZER, GRADIENTS, GATHERS, EXCHANGES)  # kinds of events
-WAITS = (GRADIENTS, GATHERS, EXCHANGES, OTHERS)  # kinds of what a device waits for
+WAITS = (GRADIENTS, GATHERS, EXCHANGES, OTHERS)  # kinds of waits
 PARTS = ("bound", "below the peaks", "computed again", "imbalance", *(f"waits for {kind}" for kind in WAITS))
 KindOf = Callable[[Event], str]
 
@@ -38,8 +38,8 @@ def kinds_of(program: Program) -> KindOf:
 
 
 def waits(timeline: Timeline, rank: int, kind_of: KindOf) -> dict[str, float]:
-    """The seconds in which a rank computes nothing, by what it waits for meanwhile. Where several collectives
-    of its own are under way the one that began first counts; where none is, it waits for other devices."""
+    """The seconds in which a rank computes nothing, by what it waits for. If several of its own collectives
+    are under way, the one that began first counts; if none is, it waits for other devices."""
     own = [e for e in timeline.events if e.rank == rank and e.end_s > e.start_s]
     busy = [(e.start_s, e.end_s) for e in own if e.stream == COMPUTE]
     under_way = sorted((e for e in own if e.stream == COMMUNICATION), key=lambda e: e.start_s)
@@ -85,9 +85,9 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts that a step is the sum of: the bound; what kernels below the devices' peaks add to it, which
-    gives the ideal; what the busiest device computes again, and what else it computes longer than the ideal;
-    and the seconds that it waits for each of ``WAITS``."""
+    """The parts whose sum is a step: the bound; the time added by kernels below the devices' peaks, which
+    gives the ideal; the busiest device's recomputation, and its other computing beyond the ideal; and the
+    seconds that it waits for each of ``WAITS``."""
 
     bounds: Bounds
     again_s: float

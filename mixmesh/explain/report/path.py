@@ -11,8 +11,9 @@ SAME_S = 1e-9  # two moments closer than this are one
 
 
 def critical_path(events: Sequence[Event]) -> list[int]:
-    """The indices of the events that the last one waits for, in their order. Where several end when one
-    begins the one on its own rank comes first, then the longest. The chain stops where nothing ends."""
+    """The indices of the events that the last one waits for, in order. If several end when one begins, the
+    one on its own rank comes first, then the longest. The chain stops at an event before which nothing
+    ends."""
     if not events:
         return []
     by_end = sorted(range(len(events)), key=lambda i: events[i].end_s)

@@ -23,8 +23,8 @@ MILLION = 1_000_000
 
 
 def plan_page(shown: Sequence[Facts], words: Sequence[str] = (), side: str = "") -> Page:
-    """The page of plans, of which the first is shown at first. The words are those of the first one, if no
-    others are given; ``side`` is HTML that stands above the plans."""
+    """The page of plans, which shows the first one initially. ``words`` defaults to those of the first plan;
+    ``side`` is HTML that goes above the plans."""
     first = shown[0]
     clusters = [cluster_html(f.cluster, f.plan, f.timeline, f.samples) for f in shown]
     main = {
@@ -55,7 +55,7 @@ COMPARED = section_html(
 
 
 def choice_html(names: Sequence[str]) -> str:
-    """Buttons of which one is chosen: the plan that is shown."""
+    """Radio buttons that choose the plan to show."""
     labels = (
         f'<label><input type="radio" name="variant" value="{n}"{"" if n else " checked"}> '
         f"{html.escape(name)}</label>"
@@ -67,7 +67,7 @@ def choice_html(names: Sequence[str]) -> str:
 
 
 def variants_html(contents: Sequence[str]) -> str:
-    """Content of which that of the chosen plan is visible."""
+    """Content for each plan, with only the chosen plan's visible."""
     return "\n".join(
         f'<div data-variant="{n}"{" hidden" if n else ""}>{content}</div>'
         for n, content in enumerate(contents)
@@ -105,7 +105,7 @@ def what_if_html(facts: Facts) -> str:
 
 
 def page_object(shown: Sequence[Facts]) -> dict[str, Any]:
-    """All that the script draws. Times are in seconds, those of packed events in nanoseconds."""
+    """The data that the script draws. Times are in seconds, those of packed events in nanoseconds."""
     names = {"streams": STREAMS, "kinds": KINDS, "waits": WAITS, "parts": PARTS}
     return {**names, "variants": [variant(f) for f in shown]}
 
@@ -162,7 +162,7 @@ def thinned(course: MemoryCourse, step_s: float) -> list[tuple[float, int]]:
 
 
 def candidates(facts: Facts) -> list[dict[str, Any]]:
-    """The chosen plan and the others, the fastest that fits first; parts where they are known."""
+    """The chosen plan and the others, the fastest that fits first, with their parts if known."""
     own = {"name": facts.plan.planner, "chosen": True, "fits": True, "step_s": facts.timeline.step_s,
            "parts": facts.parts.seconds, "why": "chosen"}  # fmt: skip
     rows = [

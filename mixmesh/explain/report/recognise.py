@@ -16,7 +16,7 @@ EXPECTED = (
     "a plan (mixmesh plan --out X.plan), a folder of checkpoints (mixmesh run --checkpoint DIR), the log of "
     "a training (--log-json FILE), or the results of a bench (python -m benchmarks NAME --out R.json)"
 )
-SHOWN = 40  # characters of a file that is none of these
+SHOWN = 40  # characters shown of an unrecognised file
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Bench:
 
 
 def recognise(path: str | Path) -> Plan | Run | Bench:
-    """The value that a file or folder holds. Raises InputError for one that is none of what is known, and for
-    one that is and is damaged."""
+    """Loads a file or folder of any known kind. Raises InputError for an unknown kind, and for a damaged
+    file."""
     path = Path(path)
     if path.is_dir():
         return run_of_folder(path)
@@ -68,7 +68,7 @@ def unknown(path: Path, got: str) -> InputError:
 
 
 def run_of_folder(folder: Path) -> Run:
-    """The training whose checkpoints are in a folder. Raises InputError where it has no log."""
+    """The training whose checkpoints are in a folder. Raises InputError if it has no log."""
     from ...checkpoint.manifest import NAME, checkpoints_in
 
     matches = [NAME.fullmatch(path.name) for path in checkpoints_in(folder)]

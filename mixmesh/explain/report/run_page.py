@@ -1,4 +1,4 @@
-"""The page of a training, or of two side by side: losses and throughput, with what happened."""
+"""The page of a training, or of two side by side: losses, throughput and events."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def headline(run: Run) -> str:
 
 
 def usual_step_s(log: RunLog) -> float | None:
-    """The median step, without those that warm up; None without steps."""
+    """The median step without warm-up steps; None without steps."""
     starts = {mark.step for mark in log.marks if mark.event in (START, PLAN)} | {0}
     warm = [s.step_s for s in log.steps if not any(0 < s.step - n <= WARM_UP_STEPS for n in starts)]
     times = warm or [s.step_s for s in log.steps]
@@ -71,7 +71,8 @@ def usual_step_s(log: RunLog) -> float | None:
 
 
 def sentences(run: Run) -> list[str]:
-    """The training in a few sentences: how far it is, how fast, what went wrong, and who is waited for."""
+    """The training in a few sentences: its progress and speed, its problems, and the rank that others wait
+    for."""
     log = run.log
     if not log.steps:
         return ["No step was made."]
@@ -82,7 +83,7 @@ def sentences(run: Run) -> list[str]:
 
 
 def progress_texts(log: RunLog) -> Iterator[str]:
-    """How many steps, and their time beside that which was predicted last."""
+    """Yields the number of steps and their time, compared with the last prediction."""
     losses = [s.loss for s in log.steps if s.loss is not None]
     step_s = usual_step_s(log)
     assert step_s is not None  # there are steps
@@ -111,7 +112,7 @@ def interruption_texts(log: RunLog) -> Iterator[str]:
 
 
 def kept_texts(log: RunLog) -> Iterator[str]:
-    """How many checkpoints, and where the plan or its shares changed in mid-run."""
+    """Yields the number of checkpoints, and where the plan or its shares changed during the run."""
     if saved := log.of(CHECKPOINT):
         yield f"{plural(len(saved), 'checkpoint')}, the newest after step {saved[-1].step}."
     changes = [(marks, text) for event, text in CHANGES.items() if (marks := log.of(event))]
@@ -128,7 +129,7 @@ def stop_texts(log: RunLog) -> Iterator[str]:
 
 
 def slowest_text(own_s: Sequence[float]) -> str:
-    """The rank that others wait for, by its own seconds of a step."""
+    """Names the rank that others wait for, by its own seconds of a step."""
     slowest = max(range(len(own_s)), key=own_s.__getitem__)
     behind_s = own_s[slowest] - min(own_s)
     if behind_s < SAME * own_s[slowest]:
@@ -155,7 +156,7 @@ def differences(one: Run, two: Run) -> list[str]:
 
 
 def rank_text(facts: dict[str, Any]) -> str:
-    """``rank 1 (T4-16GB of machine "b")``; empty for what is of all ranks."""
+    """``rank 1 (T4-16GB of machine "b")``; empty for events of all ranks."""
     if "rank" not in facts:
         return ""
     return f"rank {facts['rank']}" + (f" ({facts['device']})" if "device" in facts else "")
@@ -170,7 +171,7 @@ def fault_text(mark: Mark) -> str:
 
 
 def mark_rows(run: Run) -> list[tuple[str, str, str]]:
-    """The table of what happened: after which step, what, and more of it."""
+    """The table of what happened: after which step, what, and details."""
     kept, rows = set(run.kept_steps), []
     before: dict[str, Any] = {}  # the facts of the plan until then
     for mark in run.log.marks:
@@ -182,7 +183,7 @@ def mark_rows(run: Run) -> list[tuple[str, str, str]]:
 
 
 def more(mark: Mark, kept: set[int], before: dict[str, Any]) -> str:
-    """The rest of what is known of a mark; ``before`` are the facts of the plan until then."""
+    """Further facts about a mark; ``before`` are the facts of the plan until then."""
     facts = mark.facts
     if mark.event in (START, PLAN):
         undone = f"{plural(mark.num_undone, 'step')} made again" if mark.num_undone else ""
@@ -196,8 +197,8 @@ def more(mark: Mark, kept: set[int], before: dict[str, Any]) -> str:
 
 
 def plan_texts(facts: dict[str, Any], before: dict[str, Any]) -> Iterator[str]:
-    """The devices of a plan, its planner and its step, each beside that of the plan ``before`` where it is
-    another one."""
+    """The devices of a plan, its planner and its step, each with that of the plan ``before`` if it
+    differs."""
     shown = (
         ("world_size", lambda count: plural(count, "device")),
         ("planner", lambda planner: f"planned by {planner}"),

@@ -1,5 +1,5 @@
 """The sentences of a report: which device sets the pace, why the plan is faster than data parallelism, and
-what faster links would bring."""
+the effect of faster links."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .drawing import device_name
 from .facts import FASTER_LINKS, Facts
 from .parts import busiest_rank
 
-BUSY = 0.9  # share of the step: from there on a device sets the pace, and below it what is waited for
+BUSY = 0.9  # share of the step: a device busy for longer sets the pace, otherwise the waits do
 SAME = 0.01  # share of a step
 
 

@@ -1,4 +1,4 @@
-"""The fastest plan after each change, beside that for the cluster as it is."""
+"""The fastest plan after each change, and for the cluster as it is."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Planned = Callable[[Any, Cluster, Profile | None], Plan]
 
 @dataclass(frozen=True)
 class Answer:
-    """The effect of a change. ``step_s`` is infinite where nothing fits; ``price_per_hour`` of all machines,
-    None where it is not known. ``samples`` are those of one step, ``epoch_samples`` of the job's data, None
-    where it does not say how many it has."""
+    """The effect of a change. ``step_s`` is infinite if nothing fits. ``price_per_hour`` is that of all
+    machines, None if unknown. ``samples`` are those of one step, ``epoch_samples`` of an epoch, None if the
+    job's data has no known length."""
 
     change: Change
     step_s: float
@@ -51,7 +51,7 @@ class Answer:
         return self.epoch_samples * self.sample_price
 
     def speedup(self, now: Answer) -> float:
-        """How many times as many samples per second as ``now``; 0 where nothing fits."""
+        """The number of samples per second relative to ``now``; 0 if nothing fits."""
         return now.sample_s / self.sample_s if math.isfinite(self.step_s) else 0.0
 
 
@@ -65,12 +65,11 @@ def answers(
     progress: Callable[[str], None] = lambda _: None,
     epoch_samples: int | None = None,
 ) -> Iterator[Answer]:
-    """The answer for the cluster as it is, and for each change in its order.
+    """Yields the answer for the cluster as it is, then for each change in order.
 
-    ``traced(n)`` is the model traced with ``n`` times the batch, whose samples are ``samples`` once.
-    ``planned`` makes a plan. Of ``profile`` only the times on devices count; links are as the cluster
-    file says, as nothing was measured on changed ones. ``epoch_samples`` are those of an epoch, for
-    its price.
+    ``traced(n)`` is the model traced with ``n`` times the batch, which has ``samples``. ``planned`` makes a
+    plan. Only the device times of ``profile`` count; links are taken from the cluster file, because changed
+    ones were not measured. ``epoch_samples`` are those of an epoch, for its price.
     """
     devices_only = None if profile is None else profile.without_links()
     for change in (now, *asked):
@@ -98,8 +97,8 @@ def ranked(found: Sequence[Answer]) -> list[Answer]:
 
 
 def advice(found: Sequence[Answer]) -> list[str]:
-    """The conclusions in a few sentences: the largest gain, machines and devices that bring nothing, and what
-    is cheapest."""
+    """The conclusions in a few sentences: the largest gain, machines and devices without benefit, and the
+    cheapest answer."""
     now, *rest = found
     if not math.isfinite(now.step_s):
         fitting = [a for a in ranked(found) if math.isfinite(a.step_s)]
@@ -112,7 +111,7 @@ def advice(found: Sequence[Answer]) -> list[str]:
         lines.append(f"none of these changes brings more than {WORTH:.0%}")
     useless = [a for a in rest if a.change.kind in LEFT_OUT and a.speedup(now) >= 1 - WORTH]
     machines = [a for a in useless if a.change.kind == "machine"]
-    # a machine that brings nothing says it of its devices too
+    # for a machine without benefit its devices need not be listed
     lines += [f"training is as fast {answer.change.text}" for answer in machines or useless]
     priced = [(a.sample_price, a) for a in (now, *rest) if a.sample_price is not None]
     if len(priced) > 1 and now.sample_price is not None:

@@ -1,4 +1,4 @@
-"""Changes of a cluster or of the batch, one at a time. Devices and machines that are alike count once."""
+"""Single changes of a cluster or of the batch. Equal devices and machines count once."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from ...cluster.devices_folder import device_file
 from ...cluster.toml import toml_string
 from ...errors import InputError
 
-CARDS_GBIT_PER_S = (10, 25, 100)  # that are sold; the next one above what is there is asked about
-FASTER = 2  # times, of links
-MORE_MEMORY = 2  # times
+CARDS_GBIT_PER_S = (10, 25, 100)  # rates of cards on the market; the next faster one is tried
+FASTER = 2  # factor by which links are made faster
+MORE_MEMORY = 2  # factor by which devices get more memory
 
 
 @dataclass(frozen=True)
 class Change:
-    """One change: ``kind`` is the word for it in ``--only``, ``text`` what people read. The batch has
-    ``batches`` times its samples. ``adds_price`` is whether the prices in the cluster file do not hold what
-    it would cost."""
+    """One change: ``kind`` is its word for ``--only``, ``text`` its description for people. The batch has
+    ``batches`` times its samples. ``adds_price``: the prices in the cluster file do not include its cost."""
 
     kind: str
     text: str
@@ -31,9 +30,9 @@ class Change:
 
 
 def changes(cluster: Cluster, swaps: Sequence[str] = ()) -> tuple[Change, ...]:
-    """All changes of ``cluster``. ``swaps`` names devices of the catalogue that one device of each other type
-    is swapped for; without any it is the fastest device that the cluster has. Raises InputError for a name
-    that the catalogue lacks."""
+    """All changes of ``cluster``. ``swaps`` names devices of the catalogue, for which one device of each
+    other type is swapped; the default is the fastest device of the cluster. Raises InputError for a name that
+    the catalogue lacks."""
     others = tuple(device_of(name) for name in swaps) or (max(cluster.devices, key=_speed),)
     possible = [change for make in KINDS.values() for change in make(cluster, others)]
     return (*possible, Change("batch", "twice the batch", cluster, batches=2))

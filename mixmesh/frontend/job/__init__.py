@@ -1,7 +1,7 @@
 """A job: a function in the user's file that returns a model, a batch, an optimizer and data.
 
 job         the returned value                  loading     the file and the function
-checks      errors in the returned value        optimizers  its optimizer: states, kernels, what may be cut
+checks      errors in the returned value        optimizers  its optimizer: states, kernels, cutting
 pieces      a trial of an optimizer of the script's own on pieces
 workloads   the package's own jobs, the only ones that import torch at once
 """

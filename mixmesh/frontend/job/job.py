@@ -42,8 +42,8 @@ def batch_size(batch: Mapping[str, Any] | tuple) -> int | None:
 
 
 def samples_of_data(data: Any) -> int | None:
-    """Samples of an epoch of a job's data: those that the sampler of a DataLoader draws, or all rows of a
-    list of batches. None where the data does not say how many it has, as an iterator; nothing is read."""
+    """Samples in an epoch of a job's data: those that the sampler of a DataLoader draws, or all rows of a
+    list of batches. None if the length of the data is unknown, as of an iterator; nothing is read."""
     from torch.utils.data import DataLoader, IterableDataset
 
     if isinstance(data, list | tuple):

@@ -1,6 +1,6 @@
 """Loads a job: imports the user's file and calls a function in it.
 
-A job has the name ``path/to/file.py:function``; the default function is ``job``. It takes no arguments and
+A job is named ``path/to/file.py:function``; the default function is ``job``. It takes no arguments and
 returns a ``Job``. ``workload:NAME:SAMPLES`` is one of the package's own (``workloads``).
 """
 
@@ -117,7 +117,7 @@ def _import(path: Path) -> ModuleType:
 
 @contextmanager
 def _importing_beside(path: Path) -> Iterator[None]:
-    """Within it, the job may import the files next to its own."""
+    """A context in which the job may import the files next to its own."""
     folder = str(path.resolve().parent)
     sys.path.insert(0, folder)
     try:

@@ -66,8 +66,8 @@ ELEMENTWISE = (
 
 
 def is_elementwise(optimizer: Any) -> bool:
-    """Whether an optimizer steps as those of PyTorch do that can step a part of a parameter alone. One of a
-    class that has a ``step`` of its own does not, whatever it inherits from."""
+    """Whether an optimizer's step is one of PyTorch's that can step a part of a parameter alone. A class with
+    its own ``step`` does not count, whatever it inherits from."""
     import torch
 
     known = [unwrap(getattr(torch.optim, name).step) for name in ELEMENTWISE]
@@ -75,7 +75,8 @@ def is_elementwise(optimizer: Any) -> bool:
 
 
 def can_step_pieces(optimizer: Any) -> bool:
-    """Whether an optimizer is known, or has been tried (``pieces``), to step a part of a parameter alone."""
+    """Whether an optimizer can step a part of a parameter alone: a known one, or one that passed a trial
+    (``pieces``)."""
     return is_elementwise(optimizer) or steps_alike_in_pieces(optimizer)
 
 

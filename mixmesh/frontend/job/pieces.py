@@ -1,9 +1,9 @@
-"""Does an optimizer of the script's own step each element of a parameter by itself? Its own step is tried.
+"""Tests by a trial whether an optimizer of the script's own steps each element of a parameter by itself.
 
-A copy of it steps whole tensors, and two more copies step a piece of each of them, as two ranks would: with
-the same gradients, in float64, several times. Only where all elements come out alike may ranks hold pieces.
-An optimizer that goes another way later is still stopped: it steps shards, which refuse what needs elements
-of other ranks.
+One copy of it steps whole tensors, and two more copies step a piece of each tensor, as two ranks would: with
+the same gradients, in float64, several times. Ranks may hold pieces only if all elements come out alike. An
+optimizer that behaves differently later is still stopped: it steps shards, which refuse any access to
+elements of other ranks.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ SEED = 5
 
 
 def steps_alike_in_pieces(optimizer: Any) -> bool:
-    """Whether copies of an optimizer that step pieces of parameters give the same as one that steps them
-    whole. False where that cannot be tried: it holds what cannot be copied, has hooks, or needs a closure."""
+    """Whether copies of an optimizer that step pieces of parameters give the same result as one that steps
+    them whole. False if that cannot be tried: the optimizer cannot be copied, has hooks, or needs a
+    closure."""
     if type(optimizer).__module__.startswith("torch."):
         return False  # PyTorch's optimizers are known
     try:
@@ -81,7 +82,7 @@ def _has_hooks(optimizer: Any) -> bool:
 
 
 def _shapes(params: Sequence[Any]) -> Iterator[tuple[int, ...]]:
-    """Shapes like those of the parameters that have any dims, and of a vector, each once."""
+    """Yields shapes like those of the parameters that have dims, a vector and a square matrix, each once."""
     shapes = dict.fromkeys(_bounded(tuple(p.shape)) for p in params if p.ndim and p.numel() > 1)
     by_dims: dict[int, int] = {}
     for shape in sorted(shapes, key=_num_elements, reverse=True):

@@ -59,10 +59,10 @@ class Traced:
     """The graph of a model with facts about the traced call.
 
     ``output_has_loss``: the model returns an object or dict with the loss, not the loss itself. ``warnings``
-    point out what is probably a mistake in the model. ``arguments`` are those of the call, by name: "tensor",
-    or the text of a constant. ``returned`` is what the model returns, where it does not return the loss
-    itself. ``autocast`` is the context of the call; ``tf32``: whether the process let
-    matrix products of float32 run in TF32 (``torch.backends.cuda.matmul.allow_tf32``).
+    point out probable mistakes in the model. ``arguments`` are those of the call, by name: "tensor", or the
+    text of a constant. ``returned`` describes the return value if it is not the loss itself. ``autocast`` is
+    the context of the call. ``tf32``: whether the process allowed TF32 in float32 matrix products
+    (``torch.backends.cuda.matmul.allow_tf32``).
     """
 
     graph: Graph
@@ -102,7 +102,7 @@ def exact_batch_norms(graph: Graph) -> Graph:
 
 
 def local_batch_norms(graph: Graph) -> Graph:
-    """Has batch norms take each rank's own statistics."""
+    """Makes batch norms use each rank's own statistics."""
     return rewrite(graph, NORM_RULES[LOCAL])
 
 
@@ -163,7 +163,7 @@ def trace(
     graph = convert(captured, model, graph_name(model))
     may_be_outside = loss in (LossSource.MAYBE_CALLER, LossSource.CALLER)
     if loss is LossSource.MAYBE_CALLER and captured.returned.names and not depends_on_batch(graph):
-        # a scalar among the outputs that is no loss, such as a scale
+        # that scalar was an output other than a loss, such as a scale
         captured = capture(model, batch, KNOWN, replace(request, loss=LossSource.CALLER))
         graph = convert(captured, model, graph_name(model))
     for step in passes:
@@ -187,7 +187,7 @@ def depends_on_batch(graph: Graph) -> bool:
 
 
 def mark_outputs(graph: Graph, *, is_outside: bool) -> Graph:
-    """Marks the outputs whose rows are samples, and, where the loss ``is_outside``, those with a gradient."""
+    """Marks the outputs whose rows are samples, and those with a gradient if the loss ``is_outside``."""
     rows = values_with_rows(graph)
     flowing = graph.requires_grad if is_outside else frozenset()
 

@@ -1,8 +1,8 @@
 """Attributes that a model's forward pass replaces: state that a program cannot update.
 
-Export takes their values at the time of tracing, and every step would begin with these. A buffer that is
-updated in place becomes part of the program. A tensor that is replaced is refused if the forward pass reads
-the old one, or a checkpoint would save it; a replaced number gets a warning.
+Export takes their values at the time of tracing, with which every step would begin. A buffer that is updated
+in place becomes part of the program. A tensor that is replaced is refused if the forward pass reads the old
+one, or if a checkpoint would save it; a replaced number gets a warning.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from ...base.patch import patched
 
 
 def means_over_batches() -> AbstractContextManager[None]:
-    """Within it such layers can be exported."""
+    """A context in which such layers can be exported."""
     original = _BatchNorm.forward
 
     def forward(module: _BatchNorm, input: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Export of models that check values: ``if labels.max() >= n: raise ...``
 
 A graph holds one path, so an ``if`` on a tensor's value cannot be traced, unless one of the two paths only
-raises an error. Then the ``if`` is a check, and the graph takes the other path. To learn which one raises,
-both are tried.
+raises an error. Then the ``if`` is a check, and the graph takes the other path. Both paths are tried to find
+the one that raises.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def _may_check(file: str) -> bool:
 
 
 def past_checks(export: Callable[[], T]) -> T:
-    """Runs ``export()`` along the paths on which no check raises. For a branch of which neither path raises,
-    the error is PyTorch's own."""
+    """Runs ``export()`` along the paths on which no check raises. If neither path of a branch raises,
+    PyTorch's own error stands."""
     branch_of: dict[Site, bool | None] = {}
     while True:
         try:
@@ -87,7 +87,7 @@ def past_checks(export: Callable[[], T]) -> T:
 def _other_than_raising(
     export: Callable[[], object], branch_of: Mapping[Site, bool | None], site: Site
 ) -> bool | None:
-    """The path at ``site`` that is left if the other one only raises; None if neither does."""
+    """The remaining path at ``site`` if the other one only raises; None if neither does."""
     for path in (True, False):
         try:
             with _Paths({**branch_of, site: path}):

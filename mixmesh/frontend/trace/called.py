@@ -1,9 +1,9 @@
-"""The functions that a forward pass or a loss may call, as far as their code names them, and the values that
-they read from around them: variables of a module, attributes of a script's own module or class
-(``config.alpha``, ``CFG.alpha``).
+"""The functions that a forward pass or a loss may call, so far as their code names them, and the outside
+values that they read: variables of a module, attributes of a script's own module or class (``config.alpha``,
+``CFG.alpha``).
 
-A program runs none of this code, so what it reads is compared before every call. Only code of the script
-counts: libraries change few of their variables, and have many.
+A program runs none of this code, so these values are compared before every call. Only the script's own code
+counts: libraries have many variables and rarely change them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 
 from ...base.callers import is_script
 
-MOST_FUNCTIONS = 512  # more are not followed
+MOST_FUNCTIONS = 512  # further ones are not followed
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Names:
 
 
 def functions_of(module: nn.Module) -> Iterator[tuple[FunctionType, type | None]]:
-    """Yields what may run in a forward pass of a module alone, with the class whose methods it calls: its
-    ``forward``, and those of the classes that it is made from, and functions that it has as attributes."""
+    """Yields the functions that the forward pass of a module itself may run, each with the class whose
+    methods it calls: its ``forward``, those of its base classes, and functions among its attributes."""
     patched = vars(module).get("forward")
     if patched is not None:
         yield from plain_functions(patched)
@@ -47,7 +47,7 @@ def functions_of(module: nn.Module) -> Iterator[tuple[FunctionType, type | None]
 
 
 def plain_functions(function: Any) -> Iterator[tuple[FunctionType, type | None]]:
-    """Yields the function within what can be called, with the class whose methods it calls."""
+    """Yields the function within a callable, with the class whose methods it calls."""
     if isinstance(function, partial):
         yield from plain_functions(function.func)
     elif isinstance(function, MethodType):
@@ -61,7 +61,7 @@ def plain_functions(function: Any) -> Iterator[tuple[FunctionType, type | None]]
 
 
 def all_called(first: Iterable[tuple[FunctionType, type | None]]) -> list[FunctionType]:
-    """These functions, of the script's own code, and those that they may call by a name."""
+    """These functions, so far as they are the script's own code, and those that they may call by name."""
     waiting, called = list(first), dict[int, FunctionType]()
     while waiting and len(called) < MOST_FUNCTIONS:
         function, owner = waiting.pop()

@@ -60,7 +60,7 @@ class LossSource(Enum):
 
 @dataclass(frozen=True)
 class Request:
-    """The parts of a call to trace: its ``outputs`` beside the loss, its context, its loss's origin."""
+    """The parts of a call to trace: its further ``outputs``, its context, its loss's origin."""
 
     outputs: Collection[str | int] = ()
     autocast: Autocast | None = None
@@ -70,8 +70,8 @@ class Request:
 @dataclass(frozen=True)
 class Capture:
     """An exported call. ``inputs`` names the batch's tensors, in the order of the program's user inputs;
-    ``arguments`` are all leaves of the batch. ``outputs`` names what the program gives after the loss, out of
-    what the model ``returned``."""
+    ``arguments`` are all leaves of the batch. ``outputs`` names the program's results after the loss, taken
+    from what the model ``returned``."""
 
     program: ExportedProgram
     inputs: tuple[str, ...]
@@ -146,8 +146,8 @@ def key_text(key: Any) -> str:
 @dataclass
 class SeenOutput:
     """The output of a model's last call: whether it is an object with the loss, the names of the ``outputs``
-    that follow the loss, and what was ``returned``. It is an object of its own because export resets the
-    plain attributes of a module."""
+    that follow the loss, and the description of what was ``returned``. A separate object, because export
+    resets the plain attributes of a module."""
 
     has_loss: bool = False
     outputs: tuple[str, ...] = ()
@@ -203,7 +203,8 @@ class LossAndOutputs(nn.Module):
         return instead, *(named[name] for name in chosen)
 
     def _all_outputs(self, output: Any, where: str) -> tuple[torch.Tensor, ...]:
-        """All tensors that the caller may compute a loss from, after a number that depends on all of them."""
+        """All tensors from which the caller may compute a loss, preceded by a number that depends on all of
+        them."""
         named = dict(named_tensors(output))
         floating = [x.sum() * 0 for x in named.values() if x.is_floating_point()]
         instead = check_loss(sum(floating[1:], floating[0]) if floating else None, output, where)

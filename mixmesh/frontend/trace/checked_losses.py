@@ -1,8 +1,8 @@
 """Export of ``gaussian_nll_loss``.
 
 PyTorch's function raises an error for a negative variance, which needs values, and clamps variances in place
-under ``no_grad``, which keeps their gradient. This one computes the same loss without the write, and gives
-NaN in place of the error: a rank cannot raise an error alone, but all ranks see a loss that is NaN.
+under ``no_grad``, which keeps their gradient. This one computes the same loss without the in-place write, and
+gives NaN instead of the error: a rank cannot raise an error alone, but all ranks see a loss that is NaN.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decomposes composite operators that have no rule of their own."""
+"""Decomposes composite operators without a rule."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ MAX_ROUNDS = 4  # composites may consist of composites
 
 
 def with_known_operators(program: ExportedProgram, known: Container[str]) -> ExportedProgram:
-    """Decomposes the composites that are not ``known``, which would run whole on every device. A composite
-    whose decomposition cannot be traced (it checks values) stays as it is."""
+    """Decomposes composite operators that are not ``known``, which would otherwise run whole on every device.
+    A composite whose decomposition cannot be traced, because it checks values, stays as it is."""
     refused: set[OpOverload] = set()
     for _ in range(MAX_ROUNDS):
         targets = {n.target for n in program.graph.nodes if n.op == "call_function"} - refused

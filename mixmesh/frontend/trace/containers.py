@@ -1,8 +1,8 @@
-"""Numbers within the dicts, lists and objects that a module has, such as a configuration, and that a forward
-pass reads.
+"""Numbers in a module's dicts, lists and objects, such as a configuration, that a forward pass reads.
 
-A dict or a list shows no reads: those of its numbers count whose keys stand behind its name in the code, or
-all if there is another use of it. An object's class is made to tell each read while the forward pass runs.
+A dict or a list does not show when it is read. So its numbers count if their keys follow its name in the
+code, and all of them count if the code uses it in any other way. An object's class is patched to report each
+read while the forward pass runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 SIMPLE = (bool, int, float, str, type(None))
-MOST_ITEMS = 256  # more of a dict or a list are not looked at
+MOST_ITEMS = 256  # larger dicts and lists are not examined
 DEPTH = 3  # how far dicts and lists are followed that stand in each other
 # libraries whose objects are no configurations: they count the steps of a training
 _NO_CONFIGURATIONS = frozenset(
@@ -29,7 +29,7 @@ _NO_CONFIGURATIONS = frozenset(
 )
 _HEAP, _IMMUTABLE = 1 << 9, 1 << 8  # flags of a class: made by Python code, and not to be changed
 Find = Callable[[], Any]
-Note = Callable[[str, Find, Any], None]  # takes a path, what finds the value of now, and the value as it was
+Note = Callable[[str, Find, Any], None]  # (path, function that gives the current value, old value)
 
 
 class Gone:
@@ -62,8 +62,8 @@ def keys_read_by_class(kind: type, name: str) -> Keys:
 
 
 def keys_read(name: str, *functions: FunctionType) -> Keys:
-    """The keys of what functions know as ``name``: those that stand behind it in brackets, or all where it
-    goes elsewhere first."""
+    """The keys that functions read from what they call ``name``: those that follow it in brackets, or all
+    keys if it is used in any other way first."""
     each = [_keys_in(code, name) for f in functions for code in _codes(f.__code__)]
     return Keys(frozenset().union(*(keys.names for keys in each)), any(keys.has_all for keys in each))
 
@@ -96,7 +96,7 @@ def _keys_in(code: CodeType, name: str) -> Keys:
 
 
 def is_container(value: Any) -> bool:
-    """Whether numbers within a value are looked for."""
+    """Whether to look for numbers within a value."""
     return isinstance(value, dict | SimpleNamespace) or type(value) in (list, tuple) or is_plain_object(value)
 
 
@@ -114,8 +114,8 @@ def is_plain_object(value: Any) -> bool:
 def numbers_in(
     path: str, find: Find, value: Any, keys: Keys, depth: int = DEPTH
 ) -> Iterator[tuple[str, Find, Any]]:
-    """Yields the path, what finds it, and the value of each number or word in a dict or a list, and of each
-    object in them, the object itself. A list of numbers counts as one value."""
+    """Yields the path, a function to find it, and the value of each number or word in a dict or a list, and
+    each object in them as such. A list of numbers counts as one value."""
     if type(value) in SIMPLE or is_plain_object(value):
         yield path, find, value
     elif not depth or not is_container(value):
@@ -141,7 +141,7 @@ class ObjectWatch:
     def __init__(self, note: Note) -> None:
         self._note = note
         self._places: dict[int, tuple[str, Find, Any]] = {}  # by id, the object so that it stays the only one
-        self._patched: dict[Any, Any] = {}  # by class, a method of its own that was there before
+        self._patched: dict[Any, Any] = {}  # by class, its own method before it was patched
         self._is_noting = False
 
     def show(self, path: str, find: Find, value: Any) -> None:
@@ -183,7 +183,7 @@ class ObjectWatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """At its end classes are as they were."""
+        """A context after which patched classes are restored."""
         try:
             yield
         finally:

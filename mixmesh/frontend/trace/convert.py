@@ -53,8 +53,8 @@ class Names:
 
 
 class _Converter:
-    """``single`` maps fx nodes to the names of their values; ``several`` those with several values, of which
-    unused ones are None."""
+    """Builds the nodes. ``single`` maps fx nodes to the names of their values; ``several`` maps those with
+    several values, among which unused ones are None."""
 
     def __init__(self, captured: Capture, model: nn.Module) -> None:
         self.program = captured.program
@@ -90,7 +90,7 @@ class _Converter:
         return Graph(name, tuple(self.nodes), loss)
 
     def leaf(self, node: fx.Node, spec: InputSpec) -> None:
-        target = spec.target or ""  # the name of what is no input of the user's
+        target = spec.target or ""  # the name of a leaf other than a user input
         kwargs: tuple[tuple[str, Arg], ...] = ()
         match spec.kind:
             case InputKind.PARAMETER | InputKind.BUFFER:
@@ -235,7 +235,7 @@ class _Converter:
 
     def fit(self, value: str, held: ValueType, buffer: torch.Tensor) -> Ref:
         """Casts and broadcasts ``value`` to the dtype and shape of a buffer, as ``buffer.copy_(value)`` does:
-        export gives the value as it was before."""
+        export gives the value before this conversion."""
         wanted = ValueType(DTYPE_NAME[buffer.dtype], tuple(buffer.shape))
         if held.dtype != wanted.dtype:
             cast = ValueType(wanted.dtype, held.shape)

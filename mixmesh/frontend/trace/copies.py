@@ -1,5 +1,5 @@
-"""Copies of a model that stand for it, such as one that computes its loss too: the script may have the
-original, and go on to set attributes of that."""
+"""Copies that stand in for a model, such as one that also computes its loss. The script may keep the
+original, and go on to set attributes on it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _LINKS: dict[int, _Link] = {}  # by id: some modules compare by their tensors
 
 
 def stand_for(copy: nn.Module, original: nn.Module) -> None:
-    """Has attributes that are set on ``original`` from now on count for a shallow ``copy`` of it."""
+    """Makes attributes that are set on ``original`` from now on count for a shallow ``copy`` of it."""
     original = original_of(original)
     _LINKS[id(copy)] = _Link(weakref.ref(original), _attributes(original))
     weakref.finalize(copy, _LINKS.pop, id(copy), None)
 
 
 def original_of(module: nn.Module) -> nn.Module:
-    """The module that a copy stands for; any other one itself."""
+    """The module that a copy stands for; any other module itself."""
     link = _LINKS.get(id(module))
     original = None if link is None else link.original()
     return module if original is None else original

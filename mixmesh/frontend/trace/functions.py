@@ -43,8 +43,8 @@ class _Context:
 
 
 def exact_functions() -> AbstractContextManager[None]:
-    """Within it a Function runs its forward, or raises TraceError if its backward is not that of the
-    forward."""
+    """A context in which a Function runs its forward, or raises TraceError if its backward is not the
+    derivative of the forward."""
     original = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: Function, *args: Any, **kwargs: Any) -> Any:

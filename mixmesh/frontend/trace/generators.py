@@ -1,5 +1,6 @@
-"""Random numbers that a forward pass draws elsewhere than from torch: a program would hold the first ones.
-And those that a loss outside of the model draws: on one device they come from the script's generator."""
+"""Refuses random numbers that a program could not reproduce. A forward pass may draw only from torch, since a
+program would keep the first numbers of any other generator. A loss outside of the model may draw none, since
+on one device they come from the script's generator."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from .own_generators import OF_PROCESS, generators_in, marks_of
 
 
 class NoDraws(TorchDispatchMode):
-    """Within it runs a loss that the script computes. Raises TraceError where it draws random numbers: in a
-    program they would be other ones than on one device, which draws them from the generator of the script."""
+    """A context for a loss that the script computes. Raises TraceError if it draws random numbers: in a
+    program they would differ from those of one device, which come from the script's generator."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         name = str(func)
@@ -38,8 +39,8 @@ class NoDraws(TorchDispatchMode):
 
 @contextmanager
 def drawn_by_torch_alone(model: nn.Module) -> Iterator[None]:
-    """Within it runs a forward pass of ``model``. Raises TraceError afterwards if it has drawn from the
-    generators of Python or NumPy, or from one of the script's own of these."""
+    """A context for a forward pass of ``model``. Raises TraceError afterwards if it has drawn from the
+    generators of Python or NumPy, whether the process's or the script's own."""
     own = [each for each in generators_in(model) if not isinstance(each, torch.Generator)]
     names = ("random", "numpy.random", *(f"a generator of its own ({type(each).__name__})" for each in own))
 

@@ -76,8 +76,8 @@ def _function(hook: Any) -> Any:
 
 @contextmanager
 def hooks_traced(model: nn.Module) -> Iterator[None]:
-    """Within it, a hook that the forward pass puts on a gradient raises TraceError, and so does a forward
-    hook that changes nothing or collects."""
+    """A context in which TraceError is raised if the forward pass puts a hook on a gradient, or if a forward
+    hook changes nothing or collects."""
     check_gradient_hooks(model)
     held = [
         (hooks, key) for m in model.modules() for at in FORWARD for hooks in [getattr(m, at)] for key in hooks

@@ -1,6 +1,6 @@
 """Gradients that a forward pass computes itself: a gradient penalty, forces as gradients of an energy.
 
-Export sees no operators of a backward pass, and fails of what it gives with words that do not help.
+Export sees no operators of a backward pass, and fails on its results with messages that do not help.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from ...errors import TraceError
 from .words import WORDS, is_words
 
 TENSOR = "tensor"
-# values that a plan records by their text, so that another one is refused in a later call
+# values that a plan records as text, so that a later call with another value is refused
 BY_TEXT = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 
 
@@ -29,8 +29,8 @@ def describe_argument(value: Any) -> str:
 
 
 def check_leaf(name: str, value: Any) -> None:
-    """Raises TraceError for a leaf of a batch that no plan can record: a program would have what it holds as
-    it was in the first batch."""
+    """Raises TraceError for a leaf of a batch that no plan can record: a program would keep its contents from
+    the first batch."""
     if isinstance(value, (torch.Tensor, *BY_TEXT)) or is_words(value):
         return
     raise TraceError(
@@ -42,7 +42,7 @@ def check_leaf(name: str, value: Any) -> None:
 
 
 def instead_of(value: Any) -> tuple[str, ...]:
-    """Hints on what to write in place of a value that a program cannot have as an input."""
+    """Hints on what to write instead of a value that a program cannot have as an input."""
     if isinstance(value, np.ndarray):
         return ("torch.from_numpy(array) in the data set or collate_fn",)
     if isinstance(value, np.generic):

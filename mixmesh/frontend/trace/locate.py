@@ -34,8 +34,7 @@ _STDLIB = os.path.abspath(sysconfig.get_paths()["stdlib"]) + os.sep
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A line of code: ``location`` as it is printed ("model.py:41"), and ``source``, its text, if it is
-    known."""
+    """A line of code: its ``location`` as printed ("model.py:41"), and its text as ``source`` if known."""
 
     location: str = ""
     source: str = ""
@@ -100,13 +99,13 @@ def _pick(frames: Iterable[Frame]) -> Place:
 
 
 def is_users(file: str) -> bool:
-    """Whether a file is neither torch's nor ours: the model's own, or that of a library which the model
-    uses."""
+    """Whether a file is neither torch's nor ours: the model's own, or that of a library that it uses."""
     return not file.startswith(("<", _TORCH, _OURS))
 
 
 def whole_stacks() -> AbstractContextManager[None]:
-    """Within it, traced nodes keep every frame of the model, not only those of ``forward`` methods."""
+    """A context in which traced nodes keep every frame of the model, not only those of ``forward``
+    methods."""
 
     def frames_of_model(tracer: TracerBase, stack: traceback.StackSummary) -> traceback.StackSummary:
         first = next((i for i, f in enumerate(stack) if f.name == "forward"), len(stack))

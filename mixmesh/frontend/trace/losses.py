@@ -12,7 +12,7 @@ HALF = frozenset({"bf16", "f16", "f8e4m3", "f8e5m2"})
 
 
 def pointwise_loss(b: Builder, node: Node) -> tuple[Ref] | None:
-    """Rewrites a mean or sum to the loss of every element, and the mean or sum of these."""
+    """Rewrites a reduced loss to the loss of every element, followed by the mean or sum."""
     reduction = bound(node)["reduction"]
     if reduction == NONE:
         return None
@@ -86,15 +86,15 @@ def counted(b: Builder, target: Ref, weight: Ref | None, ignore_index: int, dtyp
 
 
 def ctc(b: Builder, node: Node) -> tuple[Ref] | None:
-    """Rewrites a mean to every sample's loss divided by its number of targets, and the mean of these; a sum
-    to every sample's loss and their sum."""
+    """Rewrites a CTC loss to single samples' losses. A mean divides each by its number of targets and then
+    averages; a sum adds them up."""
     arg = bound(node)
     if arg["reduction"] == NONE or not isinstance(arg["target_lengths"], Ref):
         return None
     args, kwargs = changed(node, reduction=NONE)
     each = b(node.op, *args, **kwargs)
     if not b.type(each).shape:
-        return None  # one sample without a dim for it
+        return None  # a single sample has no dim to cut
     if arg["reduction"] == SUM:
         return (b("aten.sum", each),)
     count = b("aten.clamp_min", arg["target_lengths"], 1)
@@ -103,7 +103,7 @@ def ctc(b: Builder, node: Node) -> tuple[Ref] | None:
 
 
 def _in_f32(b: Builder, x: Ref, weight: Ref | None) -> tuple[Ref, Ref | None, str]:
-    """Casts half types to f32: a sum over the batch may overflow them where the mean does not."""
+    """Casts half types to f32: a sum over the batch may overflow them although the mean does not."""
     dtype = b.type(x).dtype
     if dtype not in HALF:
         return x, weight, dtype

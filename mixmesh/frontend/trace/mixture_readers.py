@@ -154,7 +154,7 @@ POSITIONS: dict[str, Callable[[Region, Node], Facts]] = {
 
 
 def _read_rows(region: Region, node: Node) -> Facts:
-    """Rows of choices: the values of their tokens, values of their own, or sorted rows put back in order."""
+    """Rows of choices: the values of their tokens, values of their own, or sorted rows restored to order."""
     source = node.inputs[0]
     if node.op == "aten.index.Tensor":
         indices = node.args[1]
@@ -396,6 +396,6 @@ def _text(region: Region, arg: Arg, names: dict[str, str]) -> str:
         case float() if arg in (float("inf"), -float("inf")):
             return "inf" if arg > 0 else "-inf"
         case float() if not abs(arg) <= LARGEST["f16"]:
-            # the checks of a program for such a device do not look into a body
+            # program checks for such a device do not look into a body
             raise NoMixture(f"{arg}, which a device without bf16 could not hold")
     return repr(arg)

@@ -9,7 +9,7 @@ from ...lang.ir import Graph
 # the kinds of a region's values: ids and positions of choices, and values that follow from these
 IDS, PERMUTATION, TOKEN, COUNTS, ENDS, INVERSE = "ids", "permutation", "token", "counts", "ends", "inverse"
 POSITIONS = frozenset({IDS, PERMUTATION, TOKEN, COUNTS, ENDS, INVERSE})
-# rows of choices in sorted order, in their own order, and the latter as [tokens, choices, ...]
+# rows of choices in sorted order, in their own order, and in their own order as [tokens, choices, ...]
 SORTED, ROWS, BY_TOKEN = "sorted", "rows", "by token"
 
 
@@ -70,8 +70,8 @@ class Region:
         return self.input("t", value)
 
     def choices_of(self, num_tokens: int) -> int:
-        """The number of choices of each of ``num_tokens`` tokens. Raises NoMixture for another number of
-        tokens than before."""
+        """The number of choices that each of ``num_tokens`` tokens has. Raises NoMixture if the number of
+        tokens differs from an earlier one."""
         if not num_tokens or self.num_choices % num_tokens or self.num_tokens not in (0, num_tokens):
             raise NoMixture("different numbers of tokens")
         self.num_tokens = num_tokens

@@ -1,10 +1,11 @@
-"""Finds mixtures of experts by their computations, and puts each into one operator (``operators.mixtures``).
+"""Finds mixtures of experts by their computations, and replaces each by one operator
+(``operators.mixtures``).
 
 A model flattens the choices of its router. Then it either sorts them by expert, multiplies each group by its
-expert's matrix and restores the order, or it looks up a matrix for every choice. Both are read in the order
-of the choices: for a value of sorted rows, the reader keeps the value without the sorting, and operators
-whose sharding rule says that they treat every row by itself do the same in any order. A region is replaced if
-it ends in the sum over the choices of each token, and nothing outside reads its inner values.
+expert's matrix and restores the order, or it looks up a matrix for every choice. The reader follows both in
+the order of the choices: for a value of sorted rows it keeps the unsorted value, and operators whose sharding
+rule says that they treat every row by itself work the same in any order. A region is replaced if it ends in
+the sum over the choices of each token, and nothing outside reads its inner values.
 """
 
 from __future__ import annotations

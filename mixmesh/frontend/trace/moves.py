@@ -12,7 +12,8 @@ from ...base.patch import patched
 
 
 def moves_in_place() -> AbstractContextManager[None]:
-    """Within it, ``module.to(...)`` that changes nothing does nothing: export cannot replace parameters."""
+    """A context in which ``module.to(...)`` does nothing if it would change nothing: export cannot replace
+    parameters."""
     original = nn.Module.to
 
     def to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:

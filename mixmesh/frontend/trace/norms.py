@@ -32,8 +32,8 @@ def batch_norm(b: Builder, node: Node) -> tuple[Ref | None, ...] | None:
 
 
 def local_batch_norm(b: Builder, node: Node) -> tuple[Ref | None, ...] | None:
-    """As ``batch_norm``, but in training each rank takes the statistics of its own samples
-    (torch.nn.BatchNorm2d under DistributedDataParallel)."""
+    """Rewrites like ``batch_norm``, but in training each rank uses the statistics of its own samples (as
+    torch.nn.BatchNorm2d does under DistributedDataParallel)."""
     arg = bound(node)
     if any(r is not None for r in node.results[1:3]):
         return None  # the saved statistics are used

@@ -1,4 +1,4 @@
-"""The outputs of a forward pass beside the loss: their names, and which of them have a row per sample.
+"""The outputs of a forward pass besides the loss: their names, and which of them have a row per sample.
 
 The name of a tensor is its path: ``logits``, ``hidden_states.2``, or ``1`` in a tuple. Users select outputs
 by the first part of the path.
@@ -30,8 +30,8 @@ def named_tensors(output: Any, path: str = "") -> Iterator[tuple[str, torch.Tens
 
 
 def parts_of(output: Any, *, top: bool = True) -> Iterator[tuple[Any, Any]]:
-    """Yields the names and values in a part of a model's return value; those of an object without items are
-    its attributes, but only at the ``top``."""
+    """Yields the names and values in a part of a model's return value. An object without items gives its
+    attributes, but only at the ``top``."""
     if isinstance(output, Mapping) or hasattr(output, "items"):
         yield from output.items()
     elif isinstance(output, tuple) and hasattr(output, "_fields"):
@@ -74,8 +74,8 @@ class IfGiven(str):
 
 
 def selected(returns: Sequence[str], loss: str, wanted: Collection[str | int], where: str) -> tuple[str, ...]:
-    """Selects the ``wanted`` names from those of the returned tensors. Raises TraceError for a name that
-    selects none."""
+    """Selects the ``wanted`` names among those of the returned tensors. Raises TraceError for a name that
+    selects nothing."""
     optional = {str(name) for name in wanted if isinstance(name, IfGiven)}
     wanted = tuple(map(str, wanted))
     offered = tuple(dict.fromkeys(first_part(name) for name in returns if name != loss))

@@ -1,9 +1,9 @@
-"""Generators of random numbers that a script made for itself, as far as its model, its data set, its collate
-function or another function of its own leads to them: as attributes, in closures, and as variables of the
+"""Finds random number generators that a script made for itself, if its model, its data set, its collate
+function or another of its functions leads to them: as attributes, in closures, and as variables of the
 script's files.
 
-Planning loads some samples. The script's own generators go on afterwards from where they were, as the
-process's do, so that masks and changed samples are those of one device.
+Planning loads some samples. Afterwards the script's own generators continue from where they were, as the
+process's do, so that masks and augmented samples are those of one device.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .called import is_own, names_in
 GENERATORS = torch.Generator, random.Random, np.random.Generator, np.random.RandomState
 OF_PROCESS = random._inst, np.random.mtrand._rand  # type: ignore[attr-defined]
 MOST = 20_000  # objects that are visited
-MOST_ITEMS = 1000  # in a collection, which may be the data
+MOST_ITEMS = 1000  # larger collections may be the data
 _BUILTIN = types.BuiltinMethodType
 _PLAIN = (torch.Tensor, np.ndarray, str, bytes, int, float, complex, type(None))
 
 
 def generators_in(*roots: Any) -> list[Any]:
-    """The generators that ``roots`` lead to, nearest first; without those of the process."""
+    """The generators that ``roots`` lead to, nearest first, without the process's own."""
     of_process = {id(g) for g in (torch.default_generator, *OF_PROCESS)}
     waiting, visited = deque(roots), dict[int, Any]()
     generators = []
@@ -53,7 +53,7 @@ def states_of(generators: Sequence[Any]) -> list[tuple[str, Any]]:
 
 
 def set_states(generators: Sequence[Any], states: list[tuple[str, Any]]) -> None:
-    """Sets what ``states_of`` gave, where the generators are of the same kinds in the same order."""
+    """Restores the result of ``states_of``, if the generators are of the same kinds in the same order."""
     if [type(g).__name__ for g in generators] != [kind for kind, _ in states]:
         return
     for generator, (_, state) in zip(generators, states):
@@ -66,7 +66,7 @@ def set_states(generators: Sequence[Any], states: list[tuple[str, Any]]) -> None
 
 
 def marks_of(generators: Sequence[Any]) -> str:
-    """A text that is another one where any of them has drawn."""
+    """A text that changes when any of the generators draws."""
     states = (_state(g) for g in generators)
     return repr([s.tolist() if isinstance(s, torch.Tensor) else s for s in states])
 

@@ -1,6 +1,5 @@
-"""The objects that a function can write to besides its arguments: those that it closes over, the globals that
-it names, and the attributes of its object, if it is a method.
-"""
+"""The objects to which a function can write besides its arguments: the variables of its closure, the globals
+that it names, and the attributes of its object, if it is a method."""
 
 from __future__ import annotations
 
@@ -21,7 +20,8 @@ Reached = dict[str, Any]  # by the expression that leads there
 
 
 def reach(function: Any, hook: Any, module: nn.Module) -> Reached:
-    """Collects all that a hook on ``module`` can write to. ``function`` is the one that the hook runs."""
+    """Collects everything to which a hook on ``module`` can write. ``function`` is the one that the hook
+    runs."""
     reached: Reached = {}
     for name, root in _roots(function, hook):
         _visit(name, root, DEPTH, reached)

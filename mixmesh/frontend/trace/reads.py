@@ -1,8 +1,8 @@
-"""Values that a forward pass reads and a program holds as they were: numbers and words of modules, and
-tensors that are neither the model's parameters nor its buffers.
+"""Values that a forward pass reads and that become constants of a program: numbers and words of modules, and
+tensors that are neither parameters nor buffers of the model.
 
-At every call the first rank compares them with the values of now. Only what was read is looked at: a module
-may count and note as it likes what its forward pass does not use.
+At every call the first rank compares them with their current values. Only values that were read count: a
+module is free to count and note things that its forward pass does not use.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _OF_EVERY_MODULE = frozenset(
 )
 _TABLES = frozenset({"__dict__", *vars(nn.Module())})
 _OF_EXPORT = ("_tensor_constant", "_param_constant")  # the names by which it keeps constants itself
-Key = tuple[int, str]  # id of what holds a value, and its name there
+Key = tuple[int, str]  # id of the holder of a value, and the value's name there
 
 
 @dataclass(frozen=True)
 class Number:
-    """A number or a word as it was read. ``find`` gives what stands in its place now."""
+    """A number or a word as it was read. ``find`` gives the current value in its place."""
 
     path: str
     find: Find
@@ -65,7 +65,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Constant:
-    """A tensor that a program holds a copy of. ``find`` gives what stands in its place now."""
+    """A tensor of which a program holds a copy. ``find`` gives the current one in its place."""
 
     path: str
     find: Find
@@ -89,14 +89,14 @@ class Constant:
 
 @dataclass
 class Reads:
-    """The values that forward passes of a model read, each as it was at the first read. An object of its own,
-    as export takes back what is assigned to modules."""
+    """The values that forward passes of a model read, each as it was at the first read. A separate object,
+    because export undoes assignments to modules."""
 
     of: dict[Key, Number | Constant] = field(default_factory=dict)
     places: dict[int, tuple[str, Find]] = field(default_factory=dict)  # by the id of a tensor
 
     def changed(self, *kinds: type[Number] | type[Constant]) -> tuple[tuple[str, str], ...]:
-        """The path of each value of these kinds that is another one now, and how it has changed."""
+        """The path of each value of these kinds that has changed, with a description of the change."""
         marks = [(x.path, x.mark()) for x in self.of.values() if isinstance(x, kinds)]
         return tuple((path, mark) for path, mark in marks if mark)
 
@@ -125,7 +125,7 @@ class Reads:
 
 
 _READ: weakref.WeakKeyDictionary[nn.Module, Reads] = weakref.WeakKeyDictionary()
-_passes: list[_Pass] = []  # that are under way, the inner ones last
+_passes: list[_Pass] = []  # passes under way, the innermost last
 
 
 def reads_of(model: nn.Module) -> Reads:
@@ -134,7 +134,7 @@ def reads_of(model: nn.Module) -> Reads:
 
 
 class _Pass:
-    """A forward pass of ``model`` that is under way, and what it has read by now."""
+    """A running forward pass of ``model``, and the values that it has read so far."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = {
@@ -149,7 +149,7 @@ class _Pass:
         self.places: dict[int, tuple[str, Find]] = {}  # by the id of a tensor that may be read
 
     def _place(self, module: nn.Module, attributes: Mapping[str, Any]) -> tuple[str, nn.Module | None]:
-        """The path of a module, and the script's own; no module where it is not the model's."""
+        """The path of a module, and the script's own module; None for one outside of the model."""
         if id(attributes) in self._modules:
             return self._modules[id(attributes)]
         original = original_of(module)
@@ -166,7 +166,7 @@ class _Pass:
         if true_module is not None and isinstance(value, Tensor) and not is_own:
             return  # an input of the program
         if is_metric(true_module if true_module is not None else module):
-            return  # it counts what it is given, of which the program has nothing
+            return  # a metric only counts its inputs, and the program has no part in that
         self._held.append(attributes)
         find = _find_attribute(weakref.ref(true_module if true_module is not None else module), name)
         self._note(key, f"{path}.{name}".lstrip("."), find, value)
@@ -195,8 +195,9 @@ class _Pass:
         self.noted.setdefault((0, path), Number(path, find, value))
 
     def functions(self, first: Iterable[tuple[FunctionType, type | None]], sure: Iterable[Any] = ()) -> None:
-        """Notes the numbers that functions, and those that they call, read from around them, and the tensors
-        of those that are ``sure`` to run. Other tensors are noted if the program turns out to have them."""
+        """Notes the outside numbers read by functions and by those that they call, and the tensors read by
+        functions that are ``sure`` to run. Other tensors are noted if the program turns out to contain
+        them."""
         certain = {id(function) for function in sure}
         for function in all_called(first):
             is_sure = id(function) in certain
@@ -210,7 +211,7 @@ class _Pass:
                     self._around(function, key, find, around[name], is_sure=is_sure)
 
     def holder_of(self, method: Any) -> None:
-        """Watches the object whose method is called, where that is no module."""
+        """Watches the object whose method is called, unless it is a module."""
         holder = getattr(method, "__self__", None)
         if is_plain_object(holder):
             self.objects.show(type(holder).__name__, lambda: holder, holder)
@@ -245,8 +246,8 @@ class _Pass:
 
 
 def loss_outside(function: Any) -> AbstractContextManager[Any]:
-    """Within it a loss that is not the model's own is called. In a forward pass that is traced, what the
-    function reads from around it is watched, and random numbers are refused."""
+    """A context for calling a loss that is not the model's own. If a forward pass is being traced, the values
+    that the function reads from outside are noted, and random numbers are refused."""
     if not _passes:
         return nullcontext()
     own = list(plain_functions(function))
@@ -257,8 +258,8 @@ def loss_outside(function: Any) -> AbstractContextManager[Any]:
 
 @contextmanager
 def reading(model: nn.Module, reads: Reads) -> Iterator[None]:
-    """Within it runs a forward pass of ``model``. The values that it reads are noted in ``reads``, but for
-    those that it changes itself."""
+    """A context for a forward pass of ``model``. Notes in ``reads`` the values that it reads, except those
+    that it changes itself."""
     seen, modules = _Pass(model), [original_of(module) for module in model.modules()]
     before = {name: nn.Module.__dict__.get(name) for name in ("__getattribute__", "__getattr__")}
     get, get_missing = before["__getattribute__"] or object.__getattribute__, nn.Module.__getattr__

@@ -1,4 +1,5 @@
-"""Splits recurrent layers with dropout between them: the fused operator would draw numbers of its own."""
+"""Splits recurrent layers with dropout between them, because the fused operator would draw its own
+numbers."""
 
 from __future__ import annotations
 

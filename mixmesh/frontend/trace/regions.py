@@ -2,8 +2,8 @@
 
 Export keeps such a block as one higher-order operator, and decomposing merely inlines it: gradients would
 flow through ``no_grad`` again, and the lines of the user's file would be lost. So blocks are inlined here
-first, with a ``detach`` of all that enters a ``no_grad`` block. An enabled ``autocast`` block stays, because
-decomposing inserts its casts.
+first, with a ``detach`` on everything that enters a ``no_grad`` block. An enabled ``autocast`` block stays,
+because decomposing inserts its casts.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ AUTOCAST = "wrap_with_autocast"
 
 
 def no_grad_within_autocast() -> AbstractContextManager[None]:
-    """Within it, export keeps a ``no_grad`` block in an ``autocast`` block. PyTorch recognises a ``no_grad``
-    block by its first node, but there it is the ``autocast``: without this, gradients would flow through."""
+    """A context in which export keeps a ``no_grad`` block inside an ``autocast`` block. PyTorch recognises a
+    ``no_grad`` block by its first node, which there is the ``autocast``: without this, gradients would flow
+    through."""
 
     def is_block(node: fx.Node, omit_if_same_with_ambient: bool = False) -> bool:
         if node.op != "call_module" or node.graph.owning_module is None:

@@ -34,7 +34,7 @@ def overload(op: str) -> torch._ops.OpOverload:
     """Maps ``aten.linear`` to ``torch.ops.aten.linear.default``. Raises UnsupportedOp for an unknown name.
 
     A name may come from any file. So it is looked up in the dispatcher's list, not among attributes, and it
-    must name a function of tensors, which neither writes to its arguments nor reads a file.
+    must name a function of tensors that neither writes to its arguments nor reads a file.
     """
     namespace, _, rest = op.partition(".")
     qualified = f"{namespace}::{rest}"
@@ -99,7 +99,8 @@ def changed(node: Node, **changes: Arg) -> tuple[tuple[Arg, ...], dict[str, Arg]
 
 
 def normalise(node: Node) -> Node:
-    """Passes arguments by position where the schema allows it, and drops defaults at the end and by name."""
+    """Passes arguments by position where the schema allows it, and drops defaults, both trailing and by
+    name."""
     if "." not in node.op:
         return node
     schema = overload(node.op)._schema.arguments

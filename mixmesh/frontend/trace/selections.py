@@ -28,8 +28,8 @@ SIZES = (
 
 
 def targets_by_sample(module: fx.GraphModule) -> None:
-    """Replaces such targets, in place; other selections by a mask stay. Raises TraceError for targets of
-    unknown length from another source."""
+    """Replaces such targets in place; other selections by a mask stay. Raises TraceError for targets of
+    unknown length that come from another source."""
     for node in list(module.graph.nodes):
         if node.target is not aten.ctc_loss.Tensor or _is_known(node_argument(node, 1)):
             continue

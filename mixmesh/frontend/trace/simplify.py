@@ -194,8 +194,8 @@ def leaves_at_first_use(graph: Graph) -> Graph:
 
 
 def updates_at_once(graph: Graph) -> Graph:
-    """Moves each update of a buffer directly behind the node of its new value, and so into its layer:
-    repeated layers stay alike with their updates."""
+    """Moves each update of a buffer directly after the node of its new value, and so into its layer: repeated
+    layers with updates then stay alike."""
     waiting: dict[str, list[Node]] = {}
     for node in graph.nodes:
         if node.op == "update":

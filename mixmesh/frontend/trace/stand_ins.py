@@ -20,15 +20,15 @@ from ...errors import TraceError
 
 @contextmanager
 def meta_on_device(model: nn.Module, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-    """Gives the arguments of an export: ``tensors`` themselves, where neither they nor ``model`` are on
-    ``meta``. Otherwise they are fake ones, and within the context so are the model's tensors on ``meta``,
-    with the device of the others."""
+    """A context that gives the tensors for an export. These are ``tensors`` themselves if neither they nor
+    ``model`` are on ``meta``. Otherwise they are fake ones on the device of the others, and within the
+    context so are the model's tensors on ``meta``."""
     every = (*model.parameters(), *model.buffers(), *tensors)
     if not any(x.is_meta for x in every):
         yield tuple(tensors)
         return
     device = next((x.device for x in every if not x.is_meta), torch.device("cpu"))
-    # as export makes its own; one for each export, as it counts the sizes that depend on values
+    # like export's own; a new one for each export, as it numbers the sizes that depend on values
     shapes = ShapeEnv(tracked_fakes=[], prefer_deferred_runtime_asserts_over_guards=False, trace_asserts=True)
     mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True, export=True)
 
@@ -61,8 +61,8 @@ def _held(model: nn.Module) -> Iterator[tuple[dict, str, Tensor]]:
 
 
 def lost_constant(model: nn.Module) -> TraceError | None:
-    """The error for the model's first tensor on ``meta`` that is neither parameter nor buffer; None if there
-    is no such tensor."""
+    """The error for the model's first tensor on ``meta`` that is neither a parameter nor a buffer; None if
+    there is none."""
     for prefix, module in model.named_modules():
         for name, x in vars(module).items():
             if isinstance(x, Tensor) and x.is_meta:

@@ -1,6 +1,6 @@
 """Export of ``nn.SyncBatchNorm``, as in scripts for DistributedDataParallel.
 
-Its statistics are those of the whole batch, as are those of every planned batch norm. It would ask the other
+Its statistics are those of the whole batch, like those of every planned batch norm. It would ask the other
 ranks for theirs, but only one rank exports.
 """
 
@@ -15,7 +15,7 @@ from ...base.patch import patched
 
 
 def synced_norms_as_plain() -> AbstractContextManager[None]:
-    """Within it such layers are batch norms of their own input."""
+    """A context in which such layers are ordinary batch norms of their own input."""
 
     def forward(module: nn.SyncBatchNorm, input: Tensor) -> Tensor:
         return _BatchNorm.forward(module, input)

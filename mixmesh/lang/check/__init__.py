@@ -24,8 +24,8 @@ __all__ = ["check_loaded", "check_placements", "check_plan", "check_program"]
 
 
 def check_loaded(plan: Plan, where: str = "") -> None:
-    """Checks a plan's program before it is shown or simulated. An unedited program has PyTorch's own types:
-    only the others are held against PyTorch, which takes long to import. Raises VerificationError."""
+    """Checks a plan's program before it is shown or simulated. An unedited program has PyTorch's own types;
+    only edited ones are compared with PyTorch, which takes long to import. Raises VerificationError."""
     if plan.edited:
         check_program(plan.program, where)
     else:
@@ -34,7 +34,7 @@ def check_loaded(plan: Plan, where: str = "") -> None:
 
 def check_program(program: Program, where: str = "") -> None:
     """Raises VerificationError naming the first line that is not valid; ``where`` names the file."""
-    from .types import check_types  # torch
+    from .types import check_types  # imports torch
 
     check_names(program, where)
     check_types(program, where)  # before placements: a wrong shape fits no rule either

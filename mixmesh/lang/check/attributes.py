@@ -46,7 +46,7 @@ def _is_part_of(i: Instruction, drawn: tuple[int, ...]) -> bool:
 COUNT = Attribute(_is_count, f"a whole number from 0 to {MAX_INSTRUCTIONS}")
 FLAG = Attribute(lambda value: isinstance(value, bool), "true or false")
 TEXT = Attribute(lambda value: isinstance(value, str), 'a string, such as "padded"')
-ELSEWHERE = Attribute(lambda value: True, "")  # checked together with other facts, in a module of its own
+ELSEWHERE = Attribute(lambda value: True, "")  # checked together with other facts, in its own module
 
 ATTRIBUTES: dict[str, Attribute] = {
     "algorithm": TEXT,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ...errors import VerificationError
 from ..ir import Instruction, Program, print_instruction
 
-# makes the error for one instruction: of a message, and perhaps what was expected, what was got, and hints
+# makes the error for one instruction from a message and optionally the expected, the actual, and hints
 Fail = Callable[..., VerificationError]
 
 

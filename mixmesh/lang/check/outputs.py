@@ -1,4 +1,4 @@
-"""Checks of outputs beside the loss, which ranks show whole or by the rows of their own samples."""
+"""Checks of outputs besides the loss, which ranks show whole or by the rows of their own samples."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from .failure import Fail
 
 
 def check_output(program: Program, i: Instruction, fail: Fail) -> None:
-    """Raises VerificationError for an output that ranks cannot show as they hold it."""
+    """Raises VerificationError for an output that no rank can show from its own part."""
     name, source = i.args[0], i.inputs[0]
     t = program.types[source]
     if outputs_of(program)[name] is not i:

@@ -1,4 +1,5 @@
-"""The facts that follow from a program's instructions alone, computed once for all programs of these."""
+"""The facts that follow from a program's instructions alone, computed once for all programs that share
+them."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ Buckets = tuple[int | None, ...]  # per parameter, the number of the bucket that
 
 @dataclass(frozen=True, eq=False)  # one object, however attributes and ratios change
 class Values:
-    """The facts that do not depend on attributes either, nor on the order of ``instructions``."""
+    """The facts that depend neither on attributes nor on the order of ``instructions``."""
 
     instructions: tuple[Instruction, ...]
     loss: str
@@ -28,10 +29,10 @@ class Values:
         return gradient_flow(self.instructions, self.loss, {k: t.value for k, t in self.types.items()})
 
 
-@dataclass(frozen=True, eq=False)  # one object for each tuple of instructions: it is its own key
+@dataclass(frozen=True, eq=False)  # one object for each tuple of instructions, so it is its own key
 class Body:
-    """The instructions of programs that differ in their ratios, and in how sums are made, at most. ``values``
-    are those of all bodies that differ in attributes."""
+    """The instructions shared by programs that differ only in their ratios and ways of summing. ``values`` is
+    shared by all bodies that differ only in attributes."""
 
     name: str
     instructions: tuple[Instruction, ...]
@@ -55,12 +56,12 @@ class Body:
 
     @lazy
     def computations(self) -> tuple[Instruction, ...]:
-        """All instructions but those that load parameters."""
+        """All instructions except those that load parameters."""
         return tuple(i for i in self.instructions if i.op != "param")
 
     @lazy
     def buckets(self) -> Buckets:
-        """None for a parameter whose instruction says nothing."""
+        """The bucket number of each parameter; None for one without."""
         return tuple(i.attr("bucket") if i.attrs else None for i in self.params)
 
     @lazy
@@ -87,7 +88,7 @@ class Body:
 
     @lazy
     def graph(self) -> Graph:
-        """The program without its placements and redistributions: what it computes."""
+        """The logical graph: the program without its placements and redistributions."""
         alias: dict[str, str] = {}
 
         def resolve(ref: Ref) -> Ref:

@@ -25,8 +25,8 @@ Box = tuple[tuple[int, int], ...]  # per dim, the first element and the number o
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Boxes of one tensor that ``ranks`` hold, and no others. ``keeper`` is the one of these ranks that
-    counts where the boxes must be counted once: it holds the first copy."""
+    """Boxes of one tensor held by exactly these ``ranks``. ``keeper`` is the rank that counts where the boxes
+    must be counted once: it holds the first copy."""
 
     ranks: tuple[int, ...]
     keeper: int
@@ -38,7 +38,7 @@ class Cell:
 
 
 def cells(program: Program, param: Instruction) -> tuple[Cell, ...]:
-    """Returns the cells of a parameter with copies, of which ``param`` is the first."""
+    """The cells of a parameter with copies; ``param`` is the first copy."""
     return _cells_under(program.body, program.world_size, program.ratios, param.args[0])
 
 

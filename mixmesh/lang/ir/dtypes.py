@@ -15,13 +15,13 @@ from .instruction import Instruction
 from .program import Program
 from .types import ValueType
 
-STAND_INS = {"bf16": ("bf16", "f16")}  # dtypes of as many bytes, so that costs and memory stay as they are
+STAND_INS = {"bf16": ("bf16", "f16")}  # dtypes of the same size, so that costs and memory stay the same
 COMPUTES = ("const", "fill", "full", "Scalar", "clamp")  # operators that compute with whole numbers
 LARGEST = {"bf16": 3.3895313892515355e38, "f16": 65504.0}
 
 
 def on_rank(program: Program, rank: int) -> Program:
-    """Returns the program that ``rank`` runs, with its own dtypes put in."""
+    """The program for ``rank``, with its own dtypes."""
     instead = {name: row[rank] for name, row in program.dtypes if row[rank] != name}
     if not instead:
         return program
@@ -69,7 +69,7 @@ def dtype_conflicts(program: Program) -> Iterator[tuple[Instruction, str]]:
 
 
 def overflow(i: Instruction, dtypes: set[str]) -> float | None:
-    """Returns the first number among the arguments that one of these dtypes cannot hold, or None."""
+    """The first number among the arguments that one of these dtypes cannot hold, or None."""
     largest = min(LARGEST[dtype] for dtype in dtypes)
     return next((a for a in _numbers(i) if largest < abs(a) < float("inf")), None)
 
@@ -85,11 +85,11 @@ def _numbers(node: Node | Instruction) -> Iterator[float]:
 
 
 def half_dtypes(graph: Graph, computes_bf16: tuple[bool, ...]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Returns the ``dtype`` rows of a program for ranks of which some cannot compute bf16.
+    """The ``dtype`` rows of a program for ranks of which some cannot compute bf16.
 
-    Empty where the graph has no bf16, where all ranks compute it, and where f16 cannot replace it: because
-    parameters are bf16 themselves, or the graph has a number that bf16 can hold and f16 cannot. Devices
-    without bf16 emulate it then.
+    Empty if the graph has no bf16, if all ranks compute it, or if f16 cannot replace it because parameters
+    themselves are bf16, or the graph has a number that bf16 can hold and f16 cannot. In the last case devices
+    without bf16 emulate it.
     """
     computed = [n for n in graph.nodes if any(t.dtype == "bf16" for t in n.types)]
     if all(computes_bf16) or not computed:

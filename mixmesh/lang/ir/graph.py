@@ -1,4 +1,4 @@
-"""The logical graph: what a model computes, at global shapes, without placements."""
+"""The logical graph: the computation of a model at global shapes, without placements."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def refs(args: Arg) -> Iterator[Ref]:
 
 
 def map_refs(args: Arg, fn: Callable[[Ref], Arg]) -> Arg:
-    """Replaces every use in an argument tree by ``fn`` of it."""
+    """Applies ``fn`` to every use of a value in an argument tree."""
     if isinstance(args, Ref):
         return fn(args)
     if isinstance(args, tuple):
@@ -78,7 +78,7 @@ def map_refs(args: Arg, fn: Callable[[Ref], Arg]) -> Arg:
 
 
 def map_arguments(args: Args, kwargs: Kwargs, fn: Callable[[Ref], Arg]) -> tuple[Args, Kwargs]:
-    """Replaces every use in the arguments of an operator, in order, by ``fn`` of it."""
+    """Applies ``fn`` to every use of a value in the arguments of an operator, in order."""
     return map_refs(args, fn), tuple([(key, map_refs(value, fn)) for key, value in kwargs])
 
 
@@ -89,7 +89,7 @@ def with_inputs(args: Args, kwargs: Kwargs, names: Iterable[str]) -> tuple[Args,
 
 
 def with_names(operation: AnyOperation, names: Mapping[str, str]) -> AnyOperation:
-    """A node or instruction with other inputs in place of those in ``names``."""
+    """A node or instruction with its inputs renamed by ``names``."""
     if not any(name in names for name in operation.inputs):
         return operation
     renamed = map_arguments(operation.args, operation.kwargs, lambda ref: Ref(names.get(ref.name, ref.name)))
@@ -97,8 +97,7 @@ def with_names(operation: AnyOperation, names: Mapping[str, str]) -> AnyOperatio
 
 
 def nameless(arg: Arg) -> Arg:
-    """Returns an argument without the names of values, for comparisons; the types tell 1, 1.0 and True
-    apart."""
+    """An argument without the names of values, for comparisons; types distinguish 1, 1.0 and True."""
     if isinstance(arg, Ref):
         return "%"
     if isinstance(arg, tuple):

@@ -14,12 +14,12 @@ REDISTRIBUTIONS = (
     "all_gather", "reduce_scatter", "all_reduce", "all_to_all",
     "local_slice", "as_partial", "pad_partial", "move",
 )  # fmt: skip
-_REDISTRIBUTIONS, _LEAVES = frozenset(REDISTRIBUTIONS), frozenset(LEAVES)  # sets, as they are looked up often
+_REDISTRIBUTIONS, _LEAVES = frozenset(REDISTRIBUTIONS), frozenset(LEAVES)  # sets, for fast look-ups
 
 
 def redistribution(src: Placement, dst: Placement) -> str:
-    """Names the redistribution from ``src`` to ``dst`` under one ratio. Raises ValueError where there is
-    none: for R -> R and P -> P."""
+    """Names the redistribution from ``src`` to ``dst`` under one ratio. Raises ValueError for R -> R and P ->
+    P, which have none."""
     match src, dst:
         case Shard(), Replicate():
             return "all_gather"

@@ -16,14 +16,14 @@ Parts = tuple[tuple[int, ...], ...]  # ranks by machine
 @dataclass(frozen=True, slots=True)
 class Levels:
     """``sizes`` are the numbers of consecutive ranks of each machine. All-reduces of less than
-    ``least_bytes`` stay flat: they take little but latency, which a hierarchical one pays three times."""
+    ``least_bytes`` stay flat: they are mostly latency, which a hierarchical one pays three times."""
 
     sizes: tuple[int, ...]
     least_bytes: int = 0
 
     def parts(self, ranks: tuple[int, ...], size_bytes: int) -> Parts:
-        """Splits the ranks of an all-reduce, in order, by machine. Empty where it stays flat: if it is small,
-        lies within one machine, or has one rank of each."""
+        """Splits the ranks of an all-reduce, in order, by machine. Empty if it stays flat: because it is
+        small, lies within one machine, or has one rank of each."""
         return () if size_bytes < self.least_bytes else _parts(self.sizes, ranks)
 
 

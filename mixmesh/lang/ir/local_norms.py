@@ -39,7 +39,7 @@ def batch_norm_of(source: Program | Graph) -> str:
 
 @dataclass(frozen=True)
 class LonelyNorm:
-    """A batch norm of which a rank has fewer than two values per channel, too few for statistics."""
+    """A batch norm for which a rank has fewer than two values per channel, too few for statistics."""
 
     instruction: Instruction
     rank: int
@@ -60,7 +60,7 @@ def lonely_norms(program: Program) -> Iterator[LonelyNorm]:
 
 def own_samples(program: Program) -> dict[str, tuple[int, ...]]:
     """Maps the result of each local batch norm to the numbers of samples that it normalises together, in the
-    order of the batch: one per rank with samples, or a single one where all ranks hold all samples."""
+    order of the batch: one per rank with samples, or a single one if all ranks hold all samples."""
     sizes: dict[str, tuple[int, ...]] = {}
     for i in local_norms(program.instructions):
         data, name = program.types[i.inputs[0]], i.results[0]

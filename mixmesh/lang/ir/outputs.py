@@ -1,4 +1,4 @@
-"""Outputs, the values that the caller sees beside the loss: ``output("logits", %x, rows=true)``.
+"""Outputs, the values that the caller sees besides the loss: ``output("logits", %x, rows=true)``.
 
 With ``rows``, each sample has one row of the value, or k rows, and a rank shows the rows of its own samples,
 those that its loader reads. Such a value is held whole, or cut like the inputs if these are all cut along dim
@@ -20,9 +20,9 @@ from .types import TensorType, ValueType, rank_sizes
 
 @dataclass(frozen=True)
 class Returned:
-    """The return value of a model: the ``names`` of the tensors in it, which of them is the ``loss``, and
-    whether it is a tuple, which unpacks to values. Without names it is the loss itself. ``loss`` is "" for a
-    model without a loss; a single tensor that is no loss has the name ""."""
+    """The return value of a model: the ``names`` of the tensors in it, the name of the ``loss`` among them,
+    and whether it is a tuple, which unpacks to values. Without names it is the loss itself. ``loss`` is ""
+    for a model without a loss; a single tensor other than the loss has the name ""."""
 
     names: tuple[str, ...] = ()
     loss: str = "loss"
@@ -30,7 +30,8 @@ class Returned:
 
     @property
     def has_loss(self) -> bool:
-        """Whether the model computes its loss itself; otherwise the caller does, from what it returns."""
+        """Whether the model computes its loss itself; otherwise the caller computes it from the returned
+        values."""
         return bool(self.loss)
 
 
@@ -81,10 +82,10 @@ def held_rows(program: Program, i: Instruction) -> tuple[int, ...] | None:
 
 
 def with_rows_as_dealt(program: Program) -> Program:
-    """Returns the program in which every rank holds what it shows of the outputs.
+    """The program in which every rank holds its part of the outputs.
 
-    Rows that are cut in another way than the inputs are gathered, and values without rows are moved to all
-    ranks, also to those without samples. The same object if nothing is to be changed.
+    Rows that are not cut like the inputs are gathered, and values without rows are moved to all ranks, also
+    to those without samples. Returns the same object if nothing has to change.
     """
     instructions: list[Instruction] = []
     for i in program.instructions:
@@ -101,7 +102,7 @@ def with_rows_as_dealt(program: Program) -> Program:
 
 
 def _redistribution_to_show(program: Program, i: Instruction) -> Iterator[tuple[str, TensorType]]:
-    """Yields the redistribution that an output needs so that ranks hold what they show, if it needs one."""
+    """Yields the redistribution, if any, after which ranks hold their parts of an output."""
     t = program.types[i.inputs[0]]
     if held_rows(program, i) not in (None, shown_rows(program, i)):
         yield "all_gather", replace(t, placement=REPLICATE)

@@ -1,4 +1,4 @@
-"""The distributed program: what every rank executes, as one frozen value that prints as text.
+"""The distributed program: the instructions of all ranks, as one frozen value that prints as text.
 
 It is the forward program; the backward pass follows from the placements (see ``placement.dual``).
 """
@@ -21,8 +21,8 @@ from .types import TensorType, local_shape, participants
 @dataclass(frozen=True)
 class Program:
     """Instructions in order, with the ratios that their types name. ``loss`` is held as P(sum). ``dtypes``
-    says of a dtype in which one each rank computes (see ``dtypes``), ``levels`` that gradients are summed
-    within machines first, ``direct_bytes`` up to which size a value is summed by each rank sending its addend
+    gives, for a dtype, the one in which each rank computes it (see ``dtypes``). ``levels``: gradients are
+    summed within machines first. ``direct_bytes``: the largest value summed by each rank sending its addend
     to each other one."""
 
     name: str
@@ -43,7 +43,7 @@ class Program:
 
     @property
     def key(self) -> tuple:
-        """A key that tells this program from those of other instructions, ratios or ways of summing."""
+        """A key of the instructions, the ratios and the ways of summing."""
         return self.body, self.ratios, self.dtypes, self.levels, self.direct_bytes
 
     def __str__(self) -> str:
@@ -103,7 +103,7 @@ class Program:
 
     @lazy
     def owned(self) -> dict[str, TensorType]:
-        """By result, how the gradients of parameters with owners are held (see ``ownership``)."""
+        """The types of the gradients of owned parameters, by result (see ``ownership``)."""
         return {
             i.result: TensorType(i.type.value, Shard(0), ratio)
             for i in self.params
@@ -123,8 +123,8 @@ class Program:
 
     @lazy
     def late(self) -> frozenset[str]:
-        """Names of parameters with copies whose gradients, or parts of them, redistributions bring: they are
-        there when the backward pass is over."""
+        """Names of parameters with copies whose gradients come, at least in part, from redistributions: these
+        are complete only at the end of the backward pass."""
         users = [i for i in self.instructions if i.is_redistribution] if self.copies else []
         brought = {name for i in users for name in i.inputs}
         return frozenset(
@@ -138,13 +138,14 @@ class Program:
         return self.body.factored
 
     def changed(self, **fields) -> Program:
-        """A copy with other ratios, or with the same instructions but for attributes and order. What follows
-        from names and types alone is not computed again, as planning makes many such copies."""
+        """A copy with other ratios, or with the same instructions in another order or with other attributes.
+        Facts that follow only from names and types are not computed again, as planning makes many such
+        copies."""
         instructions = fields.get("instructions")
         return replace(self, body=self.body.changed(instructions) if instructions else self.body, **fields)
 
     def local_shape(self, name: str, rank: int) -> tuple[int, ...] | None:
-        """The shape of what ``rank`` holds of value ``name``; None if it takes no part."""
+        """The shape of the piece of value ``name`` on ``rank``; None if it takes no part."""
         t = self.types[name]
         return local_shape(t.value, t.placement, self.ratio(t.ratio), rank)
 
@@ -159,11 +160,11 @@ class Program:
 
     @lazy
     def working_ranks(self) -> tuple[int, ...]:
-        """The ranks that compute anything. The others hold nothing, and are only told what the loss is."""
+        """The ranks that compute anything. The others hold nothing, and only receive the loss."""
         shares = [ratio for _, ratio in self.ratios]
         if not shares or all(map(any, zip(*shares))):
             return self._taking_part[None]
-        held = ("param", "buffer")  # some hold what no one computes with
+        held = ("param", "buffer")  # some ranks hold parameters or buffers without computing
         names = {t.ratio for i in self.instructions if i.op not in held for t in i.types}
         return tuple(sorted({r for name in names for r in self._taking_part[name]}))
 
@@ -173,7 +174,8 @@ class Program:
 
 
 def without_needless_names(program: Program) -> Program:
-    """``program`` as it is printed: what is not cut names its ratio only where some rank is left out."""
+    """``program`` in its printed form: a value that is not cut names its ratio only if that leaves out some
+    rank."""
     everyone = {name for name, ratio in program.ratios if all(share > 0 for share in ratio)}
 
     def bare(t: TensorType) -> TensorType:

@@ -1,9 +1,9 @@
-"""Rematerialised regions: the backward pass computes their values again instead of keeping them.
+"""Rematerialised regions: the backward pass recomputes their values instead of keeping them.
 
 Computations with the attribute ``recompute=N`` form region N. All values that a region reads but does not
-compute are kept, also the results of collectives: so no collective is ever repeated, whatever stands between
+compute are kept, including results of collectives, so no collective is ever repeated, whatever comes between
 two computations of a region. Every rank runs the region again by itself, right before the backward of its
-last computation, and as far as the backward needs it.
+last computation, and only so far as the backward needs it.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def region_end(program: Program, members: Iterable[int]) -> int | None:
 
 def release_points(program: Program, names: Iterable[str]) -> dict[str, int]:
     """Maps each of ``names``, values that the backward pass makes again, to the index of the instruction
-    before whose backward they are needed: the last one that uses the value, or the end of the last region
-    that reads it, if that is later, since a region reads all its inputs when it runs again."""
+    before whose backward they are needed: the last user of the value, or the end of the last region that
+    reads it, if that is later, since a region reads all its inputs when it runs again."""
     wanted = set(names)
     last: dict[str, int] = {}
     read: dict[int, set[str]] = {}
@@ -75,8 +75,8 @@ def release_points(program: Program, names: Iterable[str]) -> dict[str, int]:
 
 
 def updated_buffers(program: Program) -> frozenset[str]:
-    """The buffers that the step updates in place, and the values that depend on these alone: they may be
-    views."""
+    """The buffers that the step updates in place, and the values that depend only on these, which may be
+    views of them."""
     updated = {u.args[0] for u in program.instructions if u.op == "update"}
     buffers: set[str] = set()
     for i in program.instructions if updated else ():

@@ -54,7 +54,7 @@ def draws_numbers(op: str) -> bool:
 
 
 def draws_once(op: str) -> bool:
-    """Whether an operator draws numbers that cannot be drawn again, nor in parts."""
+    """Whether an operator draws numbers that can be drawn neither again nor in parts."""
     return draws_numbers(op) and op not in DRAWS
 
 
@@ -92,8 +92,8 @@ class Samples:
         return sum(self.counts[r] for r in stage if r < rank)
 
     def first_sample(self, rank: int, start: int, micro_steps: int) -> int:
-        """The position in the batch of the micro-batch that follows ``start`` samples of a rank. A pipeline
-        takes consecutive samples of the batch, so that a micro-batch is the same in all stages."""
+        """The position in the batch of the micro-batch after ``start`` samples of a rank. A pipeline takes
+        consecutive samples of the batch, so that a micro-batch is the same in all stages."""
         if not self.stages:
             return self.offset(rank) + start
         before = start * micro_steps // max(self.counts[rank], 1)  # micro-batches
@@ -217,8 +217,8 @@ def cut_between_samples(program: Program) -> frozenset[str]:
 
 
 def is_cut_without_samples(program: Program, i: Instruction, values: Collection[str]) -> bool:
-    """Whether an instruction cuts a value between samples that holds none, other than by slicing what its
-    ranks hold."""
+    """Whether an instruction cuts a value between samples although its input holds none, except by slicing
+    what its ranks already hold."""
     if len(i.results) != 1 or i.result not in values or i.op == "input":
         return False
     if i.is_leaf:
@@ -271,9 +271,9 @@ def _decided_by_inputs(program: Program) -> frozenset[str]:
 def _cut_between_samples(
     program: Program, fixed: frozenset[str], moved: frozenset[str]
 ) -> tuple[list[str], set[str]]:
-    """Finds the shards of inputs, and all shards that are tied to one: operators cut all their values along
-    one factor, and a value that ``moved`` between stages is cut along the same factor on both sides. Returns
-    those of the inputs that are cut along dim 0, and all."""
+    """Finds the shards of inputs, and all shards tied to one. Operators cut all their values along one
+    factor, and a value that ``moved`` between stages is cut along the same factor on both sides. Returns the
+    inputs that are cut along dim 0, and all these shards."""
     shards = {name for name, t in program.types.items() if isinstance(t.placement, Shard)}
     ties = _Ties()
     from_inputs: set[str] = set()
@@ -312,8 +312,8 @@ class _Ties:
 
 
 def local_kind(program: Program, i: Instruction) -> str:
-    """The kind of a redistribution that moves nothing: one of ``LOCAL``, or "keep" where some of the ranks
-    keep their whole copy. Empty if it moves anything."""
+    """The kind of a redistribution that moves nothing: one of ``LOCAL``, or "keep" if some of the ranks keep
+    their whole copy. Empty if it moves anything."""
     source = program.types[i.inputs[0]]
     if not {*program.participants(i.type)} <= {*program.participants(source)}:
         return ""

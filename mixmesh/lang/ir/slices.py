@@ -1,7 +1,7 @@
 """Parameters and constants with a row for each sample of the batch, which are cut like samples.
 
-A micro-batch takes the rows of its own samples. A rank therefore has to hold all rows: its samples are not
-consecutive in the batch where a pipeline cuts every micro-batch between the ranks of a stage.
+A micro-batch takes the rows of its own samples. A rank therefore has to hold all rows: if a pipeline cuts
+every micro-batch between the ranks of a stage, a rank's samples are not consecutive in the batch.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from .samples import cut_between_samples, is_cut_without_samples
 
 
 def with_whole_rows(program: Program) -> Program:
-    """Returns the program in which ranks hold such parameters, buffers and values that move once per step
-    whole, and slice the rows of their samples. The same object if there are none."""
+    """The program in which ranks hold such parameters, buffers and values moved once per step whole, and
+    slice the rows of their samples. Returns the same object if there are none."""
     values = cut_between_samples(program)
     slices: dict[str, str] = {}  # by leaf; leaves keep their names
     instructions: list[Instruction] = []

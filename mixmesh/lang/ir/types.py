@@ -66,10 +66,10 @@ class ValueType:
 
 @dataclass(frozen=True)  # no slots, as above
 class TensorType:
-    """A value type with its placement and the name of the ratio that it is cut by.
+    """A value type with its placement and the name of the ratio that cuts it.
 
-    ``ratio`` also decides the participants: ranks whose share is zero hold nothing of the tensor. It may be
-    None only where nothing is sharded, and then every rank participates. ``scope`` says what its shares are
+    ``ratio`` also decides the participants: ranks whose share is zero hold no part of the tensor. It may be
+    None only if nothing is sharded, and then every rank participates. ``scope`` says what its shares are
     shares of.
     """
 

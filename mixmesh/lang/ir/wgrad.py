@@ -42,8 +42,8 @@ def late_point(program: Program, n: int) -> int:
 
 
 class Beside(NamedTuple):
-    """The place of a weight gradient with ``beside``: the result of the redistribution whose gradient travels
-    meanwhile, and the point in the backward pass, a number between two indices of instructions."""
+    """The place of a weight gradient with ``beside``: the result of the redistribution whose gradient it
+    overlaps, and the point in the backward pass, a number between two indices of instructions."""
 
     collective: str
     point: float
@@ -66,7 +66,7 @@ def beside_points(program: Program) -> dict[int, Beside]:
             waiting.append(n)
         if n not in sent or not waiting:
             continue
-        # the last collective with all ranks of the product: those that started before it overlap as well
+        # takes the last collective with all ranks of the product; those that started earlier overlap as well
         carries: dict[str, list[int]] = {i.result: [] for i in sent[n]}
         for product in waiting:
             ranks = {*program.participants(program.instructions[product].type)}
@@ -81,9 +81,9 @@ def beside_points(program: Program) -> dict[int, Beside]:
 
 
 def returned(program: Program) -> dict[int, list[Instruction]]:
-    """The redistributions whose gradients the backward pass sends, by the index of the instruction after
-    whose backward it sends them, in order. That is the first instruction that uses the result: the forward
-    pass waits for it there, and autograd runs in reverse. The index of the loss's is that of the end."""
+    """The redistributions whose gradients the backward pass sends, in order, by the index of the instruction
+    whose backward comes before. That is the first instruction that uses the result: the forward pass waits
+    for it there, and autograd runs in reverse. The loss has the index of the end."""
     out: dict[int, list[Instruction]] = {}
     first: dict[str, int] = {}
     for n, i in enumerate(program.instructions):
@@ -102,8 +102,8 @@ def returned(program: Program) -> dict[int, list[Instruction]]:
 
 
 def _waits_for(program: Program, i: Instruction) -> set[int]:
-    """The ranks that take part in the gradient of a redistribution and wait for its result. Empty where the
-    result goes straight to a parameter, nothing is sent, or only the borders between ranks move."""
+    """The ranks that take part in the gradient of a redistribution and wait for its result. Empty if the
+    result goes straight to a parameter, if nothing is sent, or if only the borders between ranks move."""
     source = program.types[i.inputs[0]]
     if program.producers[i.inputs[0]].op == "param" or not i.type.value.size_bytes:
         return set()

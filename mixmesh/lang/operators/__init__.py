@@ -1,7 +1,7 @@
 """Operators of our own, in PyTorch's registry under ``torch.ops.mixmesh``.
 
-Some are one operator of PyTorch cut in two, with a collective between the parts. Others put a region of
-several operators into one, because no sharding rule could describe what is inside.
+Some are one PyTorch operator split in two, with a collective between the parts. Others combine a region of
+several operators into one, because no sharding rule could describe its inside.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ NONE, SUM = 0, 2  # at::Reduction
 # up to these logarithms a sum is stored as its exponential; a sum over ranks can be e^10 times its largest
 # addend
 EDGE, EDGE_OF_PART = 600.0, 590.0
-GPU_PIECE_BYTES = 2**26  # as PIECE_BYTES, for a GPU: so large that memory bandwidth decides, not launches
+GPU_PIECE_BYTES = 2**26  # for a GPU: large enough for memory bandwidth to decide rather than launches
 
 
 def _check(x: Tensor, *of_rows: Tensor) -> None:
@@ -70,7 +70,7 @@ def _positive(logs: Tensor) -> Tensor:
 
 
 def _log(sums: Tensor) -> Tensor:
-    """The inverse of ``_positive``; infinite where a sum over ranks is infinite (``sum_exp_of_part``)."""
+    """The inverse of ``_positive``; infinite if a sum over ranks is infinite (``sum_exp_of_part``)."""
     large = math.exp(EDGE)
     logs = sums.log()
     logs = torch.where(sums > large, EDGE - 1 + sums / large, logs)
@@ -101,7 +101,7 @@ def sum_exp_of_part(x: Tensor) -> Tensor:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """``x`` has the classes from ``first`` on, of ``num_classes``."""
+    """Cross entropy of a part of the classes: ``x`` holds those from ``first`` on, out of ``num_classes``."""
 
     @staticmethod
     def forward(ctx, x, sums, target, reduction, ignore_index, label_smoothing, first, num_classes):

@@ -112,8 +112,7 @@ class _Normalise(torch.autograd.Function):
         local = [t.to(dtype) for t in (mean, var, scale)]
         # a GPU's kernel returns no sums without a weight
         weight = torch.ones_like(local[0]) if weight is None else weight.to(dtype)
-        # for statistics that are not its own, it returns dy * weight * scale, and the sums of dy * xhat and
-        # dy
+        # for given statistics it returns dy * weight * scale, and the sums of dy * xhat and dy
         dx, of_xhat, of_y = torch.ops.aten.native_batch_norm_backward(
             grad, x, weight, *local[:2], local[0], local[2], False, ctx.eps,
             [ctx.needs_input_grad[0], True, True],
@@ -140,7 +139,7 @@ def normalise(
     x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None, count: int, eps: float
 ) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias, with mean and variance [C] from the ``moments`` of
-    ``count`` elements per channel. These are the elements of all ranks, ``x`` those of one of them."""
+    ``count`` elements per channel. The moments cover all ranks, ``x`` holds one rank's elements."""
     _check(x, moments, weight, bias)
     return _Normalise.apply(x, moments, weight, bias, count, eps)
 
@@ -173,7 +172,7 @@ def local_batch_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """PyTorch's own batch norm in training over the samples of this process, as in a model under
     DistributedDataParallel. Returns the result, and ``mean`` and ``var`` [C] moved towards these samples'
-    statistics (empty where they are None). ``x`` is [N, C, ...] with at least two values per channel."""
+    statistics (empty if they are None). ``x`` is [N, C, ...] with at least two values per channel."""
     if _channels(x) and x.numel() // x.shape[1] < 2:
         raise RuntimeError(f"batch norm wants more than one value of a channel, got data {list(x.shape)}")
     mean, var = (None if t is None else t.detach().clone() for t in (mean, var))

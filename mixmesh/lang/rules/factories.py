@@ -11,7 +11,7 @@ def factory(call: Call) -> str:
 
 
 def factory_like(call: Call) -> str:
-    """A new tensor whose size is an argument; of the input only the dtype is read."""
+    """A new tensor whose size is an argument; only the dtype of the input is read."""
     left = " ".join(f"x{i}!" for i in range(s.rank_of(call)))
     return f"{left} -> " + " ".join(s.names(len(call.outputs[0].shape)))
 

@@ -70,7 +70,7 @@ def _of_channels(call: Call) -> str:
 
 
 def local_batch_norm(call: Call) -> str:
-    """local_batch_norm(x, weight, bias, mean, var, ...): each rank normalises its samples on their own."""
+    """local_batch_norm(x, weight, bias, mean, var, ...): each rank normalises its own samples."""
     rest = " ".join(f"h{i}!" for i in range(s.rank_of(call) - 2))
     kept = "c" if call.outputs[1].shape != (0,) else "z!"
     return f"n c {rest}{', c' * (len(call.inputs) - 1)} -> n c {rest}, {kept}, {kept}"
@@ -167,7 +167,7 @@ def sum_exp(call: Call) -> str:
 
 
 def cross_entropy_by_sums(call: Call) -> str:
-    """cross_entropy(x, sums, target, reduction): classes are free, as ``sums`` are over all of them."""
+    """cross_entropy(x, sums, target, reduction): classes are free, as ``sums`` cover all of them."""
     rows = _rows(call)
     out = rows if call.arg(3) == NONE else ""
     return f"{rows.replace('n', 'n c', 1)}, {rows}, {rows} -> {out}"

@@ -19,7 +19,7 @@ from functools import cache
 
 _TERM = re.compile(r"\(([^)]*)\)|(\.\.\.)|([A-Za-z_]\w*!?|1)")
 
-Dim = tuple[str, ...]  # factors of one tensor dim, leading first; () where the dim has none
+Dim = tuple[str, ...]  # factors of one tensor dim, leading first; () for a dim without any
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ def bind(
 
 
 def _factor_sizes(pairs: list[tuple[Dim, int]], sizes: dict[str, int]) -> dict[str, int]:
-    """The size of every factor in ``pairs`` of a dim and its size, those of ``sizes`` included."""
+    """The size of every factor in ``pairs`` of (dim, size), including those of ``sizes``."""
     size_of = dict(sizes)
     for dim, n in pairs:
         if len(dim) == 1:

@@ -103,8 +103,8 @@ class LocalCall:
     out_shapes: tuple[tuple[int, ...], ...]
 
 
-# operators that take a mean, with the position of their reduction, of which 1 is the mean (None: always a
-# mean)
+# operators that take a mean, with the position of their reduction argument, for which 1 is the mean (None:
+# always a mean)
 MEANS = {
     "aten.mean": None, "aten.mean.dim": None,
     "aten.mse_loss": 2, "aten.l1_loss": 2, "aten.smooth_l1_loss": 2, "aten.huber_loss": 2,

@@ -296,7 +296,7 @@ def pool(call: Call) -> tuple[str, dict[str, int]]:
 
     def of(position: int, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
         value = call.arg(position, name, default) or default
-        value = (value,) if isinstance(value, int) else value  # as in edited text
+        value = (value,) if isinstance(value, int) else value  # an int comes from edited text
         return value * spatial if len(value) == 1 else value
 
     kernel = of(1, "kernel_size", ())

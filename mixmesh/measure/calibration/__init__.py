@@ -1,6 +1,7 @@
-"""Measures one device of a kind, nothing of a user's job, and fits the cost model's constants to it.
+"""Measures one device of a kind, without a user's job, and fits the cost model's constants to it.
 
-Reading order: ``samples`` (what is measured), ``timing`` (how), ``fit`` (constants of the timings).
+Reading order: ``samples`` (the kernels measured), ``timing`` (the measurement), ``fit`` (constants from
+timings).
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ __all__ = ["Measured", "Steps", "calibrate"]
 MEASURING = 0.92  # share of the time by which measuring is over: then the constants are fitted
 HEATING = 0.08  # share of the time for which a GPU computes before it is measured, for clocks as under load
 OPTIMIZER_SHARE = 0.1
-LEAST_S = 1.0  # seconds of the first group, whatever the time
-PROCESS_S = 20.0  # at least, for a process of its own, whose memory is measured on a CPU
-HALF_ON_CPU_S = 60.0  # at least, as many CPUs take long for it
-MOST_CONTEXT_BYTES = 3 * 2**30  # more is other processes' on the card
+LEAST_S = 1.0  # least seconds for the first group
+PROCESS_S = 20.0  # least seconds for a separate process whose memory is measured on a CPU
+HALF_ON_CPU_S = 60.0  # least seconds, as many CPUs are slow at it
+MOST_CONTEXT_BYTES = 3 * 2**30  # more must belong to other processes on the card
 MEMORY, HEAT, OPTIMIZER = "memory of a process", "computing, for clocks as under load", "optimizer"
 
 
@@ -52,8 +53,8 @@ class Steps:
 
 @dataclass(frozen=True)
 class Measured:
-    """A calibration with what it rests on: the timings of kernels, (bytes of parameters, seconds) of steps of
-    the optimizer, and the device ``plain``, without a calibration."""
+    """A calibration with its measurements: the timings of kernels, (bytes of parameters, seconds) of
+    optimizer steps, and ``plain``, the device without a calibration."""
 
     calibration: Calibration
     plain: Device
@@ -64,9 +65,9 @@ class Measured:
 def calibrate(
     device: torch.device, *, seconds: float = 120.0, name: str | None = None, steps: Steps | None = None
 ) -> Measured:
-    """Measures a device for about ``seconds``, with no process group. ``name`` is that of the device, by
-    default the catalogue's or PyTorch's. Where the time does not suffice for a class of kernels its costs
-    stay those of the datasheet. Raises InputError where there was no time for any."""
+    """Measures a device for about ``seconds``, without a process group. ``name`` is the device's, by default
+    the catalogue's or PyTorch's. A class of kernels for which the time does not suffice keeps the costs of
+    the datasheet. Raises InputError if there was no time for any."""
     steps = steps or Steps()
     started = time.perf_counter()
     steady_heap()  # as in training
@@ -125,7 +126,7 @@ def measure_groups(bench: Bench, every: Sequence[Group], until: float, steps: St
 
 
 def plain_device(device: torch.device, found: FoundDevice, name: str | None) -> Device:
-    """The device without a calibration: by the catalogue, or by its own fastest product and copy."""
+    """The device without a calibration: from the catalogue, or from its own fastest product and copy."""
     if found.row is not None:
         card = catalogue_device(found.row.name)
         return replace(card, name=name or card.name)
@@ -145,7 +146,7 @@ def plain_device(device: torch.device, found: FoundDevice, name: str | None) -> 
 
 
 def check_name(name: str | None) -> None:
-    """Raises InputError for a name of the catalogue where the device is not that card."""
+    """Raises InputError for a name in the catalogue if the device is not that card."""
     if name in CATALOGUE:
         raise InputError(
             "this device is not the card of that name", expected="a name of its own", got=f"--name {name}"
@@ -153,7 +154,7 @@ def check_name(name: str | None) -> None:
 
 
 def tf32_flop_per_s(device: torch.device) -> float:
-    """The rate of products of float32 in TF32; 0 where there is none."""
+    """The rate of float32 products in TF32; 0 if the device has none."""
     if not computes_tf32(device):
         return 0.0
     size = GPU_SIZES["products"]
@@ -171,8 +172,8 @@ def heat(device: torch.device, until: float, steps: Steps) -> None:
 
 
 def measure_memory(device: torch.device, seconds: float, steps: Steps) -> dict[str, Any]:
-    """Fields of the device: bytes of a process without tensors, and those that computing adds. Empty where
-    they could not be measured."""
+    """The device's fields for memory: bytes of a process without tensors, and those added by computing. Empty
+    if they could not be measured."""
     steps.begin(MEMORY, 1)
     if is_accelerator(device):
         memory = own_card_memory(device)

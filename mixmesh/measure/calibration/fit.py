@@ -1,7 +1,7 @@
-"""Constants of a device fitted to measured kernels: for each class the share of the peak (the slope), the
-ramp (the constant) and the backward pass, and what the host takes to issue a kernel.
+"""Fits a device's constants to measured kernels: for each class the share of the peak (the slope), the ramp
+(the constant) and the backward pass, and the host's time to issue a kernel.
 
-Predictions are those of the cost model, so that a fitted constant means what the planner takes it for. Errors
+Predictions come from the cost model itself, so a fitted constant means what the planner takes it for. Errors
 are logarithms of predicted over measured seconds, so that small kernels count as much as large ones.
 """
 
@@ -35,12 +35,12 @@ from ...cost.model import ADAM_ACCESSES
 from .samples import SMALL, Row, Timing
 
 STEPS = 12
-USUAL_WEIGHT = 0.02  # weight of a logarithm's distance from where it starts, for what no sample tells
+USUAL_WEIGHT = 0.02  # weight of a logarithm's distance from its start: decides where samples do not
 LEAST_SHARE, MOST_SHARE = 1e-3, 2.0  # shares of a peak; one above 1 raises the peak (``with_peaks_above``)
 RAMP_S = (1e-8, 2e-3)
-BACKWARD = (0.1, 10.0)  # times the usual factor
+BACKWARD = (0.1, 10.0)  # bounds, relative to the usual factor
 ISSUE_S = (1e-7, 1e-3)
-CPU_RAMP_S = 1e-6  # where the fit of a CPU starts
+CPU_RAMP_S = 1e-6  # the start of a CPU's fit
 DIGITS = 4  # significant ones of a fitted constant
 OPTIMIZER = "optimizer"
 Predictions = Sequence[tuple[float, float]]  # predicted and measured seconds
@@ -48,24 +48,25 @@ RATES = {F32: "flop_per_s", TF32: "tf32_flop_per_s", HALF: "half_flop_per_s", AN
 
 
 def fit_device(plain: Device, timings: Sequence[Timing]) -> Device:
-    """The device with the constants that fit the timings best; what no timing tells stays as it is."""
+    """The device with the constants that fit the timings best; constants without timings stay unchanged."""
     device = replace(plain, sustained=1.0)  # rates under load were measured
     small = [t for t in timings if t.sample.kernels == SMALL]
     device = fit_issue(device, small)
     rows = dict.fromkeys(t.sample.row for t in timings if t.sample.kernels != SMALL)
-    # products move bytes at the rate of elementwise kernels, and TF32 counts where it is faster than float32
+    # memory-bound classes first, as products move bytes at their rate; TF32 after float32, as the faster one
+    # counts
     order = [(name, dtype) for dtype in (ANY, F32, TF32, HALF) for name in (*MEMORY_BOUND, *PRODUCTS)]
     for row in order:
         if row in rows:
             device = fit_row(device, row, [t for t in timings if t.sample.row == row])
-    if device.kind == "cpu":  # where small kernels have a ramp too, which was not known before
+    if device.kind == "cpu":  # small kernels there have a ramp too, known only now
         device = fit_issue(device, small)
     return with_peaks_above(device)
 
 
 def fit_issue(device: Device, timings: Sequence[Timing]) -> Device:
-    """The device with the host's time for a kernel, forward and backward, fitted to kernels so small that
-    they are nothing else."""
+    """The device with the host's time per kernel, forward and backward, fitted to kernels so small that
+    nothing else counts."""
     if not timings:
         return device
     issue_s = statistics.median(t.forward_s for t in timings)
@@ -97,8 +98,8 @@ def fit_row(device: Device, row: Row, timings: Sequence[Timing]) -> Device:
 
 
 def start_share(device: Device, row: Row, timings: Sequence[Timing]) -> float:
-    """The share of the peak at which the largest kernel would run in the seconds that it took: of arithmetic,
-    also where a kernel is as long as its memory traffic, as the slope of the errors is 0 above that."""
+    """The share of the peak that the largest kernel reached. This is the arithmetic peak even for kernels
+    limited by memory, because above that the errors would have slope 0."""
     largest = max(timings, key=lambda t: t.forward_s)
     call, (name, dtype) = largest.sample.call, row
     if dtype == ANY:
@@ -127,8 +128,9 @@ def fitted(
 
 
 def with_row(device: Device, row: Row, own: Efficiency) -> Device:
-    """The device with a row of its own. One of convolutions in TF32 also bounds that in plain float32, which
-    the cost model would else take for faster on cards whose TF32 is not (``cost.kernels.fastest``)."""
+    """The device with one more row. A row for convolutions in TF32 also bounds the one in plain float32,
+    which the cost model would otherwise assume to be faster on cards whose TF32 is slow
+    (``cost.kernels.fastest``)."""
     rows = {r[:2]: r[2:] for r in device.efficiency}
     rows[row] = own.share, own.ramp_s, own.backward
     name, dtype = row
@@ -140,11 +142,10 @@ def with_row(device: Device, row: Row, own: Efficiency) -> Device:
 
 
 def with_peaks_above(device: Device) -> Device:
-    """The device with peaks that no class of kernels is above, and shares of these: a card may run above its
-    datasheet's clock, and bounds of plans rest on peaks (``cost.peaks``). On a GPU convolutions with windows
-    may be faster than their multiply-adds (Winograd), and others are not: they raise no peak and are at most
-    at it.
-    """
+    """The device with peaks that no class of kernels exceeds, and shares relative to these: a card may run
+    above its datasheet's clock, and bounds of plans rest on peaks (``cost.peaks``). On a GPU some
+    convolutions with windows are faster than their multiply-adds (Winograd): they raise no peak, and their
+    share is at most 1."""
     raising = {*PRODUCTS, *MEMORY_BOUND} - ({CONVOLUTION} if device.kind == "gpu" else set())
     for dtype, field in RATES.items():
         rows = [r for r in device.efficiency if (F32 if r[0] == DEPTHWISE else r[1]) == dtype]
@@ -172,7 +173,7 @@ def at_most_1(share: float) -> float:
 
 
 def costs_of(device: Device, *, tf32: bool) -> CostModel:
-    """Costs of a machine that is this device alone."""
+    """Costs of a machine with only this device."""
     machine = Machine("calibrated", (device,), 1e9, 1e-6, 1e9)
     return CostModel(Cluster("calibrated", (machine,), 1e9, 1e-6), tf32=tf32)
 
@@ -204,7 +205,7 @@ def relative_errors(predictions: Predictions) -> list[float]:
 
 
 def fits_of(device: Device, plain: Device, timings: Sequence[Timing]) -> tuple[Fit, ...]:
-    """The errors of a fitted device by class and dtype, beside those of the ``plain`` one."""
+    """The errors of a fitted device by class and dtype, together with those of the ``plain`` one."""
     fits = []
     for row in dict.fromkeys(t.sample.row for t in timings):
         own = [t for t in timings if t.sample.row == row]
@@ -216,7 +217,7 @@ def fits_of(device: Device, plain: Device, timings: Sequence[Timing]) -> tuple[F
 
 
 def fit_row_errors(row: Row, direction: str, predictions: Predictions, before: Predictions) -> Fit:
-    """The errors of predictions of one row, beside those of the same passes ``before``."""
+    """The errors of the predictions for one row, together with those ``before`` the fit."""
     errors, usual = relative_errors(predictions), relative_errors(before)
     return Fit(
         *row,
@@ -229,8 +230,9 @@ def fit_row_errors(row: Row, direction: str, predictions: Predictions, before: P
 
 
 def fit_optimizer(device: Device, steps: Sequence[tuple[float, float]]) -> tuple[Device, tuple[Fit, ...]]:
-    """The device with the slope of measured optimizer steps, (bytes of parameters, seconds), beside a
-    constant of each, and the error of the slope alone; no faster than memory lets Adam be."""
+    """The device with the slope of measured optimizer steps, given as (bytes of parameters, seconds), and the
+    error of the slope alone. The fit also has a constant for each step, and its slope is no faster than
+    memory allows Adam to be."""
     if not steps:
         return device, ()
     sizes, seconds = np.array(steps, dtype=float).T

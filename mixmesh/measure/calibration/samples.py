@@ -1,7 +1,7 @@
-"""Kernels that a calibration measures: operators by class, dtype and size, none of them of the user's job.
+"""Kernels that a calibration measures: operators by class, dtype and size, independent of a user's job.
 
-Sizes are those of layers in use, from what hardly fills a device to what fills any. A device is measured on
-as many of them as its time allows (``timing``).
+Sizes are those of real layers, from ones that hardly use a device to ones that fill any. A device is measured
+on as many of them as its time allows (``timing``).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Row = tuple[str, str]  # class and dtype of the arithmetic
 
 @dataclass(frozen=True)
 class Shape:
-    """An operator at a size: its text, its inputs by name (those of ``ids`` are whole numbers) and result."""
+    """An operator at one size: its text, its inputs by name (``ids`` are integers) and its result."""
 
     op: str
     inputs: tuple[tuple[str, tuple[int, ...]], ...]
@@ -85,7 +85,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Timing:
-    """Measured seconds of a sample; ``backward_s`` is None where the clock could not tell them."""
+    """Measured seconds of a sample; ``backward_s`` is None if it was too short for the clock."""
 
     sample: Sample
     forward_s: float
@@ -195,9 +195,9 @@ class Group:
 
 
 def groups(device: Device, *, has_half: bool) -> tuple[Group, ...]:
-    """The groups of samples for a device: small kernels, those bound by memory, products by dtype.
-    Convolutions of float32 run in TF32 where a card has it (``cost.kernels``). Half precision is bfloat16
-    where the device computes in it."""
+    """The groups of samples for a device: small kernels, memory-bound ones, products by dtype. Convolutions
+    of float32 run in TF32 if a card has it (``cost.kernels``). Half precision is bfloat16 if the device
+    computes in it."""
     half = "bf16" if device.supports_bf16 or device.kind == "cpu" else "f16"
     small = tuple(Sample(SMALL, ANY, "f32", shape, chained=True) for shape in SMALL_SHAPES)
     bound = tuple(samples_of((ELEMENTWISE, REDUCTION, LOOKUP), ANY, "f32"))

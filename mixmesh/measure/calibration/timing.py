@@ -20,8 +20,8 @@ from ..profiler.operators import example, time_op
 from .fit import costs_of
 from .samples import SMALL, SMALL_SHAPES, Group, Row, Sample, Timing
 
-CHAIN = 32  # kernels in a row, of which one is measured
-TOLD = 3.0  # times what calling the backward pass takes: from there on the clock tells a kernel's own time
+CHAIN = 32  # kernels in a row, whose mean is taken
+TOLD = 3.0  # kernels longer than the call of the backward pass times this are timed by the clock
 RUNS = 5  # runs of a sample in each direction, with the first one
 FLOOR_S = 0.02  # seconds of measuring a sample, however short its kernel
 COPIES = 5  # copies of inputs and outputs that a sample takes
@@ -29,12 +29,12 @@ MEMORY_SHARE = 0.4  # the share of the device's memory that a sample may take
 CPU_MOST_BYTES = 2**26  # bytes of a sample on a CPU: larger tensors are new pages each time, written first
 OPTIMIZER_BYTES = (2**20, 2**23, 2**25, 2**27, 2**29)
 PARAMETERS = 8  # tensors that an optimizer's step is over
-OPTIMIZER_COPIES = 6  # parameter, gradient, two moments and what is made on the way
+OPTIMIZER_COPIES = 6  # parameter, gradient, two moments and temporaries
 
 
 @contextmanager
 def tf32_set(is_on: bool) -> Iterator[None]:
-    """Has products and convolutions of float32 run in TF32 or not, where the device has it."""
+    """A context in which float32 products and convolutions run in TF32 or not, if the device has it."""
     products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
     before = products.allow_tf32, convolutions.allow_tf32
     try:
@@ -46,8 +46,8 @@ def tf32_set(is_on: bool) -> Iterator[None]:
 
 @dataclass
 class Bench:
-    """A device and its meter. ``plain`` has its figures without a calibration, by which it is told what there
-    is time for; ``call_s`` is what one call of the backward pass takes beside its kernels."""
+    """A device and its meter. ``plain`` has its figures without a calibration, which predict how many samples
+    there is time for; ``call_s`` is the cost of one call of the backward pass without its kernels."""
 
     device: torch.device
     plain: Device
@@ -57,7 +57,7 @@ class Bench:
 
     @classmethod
     def of(cls, device: torch.device, plain: Device) -> Bench:
-        # one thread's CPU time tells the same on a busy machine as on one with nothing else to do
+        # the CPU time of a single thread is the same on a busy machine as on an idle one
         is_one_thread = device.type == "cpu" and torch.get_num_threads() == 1
         bench = cls(device, plain, Meter(device, emulated=is_one_thread))
         smallest = Sample(SMALL, "any", "f32", SMALL_SHAPES[0])
@@ -84,7 +84,7 @@ class Bench:
         return COPIES * sample.size_bytes <= MEMORY_SHARE * self.plain.memory_bytes
 
     def measure(self, sample: Sample) -> Timing | None:
-        """The timing of a sample; None where the device cannot run it."""
+        """The timing of a sample; None if the device cannot run it."""
         predicted_s = self.plain_s(sample)
         started = time.perf_counter()
         try:
@@ -103,7 +103,7 @@ class Bench:
         forward_s, backward_s = time_op(sample.program, self.meter, self.device)
         if backward_s < TOLD * self.call_s:
             return Timing(sample, forward_s, None)
-        if not is_accelerator(self.device):  # which computes nothing while the pass is called
+        if not is_accelerator(self.device):  # a CPU computes during the call
             backward_s -= self.call_s
         return Timing(sample, forward_s, backward_s)
 
@@ -119,7 +119,7 @@ class Bench:
             y = x
             for own in weights:
                 result = run(y, *own)[0]
-                assert result is not None  # one rank has all of it
+                assert result is not None  # a single rank has the whole result
                 y = result
             return y
 
@@ -134,9 +134,10 @@ class Bench:
 def measure_group(
     bench: Bench, group: Group, until: float, progress: Callable[[int, Sample], object]
 ) -> list[Timing]:
-    """Timings of a group's samples until that time of ``time.perf_counter``: of every row in turn, the
-    smallest first, which tells the row's pace, then the largest that there is time for, then those between.
-    ``progress`` is told how many were measured, and which one is next."""
+    """Timings of a group's samples until ``until``, a time of ``time.perf_counter``. Rows take turns: each
+    starts with its smallest sample, which gives the row's pace, then takes the largest for which there is
+    time, then those in between. ``progress`` is called with the number of samples measured and the next
+    one."""
     timings: list[Timing] = []
     rows = group.rows
     left = {row: [s for s in samples if bench.has_room(s)] for row, samples in rows.items()}
@@ -158,7 +159,7 @@ def measure_group(
 
 
 def choose(bench: Bench, samples: Sequence[Sample], share_s: float, *, is_first: bool) -> Sample | None:
-    """The next sample of a row: one that can be measured in ``share_s``. None where there is none."""
+    """The next sample of a row that can be measured in ``share_s``; None if there is none."""
     possible = [s for s in samples if bench.needed_s(s) <= share_s]
     if not possible:
         return None

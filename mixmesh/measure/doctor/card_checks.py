@@ -1,5 +1,5 @@
-"""The checks of what cards say of themselves: clocks, limits of power, and which of them reach each other.
-None of it is there without a GPU, and it is said so."""
+"""The checks of what cards report: clocks, power limits, and which cards reach each other. Without a GPU each
+of them reports its absence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .cards import Card, card_of
 from .ground import Ground, Note
 
 ABSENT = "not there"
-FULL_POWER = 0.95  # share of the limit of power as it was made: below it a card is slower than its datasheet
+FULL_POWER = 0.95  # share of the default power limit below which a card is slower than its datasheet
 NO_GPU = "not there: no rank has a GPU"
 COPIED = 2**20  # numbers, enough for a copy of several packets
 
@@ -46,7 +46,7 @@ def clocks_and_power(ground: Ground) -> str | Note:
 
 
 def is_lowered(card: Card) -> bool:
-    """Whether a card may take less power than it was made for."""
+    """Whether a card's power limit is below its default."""
     if card.power_limit_w is None or card.default_power_w is None:
         return False
     return card.power_limit_w < FULL_POWER * card.default_power_w
@@ -61,7 +61,7 @@ def clock_text(card: Card | None) -> str:
 
 
 def power_text(card: Card | None) -> str:
-    """A card's limit of power, beside that as it was made."""
+    """A card's power limit, with its default."""
     if card is None or card.power_limit_w is None:
         return ABSENT
     default_text = "" if card.default_power_w is None else f" of {card.default_power_w:.0f}"
@@ -69,8 +69,8 @@ def power_text(card: Card | None) -> str:
 
 
 def peer_to_peer(ground: Ground) -> str | Note:
-    """Which cards of a machine reach each other's memory; a copy from each rank's card to the next one that
-    its process sees is right, also where it goes through the host."""
+    """Reports which cards of a machine reach each other's memory, and checks that a copy from each rank's
+    card to the next card visible to its process is right, even if it goes through the host."""
 
     def make() -> list[int] | None:
         if not is_accelerator(ground.device):
@@ -113,7 +113,7 @@ def reach_text(peers: list[int] | None) -> str:
 
 
 def is_copied(source: torch.device, target: torch.device) -> bool:
-    """Whether numbers arrive as they were sent."""
+    """Whether numbers arrive unchanged."""
     sent = torch.arange(COPIED, device=source, dtype=torch.int32)
     there = sent.to(target)
     synchronize(source)

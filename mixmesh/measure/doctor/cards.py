@@ -12,14 +12,14 @@ import torch
 from ...runtime.accelerator import card_facts
 
 SMI = "nvidia-smi"
-SMI_S = 20.0  # it answers in a second; one that hangs tells of a driver that does
+SMI_S = 20.0  # nvidia-smi answers in a second; if it hangs, so does the driver
 FIELDS = ("uuid", "driver_version", "clocks.sm", "clocks.max.sm", "power.limit", "power.default_limit")
 
 
 @dataclass(frozen=True)
 class Card:
-    """A card's driver, its clock now and at most in MHz, and its limit of power now and as it was made in W;
-    None where the card does not tell."""
+    """A card's driver, its current and maximum clock in MHz, and its current and default power limit in W;
+    None for figures that the card does not report."""
 
     uuid: str
     driver: str
@@ -31,7 +31,7 @@ class Card:
 
 @cache
 def read_cards() -> tuple[Card, ...]:
-    """The cards of this machine as ``nvidia-smi`` lists them; none where there is no such command, or it
+    """The cards of this machine as listed by ``nvidia-smi``; none if there is no such command, or it
     fails."""
     command = shutil.which(SMI)
     if command is None:
@@ -62,12 +62,12 @@ def number(cell: str) -> float | None:
 
 
 def card_of(device: torch.device) -> Card | None:
-    """The card that ``device`` is, by its uuid; None where it is not told of, as a part of a card is not."""
+    """The entry of ``device``, by its uuid; None if there is none, as for a part of a card."""
     uuid = card_facts(device).uuid
     return next((card for card in read_cards() if uuid and card.uuid.removeprefix("GPU-") == uuid), None)
 
 
 def driver_version() -> str | None:
-    """The version of the driver of this machine's cards; None where nothing tells it."""
+    """The driver version of this machine's cards; None if unknown."""
     cards = read_cards()
     return cards[0].driver if cards else None

@@ -1,5 +1,5 @@
-"""The checks, one function each: what was found, in a line. All ranks call them together, judge by what all
-told, and so raise the same error where something is wrong."""
+"""The checks, one function each, returning the findings in a line. All ranks call them together and judge by
+all ranks' findings, so they all raise the same error."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def rendezvous(ground: Ground) -> str:
     """All ranks of the launch are there."""
 
     def make() -> list[str | int]:
-        place = process_place().split(" ")[0]  # another one where a machine was started anew: its boot
+        place = process_place().split(" ")[0]  # changes when a machine restarts, as it names the boot
         return [socket.gethostname(), os.environ.get("GROUP_RANK", ""), place, process_place(), os.getpid()]
 
     told = ground.meeting.gather("the rendezvous", make)
@@ -92,7 +92,7 @@ def devices(ground: Ground) -> str:
 
 
 def reachability(ground: Ground) -> str:
-    """The first process of each machine is reached by those of the other machines, both ways."""
+    """Checks that the first processes of all machines can reach each other, in both directions."""
     firsts = [ranks[0] for ranks in ground.machines]
     pairs = [(firsts[a], firsts[b]) for a, b in machine_pairs(len(firsts))]
     if not pairs:
@@ -144,7 +144,7 @@ def collectives(ground: Ground) -> str:
 
     def make() -> list[float]:
         ground.take_device()
-        # a connection of its own: while the group waits for a key, no other thread can ask on the same one
+        # a separate connection: while the group waits for a key on one, no other thread can use that to ask
         # whether a rank has failed
         store = own_connection(meeting.store)
         dist.init_process_group(
@@ -221,7 +221,7 @@ def shared_memory(ground: Ground) -> str:
 
 
 def cache(ground: Ground) -> str:
-    """The first rank can keep what a start finds out."""
+    """Checks that the first rank can write to the cache."""
 
     def make() -> int:
         if ground.meeting.rank:

@@ -1,4 +1,4 @@
-"""The checks of the files that a training is given: the cluster file and the plan, against what was found."""
+"""The checks of a training's files, the cluster file and the plan, against the devices found."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Misfit:
 
 
 def cluster_file(ground: Ground) -> str:
-    """The devices that were found are those of the cluster file: as many, of the names and the memory."""
+    """Checks that the devices are those of the cluster file, in number, names and memory."""
     path = ground.asked.cluster_file
     assert path is not None  # else this check is left out
     text, _ = read_alike(ground, "cluster file", path, told_of_cluster)
     cluster = Cluster.parse(text, str(path))
     check_world(ground, cluster.world_size, path)
-    ground.cluster = cluster  # links are held against it also where a device is another one
+    ground.cluster = cluster  # links are compared with it even if a device differs
     planned = planned_devices(cluster)
     check_fits(misfits(planned, ground.inventory), path, _mend_cluster(planned, ground.inventory))
     check_order(ground, planned)
@@ -81,7 +81,7 @@ def plan_of_job(ground: Ground) -> str:
     return "the plan is for this model and batch"
 
 
-Told = tuple[str, str]  # the text of a file, and what two files that mean the same have alike
+Told = tuple[str, str]  # (text of a file, its meaning: equal for two files that mean the same)
 
 
 def told_of_cluster(path: Path) -> Told:
@@ -91,7 +91,8 @@ def told_of_cluster(path: Path) -> Told:
 
 
 def told_of_plan(path: Path) -> Told:
-    """A plan file, and a digest of what the start of a training compares: not how long its planning took."""
+    """A plan file, and a digest of the parts that the start of a training compares, without the seconds of
+    its planning."""
     plan = Plan.load(path)
     compared = plan.micro_batches, plan.devices, plan.predicted_peak_memory_bytes
     fingerprint = digest(print_program(plan.program) + repr(compared))
@@ -195,7 +196,7 @@ def check_order(ground: Ground, planned: Sequence[PlannedDevice] | None) -> None
 
 
 def _mend_cluster(planned: Sequence[PlannedDevice], inventory: Inventory) -> tuple[str, ...]:
-    """The lines that would make the file say what is there."""
+    """The lines with which the file would match the devices."""
     machines = [name for name, _ in groupby(planned, key=lambda device: device.machine)]
     lines = []
     for rank in [misfit.rank for misfit in misfits(planned, inventory)]:

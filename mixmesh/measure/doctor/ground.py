@@ -1,4 +1,4 @@
-"""The findings that checks share, and what they say alike."""
+"""The findings that checks share, and the texts that they have in common."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LATER_S = 30.0
 
 @dataclass(frozen=True)
 class Asked:
-    """The files that the ranks are held against. ``is_quick`` leaves out what exchanges much, or trains."""
+    """The files to check the ranks against. ``is_quick`` leaves out checks that exchange much, or train."""
 
     job_name: str | None = None
     cluster_file: Path | None = None
@@ -29,7 +29,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Note:
-    """A finding that is worth to be known, and no fault: what to do about it, and the ranks that have it."""
+    """A finding worth knowing that is no fault, with what to do about it and its ranks."""
 
     found: str
     hint: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ class Ground:
         return 2 * self.timeout_s + LATER_S
 
     def take_device(self) -> None:
-        """Makes this rank's device that of the calling thread."""
+        """Makes this rank's device the current one of the calling thread."""
         take(self.device)
 
     @property

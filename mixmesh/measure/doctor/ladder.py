@@ -1,5 +1,5 @@
-"""The equivalence ladder on the devices at hand: a small model, planned by every planner for devices that are
-made up as unequal, and trained for a step. Loss and gradients are those of one device."""
+"""The equivalence ladder on the available devices: a small model is planned by every planner, for invented
+unequal devices, and trained for a step. Its loss and gradients must equal those of one device."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from .meeting import Meeting
 
 SAMPLES_PER_RANK, LENGTH, WORDS, WIDTH = 6, 4, 24, 16
 ENOUGH_DEVICES = 3  # for every kind of plan
-SEARCH_S = 0.3  # for planners without an end of their own
-# so slow beside its links that it pays to cut even a small model
+SEARCH_S = 0.3  # for open-ended planners
+# devices so slow relative to their links that it pays to cut even a small model
 SLOW_FLOP_PER_S, FAST_LINK_BYTES_PER_S, MEMORY_BYTES = 1e6, 1e12, 2**30
 
 
@@ -58,8 +58,8 @@ class Small(nn.Module):
 
 @dataclass(frozen=True)
 class Step:
-    """The model before any step, the batch, and the outcome of a step on this rank's device alone. The first
-    rank, which plans, has the traced model."""
+    """The model before any step, the batch, and the outcome of a step on this rank's device alone. Only the
+    first rank, which plans, has the traced model."""
 
     state: dict[str, Tensor]
     batch: dict[str, Tensor]
@@ -68,7 +68,7 @@ class Step:
 
 
 def ladder(ground: Ground) -> str:
-    """Every planner's plan trains as one device does. Each has a limit of its own."""
+    """Checks that every planner's plan trains as one device does, each within its own time limit."""
     planners = [name for name in NAMES if name not in LEARNED or has_torch_geometric()]
     steps: list[Step] = []
 
@@ -130,13 +130,13 @@ def made_up(machines: Sequence[Sequence[int]]) -> Cluster:
 
 
 def slow_device(rank: int) -> Device:
-    """A device that is so slow that the time of everything else is nothing beside it."""
+    """A device so slow that all other times are negligible."""
     rate = SLOW_FLOP_PER_S / (1 + rank / 2)
     return Device(f"device {rank}", rate, MEMORY_BYTES, rate, kind="cpu")
 
 
 def plan_of_first(meeting: Meeting, traced: Traced | None, cluster: Cluster, planner: str) -> Plan | None:
-    """The plan that the first rank makes; None where there are too few devices for such plans."""
+    """The plan that the first rank makes; None if there are too few devices for this planner."""
 
     def make() -> str:
         if meeting.rank:
@@ -154,7 +154,8 @@ def plan_of_first(meeting: Meeting, traced: Traced | None, cluster: Cluster, pla
 
 
 def errors_of(step: Step, plan: Plan, ground: Ground) -> tuple[float, str]:
-    """The largest relative error of loss and gradients of a step by ``plan``, and where it is. Collective."""
+    """The largest relative error of loss and gradients in a step under ``plan``, and its place.
+    Collective."""
     model = Small().double()
     model.load_state_dict(step.state)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)  # moves each parameter by its gradient
@@ -180,7 +181,7 @@ def errors_of(step: Step, plan: Plan, ground: Ground) -> tuple[float, str]:
 
 
 def check_equal(planner: str, told: list) -> None:
-    """Raises VerificationError if a rank's step is another one than one device's."""
+    """Raises VerificationError if a rank's step differs from one device's."""
     wrong = {rank: error for rank, error in enumerate(told) if not error[0] <= TOLERANCE_F64}
     if wrong:
         rank = min(wrong)

@@ -16,8 +16,8 @@ from ...errors import InputError
 from .checks import own_host
 from .ground import Ground, count
 
-# A file may be off by so much, either way. Rates of the same link differ by a fifth from run to run, and gloo
-# reaches 0.7 to 0.85 of a wire's rate.
+# Tolerated ratio between a file's rate and the measured one, in either direction. Rates of one link differ by
+# a fifth from run to run, and gloo reaches 0.7 to 0.85 of a wire's rate.
 LEAST_SHARE = 0.6
 TRIES = 3  # measurements of a link that seems too slow: another process may have used it
 
@@ -73,7 +73,7 @@ def ranks_by_machine(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
 
 
 def flat(found: Links) -> list[tuple[tuple[int, ...], Link]]:
-    """All links, by one machine or two."""
+    """All links, each with its one machine or two."""
     return [*(((index,), link) for index, link in found.inside.items()), *found.between.items()]
 
 
@@ -93,8 +93,8 @@ def faster(one: Links, other: Links) -> Links:
 
 
 def wrong_rates(cluster: Cluster, found: Links) -> list[WrongRate]:
-    """The rates of the file that are off. A machine's card is judged by its best partner, beside the least
-    that the file says of the path."""
+    """The rates of the file that are wrong. A machine's network card is judged by its fastest partner,
+    against the smallest rate in the file along the path."""
     wrong = []
     for index, link in found.inside.items():
         expected = cluster.bandwidth_between(*cluster.ranks_of(index)[:2])
@@ -108,13 +108,13 @@ def wrong_rates(cluster: Cluster, found: Links) -> list[WrongRate]:
         own = min(cluster.machines[index].nic_bytes_per_s, cluster.bandwidth_bytes_per_s)
         if bytes_per_s < LEAST_SHARE * expected:
             wrong.append(WrongRate(index, "nic_gbit_per_s", expected, bytes_per_s))
-        elif bytes_per_s > own / LEAST_SHARE:  # and not for a partner's figure, which is told as that one's
+        elif bytes_per_s > own / LEAST_SHARE:  # else the figure is the partner's, and is reported there
             wrong.append(WrongRate(index, "nic_gbit_per_s", own, bytes_per_s))
     return wrong
 
 
 def is_off(measured: float, expected: float) -> bool:
-    """Whether a rate is another one than was expected."""
+    """Whether a rate differs too much from the expected one."""
     return not LEAST_SHARE * expected <= measured <= expected / LEAST_SHARE
 
 
@@ -141,7 +141,7 @@ def refusal(ground: Ground, cluster: Cluster, wrong: Sequence[WrongRate]) -> Inp
 
 
 def _network_line(cluster: Cluster, wrong: Sequence[WrongRate]) -> list[str]:
-    """The line of the network, where it is slower in the file than a machine's card was measured."""
+    """The line for the network, if the file has it slower than a machine's measured card."""
     fastest = max((w.measured for w in wrong if w.key == "nic_gbit_per_s"), default=0.0)
     if fastest <= cluster.bandwidth_bytes_per_s:
         return []
@@ -153,7 +153,7 @@ def _rate(cluster: Cluster, wrong: WrongRate, bytes_per_s: float) -> str:
 
 
 def rate_column(machines: Sequence[Sequence[int]], found: Links) -> list[str]:
-    """For each rank what its machine reaches with its best partner; inside the machine where it has none."""
+    """For each rank, the rate of its machine to its fastest partner, or inside the machine if it has none."""
     rates = nic_rates(found, len(machines))
     inside = {index: link.bytes_per_s for index, link in found.inside.items()}
     by_machine = [rates.get(index, inside.get(index)) for index in range(len(machines))]

@@ -1,5 +1,5 @@
-"""Ranks that tell each other what they found, through the store of the launch and without any collective: a
-rank that fails is heard of like one that succeeds. Nothing here lasts for longer than its limit."""
+"""Lets ranks exchange findings through the store of the launch, without collectives: a rank that fails is
+heard just like one that succeeds. Nothing here lasts longer than its time limit."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ...runtime.comm import RANK_VARIABLES
 from ...runtime.processes import is_gone, is_stopped, process_place
 
 POLL_S = 0.02
-LAST_WORDS_S = 5.0  # that the first rank's output is waited for at the end, and the others' last reads
+LAST_WORDS_S = 5.0  # wait at the end for the first rank's output and the others' last reads
 PREFIX = "mixmesh/measure/doctor"
 
 
 class Meeting:
-    """The ranks of one launch. ``is_over`` says that a rank is missing, so that nothing more can be asked;
-    ``is_abandoned`` that a thread of this process still waits in a collective. ``processes`` are those of all
-    ranks, each with its place and id, once they are known: one that ends is named at once."""
+    """The ranks of one launch. ``is_over``: a rank is missing, so nothing more can be checked.
+    ``is_abandoned``: a thread of this process still waits in a collective. ``processes`` gives the place and
+    id of every rank's process, once known, so that one that ends is named at once."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
         self.store, self.rank, self.world_size, self.timeout_s = store, rank, world_size, timeout_s
@@ -55,7 +55,7 @@ class Meeting:
         return cls(open_store(rank, timeout_s), rank, world_size, timeout_s)
 
     def gather(self, what: str, make: Callable[[], Any]) -> list[Any]:
-        """The values of JSON that ``make`` returns on the ranks, by rank. Raises an error, on all ranks, that
+        """The JSON values that ``make`` returns on the ranks, by rank. Raises an error, on all ranks, that
         names the first rank on which ``make`` failed or took too long; CollectiveError if a rank does not
         come."""
         return self._exchange(what, self._run(what, make, lambda: False))
@@ -70,8 +70,8 @@ class Meeting:
         return self._exchange(what, outcome_of(limited))
 
     def gather_together(self, what: str, make: Callable[[], Any]) -> list[Any]:
-        """As ``gather``, of a ``make`` in which ranks wait for each other: where one of them fails the others
-        stop waiting."""
+        """Like ``gather``, for a ``make`` in which ranks wait for each other: if one of them fails, the
+        others stop waiting."""
         failed = f"{PREFIX}/failed/{self._number}"
         outcome = self._run(what, make, lambda: self.store.check([failed]))
         if "error" in outcome:
@@ -79,14 +79,14 @@ class Meeting:
         return self._exchange(what, outcome)
 
     def end(self) -> None:
-        """Has every wait of this rank end soon: its launcher ends all ranks, as one of them has failed. May
-        be called by a signal."""
+        """Ends every wait of this rank soon, because its launcher is ending all ranks after one has failed.
+        May be called by a signal handler."""
         self._ends_at = time.monotonic() + LAST_WORDS_S / 2
         if signal.getitimer(signal.ITIMER_REAL)[0] > LAST_WORDS_S / 2:  # in code of the user
             signal.setitimer(signal.ITIMER_REAL, LAST_WORDS_S / 2)
 
     def _run(self, what: str, make: Callable[[], Any], is_vain: Callable[[], bool]) -> dict[str, str]:
-        """The outcome of ``make`` in a thread of its own; empty where it is in vain to wait for it."""
+        """The outcome of ``make``, run in a separate thread; empty if waiting for it is in vain."""
         outcomes: list[dict[str, str]] = []
         thread = threading.Thread(target=lambda: outcomes.append(outcome_of(make)), daemon=True)
         thread.start()
@@ -107,7 +107,7 @@ class Meeting:
     def _exchange(self, what: str, outcome: dict[str, str]) -> list[Any]:
         self._number += 1
         key = f"{PREFIX}/{self._number}"
-        # a rank that was late has used up its time: the others are there, but for those that do not come
+        # a late rank has used up its time: the others have come by now, if they come at all
         limit_s = LAST_WORDS_S if "late" in outcome else self.timeout_s + LAST_WORDS_S
         check = lambda: self._check_alive(what)  # noqa: E731
         try:
@@ -145,8 +145,8 @@ class Meeting:
             )
 
     def close(self) -> None:
-        """Has all ranks leave when the first one has said what was found: a launcher ends the others as soon
-        as one fails, and the first rank's process may hold the store."""
+        """Keeps all ranks until the first one has reported: a launcher ends the others as soon as one fails,
+        and the first rank's process may hold the store."""
         with suppress(RuntimeError):
             self.store.set(f"{PREFIX}/left/{self.rank}", "yes")
             awaited = [0] if self.rank or self.is_over else list(range(self.world_size))
@@ -202,7 +202,8 @@ def raise_late(what: str, limit_s: float) -> None:
 
 @contextmanager
 def alarm(what: str, limit_s: float) -> Iterator[None]:
-    """Raises Late in the main thread after ``limit_s``; in another one, to which no signal comes, never."""
+    """A context that raises Late in the main thread after ``limit_s``; in other threads, which get no
+    signals, never."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -238,5 +239,5 @@ def error_of(rank: int, fields: dict[str, Any], late: tuple[int, ...] = ()) -> I
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, cut to what can be read."""
+    """The first line of an error's text, cut to a readable length."""
     return (str(error).strip().splitlines() or [""])[0][:300]

@@ -1,5 +1,5 @@
-"""Connections between machines, each way: the first process of a machine calls those of the others at the
-address that they will be called at in training."""
+"""Tests connections between machines in both directions: the first process of each machine calls those of the
+others at the address used in training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ TOKEN_BYTES = 8
 
 @dataclass(frozen=True)
 class Address:
-    """The place at which a process answers. ``token`` tells it from another that answers there."""
+    """The address at which a process answers. ``token`` distinguishes it from another process that answers
+    there."""
 
     host: str
     port: int
@@ -49,17 +50,17 @@ class Listener:
                     connection.sendall(self._token)
 
     def close(self) -> None:
-        """Ends the thread, too, which closing alone would leave in accept()."""
+        """Closes the socket and ends the thread, which closing alone would leave in accept()."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 
 def own_host(backend: str) -> str:
-    """The address at which ``backend`` lets others call this process. gloo takes that of
-    ``GLOO_SOCKET_IFNAME``, else what the host's name resolves to, else the loopback (createDefaultDevice of
-    PyTorch's ProcessGroupGloo); of NCCL, which picks an interface by itself, it is the one that leads to the
-    store. Raises InputError for an interface that is not there."""
+    """The address at which ``backend`` is called in this process. gloo takes the interface of
+    ``GLOO_SOCKET_IFNAME``, else the address of the host's name, else the loopback (createDefaultDevice of
+    PyTorch's ProcessGroupGloo). NCCL picks an interface by itself; the one that leads to the store is taken.
+    Raises InputError for an interface that does not exist."""
     if backend != HOST_BACKEND:
         return host_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
@@ -101,7 +102,7 @@ def host_towards(other: str) -> str:
 
 
 def call(address: Address, timeout_s: float = CONNECT_S) -> tuple[float, str]:
-    """The seconds until ``address`` has answered, and what went wrong: nothing where it was reached."""
+    """(seconds until ``address`` answered, error); the error is empty if it was reached."""
     started = time.perf_counter()
     try:
         with socket.create_connection((address.host, address.port), timeout_s) as connection:

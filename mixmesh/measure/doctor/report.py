@@ -1,4 +1,4 @@
-"""All checks in their order, each with what it found and how long it took, and the table of ranks."""
+"""Runs all checks in order, each with its findings and seconds, and makes the table of ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .ground import Asked, Ground, Note
 
 Status = Literal["ok", "note", "wrong", "not tried"]
 
-# name, the names of those without which it says nothing, and what is called
+# name, names of the checks that must pass first, and the function
 Row = tuple[str, tuple[str, ...], Callable[[Ground], str | Note]]
 ALWAYS: tuple[Row, ...] = (
     ("rendezvous", (), checks.rendezvous),
@@ -46,8 +46,8 @@ OF_PLAN_AND_JOB: tuple[Row, ...] = (("plan of the job", ("plan", "model"), file_
 
 @dataclass(frozen=True)
 class Check:
-    """One check: what was found, or why it is wrong, with what to do about it. ``ranks`` are those at fault,
-    where they are known."""
+    """One check: its findings, or its error with what to do about it. ``ranks`` are those at fault, if
+    known."""
 
     name: str
     status: Status
@@ -62,8 +62,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """All checks in their order, the devices of all ranks where they were found, and the figures of all ranks
-    by name."""
+    """All checks in order, the devices of all ranks if known, and the figures of all ranks by name."""
 
     checks: tuple[Check, ...]
     devices: tuple[FoundDevice, ...]
@@ -72,7 +71,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether all checks have passed."""
         return all(check.status in ("ok", "note") for check in self.checks)
 
     @property
@@ -81,15 +80,15 @@ class Report:
         return sum(check.time_s for check in self.checks[1:])
 
     def verdict(self, rank: int) -> str:
-        """``ok``, or the names of the checks that are wrong because of ``rank``; one without a rank at fault
+        """``ok``, or the names of the checks that failed because of ``rank``; a check without a rank at fault
         is about all of them."""
         names = [c.name for c in self.checks if c.status == "wrong" and (not c.ranks or rank in c.ranks)]
         return ", ".join(names) or "ok"
 
 
 def examine(ground: Ground) -> Report:
-    """The report of all ranks, the same on each but for the times. Collective. Nothing is raised for what is
-    wrong; a rank that does not come in time ends what can be tried."""
+    """Makes the report of all ranks, the same on each except for the times. Collective. Failed checks raise
+    nothing; after a rank that does not come in time nothing more is tried."""
     checks_so_far: list[Check] = []
     for name, needs, function in rows_of(ground.asked):
         lacking = [
@@ -123,8 +122,7 @@ def rows_of(asked: Asked) -> tuple[Row, ...]:
 
 
 def tried(name: str, function: Callable[[], str | Note]) -> Check:
-    """The check that ``function`` makes: ``ok`` or ``note`` with what it returns, ``wrong`` with what it
-    raises."""
+    """Runs ``function`` as a check: ``ok`` or ``note`` with its return value, ``wrong`` with its error."""
     started = time.perf_counter()
     try:
         outcome = function()

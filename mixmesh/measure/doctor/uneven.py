@@ -1,5 +1,5 @@
-"""The check that collectives of uneven pieces are right on these devices: every algorithm that training may
-take, on tensors of the device, some pieces empty."""
+"""Checks that collectives of uneven pieces are right on these devices: every algorithm that training may use,
+on tensors of the device, with some pieces empty."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .ground import Ground, count
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 COLUMNS = 5
 WIDE = 2**16  # columns of the pieces that gloo exchanges by sends of each two
-Case = tuple[str, Callable[[], Tensor], Tensor]  # its name, what is done, and what is to come of it
+Case = tuple[str, Callable[[], Tensor], Tensor]  # (name, collective, expected result)
 
 
 def uneven(ground: Ground) -> str:
@@ -72,7 +72,7 @@ def sizes_of(world_size: int) -> tuple[list[int], ...]:
 
 
 def numbers(comm: Comm, rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Small whole numbers, alike on all ranks, whose sums are exact in every dtype."""
+    """Small integers, the same on all ranks, whose sums are exact in every dtype."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-8, 9, (rows, columns), generator=generator).to(comm.device, dtype)
 

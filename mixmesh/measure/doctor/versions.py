@@ -13,12 +13,12 @@ from .cards import driver_version
 from .ground import Ground
 
 ABSENT = "not there"
-# without a GPU there is nothing to compare, beside the CUDA that PyTorch was built for
+# without a GPU only the CUDA version that PyTorch was built for is compared
 ONLY_WITH_GPU = ("driver", "NCCL")
 
 
 def version_facts(device: torch.device) -> dict[str, str]:
-    """The versions of what this process computes and communicates with, by name."""
+    """The versions of the software with which this process computes and communicates, by name."""
     has_gpu = is_accelerator(device)
     return {
         "torch": str(torch.__version__),
@@ -47,7 +47,7 @@ def _differ(name: str, values: list[str]) -> bool:
 
 
 def _refusal(ground: Ground, differing: list[str]) -> PlanError:
-    """The error about the first version that differs; the table of ranks shows all of them."""
+    """The error for the first version that differs; the table of ranks shows all of them."""
     name = differing[0]
     values = ground.columns[name]
     absent = {rank for rank, value in enumerate(values) if value == ABSENT and name in ONLY_WITH_GPU}

@@ -1,9 +1,9 @@
 """Measures a job's operators on this rank's device, and the collectives between all ranks.
 
 Every distinct operator of the job's graph runs forward and backward on shards of a few sizes around the
-share that the device is likely to get. A device under a CPU quota runs short bursts at full speed and
-then stands still, so single operators are timed by the CPU time of their thread; what a whole step takes
-in real time, measured after them at two batch sizes, turns those into seconds (``step_scale``).
+device's likely share. A device under a CPU quota runs short bursts at full speed and then stands still, so
+single operators are timed by the CPU time of their thread. The real time of a whole step, measured after them
+at two batch sizes, turns these into seconds (``step_scale``).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .overlap import measure_overlap
 from .rest import measure_rest
 from .steps import measure_steps
 
-LINKS_SHARE = 0.27  # share of the budget, beside some seconds for links and computing together
+LINKS_SHARE = 0.27  # share of the budget for links; computing beside transfers has seconds of its own
 
 
 def profile(
@@ -55,15 +55,15 @@ def profile(
     progress: Callable[[str], None] = lambda _: None,
     kept_process: KeptProcess | None = None,
 ) -> Profile:
-    """The profile of ``job`` on the cluster that this process is a rank of. Collective.
+    """The profile of ``job`` on the cluster of which this process is a rank. Collective.
 
-    Every rank measures its own device at the same time, as in training; of equal devices the median
-    counts. The budget is by the clock on the wall (``limit``): what it did not reach is estimated, and
-    operators that it did not reach are named in the provenance. ``kept_process`` knows what an earlier
-    profile measured of a process without tensors. With ``program``, the job's
-    data parallelism with even shares, each device's largest micro-batches are confirmed first, beside the
-    budget; ``torch.distributed`` must not be initialised then. For a job that ``compiles`` whole steps are
-    those of the compiled model, beside the budget too; raises InputError where there is no compiler.
+    Every rank measures its own device at the same time, as in training; of equal devices the median counts.
+    The budget is wall-clock time (``limit``): what was not reached in time is estimated, and the operators
+    among it are named in the provenance. ``kept_process`` knows what an earlier profile measured of a process
+    without tensors. If ``program`` is given, the job's data parallelism with even shares, each device's
+    largest micro-batches are confirmed first, outside the budget; ``torch.distributed`` must not be
+    initialised then. For a job that ``compiles``, whole steps are those of the compiled model, also outside
+    the budget; raises InputError if there is no compiler.
     """
     steady_heap()  # as in training
     largest = confirmed(job, cluster, program, device, progress) if program else None
@@ -89,10 +89,10 @@ def profile(
     share = likely_share(cluster, comm.rank)
     if largest is not None:
         size = batch_size(job.batch)
-        assert size is not None  # micro-batches were cut out of it
+        assert size is not None  # micro-batches were cut from it
         share = min(share, max(largest.samples[0], 1) / size)
     progress("operators")
-    # links that are slower than they were thought to be must not cost the operators all of their time
+    # slower links than expected must not cost the operators all of their time
     deadline = time.perf_counter() + max(limit.left_s(OPERATORS), budget_s * OPERATORS_LEAST)
     shares = shares_to_measure(share, comm.world_size)
     declared = cluster.devices[comm.rank]
@@ -148,9 +148,8 @@ def profile_links(
     on_start: Callable[[], object] = lambda: None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Profile:
-    """The profile of a job on the cluster that this process is a rank of, where those of its ``devices`` are
-    known: the collectives alone are measured, for as long as of a whole profile in ``budget_s``. Collective.
-    """
+    """The profile of a job on the cluster of which this process is a rank, if its ``devices`` are already
+    known: only the collectives are measured, for their part of ``budget_s``. Collective."""
     comm = Comm.of_sets(cluster.world_size, link_sets(cluster))
     on_start()
     meet()
@@ -229,8 +228,8 @@ def constant_memory(
 
 
 def merge(profiles: list[DeviceProfile]) -> DeviceProfile:
-    """Equal devices: the one in the middle by the time of a whole step; of two the slower, for which the
-    other waits."""
+    """Merges the profiles of equal devices into the middle one by the time of a whole step; of two, the
+    slower, for which the other waits."""
     return sorted(profiles, key=lambda p: p.step_scale)[len(profiles) // 2]
 
 

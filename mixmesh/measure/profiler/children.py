@@ -1,4 +1,5 @@
-"""Work that may run out of memory, done where that is a result and not the end of the job."""
+"""Runs work that may run out of memory in a child process, where that is a result and not the end of the
+job."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from ...runtime.accelerator import empty_cache
 from ...runtime.allocator import give_back
 from ..testbed.system import die_with
 
-# the message of PyTorch's CPU allocator: its errors have no type of their own
+# messages of PyTorch's CPU allocator, whose errors have no type of their own
 NO_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
 
 
@@ -48,7 +49,7 @@ def attempt_on(device: torch.device, work: Callable[[], Any], timeout_s: float) 
 
 
 def attempt(work: Callable[[], Any]) -> Outcome:
-    """Does the work here and catches what it raises."""
+    """Does the work in this process and catches its error."""
     try:
         return Outcome(work())
     except Exception as error:
@@ -66,8 +67,8 @@ def in_child(work: Callable[[], Any], timeout_s: float) -> Outcome:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    # Linux starts the child's largest resident size at what this process holds: what is free in its heap
-    # would hide as much of what the child takes
+    # Linux starts the child's largest resident size at this process's: free memory in its heap would hide as
+    # much of the child's
     gc.collect()
     give_back()
     parent = os.getpid()
@@ -111,7 +112,7 @@ def _work_and_leave(work: Callable[[], Any], write_end: int, parent: int) -> NoR
 
 
 def _go_first() -> None:
-    """Where memory runs out the kernel ends this process, not the one that started it."""
+    """Makes the kernel end this process rather than its parent if memory runs out."""
     try:
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")

@@ -1,4 +1,4 @@
-"""Measures what a process holds before any tensor of a job: the constant of the memory model."""
+"""Measures the memory of a process before any tensor of a job: the constant of the memory model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...runtime import collectives
 from ...runtime.accelerator import allocated_bytes, outside_bytes, synchronize
 from ...runtime.comm import Channel
 
-SMALL_COUNT, LARGE_COUNT = 2**8, 2**21  # numbers in what is exchanged
+SMALL_COUNT, LARGE_COUNT = 2**8, 2**21  # numbers in an exchange
 
 # imports of ``mixmesh run``, a process group, and every library once: the matrix products and convolutions
 # bring in their kernels with the first call
@@ -57,9 +57,9 @@ os._exit(0)  # threads of process groups can end a process that is leaving with 
 
 
 class ProcessMemory(NamedTuple):
-    """Bytes that a process holds before any tensor of a job: one that computes nothing, one that computes,
-    and in one communicator of all ranks what its first sum and its first exchange of all pairs added. Empty
-    where that is no memory of the device."""
+    """Bytes that a process holds before any tensor of a job: when it computes nothing, when it computes, and
+    what its first sum and its first all-to-all added in one communicator of all ranks. ``communicator`` is
+    empty if that takes no device memory."""
 
     idle: int
     working: int
@@ -75,7 +75,7 @@ class KeptProcess:
 
 
 def own_process_memory(most_s: float, kept: KeptProcess | None = None) -> ProcessMemory | None:
-    """As ``process_memory``, kept or measured; None where it takes more than ``most_s`` seconds."""
+    """``process_memory``, kept or measured; None if it takes more than ``most_s`` seconds."""
     if kept is not None and (before := kept.load()) is not None:
         return before
     try:
@@ -90,11 +90,11 @@ def own_process_memory(most_s: float, kept: KeptProcess | None = None) -> Proces
 
 
 def process_memory(timeout_s: float = 120.0) -> ProcessMemory:
-    """The largest resident size, as ``runtime.train`` measures it, of a process that computes nothing, and
-    of one that does all that a rank on a CPU does, with tiny tensors.
+    """The largest resident size, measured as in ``runtime.train``, of a process that computes nothing, and of
+    one that does everything that a rank on a CPU does, with tiny tensors.
 
-    A new process, because this one has traced a model and holds what that takes. Call it before
-    ``on_start``: it is several seconds of one core. Raises MixmeshError if the process fails.
+    A new process, because this one has traced a model and holds memory for it. Call it before ``on_start``:
+    it takes several seconds of one core. Raises MixmeshError if the process fails.
     """
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     try:
@@ -131,8 +131,8 @@ def gpu_process_memory(channel: Channel) -> ProcessMemory:
 
 
 def own_card_memory(device: torch.device) -> ProcessMemory:
-    """The memory of a process on this card without communicators, where nothing else has computed in it yet.
-    What other processes hold of the card counts too."""
+    """The memory of a process on this card without communicators, if nothing has computed in it yet. Memory
+    of other processes on the card counts too."""
     before = allocated_bytes(device)
     torch.zeros(1, device=device)
     alone = outside_bytes(device)

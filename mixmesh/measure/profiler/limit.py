@@ -1,7 +1,7 @@
-"""The seconds that a profile may take, by the clock on the wall, kept alike by all ranks.
+"""The wall-clock seconds that a profile may take, the same on all ranks.
 
-Measuring stops where time is over, and uses what there is: a device that is busy with other things, or a
-machine under load, must not hold up a start. What was not measured is estimated.
+Measuring stops when time is over, and uses the results so far: a device busy with other things, or a machine
+under load, must not hold up a start. The rest is estimated.
 """
 
 from __future__ import annotations
@@ -45,6 +45,6 @@ class Limit:
         return max(self.started + share * self.budget_s - time.perf_counter(), 0.0)
 
     def is_past(self, share: float) -> bool:
-        """Whether this share of the time is over on any rank. Collective: all ranks decide alike."""
+        """Whether this share of the time is over on any rank. Collective; the same on all ranks."""
         (elapsed_s,) = agreed(self.comm, [time.perf_counter() - self.started])
         return elapsed_s > share * self.budget_s

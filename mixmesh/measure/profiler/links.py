@@ -1,9 +1,9 @@
 """Times of collectives on the real links: every algorithm, between all ranks and between the groups that
-tell links apart, at sizes from kilobytes to tens of megabytes.
+distinguish links, at sizes from kilobytes to tens of megabytes.
 
-Cheap cases are measured first, and those that training needs most are cheap by decree, so that time which
-runs out costs the large sizes of rare groups. All ranks decide alike: they decide by times that they agreed
-on.
+Cheap cases are measured first, and those that training needs most count as cheap, so that a lack of time
+costs the large sizes of rare groups. All ranks decide alike, because they decide by times on which they
+agreed.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from .meter import Meter
 
 SIZES_BYTES = (2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**25)
 RARE_SIZES_BYTES = (2**12, 2**18, 2**20, 2**22, 2**24)
-DIRECT_SIZES_BYTES = (2**10, 2**12, 2**14, 2**16, 2**18)  # for sums that are fast where they are small
-SURE_BYTES = 2**20  # up to this, what training needs most is measured whatever the budget
+DIRECT_SIZES_BYTES = (2**10, 2**12, 2**14, 2**16, 2**18)  # for sums that are fast only while small
+SURE_BYTES = 2**20  # sizes up to this that training needs most are measured at any budget
 BUCKET_BYTES = 2**22  # up to this it comes before all else, while most of the budget is left
 BUCKET_SHARE = 0.7
 WIDTH = 64  # floats in a row of the tensors that are moved
@@ -50,7 +50,7 @@ BY_SKEW = ("all_gather", "reduce_scatter")  # cost more where pieces are unequal
 
 @dataclass(frozen=True)
 class Case:
-    """One curve to measure. ``shares`` are those of the pieces, one per rank of the group."""
+    """One curve to measure. ``shares`` are the sizes of the pieces, one per rank of the group."""
 
     collective: str
     algorithm: str
@@ -86,7 +86,8 @@ class _Progress:
         return self.case.sizes_bytes[len(self.points)]
 
     def expected_s(self, cluster: Cluster) -> float:
-        """Seconds of one run at the next size: as the links say, above what the last size took."""
+        """Expected seconds of one run at the next size: the last size's, plus what the links need for the
+        rest."""
         fit = ring_fit(cluster, self.case.collective, self.case.ranks)
         if not self.points:
             return fit.seconds(self.next_bytes)
@@ -97,7 +98,7 @@ class _Progress:
 
 
 def link_groups(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
-    """All ranks, those of each machine, and one pair across machines for each two kinds of NIC."""
+    """All ranks, those of each machine, and for each two kinds of NIC one pair of ranks across machines."""
     groups = [tuple(range(cluster.world_size))]
     groups += [cluster.ranks_of(m) for m in range(len(cluster.machines))]
     seen = set()
@@ -118,7 +119,7 @@ def link_sets(cluster: Cluster) -> tuple[tuple[str, tuple[int, ...]], ...]:
 
 
 def level_parts(cluster: Cluster) -> Parts:
-    """All ranks by machine; none where there are no two levels."""
+    """All ranks by machine; none without two levels."""
     return Levels(machine_sizes(cluster)).parts(tuple(range(cluster.world_size)), 0)
 
 
@@ -135,13 +136,13 @@ def link_cases(cluster: Cluster, backend: str) -> list[Case]:
         if everyone and level_parts(cluster):
             cases.append(Case(LEVELLED["all_reduce"], "", ranks, declared, VITAL))
         if len(ranks) == 2 or not across:
-            # between machines it is what stages of a pipeline send each other
+            # between machines, stages of a pipeline use it
             cases.append(Case("send", "", ranks[:2], declared[:2], VITAL if across else MACHINE))
     return cases
 
 
 def _cases_of(ranks: tuple[int, ...], declared: tuple[float, ...], rest: float, backend: str) -> list[Case]:
-    """The collectives among some ranks, of urgency ``rest`` but for those that training needs most."""
+    """The collectives among some ranks, of urgency ``rest``, except those that training needs most."""
     everyone = rest == OTHER
     cases = []
     for collective in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce"):
@@ -163,11 +164,11 @@ def measure_links(
     most_s: float = math.inf,
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[LinkMeasurement, ...]:
-    """The curves of ``link_cases`` as far as ``budget_s`` goes; what training needs most in any case, but by
-    one run each after ``most_s``. Collective; ``comm`` has ``link_sets``."""
+    """The curves of ``link_cases`` so far as ``budget_s`` allows. Those that training needs most are measured
+    in any case, but by one run each after ``most_s``. Collective; ``comm`` has ``link_sets``."""
     if comm.world_size < 2:
         return ()
-    # by each rank's own clock; all must run each collective as often, so that the one that is late decides
+    # each rank has its own clock, but all must run each collective equally often: the last one decides
     most_s = -agreed(comm, [-most_s])[0]
     backend = comm.channel(comm.everyone, "profile").backend
     largest = min(d.memory_bytes for d in cluster.devices) * MEMORY_SHARE
@@ -194,7 +195,8 @@ def measure_links(
 
 
 def urgency(p: _Progress, early: bool) -> int:
-    """Less is earlier: what is measured in any case, what buckets of gradients need, all else."""
+    """A rank of urgency, lower first: what is measured in any case, what buckets of gradients need, the
+    rest."""
     if is_sure(p):
         return 0
     return 1 if early and p.case.is_vital and p.next_bytes <= BUCKET_BYTES else 2
@@ -227,8 +229,8 @@ def measure(
     *,
     is_short: bool = False,
 ) -> tuple[float, float, int]:
-    """Seconds of the slowest rank, seconds since ``started``, and the number of runs, which is one if it
-    ``is_short``; alike on all ranks. ``parts`` are the ranks by machine, for sums by levels."""
+    """(seconds of the slowest rank, seconds since ``started``, number of runs), the same on all ranks. If
+    ``is_short`` there is one run. ``parts`` are the ranks by machine, for hierarchical sums."""
     run = None
     if comm.rank in case.ranks:
         group = comm.everyone if len(case.ranks) == comm.world_size else case.ranks

@@ -36,8 +36,8 @@ class Meter:
         at_least_s: float = 2e-3,
         between: Callable[[], object] | None = None,
     ) -> float:
-        """The median of a few runs after a first one, short work repeated until the clock can tell; with
-        something ``between`` runs, each on its own."""
+        """The median of a few runs after a first one. Short work is repeated until it is long enough for the
+        clock; with something to do ``between`` runs, each run is timed separately."""
         first = self.once(work)
         if between is not None:
             times = []

@@ -1,10 +1,9 @@
-"""The largest micro-batch of a device in each stage of ZeRO: predicted by the memory model, confirmed by
-running it.
+"""The largest micro-batch of a device in each ZeRO stage: predicted by the memory model, confirmed by running
+it.
 
 A rank's part of a step is *rehearsed*: its very program runs on its own device, with real tensors and
-pretended collectives, so that shards, gathered parameters, buckets, accumulated gradients and the
-optimizer's state are held as in training. It happens where running out of memory can be survived
-(``children``).
+pretended collectives, so that shards, gathered parameters, buckets, accumulated gradients and the optimizer's
+state are held as in training. It runs where running out of memory can be survived (``children``).
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ from .children import Outcome, attempt_on
 from .steps import tensors_of
 
 STAGES = (0, 1, 2, 3)
-MAX_PASSES = 4  # in a stage
-ENOUGH = 1.1  # a micro-batch that might be so much larger is not worth another pass
+MAX_PASSES = 4  # limit for a stage
+ENOUGH = 1.1  # a micro-batch that might be only this much larger is not worth another pass
 HEADROOM = 0.05  # share of a device's memory that is left free, as the planner leaves it
 LACKED = 0.1  # share of the room, by a pass that ran out of memory
 STEPS = 3  # in a pass: on a CPU the heap grows with the first ones
@@ -48,8 +47,8 @@ PASS_S = 180.0
 
 @dataclass(frozen=True)
 class Largest:
-    """``samples`` per stage, 0 where not even one was confirmed. ``excess_bytes`` is what the last pass that
-    fitted held above the memory model's count of an idle process and tensors; None if none did."""
+    """``samples`` per stage, 0 if not even one was confirmed. ``excess_bytes`` is how much the last pass that
+    fitted held above the memory model's count for an idle process and tensors; None if none fitted."""
 
     samples: tuple[int, ...]
     excess_bytes: float | None
@@ -68,9 +67,9 @@ def largest_micro_batches(
     largest_share: float = 1.0,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Largest:
-    """For ``rank`` on its device, which nobody else may be using. ``program`` is data parallelism with even
-    shares over the cluster of ``costs``; owners' shares are even too. No micro-batch is larger than
-    ``largest_share`` of the batch.
+    """The largest micro-batches of ``rank`` on its device, which must be unused otherwise. ``program`` is
+    data parallelism with even shares over the cluster of ``costs``; owners' shares are even too. No
+    micro-batch is larger than ``largest_share`` of the batch.
 
     Raises InputError once ``torch.distributed`` is initialised, MixmeshError if a pass fails for another
     reason than memory.
@@ -108,10 +107,11 @@ class Search:
         self.excess_bytes: float | None = None  # measured less predicted, at the last pass that fitted
 
     def largest(self, predicted: Callable[[int], float], most: int, run: Callable[[int], Outcome]) -> int:
-        """``predicted`` gives bytes that rise with the size; ``run``'s value are bytes.
+        """Searches for the largest size that fits. ``predicted`` gives bytes that rise with the size; ``run``
+        measures them.
 
-        The first size is the largest predicted to fit; then predictions are put right by what was measured,
-        and between a size that fits and one that does not memory is taken to be a line.
+        The first size tried is the largest predicted to fit. Then predictions are corrected by the
+        measurements, and between a size that fits and one that does not memory is assumed to be linear.
         """
         error = self.excess_bytes or 0.0
         fits, fits_bytes = 0, predicted(1) + error
@@ -148,7 +148,8 @@ class Search:
 
 
 def between(fits: tuple[int, float], exceeds: tuple[int, float], room_bytes: float) -> int:
-    """The size that reaches the room on the line through two (size, bytes), below the one that exceeds."""
+    """The size, below the one that exceeds, at which the line through two (size, bytes) reaches
+    ``room_bytes``."""
     (low, low_bytes), (high, high_bytes) = fits, exceeds
     part = (room_bytes - low_bytes) / max(high_bytes - low_bytes, 1.0)
     return min(low + int((high - low) * max(part, 0.0)), high - 1)
@@ -164,8 +165,8 @@ def largest_within(predicted: Callable[[int], float], room_bytes: float, most: i
 
 
 class Plans:
-    """Plans of one stage in which one rank takes micro-batches of a given size, two of them where the batch
-    has as many samples: then gradients are accumulated."""
+    """Plans of one stage in which one rank takes micro-batches of a given size: two of them if the batch has
+    enough samples, so that gradients are accumulated."""
 
     def __init__(
         self,
@@ -182,12 +183,13 @@ class Plans:
         self.batch = next(i.types[0].shape[0] for i in program.graph.batch_inputs if i.types[0].shape)
         self.most = min(math.ceil(largest_share * self.batch), self.batch - (world_size - 1))  # all take part
         self.samples = samples_of(self.program)
-        # a micro-step and a whole step are walked apart
+        # memory is folded separately for a micro-step and for a whole step
         self.in_micro_steps = PeakMemory(costs, optimizer_states, self.samples)
         self.at_once = PeakMemory(costs, optimizer_states)
 
     def __call__(self, size: int) -> Plan:
-        """With what it is predicted to hold, near which the runtime trims its heap."""
+        """A plan for micro-batches of ``size`` samples, with its predicted memory: the runtime trims its heap
+        near that."""
         plan = self._unpredicted(size)
         return replace(plan, predicted_peak_memory_bytes=self._peaks(plan))
 
@@ -211,7 +213,7 @@ class Plans:
         )
 
     def tensor_bytes(self, size: int) -> float:
-        """As the memory model has it, for the rank."""
+        """The rank's bytes by the memory model, without constants."""
         plan = self._unpredicted(size)
         memory = self.in_micro_steps if accumulates(plan.micro_batches) else self.at_once
         return self._peaks(plan)[self.rank] - memory.constants(plan.program)[self.rank]
@@ -224,10 +226,9 @@ class Plans:
 
 
 def rehearse(job: Any, plan: Plan, rank: int, device: torch.device) -> int:
-    """Runs this rank's part of a few steps of the plan, alone: as if all others were there. The bytes that
-    its tensors and kernels take at the peak. ``torch.distributed`` must not be initialised. Where this is no
-    child process, nothing of ``job`` changes.
-    """
+    """Runs this rank's part of a few steps of the plan alone, as if all others were there. Returns the peak
+    bytes of its tensors and kernels. ``torch.distributed`` must not be initialised. Outside of a child
+    process nothing of ``job`` changes."""
     in_child = device.type == "cpu"
     if in_child:
         before = resident_bytes() - size_bytes(job)
@@ -260,7 +261,7 @@ def train(job: Any, plan: Plan, rank: int, device: torch.device) -> None:
 
 @contextmanager
 def written_tensors() -> Iterator[None]:
-    """Fills what pretended collectives leave empty: memory counts only when it is written to."""
+    """A context that fills the results of pretended collectives: memory counts only once it is written to."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about operators that are not deterministic
         before = torch.are_deterministic_algorithms_enabled()

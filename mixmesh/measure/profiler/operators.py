@@ -33,10 +33,10 @@ from ...runtime.local import local_op
 from ...runtime.random import RandomPolicy
 from .meter import Meter
 
-LESS, MORE = 0.5, 1.6  # times the share that the device is likely to get
-LEAST = 1 / 16  # the same, of a small micro-batch
-EVICTED_BYTES = 8 * 2**20  # written before each run of one: about what the rest of a pass goes through
-COPIES = 5  # copies of inputs and outputs that an operator takes, with its gradients and what it works with
+LESS, MORE = 0.5, 1.6  # relative to the device's likely share
+LEAST = 1 / 16  # of the likely share: a small micro-batch
+EVICTED_BYTES = 8 * 2**20  # written before each run of an operator: about what the rest of a pass touches
+COPIES = 5  # copies of inputs and outputs that an operator needs, with gradients and temporaries
 FILLED = 0.9  # share of a device's memory
 
 
@@ -54,7 +54,8 @@ def measure_ops(
     deadline: float,
     progress,
 ) -> tuple[dict[str, OpMeasurement], list[str]]:
-    """Every distinct operator of the graph at these shares; names of those that time did not allow for."""
+    """Measures every distinct operator of the graph at these shares. Also returns the names of those for
+    which there was no time."""
     bench = Bench(graph, shard_units(graph, RULES), meter, device, declared.memory_bytes, deadline)
     measurements: dict[str, OpMeasurement] = {}
     skipped: list[str] = []
@@ -69,7 +70,7 @@ def measure_ops(
             measurements[key] = measurement
         else:
             skipped.append(node.op)
-    # with what is left of the time: micro-batches, whose cost no line through larger shares tells
+    # then, while there is time, micro-batches: a line through larger shares does not give their cost
     least = shares[0] / LESS * LEAST
     for number, (key, (node, call)) in enumerate(order):
         if time.perf_counter() > deadline:
@@ -102,27 +103,27 @@ class Bench:
     deadline: float = math.inf  # by ``time.perf_counter``: shares after the first of an operator are left out
 
     def has_room(self, size_bytes: float) -> bool:
-        """Whether the process can take ``size_bytes`` more. A GPU's allocator would say so itself, where a
-        process on a CPU would be killed."""
+        """Whether the process can take ``size_bytes`` more. A GPU's allocator would raise an error; a process
+        on a CPU would be killed."""
         if self.device.type != "cpu":
             return True
         allowed = FILLED * self.memory_bytes - size_bytes
         if resident_bytes() > allowed:
-            give_back()  # frees what the operators before have left in the heap
+            give_back()  # frees what earlier operators left in the heap
         return resident_bytes() <= allowed
 
 
 def share_bytes(call: Call, strategy: Strategy | None, share: float) -> float:
-    """Bytes of a call's inputs and outputs where a rank has this share of what is cut."""
+    """Bytes of a call's inputs and outputs if a rank has this share of what is cut."""
     types = (*call.inputs, *call.outputs)
     placements = (*strategy.inputs, *strategy.outputs) if strategy else (REPLICATE,) * len(types)
     return sum(t.size_bytes * (share if isinstance(p, Shard) else 1) for t, p in zip(types, placements))
 
 
 def by_weight(graph: Graph, device: Device) -> list[tuple[str, tuple[Node, Call]]]:
-    """The distinct operators, each with a node that is one, by what all such nodes are estimated to take of a
-    step, the most first. But the first product and the first that is none come before all others: from them
-    those are estimated that there is no time for."""
+    """The distinct operators, each with one of its nodes, by the estimated seconds of all its nodes in a
+    step, the most first. But the first product and the first other operator come before all, because
+    unmeasured operators are estimated from them."""
     distinct: dict[str, tuple[Node, Call]] = {}
     seconds: defaultdict[str, float] = defaultdict(float)
     for node in graph.nodes:
@@ -187,7 +188,7 @@ def measure_cuts(
 
 
 def sharded(call: Call) -> list[Strategy]:
-    """All ways to cut a call; first where the batch is cut, as far as it has one."""
+    """All ways to cut a call, first those that cut the batch, if it has one."""
     rule = RULES.get(call.op)
     options = [o for o in strategies(rule, call) if o.is_sharded] if rule else []
     return sorted(options, key=lambda o: Shard(0) not in o.inputs[:1] and Shard(0) not in o.outputs)

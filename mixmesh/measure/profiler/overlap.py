@@ -1,4 +1,4 @@
-"""How communication and computing slow each other on one device.
+"""Measures how communication and computing slow each other down on one device.
 
 Gradients are summed while the backward pass goes on. Both use the device's memory, and on a CPU its caches;
 and the computing thread itself joins, copies and issues what is sent.
@@ -24,7 +24,7 @@ from .limit import BESIDE, Limit
 from .links import ALGORITHMS, EVEN, Case, prepared, rows_of
 from .meter import Meter
 
-WINDOW_S = 0.3  # for computing alone, and about as long beside communication
+WINDOW_S = 0.3  # for computing alone, and about as long during communication
 ROUNDS = 3
 BUCKET_BYTES = (2**12, 2**22)
 PIECE_BYTES = (2**12, 2**16)  # a few milliseconds each on a slow link
@@ -41,8 +41,8 @@ def measure_overlap(
 ) -> tuple[float, dict[str, tuple[float, float]], dict[str, tuple[float, float]]]:
     """``slowdown``, ``host_s`` and ``beside_s`` of ``DeviceProfile``.
 
-    The slow-down is between 0 and 1: the part by which work takes longer while collectives go on. Without
-    time, by ``limit``, some is not measured, and counts as nothing. Collective.
+    The slow-down is between 0 and 1: the share by which work takes longer during collectives. What there is
+    no time for, by ``limit``, is not measured and counts as 0. Collective.
     """
     if comm.world_size < 2 or is_over(limit):
         return 0.0, {}, {}
@@ -76,7 +76,7 @@ def is_over(limit: Limit | None) -> bool:
 
 def slowdown(comm: Comm, channel: Channel, links: tuple[LinkMeasurement, ...]) -> float:
     size, count = window(links, comm.world_size)
-    buffers = [torch.zeros(size // 4, device=comm.device) for _ in range(2)]  # zeros stay what they are
+    buffers = [torch.zeros(size // 4, device=comm.device) for _ in range(2)]  # sums of zeros stay zero
     unit = piece_of_work(comm.device)
     unit()
     slowdowns = []
@@ -103,7 +103,7 @@ def are_ready(handles: Sequence[Handle]) -> bool:
 
 
 def window(links: tuple[LinkMeasurement, ...], world_size: int) -> tuple[int, int]:
-    """Bytes of an all_reduce between all ranks, and how many of them fill the window."""
+    """The bytes of an all_reduce between all ranks, and how many of them fill the window."""
     curve = all_reduce_curve(links, world_size)
     fitting = [p for p in curve.points if p[0] <= BUCKET_BYTES[1] and p[1] <= WINDOW_S]
     size, seconds = max(fitting, default=curve.points[0])

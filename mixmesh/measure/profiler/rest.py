@@ -1,13 +1,13 @@
-"""How far ahead of its usual pace a device gets after a rest.
+"""Measures how far ahead of its usual pace a device gets after a rest.
 
 A device that has waited for others may compute faster for a while: a processor under a CPU quota has all of
 its quota left, a cool one a higher clock, a shared one the credit that it has saved. A step rests at every
-collective that it waits for, so what a device does in one go, which is what operators are measured by, is not
-what it does between two collectives.
+collective that it waits for, so a device's speed in one go, by which operators are measured, is not its speed
+between two collectives.
 
 Work is counted against the time since the rest ended. The lead is the work done, in seconds of the usual
-pace, less that time; its maximum is what the device has saved up, and how fast the lead grows at first says
-how fast it works until that is used up. All ranks rest and start together, as after a collective.
+pace, minus that time. Its maximum is what the device has saved up, and its initial growth gives the device's
+speed until that is used up. All ranks rest and start together, as after a collective.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .limit import REST, Limit
 from .overlap import piece_of_work
 
 REST_S = 0.05
-MOST_REST = 1.4  # times as long: rounds are not to begin with a quota's periods
+MOST_REST = 1.4  # longest rest over the shortest: rounds must not start in step with a quota's periods
 WATCHED_S = 0.16  # after a rest: in the second half the device is at its usual pace
 ROUNDS, LEAST_ROUNDS = 15, 5
-STEPS = 320  # in which it is watched
+STEPS = 320  # steps that are watched
 NOISE = 1.1  # a device no faster than this after a rest is taken for one that does not profit from it
 
 
@@ -56,10 +56,10 @@ def times_of(unit: Callable[[], object], seconds: float) -> list[float]:
 
 
 def rested(rounds: list[list[float]]) -> tuple[float, float]:
-    """The lead in seconds, and the speed over the usual one with which the first half of it is gained.
+    """The lead in seconds, and the speed, relative to the usual one, at which its first half is gained.
 
-    The rounds' mean counts, since a quota comes in periods: the line through the work done in the second half
-    is the usual pace, and that line is ahead of no work at no time by the lead.
+    The rounds' mean counts, since a quota comes in periods. The line through the work done in the second half
+    is the usual pace; the lead is where that line reaches zero work, as time before the start.
     """
     grid = np.linspace(0.0, WATCHED_S, STEPS + 1)[1:]
     mean_counts = np.mean([np.searchsorted(times, grid, side="right") for times in rounds], axis=0)

@@ -23,8 +23,8 @@ from .children import attempt_on
 from .limit import STEPS, Limit
 from .meter import REPEATS, Meter
 
-FACTORS = (1.0, 0.6)  # times the share that the device is likely to get
-TRIAL_S = 60.0  # for a first step
+FACTORS = (1.0, 0.6)  # of the device's likely share
+TRIAL_S = 60.0  # limit for a first step
 LEAST_STEPS, FEW_STEPS = 6, 2
 
 
@@ -40,23 +40,23 @@ def measure_steps(
     limit: Limit | None = None,
 ) -> tuple[float, float] | None:
     """Real seconds of a local step over the sum of its operators' in ``costs``, and optimizer seconds per
-    byte; None where the device has no memory for steps of the whole model, or the model has no values, so
+    byte. None if the device has no memory for steps of the whole model, or if the model has no values, so
     that no rank ever holds all of it.
 
     Collective: all ranks run steps for equally long at the same time, as in training, so that a fast device
-    is measured while the slow ones are busy too. Every batch is tried first, where running out of memory can
-    be survived, and halved if it does. After ``limit`` one batch is run a few times, and no other. With
-    ``compiles`` one batch is measured, of the compiled model, beside any limit: it is compiled for each size
-    of a batch.
+    is measured while the slow ones are busy too. Every batch is tried first where running out of memory can
+    be survived, and halved if it does. After ``limit`` only one batch is run a few times. With ``compiles``
+    the compiled model is measured with one batch, outside of any limit, as it is compiled for each size of a
+    batch.
 
     Under a quota an optimizer's step of some milliseconds falls within a burst or meets a pause of many times
-    its length. Its CPU seconds do not, and become real ones as those of the operators do.
+    its length. Its CPU seconds do not, and are converted to real ones as those of operators are.
     """
-    if any(p.is_meta for p in job.model.parameters()):  # on all ranks, as they were compared
+    if any(p.is_meta for p in job.model.parameters()):  # equal on all ranks, which have compared their models
         return None
     device = meter.device
     clock = Meter(device, emulated=False)
-    give_back()  # frees what measuring operators left in the heap
+    give_back()  # frees memory that measuring operators left in the heap
     model = job.model.to(device)
     make = job.optimizer or (lambda params: torch.optim.AdamW(params, lr=0.0))
     optimizer = make(model.parameters())
@@ -93,7 +93,7 @@ def measure_steps(
 
     def both(count: int) -> None:
         optimize()
-        backward(part(count), model)  # a compiler's own processes do not survive where this is tried
+        backward(part(count), model)  # not compiled, as a compiler's own processes do not survive in a child
         optimizer.zero_grad()
 
     scales, optimizer_s = [], []
@@ -104,7 +104,7 @@ def measure_steps(
         while count and attempt_on(device, partial(both, count), TRIAL_S).out_of_memory:
             count //= 2
         if not count:
-            meet()  # as those who measure
+            meet()  # like the ranks that measure
             continue
         batch = part(count)
         step(batch)
@@ -126,10 +126,10 @@ def measure_steps(
 
 
 def mean_s(clock: Meter, step: Callable[[], object], budget_s: float, until: float = math.inf) -> float:
-    """Seconds of a step, of about ``budget_s`` and ``LEAST_STEPS`` at least; after the moment ``until`` of
-    ``FEW_STEPS``. The first does not count, as the device has rested before it; nor do the fastest and the
-    slowest of several. For steps that begin anywhere in a quota's periods the mean is right, where the median
-    of a few is one of two or three values."""
+    """Mean seconds of a step, from about ``budget_s`` seconds and at least ``LEAST_STEPS`` steps, or
+    ``FEW_STEPS`` after the moment ``until``. The first step does not count, as the device has rested before
+    it; nor do the fastest and the slowest of several. Steps begin anywhere in a quota's periods, so the mean
+    is right, while the median of a few is one of two or three values."""
     step()
     started = time.perf_counter()
     times: list[float] = []
@@ -141,7 +141,7 @@ def mean_s(clock: Meter, step: Callable[[], object], budget_s: float, until: flo
 
 
 def predicted_step_s(graph: Graph, costs: CostModel, device_class: int, share: float) -> float:
-    """The sum of a step's operators; what was not measured is estimated from others of its class."""
+    """The sum of a step's operators; unmeasured ones are estimated from others of their class."""
     total = 0.0
     for node in graph.nodes:
         if node.is_leaf or node.is_sink:

@@ -1,7 +1,7 @@
 """A real mixed cluster on one Linux machine, and a plain multi-process run where that is not possible.
 
-Reading order: ``launch`` (the entry), ``bed`` (what both kinds of run share), ``emulated``, then its parts
-``network``, ``cgroups``, ``journal``; ``device`` is what a rank calls from inside.
+Reading order: ``launch`` (the entry), ``bed`` (shared by both kinds of run), ``emulated``, then its parts
+``network``, ``cgroups``, ``journal``; ``device`` is called by a rank from inside.
 """
 
 from .bed import Bed

@@ -82,8 +82,8 @@ class Bed(ABC):
 
     @abstractmethod
     def take_memory(self, rank: int) -> None:
-        """Lowers a device's memory limit to what it holds now: it is killed when it allocates more. Called
-        again, lowers it further where the device has given something back since."""
+        """Lowers a device's memory limit to its current use, so that it is killed when it allocates more.
+        Another call lowers the limit further if the device has freed memory since."""
 
     @abstractmethod
     def return_memory(self, rank: int) -> None:
@@ -192,7 +192,7 @@ class Bed(ABC):
         Raises ``DeviceLost`` for the rank that failed, or for the time; ``check=False`` returns it instead.
         """
         late: list[int] = []
-        stop_s: float | None = None  # when the ranks that still run get a signal
+        stop_s: float | None = None  # when the remaining ranks get a signal
         sent: signal.Signals | None = None
         while self._processes.running:
             self._processes.poll(POLL_S)

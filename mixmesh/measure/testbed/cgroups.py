@@ -66,7 +66,7 @@ class Cgroups(ABC):
         """The limit of the rank's device, as ``set_memory`` wrote it."""
 
     def take_memory(self, rank: int) -> None:
-        """Lower the limit to what is held, but for a little; a lower limit stays."""
+        """Lowers the limit to current use plus a margin; a lower limit stays."""
         size_bytes = self.memory_bytes(rank) + TAKEN_MARGIN_BYTES
         if size_bytes < self.memory_limit_bytes(rank):
             try:
@@ -87,7 +87,8 @@ class Cgroups(ABC):
 
 
 class CgroupsV1(Cgroups):
-    """``rN`` (compute) beside ``rNfree`` under ``cpu`` and ``cpuacct``, ``rN`` under ``memory``."""
+    """The cgroups ``rN`` (compute) and ``rNfree`` under ``cpu`` and ``cpuacct``, and ``rN`` under
+    ``memory``."""
 
     version = 1
 
@@ -227,7 +228,7 @@ class CgroupsV2(Cgroups):
 
 
 def find_mounts() -> tuple[dict[str, str], str | None]:
-    """Where cgroup v1 has each controller, and where a cgroup v2 with cpu and memory is, if anywhere."""
+    """The mount of each cgroup v1 controller, and that of a cgroup v2 with cpu and memory, if any."""
     controllers: dict[str, str] = {}
     unified = None
     for line in read("/proc/self/mounts").splitlines():
@@ -240,6 +241,6 @@ def find_mounts() -> tuple[dict[str, str], str | None]:
 
 
 def open_cgroups(bed: str, world_size: int) -> Cgroups:
-    """For a machine on which ``probe`` found cgroups."""
+    """The cgroups of a machine on which ``probe`` found some."""
     mounts, unified = find_mounts()
     return CgroupsV2(unified, bed, world_size) if unified else CgroupsV1(mounts, bed, world_size)

@@ -18,14 +18,14 @@ from ...errors import TestbedUnavailable
 
 COMPUTE_VARIABLE = "MIXMESH_COMPUTE_TASKS"
 FREE_VARIABLE = "MIXMESH_FREE_TASKS"
-EMULATED_VARIABLE = "MIXMESH_EMULATED"  # says what is emulated, and how: another cluster has another value
+EMULATED_VARIABLE = "MIXMESH_EMULATED"  # describes the emulation: another cluster has another value
 MEMORY_PEAK_VARIABLE = "MIXMESH_MEMORY_PEAK_FILE"
 JOIN_VARIABLE = "MIXMESH_JOIN_FILES"  # files of a device, for ranks started by a launcher inside of a machine
 
 
 def join_device() -> bool:
-    """Put this process, and what it will start, under the memory limit of its device; whether there is one.
-    For a rank whose launcher runs in the machine beside the device, as torchrun does."""
+    """Puts this process, and all that it will start, under the memory limit of its device; returns whether
+    there is one. For a rank whose launcher, such as torchrun, runs in the machine but outside the device."""
     files = os.environ.get(JOIN_VARIABLE)
     if not files:
         return False

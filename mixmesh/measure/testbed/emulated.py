@@ -81,7 +81,7 @@ class Testbed(Bed):
             self._cgroups.set_memory(rank, device.memory_bytes)
 
     def _hosts(self) -> str:
-        # without this file torch.distributed would query a name server, of which there is none; it looks up
+        # without this file torch.distributed would query a name server, which does not exist; it looks up
         # IPv4 addresses mapped to IPv6
         lines = ["127.0.0.1 localhost"]
         for index, machine in enumerate(self.cluster.machines):

@@ -21,7 +21,7 @@ from .system import command, read, start_time, unmount
 
 _NAMESPACE = re.compile(r"mm[0-9a-f]{8}(sw|m\d+)")
 _FIELDS = {"bed": str, "pid": int, "start_time": str, "namespaces": list, "cgroups": list}  # in the file
-_MAX_PID = 2**22  # in Linux
+_MAX_PID = 2**22  # the limit in Linux
 _CGROUP = re.compile(r"/[^\0]*/mm[0-9a-f]{8}(/r\d+(free)?(/compute|/free)?)?")
 
 
@@ -89,7 +89,7 @@ def _are_ours(names: list, pattern: re.Pattern) -> bool:
 
 
 def sweep() -> int:
-    """Removes what launchers that have ended left behind; returns their number."""
+    """Removes the leftovers of launchers that have ended; returns the number of launchers."""
     stale = [j for j in map(load, directory().glob("mm*.json")) if j is not None and j.is_stale]
     for journal in stale:
         remove(journal)
@@ -97,7 +97,7 @@ def sweep() -> int:
 
 
 def remove(journal: Journal, limit_s: float = 10.0) -> None:
-    """Removes all that a journal lists, and then the journal; what is gone already is no error."""
+    """Removes everything that a journal lists, then the journal; missing entries are no error."""
     deadline = time.monotonic() + limit_s
     for cgroup in reversed(journal.cgroups):
         while not _remove_cgroup(cgroup):

@@ -1,4 +1,4 @@
-"""Runs a command on every device of a cluster, emulated where that is possible."""
+"""Runs a command on every device of a cluster, emulated if possible."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def run(
     """Runs ``argv`` once for every device, in rank order, and waits for all of them.
 
     Ranks have the variables of ``torch.distributed`` in their environment and ``MIXMESH_EMULATION`` ("quota"
-    or "none"), and may call ``enter_device``. The stdout of rank 0 is passed on as it is, all other output
-    goes to stderr with its rank, or all of it to ``on_output(rank, stream, text)``. If no cluster can be
-    emulated, ``fallback="plain"`` prints that on stderr and runs plain processes.
+    or "none"), and may call ``enter_device``. The stdout of rank 0 is passed on unchanged, and all other
+    output goes to stderr with its rank; or everything goes to ``on_output(rank, stream, text)``. If no
+    cluster can be emulated, ``fallback="plain"`` says so on stderr and runs plain processes.
 
     Raises ``DeviceLost`` when a rank fails or the time is up (``check=False`` returns it in the result),
     ``TestbedUnavailable`` with ``fallback="error"``, ``InputError`` for a command that cannot be run.

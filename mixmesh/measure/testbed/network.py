@@ -1,8 +1,8 @@
-"""Machines as network namespaces, connected by a bridge in a namespace of its own.
+"""Machines as network namespaces, connected by a bridge in a separate namespace.
 
-Nothing changes in the host's own network. Token buckets limit a machine's rate both ways: for sending at its
-``eth0``, for receiving at the bridge's end. Not emulated are latency beyond the natural one (about 30 us;
-many kernels lack netem), and the link inside a machine, which is loopback.
+The host's own network does not change. Token buckets limit a machine's rate in both directions: for sending
+at its ``eth0``, for receiving at the bridge's end. Not emulated are latency beyond the natural one (about 30
+us; many kernels lack netem), and the link inside a machine, which is loopback.
 """
 
 from __future__ import annotations

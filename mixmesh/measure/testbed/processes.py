@@ -19,7 +19,7 @@ OnOutput = Callable[[int, str, str], None]  # rank, "stdout" or "stderr", text
 
 
 def print_output(rank: int, stream: str, text: str) -> None:
-    """Passes rank 0's stdout on as it is, and all other lines to stderr with their rank."""
+    """Passes rank 0's stdout on unchanged, and all other lines to stderr with their rank."""
     if rank == 0 and stream == "stdout":
         sys.stdout.write(text)
         sys.stdout.flush()

@@ -89,8 +89,8 @@ def unmount(path: Path) -> None:
 
 
 def enter_machine(namespace_fd: int, host_name: bytes, hosts_file: bytes, boot_file: bytes) -> None:
-    """Moves the calling child process into a machine, with its network, host name and ``/etc/hosts``, and a
-    boot id of its own: ranks must not notice that processes of other machines are visible."""
+    """Moves the calling child process into a machine, with its network, host name, ``/etc/hosts``, and its
+    own boot id: ranks must not notice that processes of other machines are visible."""
     call(libc.setns, namespace_fd, CLONE_NEWNET)
     call(libc.unshare, CLONE_NEWUTS | CLONE_NEWNS)
     call(libc.sethostname, host_name, len(host_name))

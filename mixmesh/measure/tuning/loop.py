@@ -75,8 +75,8 @@ def tune(
 
 
 def fastest(trials: Sequence[Trial]) -> Trial:
-    """The trial with the shortest step among those with the most turns. The first one, which has the best
-    prediction, wins unless another is faster by more than two turns of one plan may differ. Raises
+    """The trial with the shortest step among those with the most turns. The first trial, which has the best
+    prediction, wins unless another is faster by more than turns of one plan may differ. Raises
     CollectiveError if none could train."""
     able = [t for t in trials if not t.failed]
     if able:
@@ -95,7 +95,7 @@ def fastest(trials: Sequence[Trial]) -> Trial:
 
 def factors(cluster: Cluster, profile: Profile, trials: Sequence[Trial]) -> dict[str, float]:
     """By how much longer than in the profile every device computes (``device_factors``)."""
-    tf32 = any(t.plan.tf32 for t in trials)  # as the job has it
+    tf32 = any(t.plan.tf32 for t in trials)  # the job's setting
     costs = CostModel(cluster, profile, tf32=tf32)
     steps = [
         (simulate(t.plan.program, costs, micro_batches=t.plan.micro_batches), t.timeline)

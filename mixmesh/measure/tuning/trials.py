@@ -27,7 +27,7 @@ TURN_S = 2.0  # the predicted seconds of the steps of a turn that count
 LEAST_STEPS, MOST_STEPS = 3, 12
 # the first steps of every turn do not count: some are slower, and in the first round some are recorded
 UNCOUNTED_STEPS = WARMUP_STEPS + RECORDED_STEPS
-KEPT_WITHIN = (1.15, 1.07)  # times the fastest, after each round; the last one is for all later rounds
+KEPT_WITHIN = (1.15, 1.07)  # slowest trials kept, relative to the fastest: first and later rounds
 PATIENCE = 40  # the timeout of a trial's collectives, in predicted steps
 OUT_OF_MEMORY = "out of memory"
 LEAST_TIMEOUT_S, MOST_TIMEOUT_S = 60.0, 300.0

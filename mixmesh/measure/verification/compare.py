@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-# the smallest scales of comparisons, as parts of the largest entry of all gradients and of all buffers,
-# because smaller tensors (the running mean of centred activations) may be nothing but rounding
+# the smallest scales of comparisons, relative to the largest entry of all gradients and of all buffers:
+# smaller tensors (the running mean of centred activations) may be only rounding
 GRADIENT_FLOOR, BUFFER_FLOOR = 1e-3, 1e-2
 
 
 @dataclass(frozen=True)
 class Outcome:
     """The results of a step: the loss, the gradients of parameters by name, the buffers afterwards, and the
-    outputs beside the loss by name."""
+    other outputs by name."""
 
     loss: float
     gradients: Mapping[str, Tensor | None]
@@ -52,7 +52,7 @@ def larger(a: Difference, b: Difference) -> Difference:
 
 
 def compare(got: Outcome, want: Outcome) -> Difference:
-    """The errors of ``got``: those of gradients that either side has, of all buffers, and of its outputs."""
+    """The errors of ``got``: of gradients on either side, of all buffers, and of its outputs."""
     errors: dict[str, float] = {}
     floor = max(GRADIENT_FLOOR * _largest_of(want.gradients), _resolution(want))
     for name in {**want.gradients, **got.gradients}:

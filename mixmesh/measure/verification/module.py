@@ -89,8 +89,8 @@ def has_hooks(p: Tensor) -> bool:
 
 
 def copy_of(model: nn.Module) -> nn.Module:
-    """Copies a module, also one with attributes that are computed from parameters, which PyTorch does not
-    copy: torch.nn.utils.weight_norm keeps such a weight, and recomputes it in every forward pass."""
+    """Copies a module, even one with attributes computed from parameters, which PyTorch does not copy:
+    torch.nn.utils.weight_norm keeps such a weight, and recomputes it in every forward pass."""
     kept = [x for m in model.modules() for x in vars(m).values() if isinstance(x, Tensor) and not x.is_leaf]
     return copy.deepcopy(model, {id(x): x.detach().clone() for x in kept})
 

@@ -57,8 +57,8 @@ def cut_norms(graph: Graph, sizes: Sequence[Sizes]) -> Graph:
 
 @contextmanager
 def norms_of_pieces(sizes: Sequence[Sizes]) -> Iterator[None]:
-    """Within it, the n-th batch norm of each training pass of a module normalises the pieces of ``sizes[n]``
-    on their own. Without sizes it does nothing.
+    """A context in which the n-th batch norm of each training pass of a module normalises the pieces of
+    ``sizes[n]`` separately. Without sizes it does nothing.
 
     Raises VerificationError at the end if a module called another number of batch norms.
     """

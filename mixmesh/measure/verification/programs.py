@@ -38,7 +38,7 @@ def unsupported_ops(program: Program) -> tuple[str, ...]:
 
 
 def single_device(graph: Graph) -> Program:
-    """The graph as a program of one rank, where all is whole."""
+    """The graph as a program for one rank, with everything whole."""
     instructions = tuple(
         Instruction(
             n.results,
@@ -100,6 +100,6 @@ def run_program(
 
 
 def whole_output(program: Program, i: Instruction, values: Sequence[Tensor | None]) -> Tensor:
-    """Joins what every rank holds of an output."""
+    """Joins every rank's part of an output."""
     held = [v for v in values if v is not None]
     return held[0] if held_rows(program, i) is None else torch.cat(held)

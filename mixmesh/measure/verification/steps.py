@@ -44,8 +44,8 @@ class Optimizers:
     def step(
         self, gradients: Mapping[str, Tensor | None], planned: Mapping[str, Tensor | None]
     ) -> dict[str, float]:
-        """Steps all optimizers by ``gradients``, of which the ranks have those that are ``planned``. Returns
-        the relative errors of the updates by name; ``params`` become those of one device."""
+        """Steps all optimizers by ``gradients``; the ranks get those that are ``planned``. Returns the
+        relative errors of the updates by name; ``params`` become those of one device."""
         before = {n: p.detach().clone() for n, p in self.params.items()}
         after = [rank.step(gradients, planned) for rank in self._ranks]
         for name, p in self.params.items():

@@ -46,7 +46,7 @@ class Wide(Tensor):
         wrapped.exact = exact
         return wrapped
 
-    # PyTorch's stubs describe neither how subclasses turn functions off nor how they dispatch
+    # PyTorch's stubs describe neither how subclasses disable functions nor how they dispatch
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -122,8 +122,8 @@ def _claim(x: Any, claimed: torch.dtype) -> Any:
 
 
 def _claimed(tensors: Iterable[Tensor], inputs: Iterable[Any]) -> torch.dtype:
-    """The floating dtype of an operator's results: that of its argument, or else that of its inputs, where
-    inputs with dims take precedence."""
+    """The floating dtype of an operator's results: that of its dtype argument, or else that of its inputs, of
+    which those with dims take precedence."""
     asked = [x for x in inputs if isinstance(x, torch.dtype) and (x.is_floating_point or x.is_complex)]
     if asked:
         return _real(asked[0])

@@ -35,7 +35,7 @@ def _fits(program: Program, i: Instruction) -> bool:
 
 
 def with_factors(program: Program, weights: frozenset[str]) -> Program:
-    """``program`` with ``sfb`` on the users of these weights, whose gradients are in no bucket then."""
+    """``program`` with ``sfb`` on the users of these weights, whose gradients then leave their buckets."""
     chosen = {i.result for name, users in factorable(program).items() if name in weights for i in users}
     parameters = {
         name for i in program.instructions if not chosen.isdisjoint(i.results) for name in i.inputs[1:]

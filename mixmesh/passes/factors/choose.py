@@ -1,10 +1,10 @@
-"""Which weight gradients every rank is to compute for itself from gathered factors.
+"""Chooses the weight gradients that every rank computes for itself from gathered factors.
 
-The gradient of a weight is a product of two factors, one row per sample (Xie et al., UAI'16). Summing it
-over ``n`` ranks moves ``2 (n - 1) / n`` times its bytes; gathering both factors moves ``(n - 1) / n`` times
-theirs, but then every rank computes the product over all samples. Which is faster depends on the batch,
-the links and the slowest device. Where nothing overlaps a minimum cut tells (``cut``); it is tried first,
-and the simulator decides.
+The gradient of a weight is a product of two factors, one row per sample (Xie et al., UAI'16). Summing it over
+``n`` ranks moves ``2 (n - 1) / n`` times its bytes; gathering both factors moves ``(n - 1) / n`` times
+theirs, but then every rank computes the product over all samples. Which is faster depends on the batch, the
+links and the slowest device. Without overlap a minimum cut gives the answer (``cut``); it is tried first, and
+the simulator decides.
 """
 
 from __future__ import annotations
@@ -67,11 +67,10 @@ def most_saved_s(program: Program, costs: CostModel) -> float:
 
 
 def best_factors(program: Program, costs: CostModel, judge: Callable[[Program], tuple]) -> Program | None:
-    """The program with ``sfb`` where that makes ``judge`` (a key, least is best) less; None where it never
-    does.
+    """The program with ``sfb`` wherever that lowers ``judge`` (a key, least is best); None if it never does.
 
-    First the minimum cut as a whole; then weights of one shape and batch are changed together, those that
-    save most first.
+    The minimum cut is tried first as a whole; then weights of one shape and batch are changed together, those
+    that save most first.
     """
     kinds: dict[tuple, frozenset[str]] = {}
     gains: dict[tuple, float] = {}

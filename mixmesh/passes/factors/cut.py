@@ -1,4 +1,4 @@
-"""Which products to repeat from gathered factors, as a minimum cut, solved as a linear program.
+"""Chooses the products to repeat from gathered factors: a minimum cut, solved as a linear program.
 
 With ``x_i`` for repeating product i on every rank, and ``b_t`` for gathering tensor t,
 
@@ -7,11 +7,12 @@ With ``x_i`` for repeating product i on every rank, and ``b_t`` for gathering te
                 0 <= x_i <= 1,  0 <= b_t
 
 All are seconds of a rank, so that summing, gathering and repeating can be compared: ``saved_s`` is the sum
-that is not needed, less what the slowest rank computes longer. A tensor is gathered once, however many
-products need it. (TAG adds compute over all devices to the time of one link, and gathers once per product.)
+that becomes unnecessary, minus the additional computing of the slowest rank. A tensor is gathered once,
+however many products need it. (TAG adds compute over all devices to the time of one link, and gathers once
+per product.)
 
-Every row has one 1 and one -1: the matrix is totally unimodular, so that the vertices of the linear program
-are integral, and the problem is that of a project selection (Picard, 1976), a minimum cut.
+Every row has one 1 and one -1: the matrix is totally unimodular, so the vertices of the linear program are
+integral, and the problem is a project selection (Picard, 1976), a minimum cut.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ...base.solver import quiet_solver
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """The gradient of a weight: seconds saved if it is repeated, apart from gathering the tensors needed."""
+    """The gradient of a weight: the seconds saved by repeating it, without gathering the tensors it needs."""
 
     weight: str
     saved_s: float

@@ -26,11 +26,11 @@ from ...lang.ir import Instruction, Partial, Program, Ref, Replicate, TensorType
 from ...lang.ir.packed import packed_sums
 from ...lang.ir.samples import draws_numbers
 
-Groups = list[list[int]]  # indices of sums, those of each group in order
+Groups = list[list[int]]  # indices of sums, in order within each group
 
 
 def levels_of_sums(program: Program, costs: CostModel) -> Groups:
-    """The small sums that can be packed, by level and kind; only where there are several."""
+    """The small sums that can be packed, by level and kind; only kinds with several sums."""
     small = {n: kind for n, i in enumerate(program.instructions) if (kind := _kind(program, costs, i))}
     if len(small) < 2:
         return []
@@ -81,8 +81,8 @@ def in_runs(groups: Groups, runs: int) -> Groups:
 
 
 def coalesced(program: Program, groups: Groups) -> Program:
-    """``program`` with each group of sums packed into one: those of a level, or a part of them. Instructions
-    stand where they stood, but that what a packed sum needs comes before its first use."""
+    """``program`` with each group of sums, those of a level or a part of them, packed into one. Instructions
+    keep their places, except that the inputs of a packed sum come before its first use."""
     instructions = list(program.instructions)
     names = set(program.types)
     replaced: set[int] = set()
@@ -94,7 +94,7 @@ def coalesced(program: Program, groups: Groups) -> Program:
 
 
 def separated(program: Program) -> Program:
-    """``program`` with each packed sum as those that it stands for; itself if there are none."""
+    """``program`` with each packed sum split into its parts; unchanged if there are none."""
     apart: dict[str, list[Instruction]] = {}  # by the result of a packed sum
     dropped: set[str] = set()
     for cat, i, split in packed_sums(program):
@@ -115,7 +115,7 @@ def separated(program: Program) -> Program:
 
 
 def _packed(program: Program, sums: Sequence[Instruction], names: set[str]) -> Iterator[Instruction]:
-    """The instructions in place of some sums, which make what these made."""
+    """The instructions that replace some sums by a packed one."""
     sources = [i.inputs[0] for i in sums]
     held, summed = program.types[sources[0]], sums[0].type
     shapes = [i.type.value.shape for i in sums]
@@ -154,7 +154,7 @@ def _packed(program: Program, sums: Sequence[Instruction], names: set[str]) -> I
 
 
 def common_dim(shapes: Sequence[tuple[int, ...]]) -> int | None:
-    """The dim along which tensors can be put together as they are: the only one in which they differ, or the
+    """The dim along which tensors can be concatenated as they are: the only one in which they differ, or the
     first; None if there is none."""
     first = shapes[0]
     if not first or any(len(shape) != len(first) for shape in shapes):
@@ -164,9 +164,8 @@ def common_dim(shapes: Sequence[tuple[int, ...]]) -> int | None:
 
 
 def _in_demand(instructions: Sequence[Instruction], replaced: set[int], count: int) -> list[int]:
-    """The first ``count`` instructions in order, but for those that were replaced, each behind what it needs;
-    what was added stands where it is first needed. Random numbers are drawn in the order they were drawn in.
-    """
+    """The first ``count`` instructions in order, without the replaced ones, each after its inputs; added ones
+    come where they are first needed. The order of random draws stays the same."""
     maker_of = {
         r: n for n, i in enumerate(instructions) if n not in replaced for r in i.results if r is not None
     }

@@ -1,8 +1,8 @@
-"""The events of a step as tasks with what each needs, and the b-levels of the tasks.
+"""The events of a step as tasks with their dependencies, and the b-levels of the tasks.
 
-A step has its events in one order. A list scheduler looks for other ones, so of that order only what cannot
-be otherwise is kept: a computation needs its inputs, a gradient those of all uses, the second run of a region
-and a second gather the gradient that sets them off, a weight's gradient what its ``wgrad`` says.
+A step has its events in one order. A list scheduler looks for others, so only the necessary part of that
+order is kept: a computation needs its inputs, a gradient the gradients of all uses, the second run of a
+region and a second gather the gradient that triggers them, and a weight gradient what its ``wgrad`` says.
 """
 
 from __future__ import annotations
@@ -22,23 +22,22 @@ from ...step import Compute, Start, Step
 from ...step.events import BACKWARD, LOCAL, PRODUCT, REPEATED, WEIGHT, Pass, Sink
 from ...step.works import works_by_part
 
-Group = tuple[str, tuple[int, ...]]  # a process group: what for, and its ranks
+Group = tuple[str, tuple[int, ...]]  # a process group: its purpose and its ranks
 Seconds = tuple[float, ...]
 
 
 class Turn(IntEnum):
     """When a rank comes to an event whose needs are met."""
 
-    AT_ONCE = 0  # a collective of what is complete
+    AT_ONCE = 0  # a collective on complete values
     IN_ORDER = 1  # a computation, or a gather that it sets off
-    LAST = 2  # when all else of the pass has been computed
+    LAST = 2  # after everything else of the pass
 
 
 @dataclass(frozen=True, slots=True)
 class StepTask:
     """An event of a step. ``seconds`` are per kind of rank; a collective has a ``group``, and takes equally
-    long on all ``kinds`` that meet. ``successors`` begin when it has ended, ``followers`` when it has begun.
-    """
+    long on all participating ``kinds``. ``successors`` begin after its end, ``followers`` after its start."""
 
     seconds: Seconds
     group: Group | None
@@ -52,9 +51,9 @@ class StepTask:
 class StepGraph:
     """The tasks of a step in topological order: forward, backward, the sums of gradients, the optimizer.
 
-    By the index of an instruction: its ``forward``; its ``backward``, which is the gradient's collective of a
-    redistribution and the sum of a parameter's; and the tasks ``before`` that and ``after`` it: second
-    gathers, factors, a weight's gradient that is computed apart.
+    By the index of an instruction: its ``forward``; its ``backward``, which for a redistribution is the
+    gradient's collective and for a parameter its sum; and the tasks ``before`` and ``after`` that: second
+    gathers, factors, split weight gradients.
     """
 
     tasks: tuple[StepTask, ...]
@@ -119,7 +118,7 @@ class _Builder:
         purpose: str = "data",
         turn: Turn = Turn.IN_ORDER,
     ) -> int:
-        """A task after those that it ``needs``: a collective, if it has an ``exchange``."""
+        """Adds a task after those that it ``needs``: a collective, if it has an ``exchange``."""
         task = len(self.seconds)
         group: Group | None = None
         kinds: tuple[int, ...] = ()
@@ -171,7 +170,7 @@ class _Builder:
 
     def backward_pass(self, order: Pass) -> None:
         runs_again: list[Compute] = []  # instructions of the region whose backward is next
-        gathers: list[Start] = []  # that the next backward sets off
+        gathers: list[Start] = []  # gathers that the next backward starts
         factors: dict[int, list[int]] = defaultdict(list)
         products: list[Compute] = []
         for event in order.script.events:
@@ -240,7 +239,8 @@ class _Builder:
 
     @lazy
     def carriers(self) -> dict[int, int]:
-        """By product whose weight's gradient is computed beside a collective, the redistribution of that."""
+        """Maps each product whose weight gradient overlaps a collective to that collective's
+        redistribution."""
         places = {i.result: n for n, i in enumerate(self.program.instructions) if i.is_redistribution}
         return {n: places[b.collective] for n, b in beside_points(self.program).items()}
 

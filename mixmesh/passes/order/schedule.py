@@ -1,20 +1,20 @@
-"""Execution order: when every rank computes what, and so when it starts and awaits what it exchanges.
+"""Chooses the execution order: when every rank computes what, and so when exchanges start and are awaited.
 
-The events of a step as a graph (``StepGraph``) are forward and backward computations, weights' gradients that
-are computed apart, collectives, for every parameter the sum of its gradient, and the optimizer. The b-level
-of a task is how long the step goes on at least once it has begun,
+The events of a step as a graph (``StepGraph``) are forward and backward computations, split weight gradients,
+collectives, the sum of every parameter's gradient, and the optimizer. The b-level of a task is the least time
+for which the step goes on once the task has begun,
 
     level(t) = seconds(t) + max over successors s of level(s),
 
-and a list scheduler lets every resource (the computing thread of a rank, each process group) begin, of what
-can begin first, the task of the highest level (HeteroG, CoNEXT'20, section 4.2; Graham, 1969). A collective
-begins as soon as its source is there and is awaited where its result is used.
+and a list scheduler lets every resource (the computing thread of a rank, each process group) begin the task
+of the highest level among those that can begin first (HeteroG, CoNEXT'20, section 4.2; Graham, 1969). A
+collective begins as soon as its source is ready and is awaited where its result is used.
 
-Where we depart from HeteroG: all ranks follow one order, that of the program's text, and the backward pass is
-its reverse, since that is what autograd does. So the forward tasks are scheduled and the order is taken as it
-is, then the backward tasks and it is taken in reverse; whichever the simulator finds faster is kept. One
-order for all ranks is one order for every process group, without which ranks would wait for each other for
-ever.
+Unlike HeteroG, all ranks follow one order, that of the program's text, and the backward pass is its reverse,
+because autograd works like that. So the forward tasks are scheduled and give an order, then the backward
+tasks are scheduled and give another in reverse; the one that the simulator finds faster is kept. One order
+for all ranks is also one order for every process group, without which ranks would wait for each other
+forever.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ GAIN = 0.005  # share of the estimated step below which an order is not worth a 
 
 @dataclass(frozen=True)
 class Played:
-    """Tasks in the order in which they began, when each could begin, and when the last had ended."""
+    """Tasks in the order in which they began, the seconds at which each could begin, and the end of the
+    last."""
 
     order: tuple[int, ...]
     ready_s: dict[int, float]
@@ -49,8 +50,8 @@ Priority = Callable[[int, float, float], tuple]
 
 @dataclass(frozen=True)
 class Part:
-    """Some tasks of a graph: ``successors`` and ``followers`` of each among them, and how many of them each
-    comes after."""
+    """Some tasks of a graph: the ``successors`` and ``followers`` of each among them, and the number of its
+    predecessors among them (``missing``)."""
 
     successors: dict[int, list[int]]
     followers: dict[int, list[int]]  # for the tasks that have any
@@ -70,7 +71,7 @@ class Part:
         return cls(successors, followers, missing)
 
     def begun(self, t: int) -> Iterator[int]:
-        """Tasks of which none is missing any more now that ``t`` has begun."""
+        """Yields the tasks whose predecessors have all begun, now that ``t`` has."""
         for s in (*self.successors[t], *self.followers.get(t, ())):
             self.missing[s] -= 1
             if not self.missing[s]:
@@ -78,14 +79,14 @@ class Part:
 
 
 def play(graph: StepGraph, tasks: Sequence[int], priority: Priority | None = None) -> Played:
-    """Issues ``tasks`` in order of ``priority`` among those whose predecessors were issued; without one as
-    they stand, predecessors first. Every rank computes one at a time, every process group carries one at a
-    time."""
+    """Issues ``tasks`` in order of ``priority`` among those whose predecessors were issued; without a
+    priority in the given order, predecessors first. Every rank computes, and every process group carries, one
+    at a time."""
     part = Part.of(graph, tasks)
     kinds = range(len(graph.tasks[0].seconds))
     clock = [0.0 for _ in kinds]
     at_once = clock
-    arrival: dict[int, list[float]] = {}  # when all that a task needs is there, by kind of rank
+    arrival: dict[int, list[float]] = {}  # by kind of rank, the time when the task's inputs are there
     free: dict[Group, float] = defaultdict(float)
     waiting = [t for t in tasks if not part.missing[t]]
     ready_s: dict[int, float] = dict.fromkeys(waiting, 0.0)
@@ -118,8 +119,8 @@ def play(graph: StepGraph, tasks: Sequence[int], priority: Priority | None = Non
 
 
 def in_turn(graph: StepGraph, tasks: Sequence[int], place: Callable[[int], Any]) -> list[int]:
-    """``tasks`` by ``place`` as far as predecessors among them stand first: of those that may follow, the one
-    of the least place does."""
+    """``tasks`` sorted by ``place``, except that predecessors come first: next is always the task of the
+    least place among those that may follow."""
     part = Part.of(graph, tasks)
     waiting = [(place(t), t) for t in tasks if not part.missing[t]]
     heapify(waiting)
@@ -136,13 +137,13 @@ class Orders:
     """The orders of one program's instructions: as they stand, and as a list scheduler has them."""
 
     def __init__(self, program: Program, step: Step[Sheet]) -> None:
-        """``step`` is of the same instructions, under whatever ratios and buckets."""
+        """``step`` is that of the same instructions, under any ratios and buckets."""
         self.program = program
         exchanges = step.outline.exchanges
         self.communicating = {name for (name, _), exchange in exchanges.items() if exchange is not None}
         self.graph = step_graph(program, step)
         instructions = program.instructions
-        # leaves, and what parameters are turned into, stand where they are needed
+        # leaves, and conversions of parameters, are placed where they are needed
         self.main = [
             n
             for n, i in enumerate(instructions)
@@ -152,7 +153,7 @@ class Orders:
         self.index = {r: n for n, i in enumerate(instructions) for r in i.results if r is not None}
 
     def listed(self, t: int, _: float, begin: float) -> tuple:
-        """A list scheduler's priority: what can begin first, collectives, the highest level."""
+        """A list scheduler's priority: earliest start, then collectives, then the highest level."""
         task = self.graph.tasks[t]
         return task.turn is Turn.LAST, begin, task.group is None, -self.graph.levels[t], t
 
@@ -161,7 +162,7 @@ class Orders:
         return self._in_order_of(play(self.graph, self._forward(self.main), self.listed))
 
     def first_come(self) -> list[int]:
-        """As an executor without priorities: what was ready first, forward."""
+        """The order of an executor without priorities: first ready, first run, forward."""
         played = play(self.graph, self._forward(self.main), lambda t, ready, begin: (begin, ready, t))
         return self._in_order_of(played)
 
@@ -185,7 +186,7 @@ class Orders:
         return [self.graph.forward[n] for n in order]
 
     def _back(self, order: Sequence[int]) -> list[int]:
-        """The backward tasks of these instructions and of the parameters, in the reverse of the order."""
+        """The backward tasks of these instructions and of the parameters, in reverse order."""
         backward, before, after = self.graph.backward, self.graph.before, self.graph.after
         rest = [n for n in range(len(self.program.instructions)) if n not in self.placed]
         out: list[int] = []
@@ -208,8 +209,8 @@ class Orders:
         return self.forward_pass(order).end_s + self.backward_pass(order).end_s
 
     def complete(self, main: Sequence[int]) -> list[int]:
-        """All instructions: those of ``main`` in this order, what they need before them; what gathers
-        parameters one operator ahead."""
+        """All instructions: ``main`` in this order, preceded by what they need; gathers of parameters come
+        one operator ahead."""
         instructions = self.program.instructions
         out: list[int] = []
         added: set[int] = set()
@@ -225,7 +226,7 @@ class Orders:
         for n in main:
             mine = list(need(n))
             if any(r in self.communicating for m in mine for r in instructions[m].results):
-                # a parameter that is used in shards too stands where the first of its users is
+                # a parameter that is also used in shards comes before its first user
                 needed = {self.index[name] for m in mine for name in instructions[m].inputs} - {*mine}
                 at = max([ahead, *(out.index(m) + 1 for m in needed)])
                 out[at:at] = mine

@@ -1,4 +1,4 @@
-"""Which device takes which part of the global batch, and in which micro-batches."""
+"""Divides the global batch between devices, and each part into micro-batches."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Allocation:
     """One entry per device: ``accumulation_steps - 1`` micro-batches of ``micro_batch`` samples, then one of
     ``last_micro_batch``; all three are 0 for a device that takes no part.
 
-    ``step_s``: predicted seconds of the step, collectives included. In ZeRO stages 2 and 3 a device that
-    takes part may have nothing left in the last accumulation step (``last_micro_batch`` 0); it still joins
-    the collectives.
+    ``step_s``: predicted seconds of the step, including collectives. In ZeRO stages 2 and 3 a participating
+    device may have nothing left for the last accumulation step (``last_micro_batch`` 0); it still joins the
+    collectives.
     """
 
     micro_batch: tuple[int, ...]
@@ -45,22 +45,23 @@ def allocate(
     stage: int,
     collective_s: float = 0.0,
 ) -> Allocation:
-    """The allocation of the shortest step: the search of Poplar (AAAI'25), made exact.
+    """The allocation with the shortest step: the search of Poplar (AAAI'25), made exact.
 
-    ``curves``: for every device the micro-batch sizes that were measured, ascending, and the seconds of one
-    forward and backward pass at each; the largest size is the device's limit. Between sizes the curve is
-    linear, below the smallest it falls to the fixed cost of the affine fit, and times that fall with the
-    size are noise and averaged (``mixmesh.cost.Curve``). ``global_batch`` in samples.
+    ``curves``: for every device the measured micro-batch sizes, ascending, and the seconds of one forward and
+    backward pass at each; the largest size is the device's limit. Between sizes the curve is linear, below
+    the smallest it falls to the fixed cost of the affine fit, and times that fall with the size are noise and
+    averaged (``mixmesh.cost.Curve``). ``global_batch`` is in samples.
 
     ``stage`` 0 and 1: ``collective_s`` (gradients, and in stage 1 parameters) once per step, every device
-    with its own accumulation count (``mixmesh.passes.zero.separate``). ``stage`` 2 and 3: ``collective_s``
-    in every accumulation step, whose number is common to all devices that take part
+    with its own accumulation count (``mixmesh.passes.zero.separate``). ``stage`` 2 and 3: ``collective_s`` in
+    every accumulation step, whose number is common to all participating devices
     (``mixmesh.passes.zero.common``).
 
-    The step is the shortest there is, within a few parts in 10^12 (rounding). Accumulation takes any batch,
-    whatever the limits. Among equally fast choices: fewer accumulation steps (stages 0 and 1: of each device,
-    for its samples), then those of more even size; samples that more than one device could take without
-    making the step longer are dealt in proportion to what each can do in that time, ties to the lower index.
+    The step is the shortest possible, within a few parts in 10^12 (rounding). Accumulation takes any batch,
+    whatever the limits. Equally fast choices are ranked by fewer accumulation steps (stages 0 and 1: of each
+    device, for its samples), then by more even sizes. Samples that more than one device could take without
+    making the step longer are divided in proportion to what each can do in that time, ties to the lower
+    index.
 
     Raises InputError for a bad curve, naming the device, and for a bad stage, batch or time.
     """
@@ -90,7 +91,7 @@ def step_seconds(
 ) -> float:
     """Predicted seconds of a step with any allocation (its own ``step_s`` is not read).
 
-    Raises InputError as ``allocate`` does, and for an allocation that the curves or the stage do not allow.
+    Raises InputError like ``allocate``, and for an allocation that the curves or the stage do not allow.
     """
     _check_stage(stage, collective_s)
     if not isinstance(allocation, Allocation):

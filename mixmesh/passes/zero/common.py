@@ -33,7 +33,7 @@ def split_together(tables: Tables, global_batch: int, collective_s: float) -> li
     rest = global_batch - (steps - 1) * full
     seconds = (steps - 1) * events + events[rest - 1] + steps * collective_s
     fastest = np.flatnonzero(seconds <= seconds.min() * SLACK)
-    # steps never rise with c: the last has the fewest; of these the first is the most even
+    # steps never rise with c: the last c has the fewest steps, and the first c with as few is the most even
     c = int(fastest[np.searchsorted(-steps[fastest], -steps[fastest[-1]])])
     num_steps, num_last = int(steps[c]), int(rest[c])
     # the last step first, since none may be larger there than in the full steps

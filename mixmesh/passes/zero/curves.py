@@ -15,7 +15,7 @@ from ...errors import InputError
 
 # a table holds one float64 per micro-batch size; 2**25 of them are 256 MiB
 MAX_TABLE_ENTRIES = 2**25
-# outside of these a figure is a mistake of units, and squares of it leave the range of floats
+# a figure outside of these is a mistake of units, and its square leaves the range of floats
 MIN_S, MAX_S = 1e-12, 1e12
 
 
@@ -66,7 +66,7 @@ def _table(curve: Curve, largest: int) -> np.ndarray:
     fixed = min(curve.affine[0], seconds[0])
     out = np.interp(np.arange(min(int(sizes[-1]), largest) + 1), (0, *sizes), (fixed, *seconds))
     out[0] = 0.0
-    # interpolation rounds: what was flat must not fall by the last digit
+    # interpolation rounds: a flat curve must not fall by the last digit
     return np.maximum.accumulate(out)
 
 

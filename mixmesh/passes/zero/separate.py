@@ -55,11 +55,11 @@ def best_split(t: np.ndarray, num_samples: int) -> tuple[int, int, int]:
 
 
 def _capacities(tables: Tables, global_batch: int) -> list[int]:
-    """``N_i(T)`` of every kind at the smallest T at which they add up to the batch.
+    """``N_i(T)`` of every kind at the smallest T for which they add up to the batch.
 
-    Kept per kind: ``low``, samples within the time that is too short, and for every micro-batch size that
-    can still do better than that, the samples within the time that is long enough. Sizes drop out as the
-    two times close in; where none is left, the kind's answer is known.
+    Kept per kind: ``low``, the samples within a time that is too short, and for every micro-batch size that
+    can still do better, the samples within a time that is long enough. Sizes drop out as the two times
+    converge; a kind without remaining sizes has its answer.
     """
     kinds, counts = tables.distinct, tables.num_devices
     good = [_good_sizes(t) for t in kinds]
@@ -103,12 +103,12 @@ def _good_sizes(t: np.ndarray) -> np.ndarray:
 
 
 def _bracket(tables: Tables, good: list[np.ndarray], global_batch: int) -> tuple[float, float]:
-    """Seconds within which the batch cannot be done, and seconds within which it can, close together.
+    """Seconds too short for the batch, and seconds long enough for it, close together.
 
-    No device beats its best rate, so ``global_batch / sum of rates`` bounds from below; whole micro-batches
-    of the best rate's size miss that by less than one each, which bounds from above. Between the two, cheap
-    bounds of ``N_i(T)`` are bisected: ``_good_sizes`` alone, and T times the best rate of those micro-batches
-    that end within T.
+    No device beats its best rate, so ``global_batch / sum of rates`` is a lower bound; whole micro-batches of
+    the best rate's size miss that by less than one each, which gives an upper bound. Between the two, cheap
+    bounds of ``N_i(T)`` are bisected: from ``_good_sizes`` alone, and T times the best rate among
+    micro-batches that end within T.
     """
     kinds, counts = tables.distinct, tables.num_devices
     rates = [np.maximum.accumulate(np.append(0.0, np.arange(1, len(t)) / t[1:])) for t in kinds]

@@ -1,10 +1,10 @@
 """A data-parallel program in the stages of ZeRO (Rajbhandari et al., SC'20), with shares by memory.
 
-0    everything is replicated
-1    gradients and optimizer state belong to owners; gradients are summed to them once per step
-2    as 1, and gradients are summed to them in every backward pass
-3    parameters are stored by their owners, gathered for use and freed between the passes; what the
-     backward pass has no use for, as of biases and tables, is not gathered again
+0  everything is replicated
+1  gradients and optimizer state belong to owners; gradients are summed to them once per step
+2  as 1, but gradients are summed to them in every backward pass
+3  parameters are stored by their owners, gathered for use and freed between the passes; parameters that
+   the backward pass does not use, such as biases and tables, are not gathered again
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ COPIES = ("aten._to_copy", "aten.contiguous", "aten.clone", "aten.broadcast_tens
 
 
 def with_stage(program: Program, stage: int, owners: Ratio) -> Program:
-    """``program`` in a stage of ZeRO: what its replicated parameters become.
+    """``program`` in a ZeRO stage, which changes its replicated parameters.
 
-    ``owners`` has one share per rank, zeros allowed; of the gradient and optimizer state in stages 1 and 2,
-    of the parameter too in stage 3. Every row has one owner. These stay replicated: parameters without
-    dims, without a gradient, of one rank only, or whose gradient comes out of factors (``sfb``). Raises
+    ``owners`` has one share per rank, zeros allowed, for the gradient and optimizer state in stages 1 and 2,
+    and for the parameter too in stage 3. Every row has one owner. Some parameters stay replicated: those
+    without dims, without a gradient, of one rank only, or with a gradient from factors (``sfb``). Raises
     InputError for a bad stage or ratio, PlanError if an owner in stages 1 and 2 does not hold a parameter.
     """
     if isinstance(stage, bool) or stage not in STAGES:
@@ -71,8 +71,8 @@ def ownable(program: Program) -> tuple[Instruction, ...]:
 
 
 def with_owners(program: Program, owners: Mapping[str, Ratio], stage: int = 1) -> Program:
-    """``program`` in which gradient and optimizer state of the parameters of ``owners``, by result, belong to
-    ranks by these shares, and those of no others to anybody. A share of 1 is a parameter server.
+    """``program`` with these ``owners``, shares by result, for the gradient and optimizer state of their
+    parameters, and no owners for any other parameter. A share of 1 is a parameter server.
 
     Raises PlanError if an owner does not hold its parameter.
     """
@@ -105,7 +105,7 @@ def _check_held(program: Program, i: Instruction, shares: Ratio) -> None:
 
 
 def zero_stage(program: Program) -> int:
-    """The stage that a program is in, 0 if nothing has owners: that of the parameter that is furthest."""
+    """The highest ZeRO stage of a program's parameters; 0 if nothing has owners."""
     stages = [stage_of(i) for i in program.params if owned_type(program, i) is not None]
     gathered = any(i.op == "all_gather" and i.attr("reshard") is not None for i in program.instructions)
     return 3 if gathered else max(stages, default=0)
@@ -129,7 +129,7 @@ def _is_candidate(program: Program, i: Instruction) -> bool:
 
 
 def _with_ratio(program: Program, shares: Ratio) -> tuple[Program, str]:
-    """The program with these shares under a name of their own."""
+    """The program with these shares under a separate name."""
     name, n = "z", 0
     while name in program.ratio_of and program.ratio_of[name] != shares:
         n += 1
@@ -142,13 +142,13 @@ def _with_ratio(program: Program, shares: Ratio) -> tuple[Program, str]:
 def stored_by_owners(program: Program, names: Collection[str], ratio: str) -> Program:
     """``program`` with these parameters stored S(0) in the shares of ``ratio``, and gathered for use.
 
-    A gather starts one parameter-using operator ahead of its use, and the gathered parameter is freed
-    after its last use, to be gathered again where the backward pass needs it.
+    A gather starts one parameter-using operator ahead of its use, and the gathered parameter is freed after
+    its last use, to be gathered again for the backward pass.
     """
     again = _needed_again(program, names)
     out: list[Instruction] = []
     waiting: list[Instruction] = []  # gathers met since the last operator that uses a parameter
-    ahead = 0  # where the next gathers go: before the operator that used the last ones
+    ahead = 0  # position of the next gathers: before the operator that used the last ones
     shards: dict[TensorType, TensorType] = {}  # one object for all that are alike
     for i in program.instructions:
         if i.op == "param" and i.result in names:

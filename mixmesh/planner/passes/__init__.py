@@ -1,5 +1,4 @@
-"""The passes of planning as a list. Each takes a proposal to a faster form of it, or gives it back as it
-is."""
+"""The list of planning passes. Each turns a proposal into a faster form, or returns it unchanged."""
 
 from __future__ import annotations
 

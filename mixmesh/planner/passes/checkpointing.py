@@ -1,6 +1,7 @@
-"""Regions that the user checkpointed, in a plan: they run again there too.
+"""Marks the regions that the user checkpointed in a plan, so that they run again there too.
 
-A program that fits in memory only with regions of its own keeps those."""
+A program that fits in memory only with regions of its own keeps those.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from .row import Pass
 
 
 def checkpointed(task: Task, proposal: Proposal) -> Proposal:
-    """The proposal with the user's regions, timed anew."""
+    """The proposal with the user's regions, simulated again."""
     region_of = user_regions(task.graph)
     if not region_of or regions(proposal.program):
         return proposal

@@ -1,4 +1,4 @@
-"""Weight gradients that every rank computes for itself from gathered factors (SFB), where that is faster."""
+"""Lets every rank compute weight gradients for itself from gathered factors (SFB), if that is faster."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .row import Pass
 
 
 def factored(task: Task, proposal: Proposal) -> Proposal:
-    """The proposal with those weight gradients computed from gathered factors that are faster so, under the
-    shares that are best then."""
+    """The proposal with weight gradients computed from gathered factors wherever that is faster, and with the
+    shares that are then best."""
 
     def judge(program: Program) -> tuple[bool, float]:
         if program is proposal.program:

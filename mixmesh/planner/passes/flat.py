@@ -1,4 +1,4 @@
-"""All-reduces that are not hierarchical, where that is as fast."""
+"""Makes all-reduces flat if that is as fast as hierarchical."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The execution order, the packed sums and the buckets of a plan that was found, where the simulator says
-that they pay."""
+"""Improves a plan's execution order, packed sums and buckets, if the simulator says that it pays."""
 
 from __future__ import annotations
 
@@ -23,15 +22,15 @@ from ..proposal import Proposal
 from ..task import Task
 from .row import Pass
 
-# for which the budget must pay: up to 3000 instructions, some sixty layers, each of which follows another
+# steps that the budget must pay for: up to 3000 instructions, some sixty layers that follow each other
 ORDER_STEPS = 2
-RUNS = (1, 2)  # in which the sums of a level are packed: all in one, or so that one travels beside computing
+RUNS = (1, 2)  # runs into which a level's sums are packed: one, or two so that one travels during computing
 
 
 def ordered(task: Task, proposal: Proposal, budget: Budget) -> Proposal:
-    """The proposal in the fastest of its orders, with its small sums apart or packed and the fastest of its
-    buckets; itself if none is faster and fits. If the budget does not pay for it, a program without small
-    sums keeps its order, and one with its sums packed in one too."""
+    """The proposal in its fastest order, with its small sums unpacked or packed, and with its fastest
+    buckets; unchanged if none is faster and fits. If the budget does not pay for it, a program without small
+    sums keeps its order, and sums packed into one run are not tried."""
     if not waits(proposal):
         return proposal  # a rank that always computes does not get faster by another order
     large = not budget.pays_for(ORDER_STEPS, len(proposal.program.instructions))
@@ -69,8 +68,8 @@ def in_order(task: Task, proposal: Proposal) -> Proposal:
 def summed_otherwise(
     task: Task, proposal: Proposal, unpacked: Program, every: Sequence[int]
 ) -> list[Program]:
-    """The proposal's program with its small sums apart, as ``unpacked`` has them, and packed in several runs
-    of each level, but for the way that it has them; none where that cannot save enough."""
+    """The proposal's program with its small sums unpacked, and packed into several runs per level, without
+    the form that it already has. Empty if this cannot save enough."""
     program, step_s = proposal.program, proposal.timeline.step_s
     if regions(program):
         return []

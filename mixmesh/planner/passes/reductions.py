@@ -1,7 +1,7 @@
-"""Reductions of gradients: summed everywhere or to owners, where the simulator says that it matters.
+"""Chooses how gradients are reduced, on all ranks or to owners, if the simulator says that it matters.
 
-Where devices are GPUs, owners are tried for a run of the buckets. On CPUs all buckets meet in one way: on
-gloo, mixtures were slower than simulated (``python -m benchmarks sync``).
+On GPUs owners are tried for a run of the buckets. On CPUs all buckets are reduced in the same way: on gloo,
+mixtures were slower than simulated (``python -m benchmarks sync``).
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from ..proposal import Proposal
 from ..task import Task
 from .row import Pass
 
-# share of the step that sums of gradients must take, beyond what hides, and the optimizer, which owners share
+# smallest share of the step for which it pays to look: exposed gradient sums, and the part of the optimizer
+# that owners save
 EXPOSED, SHORT_EXPOSED = 0.015, 0.05  # the latter within a budget that does not pay for care
-# share of the step that must be saved: owners keep optimizers to those that work by element
+# smallest share of the step to save: owners restrict optimizers to elementwise ones
 MARGIN = 0.01
 SMALL_BYTES = 1e6
-RUN_BYTES = (4e6, 16e6)  # sizes of buckets of which some have owners
+RUN_BYTES = (4e6, 16e6)  # sizes of buckets, some of which get owners
 TRIED, SHORT_TRIED = 40, 6  # runs of buckets of each size
 
 
@@ -58,7 +59,8 @@ def synced(task: Task, proposal: Proposal, budget: Budget) -> Proposal:
 
 
 def owned_runs(task: Task, program: Program, budget: Budget) -> list[Program]:
-    """The program, which has no owners, with owners of a run of its buckets, of several sizes of these."""
+    """Programs with owners for a run of the buckets of ``program``, which has none, for several sizes of
+    buckets."""
     is_short = not budget.pays_for(CARE_STEPS, len(program.instructions))
     most = SHORT_TRIED if is_short else TRIED
     bucketed = [with_buckets(program, size) for size in RUN_BYTES]

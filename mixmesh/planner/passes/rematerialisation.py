@@ -1,4 +1,4 @@
-"""Activation checkpointing as a repair: for plans that do not fit, or fit in small micro-batches alone."""
+"""Activation checkpointing as a repair, for plans that do not fit, or fit only in small micro-batches."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from .row import Pass
 
 
 def fewest(task: Task, proposal: Proposal, among: Collection[int] | None = None) -> Proposal:
-    """The proposal with as few of its regions, or of those ``among`` them, as memory allows.
+    """The proposal with as few of its regions as memory allows; only those in ``among`` may be dropped, if
+    given.
 
-    The last ones are dropped first: they are the first in the backward pass, before which all that is kept
-    is there, and once it comes to the others there is room for theirs.
+    The last ones are dropped first. They come first in the backward pass, when all kept activations are still
+    held; when it reaches the earlier regions, memory has become free for them.
     """
     program = proposal.program
     members = regions(program)

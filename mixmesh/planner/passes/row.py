@@ -13,8 +13,8 @@ from ..task import Task
 
 @dataclass(frozen=True)
 class Pass:
-    """One row of the list. ``improve`` takes the planning context, a proposal and how much it may do;
-    ``keeps_micro_batches``: it can be applied to a proposal in micro-batches, which keep their order and
+    """One row of the list. ``improve`` takes the planning context, a proposal and a budget.
+    ``keeps_micro_batches``: the pass also works on a proposal in micro-batches, and keeps their order and
     reductions."""
 
     name: str

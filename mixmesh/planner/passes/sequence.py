@@ -1,4 +1,4 @@
-"""Operators that tensor parallelism replicates, cut along the sequence where that is faster."""
+"""Cuts operators that tensor parallelism replicates along the sequence, if that is faster."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from .row import Pass
 
 
 def along_the_sequence(task: Task, proposal: Proposal) -> Proposal:
-    """The proposal with all-reduces of activations as a reduce-scatter and an all-gather, and what is between
-    these cut; itself if that is no faster, and fits no better."""
+    """The proposal with all-reduces of activations replaced by reduce-scatter and all-gather, and the values
+    in between cut; unchanged if that is no faster and fits no better."""
     program = sequence_parallel(proposal.program)
     if program is proposal.program:
         return proposal

@@ -10,12 +10,12 @@ from ..task import Task
 from .row import Pass
 
 MAX_POLISH = 64
-FAR = 1.05  # times the best step: single samples save less
+FAR = 1.05  # steps longer than the best by this factor are not polished: single samples save less
 
 
 def polish(task: Task, proposal: Proposal) -> Proposal:
-    """Moves single samples between ranks while that shortens the simulated step; not where the best would
-    stay far off, or there are fewer samples than ranks."""
+    """Moves single samples between ranks while that shortens the simulated step. Not done if the proposal is
+    far from the best, or has fewer samples than ranks."""
     ranks = support(proposal.program.shares)
     if (
         not 1 < len(ranks) <= task.batch

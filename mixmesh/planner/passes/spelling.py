@@ -1,4 +1,4 @@
-"""Passes at the end that change no step: what a program needs to say, and what it need not."""
+"""Passes at the end that change no step: they add what a program must say, and remove what it need not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .row import Pass
 
 
 def spelled(name: str, about: str, rewrite: Callable[[Task, Proposal], Program]) -> Pass:
-    """The row of a rewrite after which a program takes the same step."""
+    """The row of a rewrite that does not change the step of a program."""
 
     def improve(task: Task, proposal: Proposal, _: Budget) -> Proposal:
         program = rewrite(task, proposal)

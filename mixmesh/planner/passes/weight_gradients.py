@@ -1,5 +1,4 @@
-"""Weight gradients of a plan that was found, computed before, after or beside what the backward pass waits
-for."""
+"""Moves weight gradients of a plan before, after or into the waits of its backward pass."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from ..task import Task
 from .reductions import owned_runs
 from .row import Pass
 
-# share of the step that sums of gradients, or other waits, must take beyond what hides
+# smallest share of the step, in exposed gradient sums or other waits, for which it pays to look
 EXPOSED, SHORT_EXPOSED = 0.01, 0.03  # the latter within a budget that does not pay for care
 GAIN = 0.01  # share of the step that must be saved
 SMALL_BYTES = 2**16  # a weight's, from which on its sum can matter
@@ -22,8 +21,8 @@ LASTS = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5)  # parts of the products that are used 
 
 
 def apart(task: Task, proposal: Proposal, budget: Budget) -> Proposal:
-    """The proposal with weight gradients as early as they can be, or beside collectives of the backward pass,
-    but for those of the first few layers, which are last; itself if that is no faster."""
+    """The proposal with weight gradients as early as possible or overlapped with collectives of the backward
+    pass, except for those of the first few layers, which come last; unchanged if that is no faster."""
     program, step_s = proposal.program, proposal.timeline.step_s
     size = len(program.instructions)
     if not budget.pays_for(SOME_STEPS, size):
@@ -46,8 +45,9 @@ def apart(task: Task, proposal: Proposal, budget: Budget) -> Proposal:
 
 
 def movable(task: Task, proposal: Proposal, least_s: float) -> tuple[Sequence[int], frozenset[int]]:
-    """The products whose weight's gradient can be first or last, if reductions take ``least_s`` beyond what
-    hides, and those that can have it beside a collective, if the backward pass waits that long for these."""
+    """The products whose weight gradients may come first or last (none unless reductions are exposed for
+    ``least_s``), and those whose weight gradients may overlap a collective (none unless the backward pass
+    waits that long for collectives)."""
     program = proposal.program
     with task.timed("wgrad"):
         floor_s = proposal.simulation.least_s(program)[0]
@@ -62,8 +62,8 @@ def movable(task: Task, proposal: Proposal, least_s: float) -> tuple[Sequence[in
 def forms(
     task: Task, proposal: Proposal, able: Sequence[int], beside: frozenset[int], is_short: bool
 ) -> list[tuple[Program, frozenset[int]]]:
-    """The program with all gradients of the ``able`` products first, and with those ``beside`` collectives
-    that can be, each with the latter; if the budget ``is_short``, only those that are faster in usual
+    """The program with the weight gradients of all ``able`` products first, with and without those in
+    ``beside`` overlapping collectives. If the budget ``is_short``, only the forms that are faster in usual
     buckets."""
     program = proposal.program
     choices = dict.fromkeys([frozenset[int](), beside] if able else [beside] if beside else [])
@@ -90,16 +90,16 @@ def refined(task: Task, best: Proposal, programs: Sequence[Program], budget: Bud
 
 
 def marked(program: Program, able: Sequence[int], beside: Collection[int] = (), last: int = 0) -> Program:
-    """``program`` in which the first few of the products that are ``able`` have their weight's gradient
-    ``last``, those that can be computed ``beside`` a collective have it so, the others ``first``."""
+    """``program`` with weight gradients marked: of the ``able`` products the first few (``last`` of them)
+    come ``last``; those in ``beside`` overlap a collective; the others come ``first``."""
     lasts = {*able[:last]}
     chosen = {n: "last" if n in lasts else "beside" if n in beside else "first" for n in (*able, *beside)}
     return with_wgrads(program, chosen)
 
 
 def hideable(task: Task, proposal: Proposal, least_s: float) -> frozenset[int]:
-    """The products that can be computed beside a collective of the backward pass; none if these collectives
-    take less of the step."""
+    """The products whose weight gradients can overlap a collective of the backward pass; none if these
+    collectives take less than ``least_s``."""
     program, exchanges = proposal.program, proposal.simulation.sheet.exchanges
     points = beside_points(with_wgrads(program, dict.fromkeys(separable(program), "beside")))
     collectives = dict.fromkeys(at.collective for at in points.values())

@@ -1,9 +1,9 @@
-"""Which batch it is that a call was given: all ranks must answer alike, before any of them goes on.
+"""Lets all ranks agree on the batch of a call before any of them goes on.
 
-A rank passes a whole batch, as all others do, or its own rows of one. A rank cannot tell the two apart by
-itself, nor how many rows the others have. So in every call the ranks tell each other the shapes that they
-were given, in one message of a few numbers between their hosts. Ranks that have batches of different sizes,
-which would give the loss of none, learn it in this way too.
+A rank passes a whole batch, as all others do, or its own rows of one. By itself it can neither tell the two
+apart nor know how many rows the others have. So in every call the ranks exchange the shapes that they were
+given, in one message of a few numbers between their hosts. This also reveals ranks with batches of different
+sizes, whose loss would be that of no batch.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class Agreement:
         modes: Modes = (),
         values: int = 0,
     ) -> tuple[Shapes, int]:
-        """The shapes of the whole batch, of which all ranks may leave an input out if they evaluate, and the
-        ``values`` of the first rank that computes. Collective. Raises InputError for tensors that cannot be
-        the program's inputs, and on all ranks where they are no parts of one batch, where not all want the
-        gradient of one, or where modules are in other ``modes`` on some."""
+        """The shapes of the whole batch, in which evaluating ranks may all leave an input out, and the
+        ``values`` of the first computing rank. Collective. Raises InputError for tensors that cannot be the
+        program's inputs; and on all ranks if they are not parts of one batch, if only some want the gradient
+        of an input, or if modules are in different ``modes``."""
         check_kinds(self.program, tensors, self.comm.rank, evaluates=evaluates)
         mine = self.given(tensors)
         if self.comm.world_size == 1:
@@ -133,7 +133,7 @@ class Agreement:
 
 
 def _check_modes(marks: Sequence[int]) -> None:
-    """Raises InputError where the modules of some ranks train, and evaluate on others. ``marks``: by rank."""
+    """Raises InputError if modules train on some ranks and evaluate on others. ``marks`` are by rank."""
     by_mark: dict[int, list[int]] = {}
     for rank, mark in enumerate(marks):
         if mark != ABSENT:
@@ -149,7 +149,7 @@ def _check_modes(marks: Sequence[int]) -> None:
 
 
 def _check_wanted(name: str, wants: Sequence[bool]) -> None:
-    """Raises InputError where some ranks want the gradient of an input, and others do not."""
+    """Raises InputError if only some ranks want the gradient of an input."""
     if len(set(wants)) > 1:
         raise InputError(
             f"only some ranks want the gradient of {name}",
@@ -159,14 +159,14 @@ def _check_wanted(name: str, wants: Sequence[bool]) -> None:
 
 
 def _are_same(digests: list[list[int]]) -> bool:
-    """Whether all ranks were given the same values, as far as some of them tell. ``digests``: by rank and
-    input."""
+    """Whether all ranks were given the same values, as far as their samples of values show. ``digests`` are
+    by rank and input."""
     columns = [{n for n in column if n != ABSENT} for column in zip(*digests)]
     return all(len(column) <= 1 for column in columns) and any(any(column) for column in columns)
 
 
 def digest(x: Tensor) -> int:
-    """A number that follows from some of the values; 0 for values that are all alike, which say nothing."""
+    """A digest of a sample of the values; 0 if all of them are equal, as that proves nothing."""
     if x.device.type == "meta" or not x.numel():
         return 0
     flat = x.detach().reshape(-1)
@@ -205,9 +205,9 @@ def check_kinds(
 def resolve(
     program: Program, told: Told, choices: Sequence[set[tuple[int, ...]]], *, are_same: bool
 ) -> Shapes:
-    """The shapes of the whole batch, of the ``choices`` that each input leaves. Where the rows of all ranks
-    may be a batch, and each rank's too, it is the latter if the ranks have the same (``are_same``). Raises
-    InputError."""
+    """The shapes of the whole batch, from the ``choices`` for each input. If the ranks' rows could be parts
+    of a batch or each a whole batch, they are whole batches if the ranks have the same values (``are_same``).
+    Raises InputError."""
     agreed: list[tuple[int, ...] | None] = []
     for i, rows, options in zip(program_inputs(program), told, choices):
         if all(rows[r] is None for r in program.participants(i.type)):
@@ -242,7 +242,7 @@ def _check_samples(program: Program, agreed: Sequence[tuple[int, ...] | None]) -
 
 
 def _choices(program: Program, i: Instruction, given: Given) -> set[tuple[int, ...]]:
-    """The shapes of which every rank has all, or its own rows."""
+    """The possible shapes of a whole input: every rank was given all of it, or its own rows."""
     ranks = program.participants(i.type)
     told_by = {r: shape for r in ranks if (shape := given[r]) is not None}
     if len(told_by) < len(ranks):

@@ -1,9 +1,9 @@
-"""The program of a batch of another shape, with the placements of the planned one.
+"""Carries the planned program over to a batch of another shape, with the same placements.
 
-The model was traced for the new shape. Where that gave the planned operators under their planned names, the
-new program has the planned placements, ratios, order and attributes, and the new shapes and arguments. Shares
-of what is cut are rounded again, as sizes follow from ratios alone. The result computes the new graph and
-nothing else, which is checked, and is a valid program, which the checker says.
+The model was traced for the new shape. If the trace has the planned operators under their planned names, the
+new program has the planned placements, ratios, order and attributes, and the new shapes and arguments. Sizes
+of pieces follow from the ratios and are rounded again. Two checks follow: the result computes exactly the new
+graph, and it is a valid program.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ...lang.ir import (
 from ...lang.rules import RULES, shard_units
 from ..model_check import digest
 
-DROPOUT = "aten.native_dropout"  # absent where a module evaluates; the executor lets it pass there
+DROPOUT = "aten.native_dropout"  # absent if a module evaluates; the executor then skips it
 
 
 class CannotCarry(PlanError):
@@ -36,8 +36,8 @@ class CannotCarry(PlanError):
 
 
 def carry(planned: Program, graph: Graph) -> Program:
-    """``planned`` for the shapes of ``graph``. Raises CannotCarry where the graph is not of the same
-    operators, or where the placements do not fit its shapes."""
+    """``planned`` for the shapes of ``graph``. Raises CannotCarry if the graph has other operators, or if the
+    placements do not fit its shapes."""
     carried = _Carrier(planned, graph).program()
     if digest(_without_passed(carried, graph)) != digest(graph):
         raise CannotCarry(

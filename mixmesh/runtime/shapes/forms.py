@@ -1,7 +1,7 @@
 """The programs of a parallel model, one per shape of its batch, made when the shape first comes.
 
-The first rank traces the model for the new shape, on fake tensors, and tells the others the program, or why
-there is none. As many are kept as was asked for; the one that was used longest ago goes first.
+The first rank traces the model for the new shape, on fake tensors, and sends the others the program, or the
+reason why there is none. A limited number of programs is kept; the least recently used goes first.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from .parts import resized
 from .room import check_room
 
 PLANNED = "planned"
-# causes of another program, and what to write so that there is none
+# causes for making another program, and how to avoid each
 SHAPE, MODES, NUMBERS = "a batch of this shape", "the model in these modes", "the model with these numbers"
 HINTS = {
     SHAPE: "pad every batch to the planned lengths, and drop_last=True",
@@ -62,10 +62,10 @@ Key = TracedKey | str | tuple["Key", Wanted]
 
 @dataclass(frozen=True)
 class Form:
-    """A program for one shape of the batch, and one mode of each module. ``steps``: its micro-steps, None for
-    one step at once. ``kept_buffers`` are updated while the backward pass may read their old values;
-    ``returns`` makes what a call returns, None where that is the loss itself; ``outside`` does where the
-    model computes none."""
+    """A program for one shape of the batch and one mode of each module. ``steps`` are its micro-steps; None
+    for one step at once. ``kept_buffers`` are updated while the backward pass may read their old values.
+    ``returns`` makes the return value of a call, None if it is the loss itself; for a model without a loss
+    ``outside`` makes it."""
 
     key: Key
     program: Program
@@ -76,7 +76,7 @@ class Form:
 
     @property
     def is_traced(self) -> bool:
-        """Whether it was made for the modes in which it runs; the planned one may evaluate."""
+        """Whether it was traced for its own modes; the planned program may also serve to evaluate."""
         return self.key != PLANNED and self.key[0] != PLANNED
 
     @classmethod
@@ -89,8 +89,8 @@ class Form:
 
 @dataclass
 class Forms:
-    """``original`` is the model that was planned, its ``modules`` in ``modes``. ``limit`` is how many
-    programs are kept beside the planned one."""
+    """Makes and keeps programs. ``original`` is the planned model, whose ``modules`` were in ``modes``.
+    ``limit`` is the number of programs kept besides the planned one."""
 
     original: nn.Module
     plan: Plan
@@ -135,8 +135,8 @@ class Forms:
         modes: Modes,
         wanted: Wanted = (),
     ) -> Form:
-        """The program for a call of the model whose modules are in these ``modes``, with the gradients of
-        inputs that are ``wanted``. Collective; raises on all ranks alike: InputError, Infeasible, TraceError,
+        """The program for a call of the model with its modules in these ``modes`` and with ``wanted``
+        gradients of inputs. Collective; raises on all ranks alike: InputError, Infeasible, TraceError,
         PlanError."""
         if dist.get_backend() == PRETENDED_BACKEND:
             return self.planned  # a rehearsal: the others say nothing
@@ -151,9 +151,9 @@ class Forms:
         return self._kept((form.key, wanted), lambda: self._with_gradients(form, wanted)) if wanted else form
 
     def _values(self) -> int:
-        """0 where numbers and tensors that the program holds are as they were planned; else a number that
-        follows from them. Only the first rank, which traces, knows what was read. Raises InputError where it
-        has no part in the program: the others do not wait for it, and so cannot be told."""
+        """0 if the numbers and tensors that the program holds are as planned, else a number derived from
+        them. Only the first rank, which traces, knows what the trace read. Raises InputError if it has
+        changed values but no part in the program: the others do not wait for it, so it cannot inform them."""
         if self.comm.rank:
             return 0
         changed = self.reads.changed(Number, Constant)
@@ -187,7 +187,7 @@ class Forms:
         return replace(form, key=(form.key, wanted), program=program)
 
     def drop_gone(self, compiled: dict[tuple, Any]) -> None:
-        """Drops what was compiled, by key of its form and more, of programs that are kept no longer."""
+        """Drops compiled code, by a key that begins with its form's, for programs that are no longer kept."""
         for key in [key for key in compiled if key[0] != PLANNED and key[0] not in self.kept]:
             del compiled[key]
 
@@ -197,7 +197,7 @@ class Forms:
             return False
         if modes == self.modes:
             return True
-        # a bare program does not tell what else the model does where all of it evaluates
+        # a bare program does not show whether its model behaves otherwise when all of it evaluates
         is_bare = not self.plan.graph_fingerprint and not any(i.op == "update" for i in program.instructions)
         return is_bare and not any(modes)
 
@@ -285,7 +285,7 @@ class Forms:
         return replace(self.plan, program=lower(graph, planned), micro_batches=None), False
 
     def _check_constants(self) -> None:
-        """Raises InputError for a tensor that the program has as it was, and that is another one now."""
+        """Raises InputError for a tensor that the program holds as a constant and that has changed since."""
         changed = self.reads.changed(Constant)
         if changed:
             path, mark = changed[0]

@@ -1,8 +1,8 @@
-"""A program of any graph of a model over the parameters as a plan holds them: plain data parallelism.
+"""Plain data parallelism for any graph of a model, on parameters held as in a plan.
 
-Where the planned program cannot be carried over (a model that evaluates has other operators) samples are cut
-as planned, parameters are gathered where they are used, and every operator runs on what its values are held
-as, or on whole values where its rule allows nothing else. Right for every graph; as fast as FSDP.
+It serves if the planned program cannot be carried over (a model that evaluates has other operators). Samples
+are cut as planned, parameters are gathered where they are used, and every operator runs on its values as
+held, or on whole values if its rule allows nothing else. Right for every graph; as fast as FSDP.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class _Lowering:
         self._append((), (), "update", (node.args[0], Ref(name)), (), (), node.location)
 
     def output(self, node: Node) -> None:
-        """Rows as they are held, and whole what is a sum or cut otherwise."""
+        """Appends an output: its rows as held if it is cut along dim 0, and otherwise the whole value."""
         held = self.held[node.inputs[0]]
         cut = next((name for p, name in held.items() if isinstance(p, Shard) and p.dim == 0), "")
         name = cut or self.convert(node.inputs[0], REPLICATE)
@@ -200,6 +200,7 @@ class _Lowering:
         return self.units[name][dim]
 
     def _can_cut(self, name: str, dim: int) -> bool:
-        """Units of a whole dim mark what has no common cut; without a ratio nothing is cut."""
+        """Whether a dim can be cut: not without a ratio, nor if its unit is the whole dim, which marks dims
+        without a common cut."""
         size = self.graph.types[name].shape[dim]
         return self.ratio is not None and (self._unit(name, dim) < size or size <= 1)

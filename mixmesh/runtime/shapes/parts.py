@@ -12,9 +12,9 @@ from .carry import CannotCarry
 
 def resized(plan: Plan, program: Program) -> Plan:
     """``plan`` with the program of another shape, and each rank's new samples in micro-batches: of the
-    planned size where ranks take as many as they like, else in the planned number of equal ones.
+    planned size if each rank takes its own number of them, else in the planned number of equal ones.
 
-    Raises CannotCarry where that number does not divide the samples of a rank.
+    Raises CannotCarry if that number does not divide the samples of a rank.
     """
     if not accumulates(plan.micro_batches):
         return replace(plan, program=program, micro_batches=None)

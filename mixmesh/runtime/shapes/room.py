@@ -1,8 +1,7 @@
-"""Does a batch of another shape fit in the memory that the plan was made for? By the memory model.
+"""Checks, by the memory model, that a batch of another shape fits in the memory that the plan was made for.
 
-The peak of the planned step is known, and so is that of the other one: the difference counts. A plan knows
-what each device has for it; a bare program knows nothing, and then no shape may hold more than the planned
-one.
+The predicted peaks of the planned step and of the other one are compared: their difference counts. A plan
+knows the memory of each device. A bare program does not, so no shape may then hold more than the planned one.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from ...lang.optimizer_states import ADAM
 from ...lang.plan_file import Plan, accumulation, schedule
 from ...step.memory import ALLOWANCE, SMALL_ALLOWANCE, Held, Memory, Walked, flight_of
 
-SLACK_BYTES = 2**20  # that a step may hold more than planned: scalars, and what is rounded
+SLACK_BYTES = 2**20  # tolerated excess over the plan: scalars and rounding
 
 
 def check_room(planned: Plan, made: Plan, *, learns: bool, cuda: bool) -> None:
@@ -48,8 +47,8 @@ def check_room(planned: Plan, made: Plan, *, learns: bool, cuda: bool) -> None:
 
 
 def live_bytes(program: Program) -> tuple[int, ...]:
-    """Per rank, the most bytes of values that live at once in a forward pass without gradients, parameters
-    and buffers as they are stored not counted."""
+    """Per rank, the most bytes of values that live at once in a forward pass without gradients, not counting
+    parameters and buffers."""
     last = {name: n for n, i in enumerate(program.instructions) for name in i.inputs}
     ranks = range(program.world_size)
     now, most = [0] * program.world_size, [0] * program.world_size

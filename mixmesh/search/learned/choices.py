@@ -14,7 +14,7 @@ from ...lang.optimizer_states import OptimizerStates
 from ..placement import Action, Space
 from ..ratios import usable_bytes
 
-SMALL_BYTES, LARGE_BYTES = 2**10, 2**26  # at which collectives are asked, to draw a line
+SMALL_BYTES, LARGE_BYTES = 2**10, 2**26  # sizes at which collectives are priced, to draw a line
 
 
 class Tables:
@@ -61,7 +61,7 @@ class Tables:
         return np.array([self._numbers[a.placed.ratio, a.placed.sync] for a in actions])
 
     def _sync_s(self, params: np.ndarray) -> np.ndarray:
-        """Seconds of summing gradients, and of gathering what was stepped by its owners."""
+        """Seconds of summing gradients, and of gathering parameters stepped by owners."""
         fixed, slope = [], []
         for a in self.kinds:
             ranks = support(a.placed.ratio)
@@ -87,8 +87,8 @@ class Tables:
         return out
 
     def move_s(self, current: np.ndarray) -> np.ndarray:
-        """Seconds of what comes and goes, there and back, of each group at each ratio, [N, D], where all
-        others stay at their ``current`` kinds."""
+        """Seconds of transfers to and from each group at each ratio, forward and backward, [N, D], if all
+        other groups keep their ``current`` kinds."""
         at = self.ratio_of[current]
         fixed, slope = (np.zeros((len(self.ratios),) * 2) for _ in range(2))
         for row in set(at.tolist()):
@@ -121,7 +121,7 @@ class Tables:
 
 
 def _owned(action: Action, takes_part: np.ndarray) -> np.ndarray:
-    """The part of gradient and optimizer state that every rank owns, without that of a parameter server."""
+    """Each rank's share of gradient and optimizer state, without a parameter server's."""
     if action.placed.owners is None:
         return takes_part.astype(float)
     if action.placed.sync == "sharded":

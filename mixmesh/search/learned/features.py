@@ -1,14 +1,13 @@
 """A strategy on a cluster as numbers without units, for any number of groups, devices and choices.
 
-As TAG has it, seconds are over the length of the vector of the groups' seconds, rates over the fastest
-link's, and bytes over both: a size is the time that it needs on the best link, against the time of computing.
-So nothing changes with the units of time or size. Two things differ from TAG's released code: edges between
-groups have their sizes (there they were always zero), and every size is in bytes. Memory is a part of that
-of the device.
+As in TAG, seconds are relative to the norm of the vector of the groups' seconds, rates to the fastest link's,
+and bytes to both: a size is the time it needs on the best link, relative to the time of computing. So units
+of time or size do not matter. Two things differ from TAG's released code: edges between groups have their
+sizes (there they were always zero), and every size is in bytes. Memory is relative to the device's.
 
-Beside what TAG has, a pair of group and choice has what the choice would change, over the step as it is: the
-seconds of computing, of summing gradients, of what comes and goes, and memory. A network need not learn what
-a table of costs says.
+In addition to TAG's features, a pair of group and choice has the effect of the choice, relative to the
+current step: on the seconds of computing, of summing gradients and of transfers, and on memory. So a network
+need not learn what a table of costs already gives.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from ..placement import SYNCS, Action, Group, Space
 from ..ratios import usable_bytes
 from .choices import Tables
 
-PARTS = (1.0, 0.5, 0.25, 0.125)  # shares of the batch at which times are looked at
+PARTS = (1.0, 0.5, 0.25, 0.125)  # shares of the batch for which times are given
 # widths of the rows of ``Features``
 GROUP, DEVICE, LINK, EDGE, SERVE = len(PARTS) + len(SYNCS) + 6, 8, 2, 1, len(PARTS) + 3
 CHOICE, HELD, PAIR = len(SYNCS) + 4, 2, 12
-MOST_MEMORY = 4.0  # times what is usable: more is as bad
+MOST_MEMORY = 4.0  # multiple of the usable memory above which all is equally bad
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Features:
 
 
 def compressed(x):
-    """Sizes of many orders of magnitude, made alike; differences keep their sign."""
+    """Compresses sizes of many orders of magnitude; differences keep their sign."""
     return np.sign(x) * np.log1p(32 * np.abs(x))
 
 
@@ -111,7 +110,7 @@ class Facts:
 
     @lazy
     def choices(self) -> np.ndarray:
-        """Per kind: how gradients are summed, and how many devices of what speed: [A, CHOICE]."""
+        """Per kind, how gradients are summed, the number of devices and their speed: [A, CHOICE]."""
         kinds, speed = self.tables.kinds, np.array(self.space.proportional)
         shares = np.array([a.placed.ratio for a in kinds])
         sync = [[a.placed.sync == s for s in SYNCS] + [a.shares == "single"] for a in kinds]
@@ -134,8 +133,9 @@ class Facts:
     def at(
         self, decided: Collection[int], current: Sequence[Action], first: int, outcome: Outcome
     ) -> Features:
-        """A strategy: ``current`` by group, of which the groups ``decided`` are not asked for; ``first`` is
-        the group whose choice others copy. ``outcome`` is what the simulator says of it."""
+        """The features of a strategy, ``current`` by group. The groups in ``decided`` are not asked for,
+        ``first`` is the group whose choice others copy, and ``outcome`` is the simulator's judgement of the
+        strategy."""
         tables = self.tables
         kinds = tables.numbers(current)
         flags = np.array([(k in decided, k == first) for k in range(len(current))], float)
@@ -157,8 +157,7 @@ class Facts:
         )
 
     def _pairs(self, kinds: np.ndarray, first: int, outcome: Outcome) -> np.ndarray:
-        """The features of each choice, and what it would change, for each group that may have it, over the
-        step."""
+        """The features of each choice of each group, with the changes it would make relative to the step."""
         tables, (k, kind), each = self.tables, self.may, np.arange(len(kinds))
         ratio, here = tables.ratio_of, tables.ratio_of[kinds]
         compute, memory = tables.compute_s, tables.memory

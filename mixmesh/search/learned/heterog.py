@@ -2,13 +2,15 @@
 
 For each group it chooses one device, or all devices evenly or in proportion, by AllReduce or a parameter
 server. Graph attention over the groups, a transformer over their sequence, one score per choice. Trained by
-REINFORCE: reward -sqrt(T / T_base), ten times that where memory does not suffice, less a moving mean; a
-bonus for entropy, raised where nothing new comes up; every third step learns from an elite of what was seen.
+REINFORCE: the reward is -sqrt(T / T_base), ten times that if memory does not suffice, minus a moving mean; a
+bonus for entropy is raised while nothing new comes up; every third step learns from an elite of earlier
+strategies.
 
 As released it takes hours on two V100, so three things differ. The scores begin at the best seed's choices
-and the network learns what to change. A strategy that does not fit is punished by how much. Elites are the
-fastest of all seen, not those that beat a mean. And the simulator that rewards is the one of this package:
-gradients have their whole size, links are shared, sums of gradients overlap the backward pass.
+and the network learns what to change. A strategy that does not fit is penalised by how much it exceeds
+memory. Elites are the fastest of all seen, not those that beat a mean. And the rewards come from this
+package's simulator: gradients have their whole size, links are shared, sums of gradients overlap the backward
+pass.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ WIDTH, HEADS, GRAPH_LAYERS = 64, 4, 2
 SAMPLES = 4  # strategies per step
 LEARNING_RATE = 3e-3
 AT_SEED = 0.9  # probability of the best seed's choice, before anything is learned
-ENTROPY, STIRRED = 0.002, 20.0  # weight of the bonus; times as much where the last steps were all alike
+ENTROPY, STIRRED = 0.002, 20.0  # weight of the bonus; its factor if the last steps were all alike
 LOOK_BACK = 20
 ELITES, ELITE_EVERY = 20, 3
-WORST_EXCESS = 3.0  # memory, over what is usable, beyond which all is equally bad
+WORST_EXCESS = 3.0  # memory over the usable memory, above which everything is equally bad
 
 
 class Policy(nn.Module):
@@ -85,7 +87,7 @@ class Training:
         more: Iterable[Sequence[Action | Placed]] = (),
         seed: int = 0,
     ) -> None:
-        """``more`` are seeds beside data parallelism and single devices."""
+        """``more`` are further strategies to start from, besides data parallelism and single devices."""
         self.evaluate, self.space = evaluate, evaluate.space
         self.generator = torch.Generator().manual_seed(seed)
         self.random = random.Random(seed)

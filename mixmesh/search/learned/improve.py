@@ -1,14 +1,14 @@
-"""Changes of the best strategy that a tree search has found, most of them such as a policy would make.
+"""Changes the best strategy of a tree search, mostly as a policy would.
 
-A tree decides group by group from the most expensive one on; what is wrong in a strategy that is nearly good
-it reaches late. So between its playouts the best strategy is changed: the policy is asked what all groups are
-to be in the strategy's place, groups in which that differs are changed first, to what is likely; the other
-changes are by chance (``moves``).
+A tree decides group by group, the most expensive first, and reaches late what is wrong in a strategy that is
+nearly good. So the best strategy is also changed directly, between playouts. The policy is asked for the
+choices of all groups; groups for which it would choose something else are changed first, to its likely
+choices, and other changes are random (``moves``).
 
-A policy says of each group by itself what it is to be, and so errs where groups must agree: half of them
-here and half there may be worse than either. So the ratio that it likes best for all is judged before that.
-And a strategy may be better than all that differ in a few groups, and worse than one that differs in all:
-when the policy has been asked, all groups of a ratio synchronise in another way together, each ratio in each.
+A policy judges each group by itself, and errs if groups must agree: half of them here and half there may be
+worse than either. So the ratio that it prefers overall is judged first, for all groups. And a strategy may be
+better than all that differ in a few groups, but worse than one that differs in all: after each advice, all
+groups of a ratio change their way of synchronising together, each ratio to each way.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from ..placement import SYNCS, Action, Space
 from .moves import Moves
 
 ADVISED = 0.6  # share of the changes, the rest is by chance
-ANYWHERE = 0.05  # probability to change a group where the policy would not
-MOST_OTHERS = 6  # strategies of which parts are taken over
-ASKED_AGAIN = 1.003  # times as fast as when the policy was asked last: it is asked again
+ANYWHERE = 0.05  # probability of changing a group that the policy would not
+MOST_OTHERS = 6  # other strategies from which parts are taken
+ASKED_AGAIN = 1.003  # the policy is asked again after this speedup
 
 
 class Improvement:
-    """``best`` is the strategy that is changed; ``ask`` says what the policy makes of one, while it does."""
+    """Improves ``best``, the strategy to change; ``ask`` returns the policy's advice for one, or None if it
+    has no more."""
 
     def __init__(
         self,
@@ -59,8 +60,8 @@ class Improvement:
             self.best, self.outcome = strategy, outcome
 
     def advised(self) -> Outcome | None:
-        """Judges what the policy would make of the best strategy, if all groups are to have one ratio and if
-        each may have its own; the last outcome, None if there is nothing new."""
+        """Judges the strategies that the policy would make of the best one, with one ratio for all groups and
+        with each group's own. Returns the last outcome, None if nothing is new."""
         self._asked_s = self.outcome.step_s
         advice = self.ask(self.best, self.outcome)
         if advice is None:
@@ -88,7 +89,8 @@ class Improvement:
             self._tried(self.moves.drawn(self.best, self.others))
 
     def _ways(self) -> list[tuple[Ratio, str]]:
-        """Each ratio of the best strategy with each way to synchronise; that of the most parameters first."""
+        """Each ratio of the best strategy with each way to synchronise, the ratio with the most parameters
+        first."""
         params: Counter[Ratio] = Counter()
         for group, action in zip(self.space.groups, self.best):
             params[action.placed.ratio] += group.param_bytes
@@ -122,7 +124,7 @@ class Improvement:
 
 
 def of_one_ratio(space: Space, advice: Sequence[np.ndarray]) -> Actions:
-    """All groups at the ratio that is likeliest over all of them, by their seconds; the likeliest way to
+    """All groups at the ratio that is likeliest overall, weighted by their seconds, with the likeliest way to
     synchronise for each."""
     chances: defaultdict[Ratio, float] = defaultdict(float)
     for k, (group, p) in enumerate(zip(space.groups, advice)):

@@ -1,17 +1,17 @@
 """Monte Carlo tree search over strategies (TAG, TPDS'23; PUCT: Silver et al., 2017).
 
-A node holds choices for the first groups in order of cost; the others copy the first one's, so that every
+A node holds choices for the first groups in order of cost; the other groups copy the first one's, so every
 node is a whole strategy, which the simulator judges: there are no rollouts. Four things differ from TAG's
-search as released. An untried choice is worth what its parent is, not nothing, or bad parents would be
-searched as widely as good ones. The search explores less, as rewards here are smaller. The order after the
-first group counts what gradients need on the wire: what is worth placing apart may be cheap to compute. And
-a policy that is asked of a group says what all others are to be as well: the strategy that follows it in all
-is judged, and where it is better than copies of the first choice, it is what groups not decided are like.
+search as released. An untried choice has its parent's value instead of zero, or bad parents would be searched
+as widely as good ones. The search explores less, as rewards here are smaller. After the first group, the
+order also counts gradients on the wire, as a group worth placing separately may be cheap to compute. And a
+policy asked about one group also gives choices for all others: the strategy of all these choices is judged,
+and if it is better than copying the first choice, undecided groups follow it.
 
-A search with a policy begins with what that makes of the best seed, judged before any playout. Then three
-take turns, so that whichever is best waits for two others at most: a playout; one to another choice of the
-root, one for each set of devices and shares, until all have been tried; a change of the best strategy
-(``improve``).
+A search with a policy begins with the policy's version of the best seed, judged before any playout. Then
+three kinds of trial take turns, so that the best of them waits for at most two others: a playout; one with
+another choice of the root, for each set of devices and shares, until all have been tried; a change of the
+best strategy (``improve``).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from .improve import Improvement
 from .seeds import best_alike, data_parallel, everywhere
 
 Advice = tuple[np.ndarray, ...]  # by group, the probability of each of its choices
-# given how many groups are decided, a strategy, and what the judge says of it; None: nothing new to say
+# from the number of decided groups, a strategy and its outcome; None: no new advice
 Priors = Callable[[int, Actions, Outcome], Advice | None]
 OUT_OF_MEMORY = -1.0
 EXPLORE = 0.1
-EXPLORE_ADVISED = 0.25  # advice is to be followed for longer where the first gains were made without it
+EXPLORE_ADVISED = 0.25  # advice is followed for longer if the first gains came without it
 EVEN = 0.25  # share of probability spread evenly: wrong advice must not keep a search from looking
-REFINED = 3  # times at most that a policy is asked of its own strategy before the first playout
+REFINED = 3  # how often, at most, a policy is asked about its own strategy before the first playout
 PLAYOUTS_PER_CALL = 30  # at most, as strategies repeat
 
 
@@ -50,7 +50,7 @@ def order_of_groups(space: Space) -> tuple[int, ...]:
 
 
 def reward(outcome: Outcome, base_s: float) -> float:
-    """The speed-up over the best baseline less one, its fourth root above one; -1 for what does not fit."""
+    """The speed-up over the best baseline minus one, as a fourth root above one; -1 if it does not fit."""
     if not outcome.fits:
         return OUT_OF_MEMORY
     gain = base_s / outcome.step_s - 1
@@ -62,7 +62,7 @@ class Node:
     decided: tuple[Action, ...]
     value: float
     outcome: Outcome
-    strategy: Actions  # the one that was judged; before any choice, data parallelism
+    strategy: Actions  # the judged strategy; before any choice, data parallelism
     choices: tuple[Action, ...] = ()  # in the order ``mixed`` of the space's
     mixed: np.ndarray = field(default_factory=lambda: np.empty(0))
     prior: np.ndarray = field(default_factory=lambda: np.empty(0))
@@ -73,7 +73,8 @@ class Node:
 
 
 class Tree:
-    """A tree search; ``evaluate`` keeps the best strategy. Without ``priors`` all choices are alike."""
+    """A tree search; ``evaluate`` keeps the best strategy. Without ``priors`` all choices are equally
+    likely."""
 
     def __init__(
         self, evaluate: Evaluator, base_s: float, priors: Priors | None = None, seed: int = 0
@@ -130,8 +131,8 @@ class Tree:
             parent.totals[index] += node.value
 
     def completed(self, decided: tuple[Action, ...]) -> Actions:
-        """A choice for every group, in the order of the groups: those not decided copy the first, or are as
-        advised where that proved better."""
+        """A choice for every group, in order: undecided ones copy the first, or follow the advice if that
+        proved better."""
         return self._with(decided, self._rest(decided[0])[1])
 
     def _with(self, decided: tuple[Action, ...], rest: Actions) -> Actions:
@@ -180,7 +181,7 @@ class Tree:
         return Node(decided, reward(outcome, self.base_s), outcome, strategy, advice=advice)
 
     def _expand(self, node: Node) -> None:
-        """Choices with their probabilities, in an order of chance, so that ties are broken so; none where all
+        """Gives a node its choices with their probabilities, in random order to break ties; none if all
         groups are decided."""
         if len(node.decided) == len(self.order):
             return

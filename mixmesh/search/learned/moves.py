@@ -1,8 +1,8 @@
 """Changes of a strategy: which groups change together, and to what.
 
-Where the step waits for the slowest rank, few changes of one group show: what helps is moving a run of
-neighbours, all groups that are equal (a layer of each block), or all with as many parameters to their
-seconds.
+While the step waits for the slowest rank, few changes of a single group have an effect. It helps to move a
+run of neighbours, all equal groups (a layer of each block), or all groups with a similar ratio of parameters
+to seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..placement import SYNCS, Action, Space
 from .seeds import like
 
 TOGETHER = {"run": 0.45, "one": 0.25, "heavy": 0.18, "equal": 0.12}
-FROM_OTHERS, SAME, USED, ANY = 0.2, 0.28, 0.16, 0.2  # the rest changes the way to synchronise alone
+FROM_OTHERS, SAME, USED, ANY = 0.2, 0.28, 0.16, 0.2  # the rest changes only the way to synchronise
 EQUAL = 0.02  # the part by which groups that are equal may differ
 
 
@@ -44,7 +44,7 @@ class Moves:
         return self.equal[k] if how == "equal" else (k,)
 
     def drawn(self, strategy: Actions, others: Sequence[Actions]) -> Actions:
-        """A change by chance: a part of one of the ``others``, or one choice for several groups."""
+        """A random change: a part of one of the ``others``, or one choice for several groups."""
         rng, k = self.rng, self.rng.randrange(self.count)
         which, how = self.together(k), self.rng.random()
         if how < FROM_OTHERS:

@@ -1,4 +1,4 @@
-"""Strategies that need no search, all groups alike: data parallelism, and single devices."""
+"""Strategies that need no search, with all groups alike: data parallelism, and single devices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..placement import Action, Placed, Space
 
 
 def like(space: Space, k: int, action: Action) -> Action:
-    """The choice for group ``k`` that is most like that for another one: its parameter server may be another
+    """The choice for group ``k`` that is most like one for another group: its parameter server may be another
     rank, and a group without parameters synchronises nothing."""
     same = [a for a in space.actions(k) if a.device_groups == action.device_groups]
     if action.shares == "single":
@@ -45,8 +45,8 @@ def best_alike(evaluate: Evaluator) -> Actions:
 def judged_seeds(
     evaluate: Evaluator, more: Iterable[Sequence[Action | Placed]] = ()
 ) -> tuple[list[Strategy], float]:
-    """All seeds, ``more`` among them, and the step that others are measured by: that of the best which fits,
-    or of the best of all."""
+    """All seeds, including ``more``, and the step against which others are measured: that of the best one
+    that fits, or of the best of all."""
     space = evaluate.space
     seeds: list[Sequence[Action | Placed]] = [*data_parallel(space), *singles(space), *more]
     outcomes = [evaluate(strategy) for strategy in seeds]

@@ -1,11 +1,12 @@
 """TAG's policy (TPDS'23): a network over op groups and device groups that scores the choices for a group.
 
-It knows no number of groups, devices or choices, so that weights that were trained once serve any model on
-any cluster. Encoder: attention over five relations (next and previous group, device groups to each other,
-groups and device groups to each other), their mean, residuals. Decoder: for every choice, what it gives to
-each device group beside what that group is, meaned over the device groups; with the op group that it is for,
-and what the choice would change there, one score. TAG has widths of 256, four layers and batch norm; less,
-with layer norm, is fast on a CPU. And where TAG scores the choices of one group, this scores those of all.
+It does not depend on the number of groups, devices or choices, so weights that were trained once serve any
+model on any cluster. The encoder has attention over five relations (next and previous group, device groups to
+each other, groups and device groups to each other), their mean, and residuals. The decoder takes, for every
+choice, what it assigns to each device group together with that group's features, averaged over the device
+groups; from that, the op group and the effects of the choice there it makes one score. TAG has widths of 256,
+four layers and batch norm; fewer, with layer norm, are fast on a CPU. And while TAG scores the choices of one
+group, this scores those of all.
 
 The weights of the package come from ``train``.
 """
@@ -30,7 +31,7 @@ from .mcts import Advice, order_of_groups
 
 WEIGHTS = Path(__file__).with_name("tag.pt")
 WIDTH, HEADS, LAYERS = 48, 4, 2
-MOST_ASKED = 80  # states for which the network is asked; later ones take the last answer above them
+MOST_ASKED = 80  # states for which the network is asked; later ones reuse the last answer above them
 EDGE_WIDTHS = (sizes.EDGE, sizes.EDGE, sizes.LINK, sizes.SERVE, sizes.SERVE)
 
 
@@ -110,12 +111,12 @@ class TagPriors:
         self.asked = 0
 
     def data(self, decided: int, current: Actions, outcome: Outcome):
-        """The graph of a strategy of which ``decided`` groups are decided, in the order of the search."""
+        """The graph of a strategy with the first ``decided`` groups decided, in the order of the search."""
         groups = frozenset(self.order[:decided])
         return hetero_data(self.facts.at(groups, current, self.order[0], outcome))
 
     def __call__(self, decided: int, current: Actions, outcome: Outcome) -> Advice | None:
-        """None where the network was asked often enough."""
+        """The network's advice; None if it was asked often enough."""
         if self.asked >= MOST_ASKED:
             return None
         self.asked += 1

@@ -1,10 +1,10 @@
-"""Seconds of a strategy's step, group by group: for searches that ask thousands of times.
+"""Estimates seconds of a strategy's step group by group, for searches that ask thousands of times.
 
-The order of events is the simulator's, coarser. Groups run in their order on the ranks that they have, back
-in the reverse; what goes between groups of different ratios stops the ranks of both until it is there.
-Gradients are summed beside the backward pass, group by group, and what owners have stepped is gathered beside
-the forward pass, on links that are shared. Memory is what stays: parameters, gradients, optimizer state, what
-the backward pass needs. The simulator has the last word.
+The order of events is the simulator's, but coarser. Groups run in order on their ranks, and in reverse in the
+backward pass; a transfer between groups of different ratios stops the ranks of both until it arrives.
+Gradients are summed during the backward pass, group by group, and parameters stepped by owners are gathered
+during the forward pass, on shared links. Memory counts what stays: parameters, gradients, optimizer state,
+and values for the backward pass. The simulator decides in the end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ By = tuple[tuple[int, float], ...]  # by rank
 
 @dataclass(frozen=True)
 class Estimate:
-    """As a ``Timeline``: of the step, and per rank. ``done_s``: when each group's forward pass ends."""
+    """The step and figures per rank, as in a ``Timeline``. ``done_s``: the end of each group's forward
+    pass."""
 
     step_s: float
     peak_memory_bytes: tuple[int, ...]
@@ -44,8 +45,8 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class _Cost:
-    """A group as it is placed: seconds and bytes of the ranks that take part, and its collectives; seconds
-    of those ``inside`` it, between its own operators, forward and backward."""
+    """A placed group: seconds and bytes on its ranks, its collectives, and the seconds of those ``inside``
+    it, between its own operators, forward and backward."""
 
     ranks: tuple[int, ...]
     forward: By
@@ -53,7 +54,7 @@ class _Cost:
     optimizer: By
     fixed: By  # bytes that stay over the step
     kept: By  # from the forward pass to the backward
-    passing: By  # in the backward pass alone
+    passing: By  # only in the backward pass
     inside: tuple[float, float]
     sum: _Call | None
     gather: _Call | None
@@ -131,7 +132,7 @@ class Estimator:
             yield rank, fixed + kept, passing
 
     def _move(self, source: Ratio, target: Ratio, size_bytes: int) -> _Call | None:
-        """The move of a value of which ``size_bytes`` are cut by ``source``; None if it stays."""
+        """The move of a value with ``size_bytes`` cut by ``source``; None if it stays."""
         key = (source, target, size_bytes)
         if key not in self._calls:
             src, dst = self._shares(source), self._shares(target)
@@ -155,7 +156,7 @@ class Estimator:
         group, ranks, owners = self.space.groups[k], support(placed.ratio), placed.owners
         shares, class_of = self._shares(placed.ratio), self.costs.class_of
         size, states = group.param_bytes, self.optimizer_states.kept
-        # every rank has all of the parameter, and what it owns of its gradient and the optimizer's state
+        # every rank has the whole parameter, and only its own rows of the gradient and optimizer state
         owned = {r: size * (1.0 if owners is None else owners[r]) for r in ranks}
 
         def seconds(lines) -> By:
@@ -186,7 +187,7 @@ class Estimator:
 
 
 class _Run:
-    """The clocks of one step, by rank; links by until when they have carried what they were given."""
+    """The clocks of one step, by rank, and for each link the time until which it is busy."""
 
     def __init__(self, world_size: int) -> None:
         self.clock, self.busy = [0.0] * world_size, [0.0] * world_size
@@ -229,7 +230,7 @@ class _Run:
         return end
 
     def turn(self) -> None:
-        """Where the backward pass begins, all that was gathered has been awaited."""
+        """Resets the links: all gathers have been awaited before the backward pass begins."""
         self.served.clear()
         self.beside_s = 0.0
 
@@ -240,7 +241,7 @@ def _add(total: list[float], more: Sequence[tuple[int, float]]) -> None:
 
 
 def _inside(space: Space) -> Mapping[int, tuple[list[Exchange], list[Exchange]]]:
-    """By group, the collectives between its operators where all ranks take part, forward and backward."""
+    """By group, the collectives between its operators if all ranks take part, forward and backward."""
     out: dict[int, tuple[list[Exchange], list[Exchange]]] = {}
     values: dict[str, str] = {}
     for i in space.program.instructions:

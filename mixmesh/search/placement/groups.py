@@ -1,12 +1,12 @@
-"""Operators into groups that are placed together.
+"""Groups operators that are placed together, in one of two ways.
 
-Two ways. ``partition``: a graph partition that cuts few bytes (METIS: Karypis and Kumar, 1998), as TAG
-does, with its weights. ``centres``: the most expensive operators are centres and every other one joins the
-nearest, as HeteroG does. Both work within pieces of the model: each block of a repeated run is a piece, and
-one block's answer is taken for all, so that equal layers are grouped alike.
+``partition``: a graph partition that cuts few bytes (METIS: Karypis and Kumar, 1998), as TAG does, with its
+weights. ``centres``: the most expensive operators are centres and every other one joins the nearest, as
+HeteroG does. Both work within pieces of the model: each block of a repeated run is a piece, and one block's
+answer is used for all, so that equal layers are grouped alike.
 
-An answer is made acyclic: groups are put in the order of their mean place, and an operator joins the latest
-group that it depends on if that is later than its own. So edges never go back.
+The answer is made acyclic: groups are sorted by their mean position, and an operator joins the latest group
+on which it depends if that is later than its own. So edges never go back.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ NUM_GROUPS = 40
 IMBALANCE = 5.0  # for METIS: the largest part over the mean; loose, as a cut matters more than balance (TAG)
 LEAST_OPERATORS = 4  # in a part, on average
 
-# fixed seconds, and those of the whole batch beside them: right for a device alone and for even shares
+# fixed seconds, and the further seconds of the whole batch: exact for a single device and for even shares
 Affine = tuple[float, float]
 
 
 class _Times(NamedTuple):
-    """The times of an operator, per device class; ``seconds`` are those of the whole batch, the mean over the
-    classes."""
+    """The times of an operator per device class; ``seconds`` is the mean over the classes for the whole
+    batch."""
 
     forward: tuple[Affine, ...]
     backward: tuple[Affine, ...]
@@ -100,7 +100,7 @@ def make_grouping(
 
 
 def _operators(graph: Graph, costs: CostModel) -> list[_Operator]:
-    """All but leaves, updates, and what constants alone decide."""
+    """All operators except leaves, updates, and those that depend only on constants."""
     varying: set[str] = set()
     out = []
     times_of: dict[tuple, _Times] = {}  # layers repeat the same few calls
@@ -127,8 +127,8 @@ def _times(costs: CostModel, call: Call, grads: int) -> _Times:
 def _pieces(
     graph, operators, edges, count: int, runs: Sequence[Run] | None
 ) -> Iterator[tuple[tuple, _Piece, int]]:
-    """Parts of the model in order, with what is equal for equal ones and how many groups each is to become:
-    as many as its share of the seconds asks for."""
+    """Yields the parts of the model in order, each with a key that equal parts share and a number of groups
+    in proportion to its seconds."""
     index = {o.node.results: n for n, o in enumerate(operators)}
     steps = [n for n in graph.nodes if not n.is_leaf]
     total = sum(o.times.seconds for o in operators)
@@ -148,8 +148,8 @@ def _pieces(
 
 
 def _spans(steps: list[Node], runs: Sequence[Run], count: int) -> Iterator[tuple[tuple, int, int]]:
-    """Ranges of steps: what is between the repeated runs, and the blocks of these, several at a time where
-    there are more blocks than groups."""
+    """Ranges of steps: those between the repeated runs, and the blocks of each run, several together if there
+    are more blocks than groups."""
     at = 0
     for run in runs:
         yield ("between", at), at, run.start
@@ -194,8 +194,8 @@ def partition(piece: _Piece, parts: int) -> Sequence[int]:
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """METIS writes to the process's standard output where one of two halves comes out empty, which is no
-    error: nobody is to find that among what a command prints."""
+    """A context that discards standard output: METIS writes there if one of two halves comes out empty, which
+    is no error and must not appear in a command's output."""
     sys.stdout.flush()
     kept = os.dup(1)
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -226,7 +226,7 @@ def centres(piece: _Piece, parts: int) -> Sequence[int]:
             if labels[other] < 0:
                 labels[other] = labels[at]
                 waiting.append(other)
-    for n, label in enumerate(labels):  # an operator that no path leads to joins what is before it
+    for n, label in enumerate(labels):  # an operator without a path to a centre joins its predecessor
         if label < 0:
             labels[n] = labels[n - 1] if n else 0
     return labels
@@ -294,7 +294,7 @@ def _group(
 
 
 def _kept_bytes(graph: Graph, operators: list[_Operator]) -> dict[str, int]:
-    """Bytes that the backward pass needs, by value; those of a view by what it is a view of."""
+    """Bytes that the backward pass needs, by value; those of a view count for its base."""
     base: dict[str, str] = {}
     out: dict[str, int] = {}
     for o in operators:

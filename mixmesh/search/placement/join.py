@@ -1,8 +1,8 @@
-"""Programs of parts of the batch, on disjoint sets of ranks, as one program.
+"""Joins programs for parts of the batch, on disjoint sets of ranks, into one program.
 
-Each set runs a program of its own; what joins them are the loss, what is summed over all samples in its
-midst, and the gradients. A parameter that all sets hold whole is loaded once; of any other each set has a
-copy, held as its program says, and the gradients of copies are summed cell by cell (``ir.copies``).
+Each set runs its own program. The sets are joined by the loss, by sums over all samples within the program,
+and by the gradients. A parameter that all sets hold whole is loaded once; of any other each set has a copy,
+held as its program says, and the gradients of copies are summed cell by cell (``ir.copies``).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ GATHERED, PADDED = ".gathered", ".padded"  # behind the name of an output's valu
 
 @dataclass(frozen=True)
 class Set:
-    """Ranks, the part of the batch that they have, and the program by which they compute it: over all ranks,
-    with shares of zero for those that are not of the set."""
+    """A set of ranks, its part of the batch, and the program that computes it: over all ranks, with zero
+    shares for those outside the set."""
 
     part: Part
     program: Program
@@ -87,8 +87,8 @@ class _Joining:
         return Program(self.name, self.world_size, tuple(self.ratios), tuple(self.out), loss)
 
     def interleave(self, streams: list[Iterator[str]]) -> list[str | None]:
-        """Instructions of all sets in turn: what each of them holds in memory at a line is what it holds when
-        the others are as far."""
+        """Interleaves the instructions of all sets, so that at each line all sets have progressed equally far
+        and hold the memory that belongs to that point."""
         met: list[str | None] = [""] * len(streams)
         while "" in met:
             for m, stream in enumerate(streams):
@@ -210,7 +210,7 @@ class _Joining:
         return result
 
     def output(self, first: Instruction) -> None:
-        """An output whole on all ranks: of its rows each set adds its own to zeros in place of the
+        """Adds an output, whole on all ranks: each set adds its own rows, padded by zeros in place of the
         others'."""
         name, source = first.args[0], first.inputs[0]
         moved = moved_to_all(self.sets[0].program, first)
@@ -232,7 +232,7 @@ class _Joining:
         self.out.append(replace(first, args=(name, Ref(shown))))
 
     def padded(self, member: Member, i: Instruction) -> str:
-        """The rows of a set among zeros for those of others, whole on its ranks."""
+        """The rows of a set, padded by zeros for those of others, whole on its ranks."""
         s, (source,) = self.sets[member.number], i.inputs
         t, cut = s.program.types[source], s.part.cuts[output_key(i.args[0])]
         name, held = member.value(source), self.type(member, t)

@@ -1,6 +1,6 @@
-"""A program of several ratios as what ``lower`` made it of: the way back.
+"""Lifts a program of several ratios back to the data-parallel form from which ``lower`` makes such programs.
 
-Every operator is placed as in the program; what brings a value from one to the next is made anew.
+Every operator is placed as in the program; the redistributions between operators are made anew.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .lower import Placed, even_over
 
 
 def ratios_of(program: Program) -> dict[str, Ratio]:
-    """By operator (its first result), the ratio that it runs under; none for those that name no ratio, which
-    all ranks run alike."""
+    """The ratio under which each operator runs, by its first result; none for operators that name no ratio,
+    which all ranks run alike."""
     out: dict[str, Ratio] = {}
     for i in program.instructions:
         if i.is_leaf or i.is_redistribution or i.is_sink:
@@ -47,7 +47,8 @@ def operator_name(i) -> str:
 
 def lifted(program: Program, others: Mapping[str, Program] | None = None) -> Program:
     """The model of ``program`` over one ratio. Every operator takes and gives its values as in ``program``,
-    or as in the program that ``others`` has for it by its name: over whatever ranks, of the same model."""
+    or as in the program that ``others`` has for the operator's name, which is one of the same model over any
+    ranks."""
     return _Lifting(program, others or {}).program()
 
 
@@ -82,7 +83,7 @@ class _Lifting:
         self.add(Instruction(node.results, types, node.op, args, kwargs, maker.attrs, node.location))
 
     def need(self, name: str, wanted: TensorType) -> str:
-        """The name of a value as it is wanted; what turns it into that is added once."""
+        """The name of a value in the wanted placement; the redistribution is added once."""
         held = self.types[name].placement
         if held == wanted.placement:
             return name

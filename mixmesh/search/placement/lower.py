@@ -1,8 +1,8 @@
-"""A strategy as an ordinary program: every group data parallel under a ratio of its own.
+"""Lowers a strategy to an ordinary program, in which every group is data parallel under its own ratio.
 
-Each operator keeps the placements that it has in the program of data parallelism; only the ratio, and so the
-ranks that take part, are its group's. Between groups of different ratios a value *moves*; gradients are
-synchronised by attributes of the parameters, as in ZeRO.
+Each operator keeps its placements from the data-parallel program; only the ratio, and so the participating
+ranks, are its group's. Between groups of different ratios a value *moves*; gradients are synchronised by
+attributes of the parameters, as in ZeRO.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ SYNCS = ("allreduce", "sharded", "ps")
 
 @dataclass(frozen=True)
 class Placed:
-    """How a group runs: the share of every rank (zeros outside) and how its gradients are synchronised.
+    """How a group runs: the share of every rank (zeros outside) and the synchronisation of its gradients.
 
-    "allreduce" leaves all of the ranks with the sum; with "sharded" each is given the rows that it owns, in
-    proportion to its share, updates them and passes them on; with "ps" the ``root`` owns all of them.
-    Raises InputError for another ``sync``, or for a root that takes no part.
+    "allreduce" leaves all ranks with the sum. With "sharded" each rank gets the rows that it owns, in
+    proportion to its share, updates them and passes them on. With "ps" the ``root`` owns all rows. Raises
+    InputError for another ``sync``, or for a root that takes no part.
     """
 
     ratio: Ratio
@@ -59,7 +59,7 @@ class Placed:
 
     @property
     def owners(self) -> Ratio | None:
-        """The shares in which ranks own gradients and optimizer state; None if all keep all of them."""
+        """The ratio of shard owners for gradients and optimizer state; None if all ranks keep all of them."""
         if self.sync == "allreduce" or len(support(self.ratio)) == 1:
             return None
         if self.sync == "sharded":
@@ -69,8 +69,8 @@ class Placed:
 
 
 def lower(program: Program, placed: Mapping[str, Placed]) -> Program:
-    """``program``, data parallel over all ranks, with every operator under the ratio it is given by the name
-    of its first result. Operators that are given none, those of constants, run on all ranks in use.
+    """``program``, data parallel over all ranks, with every operator under the ratio given by the name of its
+    first result. Operators without one, which have only constant inputs, run on all ranks in use.
 
     Raises InputError if a ratio is for another number of ranks.
     """
@@ -94,7 +94,7 @@ def key_of(placement: Placement, ratio: Ratio) -> Key:
 
 @dataclass(frozen=True)
 class _Form:
-    """A value as it is held."""
+    """One form in which a value is held."""
 
     name: str
     placement: Placement
@@ -166,7 +166,7 @@ class _Lowering:
         for name in i.results:
             if name is None:
                 continue
-            # on its way as soon as it is there, awaited where it is used; for its own group first
+            # sent as soon as it is ready, awaited where it is used; to its own group first
             needed = [(p, placed.ratio) for p, placed in self.needs.get(name, {}).values()]
             for placement, other in sorted(needed, key=lambda need: need[1] != ratio):
                 self._need(name, placement, other)
@@ -208,7 +208,7 @@ class _Lowering:
         return needs
 
     def need(self, name: str, ratio: Ratio) -> str:
-        """The name of a value held as it is in the source, under ``ratio``."""
+        """The name of a value under ``ratio``, with its placement from the source program."""
         return self._need(self.value_of[name], self.source.types[name].placement, ratio)
 
     def _need(self, value: str, placement: Placement, ratio: Ratio) -> str:
@@ -222,14 +222,14 @@ class _Lowering:
         return self._convert(value, placement, ratio)
 
     def _load(self, value: str) -> None:
-        """A leaf is loaded once: as it is needed, or whole if it is needed in several ways."""
+        """Loads a leaf once: as it is needed, or whole if it is needed in several ways."""
         leaf, needed = self.leaves[value], self.needs[value].values()
         placement, placed = next(iter(needed))
         if leaf.op == "const" or len(needed) > 1 or isinstance(placement, Partial):
             placement = REPLICATE
         ratio, attrs = self._over(needed), leaf.attrs
         is_summed = leaf.op == "param" and leaf.type.value.shape and value in self.source.requires_grad
-        # the gradient of what is cut is nobody else's, and there is nothing to own
+        # the gradient of a cut parameter is only on its own rank, so there is nothing to own
         if is_summed and placement == REPLICATE and placed.owners is not None:
             attrs += (("owned", self._ratio_name(placed.owners)), ("stage", 1))
         self._hold(value, value, placement, ratio)
@@ -255,7 +255,7 @@ class _Lowering:
         return self._placed_type(i.types[n], i.types[n].placement, ratio)
 
     def _placed_type(self, t: TensorType, placement: Placement, ratio: Ratio) -> TensorType:
-        """The type of a value as it is placed; it names a ratio only where that matters."""
+        """The type of a placed value; it names a ratio only if that matters."""
         named = isinstance(placement, Shard) or not all(ratio)
         return TensorType(t.value, placement, self._ratio_name(ratio) if named else None)
 

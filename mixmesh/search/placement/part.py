@@ -1,9 +1,9 @@
-"""The graph of a part of the batch: what one set of devices computes if samples are divided between sets.
+"""The graph for a part of the batch: the work of one set of devices if samples are divided between sets.
 
-It follows from the program of data parallelism, which says what of each value holds samples: shapes become
+It follows from the data-parallel program, which says which dims of each value hold samples: shapes become
 those of the part, arguments that bake in sizes are rewritten by the operators' own rules, and a mean over
-samples is scaled by the part's share of them. A sum over all samples in the midst of the program
-(how many labels count, the statistics of batch norm) is a value of its own, in ``Part.summed``.
+samples is scaled by the part's share of them. A sum over all samples within the program (the number of
+labels, the statistics of batch norm) becomes a separate value, in ``Part.summed``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class NotDivisible(ValueError):
 
 @dataclass(frozen=True)
 class Cut:
-    """A dim of a whole value, of which a part has ``size`` elements from ``start`` on."""
+    """A cut dim of a whole value: the part has ``size`` elements beginning at ``start``."""
 
     dim: int
     start: int
@@ -53,10 +53,10 @@ class Cut:
 
 @dataclass(frozen=True)
 class Part:
-    """``graph`` computes a part's addend of the loss. ``cuts``: by the name of an input or a random value,
-    and by the key of an output (``output_key``), what the part has of it. ``summed``: values that are to be
-    the sum of those of all parts; in the graph each is what it is made of times one. ``drawn``: of random
-    values, the number of the operator."""
+    """A part of the batch; ``graph`` computes its addend of the loss. ``cuts`` gives the part's piece of each
+    input or random value, by name, and of each output, by ``output_key``. ``summed`` are values to be summed
+    over all parts; in the graph each is a placeholder, its addend times one. ``drawn`` maps random values to
+    the number of their operator."""
 
     graph: Graph
     cuts: dict[str, Cut]
@@ -65,14 +65,14 @@ class Part:
 
 
 def output_key(name: str) -> str:
-    """The key of an output among the cuts of a part, apart from the names of values."""
+    """The key of an output among the cuts of a part, distinct from the names of values."""
     return f"output {name}"
 
 
 def part_of(program: Program, counts: Sequence[int], number: int) -> Part:
-    """The part with the ``number``-th of ``counts`` samples, of a program of data parallelism over any ranks.
+    """The part with the ``number``-th of ``counts`` samples, for a data-parallel program over any ranks.
 
-    Raises NotDivisible, with the line, where it gathers or moves what holds samples.
+    Raises NotDivisible, with the line, if the program gathers or moves values that hold samples.
     """
     return _Cutting(program, counts, number).part()
 
@@ -117,8 +117,8 @@ class _Cutting:
         return Part(graph, self.cuts, frozenset(self.summed), self.drawn)
 
     def needed_whole(self) -> set[str]:
-        """Values that follow from inputs alone (a mask) and are gathered, and those that they are made of:
-        each part works them out for the whole batch."""
+        """Gathered values that depend only on inputs (a mask), and everything from which they are computed:
+        each part computes them for the whole batch."""
         program, whole = self.program, set()
         left = [i.inputs[0] for i in program.instructions if i.op == "all_gather"]
         while left:
@@ -133,7 +133,7 @@ class _Cutting:
         return whole
 
     def whole(self, i: Instruction) -> None:
-        """An instruction as on a single device, beside that of the part."""
+        """Adds an instruction as on a single device, in addition to the part's."""
         if i.is_redistribution:
             self.alias[f"{i.result}.whole"] = self.name(self.in_whole(i.inputs[0]))
             return

@@ -20,11 +20,11 @@ from .sets import SHARED, Member, SetScope, members_of, scope_of
 
 
 def split(program: Program) -> tuple[tuple[Set, ...], dict[str, ValueType]]:
-    """The sets of a joined program, and the whole inputs by name: ``join`` makes of them a program that
+    """The sets of a joined program, and the whole inputs by name, from which ``join`` makes a program that
     computes the same on the same ranks.
 
-    Attributes that say how something is done are kept on a set's own instructions, and lost on those
-    that join sets (buckets of common parameters, algorithms of what brings them).
+    Attributes that say how something is done are kept on a set's own instructions, and lost on those that
+    join sets (buckets of common parameters, algorithms of their collectives).
     """
     return _Splitting(program).sets(), {
         i.result: i.type.value for i in program.instructions if i.op == "input"
@@ -36,7 +36,7 @@ class _Splitting:
         self.whole = program
         self.members = members_of(program)
         self.scopes = {name: scope for name, _ in program.ratios if (scope := scope_of(name)) is not None}
-        self.sources: dict[str, dict[Member, str]] = {}  # by sum over all sets, what each adds
+        self.sources: dict[str, dict[Member, str]] = {}  # by sum over all sets, each set's addend
         for i in program.instructions:
             is_shared = i.op == "move" and i.type.ratio in (None, SHARED)
             if is_shared and isinstance(i.type.placement, Partial):
@@ -73,7 +73,7 @@ class _Splitting:
         self.out[member].append(replace(i, args=(i.args[0], Ref(member.own(source)))))
 
     def output(self, i: Instruction) -> None:
-        """An output goes back to the sets that give rows of it, or to the one that gives all."""
+        """Gives an output back to the sets that hold rows of it, or to the one that holds all."""
         maker = self.whole.producers[i.inputs[0]]
         addends = self.sources.get(f"{i.args[0]}.addends")
         if addends is None:
@@ -116,7 +116,7 @@ class _Splitting:
             self.out[member].append(self.of_set(member, i))
 
     def leaf(self, member: Member, i: Instruction, name: str, leaf: Instruction) -> None:
-        """The last of what brings an input or parameter to a set becomes that leaf."""
+        """Turns the last instruction that brings an input or parameter to a set into a leaf."""
         if i.op == "aten.slice.Tensor":
             dim, start, stop = i.args[1:4]
             self.cuts[member][name] = Cut(dim, start, stop - start, leaf.type.value.shape)

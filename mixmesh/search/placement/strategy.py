@@ -1,9 +1,9 @@
-"""Op groups on devices: what may be chosen for each group, and the choices together as a program.
+"""Op groups on devices: the choices for each group, and all choices together as a program.
 
-HeteroG (CoNEXT'20, section 4.1.2) lets a group of operators run on one device, or replicated on all of
-them, evenly or in proportion to their speed, with its gradients summed by AllReduce or by a parameter
-server. TAG (TPDS'23) has any set of device groups instead of all. Here a choice is a ratio over all ranks,
-zeros for those outside, and a way to synchronise gradients; shares cut the batch into whole samples.
+HeteroG (CoNEXT'20, section 4.1.2) lets a group of operators run on one device, or replicated on all of them,
+evenly or in proportion to their speed, with its gradients summed by AllReduce or by a parameter server. TAG
+(TPDS'23) allows any set of device groups instead of all. Here a choice is a ratio over all ranks, zeros for
+those outside, and a way to synchronise gradients; shares cut the batch into whole samples.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from ...errors import InputError
 from ...lang.ir import Instruction, Program, Ratio, make_ratio, shard_sizes, support
 from .lower import SYNCS, Placed, even_over, lower
 
-MAX_SUBSETS_OF = 4  # device groups of which every subset is a choice; of more, the fastest so many
+MAX_SUBSETS_OF = 4  # up to this many device groups every subset is a choice; beyond it only the fastest ones
 
 
 @dataclass(frozen=True)
 class Group:
-    """Operators that are placed together: their names (of their first results) in order.
+    """Operators that are placed together, in order, by the names of their first results.
 
-    ``forward`` and ``backward``: per device class, fixed seconds and those of the whole batch beside them.
-    For the whole batch, ``kept_bytes`` are what they make for the backward pass to need, ``passing_bytes``
-    the most that one of them holds in it beside.
+    ``forward`` and ``backward``: per device class, fixed seconds and the further seconds of the whole batch.
+    For the whole batch, ``kept_bytes`` are kept for the backward pass, and ``passing_bytes`` is the most that
+    one operator holds temporarily in it.
     """
 
     nodes: tuple[str, ...]
@@ -86,15 +86,15 @@ class Grouping:
 
     @lazy
     def group_of(self) -> dict[str, int]:
-        """The group of every operator, by name. One that depends on neither inputs nor parameters is in no
-        group."""
+        """The group of every operator, by name. Operators that depend on neither inputs nor parameters have
+        none."""
         return {name: k for k, group in enumerate(self.groups) for name in group.nodes}
 
 
 @dataclass(frozen=True)
 class Action:
-    """A choice for a group. ``device_groups`` are the numbers of those that take part, ``shares`` is "even",
-    "proportional" or "single" (one device)."""
+    """A choice for a group. ``device_groups`` are the numbers of the participating ones, ``shares`` is
+    "even", "proportional" or "single" (one device)."""
 
     device_groups: tuple[int, ...]
     shares: str
@@ -104,9 +104,8 @@ class Action:
 class Space:
     """All strategies of one model on one cluster.
 
-    ``program`` is the model as data parallelism runs it on all devices (``baselines.data_parallel``): how it
-    cuts every value is how a group cuts it between its own devices. Raises InputError for the groups of
-    another model.
+    ``program`` is the model with data parallelism on all devices (``baselines.data_parallel``): a group cuts
+    every value between its own devices in the same way. Raises InputError for the groups of another model.
     """
 
     def __init__(self, program: Program, costs: CostModel, grouping: Grouping) -> None:
@@ -124,20 +123,20 @@ class Space:
 
     @lazy
     def batch(self) -> int:
-        """Samples in the batch, of which every share is a whole number."""
+        """Samples in the batch; shares are whole numbers of them."""
         return max((i.type.value.shape[0] for i in self.program.instructions if _has_batch(i)), default=1000)
 
     @lazy
     def proportional(self) -> Ratio:
-        """Shares of all devices by their speed on the whole model: groups that run on the same devices cut
-        alike, so that nothing moves between them."""
+        """Shares of all devices by their speed on the whole model, so that groups on the same devices cut
+        alike, and nothing moves between them."""
         classes = range(len(self.costs.classes))
         seconds = [max(sum(g.seconds[c] for g in self.groups), 1e-12) for c in classes]
         return make_ratio([1 / seconds[c] for c in self.costs.class_of])
 
     @lazy
     def subsets(self) -> tuple[tuple[int, ...], ...]:
-        """Sets of device groups, all of them first."""
+        """Sets of device groups, the full set first."""
         count = len(self.device_groups)
         if count <= MAX_SUBSETS_OF:
             sizes = range(count, 0, -1)

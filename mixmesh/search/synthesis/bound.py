@@ -27,17 +27,19 @@ from .steps import FULL, Steps
 
 
 class Bound:
-    """Least remaining seconds of each class, by step and state; last, of the mean over the classes.
+    """Least remaining seconds of each class, by step and state, and as a last entry of the mean over the
+    classes.
 
-    The mean is for options of which each class prefers another (a dim that divides better for one): no
-    path gives every class its favourite.
+    The mean helps if each class prefers another option (a dim that divides better for one): no path gives
+    every class its favourite.
     """
 
     def __init__(self, problem: Problem, steps: Steps) -> None:
         self.problem, self.steps = problem, steps
         self.parent = problem.choices.parents
         self.children: dict[int, list[int]] = {}  # value -> steps whose parent it is, last first
-        # per option of a step: what it needs of the step's parent, as a mask, and its remainder
+        # for each option of a step, the placements it needs of the step's parent, as a mask, and its
+        # remainder
         self._below: list[list[tuple[int, Vector]]] = [[] for _ in range(steps.count)]
         self._one: dict[tuple[int, int], Vector] = {}
         self._converted: dict[tuple[int, int, float, int], list[tuple[int, float]]] = {}
@@ -72,7 +74,7 @@ class Bound:
         return cost
 
     def held(self, value: int, children: int, mask: int) -> Vector:
-        """The remainder below a value of which ``children`` steps are still to come."""
+        """The remainder below a value with ``children`` steps still to come."""
         bound_of = self._held.setdefault((value, children), {})
         if mask not in bound_of:
             steps = self.children[value][:children]
@@ -95,8 +97,8 @@ class Bound:
         return self._one[key]
 
     def _conversions(self, value: int, mask: int, most: int) -> list[tuple[int, float]]:
-        """The masks that ``value`` may be held as in the end, with the least seconds of getting there, in no
-        more conversions than ``most``: those behind it need no more codes of it."""
+        """The masks of all placements in which ``value`` may end up held, with the least seconds to get there
+        by at most ``most`` conversions, which is how many placements later steps need."""
         key = (self.steps.kinds[value], mask, weight := self.problem.choices.value_weights[value], most)
         if key not in self._converted:
             every = [(mask, 0.0, 0)]
@@ -130,8 +132,8 @@ class Bound:
         return total
 
     def _to_come(self, step: int) -> list[tuple[int, dict[int, Vector], int, int]]:
-        """Live values with how many of the steps whose parent they are come at ``step`` or later; first,
-        where their masks are, and what is known of them by mask."""
+        """Live values, each with the number of its child steps (whose parent it is) from ``step`` on, the
+        place of its mask, and what is known by mask."""
         if step not in self._ahead:
             self._ahead[step] = [
                 (BITS * n, self._held.setdefault((value, children), {}), value, children)

@@ -1,4 +1,4 @@
-"""The choices of every step of a graph, whatever the ratio and the prices: made once, shared by problems.
+"""The choices of every step of a graph, for any ratio and prices: made once, shared by problems.
 
 Placements are coded as small integers: R is 0, P(sum) is 1, S(d) is 2 + d.
 """
@@ -38,9 +38,9 @@ def code_of(placement: Placement) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One way to execute a step. ``work`` is the (value, code) whose share is the share of the work;
-    None if every rank does all of it. ``kind`` is the number of its times in ``Choices.timed``; None for an
-    update or an output."""
+    """One way to execute a step. ``work`` is the (value, code) whose share is the share of the work; None if
+    every rank does all of it. ``kind`` is the index of its times in ``Choices.timed``; None for an update or
+    an output."""
 
     needs: tuple[Need, ...]
     gives: tuple[Need, ...]
@@ -75,7 +75,7 @@ class Choices:
         self.steps: tuple[Node, ...] = tuple(n for n in graph.nodes if not n.is_leaf)
         self.inputs = tuple(n.inputs for n in self.steps)
         self.values = tuple(tuple(self.ids[name] for name in names) for names in self.inputs)
-        self.options: dict[tuple, tuple] = {}  # for problems, by what they depend on
+        self.options: dict[tuple, tuple] = {}  # cached for problems, by everything they depend on
         self._strategies: dict[tuple, tuple[Strategy, ...]] = {}
         self._kinds: dict[tuple, int] = {}
         self.timed: list[tuple[OpTime, ...]] = []  # per kind, the times on each class of devices
@@ -136,8 +136,8 @@ class Choices:
         return frozenset(range(len(self.names))) - skip
 
     def is_loaded(self, value: int, step: int) -> bool:
-        """Whether a value is a leaf that is loaded for a step which uses it: only the first one if what is
-        held of it is known later."""
+        """Whether a value is a leaf that this step loads: each using step does, but only the first one if the
+        value's placements are tracked."""
         return value in self.leaves and (value not in self.tracked or self.first_uses[value] == step)
 
     @lazy
@@ -150,7 +150,7 @@ class Choices:
         return tuple(out)
 
     def shifts(self, step: int, other: int, count: int) -> dict[int, int]:
-        """Values of ``count`` steps from ``step`` on -> those that stand in their place from ``other`` on."""
+        """Maps the values of ``count`` steps from ``step`` on to their counterparts from ``other`` on."""
         out: dict[int, int] = {}
         for a, b in zip(range(step, step + count), range(other, other + count)):
             for name, there in zip(
@@ -162,7 +162,7 @@ class Choices:
 
     @lazy
     def kinds(self) -> tuple[int, ...]:
-        """Per value, a number that values share which convert alike: bytes, dims to cut, gradient."""
+        """Per value, a number shared by values that convert alike: same bytes, dims to cut, gradient."""
         numbers: dict[tuple, int] = {}
         out = []
         for value, t in enumerate(self.types):
@@ -201,8 +201,8 @@ class Choices:
         return (call.op, *plain, call.inputs, call.outputs)
 
     def _tied_to_samples(self) -> frozenset[tuple[str, int]]:
-        """Dims, as (value, dim), that are cut where the batch is cut between samples: dim 0 of every
-        input, and what operators tie to it."""
+        """Dims, as (value, dim), that are cut if the batch is cut between samples: dim 0 of every input, and
+        the dims that operators tie to it."""
         ties: dict[tuple[str, int], list[tuple[tuple[str, int], ...]]] = {}
         for node in self.steps:
             for strategy in self._allowed(node) if not node.is_sink else ():

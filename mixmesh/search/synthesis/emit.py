@@ -31,7 +31,7 @@ class Builder:
     """Collects the instructions of one program over one ratio; conversions are made once and reused."""
 
     def __init__(self, graph: Graph, ratio: Ratio, *, named: bool = False) -> None:
-        """``named``: every type names its ratio, also where it does not matter."""
+        """``named``: every type names its ratio, even if it does not matter."""
         self.graph = graph
         self.ratio_name, self.named = "r0", named
         self.ratios: dict[str, Ratio] = {self.ratio_name: ratio}
@@ -42,7 +42,7 @@ class Builder:
         self.held: dict[str, dict[Placement, str]] = {}  # logical value -> placement -> value that holds it
 
     def type(self, name: str, placement: Placement, ratio_name: str | None = None) -> TensorType:
-        """The type of a logical value held as ``placement``; a ratio is named only where it matters."""
+        """The type of a logical value held as ``placement``; it names a ratio only if that matters."""
         return self.placed(self.graph.types[name], placement, ratio_name)
 
     def placed(self, value: ValueType, placement: Placement, ratio_name: str | None = None) -> TensorType:
@@ -136,8 +136,8 @@ class Builder:
 
 
 def hidden_first(instructions: list[Instruction], graph: Graph) -> list[Instruction]:
-    """Communication that no gradient passes and that depends on the batch only (a count of labels) moves
-    to the front, with all that leads to it: it then runs beside the forward pass."""
+    """Moves communication that passes no gradient and depends only on the batch (a count of labels) to the
+    front, with everything it depends on, so that it overlaps with the forward pass."""
     source = {r: n for n, i in enumerate(instructions) for r in i.results if r is not None}
     bound: set[str] = set()  # values that parameters, random numbers or gradients tie to their place
     first: set[int] = set()
@@ -166,9 +166,9 @@ COLLECTIVE_OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
 def emit(problem: Problem, found: Found, *, named: bool = False) -> Program:
-    """The program of a path that the search found, over the whole graph: a step of a repeated block that was
-    folded takes the move of the kept step that it follows. ``named``: all types name the ratio, so that the
-    instructions are the same for any ranks."""
+    """The program of a path found by the search, over the whole graph: a folded step takes the move of the
+    kept step that represents it. ``named``: all types name the ratio, so that the instructions are the same
+    for any ranks."""
     fold = problem.choices.fold
     builder = Builder(fold.whole, problem.ratio, named=named)
     nodes = [n for n in fold.whole.nodes if not n.is_leaf]
@@ -198,8 +198,8 @@ def emit(problem: Problem, found: Found, *, named: bool = False) -> Program:
 
 
 class _Placed:
-    """The move of the folded step ``n``, as every step that follows it has it: which of its inputs are loaded
-    and needed how, by position, and how inputs and results are placed."""
+    """The move of the folded step ``n``, for every step that it represents: which inputs are loaded and how
+    they are needed, by position, and the placements of inputs and results."""
 
     def __init__(self, builder: Builder, problem: Problem, found: Found, n: int) -> None:
         node, values, move = problem.steps[n], problem.choices.values[n], found.moves[n]
@@ -216,7 +216,7 @@ class _Placed:
         self.inputs = tuple(problem.placement(value, code) for value, code in zip(values, codes))
         gives = dict(move.option.gives)
         named = [None if value is None else problem.placement(value, gives[value]) for value in result_ids]
-        if strategy is not None and None in named:  # results that nobody uses have no units of their own
+        if strategy is not None and None in named:  # unused results have no units of their own
             call = call_of(node, problem.choices.graph.types)
             placed = fill_in_units(problem.choices.rules.get(node.op), call, strategy, self.inputs, named)
         else:
@@ -225,7 +225,7 @@ class _Placed:
 
 
 def ensure(builder: Builder, problem: Problem, name: str, value: int, code: int) -> None:
-    """Makes ``name`` held as ``code``, at the least price from what it is held as."""
+    """Makes ``name`` held as ``code``, from the current placement with the least price."""
     prices = {src: problem.convert(value, code_of(src), code) for src in builder.held[name]}
     sums_s = {src: sum(price) for src, price in prices.items() if price is not None}
     src = min(sums_s, key=sums_s.__getitem__)

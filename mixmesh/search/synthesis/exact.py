@@ -37,8 +37,8 @@ AT_THE_END = BITS  # behind all conversions of a step
 
 
 def prove(problem: Problem, known: Found | None = None, limit_s: float = 60.0) -> Found:
-    """The cheapest path, or after ``limit_s`` the cheapest so far, with its proved bound; never dearer
-    than ``known`` (by default what ``search`` finds). Raises NoProgram."""
+    """The cheapest path, or after ``limit_s`` the cheapest so far, with its proved bound; never dearer than
+    ``known``, which defaults to the result of ``search``. Raises NoProgram."""
     known = known or search(problem, weight=1.01, max_states=10_000)
     if known.optimal:
         return known
@@ -118,7 +118,7 @@ class _Model:
         info = h.getInfo()
         bound = max(info.mip_dual_bound, 0.0) if np.isfinite(info.mip_dual_bound) else 0.0
         if h.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
-            return None, 1.0  # nothing is cheaper than what is known
+            return None, 1.0  # no path is cheaper than the known one
         if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
             return None, bound
         value = h.getSolution().col_value
@@ -132,7 +132,7 @@ class _Program:
     def __init__(self, problem: Problem, steps: Steps, known_s: float) -> None:
         self.problem, self.steps, self.known_s = problem, steps, known_s
         self.model = _Model()
-        # columns that make a value held, as what, and from when on: (column, mask, time)
+        # columns that make a value held: (column, mask of its placements, time from which it is held)
         self.holds: dict[int, list[tuple[int, int, Time]]] = {}
         self.options: list[list[int | None]] = []
         classes = range(len(problem.classes))

@@ -19,7 +19,7 @@ from ...base.lazy import lazy
 from ...lang.ir import Graph, Node, with_names
 
 KEPT = 4  # blocks: the first, two for the middle, the last
-WINDOW = 6  # steps that must look alike before a period is tried
+WINDOW = 6  # steps that must match before a period is tried
 PERIODS = 8  # distances that are tried
 LEAST_SAVED = 24  # steps; below it folding is not worth the difference
 
@@ -43,8 +43,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Fold:
-    """A folded graph. ``weights``: how often each of its steps counts. ``kept``: the step of the whole graph
-    that each of its steps is. ``runs`` are those of the whole graph."""
+    """A folded graph. ``weights`` says how often each of its steps counts, and ``kept`` gives its step in the
+    whole graph. ``runs`` are those of the whole graph."""
 
     whole: Graph
     graph: Graph
@@ -73,12 +73,12 @@ class Fold:
 
 
 def fold(graph: Graph) -> Fold:
-    """``graph`` with its repeated blocks folded; itself where nothing repeats."""
+    """``graph`` with its repeated blocks folded; unchanged if nothing repeats."""
     steps = [n for n in graph.nodes if not n.is_leaf]
     runs = tuple(find_runs(graph, steps))
     weights = [1.0] * len(steps)
     dropped: set[int] = set()
-    other: dict[str, str] = {}  # a value of a block that is dropped -> that of the kept block in its place
+    other: dict[str, str] = {}  # a value of a dropped block -> its counterpart in the kept block
     for run in runs:
         for block in range(1, 3):
             first = run.start + block * run.period
@@ -112,7 +112,7 @@ def unfolded(graph: Graph) -> Fold:
 
 
 class _Steps:
-    """Where the inputs of every step come from, for comparisons of two steps."""
+    """The origins of every step's inputs, for comparing two steps."""
 
     def __init__(self, graph: Graph, steps: list[Node]) -> None:
         self.producer = {r: (n, k) for n, s in enumerate(steps) for k, r in enumerate(s.results) if r}
@@ -129,7 +129,7 @@ class _Steps:
                 (leaves[name].op, leaves[name].kwargs) if name in leaves else None for name in inputs
             )
             flows = tuple(name in graph.requires_grad for name in (*inputs, *s.results))
-            plain = s.op if s.op == "update" else s.plain  # whatever the buffer's name
+            plain = s.op if s.op == "update" else s.plain  # ignores the buffer's name
             kind = (plain, types, s.types, loaded, flows)
             self.kinds.append(number.setdefault(kind, len(number)))
             self.before.append(tuple(last.get(name) if name in leaves else None for name in inputs))
@@ -140,7 +140,7 @@ class _Steps:
                 self.uses.setdefault(name, []).append(n)
 
     def alike(self, step: int, period: int) -> bool:
-        """Whether a step and the one ``period`` later do the same to values that stand alike."""
+        """Whether a step and the one ``period`` later do the same to corresponding values."""
         if self.kinds[step] != self.kinds[step + period]:
             return False
         for n, (name, there) in enumerate(zip(self.inputs[step], self.inputs[step + period])):
@@ -162,16 +162,16 @@ class _Steps:
 
 
 def find_runs(graph: Graph, steps: list[Node]) -> Iterator[Run]:
-    """Runs that do not overlap and whose values are used from where the folded graph keeps them."""
+    """Yields runs that do not overlap and whose values are used only where the folded graph keeps them."""
     if len(steps) < LEAST_SAVED:
         return
     alike_steps = _Steps(graph, steps)
     distances = _distances(alike_steps.kinds)
     candidates = []
-    # where a block has equal parts, its period is a sum of several distances
+    # if a block has equal parts, its period is a sum of several distances
     common = [d for d, _ in distances.most_common(PERIODS)]
     tried = dict.fromkeys(common + [a + b for a in common[:3] for b in common[:3]] + [sum(common[:4])])
-    for period in filter(None, tried):  # 0 where nothing repeats
+    for period in filter(None, tried):  # 0 if nothing repeats
         start = None
         for step in range(len(steps) - period + 1):
             if step < len(steps) - period and alike_steps.alike(step, period):
@@ -204,13 +204,13 @@ def _distances(kinds: Sequence[int]) -> Counter[int]:
 
 
 def _even(run: Run) -> Run:
-    """Two blocks in turn need an even number of them; an odd first one stays outside."""
+    """The run with an even number of blocks, which take turns; an odd first block stays outside."""
     return run if run.count % 2 == 0 else Run(run.start + run.period, run.period, run.count - 1)
 
 
 def narrowest(known: _Steps, run: Run, count: int) -> Run | None:
-    """``run`` with its blocks begun where the fewest values pass from one to the next; None if a later step
-    uses what only the folded graph's middle has."""
+    """``run`` with its blocks starting where the fewest values pass from one block to the next; None if a
+    later step uses a value that only the folded graph's middle has."""
     live = [0] * run.period
     for name, uses in known.uses.items():
         if name in known.producer:
@@ -226,7 +226,7 @@ def narrowest(known: _Steps, run: Run, count: int) -> Run | None:
 
 
 def _closed(known: _Steps, run: Run) -> bool:
-    """Whether what the blocks before the last make is used within two blocks, and nowhere behind the run."""
+    """Whether all values made before the last block are used within two blocks, and never after the run."""
     for name, uses in known.uses.items():
         maker = known.producer.get(name)
         if maker is not None and run.start <= maker[0] < run.stop - run.period:

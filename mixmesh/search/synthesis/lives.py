@@ -1,7 +1,7 @@
-"""Where in the packed masks of a state each live value has its own: the same for all problems of a graph.
+"""The position of each live value in the packed masks of a state, the same for all problems of a graph.
 
-The middle of a folded run is left as it was entered; what was held then is carried through it behind the
-values themselves, as the value ``-1 - v`` for v.
+The middle of a folded run must be left as it was entered. What was held on entry is carried through it after
+the values themselves, as the value ``-1 - v`` for v.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ Shifts = tuple[tuple[int, int], ...]  # pairs of a shift before a step and one a
 
 @dataclass(frozen=True)
 class Lives:
-    """Per step: ``live`` are the values before it, and at last those behind the last step; ``shifts`` is
-    where the mask of each value behind it is. ``needed`` are positions of the live values that it may need.
-    ``carried`` are the masks that it leaves alone, those together that stay together: where they are before
-    it, all of their bits, and where they are behind it. ``entered``: whether a folded middle begins behind
-    it; ``left``: where one ends there, what was held on entry, and what must hold as much."""
+    """The layout of masks per step. ``live`` are the values before it, with a last entry for those after the
+    last step. ``shifts`` gives the position of each value's mask after the step, ``needed`` the positions of
+    live values that the step may need. ``carried`` are the masks that it leaves alone, in groups that stay
+    together: their position before, all their bits, and their position after. ``entered``: whether a folded
+    middle begins after it. ``left``: if one ends there, what was held on entry, and what must hold as
+    much."""
 
     live: list[tuple[int, ...]] = field(default_factory=lambda: [()])
     shifts: list[dict[int, int]] = field(default_factory=list)
@@ -53,7 +54,7 @@ class Steps(Protocol):
 
 def lives_of(choices: Steps) -> Lives:
     out = Lives()
-    # values of the entry of a folded middle -> values of its end
+    # maps values at the entry of a folded middle to values at its end
     entries, exits = {}, {}
     for at, period in choices.fold.middles:
         entries[at] = exits[at + 2 * period] = choices.shifts(at, at + 2 * period, period)

@@ -19,16 +19,16 @@ from ...lang.rules import Rule, Strategy, Units
 from .choices import Choice, Choices, Need, P, R
 
 INPUT_BYTES_PER_S = 5e9  # from the loader to the device: between pageable and pinned copies over PCIe
-# charged on top of work that every rank repeats: measured curves are noisy to about as much, and where the
-# two cost the same, sharded execution also holds and moves less
+# added to work that every rank repeats: measured curves are about this noisy, and at equal cost sharded
+# execution also holds and moves less
 REPEATED_WORK = 0.01
 HIDDEN_PRICE = 0.01  # least price of a second of communication that nobody waits for
-UNDEALT = 1e3  # in data parallelism, of a second of communication that moves samples between ranks
+UNDEALT = 1e3  # price, for data parallelism, of a second of communication that moves samples
 Vector = tuple[float, ...]  # seconds per class of ranks
 
 
 class Option(NamedTuple):
-    """One way to execute a step: what it needs, what it gives, what it costs each class, in both passes
+    """One way to execute a step: its needs, its results, and its cost for each class, in both passes
     ``seconds``. For the bound: the leaves that are loaded for it, and the mask of what it needs of the step's
     parent."""
 
@@ -52,12 +52,12 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Prices by which the additive cost of the search charges effects that only the simulator sees.
+    """Prices in the search's additive cost for effects that only the simulator sees.
 
-    ``gradient_sync``: of a second of communication that may hide behind the compute (of gradients, and
-    of values that carry none), below 1 where it does. ``byte_s``: seconds charged per byte that the
-    fullest rank must hold. ``exchange``: of a second of communication that ranks wait for; far above 1
-    it finds the program with the least of it.
+    ``gradient_sync`` is the price of a second of communication that computing may hide (that of gradients,
+    and of values that carry none); below 1 if it is hidden. ``byte_s``: seconds charged per byte held by the
+    fullest rank. ``exchange`` is the price of a second of communication that ranks wait for; with a price far
+    above 1, the search finds the program that communicates least.
     """
 
     gradient_sync: float = 1.0
@@ -66,11 +66,11 @@ class Prices:
 
 
 class Problem:
-    """Steps in topological order with their options, for ranks grouped into classes that cost alike.
+    """Steps in topological order with their options, for ranks grouped into classes of equal cost.
 
-    ``shard_params=False`` replicates every parameter, as data parallelism does; ``batch_only`` loads
-    inputs whole or cut along dim 0. ``forced``: values that are made, or leaves that are loaded, as this
-    code and no other.
+    ``shard_params=False`` replicates every parameter, as data parallelism does; ``batch_only`` loads inputs
+    whole or cut along dim 0. ``forced`` gives values that may only be made, and leaves that may only be
+    loaded, with the given code.
     """
 
     def __init__(
@@ -135,7 +135,8 @@ class Problem:
         return len(self.ranks) > 1 and self.choices.can_shard(value, code)
 
     def _allowed(self, step: int) -> tuple[Choice, ...]:
-        """The choices of a step; in data parallelism those that cut between samples, where there are any."""
+        """The choices of a step; in data parallelism only those that cut between samples, if there are
+        any."""
         choices = self.choices.choices[step]
         if not self.batch_only or len(self.ranks) == 1:
             return choices
@@ -162,7 +163,7 @@ class Problem:
         varying = any(r in self.choices.varying for r in self.steps[step].results)
         for choice in self._allowed(step):
             if len(self.ranks) == 1 and any(code != R for _, code in choice.needs + choice.gives):
-                continue  # one rank alone has nothing to cut
+                continue  # a single rank has nothing to cut
             if choice.kind is None:
                 forward = backward = self.nothing
             else:
@@ -222,7 +223,7 @@ class Problem:
         node = self.leaves[value]
         size, shares = self.types[value].size_bytes, self.shares(value, code)
         if node.op == "input":
-            # a share of a batch is cheaper to load than all of it, by a little
+            # loading a share of a batch is slightly cheaper than loading all of it
             return Load(max(shares) * size / INPUT_BYTES_PER_S, self.nothing)
         if node.op != "param":
             return Load(max(shares) * size * self.prices.byte_s, self.nothing)
@@ -239,8 +240,8 @@ class Problem:
         return Load(sync * self.prices.gradient_sync + held, optimizer)
 
     def waits(self, value: int) -> bool:
-        """Whether ranks wait for a collective over this value: the gradient's path is not left for others
-        to fill, while the collectives of values without a gradient run beside the compute."""
+        """Whether ranks wait for a collective over this value: collectives on a gradient's path make them
+        wait, those of values without a gradient overlap with computing."""
         return self.names[value] in self.graph.requires_grad
 
     def convert(self, value: int, src: int, dst: int) -> tuple[float, float] | None:
@@ -265,7 +266,7 @@ class Problem:
             name = "reduce_scatter" if src == P else "all_to_all"
         size = self.types[value].size_bytes
         dual = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}.get(name, name)
-        # samples stay where they are dealt, even if moving them would save sums of statistics
+        # samples stay on their ranks, even if moving them would save sums of statistics
         moved = UNDEALT if self.batch_only and src != P else 1.0
         forward = self.costs.collective(name, self.ranks).seconds(size) * moved
         if not self.waits(value):

@@ -2,14 +2,14 @@
 
 HAP (EuroSys'24, section 4) searches sets of Hoare triples and with them the order of independent
 instructions, which multiplies the states by about ten per parallel branch. Here the order is fixed, and a
-state is what is held of the values that are still needed: ``(step, masks)``. Its cost is two vectors:
-the seconds at which each class of ranks has finished so far, forward and backward, with a collective
-levelling the classes. That is HAP's stage sum, with one difference: no rank waits between the forward
-and the backward pass, so that the last forward stage and the first backward one are one stage, and the
-total is the largest *sum* of the two (as the linear program and the simulator have it).
+state is the placements held of the values still needed: ``(step, masks)``. Its cost is two vectors: the
+seconds at which each class of ranks has finished so far, forward and backward, with a collective levelling
+the classes. That is HAP's stage sum, with one difference: no rank waits between the forward and the backward
+pass, so the last forward stage and the first backward one are one stage, and the total is the largest *sum*
+of the two, as in the linear program and the simulator.
 
-The heuristic is the bound of ``bound.py``. A state is dropped if another is not worse for any class and
-holds as much.
+The heuristic is the bound of ``bound.py``. A state is dropped if another is no worse for any class and holds
+at least the same placements.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class NoProgram(ValueError):
 
 @dataclass(frozen=True)
 class Found:
-    """The cheapest path. ``cost_s`` is its stage sum, ``bound_s`` what no path goes below."""
+    """The cheapest path. ``cost_s`` is its stage sum, ``bound_s`` a lower bound of all paths."""
 
     moves: tuple[Move, ...]
     cost_s: float
@@ -79,15 +79,15 @@ def search(
     dominance: bool = True,
     known: Sequence[Found] = (),
 ) -> Found:
-    """The program of least stage sum. Raises NoProgram if there is none.
+    """The program with the least stage sum. Raises NoProgram if there is none.
 
-    If the cheapest of ``known`` paths (of a problem with the same choices) costs at most ``weight`` times
-    what no path goes below, it is the answer and nothing is searched.
+    If the cheapest of the ``known`` paths (of a problem with the same choices) costs at most ``weight`` times
+    the lower bound of all paths, it is the answer and nothing is searched.
 
-    ``weight`` above 1 trusts the bound that much more: fewer states, and a result at most that factor
-    dearer than the cheapest. After ``max_states`` expansions the search starts again with at most
-    ``BEAM`` states kept per step (``beam`` asks for that from the start), which bounds the time on large
-    graphs. ``Found.gap`` says what is left open. ``dominance`` is for tests.
+    A ``weight`` above 1 trusts the bound that much more: fewer states, and a result at most that factor
+    dearer than the cheapest. After ``max_states`` expansions the search starts again with at most ``BEAM``
+    states kept per step (``beam`` does so from the start), which bounds the time on large graphs.
+    ``Found.gap`` is the remaining uncertainty. ``dominance`` is for tests.
     """
     steps = Steps(problem)
     ahead = Bound(problem, steps)
@@ -107,7 +107,7 @@ def search(
         if state.dropped:
             continue
         if state.step == steps.count:
-            # the cheapest way to go on from a state that is still open is what remains possible
+            # only continuations of open states can still be cheaper
             open_s = min((_bound(s, ahead) for *_, s in heap if not s.dropped), default=float("inf"))
             return found_at(steps, state, expanded, open_s if weight > 1 else float("inf"))
         expanded += 1

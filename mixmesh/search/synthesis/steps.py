@@ -1,9 +1,9 @@
-"""The steps of a problem as the search walks them: which values live, and what each option does to them.
+"""The steps of a problem for the search: which values live, and the effect of each option on them.
 
-A live value is held as a *mask* of placement codes, closed under what is free: a value held as R
-can be sliced at no cost, so its mask has every code. Two states that can do the same are then equal, and
-one can do all that another can if its masks contain the other's. The masks of a state are packed into
-one integer, so that both are single comparisons.
+A live value is held as a *mask* of placement codes, closed under what is free: a value held as R can be
+sliced at no cost, so its mask has every code. So two states that can do the same are equal, and one can do
+all that another can if its masks contain the other's. The masks of a state are packed into one integer, which
+makes both single comparisons.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Move(NamedTuple):
 
 
 class Transition(NamedTuple):
-    """An option with the loads and conversions that it takes from certain masks.
+    """An option with its loads and conversions from certain masks.
 
-    ``wait``/``wait_back``: seconds of collectives that all ranks wait for; ``forward``/``backward``:
-    seconds of each class. ``new``: the changed masks of the values that live afterwards, packed.
+    ``wait``/``wait_back``: seconds of collectives that all ranks wait for; ``forward``/``backward``: seconds
+    of each class. ``new``: the changed masks of the values that live afterwards, packed.
     """
 
     move: Move
@@ -50,7 +50,7 @@ class Steps:
         self.live = self.lives.live
         self.kinds = problem.choices.kinds
         self._closures: dict[tuple[int, int], int] = {}
-        self._loads: dict[tuple[tuple[Need, ...], int], int | None] = {}  # by what an option needs, and value
+        self._loads: dict[tuple[tuple[Need, ...], int], int | None] = {}  # by an option's needs, and value
         self._load_s: dict[tuple[int, int, float], Vector] = {}
         self._cheapest: dict[tuple[int, int, int], tuple[float, float] | None] = {}
         self._transitions: list[dict[tuple[int, ...], tuple[Transition, ...]]] = [
@@ -75,7 +75,7 @@ class Steps:
         mask = 1 << code
         for other in codes:
             if other != code and convert(value, code, other) == (0.0, 0.0):
-                # ... and whatever can be made from it is no dearer from here
+                # ... provided that everything else costs no more from here than from it
                 prices = [(convert(value, code, t), convert(value, other, t)) for t in codes]
                 if all(b is None or (a is not None and a[0] <= b[0] and a[1] <= b[1]) for a, b in prices):
                     mask |= 1 << other
@@ -154,8 +154,8 @@ class Steps:
         return Transition(move, wait, wait_back, forward, backward, new)
 
     def load(self, option: Option, value: int) -> int | None:
-        """How an option loads a leaf: as it is forced to be, or else as it is needed; whole if it is needed
-        in two ways."""
+        """The code with which an option loads a leaf: the forced one, or else the needed one; whole if it is
+        needed in two ways."""
         key = option.needs, value
         if key not in self._loads:
             self._loads[key] = self._load(option, value)
@@ -184,7 +184,7 @@ class Steps:
         return self._load_s[key]
 
     def cheapest(self, value: int, mask: int, code: int) -> tuple[float, float] | None:
-        """The least price of making ``code`` from what is held."""
+        """The least price of making ``code`` from the held placements."""
         key = (self.kinds[value], mask, code)
         if key not in self._cheapest:
             self._cheapest[key] = self._find_cheapest(value, mask, code)

@@ -1,7 +1,7 @@
-"""Bytes that a program holds on a rank at its peak: a liveness fold over the events of one step (``fold``).
+"""The peak bytes that a program holds on a rank: a liveness fold over the events of one step (``fold``).
 
-Memory is linear in the shares at every moment, and the peak is the largest of the moments. Measured on
-CPUs it is the resident set of the process, whose allocator holds a little more than is asked of it.
+Memory is linear in the shares at every moment, and the peak is the largest of the moments. Measured on CPUs
+it is the resident set of the process, whose allocator holds a little more than is requested.
 """
 
 from .flight import Flight, flight_of

@@ -34,11 +34,11 @@ def set_up(state: State) -> None:
 
 
 def stored(state: State) -> None:
-    """Adds what is held between steps, and the batch, which comes whole."""
+    """Adds everything held between steps, and the batch, which is there as a whole."""
     program, ledger = state.setting.program, state.ledger
     for i in program.instructions:
         if i.op in ("param", "buffer", "input", "const"):
-            # a rank has its whole share of the batch, whatever a micro-batch takes of it
+            # a rank holds its whole share of the batch, however small its micro-batches are
             cut = i.type.cut.of_step if i.op == "input" else i.type.cut
             ledger.take(i.type.value.size_bytes, cut, stays=True)
             if i.op == "param" and i.result in program.requires_grad:
@@ -46,7 +46,7 @@ def stored(state: State) -> None:
             storage = Storage(0.0, i.type.cut, references=2)  # never let go of
             state.values[i.result] = View(storage, contiguous(i.type.value.shape))
     for i in program.instructions:
-        if i.op == "output":  # a loop holds those of the step before until it is given new ones
+        if i.op == "output":  # a training loop keeps the outputs of the step before until it gets new ones
             shown = program.types[i.inputs[0]]
             ledger.take(shown.value.size_bytes, shown.cut.of_step, stays=True)
     inputs = [i.type for i in program.instructions if i.op == "input"]

@@ -1,8 +1,8 @@
-"""An upper bound of a program's memory: all that may be kept, as if it all were, and the most at any time of
-what goes with its last use.
+"""An upper bound of a program's memory: everything that may be kept, plus the most at any time of the values
+that are freed with their last use.
 
-Sums over a step's facts, without a ledger: a tenth of the fold's time. Where even this fits, which is usual,
-nobody needs to know the peak.
+It sums over a step's facts without a ledger, in a tenth of the fold's time. If even this bound fits, as
+usual, the peak itself need not be computed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from .before import BROADCAST_BYTES
 from .footprints import LOOKUPS
 from .moments import Sizes
 
-Times = list[tuple[int, float]]  # when bytes come, and go as negative ones
-# views whatever the strides; the rest of ``VIEWS`` may have to copy
+Times = list[tuple[int, float]]  # (time, bytes): negative bytes are freed
+# operators that are always views; the rest of ``VIEWS`` may have to copy
 NEVER_COPY = VIEWS - {"aten.view"}
 IN_MEMORY_ORDER = (
     "aten.linear",
@@ -41,11 +41,11 @@ IN_MEMORY_ORDER = (
 
 
 class Bound:
-    """Bytes of a program under whatever ratios and buckets, by how they are cut, and ``at_first`` on every
-    rank."""
+    """Upper bounds of a program's bytes for any ratios and buckets, by how they are cut, and the bytes
+    ``at_first`` on every rank."""
 
     def __init__(self, program: Program, optimizer_states: OptimizerStates, step: Step) -> None:
-        """``step`` is that of the program with whatever buckets."""
+        """``step`` is that of the program, with any buckets."""
         sizes: Sizes = {}
         self.at_first = _at_first(program)
         _stored(program, optimizer_states, sizes)
@@ -63,14 +63,14 @@ class Bound:
         self.sizes = np.array([sizes[cut] for cut in self.cuts])
 
     def held_bytes(self, program: Program) -> np.ndarray:
-        """Bytes per rank under the ratios of ``program``, without what a heap loses."""
+        """Bytes per rank under the ratios of ``program``, without the heap's losses."""
         shares = [cut_shares(cut, program.ratio(cut.ratio), program.world_size) for cut in self.cuts]
         in_steps = self.sizes @ np.array(shares).reshape(len(self.cuts), program.world_size)
         return np.maximum(in_steps, self.at_first)
 
 
 def has_bound(program: Program) -> bool:
-    """Programs with what is made several times, or held in copies, have to be walked."""
+    """Whether the bound applies: not to programs with values made several times, or with copies."""
     return not program.copies and not regions(program)
 
 
@@ -88,8 +88,8 @@ def _at_first(program: Program) -> float:
 
 
 def _stored(program: Program, states: OptimizerStates, sizes: Sizes) -> None:
-    """Parameters with gradients and states, what the optimizer makes of them and the buckets of gradients;
-    with owners more buffers: gathered, made one, on its way, and the addends of owners."""
+    """Adds parameters with gradients and states, the optimizer's temporaries and the buckets of gradients;
+    with owners more buffers: gathered, being joined, on the way, and the owners' addends."""
     for i in program.instructions:
         if i.op not in ("param", "buffer", "input", "const"):
             continue
@@ -107,8 +107,8 @@ def _stored(program: Program, states: OptimizerStates, sizes: Sizes) -> None:
 
 
 def _computed(program: Program, kinds: Sequence[Kind | None], last: Mapping[str, int], sizes: Sizes) -> None:
-    """Results that are no views: all of those that may be kept, and the most at any time of those that go
-    with their ``last`` use."""
+    """Adds results other than views: all that may be kept, and the most at any time of those freed with their
+    ``last`` use."""
     kept_names = _kept(program, kinds)
     coming: dict[Cut, Times] = {}
     for n, (i, kind) in enumerate(zip(program.instructions, kinds)):
@@ -157,14 +157,14 @@ def _most_at_once(coming: dict[Cut, Times], sizes: Sizes) -> None:
 
 
 def _temporaries(program: Program, kinds: Sequence[Kind | None], sizes: Sizes) -> None:
-    """Adds what operators keep apart from their results, and need meanwhile."""
+    """Adds what operators keep besides their results, and their temporaries."""
     most: Sizes = {}
     for kind, count in Counter(kind for kind in kinds if kind is not None).items():
         call, cut = kind.call, kind.work_type.cut
         for t in kind.inputs if _may_copy(call) else ():
             _add(sizes, t.cut, count * t.value.size_bytes)
         _add(sizes, cut, count * extra_bytes(call))
-        # one of these at a time: temporaries, gradients that arrive and, of a second use, the sum
+        # one of these at a time: temporaries; an arriving gradient and, for a second use, the sum
         needs = [(forward_bytes(call) + backward_bytes(call), cut)]
         needs += [(2.0 * t.value.size_bytes, t.cut) for t in (*kind.inputs, *kind.outputs)]
         if call.op in LOOKUPS:
@@ -183,8 +183,9 @@ def _temporaries(program: Program, kinds: Sequence[Kind | None], sizes: Sizes) -
 
 
 def _gradients(program: Program, last: Mapping[str, int], later: Mapping[int, float], sizes: Sizes) -> None:
-    """The most at any time of the gradients of values, each there from the ``last`` use to what made the
-    value, or to the weight's gradient that waits for it if that is ``later``. Those of parameters stay."""
+    """Adds the most at any time of the gradients of values. Each lives from the ``last`` use until its
+    value's maker has used it, or until the weight gradient that waits for it if that is ``later``. Gradients
+    of parameters stay."""
     grad = program.requires_grad
     wholes: dict[str, float] = {}
     until = {program.instructions[n].results[0]: max(floor(p), 0) for n, p in later.items()}
@@ -203,7 +204,7 @@ def _gradients(program: Program, last: Mapping[str, int], later: Mapping[int, fl
 
 
 def _is_view(program: Program, i: Instruction) -> bool:
-    """Whether a view surely is one: of what an operator made in memory order."""
+    """Whether a view is certain to be one: its source was made by an operator that writes in memory order."""
     if i.op != "aten.view":
         return False
     source = program.producers[i.inputs[0]]
@@ -216,8 +217,8 @@ def _may_copy(call: Call) -> bool:
 
 
 def _moved(program: Program, sizes: Sizes) -> None:
-    """Adds what redistributions bring and take back, and hold until it has arrived; one at a time more, where
-    it is put in order."""
+    """Adds what redistributions and their gradients hold until arrival, and the largest buffer for
+    reordering."""
     at_once: Sizes = {}
     for i in program.instructions:
         if not i.is_redistribution:

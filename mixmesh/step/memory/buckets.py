@@ -14,9 +14,9 @@ from .moments import Moment
 def bucket_moments(
     program: Program, complete: Mapping[float, Moment], summed: tuple[Summed, ...]
 ) -> Iterator[Moment]:
-    """When buckets of gradients of replicated parameters are copied into one buffer: at the first use, which
-    the backward pass comes to last, of the last of their parameters. ``complete`` is of ``Liveness``,
-    ``summed`` the order of the program's sums."""
+    """Yields the moments when buckets of gradients of replicated parameters are copied into one buffer. That
+    is at the first use of the last of their parameters, which the backward pass reaches last. ``complete`` is
+    that of ``Liveness``, ``summed`` the order of the program's sums."""
     first_use = {program.params[s.place].result: 0 if s.first_use == NEVER else s.first_use for s in summed}
     every_use = first_uses(program) if program.copies else {}
     for bucket in gradient_sums(program, order=summed):
@@ -35,13 +35,13 @@ def bucket_moments(
 
 
 def _completed(program: Program, bucket: GradientSum, first_use: Mapping[str, int]) -> tuple[int, ...]:
-    """Where the last gradient of a bucket of copies is there, on the ranks of each copy."""
+    """The points where a bucket of copies is complete, on the ranks of each copy."""
     uses = zip(*([first_use.get(c.result, 0) for c in program.copies[p.args[0]]] for p in bucket.params))
     return tuple(dict.fromkeys(map(min, uses)))
 
 
 def _with_copies(program: Program, bucket: GradientSum, at: Moment) -> Moment:
-    """Each rank with the buffer of what it sums: no more than what it holds of the parameters."""
+    """Adds on each rank the buffer of the cells that it sums, bounded by its pieces of the parameters."""
     held = dict(at.held)
     for p in bucket.params:
         for copy in program.copies[p.args[0]]:

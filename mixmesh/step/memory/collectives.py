@@ -1,4 +1,4 @@
-"""Memory of redistributions, of sums of gradients and of gathers of what owners stepped."""
+"""Memory of redistributions, of gradient sums, and of gathering parameters that their owners have stepped."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def arrive(state: State, name: str) -> None:
 
 
 def fetch(state: State) -> None:
-    """Begins gathers of what owners have stepped, each into a buffer of its own."""
+    """Starts to gather parameters that their owners have stepped, each bucket into its own buffer."""
     while state.to_fetch and sum(s.size_bytes for s, _ in state.fetching) < IN_FLIGHT_BYTES:
         s = state.to_fetch.pop(0)
         state.fetching.append((s, state.ledger.take(s.size_bytes, s.params[0].type.cut.whole)))
@@ -68,8 +68,8 @@ def gather_again(state: State, i: Instruction) -> None:
 
 
 def move_back(state: State, i: Instruction) -> None:
-    """Starts the gradient of a redistribution: that of a stored parameter is added when it lands, others are
-    awaited where the redistribution started."""
+    """Starts the gradient of a redistribution. A stored parameter's is added on arrival; others are awaited
+    where the redistribution started."""
     setting, outgoing = state.setting, state.outgoing(i)
     source = setting.program.types[i.inputs[0]]
     if i.op == "pad_partial" and outgoing:
@@ -106,8 +106,8 @@ def come_back(state: State, i: Instruction) -> None:
 
 
 def scatter_complete(state: State, names: set[str]) -> None:
-    """The last gradients of these parameters are there: buckets of which none is missing go to their
-    owners."""
+    """Notes that the gradients of these parameters are complete; buckets that miss no more of them go to
+    their owners."""
     owned_names = names.intersection(state.setting.owned)
     for s, missing in state.scatters if owned_names else ():
         if missing & owned_names:
@@ -132,14 +132,14 @@ def _scatter(state: State, s: GradientSum) -> None:
         if not setting.cuda
     ]
     _fly(state, s.size_bytes, *leaving, *addends)
-    if setting.held is not Held.SUMS:  # else they are added to what is there
+    if setting.held is not Held.SUMS:  # otherwise they are added to existing gradients
         for p in s.params:
             ledger.take(p.type.value.size_bytes, setting.owned[p.result].cut)
 
 
 def _fly(state: State, size_bytes: float, *storages: Storage) -> None:
-    """A sum is on its way. Those that were issued earlier land until no more than ``IN_FLIGHT_BYTES``, and
-    the last of them, is left."""
+    """Puts a sum in flight. Earlier ones land until at most ``IN_FLIGHT_BYTES`` are in flight besides this
+    one."""
     flying = state.flying
     flying.append((size_bytes, storages))
     while flying and sum(size for size, _ in flying) - flying[-1][0] > IN_FLIGHT_BYTES:

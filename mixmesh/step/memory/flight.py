@@ -1,4 +1,4 @@
-"""Micro-batches of a pipeline that are between their passes while another one runs."""
+"""The micro-batches of a pipeline that are between their passes while another one runs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from .moments import Moment, Sizes
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """In a pipeline, how many ``others`` micro-batches are between their passes while one of a stage runs, by
-    the name of the stage's ratio; ``moved`` is what comes from earlier stages."""
+    """The micro-batches in flight in a pipeline: for each stage, by the name of its ratio, how many
+    ``others`` are between their passes while one runs. ``moved`` are the values that come from earlier
+    stages."""
 
     others: tuple[tuple[str | None, int], ...] = ()
     moved: frozenset[str] = frozenset()
 
     def over(self, program: Program, before: Moment, kept: Moment, moments: list[Moment]) -> list[Moment]:
-        """Moments with what the others keep. Every transfer is once on its way and once asked for ahead, and
-        so is its gradient."""
+        """The moments with what the other micro-batches keep. Every transfer counts once on its way and once
+        requested ahead, and so does its gradient."""
         others = dict(self.others)
         held: Sizes = {}
         for cut, size in kept.held.items():
@@ -47,7 +48,7 @@ def _sum(a: Mapping[Cut, float], b: Mapping[Cut, float]) -> Sizes:
 
 
 def flight_of(program: Program, samples: Samples, planned: Schedule) -> Flight:
-    """The micro-batches in flight in every stage beside the one that runs."""
+    """The micro-batches in flight in every stage besides the running one."""
     if not samples.stages:
         return NO_FLIGHT
     others: dict[str | None, int] = {}

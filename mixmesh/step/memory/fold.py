@@ -1,8 +1,8 @@
 """The liveness of a step: a fold over its events that keeps account of what every rank holds.
 
-References are counted as PyTorch counts them: a value goes with its last use, unless it is kept for the
-backward pass or a view of it lives on. In the backward pass a gradient goes when the operator that made its
-value has used it, with what that operator had kept.
+References are counted as PyTorch counts them: a value is freed after its last use, unless it is kept for the
+backward pass or a view of it lives on. In the backward pass a gradient is freed after the operator that made
+its value has used it, together with everything that operator had kept.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from .state import Setting, State
 
 @dataclass(frozen=True)
 class Liveness:
-    """The moments of a step, and what is held where the backward pass ``complete``s parameters' gradients.
-    Buckets of gradients are not in the moments, but for those with owners."""
+    """The moments of a step, and those at which the backward pass ``complete``s parameters' gradients. Of the
+    buckets of gradients the moments include only those with owners."""
 
     moments: tuple[Moment, ...]
     complete: Mapping[float, Moment]
@@ -119,9 +119,8 @@ class Completed:
             self.note(state)
 
     def _belongs(self, event: Event) -> bool:
-        """Whether an event is part of the point that was reached last: gradients that are sent after the
-        first use of what they are of, or those of the inputs of a product whose weight's gradient came
-        first."""
+        """Whether an event belongs to the point reached last. Such events are gradients sent after the first
+        use of their values, and input gradients of a product whose weight gradient came first."""
         point = self.reached[-1]
         if isinstance(event, Start) and event.part == BACKWARD:
             result = self.outline.program.instructions[event.at].result

@@ -20,9 +20,10 @@ LOOKUPS = ("aten.embedding", "aten.gather", "aten.index.Tensor", "aten.index_sel
 
 @dataclass(slots=True)
 class Footprint:
-    """The effect of computations of a kind on memory. ``keeps`` is what autograd does if a gradient passes:
-    inputs or results, by position. ``results`` are by the strides of the inputs; ``passed``, by an input's
-    position and the strides of the result's gradient, are those of its own gradient if that is a view."""
+    """The effect on memory of computations of a kind. ``keeps`` are the inputs or results, by position, that
+    autograd keeps if a gradient passes. ``results`` caches ``results_of`` by the strides of the inputs.
+    ``passed`` has, by an input's position and the strides of the result's gradient, the strides of the
+    input's gradient if that is a view."""
 
     call: Call
     row: Row
@@ -48,8 +49,8 @@ class Footprint:
         )
 
     def results_of(self, strides: tuple[Strides, ...]) -> Results:
-        """For every result the input that it is a view of, if any, and its strides; ``strides`` are those of
-        the inputs."""
+        """For every result, the input of which it is a view, if any, and its strides; ``strides`` are those
+        of the inputs."""
         if strides not in self.results:
             self.results[strides] = views_of(self.call, self.row, strides)
         return self.results[strides]
@@ -74,7 +75,7 @@ def mask_bytes(kind: Kind) -> float:
 
 
 def temporaries(kind: Kind, cut: Cut, size_bytes: float) -> tuple[tuple[float, Cut], ...]:
-    """Temporaries of a computation; a look-up in a piece of a table masks what it found."""
+    """Temporaries of a computation; a look-up in a piece of a table masks its result."""
     masked = kind.call.op in LOOKUPS and isinstance(kind.outputs[0].placement, Partial)
     looked_up = [(float(kind.outputs[0].value.size_bytes), kind.outputs[0].cut.whole)] if masked else []
     return ((size_bytes, cut), *looked_up)

@@ -1,4 +1,4 @@
-"""Memory in the forward pass: what computations make, and what autograd keeps of it."""
+"""Memory in the forward pass: results of computations, and what autograd keeps of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .state import State
 
 
 def compute_forward(state: State, n: int) -> None:
-    """Runs a computation; one that will run again keeps nothing yet, but what its region reads is kept."""
+    """Runs a computation. One that will be recomputed keeps nothing yet, except the inputs of its region."""
     i = state.setting.program.instructions[n]
     region = region_of(i) if i.attrs else None
     if region is not None:
@@ -20,7 +20,7 @@ def compute_forward(state: State, n: int) -> None:
 
 
 def _keep_inputs(state: State, n: int, region: int) -> None:
-    """Keeps what a region that is computed again reads, but for what is gathered again as well."""
+    """Keeps the inputs of a recomputed region, except those that are gathered again as well."""
     repeat = state.setting.regions.get(region)
     if repeat is None:
         return
@@ -82,6 +82,6 @@ def _factor(state: State, footprint: Footprint, i: Instruction, position: int, v
     view = views[position]
     if copied_matrices(footprint.call, position, view.strides):
         storage = state.new(state.setting.program.types[i.inputs[position]]).storage
-        storage.references -= 1  # kept by autograd alone
+        storage.references -= 1  # only autograd keeps it
         return storage
     return view.storage

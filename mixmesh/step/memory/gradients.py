@@ -1,4 +1,4 @@
-"""Memory of the backward of computations: gradients come, and what autograd kept goes."""
+"""Memory of the backward of computations: gradients are added, and what autograd kept is freed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _factors(i: Instruction, footprint: Footprint) -> Iterator[tuple[float, Cut]
 
 
 def compute_weight(state: State, n: int) -> None:
-    """Makes the gradient of a weight of what was held until now; one that is made first is part of the
+    """Makes a weight gradient from what was held until now. If it comes first, it is already part of the
     computation's backward."""
     if n not in state.late:
         return

@@ -62,7 +62,7 @@ class Ledger:
                     self.same_small = None
 
     def moment(self, what: str, *temporary: tuple[float, Cut], event: str = "") -> None:
-        """Notes what is held now, with ``temporary`` bytes that are gone right after."""
+        """Notes what is held now, with ``temporary`` bytes that are freed right after."""
         self.moments.append(self.now(what, *temporary, event=event))
 
     def now(self, what: str, *temporary: tuple[float, Cut], event: str = "") -> Moment:

@@ -15,9 +15,9 @@ OPTIMIZER = "optimizer"  # the event
 
 
 class Moment(NamedTuple):  # made by the thousand, in a third of a frozen dataclass's time
-    """Unsharded bytes that are held at one time, by how they are cut; ``small`` are those of them that come
-    and go in a CPU's heap, ``event`` the name of what a timeline has then (see ``timeline``), empty where it
-    has nothing of its own."""
+    """Unsharded bytes held at one time, by how they are cut. ``small`` are those that come and go in a CPU's
+    heap. ``event`` is the name of the timeline's event at this time (see ``timeline``), empty if it has
+    none."""
 
     what: str
     held: Sizes

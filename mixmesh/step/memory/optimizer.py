@@ -9,8 +9,8 @@ from .state import State
 
 
 def optimizer(state: State) -> None:
-    """Adds what the optimizer's step makes for a moment: on a CPU for one parameter after the other, on a
-    GPU for all at once."""
+    """Adds the temporaries of the optimizer's step: on a CPU for one parameter at a time, on a GPU for all at
+    once."""
     land_all(state)
     setting, ledger = state.setting, state.ledger
     program, cuda = setting.program, setting.cuda
@@ -24,7 +24,7 @@ def optimizer(state: State) -> None:
     if cuda:
         ledger.moment("the optimizer", *((size, cut) for cut, size in temporary.items()), event=OPTIMIZER)
         return
-    # tensors of the backward pass are gone, but the heap still keeps what it lost to them
+    # tensors of the backward pass are freed, but the heap still has its losses from them
     smalls = [m.small for m in ledger.moments]
     unlike = [b for a, b in zip([None, *smalls], smalls) if a is not b]  # the next moment often has the same
     lost = {cut: max(small.get(cut, 0.0) for small in unlike) for cut in ledger.small}

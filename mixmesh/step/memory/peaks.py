@@ -1,4 +1,4 @@
-"""The peaks of ranks, under whatever ratios and buckets."""
+"""The peaks of ranks, for any ratios and buckets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .tables import ALLOWANCE, HEAP_BYTES, SMALL_ALLOWANCE, Memory, Walked
 
 
 class PeakMemory:
-    """Peaks under other ratios and buckets of one program, walked once; with ``samples`` in whatever
+    """The peaks of one program under many ratios and buckets, from one fold; with ``samples``, in any
     micro-batches."""
 
     def __init__(
@@ -33,7 +33,7 @@ class PeakMemory:
         samples: Samples | None = None,
         step: Step | None = None,
     ) -> None:
-        """``step`` is that of the program, with ``samples`` of its micro-batch, where it is known already."""
+        """``step`` is that of the program, with ``samples`` of its micro-batch, if it is already known."""
         self.costs, self.optimizer_states, self.samples = costs, optimizer_states, samples
         self._walked: dict[tuple, Walked] = {}
         self._memories: dict[tuple, Memory] = {}
@@ -44,16 +44,16 @@ class PeakMemory:
         self._bound: Bound | None = None
 
     def on(self, samples: Samples | None, step: Step) -> PeakMemory:
-        """The peaks of the same instructions on other ranks, which share what was walked."""
+        """The peaks of the same instructions on other ranks, with the same fold."""
         other = PeakMemory(self.costs, self.optimizer_states, samples, step)
         other._walked, other._bound = self._walked, self._bound
         return other
 
     def peaks(self, program: Program, planned: Schedule | None = None) -> tuple[int, ...]:
-        """Bytes per rank, with what the process itself takes.
+        """Bytes per rank, including the process itself.
 
-        Among several micro-batches that of the most samples counts, with the gradients of those before it and
-        the sums of the last.
+        With several micro-batches the one with the most samples counts, with the gradients of those before it
+        and the sums of the last one.
         """
         part, one, keys = self._walks(program, planned)
         tensors = {key: self.of(one, *key).peaks(one, part) for key in dict.fromkeys(keys)}
@@ -63,11 +63,12 @@ class PeakMemory:
     def moments(
         self, program: Program, planned: Schedule | None = None
     ) -> tuple[tuple[tuple[str, int], ...], ...]:
-        """The bytes that each rank holds at every moment of a step, in order, with the event of a timeline
-        that each moment belongs to (``BEFORE`` for those before the first step; empty where it goes with the
-        moment before it). The largest of them is the peak.
+        """The bytes that each rank holds at every moment of a step, in order, each with the timeline's event
+        to which it belongs (``BEFORE`` for those before the first step; empty if it belongs to the moment
+        before it). The largest of them is the peak.
 
-        Moments of buckets come last. Among several micro-batches these are of the one that ``peaks`` counts.
+        Moments of buckets come last. With several micro-batches these are moments of the one that ``peaks``
+        counts.
         """
         part, one, keys = self._walks(program, planned)
         held = {key: self.of(one, *key).held_bytes(one, part) for key in dict.fromkeys(keys)}
@@ -83,8 +84,8 @@ class PeakMemory:
     def _walks(
         self, program: Program, planned: Schedule | None
     ) -> tuple[Part, Program, Sequence[tuple[str, Held, Flight]]]:
-        """The part of the samples and the program of the micro-batch that counts, and what tells the moments
-        of ranks apart."""
+        """The part of the samples and the program of the micro-batch that counts, and for each rank the key
+        of its moments."""
         if planned is None:
             keys = [(device.kind, Held.NOTHING, NO_FLIGHT) for device in self.costs.cluster.devices]
             return None, program, keys
@@ -103,8 +104,8 @@ class PeakMemory:
         return self.costs.memory_constants_bytes(self._communicators(program), working=working)
 
     def _communicators(self, program: Program) -> tuple[Communicator, ...]:
-        """The communicators of a program of these instructions, which depend on who takes part, and on which
-        sums are large enough for levels; none where no rank is on a GPU."""
+        """The communicators of a program with these instructions, cached by the participating ranks and by
+        the sums that are large enough for levels; none if no rank is on a GPU."""
         if all(device.kind == "cpu" for device in self.costs.cluster.devices):
             return ()
         levels = (program.levels, program.buckets) if program.levels is not None else None
@@ -114,8 +115,8 @@ class PeakMemory:
         return self._meetings[key]
 
     def at_most(self, program: Program) -> tuple[int, ...] | None:
-        """Bytes per rank that a step, at once, surely does not exceed; None where that is not known without
-        the moments."""
+        """An upper bound in bytes per rank of a whole step without micro-batches; None if it needs the
+        moments."""
         if self._has_bound is None:
             self._has_bound = self.samples is None and has_bound(program)
         if not self._has_bound:
@@ -170,5 +171,6 @@ def held_moments(program: Program, optimizer_states: OptimizerStates) -> tuple[S
 def peak_memory_bytes(
     program: Program, costs: CostModel, optimizer_states: OptimizerStates = ADAM
 ) -> tuple[int, ...]:
-    """Per rank; a rank that takes part in nothing holds its constant, and the whole model at first."""
+    """Peak bytes per rank. A rank that takes part in nothing holds its constant, and the whole model at
+    first."""
     return PeakMemory(costs, optimizer_states).peaks(program)

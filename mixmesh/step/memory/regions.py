@@ -10,7 +10,7 @@ from .views import contiguous
 
 
 def compute_again(state: State, n: int) -> None:
-    """Runs a computation a second time, which now keeps what its backward needs."""
+    """Runs a computation a second time, this time keeping what its backward needs."""
     setting = state.setting
     i = setting.program.instructions[n]
     number = region_of(i)
@@ -30,8 +30,8 @@ def compute_again(state: State, n: int) -> None:
 
 
 def end_of_backward(state: State, n: int) -> None:
-    """Drops what is not needed after the backward of instruction ``n``: the inputs of the region that it is
-    the first of, and what was gathered again and that it used first."""
+    """Frees what is not needed after the backward of instruction ``n``: the inputs of the region that begins
+    with it, and the repeated gathers whose first use it is."""
     setting = state.setting
     repeat = setting.ends.get(n)
     if repeat is not None:

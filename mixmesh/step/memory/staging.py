@@ -1,4 +1,4 @@
-"""The buffers that a collective holds beside its source and its result while it is under way
+"""The buffers of a collective besides its source and result while it is under way
 (``runtime.collectives``)."""
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Transfer:
         return cls(DUAL_COLLECTIVE.get(i.op, i.op), i.type, source, i.attr("gradient_algorithm"))
 
     def is_sent_as_it_is(self, cuda: bool) -> bool:
-        """Whether a reduce_scatter sends its source's own memory: pieces are in rank order there, and it
-        overwrites nothing."""
+        """Whether a reduce_scatter sends its source's own memory: pieces lie in rank order there, and nothing
+        is overwritten."""
         placement = self.target.placement
         cut = placement.dim if isinstance(placement, Shard) else 0
         in_order = prod(self.source.value.shape[:cut]) == 1
@@ -53,7 +53,7 @@ class Transfer:
                 yield size, self.target.cut
 
     def ordering(self, cuda: bool) -> Iterator[tuple[float, Cut]]:
-        """The buffer in rank order, beside the same in memory order, when it has arrived."""
+        """The buffer in rank order, next to the result in memory order, after arrival."""
         placement = self.source.placement
         if self.op != "all_gather" or not isinstance(placement, Shard):
             return

@@ -1,4 +1,4 @@
-"""The state of a fold over one step: what every rank holds so far, and for whom."""
+"""The state of a fold over one step: what every rank holds so far, and why."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Held(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The facts of a step that its memory depends on. ``held`` are gradients that a micro-batch finds,
-    ``flight`` what others of a pipeline keep meanwhile."""
+    """The facts of a step that decide its memory. ``held`` are the gradients at the start of a micro-step,
+    ``flight`` the other micro-batches of a pipeline."""
 
     program: Program
     step: Step
@@ -49,9 +49,9 @@ class Setting:
     last: dict[str, int]  # index of the last instruction that uses a value in the forward pass
     resharded: frozenset[str]  # gathered parameters that nobody keeps between the passes
     owned: dict[str, TensorType]  # by parameter, how its owners hold its gradient
-    regions: dict[int, Repeat]  # computed again, by the number of its region
-    ends: dict[int, Repeat]  # the same, by the computation whose backward is its last
-    last_reruns: dict[int, dict[str, int]]  # by region, as ``last`` in its second run
+    regions: dict[int, Repeat]  # recomputed regions by number
+    ends: dict[int, Repeat]  # the same, by the computation whose backward ends the region
+    last_reruns: dict[int, dict[str, int]]  # by region: like ``last``, for its second run
 
     @classmethod
     def of(
@@ -64,7 +64,7 @@ class Setting:
         held: Held = Held.NOTHING,
         flight: Flight = NO_FLIGHT,
     ) -> Setting:
-        """``program`` may have other buckets and owners than that of the step."""
+        """The setting of a ``program`` that may have other buckets and owners than the step's."""
         outline, instructions = step.outline, program.instructions
         last = {name: uses[-1] for name, uses in outline.uses.items()}
         last[program.loss] = len(instructions)
@@ -118,11 +118,11 @@ class State:
     again: dict[str, Storage] = field(default_factory=dict)  # gathered once more
     kept_inputs: dict[int, dict[str, Storage]] = field(default_factory=dict)  # for regions, by ``Repeat.at``
     rerun: set[str] = field(default_factory=set)  # values that a second run has made
-    returning: dict[str, tuple[View, list[Storage]]] = field(default_factory=dict)  # with what carries them
-    # sums on their way to where pieces are kept: bytes, and what is held meanwhile
+    returning: dict[str, tuple[View, list[Storage]]] = field(default_factory=dict)  # with the storages sent
+    # sums on their way to the ranks that keep pieces: bytes, and the storages held meanwhile
     flying: deque[tuple[float, tuple[Storage, ...]]] = field(default_factory=deque)
     scatters: list[tuple[GradientSum, set[str]]] = field(default_factory=list)  # with gradients that lack
-    # by point of the backward pass, where the last gradient of a parameter is there
+    # by point of the backward pass, the moment when a parameter's gradient is complete
     complete: dict[float, Moment] = field(default_factory=dict)
 
     @classmethod
@@ -151,7 +151,7 @@ class State:
         return self.footprints[kind]
 
     def outgoing(self, i: Instruction) -> list[View]:
-        """The gradients of an instruction's results, which are taken away; zeros for that of the loss."""
+        """Takes out the gradients of an instruction's results; zeros for that of the loss."""
         out = []
         for name, t in zip(i.results, i.types):
             if name is not None and name in self.gradients:
@@ -161,7 +161,7 @@ class State:
         return out
 
     def forget(self, n: int, names: Iterable[str | None], last: Mapping[str, int]) -> None:
-        """Drops those of these values whose ``last`` use is instruction ``n``."""
+        """Frees the values whose ``last`` use is instruction ``n``."""
         for name in names:
             if name is not None and last.get(name, n) <= n and name in self.values:
                 self.ledger.drop(self.values[name].storage)

@@ -21,16 +21,16 @@ from .fold import liveness
 from .moments import Moment, Sizes
 from .state import Held, Setting
 
-# a CPU's heap: what it loses between tensors, and what it keeps of small ones (``runtime.allocator``)
-ALLOWANCE = 0.12  # the same run holds 0 to 3 % more from one time to the next
-SMALL_ALLOWANCE = 0.6  # more, of the tensors that come and go within the heap
+# a CPU's heap: its loss between tensors, and small tensors that it keeps (``runtime.allocator``)
+ALLOWANCE = 0.12  # repeated runs differ by 0 to 3 %
+SMALL_ALLOWANCE = 0.6  # larger, for tensors that come and go within the heap
 HEAP_BYTES = 48 * 2**20
-MAX_PASSES = 32  # over what may be the peak
+MAX_PASSES = 32  # limit of passes over candidates for the peak
 
 
 class Walked:
-    """The moments of a program's step that no bucket has a part in, as an array: (moment, cut). ``step`` is
-    that of the program with whatever buckets."""
+    """The moments of a program's step without its buckets, as an array: (moment, cut). ``step`` is that of
+    the program, with any buckets."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Walked:
         self.highest = undominated(self.sizes)
 
     def array(self, moments: Sequence[Moment]) -> np.ndarray:
-        """Unsharded bytes with what a heap loses, or a GPU's allocator."""
+        """Unsharded bytes, including the losses of a heap or a GPU's allocator."""
         sizes = self._rows([m.held for m in moments])
         if self.cuda:
             sizes = sizes * (1 + allocator_loss())
@@ -74,8 +74,8 @@ class Walked:
 
 
 def undominated(sizes: np.ndarray) -> np.ndarray:
-    """Rows of which one is the peak, whatever the shares: without those of which another has no less of
-    anything, but for some that are as cheap to keep as to find."""
+    """The rows that can be the peak for some shares. Rows that nowhere exceed another one are dropped, except
+    some that cost as much to find as to keep."""
     kept: list[np.ndarray] = []
     left = _without_slopes(sizes)
     left = left[np.argsort(-left.sum(axis=1), kind="stable")]
@@ -86,7 +86,7 @@ def undominated(sizes: np.ndarray) -> np.ndarray:
 
 
 def _without_slopes(sizes: np.ndarray) -> np.ndarray:
-    """Rows but those of which the next one, or the one before, has no less of anything."""
+    """The rows without those that nowhere exceed the next or the previous one."""
     rises = (sizes[:-1] <= sizes[1:]).all(axis=1)
     falls = (sizes[1:] <= sizes[:-1]).all(axis=1) & ~rises  # the last of equal ones stays
     kept = np.ones(len(sizes), dtype=bool)
@@ -96,8 +96,8 @@ def _without_slopes(sizes: np.ndarray) -> np.ndarray:
 
 
 class Memory:
-    """The moments of a program's step, with those of its buckets. ``walked`` and ``summed``, the order of its
-    sums, are those of the program with whatever buckets."""
+    """The moments of a program's step, with those of its buckets. ``walked``, and ``summed``, the order of
+    its sums, are those of the program with any buckets."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class Memory:
         return tuple((self.highest @ self.shares(program, part)).max(axis=0).tolist())
 
     def peak_moment(self, program: Program, rank: int) -> Moment:
-        """When ``rank`` holds most, and what."""
+        """The moment at which ``rank`` holds most, with what it holds."""
         return self.moments[int(self.held_bytes(program)[:, rank].argmax())]
 
     def envelope(self) -> tuple[Sizes, ...]:

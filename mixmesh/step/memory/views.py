@@ -1,6 +1,6 @@
-"""Which results are views of their input: strides as PyTorch computes them, on whole tensors.
+"""Determines which results are views of their input: strides as PyTorch computes them, on whole tensors.
 
-A view costs nothing and keeps what it looks at alive; a reshape that no strides can express is a copy.
+A view costs nothing and keeps its base alive; a reshape that no strides can express is a copy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def contiguous(shape: Shape) -> Shape:
 
 @lru_cache(maxsize=4096)
 def is_dense(shape: Shape, strides: Shape) -> bool:
-    """Whether every element has its own place and none is skipped, in whatever order of dims."""
+    """Whether every element has its own place and none is skipped, in any order of dims."""
     expected = 1
     for stride, size in sorted((s, n) for n, s in zip(shape, strides) if n != 1):
         if stride != expected:
@@ -35,7 +35,7 @@ def is_dense(shape: Shape, strides: Shape) -> bool:
 
 @lru_cache(maxsize=4096)
 def reshaped(shape: Shape, strides: Shape, new: Shape) -> Shape | None:
-    """Strides of ``view(new)``; None where it takes a copy (at::detail::computeStride)."""
+    """Strides of ``view(new)``; None if it needs a copy (at::detail::computeStride)."""
     if math.prod(shape) == 0:
         return contiguous(new)
     out = [0] * len(new)

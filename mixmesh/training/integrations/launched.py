@@ -37,8 +37,8 @@ def prepare_for(
 
 
 def check_scaled(model: ParallelModel, scaler: Any, float16: str) -> None:
-    """Raises InputError where devices compute bf16 in float16, and no ``scaler`` scales the loss; ``float16``
-    is what a script writes to have one."""
+    """Raises InputError if devices compute bf16 in float16 and no ``scaler`` scales the loss; ``float16`` is
+    what to write in a script to get one."""
     if text := unscaled_text(model.program, scaler):
         raise InputError(
             text,
@@ -61,8 +61,8 @@ def check_not_spread(model: Any) -> None:
 
 
 def keep_metrics_apart() -> None:
-    """Makes every metric of torchmetrics compute from what this rank has seen, which is all of the data: the
-    states of all ranks together would count every sample once per rank."""
+    """Makes every metric of torchmetrics compute from what this rank has seen, which is all of the data:
+    joining the states of all ranks would count every sample once per rank."""
     if importlib.util.find_spec("torchmetrics"):
         metric = importlib.import_module("torchmetrics").Metric
         metric.sync = lambda self, *args, **kwargs: None

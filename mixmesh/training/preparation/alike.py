@@ -55,8 +55,8 @@ def digest(batch: Any) -> str:
 def same_on_all(
     batches: Iterable[Any], on_digest: Callable[[str], object] = lambda digest: None
 ) -> Iterator[Any]:
-    """``batches``, each compared with those of the other ranks, and so is their end. ``on_digest`` is called
-    with each one's digest before it is given. Collective."""
+    """Yields ``batches``, comparing each, and their end, with the other ranks'. ``on_digest`` is called with
+    the digest of each batch before it is yielded. Collective."""
 
     def check(own: str) -> None:
         with in_call("a batch of the data"):

@@ -1,7 +1,6 @@
-"""Tells from a script's own line whether the number of rows that it reads weighs or counts samples:
-``total += loss.item() * x.size(0)`` is another sum where ``x`` has a rank's own rows alone, and the loss is
-that of the whole batch. A size that shapes a tensor, ``x.view(len(x), -1)``, is right.
-"""
+"""Tells from a script's own line whether it uses a number of rows to weigh or count samples: ``total +=
+loss.item() * x.size(0)`` goes wrong if ``x`` has only this rank's rows while the loss is the whole batch's. A
+size that shapes a tensor, as in ``x.view(len(x), -1)``, is right."""
 
 from __future__ import annotations
 
@@ -14,13 +13,13 @@ from types import FrameType
 SIZES = frozenset({"size", "__len__", "numel"})
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.Module
 _SUMMED = ast.Add, ast.Sub
-# a call of these is a number again
+# calls that turn a number into a number
 _OF_NUMBERS = frozenset({"float", "int", "max", "min", "round"})
 
 
 def counts_samples(frame: FrameType) -> bool:
-    """Whether the number that ``frame`` reads just now is added to a sum, or weighs a loss. False where there
-    is no source."""
+    """Whether the number that ``frame`` is reading is added to a sum, or weighs a loss. False without source
+    code."""
     tree = _parsed(frame.f_code.co_filename)
     place = _place(frame)
     if tree is None or place is None:
@@ -70,8 +69,8 @@ def _place(frame: FrameType) -> tuple[int, int, int, int] | None:
 
 
 def _counts(node: ast.AST, tree: _Tree, *, follows: bool) -> bool:
-    """Whether a number goes into a sum, or weighs a loss; where it gets a name first, whether that does, if
-    it ``follows`` names."""
+    """Whether a number goes into a sum, or weighs a loss. If it is first given a name, the uses of the name
+    are examined if ``follows`` is set."""
     parent = tree.parents[node]
     while _is_number_still(parent):
         if isinstance(parent, ast.BinOp) and _is_of_loss(

@@ -1,5 +1,5 @@
-"""Notices numbers that a loop draws between its loader and its model: noise for a rank's own rows is neither
-that of one device nor other noise on every rank."""
+"""Notices numbers that a loop draws between its loader and its model: noise for a rank's own rows would equal
+neither one device's noise nor be different on every rank."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class Watched:
 
 
 def readers() -> Iterator[Read]:
-    """Functions that give the states of the generators that loops draw from: the CPU's, the current GPU's,
-    and those that are variables where the script is."""
+    """Yields functions that return the states of generators from which loops draw: the CPU's, the current
+    GPU's, and variables of the script."""
     yield torch.get_rng_state
     device = drawing_device()
     if device is not None:

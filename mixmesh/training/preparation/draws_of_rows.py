@@ -1,9 +1,9 @@
 """Random numbers that a data set draws while a rank loads its own rows in this process.
 
-Every rank loads other rows, and more or fewer of them: were random numbers drawn from those of the process,
-these would be other ones on each rank from then on, and so would be whatever the script draws next, such as
-new weights. So each batch's rows draw from numbers of their own, which follow from those of the epoch, the
-batch and the rank, and the process's numbers stay the same on all ranks.
+Every rank loads other rows, and more or fewer of them. If they drew from the process's generator, its numbers
+would then differ between ranks, and so would everything that the script draws next, such as new weights. So
+the rows of each batch draw from a separate generator, seeded by the epoch, the batch and the rank, and the
+process's numbers stay the same on all ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RowDraws:
 
     @classmethod
     def of(cls, numbers: Numbers, epoch: int, rank: int) -> RowDraws:
-        """``numbers`` are those that the epoch's order is drawn from."""
+        """The draws of this rank in an epoch; ``numbers`` are those from which the epoch's order is drawn."""
         process = "" if numbers.of_process is None else fingerprint(numbers.of_process)
         generators = repr({place: state.tolist() for place, state in numbers.generators.items()})
         return cls(hashlib.blake2b(f"{process} {generators} {epoch}".encode()).hexdigest(), rank)

@@ -1,8 +1,8 @@
 """Profiles of kinds of devices: with fewer devices, or more of known kinds, no operator is measured again.
 
-A kind is what PyTorch reports of a device, and its speed. Each machine keeps the kinds of the whole cluster,
-so that those that are left know them, whichever machine was lost. Collectives depend on which ranks there
-are, and are measured for each set of them.
+A kind is what PyTorch reports about a device, and its speed. Each machine keeps the kinds of the whole
+cluster, so that the remaining machines know them, whichever one is lost. Collectives depend on the ranks that
+take part, and are measured for each set of them.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from ...runtime.first_rank import everyones
 
 @dataclass(frozen=True)
 class Kinds:
-    """The profiles of one job that this machine has of kinds of devices. ``key`` stands for the job and all
-    else that a profile depends on, but for devices; ``own`` for what PyTorch reports of this rank's
-    device."""
+    """The profiles of kinds of devices that this machine has for one job. ``key`` stands for the job and
+    everything else, except devices, on which a profile depends; ``own`` for what PyTorch reports about this
+    rank's device."""
 
     cache: Cache
     key: str
@@ -39,13 +39,13 @@ class Kinds:
 
     @classmethod
     def of(cls, cache: Cache, key: str, where: torch.device) -> Kinds:
-        """The kinds as this rank, whose device is ``where``, looks at them."""
+        """The kinds seen from this rank, whose device is ``where``."""
         found = read_device(where)
         return cls(cache, key, key_of(found.kind, found.name, found.num_threads, found.emulated))
 
     def load_all(self, cluster: Cluster, rank: int) -> dict[str, DeviceProfile] | None:
-        """The profiles of all devices of ``cluster`` by ``device_key``; None if no rank's machine has that of
-        one of them. Collective."""
+        """The profiles of all devices of ``cluster`` by ``device_key``; None if no machine has one for some
+        device. Collective."""
         own = cluster.devices[rank]
         known: dict[str, DeviceProfile] = {}
         for key, one in everyones((device_key(own), self._load(own))):
@@ -54,8 +54,8 @@ class Kinds:
         return known if all(device_key(device) in known for device in cluster.devices) else None
 
     def save_all(self, profile: Profile, cluster: Cluster, rank: int, is_first_here: bool) -> None:
-        """Keeps the profiles of all devices of ``cluster``. Collective; of the ranks of a machine the first
-        one writes."""
+        """Keeps the profiles of all devices of ``cluster``; the first rank of each machine writes.
+        Collective."""
         reported = everyones(self.own)
         written = dict(zip(zip(reported, cluster.devices), range(cluster.world_size)))
         for own, device in written if is_first_here else ():
@@ -64,7 +64,7 @@ class Kinds:
             self.cache.save(f"{self._folder(own)}/{device.flop_per_s:.6g}.json", one.save)
 
     def process(self) -> KeptProcess:
-        """The memory of a process without tensors, which depends on no job: as this machine has kept it."""
+        """The memory of a process without tensors, which depends on no job, as kept on this machine."""
         file = f"process/{key_of(version('mixmesh'), torch.__version__, sys.version, self.own)}.json"
 
         def read(path: Path) -> ProcessMemory | None:

@@ -1,4 +1,5 @@
-"""Lengths of what may have none: data sets, samplers and loaders, of which PyTorch's classes declare none."""
+"""Lengths of data sets, samplers and loaders, some of which have none: PyTorch's base classes declare no
+``__len__``."""
 
 from __future__ import annotations
 

@@ -48,17 +48,17 @@ def from_first_batch(loader: Iterable) -> tuple[Any, Iterable]:
 
 
 def is_iterator(loader: Iterable) -> TypeGuard[Iterator]:
-    """Whether a loader is asked by ``next``, as generators are, and classes that begin anew with ``iter``. It
-    is begun by this, as a loop would begin it."""
+    """Whether a loader is read by ``next``, like generators and classes that start over with ``iter``. This
+    calls its ``iter``, as a loop would."""
     return hasattr(type(loader), "__next__") and iter(loader) is loader
 
 
 def example_batch(loader: Iterable) -> Any:
-    """A batch like all of a loader. Random numbers are as they were before, also those of generators of the
-    script's own, and so is what the loader holds to choose samples by."""
+    """A batch like all of a loader's. Afterwards the random numbers, also of the script's own generators, and
+    the loader's own state for choosing samples are as before."""
     with same_random_numbers(generators_in(loader)):
         if has_indices(loader) and loader.batch_size is not None:
-            # no sampler is asked: one with a generator of its own would go on from there
+            # does not use the sampler, whose own generator would advance
             batch = load(loader, list(range(min(loader.batch_size, length(loader.dataset)))))
         elif has_indices(loader):
             indices = next(iter(untouched(sampler_of(loader))), None)
@@ -83,8 +83,8 @@ def as_arguments(batch: Any) -> Any:
 
 @contextmanager
 def same_random_numbers(generators: Sequence[Any] = ()) -> Iterator[None]:
-    """Gives back the numbers that are drawn inside, so that a script draws the same ones as without it: those
-    of the process, and of ``generators`` of its own."""
+    """A context after which the random numbers of the process, and of the script's own ``generators``, are as
+    before."""
     of_script, states = numbers_of_process(), states_of(generators)
     try:
         yield
@@ -94,8 +94,8 @@ def same_random_numbers(generators: Sequence[Any] = ()) -> Iterator[None]:
 
 
 def take_random_numbers(generators: Sequence[Any] = ()) -> None:
-    """Continues the random numbers of the first rank on every rank, those of the process and of
-    ``generators``: what a script draws from now on is the same on all. Collective."""
+    """Continues the first rank's random numbers on every rank, those of the process and of ``generators``, so
+    that everything that a script draws from now on is the same on all. Collective."""
     of_process, states = from_first_rank(
         lambda: (numbers_of_process(), states_of(generators)), what="random numbers"
     )
@@ -104,7 +104,7 @@ def take_random_numbers(generators: Sequence[Any] = ()) -> None:
 
 
 def has_indices(loader: Iterable) -> TypeGuard[DataLoader]:
-    """Whether batches are lists of indices into a data set, of which a rank may load its own alone."""
+    """Whether batches are lists of indices into a data set, so that a rank may load only its own."""
     return (
         isinstance(loader, DataLoader)
         and not isinstance(loader.dataset, IterableDataset)
@@ -125,11 +125,11 @@ def samples_of(loader: DataLoader, indices: list[int]) -> Any:
 
 
 def depends_on_others(loader: DataLoader) -> bool:
-    """Whether the rows of a batch are others in a smaller batch: padded to its longest row, or mixed with
-    each other. Some samples from all over the data set are loaded together, the first half of them alone and
-    each alone, with the same random numbers. Rows that cannot be loaded in parts depend on others too, and
-    so do those for which random numbers are drawn as ``draws`` says: of a whole batch these are the numbers
-    of one device."""
+    """Whether the rows of a batch depend on the rest of it: they are padded to its longest row, or mixed with
+    each other. To find out, some samples from all over the data set are loaded together, in part and one by
+    one, with the same random numbers. Rows that cannot be loaded in parts count as dependent, and so do those
+    for which random numbers are drawn as ``draws`` describes: only for a whole batch are these the numbers of
+    one device."""
     try:
         generators = generators_in(loader)
         if draws(loader, generators):
@@ -146,13 +146,13 @@ def depends_on_others(loader: DataLoader) -> bool:
             return True
         alone = [load([i]) for i in indices]
         return any(x.shape[1:] != y.shape[1:] for row in alone for x, y in zip(whole, row, strict=True))
-    except Exception:  # a collate function's own, of any kind: it has never seen such a batch
+    except Exception:  # any error of a collate function that has never seen such a batch
         return True
 
 
 def draws(loader: DataLoader, generators: Sequence[Any]) -> bool:
-    """Whether the collate function draws random numbers of the process, or anything in a batch those of
-    ``generators``, which are the script's own. All are as they were before."""
+    """Whether the collate function draws random numbers of the process, or anything in a batch draws from the
+    script's own ``generators``. All of these are restored."""
     with same_random_numbers(generators):
         count = min(loader.batch_size or PROBED_ROWS, PROBED_ROWS, length(loader.dataset))
         own = marks_of(generators)
@@ -163,8 +163,8 @@ def draws(loader: DataLoader, generators: Sequence[Any]) -> bool:
 
 
 def load_again(loader: DataLoader, indices: list[int], generators: Sequence[Any]) -> list[torch.Tensor]:
-    """The tensors with rows in a batch of these samples. Random numbers are as they were before, those of
-    ``generators`` too."""
+    """The tensors with rows in a batch of these samples. Random numbers, also those of ``generators``, are
+    restored."""
     with same_random_numbers(generators):
         leaves = pytree.tree_leaves(load(loader, indices))
     return [x for x in leaves if isinstance(x, torch.Tensor) and x.ndim]
@@ -176,10 +176,10 @@ def whole_batch(num_samples: int) -> tuple[int, int]:
 
 
 def own_loader(loader: Iterable, plan: Plan, *, is_compared: bool = True) -> OwnLoader:
-    """The loader of this rank's rows. Where every input of the program is cut by samples alike, and no row of
-    a batch depends on the others, a rank loads no others; else it loads whole batches and cuts them. A loader
-    without indices (an iterable data set) must give the same batches on every rank, which is checked at every
-    batch, unless the caller does it (``is_compared=False``). Collective."""
+    """The loader of this rank's rows. If all inputs of the program are cut alike by samples, and no row of a
+    batch depends on the others, a rank loads only its own; else it loads whole batches and cuts them. A
+    loader without indices (an iterable data set) must give the same batches on every rank, which is checked
+    at every batch, unless the caller does it (``is_compared=False``). Collective."""
     program, rank = plan.program, dist.get_rank()
     if is_iterator(loader):
         return OwnIterator(loader, plan)
@@ -197,12 +197,13 @@ def own_loader(loader: Iterable, plan: Plan, *, is_compared: bool = True) -> Own
 
 
 def resumable(loader: Iterable) -> Iterable:
-    """A loader that gives the batches of ``loader`` and has ``state_dict`` and ``load_state_dict``: for a
-    loop on one device, or one in which every rank has whole batches. A loader that has these, as the one of
-    ``mixmesh.prepare`` has under torchrun, is returned as it is. Collective where there are several ranks.
+    """A loader with the batches of ``loader`` that also has ``state_dict`` and ``load_state_dict``: for a
+    loop on one device, or one in which every rank has whole batches. A loader that already has these, as
+    ``mixmesh.prepare`` returns under torchrun, is returned unchanged. Collective with several ranks.
 
-    Every epoch's batches are those that ``loader`` itself would give, and where one goes on, those that
-    remain. Raises InputError for an iterator, which does not begin anew."""
+    Every epoch has the batches that ``loader`` itself would give; an epoch that is resumed has the remaining
+    ones. Raises InputError for an iterator, which cannot start over.
+    """
     if hasattr(loader, "state_dict"):
         return loader
     if is_iterator(loader):
@@ -214,7 +215,7 @@ def resumable(loader: Iterable) -> Iterable:
 
 
 def loader_of_rows(loader: DataLoader, rows: Callable[[int], tuple[int, int]]) -> DataLoader:
-    """A loader like ``loader`` of those rows of every batch of the first rank. Collective."""
+    """A loader like ``loader`` for these ``rows`` of every batch of the first rank. Collective."""
     batches = OwnBatches(loader, rows)
     options = {name: getattr(loader, name) for name in KEPT_OPTIONS} | workers_like(loader)
     own = DataLoader(loader.dataset, batch_sampler=batches, **options)
@@ -223,8 +224,8 @@ def loader_of_rows(loader: DataLoader, rows: Callable[[int], tuple[int, int]]) -
 
 
 def check_same_workers(loader: Iterable) -> None:
-    """Raises InputError where a data set without indices is loaded by other numbers of workers on other
-    ranks: they decide the order of its samples and their random numbers. Collective."""
+    """Raises InputError if the numbers of workers for a data set without indices differ between ranks: they
+    decide the order of its samples and their random numbers. Collective."""
     counts = everyones(loader.num_workers if isinstance(loader, DataLoader) else 0)
     if len(set(counts)) > 1:
         raise InputError(
@@ -239,9 +240,9 @@ def check_same_workers(loader: Iterable) -> None:
 
 
 def workers_like(loader: DataLoader) -> dict[str, Any]:
-    """The options of a loader's workers. A rank has as many as its own loader, one at least where the first
-    rank has some, and none where that has none: whether there are any decides when an epoch's order is drawn,
-    and whether they stay what a second iteration does. Collective."""
+    """The options of a loader's workers. A rank has as many workers as its own loader, but at least one if
+    the first rank has some, and none if that has none: with workers the order of an epoch is drawn at another
+    time, and persistent workers change what a second iteration does. Collective."""
     options = {name: getattr(loader, name) for name in OPTIONS_OF_WORKERS}
     has_workers, stays = from_first_rank(lambda: (loader.num_workers > 0, loader.persistent_workers))
     if not has_workers:

@@ -1,4 +1,4 @@
-"""The modes that a model is planned in: those that its training steps will have."""
+"""Plans a model in the modes that its training steps will have."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ def has_own_train(model: nn.Module) -> bool:
 
 @contextmanager
 def as_its_train_has_it(model: nn.Module) -> Iterator[Modes]:
-    """Within it a model that trains, and has a ``train()`` of its own, is as that leaves it: so it is in
-    every step of a loop that calls it. Gives the modes of its modules before, which it has again after."""
+    """A context in which a training model with a ``train()`` of its own is in the state that this leaves, as
+    it is in every step of a loop that calls it. Yields the modes of its modules before, which are restored
+    afterwards."""
     own = own_module(model)
     before = modes_of(model.modules())
     if own.training and has_own_train(own):

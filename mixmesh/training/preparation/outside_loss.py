@@ -21,24 +21,27 @@ from ...runtime.whole_model import IS_LENT, WITHOUT_LOSS
 
 
 def with_loss(model: nn.Module, loss: Callable[..., Any], outputs: Collection[str | int] = ()) -> nn.Module:
-    """``model`` called with a whole batch, returning ``loss(outputs, targets)``; if any ``outputs`` are asked
-    for, an object with that ``.loss`` and all that the model returns: a tensor as ``.logits``, anything else
-    under its own names. Then a call without targets gives no loss, and the outputs.
+    """A model that, called with a whole batch, returns ``loss(outputs, targets)``; if any ``outputs`` are
+    requested, it returns an object with that ``.loss`` and everything that ``model`` returns: a tensor as
+    ``.logits``, anything else under its own names. A call without targets then returns the outputs and no
+    loss.
 
-    A batch ``(x, y)`` gives the model as many values as its forward pass takes, and the rest to the loss
-    after the outputs; optional arguments of the forward pass get no value that the loss needs. A dict gives
-    the loss by name what it cannot do without, and the model what its forward pass has names for, such as
-    labels that both take. What is left goes to the loss, or into ``**kwargs`` of the forward pass, if it has
-    these. The parameters, their names and the class stay the model's own; a ``forward`` of the object alone
-    is called in place of the class's. Raises InputError where the forward pass does not say what it takes
-    (``*args``, or ``**kwargs`` alone). A ``loss`` that is a module with parameters, or with buffers of its
-    own, becomes a module of the model, named ``loss``.
+    From a batch ``(x, y)`` the model gets as many values as its forward pass takes, and the loss gets the
+    rest after the outputs; optional arguments of the forward pass take no value that the loss needs. From a
+    dict the loss gets, by name, what it requires, and the model everything that its forward pass has names
+    for, even labels that both take. The remaining values go to the loss, or into ``**kwargs`` of the forward
+    pass, if it has these.
+
+    The parameters, their names and the class stay the model's own; a ``forward`` set on the object is called
+    instead of the class's. Raises InputError if the forward pass does not name its arguments (``*args``, or
+    only ``**kwargs``). A ``loss`` that is a module with parameters, or with buffers of its own, becomes a
+    module of the model, named ``loss``.
     """
     original = type(model)
     names = input_names(model)
     takes_more = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
     needed = needed_names(model)
-    targets_named = needed_names(loss)[1:]  # beside the outputs
+    targets_named = needed_names(loss)[1:]  # without the model's outputs
     needed_targets = len(targets_named)
     held = _name_for(loss, model)
     patched = vars(model).get("forward")
@@ -90,9 +93,9 @@ def _without(held: str | None, model: nn.Module) -> Iterator[None]:
 
 
 def _name_for(loss: Any, model: nn.Module) -> str | None:
-    """The name by which ``model`` has a loss as one of its modules, where that has parameters, which learn,
-    or buffers, which change. The losses of PyTorch change none: a program has theirs as constants, and the
-    script may go on to call them."""
+    """The name under which a loss becomes a module of ``model``; None if it has neither parameters, which
+    learn, nor buffers, which change. PyTorch's own losses never change their buffers: the program has these
+    as constants, and the script may go on to call the loss."""
     if not isinstance(loss, nn.Module):
         return None
     is_of_torch = type(loss).__module__.startswith("torch.nn.")
@@ -109,7 +112,7 @@ def _without_self(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _can_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
-    """Whether a function takes these arguments; True where that is not known."""
+    """Whether a function takes these arguments; True if that is unknown."""
     try:
         inspect.signature(function).bind(*args, **kwargs)
     except TypeError:
@@ -120,15 +123,15 @@ def _can_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
 
 
 def _beside(loss: Any, made: Any) -> Output:
-    """The loss, and what a model returned."""
+    """Joins the loss and the model's return value."""
     parts = [("logits", made)] if isinstance(made, Tensor) else parts_of(made)
     values = {"loss": loss, **{str(name): value for name, value in parts if str(name) != "loss"}}
     return Output(values, Returned(tuple(values)))
 
 
 def needed_names(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of arguments by place that a function, or a module's forward pass, cannot do without; none
-    where that is not known."""
+    """The names of the positional arguments that a function, or a module's forward pass, requires; none if
+    unknown."""
     called = function.forward if isinstance(function, nn.Module) else function
     try:
         parameters = inspect.signature(called).parameters.values()
@@ -139,7 +142,7 @@ def needed_names(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def input_names(model: nn.Module) -> tuple[str, ...]:
-    """The names of what a model's forward pass takes, without those that a batch cannot fill."""
+    """The names of the arguments that a model's forward pass takes from a batch."""
     parameters = inspect.signature(model.forward).parameters.values()
     names = tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
     if not names or any(p.kind is p.VAR_POSITIONAL for p in parameters):

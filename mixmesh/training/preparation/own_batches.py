@@ -38,14 +38,17 @@ class Given:
 
 
 class Iteration:
-    """One iteration over the batches of the first rank's ``batch_sampler``; with ``state``, from there on.
+    """One iteration over the batches of the first rank's ``batch_sampler``; continues from ``state`` if there
+    is one.
 
-    ``ahead`` is how many batches the workers of any rank load before they are needed. All ranks receive
-    indices when their scripts ask for the same batch, so far ahead that none needs more until the next one:
-    ranks that received when their own workers run out would do so beside different steps of the script.
+    ``ahead`` is the largest number of batches that the workers of any rank load in advance. All ranks receive
+    indices when their scripts ask for the same batch, far enough ahead that no worker needs more until the
+    next time: if each rank received them when its own workers ran out, ranks would do so during different
+    steps of the script.
 
-    ``numbers`` are the first rank's random numbers that the order is drawn from, and ``last_numbers`` those
-    at its end; None until they are known."""
+    ``numbers`` are the first rank's random numbers from which the order is drawn, and ``last_numbers`` those
+    at its end; None until known.
+    """
 
     def __init__(
         self,
@@ -55,15 +58,15 @@ class Iteration:
         state: Progress | None,
     ) -> None:
         self.loader, self.rows, self.ahead, self.state = loader, rows, ahead, state
-        self.received: deque[list[int]] = deque()  # and not yet given
-        self.given: deque[Given] = deque()  # and not yet counted
+        self.received: deque[list[int]] = deque()  # received, not yet given
+        self.given: deque[Given] = deque()  # given, not yet counted
         self.num_received = self.num_counted = 0
         self.numbers: Numbers | None = None
         self.last_numbers: Numbers | None = None
         self.order: Iterator[list[int]] | None = None  # the first rank has one
 
     def receive_ahead(self) -> None:
-        """Receives what any rank needs until the next batch was counted. Collective."""
+        """Receives all batches that any rank needs until the next batch is counted. Collective."""
         if self.numbers is None:
             state = self.state
             self.numbers = from_first_rank(lambda: state.numbers if state else Numbers.of(self.loader))
@@ -76,8 +79,8 @@ class Iteration:
             self.num_received += len(batches)
 
     def own_indices(self) -> Iterator[list[int]]:
-        """This rank's indices in every batch. Where it has none one index is given, as nothing can be loaded
-        of none."""
+        """Yields this rank's indices in every batch. If it has none, yields one index, because nothing can be
+        loaded from an empty list."""
         if self.numbers is None:  # workers ask before the first batch is needed
             self.receive_ahead()
         while self.received:
@@ -93,8 +96,8 @@ class Iteration:
 
     def message(self) -> tuple[list[list[int]], Numbers | None, dict[str, Any] | None]:
         """The next batches of the first rank's sampler, and with the last of all the numbers after them. If
-        the sampler drew from the process's random numbers, these too: those of all ranks go on from there,
-        so that a number that the loop draws is the same on all."""
+        the sampler has drawn from the process's random numbers, these are included too: all ranks continue
+        from there, so that numbers drawn by the loop are the same on all."""
         before = numbers_of_process()
         if self.order is None:
             self.order = self.begin_order()
@@ -122,20 +125,20 @@ def sampler_of(loader: DataLoader) -> Iterable[list[int]]:
 
 
 class OwnBatches:
-    """A batch sampler: this rank's part of every batch of the first rank's ``batch_sampler``. ``rows`` gives
-    the rank's first row in a batch of some size, and how many it has; ``ahead`` is that of ``Iteration``, the
-    same on all ranks. ``iteration`` is the one that was begun last, which is given out."""
+    """A batch sampler for this rank's part of every batch of the first rank's ``batch_sampler``. ``rows``
+    gives the position of this rank's first row in a batch of some size, and their number. ``ahead`` is that
+    of ``Iteration``, the same on all ranks. ``iteration`` is the one that began last; it is used next."""
 
     def __init__(self, loader: DataLoader, rows: Rows, ahead: int = 0) -> None:
         self.loader, self.rows, self.ahead = loader, Followed(rows), ahead
         self.iteration: Iteration | None = None
 
     def settle(self) -> None:
-        """Has all that is asked for from now on be cut by the rows that were to follow."""
+        """Cuts everything from now on by the rows that were to follow."""
         self.rows.settle()
 
     def begin(self, state: Progress | None) -> Iteration:
-        """Has what asks next be given an iteration of its own."""
+        """Starts an iteration for the next ``iter``."""
         self.iteration = Iteration(self.loader, self.rows, self.ahead, state)
         return self.iteration
 
@@ -153,5 +156,5 @@ class OwnBatches:
 
 
 def indices_text(indices: Iterable[Any]) -> str:
-    """All indices of a batch, also where they are in an array, whose own text may leave some out."""
+    """All indices of a batch, even from an array, whose own text may leave some out."""
     return repr([*indices])

@@ -40,9 +40,9 @@ from .resuming import (
 
 
 class Counted:
-    """An iterator over ``batches`` that tells of each, before it is asked for and when it is there, and of
-    the end; each is asked for within the context ``around``. No generator, whose frame would keep the
-    batch."""
+    """An iterator over ``batches`` that reports before each batch is requested, when it has arrived, and the
+    end; each is requested within the context ``around``. It is not a generator, whose frame would keep the
+    batch alive."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class LoopWatch(Protocol):
     """A watch on the loop that asks a loader for batches. All its calls are made between two batches."""
 
     def before_batch(self) -> None:
-        """Called before a batch is asked for, on all ranks alike."""
+        """Called before a batch is requested, on all ranks alike."""
 
     def on_batch(self) -> None:
         """Called when it is there."""
@@ -83,9 +83,10 @@ class OwnLoader:
     """A script's loader, giving this rank's part of every batch. ``set_epoch`` goes to the script's sampler;
     every other attribute is that of the script's loader.
 
-    ``state_dict`` says how far it has come, on every rank the same, and ``load_state_dict`` has the next
-    iteration give the batches that remain, on any number of ranks. Several iterations may go on beside each
-    other; the state is that of the one that gave the last batch."""
+    ``state_dict`` records the progress, the same on every rank, and after ``load_state_dict`` the next
+    iteration gives the remaining batches, on any number of ranks. Several iterations may run at the same
+    time; the state is that of the one that gave the last batch.
+    """
 
     def __init__(
         self,
@@ -102,21 +103,21 @@ class OwnLoader:
         self._cut_by: Followed[Plan | Program] | None = None
         if is_whole and plan is not None:
             self._cut_by = Followed(plan)
-        # ranks load other rows, and whatever these draw
+        # ranks load different rows, which may draw random numbers
         self._draws_apart = draws_apart and not getattr(own, "num_workers", 0) and dist.get_world_size() > 1
         self.draws = DrawWatch()
         self._rows: RowWatch | None = None
         self.watch: LoopWatch | None = None
         self.num_old = 0  # batches that will still be given by the plan before the last one
-        self.is_single = True  # no two iterations have gone on beside each other
+        self.is_single = True  # no two iterations have run at the same time
         self._open: WeakSet[Counted] = WeakSet()  # iterations that have not ended
-        self._is_compared = is_compared  # batches without indices, each with those of the other ranks
+        self._is_compared = is_compared  # whether batches are compared between ranks
         sampler = getattr(own, "batch_sampler", None)
         self._sampler = (
             sampler if isinstance(sampler, OwnBatches) else None
         )  # there is one for data with indices
         self._progress, self._is_resumed = Progress(), False
-        self._resume: Resume | None = None  # where the iteration that was begun last went on
+        self._resume: Resume | None = None  # the point at which the current iteration resumed
 
     def __iter__(self) -> Iterator[Any]:
         if self.watch is not None:
@@ -125,7 +126,7 @@ class OwnLoader:
             self._resume = from_first_rank(self._next_resume)
         resumed = replace(self._resume.state) if self._resume is not None else None
         self._is_resumed = False
-        self._progress = replace(self._progress)  # an iteration that goes on beside this one counts its own
+        self._progress = replace(self._progress)  # a copy: another iteration may still run and count
         self._progress.begin(resumed)
         in_middle = resumed if resumed is not None and resumed.num_yielded else None
         if resumed is not None and in_middle is None and resumed.numbers is not None:
@@ -140,7 +141,7 @@ class OwnLoader:
         return self._told(self.draws.watching(iter(watched)))
 
     def watch_rows(self, runtime: Runtime) -> None:
-        """Notices from now on what the loop does to batches before the model is called with them."""
+        """Starts to notice what the loop does to batches before it calls the model with them."""
         assert self._plan is not None  # there is one where a model is called
         rows = self._rows = RowWatch(self._plan, dist.get_rank())
 
@@ -151,7 +152,7 @@ class OwnLoader:
         runtime.before_call = before_call
 
     def _told(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The same batches, of which the watch on the loop is told."""
+        """The same batches, reported to the watch on the loop."""
         watch = self.watch
         if watch is None:
             return batches
@@ -166,8 +167,8 @@ class OwnLoader:
         return watched
 
     def _settle(self) -> None:
-        """Has an iteration that begins be cut by the plan that was to follow: what the one before has loaded
-        and not given is left out."""
+        """Cuts a new iteration by the plan that was to follow; batches that the one before has loaded but not
+        given are left out."""
         self.is_single = self.is_single and not self._open
         self.num_old = 0
         if self._cut_by is not None:
@@ -190,13 +191,13 @@ class OwnLoader:
             self._sampler.follow(partial(own_rows, plan.program, dist.get_rank()))
 
     def _next_resume(self) -> Resume | None:
-        """Where the next iteration goes on; None where it begins anew."""
+        """Where the next iteration continues; None if it starts over."""
         if self._is_resumed:
             return Resume(replace(self._progress))
         return self._resume.after_look() if self._resume is not None and self._was_look() else None
 
     def _was_look(self) -> bool:
-        """Whether what remained of a state's epoch was looked at, and not given."""
+        """Whether a resumed epoch was only looked at before the iteration was left."""
         return self._resume is not None and self._resume.was_left_at(self._progress)
 
     def _show(self, progress: Progress) -> None:
@@ -205,7 +206,7 @@ class OwnLoader:
             self._progress = progress
 
     def _by_indices(self, sampler: OwnBatches, resumed: Progress | None) -> Iterator[Any]:
-        """This rank's rows of every batch, or all where it cuts them itself."""
+        """Yields this rank's rows of every batch, or whole batches if the loader cuts them itself."""
         progress, iteration = self._progress, sampler.begin(resumed)
 
         def before() -> None:
@@ -232,7 +233,7 @@ class OwnLoader:
             progress.end(iteration.last_numbers)
             self._show(progress)
 
-        draws: list[RowDraws] = []  # in this epoch, when its numbers are known
+        draws: list[RowDraws] = []  # draws of this epoch, if its numbers are known
 
         def around() -> AbstractContextManager:
             if not self._draws_apart or iteration.numbers is None:
@@ -283,16 +284,16 @@ class OwnLoader:
         return self._progress.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Has the next iteration give what remained when ``state`` was saved. Every rank calls it; the first
-        one's state counts. Raises InputError for what is no such state; where the batches that were given
-        cannot be left out exactly, the iteration does."""
+        """Makes the next iteration give the batches that remained when ``state`` was saved. Every rank calls
+        it; the first one's state counts. Raises InputError for anything else than a state; the next iteration
+        raises it if the batches already given cannot be left out exactly."""
         self._progress, self._is_resumed = Progress.of_state(state), True
         if self._progress.sampler_epoch is not None:
             self._tell_epoch(self._progress.sampler_epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Has the script's sampler draw the order of ``epoch``. Raises InputError where a state in the middle
-        of another epoch was loaded."""
+        """Sets the epoch of the script's sampler. Raises InputError if a state in the middle of another epoch
+        was loaded."""
         progress = self._progress
         goes_on = self._is_resumed or self._was_look()
         at = progress.epoch if progress.sampler_epoch is None else progress.sampler_epoch
@@ -318,9 +319,9 @@ class OwnLoader:
 
 
 class FirstKept:
-    """An iterator of which the first batch was taken: it gives this one, and what follows. ``iter`` is passed
-    on once something was given: a generator goes on then, and a class that begins anew does so. Every other
-    attribute is that of the iterator."""
+    """An iterator whose first batch was already taken: it gives that one and then the rest. ``iter`` is
+    passed on once something was given: a generator then continues, and a class that starts over does so.
+    Every other attribute is the iterator's."""
 
     def __init__(self, first: Any, batches: Iterator[Any]) -> None:
         self._kept, self._batches, self._has_given = [first], batches, False
@@ -342,11 +343,11 @@ class FirstKept:
 
 
 class OwnIterator(OwnLoader):
-    """``OwnLoader`` of an iterator over batches: an iterator too, which begins anew where that does, and has
-    no state to go on from."""
+    """``OwnLoader`` of an iterator over batches: an iterator too, which starts over if that one does, and has
+    no state to resume from."""
 
     def __init__(self, loader: Iterator, plan: Plan) -> None:
-        own = Counted(loader, lambda batch: batch, lambda: None)  # its ``iter`` is not that of the loader
+        own = Counted(loader, lambda batch: batch, lambda: None)  # does not pass ``iter`` on to the loader
         super().__init__(loader, own, plan, is_whole=True)
         self._batches, self._has_given = super().__iter__(), False
 
@@ -370,7 +371,7 @@ class OwnIterator(OwnLoader):
 
 
 def not_resumable() -> InputError:
-    """The error for an iterator that another start is to go on with."""
+    """The error for an iterator that another start is to resume."""
     return InputError(
         "an iterator of batches cannot be gone on with in another start",
         expected="a loader that begins anew in every epoch",

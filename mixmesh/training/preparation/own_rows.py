@@ -1,10 +1,9 @@
-"""Notices what a loop makes of a rank's own rows in the first batches, and would be another one of the whole
-batch: a mean that goes into the model, rows chosen by their place, a sum that is counted or printed.
+"""Notices results that a loop computes from a rank's own rows in the first batches and that would differ for
+the whole batch: a mean that goes into the model, rows chosen by position, a sum that is counted or printed.
 
-Tensors of the first batches are of a class that goes through all that is computed of them. What joins rows
-(its result has no longer one for each sample) or picks them by their place is marked. A marked tensor is
-refused as an input of the model. Where a number is read from joined rows, or samples are counted, there
-is a warning.
+Tensors of the first batches have a class that sees every operation on them. A result is marked if it joins
+rows (it no longer has one for each sample) or picks them by position. A marked tensor is refused as an input
+of the model. A warning follows if a number is read from joined rows, or if samples are counted.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ HINTS = (
 )
 # they choose rows by their places, or put them elsewhere, along the dim that they are given
 ALONG_A_DIM = frozenset("roll flip sort argsort gather take_along_dim narrow select index_select".split())
-# the same, if what they give has other rows
+# the same, if their results have other rows
 IN_PARTS = frozenset(
     "cat concat concatenate stack vstack row_stack split chunk tensor_split unbind repeat tile".split()
 )
-# they join rows, if the dim that they are given is that of the rows
+# they join rows, if their dim is that of the rows
 JOINING_A_DIM = frozenset("cumsum cumprod logcumsumexp cummax cummin softmax log_softmax normalize".split())
 # the same rows in another form
 FORMS = frozenset(
@@ -89,7 +88,7 @@ class OwnRows(Tensor):
 
 
 def _check_count(func: Any, name: str, args: tuple, reader: FrameType) -> None:
-    """Has a watch warn where a function asks for a size by which the script's own line counts samples."""
+    """Makes the watch warn if a function asks for a size with which the script's own line counts samples."""
     if name not in SIZES and not (name == "__get__" and func.__self__.__name__ == "shape"):
         return
     x = args[0]
@@ -102,7 +101,7 @@ def _check_count(func: Any, name: str, args: tuple, reader: FrameType) -> None:
 
 
 class OwnWords(list):
-    """Words of a rank's own rows, such as names of files; ``watch`` is told where they are counted."""
+    """Words of a rank's own rows, such as file names; reports to ``watch`` when they are counted."""
 
     watch: RowWatch | None = None
 
@@ -134,8 +133,8 @@ def _is_watched_words(x: Any) -> bool:
 
 
 def plain(x: Any) -> Any:
-    """A tensor of a rank's rows as one of PyTorch's own class, and words as they were; anything else as it
-    is."""
+    """Converts a tensor of a rank's rows to PyTorch's own class, and words to a plain list or tuple; returns
+    anything else unchanged."""
     if isinstance(x, OwnWords):
         return list(x)
     if isinstance(x, OwnWordsInTuple):
@@ -147,7 +146,7 @@ def plain(x: Any) -> Any:
 
 
 def _rows_of(name: str, source: OwnRows, made: OwnRows) -> int:
-    """How many rows of ``made`` are samples, or k of them each sample."""
+    """The number of rows of ``made`` that are samples, or k times as many."""
     length = len(plain(made)) if plain(made).ndim else 0
     return length if name in FORMS and source.rows and length % source.rows == 0 else source.rows
 
@@ -170,8 +169,8 @@ def _picks(name: str, source: OwnRows, made: OwnRows, args: tuple, kwargs: Mappi
 
 
 def _is_along_rows(num_dims: int, args: tuple, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a dim that a function is given is the first. Where it is given by place it is the first number,
-    or the last one of ``roll``."""
+    """Whether a function is called along the first dim. A positional dim is the first number among its
+    arguments, or the last one for ``roll``."""
     told = kwargs.get("dim", kwargs.get("dims"))
     if told is None:
         numbers = [x for x in args[1:] if isinstance(x, int | tuple | list) and not isinstance(x, bool)]
@@ -180,7 +179,7 @@ def _is_along_rows(num_dims: int, args: tuple, kwargs: Mapping[str, Any]) -> boo
 
 
 def _is_picking_index(index: Any) -> bool:
-    """Whether an index chooses rows by their places: a number, a part of them, a tensor of numbers."""
+    """Whether an index chooses rows by position: a number, a slice, a tensor of numbers."""
     first = index[0] if isinstance(index, tuple) and index else index
     if isinstance(first, slice):
         return first != slice(None)

@@ -1,5 +1,5 @@
-"""The phases of a preparation: what each has decided, what it took, and whether it was kept of an earlier
-start."""
+"""The phases of a preparation: what each one decided, how long it took, and whether its result was kept from
+an earlier start."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ SHOWN_OPERATORS = 3
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase of the preparation: its seconds, whether the result is of an earlier start, and what it
-    ``decided``, in words."""
+    """One phase of the preparation: its seconds, whether the result was kept from an earlier start, and the
+    decision in words."""
 
     name: str
     time_s: float
@@ -43,14 +43,14 @@ class Phase:
 
 
 class Phases:
-    """Runs phases one after the other, and tells of each when it is over."""
+    """Runs phases one after the other and reports each when it is over."""
 
     def __init__(self, cache: Cache, teller: Teller) -> None:
         self.cache, self.teller = cache, teller
         self.finished: list[Phase] = []
 
     def new(self, name: str, make: Callable[[], T], words: Callable[[T], str]) -> T:
-        """The value of a phase of which nothing is kept; ``words`` says what was decided."""
+        """Makes the value of a phase that keeps nothing; ``words`` describes the decision."""
         self.teller(name)
         started = time.perf_counter()
         value = make()
@@ -65,8 +65,8 @@ class Phases:
         make: Callable[[], T],
         words: Callable[[T], str],
     ) -> T:
-        """The value in a ``file`` of the first rank's cache, or else a new one, written there. ``form`` reads
-        and writes it; ``make`` is collective."""
+        """The value in a ``file`` of the first rank's cache, or else a new one, which is then written there.
+        ``form`` reads and writes it; ``make`` is collective."""
         self.teller(name)
         started = time.perf_counter()
         read, write = form
@@ -109,8 +109,8 @@ def trace_words(traced: Traced) -> str:
 
 
 def profile_words(profile: Profile) -> str:
-    """``25 operators on 2 kinds of device, 14 curves of collectives``, and what was estimated as no time was
-    left for it."""
+    """``25 operators on 2 kinds of device, 14 curves of collectives``, and what was only estimated for lack
+    of time."""
     operators = max((len(d.ops) for d in profile.devices.values()), default=0)
     said = profile.provenance.get("skipped")
     skipped = said if isinstance(said, list) else []

@@ -16,7 +16,7 @@ from .lengths import length
 
 
 def check_unwrapped(model: nn.Module) -> None:
-    """Raises InputError for a model within what would deal its batches out again."""
+    """Raises InputError for a model inside a wrapper that would divide its batches again."""
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise InputError(
             f"{type(model).__name__} is around the model that is to be prepared",
@@ -46,8 +46,8 @@ def check_gives_all(loader: Iterable) -> None:
 
 
 def check_last_batch(loader: Any, plan: Plan) -> None:
-    """Raises InputError where a plan is a pipeline whose micro-batches cannot be cut out of a loader's
-    smaller last batch. It would be refused at the end of an epoch otherwise."""
+    """Raises InputError if a plan is a pipeline whose micro-batches cannot be cut from a loader's smaller
+    last batch, which would otherwise be refused at the end of an epoch."""
     batch_size = getattr(loader, "batch_size", None)
     if plan.order is None or not plan.micro_batches or not isinstance(loader, DataLoader) or not batch_size:
         return

@@ -1,8 +1,8 @@
-"""How far a loader has come, and how another start goes on from there with the batches that remain.
+"""Records how far a loader has come, and resumes from there with the remaining batches.
 
-A state holds the random numbers from which the order of its epoch was drawn, how many batches of that order
-were given, and a digest of them. To go on, the order is drawn again from the same numbers and as many batches
-are left out; where these are not the ones of the digest, the start is refused.
+A state holds the random numbers from which the order of its epoch was drawn, the number of batches already
+given, and a digest of them. To resume, the order is drawn again from the same numbers and those batches are
+skipped; if they do not match the digest, the start is refused.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from ...errors import InputError
 
 T = TypeVar("T")
 END = object()
-LOOK = 1  # batches: an iteration that is left after so many was a look at the data, and no epoch
+LOOK = 1  # batches: an iteration left after this many was a look at the data, not an epoch
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """States of random numbers: the process's (None where they do not matter), and those of the generators
-    that a loader was given, by place."""
+    """States of random numbers: the process's (None if they do not matter), and those of the loader's own
+    generators, by place."""
 
     of_process: dict[str, Any] | None
     generators: dict[str, torch.Tensor]
 
     @classmethod
     def of(cls, loader: Any, *, with_process: bool = True) -> Numbers:
-        """The numbers as they are now."""
+        """The current numbers."""
         generators = {place: g.get_state() for place, g in generators_of(loader).items()}
         return cls(numbers_of_process() if with_process else None, generators)
 
     def restore(self, loader: Any) -> None:
-        """Sets everything to what it was."""
+        """Restores all of these numbers."""
         if self.of_process is not None:
             set_numbers_of_process(self.of_process)
         for place, generator in generators_of(loader).items():
@@ -73,7 +73,7 @@ def numbers_of_process() -> dict[str, Any]:
 
 
 def set_numbers_of_process(states: dict[str, Any]) -> None:
-    """Sets what ``numbers_of_process`` gave."""
+    """Restores the result of ``numbers_of_process``."""
     torch.set_rng_state(states["torch"])
     version, keys, gauss = states["python"]
     random.setstate((version, tuple(keys), gauss))
@@ -82,7 +82,7 @@ def set_numbers_of_process(states: dict[str, Any]) -> None:
 
 
 def fingerprint(states: dict[str, Any]) -> str:
-    """A text that is another one where any number was drawn."""
+    """A text that changes when any number is drawn."""
     return repr((states["torch"].tolist(), states["python"], states["numpy"][1].tolist(), states["numpy"][2]))
 
 
@@ -97,12 +97,13 @@ class Progress:
     num_yielded: int = 0
     samples_yielded: int = 0
     digest: str = ""  # over all that was given
-    numbers: Numbers | None = field(default=None, repr=False)  # that the epoch's order is drawn from
+    numbers: Numbers | None = field(default=None, repr=False)  # the epoch's order is drawn from these
     is_open: bool = False  # an epoch has begun and not ended
 
     def begin(self, resumed: Progress | None) -> None:
-        """Begins an epoch, or goes on with one; one that was left in the middle is over. A look at the data
-        begins again; so does an epoch that was set, whose order the sampler draws until another is set."""
+        """Begins an epoch or resumes one; an epoch that was left in the middle is over. A mere look at the
+        data begins the epoch again; so does an epoch that was set, whose order the sampler draws until
+        another is set."""
         if resumed is not None:
             self.__dict__.update(vars(resumed))
         elif self.is_open:
@@ -154,20 +155,21 @@ def joined(so_far: str, digest: str) -> str:
 
 @dataclass(frozen=True)
 class Resume:
-    """Where an iteration went on in the middle of an epoch, and whether another one was left there before."""
+    """The place where an iteration resumed in the middle of an epoch, and whether an earlier one was left
+    there."""
 
     state: Progress
     follows_look: bool = False
 
     def was_left_at(self, progress: Progress) -> bool:
-        """Whether the iteration, which has come as far as ``progress``, was left after a look at the data:
-        what remained of the epoch is still to be given."""
+        """Whether the iteration, now at ``progress``, was left after a mere look at the data, so that the
+        rest of the epoch is still to be given."""
         num_given = progress.num_yielded - self.state.num_yielded
         return bool(self.state.num_yielded and progress.is_open and num_given <= LOOK)
 
     def after_look(self) -> Resume:
-        """Where the next iteration goes on. A second look may be a script that takes one batch of every
-        iteration, which would be given the same batch for ever: it is refused with InputError."""
+        """The place where the next iteration resumes. A second look raises InputError: the script may take
+        one batch of every iteration, and would be given the same batch forever."""
         if self.follows_look:
             raise InputError(
                 "two iterations that went on in the middle of an epoch were left after their first batch",
@@ -183,8 +185,8 @@ class Resume:
 
 @dataclass(frozen=True)
 class Skipped:
-    """The batches that remain after those of a state were left out. ``reason`` says why one cannot go on with
-    them; it is empty where one can."""
+    """The batches that remain after those of a state were skipped. ``reason`` says why they cannot be used;
+    empty if they can."""
 
     remaining: Iterator[Any]
     reason: str

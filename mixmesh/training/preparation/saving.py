@@ -101,7 +101,7 @@ def with_whole_tensors(state: Any) -> Any:
         values = {key: with_whole_tensors(value) for key, value in state.items()}
         if not isinstance(state, dict):
             return values
-        filled = copy.copy(state)  # with its class, and what PyTorch notes beside a module's state
+        filled = copy.copy(state)  # keeps the class, and the attributes that PyTorch adds to a module's state
         filled.update(values)
         return filled
     items = [with_whole_tensors(value) for value in state]
@@ -143,8 +143,8 @@ def parallel_models(module: nn.Module) -> list[ParallelModel]:
 
 
 def full_state(part: Any, models: list[ParallelModel]) -> Any:
-    """The state of one part as on a single device, where an optimizer of another model has pieces; a plain
-    value is its own state. Collective."""
+    """The state of one part as on a single device, or its pieces if it is an optimizer of another model; a
+    plain value is its own state. Collective."""
     if isinstance(part, nn.Module):
         with whole(part) as module:
             # the weights are lent

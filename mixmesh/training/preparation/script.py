@@ -181,7 +181,7 @@ def follow_devices(
     prepared: Prepared,
     states: OptimizerStates,
 ) -> None:
-    """Has the shares of a loop follow its devices; not on GPUs, where a rank's own seconds are not known."""
+    """Makes the shares of a loop follow its devices; not on GPUs, where a rank's own seconds are unknown."""
     if model.comm.device.type != "cpu":
         return
     is_first = os.environ["RANK"] == "0"
@@ -195,7 +195,7 @@ def follow_devices(
 
 
 def another_call(batch: Any) -> tuple[str, ...]:
-    """A hint for loops that hand a model some of a batch alone, or in another order."""
+    """A hint for loops that pass a model only some of a batch, or in another order."""
     names = tuple(batch) if isinstance(batch, Mapping) else tuple("abcdefgh"[: len(as_arguments(batch))])
     if not all(isinstance(name, str) and name.isidentifier() for name in names):
         return ()
@@ -216,8 +216,8 @@ def made_inputs(inputs: Callable[..., Any], batch: Any) -> Any:
 
 
 def taken_by(model: nn.Module, loss: Callable[..., Any] | None, batch: Any) -> Any:
-    """The part of a batch that a model's forward pass takes, and the ``loss``. Without one the rest is for
-    the loss that the loop computes; with one words behind what both need are for the loop."""
+    """The part of a batch for a model's forward pass and the ``loss``. Without a loss the rest is for the one
+    that the loop computes; with a loss, trailing words that neither needs are for the loop."""
     if loss is not None:
         least = len(needed_names(model)) + len(needed_names(loss)[1:])
         while isinstance(batch, tuple) and len(batch) > least and is_words(batch[-1]):

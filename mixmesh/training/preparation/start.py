@@ -1,5 +1,5 @@
-"""Everything between a job and its first step, with nothing made by hand: the cluster is detected, the job
-profiled and planned. What an earlier start found out is kept, so that the next one takes seconds."""
+"""Everything between a job and its first step: the cluster is detected, the job profiled and planned. Results
+are kept, so that the next start takes only seconds."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Options:
     heartbeat_s: float = 20.0  # a rank that is silent for so long is lost; 0 looks at none
     batch_norm: str = "exact"  # or "local": statistics of each rank's own samples
     autocast: tuple[str, str] | None = None  # the context that the model is called under
-    whole_parameters: bool = False  # the optimizer looks at whole parameters, whatever the job's makes
+    whole_parameters: bool = False  # the optimizer needs whole parameters, whatever the job's own does
     compiles: bool = False  # operators between collectives are compiled, and whole steps measured so
     loss: LossSource = LossSource.RETURNED
 
@@ -67,7 +67,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The result of a preparation. ``profile`` is None where none was asked for."""
+    """The result of a preparation. ``profile`` is None if none was requested."""
 
     cluster: Cluster
     profile: Profile | None
@@ -87,13 +87,13 @@ def prepare_job(
     progress: Callable[[str], None] | None = None,
 ) -> Prepared:
     """The plan for ``job`` on the devices of all ranks, with the cluster and the profile that it rests on.
-    Collective; initialises ``torch.distributed``. The first rank tells on its standard error what goes on,
-    what each phase has decided, and the plan in one line; or ``progress`` is told of each small step.
+    Collective; initialises ``torch.distributed``. The first rank reports on its standard error what is going
+    on, what each phase has decided, and the plan in one line; or ``progress`` is called at each small step.
 
-    Only the first rank traces and plans, and only its ``cache`` counts; its ``cluster_file`` describes the
-    devices and links, which are detected without one. An error of the first rank is raised on all ranks:
+    Only the first rank traces and plans, and only its ``cache`` counts. Its ``cluster_file`` describes the
+    devices and links; without one they are detected. An error of the first rank is raised on all ranks:
     TraceError for a model that cannot be exported, Infeasible if nothing fits, InputError for a cluster file
-    of another number of devices; CollectiveError for a rank that is lost meanwhile.
+    with another number of devices; CollectiveError for a rank that is lost meanwhile.
     """
     options, device = options or Options(), device or Device()
     where = default_device()
@@ -161,7 +161,7 @@ def _prepared(
 
 
 def plan_again(job: Any, cluster: Cluster, profile: Profile | None, options: Options) -> Plan:
-    """The plan for ``job`` on a cluster as it is known by now. By one process alone."""
+    """Plans ``job`` again for a cluster, with what is known about it by now. Not collective."""
     return _planned(traced_job(job, options), job, cluster, profile, options, lambda _: None)
 
 
@@ -224,7 +224,7 @@ def detected_cluster(
 
 def traced_job(job: Any, options: Options) -> Traced:
     """The job's model as it will be called."""
-    with traceable(job.model):  # parts of it may be parallel already, as a generator and its critic are
+    with traceable(job.model):  # parts of it may already be parallel, as with a generator and its critic
         return trace(
             job.model,
             job.batch,

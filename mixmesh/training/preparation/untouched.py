@@ -1,4 +1,4 @@
-"""Asking what gives batches for one, without its noticing."""
+"""Takes a batch from a loader, a sampler or a data set without changing its state."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ COLLECTIONS = list, dict, set, deque
 
 
 def untouched(source: T) -> T:
-    """A copy of a loader, a sampler or a data set that gives the same batches and leaves ``source`` as it is:
-    it has generators, counters, lists and orders of its own, and shares the data. ``source`` itself where it
-    is of another kind, or cannot be copied."""
+    """A copy of a loader, a sampler or a data set that gives the same batches and leaves ``source``
+    unchanged: it has its own generators, counters, lists and orders, and shares the data. Returns ``source``
+    itself if it is of another kind, or cannot be copied."""
     return _copied(source, {})
 
 
 def _copied(source: Any, made: dict[int, Any]) -> Any:
-    """The copy of ``source``; ``made`` are those of other objects by ``id``, so that what two of them share,
-    or each other, is shared by the copies."""
+    """The copy of ``source``; ``made`` are earlier copies by the ``id`` of their originals, so that the
+    copies share objects as the originals do."""
     if id(source) in made:
         return made[id(source)]
     if not isinstance(source, SOURCES):

@@ -1,14 +1,14 @@
-"""Shares that follow the speeds of devices while a training goes on.
+"""Shares that follow the speeds of devices during a training.
 
-observe     every rank's own seconds of a step, as medians of some steps; a device that drifts from the others
-            for long enough
-solve       the shares by the LP under corrected speeds, whether they fit, and what a step takes then
-decide      whether that pays for the rest of the run; one line that says so
-balancer    does these three between steps, and has model, optimizer and data go on with new shares
-replan      a plan of another form, which goes on from a checkpoint
-own_loop    the same in a loop of a script's own
+    observe   every rank's own seconds of a step, as medians of some steps; notices a device that drifts from
+              the others for long enough
+    solve     the shares by the LP under corrected speeds, whether they fit, and the seconds of a step then
+    decide    whether that pays for the rest of the run; one line that says so
+    balancer  runs these three between steps, and gives model, optimizer and data their new shares
+    replan    a plan of another form, which continues from a checkpoint
+    own_loop  the same in a script's own loop
 
-What is observed is the same on all ranks, the first one solves, and all change shares before the same step.
+Observations are the same on all ranks, the first one solves, and all change shares before the same step.
 """
 
 from .balancer import RunBalancer

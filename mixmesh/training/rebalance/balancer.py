@@ -24,10 +24,10 @@ from .observe import Observed, Sensitivity, window_steps
 from .replan import OtherPlan, Replanner
 from .solve import Solver, sample_ratio
 
-PURPOSE = "rebalance"  # a group of its own, for messages that nobody waits for
+PURPOSE = "rebalance"  # a separate group, for messages that nobody waits for
 LEAST_GAIN = 0.05  # share of a step: less is within the error of a prediction
 LEAST_PAUSE_S = 0.5  # for the first change of shares; later ones are expected to take as long as the last one
-LEAST_LEFT = 100  # steps, where a run does not say how many it makes: as many as were made, or these
+LEAST_LEFT = 100  # steps left in a run of unknown length: as many as were made, but at least this many
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ class NewShares:
 
 @dataclass(frozen=True)
 class Change:
-    """Shares that take effect when ``at_step`` steps were made, and what each rank is to compute then."""
+    """New shares that take effect after ``at_step`` steps, and each rank's expected seconds of computing
+    then."""
 
     at_step: int
     plan: Plan
@@ -67,8 +68,8 @@ class Change:
 
 
 class Followable(Protocol):
-    """This rank's batches, which ``follow(plan)`` has be cut by another plan after the next ``num_ahead``;
-    ``follow`` is None where that cannot be."""
+    """This rank's batches. ``follow(plan)`` makes another plan cut them after the next ``num_ahead``;
+    ``follow`` is None if that is impossible."""
 
     @property
     def follow(self) -> Callable[[Plan], object] | None: ...
@@ -77,12 +78,12 @@ class Followable(Protocol):
 
 
 class RunBalancer:
-    """The balancer of one run. ``solver`` is asked on the first rank, and may be None on the others; ``say``
-    is told of each decision in one line, on every rank. ``num_steps`` is how many steps the run makes, None
-    where that is open. ``on_window`` is told the step and every rank's own seconds at the end of a window,
-    ``on_change`` the step, the pause and the cause of a change of shares. ``why_not`` is asked on every rank
-    why shares cannot change now, and gives an empty text where they can. ``replanner`` is asked on the first
-    rank for a plan of another form."""
+    """The balancer of one run. ``solver`` is used on the first rank, and may be None on the others. ``say``
+    is called with each decision in one line, on every rank. ``num_steps`` is the number of steps of the run,
+    None if open. ``on_window`` is called with the step and every rank's own seconds at the end of a window,
+    ``on_change`` with the step, the pause and the cause of a change of shares. ``why_not`` is called on every
+    rank and returns why shares cannot change now, empty if they can. ``replanner`` is asked on the first rank
+    for a plan of another form."""
 
     def __init__(
         self,
@@ -97,13 +98,13 @@ class RunBalancer:
     ) -> None:
         self._why_not, self._replanner = why_not, replanner
         self._made_at = time.perf_counter()
-        self._restart_s = 0.0  # that a start is expected to take in these processes
+        self._restart_s = 0.0  # expected seconds of a restart in these processes
         self.following: OtherPlan | None = None  # a plan of another form to go on with
         self._on_window, self._on_change = on_window, on_change
         self._solver, self._num_steps, self._say = solver, num_steps, say
         self._settings = settings or Sensitivity()
         self._pause_s = 0.0  # seconds of the last change of shares
-        self._times: list[tuple[float, float]] = []  # in this window, own and in all
+        self._times: list[tuple[float, float]] = []  # (own, total) seconds of each step in this window
         self._length = self._settings.least_steps
         self._pending: tuple[dist.Work | None, torch.Tensor, torch.Tensor] | None = None
         self._change: Change | None = None
@@ -113,7 +114,7 @@ class RunBalancer:
         self.changes: list[dict[str, Any]] = []
 
     def begin(self, model: ParallelModel, optimizer: torch.optim.Optimizer, feed: Followable) -> None:
-        """Takes note of what each rank is expected to compute. Collective."""
+        """Notes the seconds that each rank is expected to compute. Collective."""
         self._model, self._optimizer, self._feed = model, optimizer, feed
         comm = model.comm
         comm.add([(PURPOSE, comm.everyone)], backend="gloo")
@@ -123,8 +124,8 @@ class RunBalancer:
         self._restart_s = LEAST_PAUSE_S + 2 * (time.perf_counter() - self._made_at)  # it saves before it
 
     def after_step(self, num_steps: int, step_s: float, own_s: float) -> bool:
-        """Observes a step, and changes shares where that was decided. True if the training is to stop here,
-        for another plan to go on from a checkpoint (``following``). Collective."""
+        """Observes a step, and changes shares if that was decided. True if the training is to stop here and
+        continue from a checkpoint under another plan (``following``). Collective."""
         self._observe(num_steps, step_s, own_s)
         return self.following is not None
 
@@ -148,7 +149,7 @@ class RunBalancer:
             self._send()
 
     def is_due(self, num_steps: int) -> bool:
-        """Whether shares are to change after ``num_steps`` steps: the next batch is cut by the new ones."""
+        """Whether shares change after ``num_steps`` steps, so that the next batch is cut by the new ones."""
         return self._change is not None and num_steps == self._change.at_step
 
     def close(self) -> None:
@@ -156,8 +157,8 @@ class RunBalancer:
         del self._model, self._optimizer, self._feed
 
     def followed_by(self, later: RunBalancer | None) -> RunBalancer:
-        """The balancer of the plan that followed, with what this one has decided; this one, which wants no
-        other plan any more, where that has none."""
+        """The balancer of the plan that followed, with the decisions of this one added; this one itself,
+        without its wish for another plan, if that has no balancer."""
         if later is None:
             self.following = None
             return self
@@ -213,7 +214,7 @@ class RunBalancer:
             self._decide(num_steps, step_s)
 
     def _decide(self, num_steps: int, step_s: float) -> None:
-        """Decides what to do about a drift, as the first rank does. Collective."""
+        """Makes the first rank's decision about a drift on all ranks. Collective."""
         with self._off_device(), self._comm.call("rebalancing"):
             why_not = next(filter(None, everyones(self._why_not())), "")
             outcome = from_first_rank(lambda: self._decision(num_steps, step_s, why_not))
@@ -225,7 +226,7 @@ class RunBalancer:
             self._observed = self._observed.settled()
             return
         follow = self._feed.follow
-        assert shares is not None and follow is not None  # as the decision is applied
+        assert shares is not None and follow is not None  # the decision is to change shares
         plan = shares.on(self._plan)
         follow(plan)
         self._change = Change(num_steps + self._feed.num_ahead, plan, own_s, decision.cause)
@@ -233,13 +234,13 @@ class RunBalancer:
     def _decision(
         self, num_steps: int, step_s: float, why_not: str
     ) -> tuple[Decision, NewShares | None, tuple[float, ...], OtherPlan | None]:
-        """The decision, with the shares and each rank's own seconds under them if it is to change them, or
-        with a plan of another form; ``why_not`` says why nothing is to change, on any rank."""
+        """The decision: with new shares and each rank's own seconds under them if it changes shares, or with
+        a plan of another form. ``why_not`` says why nothing may change, on any rank."""
         decision, shares, own_s = self._in_place(num_steps, step_s, why_not)
         if self._replanner is not None and not why_not:
             observed_s = self._observed.own_s()
             is_other = lambda made: bool(why_other_form(self._plan, made, self._optimizer))  # noqa: E731
-            with suppress(MixmeshError):  # nothing fits, for instance: then shares alone may change
+            with suppress(MixmeshError):  # e.g. nothing fits: then only shares may change
                 other = self._replanner.better(
                     self._asked, self._plan, observed_s, decision, self._restart_s, LEAST_GAIN, is_other
                 )
@@ -284,7 +285,7 @@ class RunBalancer:
         return decide(terms, LEAST_GAIN), NewShares.of(solved.plan), solved.own_s
 
     def apply(self) -> None:
-        """Changes shares, where a change was decided. Collective."""
+        """Changes shares, if a change was decided. Collective."""
         started, change = time.perf_counter(), self._change
         if change is None:
             return

@@ -1,4 +1,4 @@
-"""Whether other shares pay for the rest of a run, and the line that says so."""
+"""Decides whether other shares pay for the rest of a run, with a line that says why."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ...base.units import seconds_text
 
 @dataclass(frozen=True)
 class Terms:
-    """The numbers that a decision rests on. ``factors``: per rank, seconds of computing over those that were
-    planned. ``step_s`` is the step as measured and ``new_step_s`` as predicted under ``new_shares``;
-    ``problem`` says why there are no other shares, where there are none."""
+    """The numbers behind a decision. ``factors`` are, per rank, seconds of computing over those planned.
+    ``step_s`` is the measured step and ``new_step_s`` the prediction under ``new_shares``; ``problem`` says
+    why there are no new shares, if there are none."""
 
     step: int
     num_steps: int
@@ -24,13 +24,12 @@ class Terms:
     steps_left: int
     pause_s: float
     problem: str = ""
-    other_plan: str = ""  # the planners of this plan and of one of another form, where that is to follow
+    other_plan: str = ""  # planners of this plan and the next, if one of another form follows
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision on these ``terms``; ``reason`` says why shares stay, and is empty where they do
-    not."""
+    """The decision on these ``terms``; ``reason`` says why shares stay, and is empty if they change."""
 
     terms: Terms
     reason: str
@@ -41,7 +40,7 @@ class Decision:
 
     @property
     def cause(self) -> str:
-        """The device that is furthest from what was planned of it, beside the others."""
+        """Names the device that is furthest from its planned seconds, relative to the others."""
         factors = self.terms.factors
         rank = max(range(len(factors)), key=lambda r: abs(_relative(factors, r) - 1))
         times = _relative(factors, rank)
@@ -80,7 +79,7 @@ def decide(terms: Terms, least_gain: float) -> Decision:
 
 
 def _relative(factors: Sequence[float], rank: int) -> float:
-    """The factor of a rank over the median of those of the others that compute."""
+    """The factor of a rank relative to the median of the other computing ranks."""
     others = sorted(f for r, f in enumerate(factors) if r != rank and f > 0)
     if not others or factors[rank] <= 0:
         return 1.0

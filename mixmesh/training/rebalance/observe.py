@@ -1,4 +1,4 @@
-"""Which device drifts: own seconds of ranks over those that are counted on, for long enough."""
+"""Detects a device that drifts: its own seconds, relative to the expected ones, for long enough."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """How much has to drift, and for how long. A window is ``least_steps`` steps or more, and lasts
-    ``window_s`` at least; a device drifts if in each of ``num_windows`` windows its own time, over that which
-    is counted on, is ``threshold`` times that of another. After a move back the way that the last one came
-    from twice as many windows must agree, and so on up to ``most_windows``; after ``calm`` times as many
-    windows without a move half as many. A device that computes less than ``idle`` of a step says nothing."""
+    """How much a device must drift, and for how long. A window has at least ``least_steps`` steps and lasts
+    at least ``window_s``. A device drifts if in each of ``num_windows`` windows its own time, relative to its
+    expected one, is ``threshold`` times that of another device. After a move that reverses the last one,
+    twice as many windows must agree, up to ``most_windows``; after ``calm`` times as many windows without a
+    move, half as many. A device that computes less than ``idle`` of a step is ignored."""
 
     threshold: float = 1.15
     least_steps: int = 5
@@ -27,17 +27,17 @@ class Sensitivity:
 
 
 def window_steps(step_s: float, settings: Sensitivity) -> int:
-    """The steps of a window where one takes ``step_s``."""
+    """The number of steps in a window if a step takes ``step_s``."""
     steps = math.ceil(settings.window_s / step_s) if step_s > 0 else settings.least_steps
     return max(settings.least_steps, min(steps, settings.most_steps))
 
 
 @dataclass(frozen=True)
 class Observed:
-    """All that decides whether a device drifts. ``expected_s``: per rank, the own seconds of a step that are
-    counted on; ``windows``: per rank, those that were measured since shares were looked at last, the newest
-    last. ``patience`` windows must agree; ``num_calm`` have passed without a move. ``last_move`` is the drift
-    that shares were changed for last (``direction``)."""
+    """Everything that decides whether a device drifts. ``expected_s``: per rank, the expected own seconds of
+    a step. ``windows``: per rank, those measured since shares were last considered, the newest last.
+    ``patience`` windows must agree; ``num_calm`` have passed without a move. ``last_move`` is the drift
+    (``direction``) for which shares were last changed."""
 
     expected_s: tuple[float, ...]
     windows: tuple[tuple[float, ...], ...] = ()
@@ -55,8 +55,8 @@ class Observed:
         return replace(self, windows=windows, patience=patience, num_calm=num_calm)
 
     def watched(self, step_s: float, settings: Sensitivity) -> list[int]:
-        """The ranks that compute for long enough to say something: a part of the step as it would be without
-        a device that takes many times as long as is counted on."""
+        """The ranks that compute for long enough to count: a part of the step without the excess of a device
+        that takes many times as long as expected."""
         longest_s = max(self.own_s())
         grown = max(1.0, longest_s / max(self.expected_s)) if max(self.expected_s) > 0 else 1.0
         least_s = settings.idle * step_s / grown
@@ -66,8 +66,8 @@ class Observed:
         return all(window[rank] > 0 for window in self.windows)
 
     def drifts(self, step_s: float, settings: Sensitivity) -> bool:
-        """Whether a rank has taken longer than another, over what is counted on of both, in every window that
-        must agree."""
+        """Whether, in every window that must agree, a rank has taken longer than another, relative to the
+        expectations for both."""
         if len(self.windows) < (self.patience or settings.num_windows):
             return False
         ranks = self.watched(step_s, settings)
@@ -81,7 +81,7 @@ class Observed:
         return tuple(map(statistics.median, zip(*self.windows)))
 
     def direction(self) -> tuple[float, ...]:
-        """Per rank, the logarithm of its own time over what is counted on, less the mean of all; 0 for a rank
+        """Per rank, the logarithm of its own time over the expected one, minus the mean of all; 0 for a rank
         that does not compute."""
         pairs = zip(self.own_s(), self.expected_s)
         logs = [math.log(own / expected) if own > 0 and expected > 0 else None for own, expected in pairs]
@@ -90,7 +90,7 @@ class Observed:
         return tuple(0.0 if x is None else x - mean for x in logs)
 
     def settled(self) -> Observed:
-        """After a decision to leave shares as they are: what was measured is counted on from now on."""
+        """The state after a decision to keep the shares: the measured times become the expected ones."""
         return replace(self, expected_s=self.own_s(), windows=())
 
     def moved(self, expected_s: Sequence[float], settings: Sensitivity) -> Observed:

@@ -1,8 +1,8 @@
-"""Shares that follow the devices in a loop of a script's own (``mixmesh.prepare``).
+"""Shares that follow the devices in a script's own loop (``mixmesh.prepare``).
 
-The loader tells of every batch, the model of every call, the optimizer of every step. Shares change between
-two batches, where the loop has trained with all that it was given; what it asks for next is cut by the new
-ones. A loop in which that would not be exact keeps its shares, and the line of a decision says why.
+The loader reports every batch, the model every call, the optimizer every step. Shares change between two
+batches, once the loop has trained with everything that it was given; the next batch is cut by the new ones. A
+loop in which that would not be exact keeps its shares, and the line of a decision says why.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ TURN_OFF = "mixmesh.prepare(..., rebalance=False) keeps shares as planned"
 
 
 class Loader(Protocol):
-    """A loader that a loop asks for this rank's part of every batch (``preparation.own_loader``). ``num_old``
-    batches of those that it will give are cut by the plan before the one that it follows."""
+    """A loader from which a loop gets this rank's part of every batch (``preparation.own_loader``). The next
+    ``num_old`` batches are still cut by the previous plan."""
 
     @property
     def num_ahead(self) -> int: ...
@@ -62,14 +62,14 @@ class LoopBalancer:
             loader, self._drop_gradients, solver, None, say, settings, why_not=self._why_not
         )
         self._has_begun = self._has_stepped = False
-        self._started_s: float | None = None  # when the step that is under way began
-        self._own_s = self._step_s = 0.0  # in the last step
+        self._started_s: float | None = None  # start of the current step
+        self._own_s = self._step_s = 0.0  # seconds of the last step
         self._waited_s = self._loaded_s = self._asked_s = 0.0
         self._num_steps = self._num_calls = self._num_given = 0
-        self._zeroed_at_batch = 0  # by then, as the three that follow
+        self._zeroed_at_batch = 0  # like the three below, as of that batch
         self._calls_at_batch = self._steps_at_batch = self._given_at_batch = 0
         self._has_trained_with_all = self._zeroes_before_steps = self._steps_with_each = True
-        self._owed_at: int | None = None  # gradients were dropped for the loop, which is to do so too
+        self._owed_at: int | None = None  # gradients were dropped in place of the loop, which must do so too
         run = model._runtime
         self._before_call = run.before_call
         run.before_call = self.on_call
@@ -113,7 +113,7 @@ class LoopBalancer:
         self._loaded_s += time.perf_counter() - self._asked_s
 
     def before_batch(self) -> None:
-        """Called before the loop asks for a batch. Collective where a step was made, or shares change."""
+        """Called before the loop requests a batch. Collective if a step was made, or shares change."""
         self._look()
         if not self._has_begun:
             self._has_begun = True
@@ -159,7 +159,8 @@ class LoopBalancer:
         return any(p.grad is not None for p in (*run.node.shown, *run.node.inner))
 
     def _held_elsewhere(self) -> str:
-        """The name of an object of the script, beside model and optimizer, that knows shares; else empty."""
+        """Why the shares cannot change: the script holds another object that depends on them, besides the
+        model and the optimizer. Empty if it holds none."""
         own, cut = set(map(id, self._own_tensors())), False
         params = set(map(id, params_of(self._optimizer)))
         for thing in gc.get_objects():
@@ -184,8 +185,8 @@ class LoopBalancer:
             yield from (x for x in state.values() if isinstance(x, Tensor))
 
     def _drop_gradients(self) -> None:
-        """Drops those of the step before, as the loop does when it has its batch. Raises InputError where a
-        backward pass came since."""
+        """Drops the gradients of the step before, as the loop itself does once it has its batch. Raises
+        InputError if there was a backward pass since."""
         if not self._has_gradients():
             return
         if self._started_s is not None or not self._zeroes_before_steps:

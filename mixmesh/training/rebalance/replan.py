@@ -1,10 +1,10 @@
-"""A plan of another form where other shares alone do not do: planned again under the speeds that devices
-turned out to have, and gone on with from a checkpoint.
+"""Plans another form of plan if other shares alone do not suffice: with the observed speeds of the devices,
+continuing from a checkpoint.
 
-Planning takes a while, in which nobody trains. So it is asked for only where it can pay: as long as a step is
-about as far from perfect balance as the plan at the start was, another form of plan is not expected to be
-better, and where it is further, no more is expected of another plan than to be as close again. Shares that
-leave a device without samples are always compared with a plan without it.
+Planning takes a while, during which nobody trains, so it is done only if it can pay. While a step is about as
+far from perfect balance as the first plan was, no other form of plan is expected to be better; if it is
+further, another plan is expected to restore that distance and no more. Shares that leave a device without
+samples are always compared with a plan without it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class OtherPlan:
 
 
 class Replanner:
-    """Plans again on the first rank, by ``plan_for``; that is expected to take ``planning_s`` seconds, and
-    then what it took last."""
+    """Plans again on the first rank, by ``plan_for``, which is expected to take ``planning_s`` seconds at
+    first, and later as long as it took last."""
 
     def __init__(self, plan_for: PlanFor, planning_s: float) -> None:
         self._plan_for, self._planning_s = plan_for, planning_s
@@ -50,8 +50,8 @@ class Replanner:
         least_gain: float,
         is_other_form: Callable[[Plan], bool],
     ) -> tuple[Decision, OtherPlan] | None:
-        """The decision for another plan that gains more than ``in_place`` does, after a restart that takes
-        ``restart_s``; None where there is none (``is_other_form``), or where it does not pay to look for
+        """The decision for another plan that gains more than ``in_place`` does, after a restart of
+        ``restart_s``; None if there is no such plan (``is_other_form``), or if it does not pay to look for
         one."""
         if not has_room(plan):
             return None
@@ -89,8 +89,8 @@ class Replanner:
 
 
 def has_room(plan: Plan) -> bool:
-    """Whether the first device, which trains, has room for the job's model twice beside the plan: it is made
-    again to be planned, and traced. True where the plan does not know its memory."""
+    """Whether the first device, which also trains, has room for two more copies of the job's model: to plan
+    again, it is made again and traced. True if the plan does not know its memory."""
     if not plan.usable_bytes or not plan.predicted_peak_memory_bytes:
         return True
     model_bytes = sum(i.type.value.size_bytes for i in plan.program.params)

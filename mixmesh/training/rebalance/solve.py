@@ -1,8 +1,8 @@
-"""The shares for a program under the speeds that its devices turned out to have.
+"""The shares for a program under the observed speeds of its devices.
 
-Every rank is a device of its own kind here: what is known of the kind of device that it was planned as, times
-the factor by which it took longer. Under these costs the ratio LP is solved again (``ratios``). A program
-with several ratios has each of them scaled by speed. The simulator says what a step takes under either.
+Every rank becomes a kind of device of its own: the kind that it was planned as, slower by the observed
+factor. Under these costs the ratio LP is solved again (``ratios``); if a program has several ratios, each of
+them is scaled by speed. The simulator gives the seconds of a step under the old and the new shares.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ LEAST_FACTOR, MOST_FACTOR = 0.05, 50.0  # beyond, something else happened than c
 
 @dataclass(frozen=True)
 class Solved:
-    """Other shares for a plan: ``plan`` with them, ``step_s`` over that of the old ones, as simulated, and
-    the own seconds of every rank under them. ``moved_bytes`` go to other ranks for it."""
+    """New shares for a plan: the ``plan`` with them, its simulated step relative to the old one, and every
+    rank's own seconds. The change moves ``moved_bytes`` between ranks."""
 
     plan: Plan
     relative_step: float
@@ -39,8 +39,7 @@ class Solved:
 
 
 class Solver:
-    """The time that a plan is expected to take on its cluster, and which shares are right where devices take
-    longer."""
+    """The expected seconds of a plan on its cluster, and the right shares if devices take longer."""
 
     def __init__(self, cluster: Cluster, profile: Profile | None, optimizer_states: OptimizerStates) -> None:
         self.cluster, self.profile, self.optimizer_states = cluster, profile, optimizer_states
@@ -50,15 +49,15 @@ class Solver:
         return self._simulated(plan, CostModel(self.cluster, self.profile, tf32=plan.tf32))[1].compute_s
 
     def factors(self, plan: Plan, own_s: Sequence[float]) -> tuple[float, ...]:
-        """Per rank, ``own_s`` over what was planned. A rank that does not compute, or has no measurement, has
-        the least factor of the others."""
+        """Per rank, ``own_s`` over the planned seconds. A rank that does not compute, or has no measurement,
+        has the smallest factor of the others."""
         pairs = list(zip(own_s, self.planned_own_s(plan)))
         ratios = [own / planned if own > 0 and planned > 0 else 0.0 for own, planned in pairs]
         least = min((f for f in ratios if f), default=1.0)
         return tuple(min(max(f or least, LEAST_FACTOR), MOST_FACTOR) for f in ratios)
 
     def solve(self, plan: Plan, own_s: Sequence[float]) -> Solved:
-        """The best shares found. Raises Infeasible where nothing but the old ones fits."""
+        """The best shares found. Raises Infeasible if only the old ones fit."""
         costs = self.costs(plan, own_s)
         simulation, before = self._simulated(plan, costs)
         room = plan.usable_bytes or [usable_bytes(costs, r, HEADROOM) for r in range(len(own_s))]
@@ -84,9 +83,9 @@ class Solver:
         return corrected_costs(self.cluster, self.profile, self.factors(plan, own_s), tf32=plan.tf32)
 
     def balanced_step_s(self, plan: Plan, own_s: Sequence[float]) -> tuple[float, float]:
-        """Seconds of a step of ``plan`` on the devices as they are, and those of one that is as close to
-        perfect balance as it was planned to be: all devices compute all the time, by speed, and communicate
-        for free."""
+        """Seconds of a step of ``plan`` on the devices as they are now, and of one as close to perfect
+        balance as was planned. In perfect balance all devices compute all the time, and communication is
+        free."""
         planned = self._simulated(plan, CostModel(self.cluster, self.profile, tf32=plan.tf32))[1]
         now_s = self._simulated(plan, self.costs(plan, own_s))[1].step_s
         speeds = [device.flop_per_s for device in self.cluster.devices]
@@ -94,7 +93,7 @@ class Solver:
         return now_s, planned.step_s * sum(speeds) / sum(slowed)
 
     def pause_s(self, moved_bytes: int) -> float:
-        """About what it takes to move ``moved_bytes`` between ranks, over the slowest link."""
+        """A rough estimate of the seconds to move ``moved_bytes`` between ranks, over the slowest link."""
         ranks = range(self.cluster.world_size)
         slowest = min(self.cluster.bandwidth_between(a, b) for a in ranks for b in ranks)
         return moved_bytes / slowest
@@ -125,8 +124,8 @@ class Solver:
 def corrected_costs(
     cluster: Cluster, profile: Profile | None, factors: Sequence[float], *, tf32: bool = False
 ) -> CostModel:
-    """The costs of a cluster in which each rank computes ``factors`` as long as it was measured, or as is
-    declared of it."""
+    """The costs of a cluster in which each rank computes ``factors`` times as long as measured or
+    declared."""
     devices = [_slower(d, r, f, profile) for r, (d, f) in enumerate(zip(cluster.devices, factors))]
     left = iter(devices)
     machines = tuple(replace(m, devices=tuple(next(left) for _ in m.devices)) for m in cluster.machines)
@@ -147,8 +146,8 @@ def corrected_costs(
 
 
 def _slower(device: Device, rank: int, factor: float, profile: Profile | None) -> Device:
-    """A device that only ``rank`` has. Its share of a core says what a launch takes where nothing was
-    measured, and stays where something was, as links were measured by processes with such shares."""
+    """A device that only ``rank`` has. Its share of a core changes only without measurements, where it gives
+    the time of a launch: measured links belong to processes with the old share."""
     share = device.cpu_share
     if profile is None and share is not None:
         share = min(1.0, share / factor)
@@ -163,13 +162,13 @@ def _slower(device: Device, rank: int, factor: float, profile: Profile | None) -
 
 
 def sample_ratio(program: Program) -> str | None:
-    """The one ratio that computations are cut by; None where there are several."""
+    """The only ratio by which computations are cut; None if there are several."""
     names = computed_ratios(program)
     return names.pop() if len(names) == 1 else None
 
 
 def computed_ratios(program: Program) -> set[str | None]:
-    """The ratios that computations are cut by, and not alone what is stored."""
+    """The ratios by which computations are cut, and not only stored values."""
     computed = (i for i in program.instructions if not (i.is_leaf or i.is_sink or i.is_redistribution))
     return {t.ratio for i in computed for t in i.types if isinstance(t.placement, Shard)}
 
@@ -185,7 +184,7 @@ def _by_speed(
 
 
 def _all_take_part(ratio: Sequence[float], ranks: Sequence[int], program: Program) -> tuple[float, ...]:
-    """``ratio`` in which every one of ``ranks`` has a sample at least: who takes part stays the same."""
+    """``ratio`` with at least one sample for every one of ``ranks``, so that the same ranks take part."""
     least = 1 / samples_of_batch(program)
     return make_ratio([max(s, least) if r in ranks else 0.0 for r, s in enumerate(ratio)])
 
@@ -225,9 +224,8 @@ def _moved(counts: Sequence[int], giver: int, taker: int) -> list[int]:
 
 
 def with_micro_batches(plan: Plan, program: Program) -> Plan | None:
-    """``plan`` with the shares of ``program``. A rank that accumulates keeps its largest micro-batch, by
-    which its memory was planned, and takes more or fewer of them; None where the program does not allow
-    that."""
+    """``plan`` with the shares of ``program``. A rank that accumulates keeps its largest micro-batch, for
+    which its memory was planned, and takes more or fewer of them; None if the program does not allow that."""
     changed = replace(plan, program=program)
     if plan.micro_batches is None:
         return changed

@@ -1,7 +1,7 @@
-"""The models of the papers as jobs: ``workload:vgg19:2048`` stands wherever a JOB may.
+"""The models of the papers as jobs: ``workload:vgg19:2048`` works wherever a JOB is expected.
 
 They are plain modules with random weights and a random batch. ``make`` builds them on the meta device, with
-shapes and without numbers: planning needs no more, and a billion parameters cost nothing there.
+shapes but no numbers: planning needs no more, and a billion parameters cost nothing there.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def _pooled(inputs: int, outputs: int) -> nn.Module:
 
 def inception_v3(global_batch: int) -> Job:
     """Inception v3 without its second head, 23.8 M parameters, 3 x 299 x 299. All convolutions are padded,
-    also those that the original does not pad, so that some maps are a little larger."""
+    unlike the original's, so some feature maps are a little larger."""
     layers: list[nn.Module] = [
         _chain(3, (32, 3, 2), (32, 3), (64, 3)), nn.MaxPool2d(3, 2), _chain(64, (80,), (192, 3)),
         nn.MaxPool2d(3, 2),

@@ -29,7 +29,7 @@ class _AsOneDevice(nn.Module):
         _follow_modes(self, lender)
         lender.take_back()
         check_alike((args, kwargs), learning_rates(self.__dict__["_optimizer"]))
-        with same_random_numbers():  # ranks draw different numbers here, and must draw the next batch alike
+        with same_random_numbers():  # ranks draw different numbers here, but the same ones for the next batch
             out = super().__call__(*args, **kwargs)
         return out.everywhere() if isinstance(out, Output) else out
 
@@ -41,7 +41,7 @@ class _AsOneDevice(nn.Module):
 
 
 class _WithLoss(nn.Module):
-    """Goes before the class of a model with a loss in its bases, where nothing is parallel."""
+    """A class to put before the class of a model with a loss, for use where nothing is parallel."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not _evaluates(self):
@@ -56,10 +56,10 @@ def _evaluates(model: nn.Module) -> bool:
 
 
 def lend_in_its_modes(lender: Lender) -> nn.Module:
-    """The script's own module; each submodule trains or evaluates as the one of the parallel model does."""
+    """The script's own module, with the training mode of every submodule as in the parallel model."""
     _follow_modes(lender.parallel, lender)
     module = lender.lend()
-    for each in (module, lender.original):  # another one where that has been loaded
+    for each in (module, lender.original):  # a different module if the original has been loaded since
         set_modes_of(each, lender.parallel)
     return module
 
@@ -73,8 +73,8 @@ def set_modes_of(module: nn.Module, parallel: nn.Module) -> None:
 
 
 def _follow_modes(parallel: nn.Module, lender: Lender) -> None:
-    """Gives the parallel model the modes that the script has set on its own module since it was last shown
-    them: ``accelerator.unwrap_model(model).norm.eval()``."""
+    """Passes on to the parallel model the modes that the script has since set on its own module, as by
+    ``accelerator.unwrap_model(model).norm.eval()``."""
     before = parallel.__dict__["_shown_modes"]
     for name, each in lender.original.named_modules():
         if each.training != before.get(name, each.training):

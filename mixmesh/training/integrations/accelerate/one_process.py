@@ -33,7 +33,7 @@ def look_like_one_process(state: PartialState) -> None:
             hint="leave use_cpu and cpu out; to train on CPUs: CUDA_VISIBLE_DEVICES= torchrun ...",
         )
     state.distributed_type, state.num_processes = DistributedType.NO, 1
-    # without GPUs Accelerate counts processes only where it is told to use CPUs
+    # without GPUs Accelerate counts processes only if it is told to use CPUs
     state.process_index = int(os.environ["RANK"])
     state.local_process_index = int(os.environ.get("LOCAL_RANK", "0"))
     earlier = AcceleratorState._shared_state  # the state of an earlier Accelerator
@@ -59,8 +59,8 @@ def _only_where(is_here: bool, function: Callable[..., Any], *_: Any, **__: Any)
 
 @contextmanager
 def as_first_process(state: PartialState) -> Iterator[None]:
-    """Within it Accelerate takes this process for the first one, so that what depends on the rank agrees on
-    all ranks."""
+    """A context in which Accelerate takes this process for the first one, so that anything that depends on
+    the rank is the same on all ranks."""
     before = state.process_index
     state.process_index = 0
     try:

@@ -45,9 +45,10 @@ def with_trainer_loss(model: nn.Module, trainer: transformers.Trainer) -> nn.Mod
 
 @contextmanager
 def _checked(trainer: transformers.Trainer) -> Iterator[transformers.Trainer]:
-    """A copy of ``trainer`` that computes losses and refuses what changes from step to step.
+    """A copy of ``trainer`` that computes losses and refuses values that change from step to step.
 
-    Raises InputError if its attributes were changed, since a program has no attributes."""
+    Raises InputError if its attributes were changed, since a program has no attributes.
+    """
 
     def refuse(name: str, hint: str, *_: Any, **__: Any) -> Any:
         raise in_compute_loss(f"self.{name}", hint)

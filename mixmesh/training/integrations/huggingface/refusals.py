@@ -1,4 +1,4 @@
-"""The arguments of a Trainer that a parallel one cannot serve exactly, with what to write instead of each."""
+"""The arguments of a Trainer that a parallel one cannot serve exactly, with an alternative for each."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OF_TRAINING = {
 
 @dataclass(frozen=True)
 class Refusal:
-    """An argument that is refused if ``is_set`` is true of all arguments; ``hint`` is what to write."""
+    """An argument that is refused if ``is_set`` is true for the arguments; ``hint`` is the alternative."""
 
     name: str
     is_set: Callable[[Any], Any]
@@ -118,7 +118,7 @@ def check_own_methods(trainer: Any) -> None:
 
 
 def in_compute_loss(name: str, hint: str) -> InputError:
-    """The error for a ``compute_loss`` that uses what changes from step to step."""
+    """The error for a ``compute_loss`` that uses values that change from step to step."""
     return unlike_in_steps("compute_loss", name, hint)
 
 

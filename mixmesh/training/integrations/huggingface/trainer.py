@@ -125,7 +125,7 @@ class Trainer(transformers.Trainer):
         accumulates = not self.accelerator.sync_gradients  # another batch of the same optimizer step follows
         in_program = MethodType(Trainer.compute_loss, self)  # a loss of a subclass is a part of the program
         with (
-            same_random_numbers(),  # ranks draw different numbers here, and must draw the next batch alike
+            same_random_numbers(),  # ranks draw different numbers here, but the same ones for the next batch
             self.parallel.no_sync() if accumulates else nullcontext(),
             patched(self, "compute_loss", in_program),
         ):
@@ -168,7 +168,7 @@ class Trainer(transformers.Trainer):
             output = super().evaluation_loop(*args, **kwargs)
         if self.parallel is None:
             return output
-        # devices may round differently, and all ranks must decide alike by the metrics
+        # devices may round differently, but all ranks must make the same decisions from the metrics
         return output._replace(metrics=from_first_rank(lambda: output.metrics))
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
@@ -210,4 +210,4 @@ class Trainer(transformers.Trainer):
 
 
 class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
-    """``transformers.Seq2SeqTrainer``, trained likewise. Every rank generates for the whole data set."""
+    """The same for ``transformers.Seq2SeqTrainer``. Every rank generates for the whole data set."""

@@ -1,5 +1,5 @@
-"""The settings of a Trainer or a LightningModule that the strategy cannot serve exactly, with what to write
-instead of each."""
+"""The settings of a Trainer or a LightningModule that the strategy cannot serve exactly, with an alternative
+for each."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def refused(got: str, expected: str, hint: str) -> InputError:
 
 
 def in_training_step(name: str, hint: str) -> InputError:
-    """The error for a ``training_step`` that uses what changes from step to step."""
+    """The error for a ``training_step`` that uses values that change from step to step."""
     return unlike_in_steps("training_step", name, hint)
 
 

@@ -94,7 +94,8 @@ class Log:
 
 
 class TrainingStep(nn.Module):
-    """``module.training_step`` for batches of one ``form``. ``log`` has what it logs, once it was traced."""
+    """``module.training_step`` for batches of one ``form``. After tracing, ``log`` has the values that it
+    logs."""
 
     def __init__(self, module: pl.LightningModule, batch: Any, takes_index: bool) -> None:
         super().__init__()
@@ -155,7 +156,8 @@ def _loss_of(returned: Any) -> Tensor:
 
 @contextmanager
 def _traced(module: pl.LightningModule, calls: list[dict[str, Any]]) -> Iterator[None]:
-    """Within it ``module`` appends what it logs to ``calls``, and refuses what changes from step to step."""
+    """A context in which ``module`` appends what it logs to ``calls``, and refuses logging that changes from
+    step to step."""
 
     def log(self: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
         call = dict(_LOG.bind(self, *args, **kwargs).arguments)

@@ -129,7 +129,7 @@ class Strategy(SingleDeviceStrategy):
         return from_first_rank(lambda: obj) if dist.is_initialized() else obj
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """The first rank's decision: devices may round differently, and all ranks must decide alike."""
+        """The first rank's decision: devices may round differently, but all ranks must decide alike."""
         return self.broadcast(decision)
 
     # ---- training
@@ -173,7 +173,7 @@ class Strategy(SingleDeviceStrategy):
         planned.check_form(form, modes_by_name(self._module))
         with (
             self.precision_plugin.train_step_context(),
-            same_random_numbers(),  # ranks draw different numbers here, and must draw the next batch alike
+            same_random_numbers(),  # ranks draw different numbers here, but the same ones for the next batch
             self._unless_stepping(planned.parallel),
         ):
             out = planned.parallel(**tensors)
