@@ -388,6 +388,19 @@ def test_tied_unused_frozen_constant_and_nested():
     assert traced.warnings == ("parameter unused gets no gradient: the loss does not depend on it",)
 
 
+def test_many_parameters_without_a_gradient_are_one_warning():
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(6, 5), nn.ModuleList(nn.Linear(6, 5) for _ in range(9))
+
+        def forward(self, x):
+            return self.used(x).sum()
+
+    (warning,) = trace(Parts(), (torch.randn(8, 6),)).warnings
+    assert warning.startswith("18 parameters get no gradient") and warning.endswith("unused.1.weight, ...")
+
+
 def test_the_same_tensor_twice_in_a_batch():
     x = rows()
     graph = check(Head(lambda m, y, t: F.mse_loss(y, t[:, :5])).double(), (x, x))

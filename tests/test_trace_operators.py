@@ -122,6 +122,15 @@ def checked(m, x, labels):
     return kl - policy.log_prob(labels).mean()
 
 
+def placeholders(m, ids, images, labels):
+    """Features of images in the places of a token, as in models of pictures and words, whose number is
+    checked."""
+    words, features = m.words(ids), m.images(images)
+    mask = (ids == 19).unsqueeze(-1)
+    torch._check_tensor_all(mask.sum() * words.shape[-1] == features.numel())
+    return classified(m, torch.tanh(words.masked_scatter(mask, features)).mean(1), labels)
+
+
 def dense(*sizes: int) -> nn.Linear:
     return nn.Linear(*sizes)
 
@@ -173,6 +182,23 @@ MODELS = {
     "checks of values": lambda: (Model(checked, mix=dense(8, 8), head=dense(4, 4)), (X, LABELS)),
     "norms without arguments": lambda: (
         Model(lambda m, x: torch.linalg.vector_norm(m.head(x)) + m.head(x).norm(), head=dense(8, 4)),
+        (ROWS,),
+    ),
+    "running statistics of instance norm": lambda: (
+        Model(
+            lambda m, x: (m.outer(m.inner(m.mix(x))) ** 3).mean(),
+            mix=dense(8, 8),
+            inner=nn.InstanceNorm1d(6, affine=True, track_running_stats=True),
+            outer=nn.InstanceNorm1d(6, track_running_stats=True).eval(),
+        ),
+        (X,),
+    ),
+    "an eps that is that of the dtype": lambda: (
+        Model(
+            lambda m, x: m.norm(m.mix(x) * 1e-3).pow(3).mean(),
+            mix=dense(8, 8),
+            norm=nn.RMSNorm(8),
+        ),
         (ROWS,),
     ),
     "a weight made anew in every pass": lambda: (
@@ -322,6 +348,27 @@ def test_every_functional_draw_of_pytorch_is_known():
                 unknown.append(f"{name}.{overload}")
     assert unknown == []
     assert not draws_numbers("aten.poisson_nll_loss") and not draws_numbers("aten.lgamma")
+
+
+def test_checks_of_values_are_left_out():
+    """The operator after it has no rule, and runs whole: the number of a sample's images is not known."""
+    torch.manual_seed(0)
+    model = Model(placeholders, words=nn.Embedding(20, 5), images=dense(8, 5), head=dense(5, 4))
+    ids = IDS.masked_fill(IDS == 19, 0).index_fill(1, torch.tensor([1, 4]), 19)
+    batch = (ids, X[:, :2].clone(), LABELS)
+    traced = trace(model, batch)
+    for planner in ("hap", "fsdp-even"):
+        plan = plan_traced(traced, CLUSTER, planner=planner)
+        assert verify(model, batch, plan, traced=traced).ok
+
+
+def test_a_value_that_more_than_a_check_reads_is_refused():
+    def loss(m, x):
+        return m.head(x).sum() * (x > 0).sum().item()
+
+    with pytest.raises(TraceError, match="cannot be traced") as caught:
+        trace(Model(loss, head=dense(8, 4)), (ROWS,))
+    assert "reads a tensor's value" in caught.value.got and "item()" in caught.value.hint[0]
 
 
 def test_a_loss_without_a_gradient_is_refused():

@@ -142,7 +142,11 @@ LEFT_OUT: dict[str, dict[str, tuple[str, ...]]] = {
             "R, R, P(sum), P(sum) -> P(sum)",
             "R, R, P(sum) -> P(sum)",
         ),
-        "aten.instance_norm": ("R, P(sum), P(sum) -> P(sum)",),
+        "aten.instance_norm": (
+            "R, P(sum), P(sum) -> P(sum)",
+            "R, P(sum), P(sum), R, R -> P(sum)",
+            "P(sum), R, P(sum), P(sum), R -> P(sum)",
+        ),
         "aten._weight_norm": ("R, P(sum) -> P(sum)",),
     },
     "class weights and targets are given: never partial sums": {

@@ -334,6 +334,7 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
     "aten.instance_norm": (
         call(F(5, 4, 3), F(4), F(4), None, None, True, 0.1, 1e-5, False),
         call(F(5, 4, 3, 3), None, None, None, None, True, 0.1, 1e-5, False),
+        call(F(5, 4, 3), F(4), F(4), no_grad(F(4)), no_grad(P(4)), False, 0.1, 1e-5, False),
     ),
     "aten._weight_norm": (call(F(5, 4, 3), F(5, 1, 1)), call(F(5, 4, 3), F(1, 1, 3), 2)),
     "aten._weight_norm_interface": (call(F(5, 4, 3), F(5, 1, 1)), call(F(5, 4, 3), F(1, 1, 3), 2)),

@@ -39,6 +39,7 @@ from .simplify import (
     drop_dead,
     drop_identities,
     drop_useless_detach,
+    eps_written_out,
     leaves_at_first_use,
     normal_arguments,
     one_factory,
@@ -114,6 +115,7 @@ PASSES: tuple[Pass, ...] = (
     static_shapes,
     broadcasts_written_out,
     one_factory,
+    eps_written_out,
     exact_draws,
     plain_lookups,
     exact_attention,
@@ -227,6 +229,14 @@ def check_trainable(graph: Graph) -> None:
 
 def _warnings(graph: Graph) -> Iterator[str]:
     flowing = graph.requires_grad
-    for node in graph.params:
-        if node.result not in flowing and dict(node.kwargs).get("trainable", True):
-            yield f"parameter {node.args[0]} gets no gradient: the loss does not depend on it"
+    trainable = [n for n in graph.params if dict(n.kwargs).get("trainable", True)]
+    unused = [str(n.args[0]) for n in trainable if n.result not in flowing]
+    if len(unused) > MANY:
+        first = ", ".join(unused[:MANY])
+        yield f"{len(unused)} parameters get no gradient, as the loss does not depend on them: {first}, ..."
+        return
+    for name in unused:
+        yield f"parameter {name} gets no gradient: the loss does not depend on it"
+
+
+MANY = 3  # names of parameters that are worth a line each

@@ -35,6 +35,26 @@ def graph_name(model: nn.Module) -> str:
     return re.sub(r"[^a-z0-9_]", "_", type(model).__name__.lower()).strip("_") or "model"
 
 
+def nodes_of_checks(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that check a value, as ``torch._check(mask.sum() == n)`` does, with those that read it for
+    them alone: numbers that no result depends on."""
+    checks: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        value = node.meta.get("val")
+        is_number = node.op == "call_function" and isinstance(value, NUMBERS)
+        if value is None and node.target in ASSERTIONS or is_number and checks.issuperset(node.users):
+            checks.add(node)
+    return checks
+
+
+NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+ASSERTIONS = frozenset({
+    torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_async.default,
+    torch.ops.aten._assert_async.msg, torch.ops.aten.sym_constrain_range.default,
+    torch.ops.aten.sym_constrain_range_for_size.default,
+})  # fmt: skip
+
+
 class Names:
     """Unique names of values, made of letters, digits, underscores and dots."""
 
@@ -62,6 +82,7 @@ class _Converter:
         self.outputs_named = captured.outputs
         self.model = model
         self.names = Names()
+        self.checks = nodes_of_checks(captured.program.graph)
         self.nodes: list[Node] = []
         self.single: dict[fx.Node, str] = {}
         self.several: dict[fx.Node, tuple[str | None, ...]] = {}
@@ -81,8 +102,10 @@ class _Converter:
             match node.op:
                 case "placeholder":
                     self.leaf(node, next(specs))
-                case "call_function":
+                case "call_function" if node not in self.checks:
                     self.call(node)
+                case "call_function":
+                    pass
                 case "output":
                     loss = self.outputs(node)
                 case _:
@@ -156,7 +179,13 @@ class _Converter:
             results = self.several[node] = self.names_of_several(node, len(value))
             types = tuple(self.type(v, node) for v in value)
         elif value is not None:  # None is an assertion's
-            self.refuse(node, f"{op_name(node.target)} reads a tensor's value", "shapes and numbers fixed")
+            self.refuse(
+                node,
+                f"{op_name(node.target)} reads a tensor's value",
+                "shapes and numbers fixed",
+                "keep the tensor in place of x.item(), x.tolist() or int(x); what decides on shapes comes "
+                "into the batch as a number, not as a tensor",
+            )
         stack = node.meta.get("stack_trace")
         place, region = place_of_stack(stack), region_of_stack(stack)
         args = tuple(self.arg(a, node) for a in node.args)

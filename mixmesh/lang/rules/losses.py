@@ -88,10 +88,12 @@ def normalise(call: Call) -> str:
 
 
 def instance_norm(call: Call) -> str:
-    """instance_norm(x, weight, bias, mean, var, use_input_stats): samples and channels are free."""
-    rest = " ".join(f"h{i}!" for i in range(s.rank_of(call) - 2))
+    """instance_norm(x, weight, bias, mean, var, use_input_stats): samples and channels are free; in
+    evaluation by running statistics all dims are, in training with them only channels."""
+    is_fixed = call.args[5] is False
+    samples = "n" if is_fixed or call.args[3] is None else "n!"  # they are means over the samples
+    rest = " ".join(f"h{i}" if is_fixed else f"h{i}!" for i in range(s.rank_of(call) - 2))
     affine = ", c" * (len(call.inputs) - 1)
-    samples = "n!" if call.args[3] is not None else "n"  # running statistics are means over the samples
     return f"{samples} c {rest}{affine} -> {samples} c {rest}"
 
 

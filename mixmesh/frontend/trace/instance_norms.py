@@ -1,0 +1,40 @@
+"""Export of instance norm with running statistics.
+
+PyTorch updates them within one operator, whose schema does not say so, and an export that keeps the operator
+whole loses the update. Here it is written out, with means over the samples that stay exact on shards.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from ...base.patch import patched
+
+
+def updates_written_out() -> AbstractContextManager[None]:
+    """Within it every update of running statistics is exported."""
+    original = torch.instance_norm
+
+    def instance_norm(
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        use_input_stats: bool,
+        momentum: float,
+        eps: float,
+        cudnn_enabled: bool,
+    ) -> Tensor:
+        running = (running_mean, running_var)
+        if not use_input_stats or running_mean is None or running_var is None:
+            return original(input, weight, bias, *running, use_input_stats, momentum, eps, cudnn_enabled)
+        values = input.detach().to(running_mean.dtype).flatten(2)
+        for old, new in ((running_mean, values.mean(2)), (running_var, values.var(2))):
+            old.copy_(old * (1 - momentum) + new.mean(0) * momentum)
+        return original(input, weight, bias, None, None, True, momentum, eps, cudnn_enabled)
+
+    return patched(torch, "instance_norm", instance_norm)
