@@ -179,6 +179,7 @@ def test_where_nothing_fits_now():
     found = answered({"1 batch, 3 devices": 1.0})
     assert math.isinf(found[0].step_s)
     assert advice(found) == ["nothing fits; it would with: without one of 2 RTX4090-24GB of new"]
+    assert "inf" not in what_if_table(found, ranked(found))
 
 
 def test_where_nothing_fits_with_any_change():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -117,7 +118,7 @@ def what_if_table(answers: list[Answer], rows: list[Answer]) -> str:
     for answer in (now, *rows):
         gain = answer.speedup(now)
         row = [answer.change.text, seconds(answer.step_s), seconds(answer.sample_s)]
-        row += [f"{gain:.2f}x" if gain else "-", answer.planner]
+        row += [f"{gain:.2f}x" if 0 < gain < math.inf else "-", answer.planner]
         if is_priced:
             price = answer.sample_price
             row.append("-" if price is None else number_text(MILLION * price))
