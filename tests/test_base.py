@@ -7,7 +7,15 @@ import os
 import pytest
 
 from mixmesh.base.files import write_text, write_to_disk, written_whole
-from mixmesh.base.units import GBIT, flop_rate_text, link_text, memory_rate_text
+from mixmesh.base.units import (
+    GBIT,
+    flop_rate_text,
+    link_text,
+    memory_rate_text,
+    number_text,
+    seconds_text,
+    size_text,
+)
 
 
 @pytest.mark.parametrize(
@@ -53,3 +61,20 @@ def test_blocks_are_let_go_one_by_one(tmp_path):
 
     write_to_disk(tmp_path / "x", blocks())
     assert (tmp_path / "x").read_bytes() == bytes([0] * 4 + [1] * 4 + [2] * 4)
+
+
+def test_no_text_for_people_has_an_exponent():
+    """Just below a unit, far above the largest, and next to nothing."""
+    assert [seconds_text(s) for s in (999.7e-6, 0.9997, 3600.0, 0.0)] == [
+        "1000 us",
+        "1000 ms",
+        "3600 s",
+        "0 us",
+    ]
+    assert [size_text(s) for s in (999.7 * 2**20, 1018 * 2**20)] == ["1000 MiB", "1018 MiB"]
+    assert [number_text(x) for x in (5540.0, 1.5e9, 4.34e-5, 1.5)] == [
+        "5540",
+        "1500000000",
+        "0.0000434",
+        "1.5",
+    ]

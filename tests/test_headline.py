@@ -53,5 +53,13 @@ def test_a_bound_is_never_rounded_up(plan, cluster):
     assert " 15x of the fastest device alone" in headline(with_baselines(plan, {"single": 99.0}), many)
 
 
+def test_one_device_is_compared_with_nothing():
+    one = Cluster.parse(DEVICES.replace("{ cpu_share = 0.25 }, { cpu_share = 0.2 }", ""))
+    job = load_job(str(ROOT / "examples/gpt.py"))
+    alone = mixmesh.plan(job.model, job.batch, one, planner="ddp-even")
+    line = headline(with_baselines(alone, {"single": 1.0, "ddp-even": 1.0}), one)
+    assert line.startswith("1 device in 1 machine: hap") and line.endswith("s")
+
+
 def test_ratios_in_two_digits():
     assert [times_text(ratio) for ratio in (1.44, 12.3, 99.4, 120.4)] == ["1.4x", "12x", "99x", "120x"]

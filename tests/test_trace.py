@@ -804,12 +804,25 @@ def test_lists_of_words_are_given_to_models_that_do_not_read_them():
 
 
 def test_other_refusals():
-    assert (
-        "changes what it was given"
-        in failing(lambda m, y, t: (t.add_(1) * y).sum(), torch.ones(8, 5)).message
-    )
+    changed = failing(lambda m, y, t: (t.add_(1) * y).sum(), torch.ones(8, 5))
+    assert changed.message.endswith("changes what it was given: 1")
+    assert line_of("(t.add_(1) * y)") in changed.where
     big = torch.arange(300 * 300.0).reshape(300, 300)
     assert "register" in failing(lambda m, y: y.sum() * big.sum()).hint[0]
+
+
+def test_weights_changed_in_forward_are_refused_with_their_module():
+    class Clamped(nn.Linear):
+        def forward(self, x):
+            self.weight.data.clamp_(-0.1, 0.1)
+            return super().forward(x)
+
+    model = nn.Sequential(nn.Linear(6, 6), Clamped(6, 5))
+    model.forward = lambda x: nn.Sequential.forward(model, x).sum()
+    with pytest.raises(TraceError, match="cannot be traced") as caught:
+        trace(model, (torch.randn(8, 6),))
+    assert "1 (Clamped)" in caught.value.got and "test_trace.py" in caught.value.where
+    assert "after the optimizer's step" in caught.value.hint[1]
 
 
 UPDATES = {

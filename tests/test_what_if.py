@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from mixmesh.__main__ import execute
+from mixmesh.cli.what_if import what_if_table
 from mixmesh.cluster import Cluster
 from mixmesh.cost import Profile
 from mixmesh.cost.links import LinkMeasurement
@@ -124,7 +125,7 @@ def answered(step_s: dict[str, float], profile: Profile | None = None) -> list[A
         asked_profiles.append(costs)
         key = f"{traced} batch, {described.world_size} devices"
         if key not in step_s:
-            raise Infeasible("nothing fits")
+            raise Infeasible("nothing fits", expected="2 GiB", got="1 GiB")
         return Plan(Program("p", 1, (), (), ""), "hap", step_s[key], (), "")
 
     asked = [c for c in changes(cluster()) if c.kind in ("device", "machine", "batch")]
@@ -178,6 +179,21 @@ def test_where_nothing_fits_now():
     found = answered({"1 batch, 3 devices": 1.0})
     assert math.isinf(found[0].step_s)
     assert advice(found) == ["nothing fits; it would with: without one of 2 RTX4090-24GB of new"]
+    assert "inf" not in what_if_table(found, ranked(found))
+
+
+def test_where_nothing_fits_with_any_change():
+    found = answered({})
+    assert advice(found) == ["nothing fits, with none of these changes", "expected 2 GiB; got 1 GiB"]
+    table = what_if_table(found, ranked(found))
+    assert "0.00x" not in table and table.count("nothing fits") == len(found)
+
+
+def test_a_price_that_is_next_to_nothing():
+    """Neither is told as nothing: the price of a million samples, and a share of the price now."""
+    found = answered({"1 batch, 4 devices": 1e-6, "1 batch, 3 devices": 1e-9})
+    assert any(line.endswith("less than 1% of the price now") for line in advice(found))
+    assert "0.0000868" in what_if_table(found, ranked(found))  # by hand: 2.5 / 3600 / 8 of 1e-6, a million
 
 
 def test_links_of_a_profile_do_not_count():

@@ -59,12 +59,18 @@ def _rounded(exact: Fraction, digits: int) -> Decimal:
     return Decimal(round(exact * Fraction(10) ** scale)).scaleb(-scale).normalize()
 
 
+def number_text(value: float, digits: int = 3) -> str:
+    """Formats a finite number for people, rounded to ``digits`` significant digits, without an exponent:
+    ``0.00123``, ``1000``."""
+    return f"{Decimal(f'{value:.{digits}g}'):f}"
+
+
 def size_text(size_bytes: float) -> str:
     """Formats a size for people: ``1.25 GiB``, ``340 MiB``."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if size_bytes >= unit:
-            digits = ".3g" if size_bytes < 1000 * unit else ".0f"
-            return f"{size_bytes / unit:{digits}} {name}"
+            size = size_bytes / unit
+            return f"{number_text(size) if size < 1000 else f'{size:.0f}'} {name}"
     return f"{size_bytes:.0f} B"
 
 
@@ -73,29 +79,24 @@ def seconds_text(value: float) -> str:
     if not math.isfinite(value):
         return "-"
     if value >= 1:
-        return f"{value:.3g} s"
-    return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
+        return f"{number_text(value)} s"
+    return f"{number_text(value * 1e3)} ms" if value >= 1e-3 else f"{number_text(value * 1e6)} us"
 
 
 def link_text(bytes_per_s: float) -> str:
     """Formats a link's speed for people: ``10 Gbit/s``."""
-    return f"{_three_digits(bytes_per_s / float(GBIT))} Gbit/s"
+    return f"{number_text(bytes_per_s / float(GBIT))} Gbit/s"
 
 
 def flop_rate_text(flop_per_s: float) -> str:
     """Formats a device's speed for people: ``8.1 TFLOP/s``, ``40 GFLOP/s``."""
     scale, unit = (1e12, "TFLOP/s") if flop_per_s >= 1e12 else (1e9, "GFLOP/s")
-    return f"{_three_digits(flop_per_s / scale)} {unit}"
+    return f"{number_text(flop_per_s / scale)} {unit}"
 
 
 def memory_rate_text(bytes_per_s: float) -> str:
     """Formats a memory's speed for people: ``320 GB/s``."""
-    return f"{_three_digits(bytes_per_s / float(GBYTE))} GB/s"
-
-
-def _three_digits(value: float) -> str:
-    """A number to three digits, without an exponent up to a million: 1000, and not 1e+03."""
-    return f"{float(f'{value:.3g}'):g}"
+    return f"{number_text(bytes_per_s / float(GBYTE))} GB/s"
 
 
 def plural(count: int, noun: str) -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from ..base.run_log import CHECKPOINT, FAULT, OWN, PLAN, SHARES, START, STOP, mark_line, step_line
+from ..base.units import number_text
 from ..errors import InputError
 from .launch import meet
 from .output import seconds
@@ -186,7 +187,7 @@ class Live:
         left``. The lag of a rank is by how much longer it works on a step than the fastest one."""
         parts = [f"step {step.number}", f"loss {step.loss:.5g}", seconds(step.step_s)]
         if step.samples_per_s is not None:
-            parts.append(f"{step.samples_per_s:.3g} samples/s")
+            parts.append(f"{number_text(step.samples_per_s)} samples/s")
         now_s = statistics.median(self._times)
         if self._plan.bound_s:
             parts.append(f"{self._plan.bound_s / now_s:.0%} of the bound")
@@ -228,4 +229,4 @@ def left_text(time_s: float) -> str:
     """Formats a remaining time for people: ``40 s``, ``12 min``, ``3.5 h``."""
     if time_s < 100:
         return f"{time_s:.0f} s"
-    return f"{time_s / 60:.0f} min" if time_s < 6000 else f"{time_s / 3600:.3g} h"
+    return f"{time_s / 60:.0f} min" if time_s < 6000 else f"{number_text(time_s / 3600)} h"

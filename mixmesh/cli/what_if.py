@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..base.units import number_text
 from ..cluster import Cluster
 from ..errors import InputError
 from .output import Json, print_json, seconds, table, working
@@ -116,12 +118,12 @@ def what_if_table(answers: list[Answer], rows: list[Answer]) -> str:
     for answer in (now, *rows):
         gain = answer.speedup(now)
         row = [answer.change.text, seconds(answer.step_s), seconds(answer.sample_s)]
-        row += [f"{gain:.2f}x", answer.planner]
+        row += [f"{gain:.2f}x" if 0 < gain < math.inf else "-", answer.planner]
         if is_priced:
             price = answer.sample_price
-            row.append("-" if price is None else f"{MILLION * price:.2f}")
+            row.append("-" if price is None else number_text(MILLION * price))
         if is_epoch_known:
-            row.append("-" if answer.epoch_price is None else f"{answer.epoch_price:.3g}")
+            row.append("-" if answer.epoch_price is None else number_text(answer.epoch_price))
         cells.append(row)
     return table(header, cells)
 

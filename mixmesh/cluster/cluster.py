@@ -50,6 +50,7 @@ from ..base.units import (
     link_text,
     memory_rate_text,
     plural,
+    seconds_text,
     si,
     size_text,
 )
@@ -103,6 +104,11 @@ class Machine:
         require_positive(self, "link_bytes_per_s", "nic_bytes_per_s", "bridge_bytes_per_s")
         if not self.devices:
             raise ClusterError(f'machine "{self.name}" has no devices', expected="at least one device")
+
+    @property
+    def title(self) -> str:
+        """Its name in a sentence: ``machine a``; ``machine0`` where that is the name."""
+        return self.name if self.name.startswith("machine") else f"machine {self.name}"
 
     @property
     def wiring(self) -> tuple[float, float, float, str]:
@@ -259,7 +265,7 @@ class Cluster:
         """A few lines for people."""
         lines = [
             f"{self.name}: {plural(self.world_size, 'device')} in {plural(len(self.machines), 'machine')}, "
-            f"network {link_text(self.bandwidth_bytes_per_s)} {self.latency_s * 1e6:.3g} us "
+            f"network {link_text(self.bandwidth_bytes_per_s)} {seconds_text(self.latency_s)} "
             f"({self.fingerprint})"
         ]
         for index, machine in enumerate(self.machines):

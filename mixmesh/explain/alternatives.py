@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from ..base.units import seconds_text
 from ..cluster import Cluster
 from ..cost import CostModel, Profile
 from ..lang.check import check_plan
@@ -157,7 +158,7 @@ def _notes(plan: Plan, question: Question, profile: Profile | None) -> Iterator[
         if plan.cost_source.startswith("profile") and profile is None:
             yield "the plan was made with measured costs, these are estimates: add --profile P.json"
         else:
-            yield f"the plan's own prediction is another, {plan.predicted_step_s * 1e3:.3g} ms"
+            yield f"the plan's own prediction is another, {seconds_text(plan.predicted_step_s)}"
     if isinstance(view, Lowered):
         yield f"what does not run under {view.name_of(view.ratio)} is left as it is"
     if isinstance(view, Joined):

@@ -29,6 +29,7 @@ from ..search.placement.lift import operator_name, ratios_of
 from ..search.placement.sets import is_joined, members_of
 from ..search.placement.split import split
 from .changes import collectives
+from .explanation import SAME
 from .judge import Judge
 from .summary import kinds
 
@@ -246,7 +247,8 @@ def _about_others(plan: Plan) -> Iterator[str]:
     if fitting:
         best = min(fitting, key=lambda c: c.predicted_step_s)
         more = best.predicted_step_s - plan.predicted_step_s
-        yield f"The next best that fits is by {best.planner}: a step of {seconds_text(more)} more."
+        how = f"a step of {seconds_text(more)} more" if more > SAME * plan.predicted_step_s else "as fast"
+        yield f"The next best that fits is by {best.planner}: {how}."
     if len(fitting) < len(others):
         names = ", ".join(c.planner for c in others if not c.feasible)
         yield f"Nothing that fits was found by {names}."

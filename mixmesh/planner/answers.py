@@ -29,7 +29,8 @@ def check_memory(task: Task) -> None:
     ranks = f"rank{'s' * (len(small) > 1)} {', '.join(map(str, small))}"
     hint = f"a cluster file without {ranks}, too small for a process that holds nothing"
     if len(small) == task.world_size:
-        hint = f"devices with more memory: a process that holds nothing fits on none of {ranks}"
+        nowhere = f"does not fit on {ranks}" if len(small) == 1 else f"fits on none of {ranks}"
+        hint = f"devices with more memory: a process that holds nothing {nowhere}"
     raise Infeasible(
         "no plan fits in memory",
         expected=f"at least {size_text(idle[rank])} usable on rank {rank}, for its process alone",
@@ -97,7 +98,9 @@ def warnings_of(graph: Graph, program: Program) -> Iterator[str]:
         place = f" ({node.location}{', ' + node.source if node.source else ''})" if node.location else ""
         yield f"no sharding rule for {node.op}{place}; it runs replicated on every device"
     if idle := sorted(set(range(program.world_size)) - set(program.working_ranks)):
-        yield f"ranks {idle} take no part: the step is faster without them"
+        several = len(idle) > 1
+        who = f"ranks {', '.join(map(str, idle))} take" if several else f"rank {idle[0]} takes"
+        yield f"{who} no part: the step is faster without {'them' if several else 'it'}"
 
 
 def dtype_warnings(task: Task, program: Program) -> Iterator[str]:

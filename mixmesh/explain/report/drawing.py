@@ -16,7 +16,7 @@ WAYS = OUT, IN
 
 def device_name(cluster: Cluster, rank: int) -> str:
     """``rank 2 (T4-16GB, machine b)``."""
-    return f"rank {rank} ({cluster.devices[rank].name}, machine {cluster.machine_of(rank).name})"
+    return f"rank {rank} ({cluster.devices[rank].name}, {cluster.machine_of(rank).title})"
 
 
 def busiest_link(cluster: Cluster, timeline: Timeline) -> str:
@@ -28,8 +28,8 @@ def busiest_link(cluster: Cluster, timeline: Timeline) -> str:
     machine = cluster.machines[link.machine]
     if link.way not in WAYS:
         what = "host bridge of" if link.way == BRIDGE else "link inside"
-        return f"{link_text(bytes_per_s_of(cluster, link))} {what} machine {machine.name}"
-    return f"{link_text(machine.nic_bytes_per_s)} link of machine {machine.name}"
+        return f"{link_text(bytes_per_s_of(cluster, link))} {what} {machine.title}"
+    return f"{link_text(machine.nic_bytes_per_s)} link of {machine.title}"
 
 
 def cluster_html(cluster: Cluster, plan: Plan, timeline: Timeline, samples: Sequence[int]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...base.units import plural, seconds_text, size_text
+from ...base.units import number_text, plural, seconds_text, size_text
 from .facts import Facts
 from .page import section_html, table_html
 from .parts import WAITS
@@ -31,7 +31,7 @@ def step_words(one: Facts, two: Facts) -> str:
     ]  # fmt: skip
     told = [f"{seconds_text(s)} {text}" for s, text in sorted(parts, reverse=True) if s >= TOLD * more_s]
     return (
-        f"{fast.name} is {slow.timeline.step_s / fast.timeline.step_s:.3g}x as fast as {slow.name}: "
+        f"{fast.name} is {number_text(slow.timeline.step_s / fast.timeline.step_s)}x as fast as {slow.name}: "
         f"{seconds_text(fast.timeline.step_s)} a step, and {seconds_text(slow.timeline.step_s)} there. Of "
         f"the {seconds_text(more_s)} between them {', '.join(told) or 'no part makes most'}."
     )

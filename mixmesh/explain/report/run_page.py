@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ...base.run_log import CHECKPOINT, FAULT, OWN, PLAN, SHARES, START, STOP, Mark, RunLog
-from ...base.units import plural, seconds_text
+from ...base.units import number_text, plural, seconds_text
 from .page import Page, asset, filled, section_html, table_html
 from .recognise import Run
 
@@ -144,7 +144,7 @@ def differences(one: Run, two: Run) -> list[str]:
     lines = []
     if a_s and b_s:
         gain = a_s / b_s
-        how = "as fast as" if abs(gain - 1) < SAME else f"{gain:.3g}x as fast as"
+        how = "as fast as" if abs(gain - 1) < SAME else f"{number_text(gain)}x as fast as"
         times = f"{seconds_text(b_s)} a step, and {seconds_text(a_s)} there"
         lines.append(f"{two.name} is {how} {one.name}: {times}.")
     losses = [{s.step: s.loss for s in run.log.steps if s.loss is not None} for run in (one, two)]

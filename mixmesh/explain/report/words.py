@@ -4,6 +4,7 @@ the effect of faster links."""
 from __future__ import annotations
 
 from ...base.units import seconds_text
+from ..headline import times_text
 from .drawing import device_name
 from .facts import FASTER_LINKS, Facts
 from .parts import busiest_rank
@@ -45,7 +46,7 @@ def why(facts: Facts) -> str:
     than = f"data parallelism with equal parts ({seconds_text(evenly.step_s)})"
     if gain < 1 + SAME:
         return f"The plan is {'as fast as' if gain > 1 - SAME else 'slower than'} {than}."
-    begin = f"The plan is {gain:.2g}x as fast as {than}, mostly because"
+    begin = f"The plan is {times_text(gain)} as fast as {than}, mostly because"
     if theirs.busy_s - own.busy_s >= theirs.exposed_s - own.exposed_s:
         slowest = theirs.busiest
         computes = f"computes for {seconds_text(facts.timeline.compute_s[slowest])}"

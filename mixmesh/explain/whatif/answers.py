@@ -14,6 +14,7 @@ from ...lang.plan_file import Plan
 from .changes import Change
 
 WORTH = 0.02  # share of the time of a sample: less is not told as a gain or a loss
+LEAST_TOLD = 0.01  # share of a price
 HOUR_S = 3600.0
 LEFT_OUT = ("machine", "device")
 Planned = Callable[[Any, Cluster, Profile | None], Plan]
@@ -23,7 +24,7 @@ Planned = Callable[[Any, Cluster, Profile | None], Plan]
 class Answer:
     """The effect of a change. ``step_s`` is infinite if nothing fits. ``price_per_hour`` is that of all
     machines, None if unknown. ``samples`` are those of one step, ``epoch_samples`` of an epoch, None if the
-    job's data has no known length."""
+    job's data has no known length. ``lacks`` says why, if nothing fits."""
 
     change: Change
     step_s: float
@@ -31,6 +32,7 @@ class Answer:
     planner: str
     price_per_hour: float | None
     epoch_samples: int | None = None
+    lacks: str = ""
 
     @property
     def sample_s(self) -> float:
@@ -74,14 +76,14 @@ def answers(
     devices_only = None if profile is None else profile.without_links()
     for change in (now, *asked):
         progress(change.text)
-        step_s, planner = math.inf, "nothing fits"
+        step_s, planner, lacks = math.inf, "nothing fits", ""
         try:
             plan = planned(traced(change.batches), change.cluster, devices_only)
             step_s, planner = plan.predicted_step_s, plan.planner
-        except Infeasible:
-            pass
+        except Infeasible as error:
+            lacks = f"expected {error.expected}; got {error.got}"
         price = None if change.adds_price else price_of(change.cluster)
-        yield Answer(change, step_s, samples * change.batches, planner, price, epoch_samples)
+        yield Answer(change, step_s, samples * change.batches, planner, price, epoch_samples, lacks)
 
 
 def price_of(cluster: Cluster) -> float | None:
@@ -102,7 +104,9 @@ def advice(found: Sequence[Answer]) -> list[str]:
     now, *rest = found
     if not math.isfinite(now.step_s):
         fitting = [a for a in ranked(found) if math.isfinite(a.step_s)]
-        return ["nothing fits" + (f"; it would with: {fitting[0].change.text}" if fitting else "")]
+        if fitting:
+            return [f"nothing fits; it would with: {fitting[0].change.text}"]
+        return ["nothing fits, with none of these changes"] + ([now.lacks] * bool(now.lacks))
     lines = []
     best = max(rest, key=lambda a: a.speedup(now), default=now)
     if best.speedup(now) > 1 + WORTH:
@@ -118,5 +122,6 @@ def advice(found: Sequence[Answer]) -> list[str]:
         price, cheapest = min(priced, key=lambda pair: pair[0])
         if cheapest is not now and price < (1 - WORTH) * now.sample_price:
             share = price / now.sample_price
-            lines.append(f"the cheapest per sample: {cheapest.change.text}, {share:.0%} of the price now")
+            told = f"{share:.0%}" if share >= LEAST_TOLD else f"less than {LEAST_TOLD:.0%}"
+            lines.append(f"the cheapest per sample: {cheapest.change.text}, {told} of the price now")
     return lines

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ...base.units import GBIT, GIB, si
+from ...base.units import GBIT, GIB, number_text, si
 from ...cluster import Cluster, Device, Machine, with_faster_inside, with_faster_links, without_device
 from ...cluster.catalogue import CATALOGUE, rows_named
 from ...cluster.devices_folder import device_file
@@ -74,7 +74,7 @@ def without_machines(cluster: Cluster, others: Sequence[Device]) -> Iterator[Cha
         return
     for index, machine in enumerate(cluster.machines):
         rest = cluster.machines[:index] + cluster.machines[index + 1 :]
-        text = f"without machine {machine.name} ({devices_text(machine.devices)})"
+        text = f"without {machine.title} ({devices_text(machine.devices)})"
         yield Change("machine", text, replace(cluster, machines=rest))
 
 
@@ -88,7 +88,7 @@ def faster_network(cluster: Cluster, others: Sequence[Device]) -> Iterator[Chang
     for gbit_per_s in CARDS_GBIT_PER_S:
         if si(gbit_per_s, GBIT) > slowest:
             at_least = _with_network_of(cluster, si(gbit_per_s, GBIT))
-            text = f"{gbit_per_s} Gbit/s between machines (now {slowest / float(GBIT):.3g})"
+            text = f"{gbit_per_s} Gbit/s between machines (now {number_text(slowest / float(GBIT))})"
             yield Change("network", text, at_least, adds_price=True)
             return
 
@@ -125,7 +125,7 @@ def more_memory(cluster: Cluster, others: Sequence[Device]) -> Iterator[Change]:
             replace(machine, devices=tuple(larger if d == device else d for d in machine.devices))
             for machine in cluster.machines
         )
-        text = f"{larger.memory_bytes / GIB:.3g} GiB on every {device.name}"
+        text = f"{number_text(larger.memory_bytes / GIB)} GiB on every {device.name}"
         yield Change("memory", text, replace(cluster, machines=machines), adds_price=True)
 
 

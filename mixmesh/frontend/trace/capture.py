@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import logging
+import re
 import warnings
 from collections.abc import Collection, Container, Iterator, Mapping
 from contextlib import contextmanager
@@ -331,7 +333,9 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
+LEAKED = "fake tensor in the exported program"  # PyTorch's message for a value that it lost sight of
 CALL_ONCE = "call the model once on this batch without mixmesh"
+TRACED_OTHERWISE = "if that works, its code does something else while it is traced: give it masks, or none"
 BRANCH_HINT = (
     "replace an `if` or loop on a tensor's value by torch.where, and x[mask] by a multiplication by the mask"
 )
@@ -346,7 +350,6 @@ HINTS = (
         "read no sizes from tensors: instead of packed sequences, padded ones with a mask over the loss",
     ),
     (".numpy()", "keep the computation in torch: numpy cannot be traced"),
-    ("fake tensor in the exported program", "use .detach() instead of .data, and no tensors kept as globals"),
     ("lifted_tensor", "register tensors that the model keeps with register_buffer"),
     ("aliases", "return the loss and keep no tensors on the module"),
     (
@@ -372,6 +375,8 @@ def explain(error: Exception, model: nn.Module) -> TraceError:
     if TIED in str(error) and (tied := _buffers_of_one_memory(model)) is not None:
         return _of_tied_buffers(*tied)
     place = place_of_error(error)
+    if LEAKED in str(error):
+        return _of_a_tensor_not_followed(str(error), model)
     if type(error).__name__ == OTHER_DEVICE and (lost := lost_constant(model)) is not None:
         error = lost
     if isinstance(error, MixmeshError):
@@ -389,7 +394,24 @@ def explain(error: Exception, model: nn.Module) -> TraceError:
         message,
         got=_clip(got),
         where=str(place),
-        hint=tuple(hints)[:1] or (CALL_ONCE,),
+        hint=tuple(hints)[:1] or (CALL_ONCE, TRACED_OTHERWISE),
+    )
+
+
+def _of_a_tensor_not_followed(text: str, model: nn.Module) -> TraceError:
+    """PyTorch names the module that such a tensor was found in, but no line."""
+    path = re.search(r"model attribute: ([\w.]+)\.lifted_tensor", text)
+    name = path[1].removeprefix("model").removeprefix(".") if path else ""
+    module = dict(model.named_modules()).get(name, model)
+    return TraceError(
+        "the model cannot be traced",
+        expected="values of the batch, of parameters and of buffers",
+        got=f"one from elsewhere in {name or 'the model'} ({type(module).__name__}): x.data, or a global",
+        where=str(place_of_function(inspect.unwrap(type(module).forward))),
+        hint=(
+            "use .detach() instead of .data, and no tensors kept as globals",
+            "weights are changed after the optimizer's step: with torch.no_grad(): p.clamp_(-1, 1)",
+        ),
     )
 
 

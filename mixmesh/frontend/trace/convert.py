@@ -79,6 +79,7 @@ class _Converter:
     def __init__(self, captured: Capture, model: nn.Module) -> None:
         self.program = captured.program
         self.inputs = iter(captured.inputs)
+        self.input_of = dict(zip(captured.program.graph_signature.user_inputs, captured.inputs))
         self.outputs_named = captured.outputs
         self.model = model
         self.names = Names()
@@ -251,11 +252,16 @@ class _Converter:
                     fitting = self.fit(self.single[value], self.type(value.meta["val"], value), tensor)
                     self.nodes.append(Node((), (), "update", (name, fitting)))
                 case _:
-                    kind = spec.kind.name.lower().replace("_", " ")
+                    name = self.input_of.get(spec.target or "") or (spec.target or "").removeprefix(WRAPPED)
                     raise TraceError(
-                        f"the model's forward pass changes what it was given ({kind} of {spec.target})",
+                        f"the model's forward pass changes what it was given: {name}",
                         expected="changes of buffers only",
-                        hint="change a copy: x = x.clone()",
+                        where=str(place_of_stack(value.meta.get("stack_trace"))),
+                        hint=(
+                            "change a copy: x = x.clone()",
+                            "where that is a library's code: a model of your own around it, which gives it "
+                            "a copy",
+                        ),
                     )
         loss, *others = shown
         for name, value in zip(self.outputs_named, others):
