@@ -87,7 +87,8 @@ class Simulation:
         loss = self._loss(program)
         for group in dict.fromkeys(s.kind.ranks for s in step.summed):
             self.network.channel("gradient", group)
-        # communication takes its share of the burst credit of devices that have some, in place of a slowdown
+        # for devices with burst credit, communication takes a share of the credit instead of slowing them
+        # down
         slowdown = tuple(0.0 if s > 0 else self.costs.slowdown(r) for r, (s, _) in enumerate(rests))
         if timed is None:
             forward = time_pass(step.forward, self.sheet, self.network)
@@ -309,7 +310,7 @@ class Simulation:
         is on, and its micro-batches."""
         ratios = [ratio for _, ratio in program.ratios]
         if whole:
-            # a cut without a size tells whether a rank participates
+            # a cut without a size says whether a rank participates
             held = [cut_shares((0, 1, None), ratio, program.world_size) for ratio in ratios]
             held += [self.sheet.shares(cut, program) for cut in self.sheet.cuts]
         else:
