@@ -21,6 +21,6 @@ def run(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    # tables use the catalogue, whatever was calibrated on this machine
+    # tables use the catalogue, not calibrations of this machine
     os.environ.setdefault(VARIABLE, NONE)
     sys.exit(execute(sys.argv[1:], run))

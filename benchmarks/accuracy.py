@@ -54,8 +54,8 @@ class Case:
 
     @property
     def time_error_without_drift(self) -> float:
-        """The error of the prediction for a machine that is as much slower since the profile as a local step
-        is."""
+        """The error of the prediction for a machine that has become slower since the profile, by as much as a
+        local step has."""
         return self.predicted_s * self.drift / self.measured_s - 1
 
     @property
@@ -174,7 +174,7 @@ def drift(before_s: Sequence[float], rounds_s: Sequence[Sequence[float]]) -> flo
 
 
 def regrets(cases: Sequence[Case]) -> dict[str, float]:
-    """Per setting, by how much the plan that ``auto`` chose is slower than the fastest measured."""
+    """For each setting, how much slower the plan that ``auto`` chose is than the fastest one measured."""
     out = {}
     for key, group in groupby(cases, lambda c: f"{c.job}@{c.cluster}"):
         them = list(group)

@@ -118,8 +118,8 @@ def rows(sweep: Sweep, cluster: Cluster, found: dict[tuple[str, str, float], Seq
 
 
 def crossing(chosen: Sequence[Row]) -> float | None:
-    """The skew from which on padding is slower than the grouped form, of rows of one collective and size;
-    None if it is nowhere faster, infinite if it always is."""
+    """The skew from which padding is slower than the grouped form, in rows of one collective and size; None
+    if padding is never faster, infinite if it always is."""
     grouped = GROUPED[chosen[0].collective]
     points = [(r.skew, r.seconds["padded"] / r.seconds[grouped] - 1) for r in sorted(chosen, key=_skew)]
     if points[0][1] >= 0:

@@ -24,7 +24,7 @@ from .demo.job import GPT
 from .revision import revision
 
 EAGER, COMPILED, OURS, OURS_COMPILED = "eager", "torch.compile", "ours", "ours, compile=True"
-FUSED = "{}, fused AdamW"  # the optimizer's step is one call then, as in ours
+FUSED = "{}, fused AdamW"  # then the optimizer's step is one call, as in ours
 ASKED = {OURS: (EAGER, 0.95), OURS_COMPILED: (COMPILED, 1.03)}  # most of the step of another variant
 CLUSTER = '[[machine]]\nname = "a"\ndevices = [{ cpu_share = 1.0 }]\n'
 LAYERS, WIDTH, HEADS, SAMPLES, LENGTH = 24, 128, 4, 8, 64

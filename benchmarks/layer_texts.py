@@ -65,8 +65,8 @@ class Text:
         return name if self.degree == 1 else self.put(f"{name}.r", f"all_reduce(%{name})", sizes)
 
     def program(self, last: str, placement: str = "R") -> Program:
-        """The program whose loss is the sum of ``last``, an instruction that is no part of the layer. What
-        the layer is given is its parameter ``x``, so that a gradient goes there."""
+        """The program whose loss is the sum of ``last``, an instruction outside of the layer. The layer's
+        input is the parameter ``x``, so that it gets a gradient."""
         ratio = (
             "" if self.degree == 1 else f"  ratio r = [{', '.join([str(1 / self.degree)] * self.degree)}]\n"
         )

@@ -45,7 +45,7 @@ class Row:
     ddp_even_s: float | None
     ddp_proportional_s: float | None
     fsdp_even_s: float | None
-    single_s: float | None  # the fastest device by itself
+    single_s: float | None  # the fastest single device
     machine_alone_s: float | None  # the best data parallelism on a single machine
     ddp_tuned_s: float | None  # data parallelism done well: our sums, shares and devices, without a search
     best_s: float | None

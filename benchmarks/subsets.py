@@ -152,7 +152,7 @@ def parts(cluster: Cluster) -> list[Cluster]:
 
 @cache
 def graph_of(job: str) -> Graph:
-    """The graph of a job by its name, traced once. Raises InputError for a name that is none."""
+    """The graph of a job by its name, traced once. Raises InputError for an unknown name."""
     kind, _, what = job.partition("/")
     makers = {"papers": workload, "own": jobs.make, "random": random_job}
     if kind not in makers:

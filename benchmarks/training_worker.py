@@ -41,7 +41,7 @@ from mixmesh.measure.tuning import kind_text, tune
 from mixmesh.planner import whole_counts
 from mixmesh.runtime.comm import default_device, initialise, leave
 
-WARMUP_STEPS = 2  # connections, allocators; DDP makes its buckets anew after the first
+WARMUP_STEPS = 2  # connections, allocators; DDP remakes its buckets after the first step
 
 
 def measure_times(plans: str, baselines_of: str, effort: str, cluster: str) -> None:

@@ -45,7 +45,7 @@ _EXPORTS = {
     "TestbedUnavailable": "errors",
 }
 
-# public as ``mixmesh.zero.allocate`` and ``mixmesh.checkpoint.save``, without an import of their own
+# available as ``mixmesh.zero.allocate`` and ``mixmesh.checkpoint.save`` without a separate import
 _MODULES = {"checkpoint": "checkpoint", "zero": "passes.zero"}
 
 __all__ = ["__version__", *sorted(_EXPORTS)]  # noqa: PLE0604

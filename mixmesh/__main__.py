@@ -46,7 +46,7 @@ COMMANDS = {
 
 
 class Commands(Mapping):
-    """The commands by name. Each is imported when it is looked up, without the modules of the others."""
+    """The commands by name. Each is imported only when it is looked up."""
 
     def __getitem__(self, name: str) -> Any:
         module = importlib.import_module(f".cli.{COMMANDS[name]}", __package__)
@@ -94,7 +94,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def execute(arguments: Sequence[str], run: Callable[[Sequence[str]], int] = run) -> int:
-    """Runs a command line and returns its exit status; prints errors in place of raising them."""
+    """Runs a command line and returns its exit status; prints errors instead of raising them."""
     own = list(arguments[: arguments.index("--")] if "--" in arguments else arguments)
     as_json, debug = "--json" in own, own[:1] == ["--debug"]
     if own[:1] == ["--version"]:

@@ -54,7 +54,7 @@ class Variant:
 
 
 def plain(name: str) -> AbstractContextManager:
-    """The span of a step that nobody measures."""
+    """The span of a step that is not measured."""
     return nullcontext()
 
 
@@ -102,8 +102,8 @@ def save_measured(variant: Variant, comm: Comm, path: Path) -> None:
 
 
 def recorded_ddp_steps(case: Case) -> Variant:
-    """DistributedDataParallel as in ``ddp_steps``, whose buckets tell when they travel. It has made its first
-    step, after which DDP forms its buckets."""
+    """DistributedDataParallel as in ``ddp_steps``, whose buckets report when they travel. It has made its
+    first step, after which DDP forms its buckets."""
     made = case.make()
     model = RecordedDDP(made.model, DDP_BUCKET_MB)
     variant = ddp_variant(made, model.ddp, model.recorded)

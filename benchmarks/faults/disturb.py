@@ -1,4 +1,4 @@
-"""Makes one fault in a running training, and watches until the training goes on."""
+"""Makes one fault in a running training, and watches until the training continues."""
 
 from __future__ import annotations
 

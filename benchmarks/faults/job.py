@@ -20,7 +20,7 @@ from mixmesh.frontend.job import Job
 SAMPLES, BATCH_SIZE, WIDTH = 320, 16, 64
 STEPS_PER_EPOCH = SAMPLES // BATCH_SIZE
 STEP_VARIABLE = "MIXMESH_FAULTS_STEP_S"  # a step takes at least so long
-LOADED_BYTES = 4 * 2**20  # requested anew from the system for every batch, like a batch of pictures
+LOADED_BYTES = 4 * 2**20  # allocated anew for every batch, like a batch of pictures
 
 
 class Numbered(Dataset):

@@ -33,7 +33,7 @@ RENDEZVOUS = "is_host=0,last_call_timeout=5,keep_alive_interval=2"
 
 
 class Stuck(Exception):
-    """A training that does not go on; the text names what was waited for."""
+    """A training that does not continue; the text names the event that was awaited."""
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ def free_port() -> int:
 
 
 def marked(token: str) -> Iterator[int]:
-    """The processes that were started with a token in their environment, but for this one."""
+    """The processes that were started with a token in their environment, except this one."""
     mark = f"{TOKEN_VARIABLE}={token}".encode()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():

@@ -29,6 +29,6 @@ class lazy(Generic[T]):  # noqa: N801 - a decorator
         return self.give(instance, self.compute(instance))
 
     def give(self, instance: object, value: T) -> T:
-        """Sets the value of an instance: to one that is known already, in place of an equal one."""
+        """Sets the value of an instance to an already known object, instead of computing an equal one."""
         instance.__dict__[self.name] = value
         return value

@@ -9,7 +9,7 @@ from typing import Any
 
 def put_on(owner: Any, name: str, value: Any) -> None:
     """Permanently sets an attribute on another library's object or class: one that its type does not declare,
-    or a method in place of its own."""
+    or a replacement for a method."""
     setattr(owner, name, value)
 
 

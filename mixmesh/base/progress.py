@@ -17,12 +17,12 @@ _warned_of: set[str] = set()  # in this process
 
 
 def nothing(text: str) -> None:
-    """Tells nobody."""
+    """Reports nothing."""
 
 
 @dataclass(frozen=True)
 class Teller:
-    """``update`` is told of every small step, ``line`` prints a line that stays."""
+    """``update`` is called at every small step, ``line`` prints a line that stays."""
 
     update: Say = nothing
     line: Say = nothing
@@ -50,7 +50,7 @@ def telling(rank: int, doing: str) -> Iterator[Teller]:
 
 
 def lines_of(doing: str, print_line: Say, clock: Callable[[], float] = time.monotonic) -> Say:
-    """A function that is told of every small step, and prints few lines."""
+    """A function that is called at every small step and prints few lines."""
     stage, told_at = "", clock()
 
     def say(text: str) -> None:

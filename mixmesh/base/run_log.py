@@ -114,7 +114,7 @@ def read_log(path: str | Path) -> RunLog:
 
 
 def parse_log(text: str, where: str = "<log>") -> RunLog:
-    """The log in a text. Raises InputError with the line that is none of a log."""
+    """The log in a text. Raises InputError with the first line that does not belong to a log."""
     *lines, cut_off = text.split("\n")
     if not lines and cut_off:
         lines = [cut_off]

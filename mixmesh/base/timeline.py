@@ -196,8 +196,8 @@ def save_trace(trace: dict[str, Any], path: str | Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One quantity in both timelines. ``rank`` is None for a quantity of no single rank, and seconds are None
-    for a timeline without such an event."""
+    """One quantity in both timelines. ``rank`` is None for a quantity that belongs to no single rank; seconds
+    are None for a timeline without such an event."""
 
     what: str
     rank: int | None

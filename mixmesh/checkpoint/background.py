@@ -56,7 +56,7 @@ _last: WeakKeyDictionary[nn.Module, Saving] = WeakKeyDictionary()  # by model
 def begin(
     model: nn.Module, ranks: Ranks, buffers: Mapping[str, Tensor], write: Callable[[], Path | None]
 ) -> Saving:
-    """Begins to ``write``, in a thread of its own."""
+    """Starts ``write`` in its own thread."""
     _last[model] = saving = Saving(ranks, buffers, write)
     return saving
 

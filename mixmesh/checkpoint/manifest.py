@@ -170,7 +170,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def number_of(path: Path) -> int:
-    """The number of a checkpoint, by which they are in order."""
+    """The number of a checkpoint, which orders checkpoints."""
     match = NAME.fullmatch(path.name)
     assert match is not None
     return int(match[1])

@@ -37,8 +37,8 @@ class Preemption:
             self._vote.finish()
 
     def is_requested(self) -> bool:
-        """True if a signal has come on any rank, the same on all: one step later, as nobody waits for the
-        message of this step. Collective; to be called once after every step."""
+        """True if a signal has come on any rank; the same on all ranks. The answer is one step late, as
+        nobody waits for the message of this step. Collective; call it once after every step."""
         self._number = self._number or self._vote.cast(0, self._signals.number)[1]
         return bool(self._number)
 

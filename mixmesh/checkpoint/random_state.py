@@ -18,8 +18,8 @@ BEFORE = "cuda"  # the key of the device's numbers in checkpoints that were writ
 
 
 def random_state(model: nn.Module) -> Any:
-    """The encoded states of this rank's random numbers. The device's has its type, as it is useless for
-    another type."""
+    """The encoded states of this rank's random numbers. The device's state is stored with its type, as it is
+    useless for another type."""
     device = device_of(model)
     numbers = {
         "process": numbers_of_process(),

@@ -68,7 +68,7 @@ class Settings:
     is_fresh: bool = False
 
     def check_folder(self) -> None:
-        """Raises InputError if the folder is none to write to: before the training, not in it."""
+        """Raises InputError if the folder is not writable: before the training rather than during it."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-SAME_S = 2.0  # a launcher passes a signal on that its processes have got too: together they are one
+SAME_S = 2.0  # a launcher passes on a signal that its processes have received too: both count as one
 OF_SIGNAL = 128  # added to a signal's number in the exit status of a process ended by it
 
 

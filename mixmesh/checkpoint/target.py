@@ -88,7 +88,7 @@ class Target:
             raise InputError("the export cannot be written there", got=got, where=str(self.folder))
 
     def existing(self) -> list[Path]:
-        """The tensor files of an earlier export: first the files by which readers find the others."""
+        """The tensor files of an earlier export, those by which readers find the others first."""
         stems = "|".join(map(re.escape, (self.stem, self.optimizer_stem)))
         entry = re.compile(rf"({stems})({re.escape(SAFETENSORS)}|{re.escape(SAFETENSORS + INDEX)})")
         other = re.compile(rf"({stems})-\d{{5}}-of-\d{{5}}{re.escape(SAFETENSORS)}")
@@ -193,7 +193,7 @@ def _blocks(
 
 
 def _values(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor, which is freed at the end, before the next one is there."""
+    """The bytes of a tensor in blocks. The tensor is freed at the end, before the next one is read."""
     data = bytes_of(tensor)
     for begin in range(0, len(data), BLOCK_BYTES):
         yield data[begin : begin + BLOCK_BYTES]

@@ -93,7 +93,8 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def tensors_in(path: Path) -> dict[str, Held]:
-    """The tensors of one file by name. Raises InputError for a file that is none, or cut short."""
+    """The tensors of one file by name. Raises InputError for a file of another format, or one that is cut
+    short."""
     try:
         with safe_open(path, framework="pt"):  # checks that the file is complete, and reads no tensor
             pass

@@ -62,7 +62,7 @@ def calibrate(
 
 
 def device_named(kind: str | None) -> torch.device:
-    """The device of a type. Raises InputError if there is none."""
+    """The device of a type. Raises InputError if there is no such device."""
     import torch
 
     from ..runtime.accelerator import accelerator_type, local_device

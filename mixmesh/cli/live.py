@@ -217,7 +217,8 @@ class Live:
 
 
 def lag_text(own_s: Sequence[float]) -> str:
-    """By how much longer each rank works on a step than the fastest; of many ranks only the slowest."""
+    """For each rank, how much longer it works on a step than the fastest; if there are many ranks, only for
+    the slowest."""
     lags_s = [time_s - min(own_s) for time_s in own_s]
     if len(lags_s) <= MOST_LAGS:
         return f"lag {' / '.join(f'{1e3 * lag_s:.0f}' for lag_s in lags_s)} ms"

@@ -11,7 +11,7 @@ from ..cluster import Cluster
 from .output import seconds, size, table
 from .plan import ClusterFile
 
-CLUSTER_VARIABLE = "MIXMESH_CLUSTER"  # tells commands inside of the testbed the cluster file
+CLUSTER_VARIABLE = "MIXMESH_CLUSTER"  # gives commands inside the testbed the path of the cluster file
 
 
 def testbed(

@@ -218,7 +218,8 @@ class Cluster:
         return self._by_machine[ranks]
 
     def bandwidth_between(self, rank_a: int, rank_b: int) -> float:
-        """Bytes per second from one rank to another with nothing else going on; infinite to itself."""
+        """Bytes per second from one rank to another when nothing else is sent; infinite from a rank to
+        itself."""
         if rank_a == rank_b:
             return math.inf
         a, b = self.machine_index_of(rank_a), self.machine_index_of(rank_b)

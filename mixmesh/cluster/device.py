@@ -67,7 +67,7 @@ class Device:
 
 
 def device_of(table: DeviceTable) -> Device:
-    """The device of a table: what it does not give is that of its calibration, or else of its row of the
+    """The device of a table. Missing values come from its calibration, or else from its row of the
     catalogue."""
     return plain_device_of(with_calibration(table))
 

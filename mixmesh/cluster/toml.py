@@ -9,7 +9,8 @@ from ..base.units import MICRO, ONE, in_unit
 
 def toml_string(text: str) -> str:
     """Text in quotes."""
-    # JSON's escapes are TOML's, but for characters above U+FFFF, and for U+007F, which TOML wants escaped
+    # JSON's escapes are also TOML's, except for characters above U+FFFF, and for U+007F, which TOML wants
+    # escaped
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

@@ -27,7 +27,7 @@ __all__ = [
 # Elsewhere waking a thread takes some tens of microseconds, and NCCL's kernels wait without sleeping.
 EMULATED_HOP_S = 1e-3
 CPU_HOP_S = 5e-5
-MESSAGE_S = 5e-6  # a sender takes this for each further message at once: NCCL posts them in turn
+MESSAGE_S = 5e-6  # a sender's time for each further simultaneous message: NCCL posts them in turn
 NCCL_TREE_RATE = (
     0.9  # share of the link's that NCCL's own model gives its trees (``busBw * .9``, src/graph/tuning.cc)
 )

@@ -20,7 +20,7 @@ MIB = 2**20
 
 # --- the process --------------------------------------------------------------------------------------------
 
-# the context, and PyTorch's kernels so far as they are loaded: 0.3 to 0.6 GB under CUDA 12 and 13, which load
+# the context, and those of PyTorch's kernels that are loaded: 0.3 to 0.6 GB under CUDA 12 and 13, which load
 # them lazily
 CONTEXT_BYTES = 600 * MIB
 # kernels of cuBLAS, cuDNN and attention, which a process that computes loads with its first calls

@@ -78,7 +78,7 @@ def base_name(call: Call) -> str:
 
 
 def is_depthwise(call: Call) -> bool:
-    """Whether every channel is convolved by itself: a weight of one input channel on data of several."""
+    """Whether every channel is convolved separately: the weight has one input channel, the data several."""
     x, weight = call.inputs[0].shape, call.inputs[1].shape
     return len(weight) > 2 and weight[1] == 1 and x[len(x) - len(weight) + 1] > 1
 

@@ -10,12 +10,12 @@ from .exchanges import Exchange
 from .model import CostModel
 
 SIZES_BYTES = tuple(2**n for n in range(12, 27, 2))
-MARGIN = 0.05  # share of its seconds by which a sum must be faster: less is noise
+MARGIN = 0.05  # share of its seconds that a faster sum must save: less is noise
 
 
 def best_levels(costs: CostModel, ranks: Sequence[int] | None = None) -> Levels | None:
-    """By the machines of the cluster, from the least size on from which sums between all ranks, or these, are
-    faster so; None if even large ones are not."""
+    """Levels for the cluster's machines, with the size from which hierarchical sums between all ranks, or
+    between ``ranks``, are faster; None if even large ones are not."""
     cluster = costs.cluster
     everyone = tuple(range(cluster.world_size) if ranks is None else ranks)
     levels = Levels(machine_sizes(cluster))

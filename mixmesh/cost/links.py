@@ -15,7 +15,7 @@ from ..cluster import Cluster
 from .collectives import CollectiveFit, ring_fit
 from .curve import Curve
 
-SAME_SKEW = 0.02  # pieces are whole rows: skews that differ by less are one
+SAME_SKEW = 0.02  # pieces are whole rows: smaller differences of skews are ignored
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Way:
         if size_bytes <= largest:
             return curve.at(size_bytes)
         beyond = seconds + self.link_s_per_byte * (size_bytes - largest)
-        # one point's seconds do not tell which part grows
+        # one point's seconds do not show which part grows
         return beyond if len(curve.points) < 2 else max(curve.at(size_bytes), beyond)
 
 

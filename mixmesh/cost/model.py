@@ -257,7 +257,7 @@ class CostModel:
         return 3 * size_bytes / memory_rate(device) * self._class_scale(device, product=False)
 
     def slowdown(self, rank: int) -> float:
-        """By how much of itself computing on ``rank`` takes longer while a collective is under way."""
+        """The share by which computing on ``rank`` takes longer while a collective is under way."""
         measured = self._measured(self.cluster.devices[rank])
         return measured.slowdown if measured else 0.0
 

@@ -300,7 +300,7 @@ def _host_s_before(s_per_byte: float) -> dict[str, tuple[float, float]]:
 
 
 def _version(text: str, path: str | Path) -> int:
-    """The version in a file; the current one if there is none, for the error that follows."""
+    """The version given in a file; the current one if the file has none, for the error that follows."""
     try:
         version = json.loads(text).get("mixmesh_profile", FORMAT)
     except (ValueError, AttributeError, RecursionError):
@@ -355,7 +355,7 @@ def device_key(device: Device) -> str:
 
 
 def op_key(call: Call) -> str:
-    """The key by which two calls are one for the profiler: operator, types and plain arguments."""
+    """The key under which the profiler merges calls: operator, types and plain arguments."""
     plain = [repr(a) for a in call.args if not _has_ref(a)] + [
         f"{k}={v!r}" for k, v in call.kwargs if not _has_ref(v)
     ]

@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from ..errors import InputError
 
-# sums of few bytes by one message between each two ranks (``direct``): a hop in place of the library's many
+# small sums by one message between each two ranks (``direct``): one hop instead of the library's many
 ONE_SHOT_SUMS = "one-shot-sums"
 # a pipeline's stage computes nothing while it sends, as in measured systems; ours should be able to
 BLOCKING_SENDS = "blocking-sends"

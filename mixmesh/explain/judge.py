@@ -56,7 +56,7 @@ class Judged:
 
 
 class Judge:
-    """Simulates programs in place of that of one plan."""
+    """Simulates other programs instead of a plan's own."""
 
     def __init__(self, plan: Plan, costs: CostModel, optimizer_states: OptimizerStates) -> None:
         self.plan = plan
@@ -73,9 +73,8 @@ class Judge:
         return Judged(self.task.judge("plan", self.plan.program, simulation, micro_batches=rows))
 
     def best(self, program: Program) -> Judged:
-        """Judges a program with its best buckets, and with the plan's shard owners, split weight gradients
-        and number of micro-batches so far as it can have them; if it does not fit, with rematerialised
-        regions."""
+        """Judges a program with its best buckets, and with those of the plan's shard owners, split weight
+        gradients and micro-batches that it supports; if it does not fit, with rematerialised regions."""
         candidate = self.in_micro_steps(self.as_planned(replace(program, dtypes=self.plan.program.dtypes)))
         if not candidate.fits:
             recompute = recomputed_within if is_joined(program) else recomputed
@@ -141,7 +140,7 @@ def with_owners_of(plan: Program, program: Program) -> Program:
 
 
 def with_wgrads_of(plan: Program, program: Program) -> Program:
-    """``program`` with the plan's split weight gradients so far as they can be split."""
+    """``program`` with those of the plan's split weight gradients that it can split."""
     when = {i.results[0]: wgrad for i in plan.instructions if (wgrad := wgrad_of(i)) is not None}
     named = ((n, program.instructions[n].result) for n in (separable(program) if when else ()))
     return with_wgrads(program, {n: when[name] for n, name in named if name in when})

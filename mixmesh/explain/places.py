@@ -27,7 +27,7 @@ ROWS = Shard(0)
 
 
 class Kept(Enum):
-    """In place of a price: all other tensors keep their placements."""
+    """Stands for a price in rows where all other tensors keep their placements."""
 
     KEPT = "kept"
 

@@ -8,7 +8,7 @@ from ..cost import CollectiveFit, CostModel, default_algorithm
 from ..cost.exchanges import exchange_of, held_share
 from ..lang.ir import Instruction, Program, Shard
 
-MARGIN = 0.05  # share of its seconds by which another algorithm must be faster: less is noise
+MARGIN = 0.05  # share of its seconds that another algorithm must save: less is noise
 ATTRIBUTES = (("algorithm", False), ("gradient_algorithm", True))
 
 

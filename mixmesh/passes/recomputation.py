@@ -52,7 +52,7 @@ def can_run_again(program: Program, n: int, stale: frozenset[str]) -> bool:
 
 
 class _Live:
-    """Bytes of a program's activations held after each computation, whatever keeps them."""
+    """Bytes of a program's activations held after each computation, for any reason."""
 
     def __init__(self, program: Program) -> None:
         self.program = program

@@ -170,7 +170,7 @@ class _Rewrite:
         self.program, self.operators = program, operators
         self.used = {*program.types}
         self.made = {r for n in operators for r in program.instructions[n].results}
-        self.wanted: dict[str, dict[Placement, None]] = {}  # by value, the placements that it is taken in
+        self.wanted: dict[str, dict[Placement, None]] = {}  # by value, the placements in which it is used
         for n, i in enumerate(program.instructions):
             taken = operators[n].inputs if n in operators else (self.taken(i),) * len(i.inputs)
             for name, p in zip(i.inputs, taken):
@@ -226,7 +226,7 @@ class _Rewrite:
         return is_activation and len(wanted) == 1 and t.ratio == ratio_name(self.program, i.type)
 
     def entry(self, i: Instruction) -> Iterator[Instruction]:
-        """The pieces in place of the whole, which is gathered from them if others take it."""
+        """The pieces of a value, which is gathered from them if other instructions use it."""
         source = i.inputs[0]
         t = self.program.types[source]
         (p,) = (p for p in self.wanted[i.result] if isinstance(p, Shard))

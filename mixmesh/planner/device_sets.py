@@ -78,7 +78,7 @@ def device_sets(task: Task) -> list[Ranks]:
 
 
 def sets_in_need(task: Task) -> list[Ranks]:
-    """All devices except one class, for each class: the memory of that class may be what is too small."""
+    """For each class, all devices except those of the class: its memory may be too small."""
     class_of = task.costs.class_of
     classes = dict.fromkeys(class_of[r] for r in task.ranks)
     return [tuple(r for r in task.ranks if class_of[r] != c) for c in classes if len(classes) > 1]

@@ -24,7 +24,7 @@ def tag(task: Task) -> Iterator[Proposal]:
     """TAG: tree search, its choices weighed by a network that was trained on other models and clusters."""
     need_torch_geometric("tag")
     if task.world_size == 1:
-        return  # there is one way to place anything
+        return  # there is only one placement
     from ..search.learned.features import Facts
     from ..search.learned.mcts import Tree
     from ..search.learned.seeds import judged_seeds

@@ -165,7 +165,7 @@ def climb(
 
 
 def uniform(space: Space) -> Iterator[Strategy]:
-    """One choice for all groups, each that there is."""
+    """Strategies with the same choice for all groups, one per possible choice."""
     heaviest = max(range(len(space.groups)), key=lambda k: space.groups[k].param_bytes)
     for action in space.actions(heaviest):
         yield tuple(fitted(space, k, action.placed) for k in range(len(space.groups)))

@@ -1,4 +1,4 @@
-"""The list of planners: what each proposes, when ``auto`` asks it, and what it needs."""
+"""The list of planners: their proposals, the cases in which ``auto`` asks them, and their requirements."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def poplar(task: Task) -> Iterator[Proposal]:
     for ranks in (*sets, *sets_in_need(task)):
         if best_s < float("inf") and task.least_seconds(ranks) >= best_s:
             return  # slower sets will not help either
-        short = []  # ZeRO stages in which some rank lacks the memory to take its share at once
+        short = []  # ZeRO stages in which some rank cannot take its whole share at once for lack of memory
         for stage in STAGES:
             task.progress(f"planning: poplar, stage {stage}, {len(ranks)} devices")
             proposals = list(Staged(task, stage, ranks).proposals())

@@ -140,7 +140,7 @@ class Task:
 
     @property
     def states_expanded(self) -> int:
-        """By all searches so far."""
+        """The states that all searches have expanded so far."""
         return self._progress.states_expanded
 
     @states_expanded.setter
@@ -356,7 +356,7 @@ class Task:
         return self._simulations[key]
 
     def step_s(self, program: Program) -> float:
-        """Seconds of a step in the program's own buckets, at once."""
+        """Seconds of a step in the program's own buckets, without micro-batches."""
         return self.simulation(program).step_s(program)
 
     def judge(

@@ -13,8 +13,8 @@ SampleDims = dict[str, int]  # value -> the dim that counts samples
 
 def whole_batch_warnings(graph: Graph, program: Program) -> Iterator[str]:
     """A line for each kind of operator that has a rule, gets samples, cannot be cut between them, and runs
-    whole on several ranks of ``program`` while its batch is cut. Those without a rule have a line of their
-    own."""
+    whole on several ranks of ``program`` while its batch is cut. Operators without a rule are reported
+    separately."""
     if not _batch_is_cut(program):
         return
     seen: set[str] = set()

@@ -149,7 +149,7 @@ def begin_peak(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most bytes of tensors that there were at once, workspaces of cuBLAS among them."""
+    """The largest number of bytes of tensors held at one time, including workspaces of cuBLAS."""
     return torch.accelerator.memory.max_memory_allocated(device)
 
 
@@ -167,5 +167,5 @@ def outside_bytes(device: torch.device) -> int:
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Bytes of tensors and workspaces that there are now."""
+    """Bytes of the current tensors and workspaces."""
     return torch.accelerator.memory.memory_allocated(device)

@@ -62,8 +62,8 @@ def facts_of_model(model: nn.Module) -> Facts:
 
 @dataclass(frozen=True)
 class Round:
-    """One exchange between all ranks, through ``store`` under ``key``, of ``what``, for at most
-    ``timeout_s``. ``check`` may raise meanwhile."""
+    """Exchanges ``what`` between all ranks through ``store`` under ``key``, within ``timeout_s``. ``check``
+    may raise in the meantime."""
 
     store: dist.Store
     key: str

@@ -14,7 +14,7 @@ class AwakeClock:
         self._ticked_at = time.monotonic()
 
     def tick(self, most_s: float) -> None:
-        """Goes on to this moment, by ``most_s`` seconds at most."""
+        """Advances the clock to this moment, but by at most ``most_s`` seconds."""
         now = time.monotonic()
         self.now_s += min(now - self._ticked_at, most_s)
         self._ticked_at = now

@@ -309,8 +309,8 @@ def all_reduce(
 
 
 def _all_reduce_directly(channel: Channel, x: Tensor, op: str) -> Handle:
-    """One hop in place of two for every level of a tree or every rank of a ring. All ranks add in the order
-    of ranks, so that all get the same to the last bit."""
+    """One hop instead of two for every level of a tree or every rank of a ring. All ranks add in rank order,
+    so that all get the same result to the last bit."""
     n = len(channel.ranks)
     size_bytes = n * n * x.numel() * x.element_size()
 
@@ -465,7 +465,7 @@ def _summable(channel: Channel, x: Tensor) -> Tensor:
     return x
 
 
-WIDER = {torch.int16: torch.int32}  # bf16 and f16 are summed as they are
+WIDER = {torch.int16: torch.int32}  # bf16 and f16 are summed without conversion
 
 
 def _intervals(sizes: Sizes) -> list[tuple[int, int]]:

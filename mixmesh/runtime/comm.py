@@ -200,7 +200,8 @@ class Channel:
         return is_accelerator(self.comm.device) and self.backend == HOST_BACKEND
 
     def start(self, call: Callable, *args, **kwargs) -> dist.Work | None:
-        """Starts a collective. One of all ranks is a call that the watch knows, whoever starts it."""
+        """Starts a collective. For the watch, one of all ranks is always a call, regardless of what starts
+        it."""
         if self.is_call and self.comm.watch is not None and len(self.ranks) == self.comm.world_size:
             self.comm.watch.meet(self.what)
         try:

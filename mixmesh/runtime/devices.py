@@ -129,7 +129,7 @@ def _is_moved(rank: int, planned: Sequence[PlannedDevice], found: Sequence[Found
     if next(f.host for p, f in zip(planned, found) if p.machine == plan.machine) != host:
         return True
     if {p.machine for p in planned} != {f.host for f in found}:
-        return False  # a file written by hand, with names of its own
+        return False  # a file written by hand, with its own names
     return host not in {p.machine for p in planned if p.like == plan.like}
 
 

@@ -34,7 +34,7 @@ class Face(nn.Module):
     _runtime: Any  # a Runtime, which knows this class
 
     def _wear(self, model: nn.Module, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-        """Takes on the modules and attributes of ``model``, with these tensors by name in place of its
+        """Takes on the modules and attributes of ``model``, with these tensors, by name, instead of its
         own."""
         original = own_module(model)
         known: dict[nn.Module, nn.Module] = {original: self, model: self}
@@ -83,7 +83,7 @@ class Face(nn.Module):
         original = self._runtime.original
         with self.whole() as module:
             twin = copy.deepcopy(original)
-            if module is not own_module(original):  # that has values of its own
+            if module is not own_module(original):  # has values of its own
                 copy_tensors(module, own_module(twin))
         copy_of_self = memo[id(self)] = self._runtime.again(twin)
         for mine, its in zip(self.parameters(), copy_of_self.parameters()):

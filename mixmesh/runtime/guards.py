@@ -18,7 +18,7 @@ AGAIN = "plan again with the model as it is now, and parallelize that"
 @dataclass(frozen=True)
 class Guards:
     """``shown`` are the model's parameters in their order, ``inner`` the program's tensors for them, in the
-    same memory. ``trainable`` tells for each whether it was to be trained when the plan was made."""
+    same memory. ``trainable`` says for each whether it was trainable when the plan was made."""
 
     names: tuple[str, ...]
     shown: tuple[nn.Parameter, ...]

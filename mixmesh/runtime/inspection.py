@@ -57,7 +57,7 @@ class Inspector:
             self.values[self.random.micro_step, name] = counts
 
     def checked(self, i: Instruction, call: Callable[..., tuple]) -> Callable[..., tuple]:
-        """A local operator that is looked at in its forward pass and in its backward pass."""
+        """A local operator that is inspected in its forward pass and in its backward pass."""
         name = next(r for r in i.results if r is not None)
 
         def run(*args):

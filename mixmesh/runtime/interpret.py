@@ -180,7 +180,7 @@ def run_everywhere(
             region = again.setdefault((number, rank), Region(place))
             per_rank.append(region.run(Step(run, i.inputs, i.results, run), *values))
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
-            raise failed(i, rank, error) from error  # kernels check more than types tell
+            raise failed(i, rank, error) from error  # kernels check more than types
     for index, name in enumerate(i.results):
         if name is not None:
             env[name] = [results[index] for results in per_rank]

@@ -73,7 +73,7 @@ class ByLevels:
         return self._start(x, (lambda: (), between, lambda: self._down(x)), group)
 
     def _pieces(self, x: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> list[tuple[int, Tensor]]:
-        """Leaders with their pieces, if this rank is one."""
+        """The leaders with their pieces; empty if this rank is no leader."""
         ranks = dist.get_process_group_ranks(group) if self.leads else ()
         return [(r, piece) for r, piece in zip(ranks, x.split(list(counts))) if piece.numel()]
 

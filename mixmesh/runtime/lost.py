@@ -11,8 +11,8 @@ from ..errors import CollectiveError, MixmeshError
 
 
 class Waiting(NamedTuple):
-    """The call that a rank waits in, the moment since when, and the instruction with its place, if it is one.
-    ``is_met`` is False for a rank that computes there, and does not wait."""
+    """The call that a rank waits in, the time since when it waits, and the instruction with its place, if the
+    call is one. ``is_met`` is False for a rank that computes there and does not wait."""
 
     what: str
     since: float

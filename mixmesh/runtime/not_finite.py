@@ -155,7 +155,7 @@ def _first_value(program: Program, step: int, told: Sequence[Findings]) -> NotFi
     in_order = sorted(reached, key=lambda held: (number_of[held[1]], held[0]))
     rank, name = next(held for held in in_order if not reached[held])
     got = f"rank {rank}: {counts_of((rank, name))} of %{name}"
-    if not num_nan((rank, name)):  # masks are infinite too: the first nan may tell more
+    if not num_nan((rank, name)):  # masks are infinite too: the first nan may be more helpful
         later = next((held for held in in_order if num_nan(held)), None)
         if later is not None:
             got += f"; the first nan are of {_described(program.producers[later[1]])} on rank {later[0]}"

@@ -122,7 +122,7 @@ def _fails_on_shards(optimizer: optim.Optimizer, dims: set[int]) -> bool:
 
 
 def _trial_shard(num_dims: int) -> Tensor:
-    """A shard with a gradient that one rank holds, and that asks nobody else for anything."""
+    """A shard with a gradient that one rank holds, and that needs no other rank."""
     alone = Comm(rank=0, world_size=1, device=torch.device("cpu"), timeout_s=0.0, groups={})
     shape = (TRIAL_SIZE,) * num_dims
     whole = Whole(Stored("trial", shape, torch.float32, Layout(REPLICATE, (0,))), alone)

@@ -70,11 +70,9 @@ def _laid_out(t: Tensor, p: Tensor) -> Tensor:
 def swap_params(
     optimizer: optim.Optimizer, swapped: Mapping[Tensor, tuple[Tensor, Stored]], rank: int
 ) -> None:
-    """Replaces old parameters by new ones, in their own groups, and cuts their state likewise.
-
-    The optimizer object stays, so learning rate schedulers stay attached. Raises InputError for a parameter
-    that is not the model's.
-    """
+    """Replaces old parameters by new ones in the same groups, and cuts their state in the same way. The
+    optimizer object stays, so learning rate schedulers stay attached. Raises InputError for a parameter that
+    is not the model's."""
     for group in optimizer.param_groups:
         foreign = [p for p in group["params"] if p not in swapped]
         if foreign:

@@ -126,7 +126,7 @@ class ParallelModel(Face):
         if self.training:
             run.heap.before_step()
         tensors = run.calls.tensors(args, kwargs, evaluates=not self.training)
-        # report errors that this rank sees by itself before waiting for others
+        # report errors that this rank can detect alone before waiting for others
         wanted = wanted_gradients(run.program, tensors)
         form = run.forms.form(tensors, args, kwargs, modes=self.modes, wanted=wanted)
         steps = form.steps
@@ -270,7 +270,7 @@ class ParallelModel(Face):
         return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
     def _is_whole_everywhere(self) -> bool:
-        """Whether every rank holds all of the model, and has to ask nobody for it."""
+        """Whether every rank holds all of the model, and needs no other rank for it."""
         return all(s.is_everywhere(self.comm.world_size) for s in self._runtime.stored.values())
 
     @meets("full_state_dict", unless=lambda model: model._is_whole_everywhere())

@@ -35,7 +35,7 @@ class Seen:
     ended: str = ""
     verdict: dict[str, Any] | None = None
     lines: dict[str, str] = field(default_factory=dict)
-    at: str = ""  # the line of its script, while it is outside of all calls
+    at: str = ""  # the current line of its script, outside of calls
     failed_at: int = 0  # the number of the call that failed last
 
 
@@ -117,12 +117,12 @@ class Peers:
         if is_here:
             return f"is stopped (by a signal), for {silent_s:.0f} s" if is_stopped(seen.pid) else ""
         if self.store_is_lost and rank:
-            return ""  # no rank can be heard of; rank 0, whose process holds the store, is looked at
+            return ""  # without the store no rank can be heard; checks rank 0, whose process holds it
         return f"has not been heard of for {silent_s:.0f} s"
 
     def why_silent(self, rank: int, heartbeat_s: float) -> str:
-        """The same of a rank that nobody waits for yet: only after silence, as one that has come to its end
-        by itself may be gone before its last word is read."""
+        """The same for a rank that nobody waits for yet: only after silence, because a rank that has reached
+        its end may be gone before its last message is read."""
         is_silent = self._clock.now_s - self._seen[rank][1] >= heartbeat_s
         return self.why_lost(rank, heartbeat_s) if is_silent else ""
 

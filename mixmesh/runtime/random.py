@@ -36,7 +36,7 @@ class RandomPolicy:
         self.first_sample = 0
 
     def go_on(self, step: int) -> None:
-        """Goes on after ``step`` steps of an earlier process."""
+        """Continues after ``step`` steps of an earlier process."""
         self.step = self.first_step = step
 
     @property

@@ -91,8 +91,8 @@ class Redistribution:
         return Pending(self, x, handle, gradient, _Leave.apply(x, gradient))
 
     def apply(self, x: Tensor | None, tokens: list[Tensor]) -> Tensor | None:
-        """Starts and finishes at once, with autograd. Appends to ``tokens`` those that must go into the
-        loss."""
+        """Starts and finishes without a pause, with autograd. Appends to ``tokens`` those that must go into
+        the loss."""
         return self.start(x).finish(tokens)
 
     def _local(self, x: Tensor | None) -> Tensor | None:

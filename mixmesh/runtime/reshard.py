@@ -73,7 +73,7 @@ class Keeper:
         return result
 
     def note(self, x: Tensor) -> Any:
-        """A record to keep in place of a tensor; ``take`` makes it a tensor again."""
+        """A record to keep instead of a tensor; ``take`` makes it a tensor again."""
         return self._pack(x)
 
     def take(self, note: Any) -> Tensor:

@@ -370,7 +370,7 @@ _SPECIAL: dict[str, Callable] = {
     "__format__": _show,
     "__reduce_ex__": _refuse_pickling,
     "__deepcopy__": _deepcopy,
-    "data_ptr": lambda func, args, kwargs: 0,  # as for a DTensor: there is no memory of the whole
+    "data_ptr": lambda func, args, kwargs: 0,  # as for a DTensor: the whole has no memory
     "new_empty": _new_empty,
     **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_tensor"), _new_plain),
     "_amp_foreach_non_finite_check_and_unscale_": _unscale,

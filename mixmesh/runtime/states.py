@@ -58,7 +58,7 @@ def check_optimizer_state(optimizer: optim.Optimizer, state: Any) -> None:
 
 
 def numbered(state: Mapping[str, Any]) -> dict[Any, int]:
-    """The place of each parameter of a state in the order of its groups, by the number that it has there."""
+    """The place of each parameter of a state in the order of its groups, by its number in the state."""
     numbers = [n for group in state["param_groups"] for n in group["params"]]
     return {n: place for place, n in enumerate(numbers)}
 

@@ -330,7 +330,7 @@ def train(
         with span("batch"):
             batch = next_batch(batches, comm)
         if batch is None:
-            with comm.call(END_OF_DATA):  # where others go on, the watch tells all
+            with comm.call(END_OF_DATA):  # if others continue, the watch reports it
                 break
         loaded, waited_s = time.perf_counter(), comm.waits.time_s
         guard.backward(batch)

@@ -8,8 +8,8 @@ from ..errors import CollectiveError
 from .agreement import by_value, ranks_text
 from .peers import Seen
 
-END_OF_DATA = "the end of the data"  # a call
-START_OF_EPOCH = "the start of an epoch"  # also a call
+END_OF_DATA = "the end of the data"  # the name of a call
+START_OF_EPOCH = "the start of an epoch"  # the name of another call
 HINTS = {
     END_OF_DATA: "data of as many batches on every rank",
     START_OF_EPOCH: "leave the loop over a loader after the same batch on every rank",

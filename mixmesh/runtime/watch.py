@@ -69,7 +69,7 @@ class Watch:
         self.number, self.doing, self.since = 0, "", time.monotonic()
         self.waiting: Waiting | None = None
         self.position = Position()
-        self._counted: Callable[[], Any] = lambda: None  # the optimizer whose steps count, while it is there
+        self._counted: Callable[[], Any] = lambda: None  # the optimizer whose steps count, while it exists
         self.on_lost: Callable[[Lost, Position], object] = lambda lost, position: None
         self.is_told_to_stop: Callable[[], bool] = lambda: False  # whether a noted signal asks to stop
         self._calls: dict[int, str] = {}
@@ -83,7 +83,7 @@ class Watch:
         self._noticed = self._asked = False
         self._beat = 0
         self._over = threading.Event()
-        self._write()  # before anything is exchanged: whoever was met can be looked at
+        self._write()  # before any exchange: ranks that have met can be checked
         self._asked_at: float | None = None  # while the store has not answered
         self._threads = [
             threading.Thread(target=run, name=f"mixmesh {name}", daemon=True)
@@ -138,12 +138,12 @@ class Watch:
         self.doing, self.since = "", time.monotonic()
 
     def fail(self, error: BaseException) -> None:
-        """Tells the others why this rank does not go on."""
+        """Tells the others why this rank stops."""
         if error is not self._verdict:
             self._failed, self._failed_at = _one_line(error), self.number
 
     def leave(self, error: Exception) -> None:
-        """Tells the others that this rank will not come again."""
+        """Tells the others that this rank will not return."""
         self._ended = _one_line(error)
 
     def exchange(self, facts: Facts, what: str, timeout_s: float) -> list[Facts]:
@@ -294,7 +294,7 @@ class Watch:
         self._conclude(error, lost)
 
     def _find_gone(self, states: dict[int, Seen], waiting: Waiting) -> Lost | None:
-        """A rank that has said itself that it does not come to the call that this one waits in."""
+        """A rank that has announced that it does not come to the call that this one waits in."""
         for rank, seen in states.items():
             # its script may have caught the error, and be in the next call already
             is_over = seen.number > self.number or not seen.doing

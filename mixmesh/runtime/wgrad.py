@@ -45,7 +45,7 @@ class Receiver(Protocol):
 
 
 class AtOnce:
-    """A receiver that adds gradients at once, for programs without sums."""
+    """A receiver that adds gradients immediately, for programs without sums."""
 
     def expects(self, p: Tensor, uses: int) -> None:
         pass
@@ -158,7 +158,7 @@ class _How:
     plain: LocalOp
     gradients: Linear | Convolution
     receiver: Receiver
-    later: Callable[[Tensor, Callable[[], Tensor]], None] | None  # takes gradients that are not made at once
+    later: Callable[[Tensor, Callable[[], Tensor]], None] | None  # takes the gradients that are made later
     around: Callable[[], AbstractContextManager]
 
 

@@ -51,7 +51,7 @@ Judge = Callable[[Strategy], Outcome]
 
 
 class Fidelity(Enum):
-    """How closely a strategy is looked at: by the estimate of its groups, or as a whole simulated program."""
+    """How closely a strategy is judged: by the estimate of its groups, or as a whole simulated program."""
 
     GROUPS = "groups"
     SIMULATED = "simulated"

@@ -87,7 +87,8 @@ class Simulation:
         loss = self._loss(program)
         for group in dict.fromkeys(s.kind.ranks for s in step.summed):
             self.network.channel("gradient", group)
-        # communication takes its share of the burst credit of devices that have some, in place of a slowdown
+        # for devices with burst credit, communication takes a share of the credit instead of slowing them
+        # down
         slowdown = tuple(0.0 if s > 0 else self.costs.slowdown(r) for r, (s, _) in enumerate(rests))
         if timed is None:
             forward = time_pass(step.forward, self.sheet, self.network)

@@ -76,7 +76,7 @@ def calls_of(order: Pass, network: Channels) -> tuple[Call, ...]:
 
 @dataclass(frozen=True)
 class Parts:
-    """The constant parts of a simulated step. ``slowdown`` is by how much each rank computes slower while a
+    """The constant parts of a simulated step. ``slowdown`` is each rank's slowdown of computing while a
     collective is under way; ``loss`` is the all-reduce of the loss."""
 
     sheet: Sheet

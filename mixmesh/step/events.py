@@ -23,7 +23,7 @@ NAMES: dict[str, Callable[[str], str]] = {
 }
 
 
-LOCAL = -1  # in place of a collective's number
+LOCAL = -1  # stands for a collective's number
 
 
 class Compute(NamedTuple):  # made by the thousand, in a third of a frozen dataclass's time

@@ -41,7 +41,8 @@ from .repeats import Repeat
 
 
 class Writer:
-    """Events so far, and the collectives among them. Equal ones of an instruction have one number."""
+    """The events so far, and the collectives among them. Equal collectives of one instruction share a
+    number."""
 
     def __init__(self, outline: Outline) -> None:
         self.outline = outline

@@ -70,7 +70,8 @@ class Step(Generic[Facts]):
 
     @lazy
     def _forward_of_owned(self) -> Pass:
-        """The forward pass as if every parameter had an owner, from which those for other owners are made."""
+        """The forward pass as if every parameter had an owner; passes for other sets of owned parameters are
+        made from it."""
         return forward_pass(self.outline, frozenset(p.result for p in self.program.params))
 
     def reductions(self, program: Program, buckets: Buckets, *, scattered: bool = False) -> Reductions:

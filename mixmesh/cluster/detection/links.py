@@ -100,7 +100,8 @@ def exchange(rank_a: int, rank_b: int, device: torch.device) -> Link:
 
 
 def next_size_bytes(size_bytes: int, message_s: float) -> int:
-    """The size of the message to follow one that took ``message_s``; 0 if that one tells the rate."""
+    """The size of the next message after one that took ``message_s``; 0 if that one already determines the
+    rate."""
     if message_s >= LONG_ENOUGH_S or size_bytes >= LARGEST_BYTES:
         return 0
     return size_bytes * (2 if message_s > LONG_ENOUGH_S / 8 else 8)

@@ -22,7 +22,7 @@ from .parts import OTHERS, WAITS, Bounds, Parts, kinds_of
 
 EVENLY = "ddp-even"
 LONG_S = 10.0  # seconds of planning: from there on only baselines are planned once more
-SAME = 0.005  # share of a step: less is no difference to be told
+SAME = 0.005  # share of a step: smaller differences are not reported
 TOLD = 0.2  # share of a difference: smaller parts of it are not mentioned
 WHOLE = 0.9  # share of a difference: a part this large is mentioned alone
 

@@ -45,7 +45,7 @@ class Line:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """The step on the cluster as it is and after each change, and the seconds that the answers took."""
+    """The step on the unchanged cluster and after each change, and the seconds that the answers took."""
 
     answers: tuple[Answer, ...]
     took_s: float
@@ -133,7 +133,7 @@ def with_faster(plan: Plan, cluster: Cluster, profile: Profile | None, step_s: f
     faster = with_faster_links(cluster, inside=FASTER_LINKS, between=FASTER_LINKS)
     costs = CostModel(faster, None if profile is None else profile.without_links(), tf32=plan.tf32)
     faster_s = run(plan.program, costs, micro_batches=plan.micro_batches).step_s
-    if profile is not None:  # a gain of faster links is told by the same costs of links
+    if profile is not None:  # the same costs of links give the gain of faster links
         now = CostModel(cluster, profile.without_links(), tf32=plan.tf32)
         faster_s *= step_s / run(plan.program, now, micro_batches=plan.micro_batches).step_s
     return faster_s

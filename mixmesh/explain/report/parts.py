@@ -20,7 +20,7 @@ KindOf = Callable[[Event], str]
 
 
 def kinds_of(program: Program) -> KindOf:
-    """A function that tells the kind of an event of ``program``."""
+    """A function that returns the kind of an event of ``program``."""
     stored = {p.result for p in program.params}
     moved = {i.result for i in program.instructions if i.is_redistribution and i.inputs[0] in stored}
 

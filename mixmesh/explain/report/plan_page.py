@@ -1,4 +1,4 @@
-"""The page of a plan, or of several that are looked at one after the other."""
+"""The page of a plan, or of several plans between which the reader switches."""
 
 from __future__ import annotations
 

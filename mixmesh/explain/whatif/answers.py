@@ -1,4 +1,4 @@
-"""The fastest plan after each change, and for the cluster as it is."""
+"""The fastest plan for the unchanged cluster and after each change."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def price_of(cluster: Cluster) -> float | None:
 
 
 def ranked(found: Sequence[Answer]) -> list[Answer]:
-    """The answers after the first, which is the cluster as it is, by the time of a sample."""
+    """The answers after the first, which is for the unchanged cluster, sorted by the time of a sample."""
     return sorted(found[1:], key=lambda answer: answer.sample_s)
 
 

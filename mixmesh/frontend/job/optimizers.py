@@ -50,7 +50,7 @@ def can_be_fused(optimizer: Any) -> bool:
     if type(optimizer) not in [getattr(torch.optim, name) for name in FUSED] or optimizer.state:
         return False
     for group in groups:
-        # False would be the user's choice, None is none
+        # False would be the user's choice, None is not
         free = all(group.get(name, False) is None for name in ("fused", "foreach"))
         if not free or group.get("differentiable") or group.get("capturable"):
             return False
@@ -67,7 +67,7 @@ ELEMENTWISE = (
 
 def is_elementwise(optimizer: Any) -> bool:
     """Whether an optimizer's step is one of PyTorch's that can step a part of a parameter alone. A class with
-    its own ``step`` does not count, whatever it inherits from."""
+    its own ``step`` does not count, regardless of its base classes."""
     import torch
 
     known = [unwrap(getattr(torch.optim, name).step) for name in ELEMENTWISE]

@@ -117,8 +117,8 @@ def _cut(x: Any, dim: int) -> tuple[Any, Any]:
 def _stepped(
     optimizer: Any, params: Sequence[Any], values: Sequence[Any], gradients: Sequence[Sequence[Any]]
 ) -> list[Any]:
-    """``values`` after a step by each row of ``gradients``, by a copy of the optimizer that has them in every
-    one of its groups in place of ``params``."""
+    """``values`` after one step for each row of ``gradients``, by a copy of the optimizer whose groups hold
+    them instead of ``params``."""
     import torch
 
     trial, groups = _copy(optimizer, params)
@@ -137,8 +137,7 @@ def _stepped(
 
 
 def _copy(optimizer: Any, params: Sequence[Any]) -> tuple[Any, list[dict]]:
-    """A copy of an optimizer with all that it has but its parameters and their state, and its groups, without
-    parameters."""
+    """A copy of an optimizer, and its groups, without parameters and their state."""
     memo: dict[int, Any] = {id(p): None for p in params}
     held = {key: x for key, x in vars(optimizer).items() if key not in ("state", "step", "zero_grad")}
     trial = object.__new__(type(optimizer))

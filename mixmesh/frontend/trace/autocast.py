@@ -73,7 +73,7 @@ def under(autocast: Autocast | None) -> Any:
 
 @contextmanager
 def no_autocast() -> Iterator[None]:
-    """A context in which nothing is cast, whatever the caller's context."""
+    """A context in which nothing is cast, even if the caller's context casts."""
     with ExitStack() as stack:
         for device in DEVICES:
             if torch.is_autocast_enabled(device):

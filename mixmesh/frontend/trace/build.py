@@ -20,7 +20,7 @@ from .locate import Place
 from .schema import normalise, on_meta, overload
 
 Rule = Callable[["Builder", Node], "tuple[Ref | None, ...] | None"]
-NOWHERE = Node((), (), "")  # the node that is replaced, before there is one
+NOWHERE = Node((), (), "")  # stands for the replaced node before there is one
 
 
 class Builder:

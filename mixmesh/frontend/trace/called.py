@@ -61,7 +61,8 @@ def plain_functions(function: Any) -> Iterator[tuple[FunctionType, type | None]]
 
 
 def all_called(first: Iterable[tuple[FunctionType, type | None]]) -> list[FunctionType]:
-    """These functions, so far as they are the script's own code, and those that they may call by name."""
+    """Those of these functions that are the script's own code, and the functions that they may call by
+    name."""
     waiting, called = list(first), dict[int, FunctionType]()
     while waiting and len(called) < MOST_FUNCTIONS:
         function, owner = waiting.pop()

@@ -121,7 +121,7 @@ class Batch:
         return tuple(n for n, x in zip(self.names, self.leaves) if isinstance(x, torch.Tensor))
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        # copies, because export merges inputs that are one and the same tensor
+        # copies, because export merges inputs that are the same tensor object
         return tuple(x.detach().clone() for x in self.leaves if isinstance(x, torch.Tensor))
 
     def call(self, model: nn.Module, tensors: tuple[torch.Tensor, ...]) -> Any:

@@ -40,7 +40,7 @@ def generators_in(*roots: Any) -> list[Any]:
             continue
         visited[id(value)] = value
         if not isinstance(value, GENERATORS):
-            with suppress(Exception):  # an object may fail to be looked into in any way
+            with suppress(Exception):  # examining an object may fail in any way
                 waiting.extend(_parts(value))
         elif id(value) not in of_process and not isinstance(value, random.SystemRandom):
             generators.append(value)

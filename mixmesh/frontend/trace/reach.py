@@ -1,4 +1,4 @@
-"""The objects to which a function can write besides its arguments: the variables of its closure, the globals
+"""The objects that a function can write to besides its arguments: the variables of its closure, the globals
 that it names, and the attributes of its object, if it is a method."""
 
 from __future__ import annotations

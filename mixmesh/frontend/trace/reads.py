@@ -40,7 +40,7 @@ _OF_EVERY_MODULE = frozenset(
     {"training", "call_super_init", "dump_patches", "_version", "_compiled_call_impl"}
 )
 _TABLES = frozenset({"__dict__", *vars(nn.Module())})
-_OF_EXPORT = ("_tensor_constant", "_param_constant")  # the names by which it keeps constants itself
+_OF_EXPORT = ("_tensor_constant", "_param_constant")  # the names that it gives to constants
 Key = tuple[int, str]  # id of the holder of a value, and the value's name there
 
 
@@ -65,7 +65,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Constant:
-    """A tensor of which a program holds a copy. ``find`` gives the current one in its place."""
+    """A tensor of which a program holds a copy. ``find`` returns the tensor that is in its place now."""
 
     path: str
     find: Find

@@ -49,7 +49,7 @@ def _check_const(program: Program, i: Instruction, where: str) -> None:
 
 
 def _typed(arg: Arg, program: Program) -> object:
-    """An argument with types in place of names, so that calls with equal results compare equal."""
+    """An argument whose names are replaced by types, so that calls with equal results compare equal."""
     if isinstance(arg, Ref):
         return program.types[arg.name].value
     if isinstance(arg, tuple):

@@ -82,7 +82,8 @@ class Body:
 
     @lazy
     def factored(self) -> frozenset[str]:
-        """Parameters whose gradients are computed from gathered factors (``sfb``): nobody sums them."""
+        """Parameters whose gradients are computed from gathered factors (``sfb``), and therefore never
+        summed."""
         users = [i for i in self.instructions if i.attrs and i.attr("sfb", False)]
         return frozenset(name for i in users for name in i.inputs if self.producers[name].op == "param")
 

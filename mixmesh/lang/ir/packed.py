@@ -1,5 +1,4 @@
-"""Packed sums: one all-reduce in place of several small ones, which planning puts together
-(``passes.order``)."""
+"""Packed sums: one all-reduce that replaces several small ones; planning packs them (``passes.order``)."""
 
 from __future__ import annotations
 

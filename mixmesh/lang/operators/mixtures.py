@@ -158,8 +158,8 @@ class _Rows:
 
 
 def _sort(ids: Tensor, first: int, num_held: int, num_experts: int) -> _Rows:
-    """Sorts the choices of ``num_held`` experts from ``first`` on. Raises IndexError for a choice that is
-    none of ``num_experts``."""
+    """Sorts the choices of ``num_held`` experts from ``first`` on. Raises IndexError for a choice outside of
+    the ``num_experts``."""
     if ids.is_meta:
         return _Rows(ids, ids, None)
     # counted on the host, which slices the rows of each expert

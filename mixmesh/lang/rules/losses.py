@@ -212,7 +212,7 @@ def pairwise_distance(call: Call) -> str:
 
 
 def recurrent_flops(call: Call) -> str:
-    """A product with every matrix for each step and sample."""
+    """The size of a product with every matrix for each step and sample."""
     matrices = [k for k, t in enumerate(call.inputs[1:]) if len(t.shape) == 2]
     return " + ".join(f"t n p{k}_0 p{k}_1" for k in matrices)
 

@@ -389,7 +389,7 @@ def unpool(call: Call) -> str:
 
 
 def renorm(call: Call) -> str:
-    """renorm(self, p, dim, maxnorm): each slice along the dim is scaled by itself."""
+    """renorm(self, p, dim, maxnorm): each slice along the dim is scaled independently."""
     rank = rank_of(call)
     dim = wrap(call.args[2], rank)
     return fixed_dims(call, tuple(i for i in range(rank) if i != dim))

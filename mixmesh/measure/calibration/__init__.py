@@ -31,7 +31,7 @@ from .timing import Bench, measure_group, measure_optimizer, tf32_set
 
 __all__ = ["Measured", "Steps", "calibrate"]
 
-MEASURING = 0.92  # share of the time by which measuring is over: then the constants are fitted
+MEASURING = 0.92  # share of the time after which measuring ends: then the constants are fitted
 HEATING = 0.08  # share of the time for which a GPU computes before it is measured, for clocks as under load
 OPTIMIZER_SHARE = 0.1
 LEAST_S = 1.0  # least seconds for the first group

@@ -160,7 +160,7 @@ def with_peaks_above(device: Device) -> Device:
 
 
 def best_share(row: tuple[str, str, float, float, float]) -> float:
-    """The share of the peak that a row reaches in either pass: products are repeated for two gradients."""
+    """The share of the peak that a row reaches in each pass: products are repeated for two gradients."""
     name, _, share, _, backward = row
     if name not in PRODUCTS:
         return share
@@ -199,8 +199,8 @@ def passes(
 
 
 def relative_errors(predictions: Predictions) -> list[float]:
-    """By how much of the shorter one a predicted and a measured time differ: half as long is as wrong as
-    twice as long, which is an error of 1."""
+    """The difference of a predicted and a measured time, relative to the shorter one: half as long is as
+    wrong as twice as long, which is an error of 1."""
     return [max(predicted / measured, measured / predicted) - 1 for predicted, measured in predictions]
 
 

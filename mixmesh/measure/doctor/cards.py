@@ -1,4 +1,4 @@
-"""The figures that ``nvidia-smi`` tells of cards: the driver, clocks and limits of power."""
+"""The figures that ``nvidia-smi`` reports for cards: driver, clocks and power limits."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def number(cell: str) -> float | None:
 
 
 def card_of(device: torch.device) -> Card | None:
-    """The entry of ``device``, by its uuid; None if there is none, as for a part of a card."""
+    """The entry of ``device``, found by its uuid; None if it is not listed, for instance a part of a card."""
     uuid = card_facts(device).uuid
     return next((card for card in read_cards() if uuid and card.uuid.removeprefix("GPU-") == uuid), None)
 

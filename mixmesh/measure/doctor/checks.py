@@ -155,7 +155,7 @@ def collectives(ground: Ground) -> str:
             timeout=timedelta(seconds=ground.group_timeout_s),
         )
         sums = [sum_of_ranks(ground.device)]
-        if ground.backend != HOST_BACKEND:  # ranks tell each other small things by gloo, too
+        if ground.backend != HOST_BACKEND:  # ranks also exchange small messages by gloo
             sums.append(sum_of_ranks(torch.device("cpu"), dist.new_group(backend=HOST_BACKEND)))
         return sums
 

@@ -48,7 +48,8 @@ def cluster_file(ground: Ground) -> str:
 
 
 def plan_file(ground: Ground) -> str:
-    """All ranks have one plan, it is for this cluster file if there is one, and it fits the devices."""
+    """All ranks have the same plan; it belongs to this cluster file, if one is given, and it fits the
+    devices."""
     path = ground.asked.plan_file
     assert path is not None  # else this check is left out
     text, without = read_alike(ground, "plan", path, told_of_plan)
@@ -65,7 +66,7 @@ def plan_file(ground: Ground) -> str:
 
 
 def plan_of_job(ground: Ground) -> str:
-    """The plan is one for the model of the job."""
+    """The plan was made for the job's model."""
 
     def make() -> str:
         if ground.meeting.rank == 0:

@@ -54,7 +54,7 @@ def links(ground: Ground) -> str:
         best = measured if best is None else faster(best, measured)
         if cluster is None or not any(w.measured < w.expected for w in wrong_rates(cluster, best)):
             break
-    assert best is not None  # there is one try at least
+    assert best is not None  # there is at least one try
     ground.columns["interface"] = [interface for interface, _ in told]
     ground.columns["Gbit/s"] = rate_column(machines, best)
     if cluster is not None and (wrong := wrong_rates(cluster, best)):

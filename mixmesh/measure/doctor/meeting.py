@@ -61,7 +61,7 @@ class Meeting:
         return self._exchange(what, self._run(what, make, lambda: False))
 
     def gather_here(self, what: str, make: Callable[[], Any]) -> list[Any]:
-        """As ``gather``, of a ``make`` that calls code of the user: in the main thread, as in training."""
+        """Like ``gather``, but ``make`` calls code of the user: in the main thread, as in training."""
 
         def limited() -> Any:
             with alarm(what, self.timeout_s):

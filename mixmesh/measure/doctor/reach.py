@@ -17,7 +17,7 @@ import psutil
 from ...errors import InputError
 from ...runtime.accelerator import HOST_BACKEND
 
-CONNECT_S = 5.0  # a connection that takes longer is none to train over
+CONNECT_S = 5.0  # a slower connection is useless for training
 TOKEN_BYTES = 8
 
 
@@ -77,7 +77,7 @@ def own_host(backend: str) -> str:
 
 
 def interface_host(name: str) -> str:
-    """The address of a network interface. Raises InputError if there is none."""
+    """The address of a network interface. Raises InputError if it has none."""
     interfaces = psutil.net_if_addrs()
     families = (socket.AF_INET, socket.AF_INET6)
     addresses = [a.address for a in interfaces.get(name, ()) if a.family in families]
@@ -114,6 +114,6 @@ def call(address: Address, timeout_s: float = CONNECT_S) -> tuple[float, str]:
 
 
 def call_all(addresses: dict[int, Address], timeout_s: float = CONNECT_S) -> dict[int, tuple[float, str]]:
-    """``call`` of each address, at once."""
+    """``call`` for each address, all at the same time."""
     with ThreadPoolExecutor(max(1, len(addresses))) as pool:
         return dict(zip(addresses, pool.map(lambda a: call(a, timeout_s), addresses.values())))

@@ -15,7 +15,7 @@ import torch
 from ...runtime.comm import Comm
 from ...runtime.first_rank import largest
 
-# shares of the budget by which each part has to be over; a part that needs less leaves the rest to the next
+# shares of the budget by which each part has to be finished; unused time goes to the next part
 PROCESS, LINKS, BESIDE, REST, OPERATORS, STEPS = 0.35, 0.5, 0.6, 0.7, 0.85, 1.0
 OPERATORS_LEAST = 0.15  # share of the budget that operators have in any case
 

@@ -195,7 +195,7 @@ def measure_links(
 
 
 def urgency(p: _Progress, early: bool) -> int:
-    """A rank of urgency, lower first: what is measured in any case, what buckets of gradients need, the
+    """The urgency, smallest first: cases that are measured in any case, cases for buckets of gradients, the
     rest."""
     if is_sure(p):
         return 0

@@ -12,7 +12,7 @@ import torch
 from ...runtime.accelerator import synchronize
 
 REPEATS = 3
-LONG_S = 0.02  # work that is measured once after its first run: the clock tells well, and time is short
+LONG_S = 0.02  # longer work is measured once after its first run, as the clock is exact enough
 
 
 class Meter:

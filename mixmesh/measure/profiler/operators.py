@@ -158,7 +158,7 @@ def measure_op(bench: Bench, node: Node, call: Call, shares: Sequence[float]) ->
 
 
 def with_share(known: OpMeasurement, bench: Bench, node: Node, call: Call, share: float) -> OpMeasurement:
-    """Measured at a smaller share, too, if whole elements make one. Few samples do little work on a weight,
+    """Measured at a smaller share, too, if that has whole elements. Few samples do little work on a weight,
     which then has to come from memory as in training: a loop over one operator would find it in the cache."""
     strategy = next(iter(sharded(call)), None)
     if strategy is None:

@@ -137,7 +137,7 @@ def piece_of_work(device: torch.device) -> Callable[[], object]:
 
 
 def per_second(work: Callable[[], object], is_over: Callable[[], bool]) -> float:
-    """How often ``work`` is done in a second, until it is over; 0 if that is at once."""
+    """How often ``work`` runs per second, until it is over; 0 if that is immediately."""
     started, count = time.perf_counter(), 0
     while not is_over():
         work()

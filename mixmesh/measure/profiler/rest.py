@@ -32,8 +32,8 @@ NOISE = 1.1  # a device no faster than this after a rest is taken for one that d
 
 
 def measure_rest(device: torch.device, limit: Limit | None = None) -> tuple[float, float]:
-    """``rested_s`` and ``rested_speed`` of ``DeviceProfile``, of as many rounds as ``limit`` has time for;
-    without time for a few, as of a device that does not profit. Collective."""
+    """``rested_s`` and ``rested_speed`` of ``DeviceProfile``, from as many rounds as ``limit`` has time for;
+    with too few rounds, the values of a device that does not profit from a rest. Collective."""
     unit = piece_of_work(device)
     unit()
     rounds: list[list[float]] = []

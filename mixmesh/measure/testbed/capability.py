@@ -1,4 +1,4 @@
-"""Tells whether this machine and this user can emulate a cluster, by trying in a temporary namespace."""
+"""Finds out whether this machine and this user can emulate a cluster, by trying in a temporary namespace."""
 
 from __future__ import annotations
 

@@ -35,12 +35,12 @@ def join_device() -> bool:
 
 
 def enter_device() -> bool:
-    """Move the calling thread into the device's CPU quota; whether there is one."""
+    """Moves the calling thread into the device's CPU quota; returns whether it has one."""
     return _move_thread(COMPUTE_VARIABLE)
 
 
 def leave_device() -> bool:
-    """Move the calling thread out of the device's CPU quota again; whether there is one."""
+    """Moves the calling thread out of the device's CPU quota again; returns whether it has one."""
     return _move_thread(FREE_VARIABLE)
 
 

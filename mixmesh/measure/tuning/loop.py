@@ -94,7 +94,7 @@ def fastest(trials: Sequence[Trial]) -> Trial:
 
 
 def factors(cluster: Cluster, profile: Profile, trials: Sequence[Trial]) -> dict[str, float]:
-    """By how much longer than in the profile every device computes (``device_factors``)."""
+    """For every device, the factor by which it computes slower than in the profile (``device_factors``)."""
     tf32 = any(t.plan.tf32 for t in trials)  # the job's setting
     costs = CostModel(cluster, profile, tf32=tf32)
     steps = [

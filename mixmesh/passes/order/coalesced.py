@@ -154,8 +154,8 @@ def _packed(program: Program, sums: Sequence[Instruction], names: set[str]) -> I
 
 
 def common_dim(shapes: Sequence[tuple[int, ...]]) -> int | None:
-    """The dim along which tensors can be concatenated as they are: the only one in which they differ, or the
-    first; None if there is none."""
+    """The dim along which tensors of these shapes can be concatenated: the only one in which they differ, or
+    the first if they are equal; None if there is no such dim."""
     first = shapes[0]
     if not first or any(len(shape) != len(first) for shape in shapes):
         return None

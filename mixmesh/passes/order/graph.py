@@ -73,7 +73,7 @@ class StepGraph:
 
     @lazy
     def instruction_of(self) -> dict[int, int]:
-        """By task, the instruction that it is the forward or the backward of."""
+        """By task, the instruction whose forward or backward it is."""
         return {t: n for places in (self.forward, self.backward) for n, t in places.items()}
 
 
@@ -210,7 +210,7 @@ class _Builder:
             self.before[n].append(task)
 
     def compute(self, n: int, runs_again: Sequence[Compute]) -> None:
-        """The backward of a computation, with the second run of the region that it is the end of."""
+        """The backward of a computation, with the second run of the region that ends with it."""
         program, i = self.program, self.program.instructions[n]
         seconds = self.backward_s[self.work_of[BACKWARD][n]]
         reads = list(i.inputs)
@@ -292,7 +292,7 @@ def _kinds(program: Program, class_of: Sequence[int]) -> tuple[list[int], list[i
 
 
 def _sum_of(program: Program, param: Instruction) -> Exchange | None:
-    """The sum of a parameter's gradient over ranks, by itself; None without any."""
+    """The separate sum of a parameter's gradient over ranks; None if there is no such sum."""
     if not synchronised(program, param):
         return None
     name = "all_reduce" if owned_type(program, param) is None else "reduce_scatter"

@@ -118,7 +118,7 @@ def _bad(device: int, what: str, expected: str, got: str, hint: str = "") -> Inp
 
 
 def whole(value: Any) -> bool:
-    """An integer of Python or numpy; True and False are none."""
+    """An integer of Python or numpy; not True or False."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 

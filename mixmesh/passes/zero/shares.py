@@ -1,4 +1,4 @@
-"""Whole samples in proportion to what each device could take."""
+"""Whole samples in proportion to the capacity of each device."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def synced(task: Task, proposal: Proposal, budget: Budget) -> Proposal:
         programs = owned_runs(task, program, budget)
     for program in programs:
         most_s = min(best.timeline.step_s, step_s * (1 - MARGIN))
-        # the memory of slower ones is asked for by nobody but ``finalists``
+        # only ``finalists`` needs the memory of slower ones
         if task.kinds is None and task.step_s(program) >= most_s:
             continue
         candidate = task.judge(proposal.planner, program)

@@ -37,7 +37,7 @@ def polish(task: Task, proposal: Proposal) -> Proposal:
     if proposal.key < best.key:
         best = proposal
     for _ in range(MAX_POLISH):
-        # take from whoever computes longest, give to whoever is done first
+        # take from the rank that computes longest, give to the one that finishes first
         load = best.timeline.compute_s
         givers = sorted((r for r in ranks if counts[r] > 1), key=lambda r: -load[r])[:2]
         takers = sorted(ranks, key=lambda r: load[r])[:3]

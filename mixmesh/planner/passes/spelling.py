@@ -1,4 +1,4 @@
-"""Passes at the end that change no step: they add what a program must say, and remove what it need not."""
+"""Final passes that do not change the step: they add what a program must say, and remove redundant parts."""
 
 from __future__ import annotations
 

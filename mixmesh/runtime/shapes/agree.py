@@ -118,7 +118,7 @@ class Agreement:
         return self.comm.rank in self.program.participants(i.type)
 
     def _exchange(self, numbers: list[int]) -> list[list[int]]:
-        """The numbers of every rank; of one that computes nothing, that it has none. Collective."""
+        """The numbers of every rank, or that a rank has none because it computes nothing. Collective."""
         comm, working = self.comm, self._listeners.working
         mine = torch.tensor(numbers or [0], dtype=torch.int64)
         table = torch.full((comm.world_size, len(mine)), ABSENT, dtype=torch.int64)

@@ -18,7 +18,7 @@ from .seeds import like
 
 TOGETHER = {"run": 0.45, "one": 0.25, "heavy": 0.18, "equal": 0.12}
 FROM_OTHERS, SAME, USED, ANY = 0.2, 0.28, 0.16, 0.2  # the rest changes only the way to synchronise
-EQUAL = 0.02  # the part by which groups that are equal may differ
+EQUAL = 0.02  # relative difference up to which groups count as equal
 
 
 class Moves:

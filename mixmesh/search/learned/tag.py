@@ -88,7 +88,8 @@ class Policy(nn.Module):
 
 
 def load(path: Path = WEIGHTS) -> Policy:
-    """The policy with trained weights. Raises InputError if there are none, or not of this network."""
+    """The policy with trained weights. Raises InputError if there are none, or if they belong to another
+    network."""
     policy = Policy()
     try:
         policy.load_state_dict(torch.load(path, weights_only=True))

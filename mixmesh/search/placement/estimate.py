@@ -219,7 +219,7 @@ class _Run:
         self.wait(call.ranks, start + call.seconds + max(others, 0.0))
 
     def beside(self, call: _Call) -> float:
-        """A collective that nobody waits for now; its end."""
+        """A collective whose result nobody waits for now; returns its end."""
         start = max(self.free.get(call.ranks, 0.0), *(self.clock[rank] for rank in call.ranks))
         end = start + call.seconds
         for link, s in call.links:

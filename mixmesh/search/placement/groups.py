@@ -163,8 +163,8 @@ def _spans(steps: list[Node], runs: Sequence[Run], count: int) -> Iterator[tuple
 
 
 def partition(piece: _Piece, parts: int) -> Sequence[int]:
-    """METIS: vertices weigh the root of their microseconds, edges their bytes. Parts of very few operators
-    are none that METIS finds; there, the most expensive are the centres."""
+    """METIS: vertices weigh the root of their microseconds, edges their bytes. METIS does not find parts of
+    very few operators; for those, the most expensive operators are the centres."""
     if piece.count < LEAST_OPERATORS * parts:
         return centres(piece, parts)
     size: dict[tuple[int, int], int] = {}

@@ -1,7 +1,5 @@
 """Lifts a program of several ratios back to the data-parallel form from which ``lower`` makes such programs.
-
-Every operator is placed as in the program; the redistributions between operators are made anew.
-"""
+Every operator is placed as in the program; the redistributions between operators are new."""
 
 from __future__ import annotations
 

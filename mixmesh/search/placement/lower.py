@@ -176,7 +176,7 @@ class _Lowering:
         return self.placed.get(name) or Placed(self.common)
 
     def _updated(self, i: Instruction) -> Ratio:
-        """A buffer is updated by whoever reads it."""
+        """The ratio of a buffer's update: the ranks that read the buffer make it."""
         for name, leaf in self.leaves.items():
             if leaf.op == "buffer" and leaf.args == i.args[:1] and name in self.needs:
                 return self._over(self.needs[name].values())

@@ -148,8 +148,8 @@ class Space:
 
     @lazy
     def shared(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...], str, Ratio], ...]:
-        """Ways to deal the batch out to several ranks: device groups, ranks, shares, ratio. Ratios that come
-        to the same whole samples are one, "even"."""
+        """Ways to deal the batch out to several ranks: device groups, ranks, shares, ratio. Ratios that give
+        the same whole samples count as one, named "even"."""
         groups = []
         for subset in self.subsets:
             ranks = tuple(sorted(r for g in subset for r in self.device_groups[g]))

@@ -186,7 +186,7 @@ class Choices:
 
     def _allowed(self, node: Node) -> tuple[Strategy, ...]:
         call = call_of(node, self.graph.types)
-        # calls that differ in the names of values only are one for rules
+        # rules treat calls alike that differ only in the names of values
         key = self._key(call)
         if key not in self._strategies:
             rule = self.rules.get(node.op)
@@ -252,7 +252,7 @@ class Choices:
         return tuple(options.values())
 
     def _shown(self, node: Node) -> tuple[int, ...]:
-        """How an output may be held: whole, or by its rows if they can be cut as the batch's are."""
+        """The ways to hold an output: whole, or by its rows if they can be cut like the batch."""
         name = node.inputs[0]
         inputs = [n for n in self.graph.batch_inputs if n.types[0].shape]
         batch_size = batch_size_of(n.types[0] for n in inputs)

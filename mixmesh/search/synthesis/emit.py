@@ -105,8 +105,8 @@ class Builder:
         types: tuple[TensorType, ...],
         like: Node,
     ) -> None:
-        """An operator whose inputs are held as ``inputs`` already, with the types of its results; ``like`` is
-        one that differs in the names of values only."""
+        """An operator whose inputs are already held as ``inputs``, with the types of its results; ``like`` is
+        an operator that differs only in the names of values."""
         operands = tuple([self.held[n][p] for n, p in zip(node.inputs, inputs)])
         args, kwargs = node.args, node.kwargs
         if operands != node.inputs:
@@ -115,7 +115,7 @@ class Builder:
             if name is not None:
                 self.held[name] = {t.placement: name}
         instruction = Instruction(node.results, types, node.op, args, kwargs, location=node.location)
-        Instruction.plain.give(instruction, like.plain)  # one object, by which repeated layers are known
+        Instruction.plain.give(instruction, like.plain)  # the same object, which identifies repeated layers
         self.append(instruction)
 
     def finish(self) -> Program:
@@ -216,7 +216,7 @@ class _Placed:
         self.inputs = tuple(problem.placement(value, code) for value, code in zip(values, codes))
         gives = dict(move.option.gives)
         named = [None if value is None else problem.placement(value, gives[value]) for value in result_ids]
-        if strategy is not None and None in named:  # unused results have no units of their own
+        if strategy is not None and None in named:  # unused results have no units
             call = call_of(node, problem.choices.graph.types)
             placed = fill_in_units(problem.choices.rules.get(node.op), call, strategy, self.inputs, named)
         else:

@@ -22,7 +22,7 @@ INPUT_BYTES_PER_S = 5e9  # from the loader to the device: between pageable and p
 # added to work that every rank repeats: measured curves are about this noisy, and at equal cost sharded
 # execution also holds and moves less
 REPEATED_WORK = 0.01
-HIDDEN_PRICE = 0.01  # least price of a second of communication that nobody waits for
+HIDDEN_PRICE = 0.01  # least price of a second of communication that no rank waits for
 UNDEALT = 1e3  # price, for data parallelism, of a second of communication that moves samples
 Vector = tuple[float, ...]  # seconds per class of ranks
 

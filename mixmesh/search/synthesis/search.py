@@ -42,12 +42,12 @@ class Found:
 
     @property
     def gap(self) -> float:
-        """The share by which the path may be dearer than the cheapest."""
+        """The share by which the path may cost more than the cheapest."""
         return max(self.cost_s / self.bound_s - 1, 0.0) if self.bound_s > 0 else 0.0
 
     @lazy
     def number(self) -> int:
-        """A number that tells the path from others."""
+        """A number that identifies the path."""
         return hash(tuple([(m.option.needs, m.option.gives, m.loads) for m in self.moves]))
 
     @property
@@ -122,8 +122,8 @@ def search(
 
 
 def followed(steps: Steps, path: Found) -> State | None:
-    """The end of a path that was found in a problem with the same choices but other prices; None if it is
-    none here."""
+    """The end of a path that was found in a problem with the same choices but other prices; None if it is not
+    a path of this problem."""
     state = State(0, 0, steps.problem.nothing, steps.problem.nothing)
     for step, move in enumerate(path.moves):
         wanted = move.option.needs, move.option.gives

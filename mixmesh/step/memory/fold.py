@@ -63,7 +63,7 @@ def liveness(setting: Setting) -> Liveness:
 
 
 def forward(state: State, event: Event) -> None:
-    """One event of the forward pass, after which values go that nobody uses again."""
+    """One event of the forward pass; afterwards frees values that are not used again."""
     setting = state.setting
     if isinstance(event, Await):
         if event.name in state.unordered and event.name in setting.step.outline.uses:
@@ -100,8 +100,8 @@ def backward(state: State, event: Event) -> None:
 
 
 class Completed:
-    """Points of the backward pass that it has reached, where gradients of parameters are complete. What is
-    held there is noted when all that is sent at the point has been sent."""
+    """The points of the backward pass, reached so far, at which gradients of parameters are complete. The
+    held bytes are noted there after everything at the point has been sent."""
 
     def __init__(self, setting: Setting) -> None:
         self.reached: list[float] = []

@@ -15,7 +15,7 @@ from .views import is_dense
 
 
 def compute_backward(state: State, n: int) -> None:
-    """Makes the gradients of a computation's inputs, but for a weight's that is made later."""
+    """Makes the gradients of a computation's inputs, except a weight gradient that is made later."""
     setting = state.setting
     i, kind = setting.program.instructions[n], setting.kinds[n]
     assert kind is not None  # it is a computation
@@ -75,7 +75,7 @@ def compute_weight(state: State, n: int) -> None:
 
 
 def accumulate(state: State, name: str, view: View) -> None:
-    """Adds gradients of several uses as they come, in place where nobody else holds the sum."""
+    """Adds the gradients of several uses as they arrive, in place if nothing else holds the sum."""
     if name not in state.gradients:
         state.gradients[name] = view
         return

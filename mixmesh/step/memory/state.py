@@ -47,7 +47,7 @@ class Setting:
     kinds: Sequence[Kind | None]
     inputs: tuple[tuple[str, ...], ...]  # for each instruction, without repetition
     last: dict[str, int]  # index of the last instruction that uses a value in the forward pass
-    resharded: frozenset[str]  # gathered parameters that nobody keeps between the passes
+    resharded: frozenset[str]  # gathered parameters that are freed between the passes
     owned: dict[str, TensorType]  # by parameter, how its owners hold its gradient
     regions: dict[int, Repeat]  # recomputed regions by number
     ends: dict[int, Repeat]  # the same, by the computation whose backward ends the region
@@ -110,7 +110,7 @@ class State:
     gradients: dict[str, View] = field(default_factory=dict)
     footprints: dict[Kind, Footprint] = field(default_factory=dict)
     saved: dict[int, list[Storage]] = field(default_factory=dict)  # by the instruction that keeps them
-    unordered: set[str] = field(default_factory=set)  # gathered values that nobody has used yet
+    unordered: set[str] = field(default_factory=set)  # gathered values that have not been used yet
     fetching: list[tuple[GradientSum, Storage]] = field(default_factory=list)  # owned parameters on their way
     to_fetch: list[GradientSum] = field(default_factory=list)
     # in the backward pass
@@ -121,7 +121,7 @@ class State:
     returning: dict[str, tuple[View, list[Storage]]] = field(default_factory=dict)  # with the storages sent
     # sums on their way to the ranks that keep pieces: bytes, and the storages held meanwhile
     flying: deque[tuple[float, tuple[Storage, ...]]] = field(default_factory=deque)
-    scatters: list[tuple[GradientSum, set[str]]] = field(default_factory=list)  # with gradients that lack
+    scatters: list[tuple[GradientSum, set[str]]] = field(default_factory=list)  # with missing gradients
     # by point of the backward pass, the moment when a parameter's gradient is complete
     complete: dict[float, Moment] = field(default_factory=dict)
 

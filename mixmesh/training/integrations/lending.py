@@ -18,8 +18,8 @@ from ...runtime.whole_model import mark, own_module
 
 @dataclass(frozen=True)
 class _Loan:
-    """A ``module`` that is lent while ``block`` is entered; ``marks`` tell the state of the parallel model's
-    tensors when it was filled."""
+    """A ``module`` that is lent while ``block`` is entered; ``marks`` are the state of the parallel model's
+    tensors at the time when it was filled."""
 
     block: AbstractContextManager[nn.Module]
     module: nn.Module

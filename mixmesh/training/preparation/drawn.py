@@ -51,7 +51,8 @@ class DrawWatch:
 
 
 class Watched:
-    """An iterator that tells a watch of each batch. No generator, whose frame would keep the batch."""
+    """An iterator that reports each batch to a watch. It is no generator, as a generator's frame would keep
+    the batch."""
 
     def __init__(self, batches: Iterator[Any], watch: DrawWatch) -> None:
         self._batches, self._watch = batches, watch

@@ -31,7 +31,7 @@ class RowDraws:
 
     @classmethod
     def of(cls, numbers: Numbers, epoch: int, rank: int) -> RowDraws:
-        """The draws of this rank in an epoch; ``numbers`` are those from which the epoch's order is drawn."""
+        """The draws of this rank in an epoch, whose order is drawn from ``numbers``."""
         process = "" if numbers.of_process is None else fingerprint(numbers.of_process)
         generators = repr({place: state.tolist() for place, state in numbers.generators.items()})
         return cls(hashlib.blake2b(f"{process} {generators} {epoch}".encode()).hexdigest(), rank)

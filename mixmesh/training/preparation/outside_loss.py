@@ -48,7 +48,7 @@ def with_loss(model: nn.Module, loss: Callable[..., Any], outputs: Collection[st
     own_forward = patched.__func__ if isinstance(patched, MethodType) else patched and _without_self(patched)
 
     def loss_in(module: nn.Module) -> Callable[..., Any]:
-        return loss if held is None else getattr(module, held)  # copies have one of their own
+        return loss if held is None else getattr(module, held)  # copies have their own
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         take_attributes(self)
@@ -79,8 +79,8 @@ def with_loss(model: nn.Module, loss: Callable[..., Any], outputs: Collection[st
 
 @contextmanager
 def _without(held: str | None, model: nn.Module) -> Iterator[None]:
-    """Within it ``model`` has the modules that it had without the loss that is ``held`` by that name: a
-    Sequential runs all that it has."""
+    """A context in which ``model`` has only its former modules, without the loss that is ``held`` under that
+    name: a Sequential runs all modules that it has."""
     if held is None:
         yield
         return

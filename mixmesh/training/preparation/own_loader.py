@@ -113,9 +113,7 @@ class OwnLoader:
         self._open: WeakSet[Counted] = WeakSet()  # iterations that have not ended
         self._is_compared = is_compared  # whether batches are compared between ranks
         sampler = getattr(own, "batch_sampler", None)
-        self._sampler = (
-            sampler if isinstance(sampler, OwnBatches) else None
-        )  # there is one for data with indices
+        self._sampler = sampler if isinstance(sampler, OwnBatches) else None  # data with indices has one
         self._progress, self._is_resumed = Progress(), False
         self._resume: Resume | None = None  # the point at which the current iteration resumed
 
@@ -142,7 +140,7 @@ class OwnLoader:
 
     def watch_rows(self, runtime: Runtime) -> None:
         """Starts to notice what the loop does to batches before it calls the model with them."""
-        assert self._plan is not None  # there is one where a model is called
+        assert self._plan is not None  # it exists wherever a model is called
         rows = self._rows = RowWatch(self._plan, dist.get_rank())
 
         def before_call(args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, Mapping[str, Any]]:
@@ -197,11 +195,11 @@ class OwnLoader:
         return self._resume.after_look() if self._resume is not None and self._was_look() else None
 
     def _was_look(self) -> bool:
-        """Whether a resumed epoch was only looked at before the iteration was left."""
+        """Whether the loop only looked at a resumed epoch before it left the iteration."""
         return self._resume is not None and self._resume.was_left_at(self._progress)
 
     def _show(self, progress: Progress) -> None:
-        """Has ``state_dict`` tell of the iteration that went on last, unless another state was loaded."""
+        """Makes ``state_dict`` describe the iteration that advanced last, unless another state was loaded."""
         if not self._is_resumed:
             self._progress = progress
 

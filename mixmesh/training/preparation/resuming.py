@@ -63,7 +63,7 @@ def generators_of(loader: Any) -> dict[str, torch.Generator]:
 def numbers_of_process() -> dict[str, Any]:
     """The states of torch, random and numpy.random, as ``torch.load(weights_only=True)`` reads them."""
     state = np.random.get_state()
-    assert isinstance(state, tuple)  # the state of MT19937, which nobody replaces
+    assert isinstance(state, tuple)  # the state of MT19937, the usual generator
     name, keys, *rest = state
     return {
         "torch": torch.get_rng_state(),

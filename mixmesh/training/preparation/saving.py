@@ -1,4 +1,4 @@
-"""``mixmesh.save``: one line in place of a script's ``torch.save``."""
+"""``mixmesh.save``: one line that replaces a script's ``torch.save``."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def pieces(state: Any, place: str = "state") -> Iterator[tuple[str, ShardTensor]
 
 
 def with_whole_tensors(state: Any) -> Any:
-    """``state`` with whole tensors in place of pieces. What holds no piece is not copied. Collective."""
+    """``state`` with whole tensors instead of pieces. Parts without pieces are not copied. Collective."""
     if isinstance(state, ShardTensor):
         return state.full_tensor().detach().clone()
     if next(pieces(state), None) is None:

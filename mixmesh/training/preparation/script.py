@@ -216,8 +216,8 @@ def made_inputs(inputs: Callable[..., Any], batch: Any) -> Any:
 
 
 def taken_by(model: nn.Module, loss: Callable[..., Any] | None, batch: Any) -> Any:
-    """The part of a batch for a model's forward pass and the ``loss``. Without a loss the rest is for the one
-    that the loop computes; with a loss, trailing words that neither needs are for the loop."""
+    """The part of a batch for the model's forward pass and the ``loss``. Without a ``loss``, the loop
+    computes one and uses the rest; with one, trailing words that neither needs are left to the loop."""
     if loss is not None:
         least = len(needed_names(model)) + len(needed_names(loss)[1:])
         while isinstance(batch, tuple) and len(batch) > least and is_words(batch[-1]):

@@ -48,10 +48,10 @@ class Options:
     planner: str = "auto"
     search_s: float | None = None
     timeout_s: float = 300.0
-    heartbeat_s: float = 20.0  # a rank that is silent for so long is lost; 0 looks at none
+    heartbeat_s: float = 20.0  # a rank that is silent for so long is lost; 0 turns this off
     batch_norm: str = "exact"  # or "local": statistics of each rank's own samples
     autocast: tuple[str, str] | None = None  # the context that the model is called under
-    whole_parameters: bool = False  # the optimizer needs whole parameters, whatever the job's own does
+    whole_parameters: bool = False  # the optimizer needs whole parameters, even if the job's own does not
     compiles: bool = False  # operators between collectives are compiled, and whole steps measured so
     loss: LossSource = LossSource.RETURNED
 

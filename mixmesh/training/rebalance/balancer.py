@@ -24,7 +24,7 @@ from .observe import Observed, Sensitivity, window_steps
 from .replan import OtherPlan, Replanner
 from .solve import Solver, sample_ratio
 
-PURPOSE = "rebalance"  # a separate group, for messages that nobody waits for
+PURPOSE = "rebalance"  # a separate group, for messages that no rank waits for
 LEAST_GAIN = 0.05  # share of a step: less is within the error of a prediction
 LEAST_PAUSE_S = 0.5  # for the first change of shares; later ones are expected to take as long as the last one
 LEAST_LEFT = 100  # steps left in a run of unknown length: as many as were made, but at least this many
@@ -109,7 +109,7 @@ class RunBalancer:
         self._pending: tuple[dist.Work | None, torch.Tensor, torch.Tensor] | None = None
         self._change: Change | None = None
         self._skips_window = True  # the first one, and those after a change, which compile
-        self._since = 0  # step from which on windows were kept
+        self._since = 0  # the first step of the windows that count
         self.decisions: list[Decision] = []
         self.changes: list[dict[str, Any]] = []
 
@@ -130,7 +130,7 @@ class RunBalancer:
         return self.following is not None
 
     def stay(self) -> None:
-        """Goes on under the same plan, as no checkpoint could be written."""
+        """Continues under the same plan, because no checkpoint could be written."""
         self.following = None
         self._say("the checkpoint could not be written: the training goes on under the same plan")
 
@@ -186,7 +186,8 @@ class RunBalancer:
         return self._model.comm
 
     def _send(self) -> None:
-        """Tells all ranks the medians of this window; they are read one step later, when they are there."""
+        """Sends the medians of this window to all ranks; they are read one step later, when they have
+        arrived."""
         own_s, step_s = (statistics.median(column) for column in zip(*self._times))
         self._times.clear()
         mine = torch.tensor([own_s, step_s], dtype=torch.float64)

@@ -69,7 +69,7 @@ class LoopBalancer:
         self._zeroed_at_batch = 0  # like the three below, as of that batch
         self._calls_at_batch = self._steps_at_batch = self._given_at_batch = 0
         self._has_trained_with_all = self._zeroes_before_steps = self._steps_with_each = True
-        self._owed_at: int | None = None  # gradients were dropped in place of the loop, which must do so too
+        self._owed_at: int | None = None  # gradients were dropped for the loop, which must drop them too
         run = model._runtime
         self._before_call = run.before_call
         run.before_call = self.on_call

@@ -83,7 +83,7 @@ class Solver:
         return corrected_costs(self.cluster, self.profile, self.factors(plan, own_s), tf32=plan.tf32)
 
     def balanced_step_s(self, plan: Plan, own_s: Sequence[float]) -> tuple[float, float]:
-        """Seconds of a step of ``plan`` on the devices as they are now, and of one as close to perfect
+        """Seconds of a step of ``plan`` at the devices' present speeds, and of a step as close to perfect
         balance as was planned. In perfect balance all devices compute all the time, and communication is
         free."""
         planned = self._simulated(plan, CostModel(self.cluster, self.profile, tf32=plan.tf32))[1]

@@ -176,7 +176,7 @@ class Accelerator(accelerate.Accelerator):
         return super().clip_grad_value_(self._trained(parameters), *args, **kwargs)
 
     def _trained(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """The trained parameters, in place of those that the script listed before ``prepare``."""
+        """The trained parameters for those that the script listed before ``prepare``."""
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         return [self._shown.get(p, p) for p in parameters]
 

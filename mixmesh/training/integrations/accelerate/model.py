@@ -1,7 +1,5 @@
-"""A parallel model that trains by its plan and evaluates as the script's own module.
-
-To the script it is one model on one device: every rank passes whole batches and gets whole outputs.
-"""
+"""A parallel model that trains by its plan and evaluates as the script's own module. The script sees one
+model on one device: every rank passes whole batches and gets whole outputs."""
 
 from __future__ import annotations
 

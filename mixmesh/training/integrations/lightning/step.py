@@ -131,7 +131,7 @@ class TrainingStep(nn.Module):
 
 
 def size_of(batch: Any) -> int | None:
-    """The number of samples that Lightning counts in a batch; None if it cannot tell."""
+    """The number of samples that Lightning counts in a batch; None if it is unknown."""
     try:
         return extract_batch_size(batch)
     except Exception:  # MisconfigurationException: it has no tensor
