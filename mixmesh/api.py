@@ -100,4 +100,5 @@ def simulate(
         check_loaded(plan)
     check_plan(plan, cluster)
     costs = CostModel(cluster, load_profile(profile), tf32=plan.tf32)
-    return run(plan.program, costs, micro_batches=plan.micro_batches, events=events)
+    states, micro_batches = plan.optimizer_states, plan.micro_batches
+    return run(plan.program, costs, optimizer_states=states, micro_batches=micro_batches, events=events)

@@ -11,11 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_graphs import GRAPHS, THREE, TWO, cluster, graph
 
+from mixmesh.api import simulate
 from mixmesh.cost import CostModel
 from mixmesh.cost.exchanges import cut_shares
-from mixmesh.errors import Infeasible, InputError
+from mixmesh.errors import Infeasible, InputError, PlanError
+from mixmesh.explain.report.facts import facts_of
 from mixmesh.lang.ir import even_ratio, make_ratio, parse_program
 from mixmesh.lang.optimizer_states import ADAM, OptimizerStates
+from mixmesh.lang.plan_file import Plan
 from mixmesh.passes.buckets import with_buckets
 from mixmesh.planner import make_plan
 from mixmesh.planner.task import HEADROOM
@@ -224,3 +227,25 @@ def test_what_surely_fits_is_never_less_than_the_peak(name, where, monkeypatch):
             with suppress(Infeasible, InputError):
                 make_plan(graph(GRAPHS[name], scale), where, planner=planner)
     assert len(looked_at) > 10
+
+
+@pytest.mark.parametrize("states", [ADAM, OptimizerStates(0), OptimizerStates(3, 1)])
+def test_a_plan_file_says_what_its_memory_was_counted_by(states):
+    """What reads the plan later counts the same: `simulate`, and the page of `report`."""
+    where = cluster(THREE)
+    plan = make_plan(graph(GRAPHS["mlp"], 64), where, planner="ddp-even", optimizer_states=states)
+    assert ("optimizer_states" in str(plan)) is (states != ADAM)
+    read = Plan.parse(str(plan))
+    assert read == plan
+    assert simulate(read, where).peak_memory_bytes == plan.predicted_peak_memory_bytes
+    assert (
+        facts_of(read, where, is_compared=False).timeline.peak_memory_bytes
+        == plan.predicted_peak_memory_bytes
+    )
+
+
+def test_a_header_counts_an_optimizers_tensors_by_two_numbers():
+    states = OptimizerStates(1)
+    text = str(make_plan(graph(GRAPHS["mlp"], 64), cluster(TWO), planner="single", optimizer_states=states))
+    with pytest.raises(PlanError, match="optimizer_states"):
+        Plan.parse(text.replace("optimizer_states = [1, 0]", "optimizer_states = [1]"))

@@ -695,6 +695,7 @@ def test_a_loss_must_be_a_scalar():
     error = failing(lambda m, y: y)
     assert "scalar" in error.message and "[8, 5]" in error.got and "scalar" in error.expected
     assert "test_trace.py" in error.where
+    assert "loss.mean()" in failing(lambda m, y: y.sum(1)).hint[0]
     assert "tuple of 2" in failing(lambda m, y: (y, y.sum(0))).got
     assert "logits" in failing(lambda m, y: {"logits": y}).got
     model, batch = gpt2()

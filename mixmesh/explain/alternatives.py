@@ -9,7 +9,6 @@ from ..cluster import Cluster
 from ..cost import CostModel, Profile
 from ..lang.check import check_plan
 from ..lang.ir import Instruction, Program
-from ..lang.optimizer_states import ADAM, OptimizerStates
 from ..lang.plan_file import Plan
 from ..passes.factors import best_factors
 from .changes import collectives_between, num_differing
@@ -26,7 +25,6 @@ def explain_tensor(
     *,
     profile: Profile | None = None,
     all_layers: bool = False,
-    optimizer_states: OptimizerStates = ADAM,
 ) -> Explanation:
     """Returns the cost of every placement of a tensor of ``plan``, its own included.
 
@@ -37,8 +35,8 @@ def explain_tensor(
     """
     check_plan(plan, cluster)
     costs = CostModel(cluster, profile, tf32=plan.tf32)
-    view = view_of(plan.program, costs, tensor, all_layers, optimizer_states)
-    question = Question(plan, view, costs, optimizer_states)
+    view = view_of(plan.program, costs, tensor, all_layers, plan.optimizer_states)
+    question = Question(plan, view, costs)
     alternatives = tuple(question.alternatives())
     planned = question.planned
     least_s = min((a.step_s for a in alternatives if a.fits or not planned.fits), default=float("inf"))
@@ -62,9 +60,9 @@ def explain_tensor(
 class Question:
     """Compares the placements of a tensor of a plan, each with the best of its programs."""
 
-    def __init__(self, plan: Plan, view: View, costs: CostModel, optimizer_states: OptimizerStates) -> None:
+    def __init__(self, plan: Plan, view: View, costs: CostModel) -> None:
         self.view, self.costs = view, costs
-        self.judge = Judge(plan, costs, optimizer_states)
+        self.judge = Judge(plan, costs)
         self.planned = self.judge.planned()
         self.at_once: dict[str, str] = {}  # by placement, why its program takes no micro-batches
 

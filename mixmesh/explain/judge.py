@@ -17,7 +17,6 @@ from ..lang.ir import (
     with_wgrads,
     with_whole_rows,
 )
-from ..lang.optimizer_states import OptimizerStates
 from ..lang.plan_file import MicroBatch, Plan, accumulates, accumulation
 from ..passes.recomputation import recomputed
 from ..planner.budget import AMPLE
@@ -58,9 +57,9 @@ class Judged:
 class Judge:
     """Simulates other programs instead of a plan's own."""
 
-    def __init__(self, plan: Plan, costs: CostModel, optimizer_states: OptimizerStates) -> None:
+    def __init__(self, plan: Plan, costs: CostModel) -> None:
         self.plan = plan
-        self.task = Task(plan.program.graph, costs, optimizer_states, lambda _: None)
+        self.task = Task(plan.program.graph, costs, plan.optimizer_states, lambda _: None)
         self.task.dtypes = plan.program.dtypes
         # reductions use the plan's algorithms
         self.task.levels, self.task.direct_bytes = plan.program.levels, plan.program.direct_bytes

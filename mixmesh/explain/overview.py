@@ -22,7 +22,6 @@ from ..lang.ir import (
     support,
     wgrad_of,
 )
-from ..lang.optimizer_states import ADAM, OptimizerStates
 from ..lang.plan_file import Plan
 from ..passes.zero import zero_stage
 from ..search.placement.lift import operator_name, ratios_of
@@ -69,14 +68,12 @@ class Overview:
     sentences: tuple[str, ...]
 
 
-def explain_plan(
-    plan: Plan, cluster: Cluster, *, profile: Profile | None = None, optimizer_states: OptimizerStates = ADAM
-) -> Overview:
+def explain_plan(plan: Plan, cluster: Cluster, *, profile: Profile | None = None) -> Overview:
     """Describes a plan. Raises PlanError for a plan of another cluster."""
     check_plan(plan, cluster)
     costs = CostModel(cluster, profile, tf32=plan.tf32)
     kind = kind_of(plan)
-    timeline = Judge(plan, costs, optimizer_states).planned().proposal.timeline
+    timeline = Judge(plan, costs).planned().proposal.timeline
     return Overview(
         kind,
         tuple(UNITS[kind](plan)),

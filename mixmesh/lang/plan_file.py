@@ -30,6 +30,7 @@ from .ir import (
 )
 from .ir.bounds import MAX_TEXT_BYTES
 from .ir.local_norms import LOCAL
+from .optimizer_states import ADAM, OptimizerStates
 from .plan_devices import PlannedDevice, rows_of
 from .plan_header import check_per_rank, read_header
 
@@ -95,6 +96,7 @@ class Plan:
     - ``usable_bytes``: per rank, the memory that the plan may use, also with batches of other shapes; empty
       where it is not known.
     - ``autocast``: the type of device and the dtype of the autocast context around the model's call, or None.
+    - ``optimizer_states``: what the memory of the job's optimizer was counted by.
     - ``tf32``: matrix products of float32 may run in TF32, and costs and bounds count on it.
     - ``edited``: the program comes from a file and differs from what mixmesh wrote, so that its types may not
       be those of PyTorch.
@@ -126,6 +128,7 @@ class Plan:
     usable_bytes: tuple[int, ...] = ()
     autocast: tuple[str, str] | None = None
     tf32: bool = False
+    optimizer_states: OptimizerStates = ADAM
     edited: bool = field(default=False, compare=False)
     notes: dict[int, str] = field(default_factory=dict, compare=False, repr=False)
     passes: tuple[PassResult, ...] = field(default=(), compare=False, repr=False)  # only of a new plan
@@ -240,6 +243,11 @@ def _optional_values(plan: Plan, program_digest: str) -> tuple[tuple[str, object
         ("returns_tuple", returned and returned.is_tuple, ""),
         ("autocast", plan.autocast, "around the model's call"),
         ("tf32", plan.tf32 or None, "in matrix products of float32"),
+        (
+            "optimizer_states",
+            None if plan.optimizer_states == ADAM else plan.optimizer_states,
+            "of a parameter: tensors kept, and of workspace",
+        ),
         # an edited program stays one when it is saved again
         ("program_digest", None if plan.edited else program_digest, "of the program below"),
         (
@@ -298,6 +306,7 @@ def _from_header(header: dict[str, Any], program: Program, where: str, *, edited
         usable_bytes=tuple(header.get("usable_bytes", ())),
         autocast=tuple(header["autocast"]) if "autocast" in header else None,
         tf32=header.get("tf32", False),
+        optimizer_states=OptimizerStates(*header.get("optimizer_states", ADAM)),
         edited=edited,
         **values,
     )

@@ -119,6 +119,9 @@ ROWS: dict[str, Row] = {
         optional=True,
     ),
     "tf32": FLAG._replace(optional=True),
+    "optimizer_states": Row(
+        lambda v: _is_list(v, _is_count) and len(v) == 2, "two counts of tensors", optional=True
+    ),
     "batch_norm": TEXT._replace(optional=True),
     "program_digest": TEXT._replace(optional=True),
     "warnings": Row(lambda v: _is_list(v, _is_text), "a list of strings", optional=True),

@@ -186,5 +186,6 @@ def plan_of(task: Task, proposal: Proposal, planning_s: float) -> Plan:
         devices=planned_devices(cluster),
         usable_bytes=tuple(int(size) for size in task.usable_bytes),
         tf32=task.costs.tf32,
+        optimizer_states=task.optimizer_states,
         notes=notes_of(program, sheet),
     )

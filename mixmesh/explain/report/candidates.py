@@ -9,7 +9,6 @@ from ...base.units import seconds_text, size_text
 from ...cluster import Cluster
 from ...cost import CostModel, Profile
 from ...errors import MixmeshError
-from ...lang.optimizer_states import ADAM
 from ...lang.plan_file import Candidate, Plan, accumulates
 from ...planner import make_plan
 from ...planner.planners import BY_NAME, When
@@ -77,16 +76,19 @@ def is_quick(plan: Plan, name: str) -> bool:
 def remake(plan: Plan, cluster: Cluster, name: str, profile: Profile | None, bounds: Bounds) -> Remade | None:
     """The plan of one planner, also one that does not fit; None if it has none."""
     costs, graph = CostModel(cluster, profile, tf32=plan.tf32), plan.program.graph
+    states = plan.optimizer_states
     try:
-        remade = make_plan(graph, cluster, planner=name, profile=profile, tf32=plan.tf32)
+        remade = make_plan(
+            graph, cluster, planner=name, profile=profile, tf32=plan.tf32, optimizer_states=states
+        )
         program, micro_batches = remade.program, remade.micro_batches
     except MixmeshError:  # it does not fit: proposes it anyway
-        proposals = list(BY_NAME[name].propose(Task(graph, costs, ADAM, lambda _: None)))
+        proposals = list(BY_NAME[name].propose(Task(graph, costs, states, lambda _: None)))
         if not proposals:
             return None
         least = min(proposals, key=lambda p: p.key)
         program, micro_batches = least.program, least.micro_batches
-    simulation = Simulation(program, costs, accumulating=accumulates(micro_batches))
+    simulation = Simulation(program, costs, states, accumulating=accumulates(micro_batches))
     timeline = simulation.run(program, micro_batches, events=True)
     usable = [usable_bytes(costs, rank, HEADROOM) for rank in range(cluster.world_size)]
     over = [(peak - usable[r], r) for r, peak in enumerate(timeline.peak_memory_bytes)]

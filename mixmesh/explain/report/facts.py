@@ -13,7 +13,6 @@ from ...cluster import Cluster, with_faster_links
 from ...cost import CostModel, Profile
 from ...lang.check import check_loaded, check_plan
 from ...lang.ir import print_program
-from ...lang.optimizer_states import ADAM
 from ...lang.plan_file import Plan, accumulates, is_measured
 from ...planner import make_plan
 from ...planner.task import Task
@@ -94,7 +93,9 @@ def facts_of(
         check_loaded(plan)
     check_plan(plan, cluster)
     costs = CostModel(cluster, profile, tf32=plan.tf32)
-    simulation = Simulation(plan.program, costs, accumulating=accumulates(plan.micro_batches))
+    simulation = Simulation(
+        plan.program, costs, plan.optimizer_states, accumulating=accumulates(plan.micro_batches)
+    )
     bounds = bounds_of(plan, costs)
     timeline = simulation.run(plan.program, plan.micro_batches, events=True)
     held = simulation.held_bytes(plan.program, plan.micro_batches)
@@ -122,7 +123,7 @@ def bounds_of(plan: Plan, costs: CostModel) -> Bounds:
     """The bounds that the plan keeps, or those under ``costs`` if it was planned with others."""
     if plan.cost_source == costs.source and plan.bound_s is not None and plan.ideal_s is not None:
         return Bounds(plan.bound_s, plan.ideal_s, plan.is_bound_measured)
-    task = Task(plan.program.graph, costs, ADAM, lambda _: None)
+    task = Task(plan.program.graph, costs, plan.optimizer_states, lambda _: None)
     return Bounds(task.bound_s, task.ideal_s, is_measured(costs.source))
 
 
@@ -148,7 +149,9 @@ def what_if(plan: Plan, cluster: Cluster, profile: Profile | None) -> WhatIf:
         asked,
         lambda _: plan.program.graph,
         sum(samples_per_rank(plan)) or 1,
-        lambda graph, changed, costs: make_plan(graph, changed, profile=costs),
+        lambda graph, changed, costs: make_plan(
+            graph, changed, profile=costs, optimizer_states=plan.optimizer_states
+        ),
         profile,
     )
     return WhatIf(tuple(what_ifs), time.perf_counter() - started)

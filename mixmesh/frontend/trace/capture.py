@@ -245,6 +245,8 @@ def check_loss(loss: Any, output: Any, where: str) -> torch.Tensor:
     elif loss is None and _num_losses(output) > 1:
         total = "sum(losses.values())" if isinstance(output, Mapping) else "sum(losses)"
         hint = f"mixmesh.prepare(..., loss=lambda losses: {total}), or a forward that returns the sum"
+    elif isinstance(loss, torch.Tensor) and loss.ndim == 1 and loss.is_floating_point():
+        hint = "return the mean of the samples' losses: loss.mean()"
     got = _describe(output) if loss is output or loss is None else f"a loss that is {_describe(loss)}"
     raise TraceError(
         "the model does not return a scalar loss",

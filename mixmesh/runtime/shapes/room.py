@@ -12,7 +12,7 @@ from ...base.units import size_text
 from ...cost.micro_steps import costed_micro_step, largest_parts
 from ...errors import Infeasible
 from ...lang.ir import Program, local_bytes
-from ...lang.optimizer_states import ADAM
+from ...lang.optimizer_states import OptimizerStates
 from ...lang.plan_file import Plan, accumulation, schedule
 from ...step.memory import ALLOWANCE, SMALL_ALLOWANCE, Held, Memory, Walked, flight_of
 
@@ -22,11 +22,12 @@ SLACK_BYTES = 2**20  # tolerated excess over the plan: scalars and rounding
 def check_room(planned: Plan, made: Plan, *, learns: bool, cuda: bool) -> None:
     """Raises Infeasible, naming the rank, if ``made`` holds more than its device has, with gradients if it
     ``learns``."""
-    before = _peaks(planned, cuda)
+    states = planned.optimizer_states
+    before = _peaks(planned, states, cuda)
     if learns:
-        after = _peaks(made, cuda)
+        after = _peaks(made, states, cuda)
     else:
-        least = Memory(planned.program, ADAM, cuda=cuda).held_bytes(planned.program).min(axis=0)
+        least = Memory(planned.program, states, cuda=cuda).held_bytes(planned.program).min(axis=0)
         lost = 0.0 if cuda else ALLOWANCE + SMALL_ALLOWANCE
         after = np.minimum(least, before) + np.array(live_bytes(made.program)) * (1 + lost)
     allowed = before + SLACK_BYTES
@@ -66,13 +67,13 @@ def live_bytes(program: Program) -> tuple[int, ...]:
     return tuple(most)
 
 
-def _peaks(plan: Plan, cuda: bool) -> np.ndarray:
+def _peaks(plan: Plan, states: OptimizerStates, cuda: bool) -> np.ndarray:
     """The most bytes of tensors in a step, per rank."""
     samples = accumulation(plan)
     if samples is None or plan.micro_batches is None:
-        return np.array(Memory(plan.program, ADAM, cuda=cuda).peaks(plan.program))
+        return np.array(Memory(plan.program, states, cuda=cuda).peaks(plan.program))
     planned = schedule(plan.program, plan.micro_batches, samples)
     step = costed_micro_step(plan.program, samples)
     flight = flight_of(plan.program, samples, planned)
-    walked = Walked(step, ADAM, cuda=cuda, held=Held.of(planned.scatters), flight=flight)
-    return np.array(Memory(step, ADAM, cuda=cuda, walked=walked).peaks(step, largest_parts(planned)))
+    walked = Walked(step, states, cuda=cuda, held=Held.of(planned.scatters), flight=flight)
+    return np.array(Memory(step, states, cuda=cuda, walked=walked).peaks(step, largest_parts(planned)))
