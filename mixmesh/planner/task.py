@@ -73,7 +73,7 @@ class Task:
     ) -> None:
         self.graph, self.costs, self.optimizer_states = graph, costs, optimizer_states
         self.progress, self.budget = progress, budget
-        self.whole_parameters = whole_parameters  # the optimizer cannot step a part of one
+        self.whole_parameters = whole_parameters  # the optimizer cannot step a part of a parameter
         self.timings_s: dict[str, float] = {}
         self.pass_s: dict[str, float] = {}  # seconds spent, by the name of a pass
         self._inner_s: list[float] = []

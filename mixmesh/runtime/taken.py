@@ -97,7 +97,7 @@ class Taken:
     def _put(
         self, shown: Tensor, piece: Tensor, stored: Stored, written: Callable[[], object] | None = None
     ) -> None:
-        """Gives a tensor that is shown another piece."""
+        """Replaces the piece of a shown tensor."""
         with Off():
             shown.data = piece
         if isinstance(shown, ShardTensor):

@@ -100,7 +100,7 @@ class Bench:
     meter: Meter
     device: torch.device
     memory_bytes: float
-    deadline: float = math.inf  # by ``time.perf_counter``: shares after the first of an operator are left out
+    deadline: float = math.inf  # in ``time.perf_counter``; then only one share of an operator is measured
 
     def has_room(self, size_bytes: float) -> bool:
         """Whether the process can take ``size_bytes`` more. A GPU's allocator would raise an error; a process

@@ -228,7 +228,7 @@ class _Builder:
                 self.gradients[name].append(task)
 
     def weight(self, n: int) -> None:
-        """The gradient of a weight, apart."""
+        """Adds the separate computation of a weight gradient."""
         is_last, carrier = self.program.wgrads[n] == "last", self.carriers.get(n)
         turn = Turn.LAST if is_last else Turn.IN_ORDER
         task = self.add(self.backward_s[self.work_of[WEIGHT][n]], self.needs(n), turn=turn)
