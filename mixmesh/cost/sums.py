@@ -148,7 +148,7 @@ def gradient_sums(
             if held and held + size > cap_bytes:
                 index, held = index + 1, 0
             filled[s.kind] = (index, held + size)
-            number = -1 - index  # apart from the numbers that the program gives
+            number = -1 - index  # different from the numbers in the program
         groups.setdefault((number, s.kind, s.late), []).append(s)
 
     def ready(item: tuple[tuple, list[Summed]]) -> tuple[bool, int, float]:

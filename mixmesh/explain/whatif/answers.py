@@ -13,7 +13,7 @@ from ...errors import Infeasible
 from ...lang.plan_file import Plan
 from .changes import Change
 
-WORTH = 0.02  # share of the time of a sample: less is not told as a gain or a loss
+WORTH = 0.02  # share of the time of a sample: smaller gains and losses are not reported
 HOUR_S = 3600.0
 LEFT_OUT = ("machine", "device")
 Planned = Callable[[Any, Cluster, Profile | None], Plan]

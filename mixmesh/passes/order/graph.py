@@ -27,7 +27,7 @@ Seconds = tuple[float, ...]
 
 
 class Turn(IntEnum):
-    """When a rank comes to an event whose needs are met."""
+    """The time at which a rank reaches an event whose needs are met."""
 
     AT_ONCE = 0  # a collective on complete values
     IN_ORDER = 1  # a computation, or a gather that it sets off
