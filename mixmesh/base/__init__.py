@@ -1,1 +1,1 @@
-"""Small things that know nothing of training: files, units, solvers, logs."""
+"""Small helpers without knowledge of training: files, units, solvers, logs."""

@@ -15,7 +15,7 @@ def put_on(owner: Any, name: str, value: Any) -> None:
 
 @contextmanager
 def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Within it, ``value`` is the attribute ``name`` of an object, a class or a module."""
+    """A context in which ``value`` is the attribute ``name`` of an object, a class or a module."""
     is_own = name in vars(owner)  # and not one of its class
     original = vars(owner).get(name)  # in a class: the method itself, not a bound one
     setattr(owner, name, value)

@@ -156,7 +156,7 @@ def _is_news(fault: Mark, marks: list[Mark]) -> bool:
 
 
 def _undo(made: dict[int, LoggedStep], step: int) -> int:
-    """Lets go of the steps after ``step``; how many they were."""
+    """Drops the steps after ``step``; returns their number."""
     beyond = [n for n in made if n > step]
     for n in beyond:
         del made[n]

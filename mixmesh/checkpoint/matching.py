@@ -50,7 +50,7 @@ class Own:
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """A tensor of a model and where its values are: at several places if a file has a tied one twice."""
+    """A tensor of a model, and the places of its values: several if a file holds a tied tensor twice."""
 
     own: Own
     held: tuple[Held, ...]
@@ -101,7 +101,7 @@ def match(model: nn.Module, held: Mapping[str, Held], place: Path) -> list[Match
 def renaming(own: Collection[str], held: Collection[str]) -> Callable[[str], str]:
     """A function from the files' names to the model's: unchanged, or with one prefix added to all of them or
     removed from all of them, whichever makes most of them names of the model."""
-    counts = Counter({(0, ""): len({*own} & {*held})})  # 0: nothing to be done, the first of equals
+    counts = Counter({(0, ""): len({*own} & {*held})})  # 0: leaves names unchanged; preferred among equals
     for kind, whole, ends in ((1, own, {*held}), (2, held, {*own})):
         for name in whole:
             counts.update((kind, prefix) for prefix in prefixes(name) if name.removeprefix(prefix) in ends)

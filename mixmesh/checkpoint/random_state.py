@@ -1,4 +1,4 @@
-"""The random numbers of a rank: of torch, Python, numpy and the device, and how far its model has drawn."""
+"""The random numbers of a rank (of torch, Python, numpy and the device), and how many its model has drawn."""
 
 from __future__ import annotations
 

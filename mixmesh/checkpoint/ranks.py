@@ -1,4 +1,4 @@
-"""The ranks that save and load a checkpoint together, and how a failure of one is known to all."""
+"""The ranks that save and load a checkpoint together; a failure of one is reported to all."""
 
 from __future__ import annotations
 

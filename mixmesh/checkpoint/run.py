@@ -113,7 +113,7 @@ class RunCheckpoints:
         InputError for data that cannot be gone on with."""
         self._trained = trained
         self._most_devices = trained.model.comm.world_size  # the most of any start so far
-        # compared before each checkpoint, and not at every batch, which takes a message
+        # compared before each checkpoint only, because comparing every batch takes a message
         self._loader = None if job.data is None else own_loader(job.data, self._plan, is_compared=False)
         if isinstance(self._loader, OwnIterator):
             self._loader.state_dict()  # raises

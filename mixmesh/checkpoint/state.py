@@ -76,7 +76,8 @@ def own_model_tensors(model: nn.Module, rank: int) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class NamedOptimizer:
-    """An optimizer whose parameters have the names of a model, and how each is stored (None: whole here)."""
+    """An optimizer whose parameters have the names of a model, and the way each is stored (None: whole on
+    this rank)."""
 
     optimizer: optim.Optimizer
     params: Mapping[str, Tensor]

@@ -163,7 +163,8 @@ def write_shards(
     metadata: Mapping[str, str],
     values_of: Callable[[Part], Tensor],
 ) -> list[str]:
-    """Writes one file, or several and an index: their names, the one by which the others are found last."""
+    """Writes one file, or several with an index. Returns their names, last that of the file which lists the
+    others."""
     shards = shards_of(parts, max_shard_bytes)
     names = [f"{stem}-{n:05d}-of-{len(shards):05d}{SAFETENSORS}" for n in range(1, len(shards) + 1)]
     if len(shards) == 1:

@@ -49,8 +49,7 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
 
 
 def head_of(parts: Sequence[Part], metadata: Mapping[str, str] | None = None) -> tuple[bytes, list[int]]:
-    """The head of a file that holds ``parts`` in this order, and the byte of the file at which each one
-    begins."""
+    """The head of a file that holds ``parts`` in this order, and the offset of each part in the file."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     begins, end = [], 0
     for part in parts:

@@ -12,8 +12,8 @@ PURPOSE = "vote"  # a separate group, as another thread may be writing a checkpo
 
 
 class Vote:
-    """At the end of every step each rank says two numbers; all learn the largest of each one step later, so
-    that no step waits for the message."""
+    """Finds the largest of two numbers over all ranks. At the end of every step each rank gives its numbers;
+    all know the largest ones a step later, so that no step waits for the message."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks, self._group = ranks, ranks.group(PURPOSE)

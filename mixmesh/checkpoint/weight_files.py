@@ -24,7 +24,7 @@ DTYPE_OF = {theirs: ours for ours, theirs in SAFETENSORS.items()}
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor in a file, and the byte of the file at which it begins."""
+    """A tensor in a file, and its offset in the file."""
 
     path: Path
     part: Part

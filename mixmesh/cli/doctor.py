@@ -71,7 +71,7 @@ def doctor(
 
 
 def on_termination(end: Callable[[], object]) -> None:
-    """Has SIGTERM call ``end``: a launcher sends it as soon as one rank fails, but the first rank still has
+    """Makes SIGTERM call ``end``: a launcher sends it as soon as one rank fails, but the first rank still has
     to print its report."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: end())

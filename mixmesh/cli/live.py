@@ -144,7 +144,7 @@ class Live:
 
     @contextmanager
     def faults_noted(self) -> Iterator[None]:
-        """Within it an error that ends the training is noted; it is raised again."""
+        """A context that logs an error that ends the training, and raises it again."""
         try:
             yield
         except Exception as error:

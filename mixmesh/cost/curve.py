@@ -1,4 +1,4 @@
-"""Seconds over share: how long a device takes for a share of an operator's work."""
+"""Seconds over share: the time that a device takes for a share of an operator's work."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class Exchange:
         return self.seconds(costs) * (1 - max(stages) / sum(stages))
 
     def link_s_per_byte(self, cluster: Cluster, *, usual: bool = False) -> dict[Link, float]:
-        """Seconds for which it occupies each link, per byte of the whole tensor."""
+        """Seconds for which the exchange occupies each link, per byte of the whole tensor."""
         if self.sent is not None and not usual:
             return sent_s_per_byte(cluster, self.sent)
         return link_s_per_byte(cluster, self.performed, self.ranks)

@@ -262,12 +262,12 @@ class CostModel:
         return measured.slowdown if measured else 0.0
 
     def rest(self, rank: int) -> tuple[float, float]:
-        """Seconds by which ``rank`` gets ahead of its usual pace after a rest, and its speed until then."""
+        """The seconds that ``rank`` gains over its usual pace after a rest, and its speed until then."""
         measured = self._measured(self.cluster.devices[rank])
         return (measured.rested_s, measured.rested_speed) if measured else (0.0, 1.0)
 
     def exchange_host_s(self, rank: int, name: str, ranks: tuple[int, ...], size_bytes: float) -> float:
-        """Seconds for which a collective over ``size_bytes`` in all keeps the computing thread busy."""
+        """Seconds for which a collective over a total of ``size_bytes`` keeps the computing thread busy."""
         return self.host_scale(rank) * self.exchange_alone_s(rank, name, ranks, size_bytes)
 
     def host_scale(self, rank: int) -> float:
@@ -281,7 +281,7 @@ class CostModel:
         return 0.0 if measured is None else self._exchange_s(measured.host_s, name, ranks, size_bytes)
 
     def exchange_beside_s(self, rank: int, name: str, ranks: tuple[int, ...], size_bytes: float) -> float:
-        """Seconds of a device's usual pace that its communicating threads take for a collective."""
+        """Seconds, at a device's usual pace, that its communicating threads take for a collective."""
         measured = self._measured(self.cluster.devices[rank])
         if measured is None:
             return 0.0

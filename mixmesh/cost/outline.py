@@ -38,7 +38,7 @@ class Outline:
 
     @lazy
     def exchanges(self) -> dict[tuple[str, bool], Exchange | None]:
-        """By the result of a redistribution, and whether it is in the backward pass."""
+        """Exchanges by the result of a redistribution, and by whether it is in the backward pass."""
         out: dict[tuple[str, bool], Exchange | None] = {}
         known: dict[tuple[TensorType, TensorType], tuple[Exchange | None, Exchange | None]] = {}
         by_identity: dict[tuple[int, int], tuple[Exchange | None, Exchange | None]] = {}
@@ -90,8 +90,8 @@ def is_first(program: Program, param: Instruction) -> bool:
 
 
 def is_stored(program: Program, i: Instruction) -> bool:
-    """Whether a redistribution brings a parameter that is stored sharded: its gradient goes straight to
-    the parameter, and is awaited at the end of the backward pass only."""
+    """Whether a redistribution fetches a parameter that is stored sharded: its gradient goes straight to the
+    parameter, and is awaited only at the end of the backward pass."""
     source = program.producers[i.inputs[0]]
     return source.op == "param" and isinstance(source.type.placement, Shard)
 

@@ -59,7 +59,7 @@ def table_of(outline: Outline, costs: CostModel) -> Table:
     numbers: dict[tuple[int, Cut, str], int] = {}
 
     def number(times: int, cut: Cut, part: str, each: tuple[OpTime, ...]) -> int:
-        """The number of a work, which takes ``each`` device class so long."""
+        """The number of a work, given the time that ``each`` device class takes for it."""
         own = numbers.setdefault((times, cut, part), len(works))
         if own == len(works):
             works.append(Work(each, cut))

@@ -147,7 +147,7 @@ def with_wgrads_of(plan: Program, program: Program) -> Program:
 
 def can_have_owners(plan: Program, owned: Instruction, program: Program, param: Instruction) -> bool:
     """Whether ``param`` of a program can have the shard owners of ``owned``, the same parameter in the plan:
-    both hold it whole, the owners hold it, and its gradient is reduced."""
+    both programs hold it whole, the owners hold it, and its gradient is reduced."""
     whole = isinstance(owned.type.placement, Replicate) and isinstance(param.type.placement, Replicate)
     owners = support(plan.ratio_of[owned.attr("owned")])
     is_reduced = param.result not in program.factored and param.args[0] not in program.copies

@@ -1,1 +1,1 @@
-"""From the user's code to a graph: jobs, and the trace of their models."""
+"""Turns the user's code into a graph: jobs, and the trace of their models."""

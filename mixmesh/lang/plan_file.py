@@ -37,7 +37,7 @@ from .plan_header import check_per_rank, read_header
 T = TypeVar("T")
 
 FORMAT = 1
-PIPELINE = "1f1b"  # the one order in which a pipeline runs its micro-batches
+PIPELINE = "1f1b"  # the only order of a pipeline's micro-batches
 
 
 @dataclass(frozen=True)
@@ -152,8 +152,8 @@ class Plan:
 
     @property
     def batch_norm(self) -> str:
-        """The samples that the program's batch norms take their statistics over: "exact", the whole batch, or
-        "local", each rank's own samples."""
+        """The samples whose statistics the program's batch norms use: "exact" for the whole batch, "local"
+        for each rank's own samples."""
         return batch_norm_of(self.program)
 
     def save(self, path: str | Path) -> None:

@@ -20,7 +20,7 @@ SHOWN = 60  # characters of a value in an error
 
 
 class Row(NamedTuple):
-    """The values that a key allows: a test, the same in words, and whether the key may be absent."""
+    """The values that a key allows: a test, its description in words, and whether the key may be absent."""
 
     accepts: Callable[[Any], bool]
     expected: str

@@ -1,4 +1,4 @@
-"""Gradient buckets: which parameters' gradients are summed together, and in which order."""
+"""Gradient buckets: the parameters whose gradients are summed together, and the order of the sums."""
 
 from __future__ import annotations
 

@@ -262,7 +262,7 @@ class _Rewrite:
         return Instruction((result,), (self.placed(t, p),), op, (Ref(name),))
 
     def placed(self, t: TensorType, p: Placement) -> TensorType:
-        """The type held as ``p``, by the ratio that it names, or the one by which it would be cut."""
+        """The type held as ``p``, under the ratio that it names, or the one that would cut it."""
         ratio = ratio_name(self.program, t) if isinstance(p, Shard) else t.ratio
         return TensorType(t.value, p, ratio)
 

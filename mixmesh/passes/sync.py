@@ -20,7 +20,7 @@ from ..cost.sums import GradientSum, gradient_sums
 from ..lang.ir import Program, Ratio, leaders, make_ratio
 from .zero import ownable, with_owners
 
-TRIED = 5000  # instructions of all programs that are tried, which bounds the seconds that it takes
+TRIED = 5000  # instructions in all tried programs together, which limits the time
 
 FEWEST = 3  # choices that are tried for any program
 
@@ -132,7 +132,7 @@ def options(program: Program, costs: CostModel, s: GradientSum) -> Iterator[Rati
         yield _alike(program.world_size, leaders(parts))
     even = _alike(program.world_size, s.ranks)
     yield even
-    batch = program.shares if program.ratios else even  # nothing is cut: all have all samples
+    batch = program.shares if program.ratios else even  # nothing is cut: all ranks have all samples
     shared = all(batch[r] > 0 for r in s.ranks)
     yield make_ratio([b if r in s.ranks else 0.0 for r, b in enumerate(batch)]) if shared else even
     kinds = {(costs.class_of[r], costs.cluster.machine_index_of(r)): r for r in reversed(s.ranks)}

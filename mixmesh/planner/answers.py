@@ -40,7 +40,7 @@ def check_memory(task: Task) -> None:
 
 
 def infeasible(task: Task, proposals: list[Proposal]) -> Infeasible:
-    """Why nothing fits, from the candidate that comes closest."""
+    """The reason why nothing fits, based on the candidate that comes closest."""
 
     def excess(p: Proposal) -> tuple[float, int]:
         over = [(peak - task.usable_bytes[rank], rank) for rank, peak in enumerate(p.peak_memory_bytes)]

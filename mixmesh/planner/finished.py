@@ -1,5 +1,5 @@
-"""The end of planning: the best ways to sum gradients, orders, buckets, and when the gradients of weights are
-computed."""
+"""The end of planning: finds the best ways to sum gradients, orders, buckets, and times at which weight
+gradients are computed."""
 
 from __future__ import annotations
 

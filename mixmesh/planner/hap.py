@@ -45,7 +45,7 @@ CLOSE = 1.1  # relative cost at which whole classes are tried too: they may stil
 CLASSES_STEPS = 5  # steps that a budget must pay for to try whole classes too: up to 1200 nodes
 SPARE = (0.0, 0.03, 0.1)  # share of a device's memory, left to rounding
 FULL = 0.9  # share of usable memory: a rank that holds less could have more samples
-BOUND_BY_MEMORY = 0.05  # share of the batch by which a rank's part would change if all had enough memory
+BOUND_BY_MEMORY = 0.05  # share of the batch by which a rank's part would change if no rank lacked memory
 
 
 def synthesised(task: Task) -> Iterator[Proposal]:

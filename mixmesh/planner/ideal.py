@@ -41,8 +41,8 @@ DIGITS = 4  # rows whose relative seconds agree to so many digits share one pric
 
 
 def ideal_s(seconds: np.ndarray, class_of: Sequence[int], ranks: Sequence[int]) -> float:
-    """Seconds of a step that no plan is faster than on some devices, by the ``seconds_by_class`` of its graph
-    and the class of every rank."""
+    """A lower bound, in seconds, of the step of any plan on ``ranks``. ``seconds`` are ``seconds_by_class``
+    of the graph, ``class_of`` is the class of every rank."""
     counts = Counter(class_of[r] for r in ranks)
     classes = sorted(counts)
     return bound_s(np.ascontiguousarray(seconds[:, classes]), np.array([counts[c] for c in classes]))

@@ -15,7 +15,7 @@ from .task import HOPEFUL, Task
 # planners whose proposals are reduced at once, so that later ones must beat the result
 REDUCED_AT_ONCE = (DDP_TUNED, "hap")
 
-EXCHANGED = 0.05  # share of the step that exchanges within its passes must take to be worth the time
+EXCHANGED = 0.05  # least share of the step in exchanges within its passes that is worth the time
 FEW, SHORT_FEW = 4, 1  # proposals of a planner that are tried; the latter within a short budget
 
 

@@ -272,7 +272,7 @@ class _Estimate:
         return best
 
     def best(self, units: Sequence[Ranks], micro_steps: int) -> Chain | None:
-        """The borders with the least of the slowest stage or transfer; None if nothing fits."""
+        """The borders for which the slowest stage or transfer is shortest; None if nothing fits."""
         count, batch = len(self.space.groups), self.space.batch
         size = batch // micro_steps
         shares = [self.shares(ranks, size) for ranks in units]

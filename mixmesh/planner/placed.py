@@ -172,7 +172,7 @@ def uniform(space: Space) -> Iterator[Strategy]:
 
 
 def fitted(space: Space, k: int, placed: Placed) -> Placed:
-    """A choice of another group for group ``k``, which may have nothing to synchronise."""
+    """A choice made for another group, adapted to group ``k``, which may have nothing to synchronise."""
     if not space.groups[k].param_bytes:
         return Placed(placed.ratio)
     if placed.sync != "ps":

@@ -68,7 +68,7 @@ PIPELINE = Planner(
     on_sets=OnSets(least_pipeline_s, 0.0417),
     needs="several devices, a model that can run in micro-steps, and a batch that they divide",
 )
-# in the order in which they are asked: baselines first, as the others have to beat them
+# in the order in which they are asked: baselines first, as the others have to be faster
 ROWS = (
     Planner("single", simple.single),
     Planner("ddp-even", simple.ddp_even),

@@ -106,7 +106,7 @@ class Staged:
     def proposals(self) -> Iterator[Proposal]:
         """The best of several counts of micro-steps, and the step without any."""
         if self.stage and self.owners is None:
-            return  # nothing can be owned
+            return  # there is nothing to own
         for samples in dict.fromkeys((samples_if_any(self.program), None)):
             memory = PeakMemory(self.task.costs, self.task.optimizer_states, samples)
             for spare in SPARE:

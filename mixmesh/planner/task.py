@@ -73,7 +73,7 @@ class Task:
     ) -> None:
         self.graph, self.costs, self.optimizer_states = graph, costs, optimizer_states
         self.progress, self.budget = progress, budget
-        self.whole_parameters = whole_parameters  # the optimizer cannot step a part of one
+        self.whole_parameters = whole_parameters  # the optimizer cannot step a part of a parameter
         self.timings_s: dict[str, float] = {}
         self.pass_s: dict[str, float] = {}  # seconds spent, by the name of a pass
         self._inner_s: list[float] = []
@@ -96,14 +96,14 @@ class Task:
         self._agreeing: dict[tuple[Body, tuple], bool] = {}
         self.tried: dict[tuple[int, ...], Tried] = {}  # by devices
         self.summed: set[tuple] = set()  # keys of programs whose sums are in their best way
-        self.refused = ""  # why a planner has nothing to propose
+        self.refused = ""  # reason why a planner has no proposal
         # by whether there is only one rank: the path and its program
         self._data_parallel: dict[bool, tuple[Found, Program]] = {}
         self.searched: dict[int, tuple[Problem, Found]] = {}  # by the shape of the program
         self._programs: dict[tuple[bool, int], Program] = {}
         self._packed: dict[Body, tuple[Program | None, float]] = {}
         self._simulations: dict[tuple[Body, tuple, tuple[bool, int]], Simulation] = {}
-        # by the bytes up to which sums are direct, and the number of computations
+        # by the largest size of one-shot sums, and the number of computations
         self._same_but_owners: dict[tuple[int, int], list[Simulation]] = {}
         self._first: dict[tuple[Body, tuple[bool, ...], tuple[bool, int]], Simulation] = {}
 

@@ -91,8 +91,8 @@ def least_two_level_s(task: Task) -> float | None:
 
 
 def between_machines_s(task: Task, machines: Sequence[tuple[int, ...]]) -> float:
-    """Seconds for which the busiest link between machines is occupied by all gradients, which cross it
-    whole however they are cut within machines."""
+    """Seconds for which all gradients occupy the busiest link between machines; they cross it whole, however
+    they are cut within machines."""
     one_of_each = tuple(ranks[0] for ranks in machines)
     return busiest_link_s(task, Exchange("all_reduce", task.gradient_bytes, one_of_each))
 

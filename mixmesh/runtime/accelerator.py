@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 HOST = ("cpu", "meta")  # devices whose work is done when a call returns
-HOST_BACKEND = "gloo"  # sends from the host's memory, to which every tensor is copied first
+HOST_BACKEND = "gloo"  # sends from host memory, to which every tensor is copied first
 TF32_CAPABILITY = (8, 0)  # Ampere
 PRETENDED_BACKEND = "fake"  # PyTorch's, for one process as if all others were there
 
@@ -51,8 +51,8 @@ def device_backend(device: torch.device) -> str:
 
 
 def is_on_device(group: dist.ProcessGroup | None = None) -> bool:
-    """Whether the collectives of a group (without one of the default group) run in a stream of the device:
-    ``wait`` then holds the current stream, and not the thread."""
+    """Whether the collectives of a group (by default the default group) run in a stream of the device: then
+    ``wait`` blocks the current stream rather than the thread."""
     return dist.get_backend(group) not in (HOST_BACKEND, PRETENDED_BACKEND)
 
 

@@ -1,4 +1,4 @@
-"""A clock that counts only the seconds in which a process could look at others."""
+"""A clock that counts only the seconds in which a process was able to observe others."""
 
 from __future__ import annotations
 

@@ -52,7 +52,8 @@ def local_input(
 
 
 def batch_dim_input(program: Program) -> Instruction | None:
-    """An input cut along dim 0, by which samples are divided; None if all inputs are replicated."""
+    """An input cut along dim 0, which determines how samples are divided; None if all inputs are
+    replicated."""
     for i in program_inputs(program):
         if isinstance(i.type.placement, Shard) and i.type.placement.dim == 0:
             return i

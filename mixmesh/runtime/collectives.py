@@ -363,7 +363,7 @@ def all_to_all(
     dst_dim: int,
     dst_sizes: Sizes,
 ) -> Handle[Tensor]:
-    """From pieces along ``src_dim`` to pieces along ``dst_dim``, both cut unequally.
+    """Turns pieces along ``src_dim`` into pieces along ``dst_dim``, both cut unequally.
 
     With ``src_dim == dst_dim`` it moves the borders between the ranks (a change of ratio).
     """
@@ -418,7 +418,7 @@ ALIASES = {"grouped": {"all_gather": "broadcasts", "reduce_scatter": "reduces"}}
 
 def _pick(table: dict, algorithm: str | None, channel: Channel, counts: Sizes, what: str):
     if algorithm is None:
-        rooted = sum(count > 0 for count in counts) == 1  # a broadcast or a reduce, and nothing to pad
+        rooted = sum(count > 0 for count in counts) == 1  # a broadcast or a reduce, without padding
         skew = max(counts) * len(counts) / sum(counts)
         algorithm = "grouped" if rooted else default_algorithm(what, channel.backend, skew)
     algorithm = ALIASES.get(algorithm, {}).get(what, algorithm)

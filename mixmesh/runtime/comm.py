@@ -122,7 +122,7 @@ class Comm:
             self.watch.sockets |= {n: it for n, it in open_sockets().items() if others.get(n) != it}
 
     def call(self, kind: str) -> AbstractContextManager:
-        """A call in which ranks meet, as the watch knows it."""
+        """A context for a call in which ranks meet, announced to the watch."""
         return nullcontext() if self.watch is None else self.watch.call(kind)
 
     def begin_backward(self) -> None:
@@ -139,7 +139,7 @@ class Comm:
                 raise error
 
     def close(self) -> None:
-        """Ends the groups, with their threads. Collective; nothing of this program may be under way."""
+        """Ends the groups and their threads. Collective; nothing of this program may be under way."""
         for group in self.groups.values():
             if group is not None:
                 dist.destroy_process_group(group)
@@ -304,11 +304,11 @@ def leave() -> None:
 
 
 def release_last_tensors() -> None:
-    """At the end of a script that did not destroy its groups.
+    """Releases the tensors of the last collective at the end of a script that did not destroy its groups.
 
-    A thread of gloo drops the tensors of the last collective after the caller has gone on, and needs the
-    interpreter for it. Were the interpreter ending by then, the process would abort ("terminate called
-    without an active exception") although all of its work was done.
+    A thread of gloo drops these tensors after the caller has continued, and needs the interpreter for it. If
+    the interpreter were ending by then, the process would abort ("terminate called without an active
+    exception") although all of its work was done.
     """
     if dist.is_initialized():
         time.sleep(LAST_TENSORS_S)

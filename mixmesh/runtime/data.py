@@ -56,7 +56,7 @@ class Followed(Generic[T]):
         self._next: tuple[int, T] | None = None
 
     def follow(self, value: T, after: int = 0) -> None:
-        """Has ``value`` be the one after ``after`` more uses."""
+        """Makes ``value`` the current one after ``after`` more uses."""
         self._next = after, value
 
     def settle(self) -> None:
@@ -293,7 +293,7 @@ def own_rows(program: Program, rank: int, num_samples: int) -> tuple[int, int]:
     """The position of the first sample of ``rank`` in a batch of ``num_samples``, and their number. The
     program must have ``own_samples``."""
     first = batch_dim_input(program)
-    assert first is not None  # own_samples has looked
+    assert first is not None  # checked by own_samples
     return _other_layout(program, first, (num_samples, *first.type.value.shape[1:])).piece(rank)
 
 

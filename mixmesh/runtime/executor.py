@@ -327,13 +327,13 @@ class _Writer:
         return op if wgrad_of(i) is None else self._apart(n, i, op)
 
     def _can_be_compiled(self, i: Instruction, call: str) -> bool:
-        """Whether ``torch.compile`` may see the operator: it draws no numbers, which depend on more than its
-        inputs, is not run again, and its gradients are the usual ones."""
+        """Whether ``torch.compile`` may include the operator: it draws no random numbers, which depend on
+        more than its inputs, it is not run again, and its gradients are the usual ones."""
         is_plain = call.startswith("op") and not is_sfb(i) and wgrad_of(i) is None
         return self.segment is not None and is_plain and not draws_numbers(i.op)
 
     def _add_to_segment(self, i: Instruction, call: str, results: list[str], arguments: list[str]) -> None:
-        assert self.segment is not None  # _can_be_compiled has looked
+        assert self.segment is not None  # checked by _can_be_compiled
         buckets = {self.bucket_of[name] for name in i.inputs if name in self.bucket_of}
         if self.segment.buckets and buckets - self.segment.buckets:
             self._close_segment()

@@ -107,8 +107,8 @@ class FiniteGuard:
         return self._scaler is not None and self._scaler.get_scale() >= LEAST_SCALE
 
     def step(self, optimizer: torch.optim.Optimizer, on_step: Callable[[], object]) -> None:
-        """Has the optimizer make its step, and calls ``on_step`` after it: not where gradients overflowed
-        that a scaler looks at."""
+        """Makes the optimizer step, and calls ``on_step`` after it, unless a scaler has found gradients that
+        overflowed."""
         if self._scaler is None:
             optimizer.step()
             on_step()

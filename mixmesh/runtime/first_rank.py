@@ -58,7 +58,7 @@ def everyones(value: T, group: dist.ProcessGroup | None = None) -> tuple[T, ...]
 
 
 def wait_for_all(what: str) -> None:
-    """Waits until all ranks have come here; nothing to wait for without process groups. Collective."""
+    """Waits until all ranks have arrived here; without process groups returns immediately. Collective."""
     if dist.is_initialized():
         with _exchange(what) as waiting, waiting():
             meet()

@@ -54,7 +54,7 @@ class Bucket:
 def assign_buckets(program: Program) -> tuple[Bucket, ...]:
     """The buckets of a program, in the order in which the backward pass completes them (``cost.sums``).
 
-    Raises MixmeshError for a parameter that is used with ``sfb`` and without.
+    Raises MixmeshError for a parameter that is used both with ``sfb`` and without it.
     """
     for param in program.factored:
         summed_by_sfb(program, param)
@@ -170,7 +170,8 @@ class GradientReducer:
 
     @contextmanager
     def through(self, channel_of: Callable[[Channel, Bucket, int], Channel]):
-        """Within it, every bucket's sum goes through ``channel_of`` its channel, the bucket and bytes."""
+        """A context in which every bucket's sum goes through the channel that ``channel_of`` returns for its
+        own channel, the bucket and the bytes."""
         before = self._channels
         sizes = [sum(p.numel() * p.element_size() for p in members) for members in self._buckets]
         for n, these in self._cells.items():
@@ -423,7 +424,7 @@ class GradientReducer:
     def _finish(self) -> None:
         progress = self._progress
         with torch.no_grad():
-            # nothing waits here still, unless only a part of the graph went back
+            # nothing is left waiting here, unless only a part of the graph went back
             for p, make in (*chain(*progress.waiting.values()), *progress.postponed):
                 self.arrived(p, make())
         progress.waiting.clear()

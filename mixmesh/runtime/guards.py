@@ -88,7 +88,7 @@ class Guards:
 
 
 def _follow(name: str, p: nn.Parameter, mine: nn.Parameter) -> None:
-    """``p.data = values`` gave a parameter other memory: the program takes that."""
+    """Makes the program use the new memory that ``p.data = values`` gave a parameter."""
     if p.shape != mine.shape or p.dtype != mine.dtype or p.device != mine.device:
         raise InputError(
             f"the data of {name} is of another kind than planned",

@@ -49,7 +49,7 @@ class Inspector:
 
     random: RandomPolicy
     values: dict[Place, Counts] = field(default_factory=dict)
-    gradients: list[Place] = field(default_factory=list)  # their backward passes spoil them
+    gradients: list[Place] = field(default_factory=list)  # places whose backward pass is the cause
 
     def note(self, name: str, x: Tensor) -> None:
         """Looks at a value of the forward pass."""

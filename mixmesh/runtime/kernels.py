@@ -201,7 +201,7 @@ def squeeze_kernel(site: Site) -> LocalOp:
 
 
 def cut_table(site: Site, dim: int) -> Callable[[], tuple[int, int]] | None:
-    """The span of a table that is cut along the dim looked up in."""
+    """The span of a table that is cut along the dim of the lookup."""
     placement = site.local.in_placements[0]
     table = site.program.types[site.instruction.inputs[0]]
     if isinstance(placement, Shard) and placement.dim == dim:

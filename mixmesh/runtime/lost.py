@@ -66,7 +66,7 @@ def fields_of(error: MixmeshError, lost: Lost | None) -> dict[str, Any]:
 
 
 def error_of(fields: dict[str, Any]) -> tuple[CollectiveError, Lost | None]:
-    """The error that another rank told of, and the rank that was lost, if one was."""
+    """The error that another rank reported, and the lost rank, if there is one."""
     lost = fields.get("lost")
     rest = {name: value for name, value in fields.items() if name != "lost"}
     return CollectiveError(**rest), None if lost is None else Lost(**lost)

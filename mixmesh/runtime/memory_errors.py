@@ -1,4 +1,4 @@
-"""A rank that has run out of memory says so, to its user and to the other ranks."""
+"""Reports that a rank has run out of memory, to its user and to the other ranks."""
 
 from __future__ import annotations
 

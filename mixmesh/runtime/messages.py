@@ -17,13 +17,14 @@ _made: list[tuple[dist.ProcessGroup | None, dist.ProcessGroup]] = []
 
 
 def begin_messages(timeout: timedelta) -> None:
-    """Makes the group of messages if the default group is of accelerators and has none yet. Collective."""
+    """Makes the group for messages if the default group is one of accelerators and has none yet.
+    Collective."""
     if is_on_device() and message_group() is None:
         _made[:] = [(dist.group.WORLD, dist.new_group(timeout=timeout, backend=HOST_BACKEND))]
 
 
 def message_group() -> dist.ProcessGroup | None:
-    """The group; None where the default one will do."""
+    """The group for messages; None if the default group can be used."""
     return next((group for world, group in _made if world is dist.group.WORLD), None)
 
 

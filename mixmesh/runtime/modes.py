@@ -15,11 +15,11 @@ def modes_of(modules: Iterable[nn.Module]) -> Modes:
 
 
 def modes_by_name(model: nn.Module) -> dict[str, bool]:
-    """For each module of a model, by its name, whether it trains."""
+    """For each module of a model, by name, whether it is in training mode."""
     return {name: module.training for name, module in model.named_modules()}
 
 
 def set_modes(modules: Iterable[nn.Module], modes: Modes) -> None:
-    """Gives each module its mode, without a call of ``train()``, which models write for themselves."""
+    """Sets the mode of each module without calling ``train()``, which models may override."""
     for module, mode in zip(modules, modes, strict=True):
         module.training = mode

@@ -86,7 +86,7 @@ def first_not_finite(model: nn.Module, *args: Any, **kwargs: Any) -> NotFinite |
 
 @contextmanager
 def _as_it_was(model: ParallelModel) -> Iterator[None]:
-    """Gives gradients, buffers and random numbers back at the end."""
+    """A context that restores gradients, buffers and random numbers at its end."""
     run = model._runtime
     gradients = [(p, p.grad) for p in model.parameters()]
     buffers = [(plain(b), plain(b).clone()) for b in model.buffers()]

@@ -110,7 +110,7 @@ def step_on_pieces(optimizer: optim.Optimizer, holders: tuple[int, ...] | None, 
         seeing = _seeing_shards(closure)
         with Off():
             if takes_part:
-                given = () if seeing is None else (seeing,)  # some take no closure
+                given = () if seeing is None else (seeing,)  # some optimizers take no closure
                 return kernel(self, *given, **kwargs)
             return None if seeing is None else seeing()
 
@@ -132,7 +132,7 @@ def _seeing_shards(closure: Callable[[], Any] | None) -> Callable[[], Any] | Non
 
 
 def also_drop(optimizer: optim.Optimizer, drop: Callable[[], object]) -> None:
-    """Has ``zero_grad`` call ``drop`` too, for gradients that wait to be summed."""
+    """Makes ``zero_grad`` also call ``drop``, for gradients that wait to be summed."""
     kind = type(optimizer)
 
     @wraps(kind.zero_grad)

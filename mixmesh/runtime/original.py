@@ -88,7 +88,7 @@ def give_back(x: TakenOver) -> None:
 
 @contextmanager
 def traceable(model: nn.Module) -> Iterator[None]:
-    """Within it ``model`` can be traced on fake tensors, which need no values."""
+    """A context in which ``model`` can be traced on fake tensors, which need no values."""
     lent = [x for x in (*model.parameters(), *model.buffers()) if isinstance(x, TakenOver)]
     for x in lent:
         x.__class__ = x.was

@@ -94,7 +94,8 @@ class WholeParams:
 
     @contextmanager
     def through(self, channel_of: Callable[[Channel, Group], Channel]):
-        """Within it, every gather goes through ``channel_of`` its channel and group."""
+        """A context in which every gather goes through the channel that ``channel_of`` returns for its own
+        channel and group."""
         before = self._channels
         self._channels = [channel_of(*of) for of in zip(before, self._groups)]
         try:
@@ -159,7 +160,7 @@ class WholeParams:
 
 @dataclass(frozen=True, eq=False)
 class Awaited:
-    """A working copy as the executor takes it: awaited at its first use."""
+    """A working copy in the form that the executor takes: awaited at its first use."""
 
     wholes: WholeParams
     name: str

@@ -226,7 +226,7 @@ class ParallelModel(Face):
 
     @contextmanager
     def recorded(self, recorder: Recorder) -> Iterator[None]:
-        """Within it, all that this rank computes and communicates is measured."""
+        """A context in which everything that this rank computes and communicates is measured."""
         run = self._runtime
         before = run.comm, run.compiled, run.recorder
         run.comm, run.compiled, run.recorder = RecordedComm.of(run.comm, recorder), {}, recorder

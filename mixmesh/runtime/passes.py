@@ -121,7 +121,7 @@ def accumulate(
 ) -> tuple[Forward, dict[str, Tensor]]:
     """All micro-steps, and the backward passes of all but the last (see ``micro_steps``)."""
     steps = form.steps
-    assert steps is not None  # the caller has looked
+    assert steps is not None  # checked by the caller
     if steps.once is not None:
         with torch.no_grad():
             _, results, _ = code_of(run, form, once=True, training=training).run(params, buffers, inputs)
@@ -176,7 +176,7 @@ def _pipeline(
     """All passes of this rank's stage, the last backward pass within ``last``: the value of its addend of
     the loss, and new values of buffers."""
     steps = form.steps
-    assert steps is not None  # the caller has looked
+    assert steps is not None  # checked by the caller
     size, count = steps.sizes[0], len(steps.sizes)
     value = zero(run, form)
     updated: dict[str, Tensor] = {}
@@ -234,7 +234,7 @@ def _part_of(form: Form, once: bool) -> Program:
         return form.program
     if not once:
         return form.steps.program
-    assert form.steps.once is not None  # the caller has looked
+    assert form.steps.once is not None  # checked by the caller
     return form.steps.once
 
 

@@ -44,8 +44,8 @@ def is_stopped(pid: int) -> bool:
 
 
 def end_with_launcher() -> None:
-    """Makes a process that torchrun started get SIGTERM when torchrun ends, even by SIGKILL: it would go on
-    training, and keep its device, while its replacement starts. Linux only."""
+    """Makes a process that torchrun started get SIGTERM when torchrun ends, even by SIGKILL: otherwise it
+    would train on and keep its device while its replacement starts. Linux only."""
     if LAUNCHER_VARIABLE in os.environ and sys.platform == "linux":
         launcher = os.getppid()
         ctypes.CDLL(None).prctl(SIGNAL_OF_PARENTS_END, signal.SIGTERM)

@@ -31,7 +31,7 @@ class RandomPolicy:
         self.seed = seed
         self.exact = exact
         self.by_shape = by_shape
-        self.step = self.first_step = 0  # now, and when this process began
+        self.step = self.first_step = 0  # the current step, and the one at which this process began
         self.micro_step = 0
         self.first_sample = 0
 

@@ -53,7 +53,7 @@ class Region:
         self._place = random.place
         self._steps: list[Step] = []
         self._last = 0  # step that saves something, counted from 1: later ones need not run again
-        self._inputs: dict[str, tuple[Any, bool]] = {}  # as the keeper notes it; whether it takes a gradient
+        self._inputs: dict[str, tuple[Any, bool]] = {}  # the keeper's note; takes a gradient?
         self._own: set[str] = set()
         self._num_saved = 0
         self._made: dict[int, Tensor] = {}  # by number, until used

@@ -216,7 +216,8 @@ def own_memory(lent: int, x: Tensor | None) -> Tensor | None:
 
 
 class _Leave(torch.autograd.Function):
-    """The start of a redistribution: nothing forward; backward it waits for the gradient."""
+    """The start of a redistribution: does nothing in the forward pass, and waits for the gradient in the
+    backward pass."""
 
     @staticmethod
     def forward(ctx, x: Tensor, gradient: _Gradient):
@@ -229,7 +230,7 @@ class _Leave(torch.autograd.Function):
 
 
 class _Arrive(torch.autograd.Function):
-    """The end of a redistribution, with whose backward the gradient's begins."""
+    """The end of a redistribution; its backward starts the redistribution of the gradient."""
 
     @staticmethod
     def forward(ctx, anchor, left: Tensor | None, pending: Pending, sink: Sink | None):

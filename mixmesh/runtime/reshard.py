@@ -20,7 +20,8 @@ from .redistribute import Redistribution
 
 
 def reshard_points(program: Program) -> dict[int, list[str]]:
-    """By index of the instruction before whose backward they are gathered again: values with ``reshard``."""
+    """Values with ``reshard``, by the index of the instruction before whose backward they are gathered
+    again."""
     return {n: [i.result for i in gathers] for n, gathers in gathers_again(program).items()}
 
 
@@ -46,7 +47,7 @@ class Keeper:
     """The gathered parameters of one forward pass that must not be saved."""
 
     def __init__(self) -> None:
-        self._records: dict[int, _Record] = {}  # by address of their memory, while that is theirs
+        self._records: dict[int, _Record] = {}  # by the address of their memory, as long as they hold it
 
     def hooks(self):
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
@@ -59,7 +60,7 @@ class Keeper:
         return record
 
     def forget(self, record: _Record) -> None:
-        """Drops the record after the last use: another tensor may take the memory."""
+        """Drops the record after the last use, because another tensor may then get the memory."""
         if record.address is not None:
             self._records.pop(record.address, None)
 

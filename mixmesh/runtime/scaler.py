@@ -24,7 +24,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16) -> dict[torch.device, Tensor]:
         inf_by_device = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        if not inf_by_device:  # this rank owns nothing, and has to say so
+        if not inf_by_device:  # this rank owns nothing, and must report that
             inf_by_device = {found_inf.device: found_inf}
         if dist.is_initialized() and dist.get_world_size() > 1:
             everyones = torch.stack([f.double() for f in inf_by_device.values()]).max()

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-Piece = tuple[tuple[int, ...], Tensor]  # where it begins in the whole, and its values
+Piece = tuple[tuple[int, ...], Tensor]  # origin in the whole tensor, and values
 
 
 def chunks(piece: Piece) -> list[ChunkStorageMetadata]:

@@ -70,7 +70,7 @@ def number(
 
 def _number(x: Tensor, comm: Comm, kind: str, order: float, row: int) -> ShardNumber:
     with Off():
-        x = x.view_as(x)  # an object of its own, whose class may change
+        x = x.view_as(x)  # a new object, whose class may be changed
     x.__class__ = ShardNumber
     assert isinstance(x, ShardNumber)
     x.comm, x.kind, x.order, x.row, x.answer = comm, kind, order, row, None

@@ -376,7 +376,7 @@ _SPECIAL: dict[str, Callable] = {
     "_amp_foreach_non_finite_check_and_unscale_": _unscale,
 }
 
-# as DTensor does: optimizers and clipping take their faster way, over lists of tensors
+# as DTensor does: optimizers and clipping then use their faster path, over lists of tensors
 for _types in (_optimizers_types, _clipping_types):
     if ShardTensor not in _types:
         _types.append(ShardTensor)

@@ -56,7 +56,7 @@ class ShardBase(torch.Tensor):
 
 
 def check_alike(name: str, first: ShardBase, tensors: Iterable[Tensor]) -> None:
-    """Raises InputError if one of ``tensors``, arguments of ``name``, is cut otherwise than ``first``."""
+    """Raises InputError if one of ``tensors``, arguments of ``name``, is cut differently from ``first``."""
     for x in tensors:
         if isinstance(x, ShardBase):
             if x.whole is not first.whole and not x.whole.is_like(first.whole):

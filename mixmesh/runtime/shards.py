@@ -23,7 +23,7 @@ BROADCAST_BYTES = 32 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """How one named tensor of a model is stored: its whole shape and dtype, and where its pieces are."""
+    """The storage of one named tensor of a model: its whole shape and dtype, and the places of its pieces."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class Stored:
 
     @property
     def counted(self) -> Layout:
-        """The layout in which everything of the tensor is once, or once per rank."""
+        """The layout in which every element of the tensor appears once, or once per rank."""
         return self.copies[0] if self.copies else self.held
 
     def origin(self, rank: int) -> tuple[int, ...]:

@@ -70,7 +70,7 @@ def is_values(value: Any) -> bool:
 
 def _check_entries(optimizer: optim.Optimizer, p: Tensor, entries: Mapping[str, Any]) -> None:
     for key, value in entries.items():
-        if isinstance(value, str | bytes):  # which PyTorch would take for a series of values
+        if isinstance(value, str | bytes):  # PyTorch would take it for a sequence of values
             raise _other_optimizer(f"{key}, a tensor or a number", _kind(value))
         if not isinstance(value, Tensor):
             continue

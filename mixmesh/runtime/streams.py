@@ -44,8 +44,8 @@ Moment = torch.Event  # on a stream
 
 
 def issue_beside(device: torch.device, x: Tensor, issue: Callable[[], None]) -> Moment:
-    """Has ``issue`` issue work on ``x`` in the side stream, after all that was issued in the current one, and
-    gives the moment of its end. The memory of ``x`` is not used for another tensor before that."""
+    """Runs ``issue``, which issues work on ``x``, in the side stream, after all work issued in the current
+    one, and returns the moment of its end. The memory of ``x`` is not used for another tensor before that."""
     stream = side_stream(device)
     stream.wait_stream(torch.accelerator.current_stream(device))
     with stream:
@@ -57,7 +57,7 @@ def issue_beside(device: torch.device, x: Tensor, issue: Callable[[], None]) -> 
 
 
 def await_moment(device: torch.device, moment: Moment) -> None:
-    """Has the current stream go on after the moment; the host does not wait."""
+    """Makes the current stream wait for the moment; the host does not wait."""
     torch.accelerator.current_stream(device).wait_event(moment)
 
 

@@ -31,9 +31,10 @@ class Before:
 
 @dataclass
 class Taken:
-    """The tensors of a model on their way into the parallel one: ``shown`` by the original's, ``inner`` by
-    the shown parameter, ``params`` and ``buffers`` the shown ones by every name. With ``before``, by shown
-    tensor, these are the ones that a parallel model shows already: the same objects, of other pieces."""
+    """The tensors of a model on their way into the parallel one: ``shown`` by the original's tensor,
+    ``inner`` by the shown parameter, ``params`` and ``buffers`` the shown ones by every name. ``before``, by
+    shown tensor, is given for a parallel model that shows these tensors already: the objects stay the same
+    and get other pieces."""
 
     comm: Comm
     stored: Mapping[str, Stored]
@@ -97,7 +98,7 @@ class Taken:
     def _put(
         self, shown: Tensor, piece: Tensor, stored: Stored, written: Callable[[], object] | None = None
     ) -> None:
-        """Gives a tensor that is shown another piece."""
+        """Replaces the piece of a shown tensor."""
         with Off():
             shown.data = piece
         if isinstance(shown, ShardTensor):

@@ -56,7 +56,7 @@ class Keeper(Protocol):
     """Keeps the state of a training, so that another start can continue it. All calls are collective."""
 
     def begin(self, trained: Trained, job: Any) -> tuple[Feed, int]:
-        """This rank's batches, and how many steps were made before this start."""
+        """This rank's batches, and the number of steps made before this start."""
 
     def after_step(self, num_steps: int) -> bool:
         """Called after ``num_steps`` steps in all; returns whether the training is to stop."""
@@ -69,7 +69,7 @@ class Keeper(Protocol):
 
 
 class Balancer(Protocol):
-    """Has the shares of a training follow the speeds of its devices. All calls are collective."""
+    """Adapts the shares of a training to the speeds of its devices. All calls are collective."""
 
     def begin(self, model: ParallelModel, optimizer: torch.optim.Optimizer, feed: Feed) -> None:
         """Called before the first step of this start."""
@@ -156,8 +156,8 @@ def place_of(error: Exception) -> str:
 
 
 def named_line(error: Exception) -> str:
-    """The class and the first line of an error; of one that a worker of a DataLoader has raised its last
-    line, which says both."""
+    """The class and the first line of an error. For an error of a DataLoader's worker it is the last line,
+    which has both."""
     if OF_WORKER in str(error):
         return str(error).strip().splitlines()[-1][:300]
     return f"{type(error).__name__}: {first_line(error)}"

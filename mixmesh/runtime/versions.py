@@ -1,4 +1,4 @@
-"""The versions that all ranks must have alike."""
+"""The versions that must be the same on all ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def versions_text() -> str:
 
 
 def python_version() -> str:
-    """Python's version without its last number, in which no interface changes."""
+    """Python's version without the patch number, which changes no interface."""
     return ".".join(platform.python_version_tuple()[:2])
 
 

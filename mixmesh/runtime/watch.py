@@ -245,8 +245,9 @@ class Watch:
 
     @property
     def _is_taking_part(self) -> bool:
-        """Whether this process is of no use without the others: not while code of a script runs, which may
-        save something. A script that is over may be held up by a thread that writes a checkpoint."""
+        """Whether this process is useless without the others. While the script's own code runs it is not, as
+        that may save something. After the end of the main thread it is: then at most a thread that writes a
+        checkpoint holds up the end."""
         is_in_mixmesh = bool(current_stretch() or self.doing or self.waiting)
         return is_in_mixmesh or self.is_told_to_stop() or not threading.main_thread().is_alive()
 
@@ -305,7 +306,7 @@ class Watch:
         return None
 
     def _judge_stuck(self, states: dict[int, Seen], waiting: Waiting) -> None:
-        """Looks for the reason why this rank waits for long, or why its collective has failed."""
+        """Finds the reason why this rank has waited for long, or why its collective has failed."""
         # if a connection has failed, a rank of another machine that misses some beats is the lost one
         silent_s = min(self.heartbeat_s, MISSED_S) if self._asked else self.heartbeat_s
         for rank in states:
@@ -317,7 +318,7 @@ class Watch:
         return self._notice(states, waiting.what, time.monotonic() - waiting.since)
 
     def _judge_silent(self, states: dict[int, Seen], waiting: Waiting) -> None:
-        """Looks for a rank that was lost before this one waits for it, or waits for long."""
+        """Finds a rank that was lost, before this rank waits for it or has waited for long."""
         for rank, seen in states.items():
             if not seen.ended and (how := self._peers.why_silent(rank, self.heartbeat_s)):
                 return self._lose(Lost(rank, how), waiting)

@@ -143,7 +143,7 @@ def wgrad_op(
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor]:
         params = (weight,) if bias is None else (weight, bias)
-        # an empty piece has nothing to multiply, and some kernels refuse to
+        # an empty piece has nothing to multiply, and some kernels reject it
         is_whole = x.numel() > 0 and weight.numel() > 0
         apart = torch.is_grad_enabled() and x.requires_grad and is_whole
         if not apart or not all(p.is_leaf and p.requires_grad for p in params):

@@ -228,7 +228,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def copy_tensors(source: nn.Module, to: nn.Module) -> None:
-    """Gives one module the values of another of the same kind."""
+    """Copies the values of one module to another of the same kind."""
     values = _tensors(source)
     for name, x in _tensors(to).items():
         _fill(x, values[name])

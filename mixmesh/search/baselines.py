@@ -88,8 +88,7 @@ def device_seconds(
 
 
 def proportional_ratio(graph: Graph, costs: CostModel) -> Ratio:
-    """Shares of all devices in proportion to the speed at which each runs an equal share of this very
-    model."""
+    """Shares of all devices in proportion to the speeds at which they run equal shares of this model."""
     world_size = costs.cluster.world_size
     return ratio_of_speeds(device_seconds(graph, costs, 1 / world_size), range(world_size))
 

@@ -59,8 +59,8 @@ class Fidelity(Enum):
 
 @dataclass(frozen=True)
 class Measure:
-    """A judge of strategies at a fidelity. ``usable`` are the bytes of every rank's memory that one may fill;
-    ``levels`` those by which gradients are summed, for estimates."""
+    """A judge of strategies at a fidelity. ``usable`` are the bytes of each rank's memory that a strategy may
+    fill; ``levels`` are the levels of gradient sums, for estimates."""
 
     space: Space
     optimizer_states: OptimizerStates

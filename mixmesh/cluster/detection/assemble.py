@@ -151,7 +151,8 @@ def merged_device(
 
 
 def memory_gib(inventory: Inventory, rank: int) -> float:
-    """A rank's memory to a tenth of a GiB below, so that cards that differ by a page are equal."""
+    """A rank's memory, rounded down to a tenth of a GiB, so that cards that differ by a page count as
+    equal."""
     return max(inventory.memory_bytes(rank) * 10 // GIB, 1) / 10
 
 

@@ -14,7 +14,7 @@ from .recognise import Bench
 Row = dict[str, str | float | bool]
 LIKED = ("speedup", "times", "step_s", "total_s", "best_s")  # figures that are drawn at first
 SAME = 0.02  # share of a figure: less is no difference
-CHANGED = 5  # rows that are told
+CHANGED = 5  # number of rows in the summary
 
 
 def bench_page(benches: Sequence[Bench]) -> Page:

@@ -38,7 +38,7 @@ class Remade:
 
 @dataclass(frozen=True)
 class Rival:
-    """A candidate as the page shows it. ``remade`` is None where planning it again would take long."""
+    """A candidate as the page shows it. ``remade`` is None if planning it again would take long."""
 
     planner: str
     fits: bool

@@ -20,7 +20,7 @@ from .parts import KINDS, KindOf
 
 SHORTEST_S = 1e-9  # the shortest event that is drawn
 NS = 1e9
-LOW, MORE = 0x7F, 0x80  # bits of a byte that hold a part of a number; that says that another byte follows
+LOW, MORE = 0x7F, 0x80  # bits of a byte: part of a number, and the mark that another byte follows
 
 
 def packed_timeline(timeline: Timeline, critical: Sequence[int], kind_of: KindOf) -> dict[str, Any]:

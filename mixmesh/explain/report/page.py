@@ -96,5 +96,5 @@ def section_html(name: str, title: str, content: str) -> str:
 
 
 def script_json(value: Any) -> str:
-    """JSON that may stand in a script element: nothing in it ends the element."""
+    """JSON for use in a script element: nothing in it ends the element."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

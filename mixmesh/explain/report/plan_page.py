@@ -75,7 +75,7 @@ def variants_html(contents: Sequence[str]) -> str:
 
 
 def bounds_html(parts: Parts) -> str:
-    """The seconds that no plan is faster than, and how near to them this one is."""
+    """The lower bound of any plan's seconds, and the distance of this plan from it."""
     bounds = parts.bounds
     told = (
         f"<b>The bound is {seconds_text(bounds.bound_s)}</b>: no plan for these devices is faster, however "
@@ -92,7 +92,7 @@ def bounds_html(parts: Parts) -> str:
 
 def what_if_html(facts: Facts) -> str:
     asked = facts.what_if
-    assert asked is not None  # the caller has looked
+    assert asked is not None  # checked by the caller
     told = (
         "Each row is the fastest plan for the cluster after one change, as predicted. "
         f"{len(asked.answers)} plans were made in {seconds_text(asked.took_s)}. Twice the batch has no row: "

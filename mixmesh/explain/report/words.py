@@ -34,8 +34,8 @@ def pace(facts: Facts) -> str:
 
 
 def why(facts: Facts) -> str:
-    """Why the plan is faster than data parallelism with equal parts, by the part of the step in which it
-    gains most; empty for one device, and for a plan that is not compared."""
+    """The reason why the plan is faster than data parallelism with equal parts, based on the part of the step
+    in which it gains most; empty for one device, and for a plan that is not compared."""
     rival = facts.evenly
     if rival is None or rival.remade is None:
         return ""

@@ -13,8 +13,8 @@ from ...errors import Infeasible
 from ...lang.plan_file import Plan
 from .changes import Change
 
-WORTH = 0.02  # share of the time of a sample: less is not told as a gain or a loss
-LEAST_TOLD = 0.01  # share of a price
+WORTH = 0.02  # share of the time of a sample: smaller gains and losses are not reported
+LEAST_TOLD = 0.01  # share of a price: smaller differences are not reported
 HOUR_S = 3600.0
 LEFT_OUT = ("machine", "device")
 Planned = Callable[[Any, Cluster, Profile | None], Plan]

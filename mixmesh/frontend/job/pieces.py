@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 STEPS = 3
-TOLERANCE = 1e-10  # relative: vectorised kernels round the ends of a tensor otherwise
+TOLERANCE = 1e-10  # relative: vectorised kernels round the ends of a tensor differently
 MOST_OF_A_DIM = 256  # sizes above are cut to it: Adafactor's factored moments begin at 32 or 128
 MOST_ELEMENTS = 2**16
 MOST_TENSORS = 8  # the number of tensors of different shapes to try

@@ -98,7 +98,7 @@ def _cells(function: FunctionType) -> Iterator[Any]:
 
 
 def _functions_alone(value: Any) -> Iterator[tuple[FunctionType, type | None]]:
-    """As ``plain_functions``; nothing for modules, which are watched as parts of the model."""
+    """Like ``plain_functions``, but yields nothing for modules, which are watched as parts of the model."""
     if isinstance(value, FunctionType | MethodType | partial):
         yield from plain_functions(value)
 

@@ -197,7 +197,7 @@ class LossAndOutputs(nn.Module):
         return loss, *(named[name] for name in chosen)
 
     def _outputs(self, output: Any, where: str) -> tuple[torch.Tensor, ...]:
-        """The outputs of a call without a loss, after a number that takes its place."""
+        """The outputs of a call without a loss, preceded by a number that stands for the loss."""
         named = dict(named_tensors(output))
         chosen = selected(tuple(named), "", self._request.outputs, where)
         floating = next((named[name] for name in chosen if named[name].is_floating_point()), None)

@@ -52,7 +52,7 @@ STAND_INS: dict[Callable, Callable] = {F.gaussian_nll_loss: gaussian_nll_loss}
 
 
 class LossesWithoutChecks(TorchFunctionMode):
-    """Within it the functions in ``STAND_INS`` are replaced."""
+    """A context in which the functions in ``STAND_INS`` are replaced."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         return STAND_INS.get(func, func)(*args, **(kwargs or {}))

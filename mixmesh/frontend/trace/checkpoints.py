@@ -27,7 +27,8 @@ def region_of_stack(text: str | None) -> int | None:
 
 @contextmanager
 def regions_kept() -> Iterator[None]:
-    """Within it, checkpointed functions (reentrant or not) run once, as regions with numbers from 0."""
+    """A context in which checkpointed functions (reentrant or not) run once, as regions with numbers from
+    0."""
     numbers = itertools.count()
 
     def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

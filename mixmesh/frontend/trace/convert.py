@@ -197,7 +197,7 @@ class _Converter:
 
     def names_of_several(self, node: fx.Node, count: int) -> tuple[str | None, ...]:
         picks = [u for u in node.users if u.target is operator.getitem]
-        whole = len(picks) < len(node.users)  # some operator takes the list itself
+        whole = len(picks) < len(node.users)  # an operator takes the list itself
         used = {_index(u) % count for u in picks if u.users}
         one = len(used) == 1 and not whole
         return tuple(

@@ -1,4 +1,5 @@
-"""Export of operators whose result shapes follow from input shapes, although PyTorch takes them for data."""
+"""Exports operators whose result shapes follow from input shapes, although PyTorch treats them as
+data-dependent."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def _backward_is_autograd(cls: Function, apply: Any, args: tuple) -> bool:
         # real tensors, outside of the export and its fake tensors
         with dispatch._disable_current_modes(), torch._C.DisableTorchFunction(), torch.enable_grad():
             return all(_agree(cls, apply, args, size, grad) for size in SCALES for grad in SCALES)
-    except Exception:  # it does not run on a probe, so nothing is proved
+    except Exception:  # it does not run on a probe, so nothing is known
         return False
 
 

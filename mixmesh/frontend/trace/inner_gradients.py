@@ -20,7 +20,7 @@ _FUNCTORCH = os.path.join(os.path.dirname(torch.__file__), "_functorch")  # torc
 
 
 def no_inner_gradients() -> AbstractContextManager[None]:
-    """Within it a script's ``torch.autograd.grad`` and ``torch.func.grad`` raise TraceError."""
+    """A context in which a script's ``torch.autograd.grad`` and ``torch.func.grad`` raise TraceError."""
     grad = torch.autograd.grad
 
     def refused(*args: Any, **kwargs: Any) -> Any:

@@ -91,7 +91,7 @@ def _pick(frames: Iterable[Frame]) -> Place:
             continue
         if "site-packages" not in path and not path.startswith(_STDLIB):
             return _place(path, line)
-        # in a library, the forward method of a module says more than a helper that it calls
+        # in a library, the forward method of a module is more helpful than a helper that it calls
         better = library is None or (function == "forward" != library[2])
         if better and not path.startswith(_STDLIB):
             library = (path, line, function)

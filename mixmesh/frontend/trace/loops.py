@@ -13,7 +13,8 @@ GROUPED = "grouped_mm"
 
 
 def experts_in_groups() -> AbstractContextManager[None]:
-    """Within it, experts of ``transformers`` that would loop compute the same results in groups of rows."""
+    """A context in which experts of ``transformers`` that would loop compute the same results in groups of
+    rows."""
     moe = sys.modules.get("transformers.integrations.moe")
     if moe is None:  # there is no model of the library
         return nullcontext()

@@ -341,8 +341,8 @@ def _is_by_row(region: Region, call: Call, node: Node) -> bool:
 
 
 def _row_inputs(region: Region, call: Call, node: Node) -> list[bool] | None:
-    """For each input whether it has a row for each choice, by the strategy that cuts dim 0 of the region's
-    values. None if there is no such strategy."""
+    """For each input, whether it has a row per choice, according to the strategy that cuts dim 0 of the
+    region's values. None if there is no such strategy."""
     for strategy in strategies(RULES[call.op], call):
         cut = [placement == Shard(0) for placement in strategy.inputs]
         others = all(is_cut or placement == REPLICATE for is_cut, placement in zip(cut, strategy.inputs))

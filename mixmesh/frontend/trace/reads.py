@@ -53,7 +53,7 @@ class Number:
     value: Any
 
     def mark(self) -> str:
-        """How it has changed, or nothing."""
+        """A description of how it has changed; empty if it has not."""
         now = self.find()
         is_same = now is self.value or (type(now) is type(self.value) and now == self.value)
         return "" if is_same or now is GONE else f"{now!r}, was {self.value!r}"
@@ -73,7 +73,7 @@ class Constant:
     version: int
 
     def mark(self) -> str:
-        """How it has changed, or nothing."""
+        """A description of how it has changed; empty if it has not."""
         now = self.find()
         if not _is_real(self.tensor):
             return "the weight of a model that is parallel by now"

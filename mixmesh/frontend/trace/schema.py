@@ -13,7 +13,7 @@ from ...errors import UnsupportedOp
 from ...lang import operators  # noqa: F401  registers our own
 from ...lang.ir import Arg, DType, Node, refs
 
-# arguments that decide where and how a result lies in memory, but not its value; they are None in a graph
+# arguments that affect where and how a result lies in memory, but not its value; they are None in a graph
 PLACEMENT_ARGS = frozenset({"device", "layout", "memory_format", "pin_memory", "non_blocking"})
 # arguments that only choose a kernel
 KERNEL_ARGS = frozenset({"cudnn_enable", "cudnn_enabled"})

@@ -40,7 +40,7 @@ ALIASES: dict[str, str] = {
 
 
 def static_shapes(graph: Graph) -> Graph:
-    """Gives ``view`` and ``expand`` the shape of their result, without a -1."""
+    """Replaces shapes with a -1 in ``view`` and ``expand`` by the shape of the result."""
     return replace(graph, nodes=tuple(map(_static_shape, graph.nodes)))
 
 

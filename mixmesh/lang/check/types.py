@@ -36,7 +36,7 @@ def check_types(program: Program, where: str = "") -> None:
                 program, i, where, f"{i.op} gives {len(result_types)} results", str(len(result_types)), many
             )
         for name, printed, actual in zip(i.results, i.types, result_types):
-            # a meta kernel need not know the size of a result that nothing reads
+            # a meta kernel may not know the size of a result that is not used
             if name is not None and actual is not None and actual != printed.value:
                 message = f"{i.op} gives another type"
                 raise invalid(program, i, where, message, str(actual), str(printed.value))

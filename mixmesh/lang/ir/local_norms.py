@@ -32,7 +32,7 @@ def local_norms(operations: Iterable[T]) -> list[T]:
 
 
 def batch_norm_of(source: Program | Graph) -> str:
-    """``LOCAL`` if any batch norm takes each rank's own statistics, else ``EXACT``."""
+    """``LOCAL`` if any batch norm uses each rank's own statistics, else ``EXACT``."""
     norms = local_norms(source.instructions) if isinstance(source, Program) else local_norms(source.nodes)
     return LOCAL if norms else EXACT
 

@@ -154,7 +154,7 @@ class Program:
 
     @lazy
     def _taking_part(self) -> dict[str | None, tuple[int, ...]]:
-        """Per ratio, the ranks that take part; by None, everyone."""
+        """By ratio, the ranks that take part; None stands for all ranks."""
         unnamed: dict[str | None, tuple[int, ...]] = {None: participants(None, self.world_size)}
         return unnamed | {name: participants(ratio, self.world_size) for name, ratio in self.ratios}
 

@@ -32,7 +32,7 @@ from .timing import Bench, measure_group, measure_optimizer, tf32_set
 __all__ = ["Measured", "Steps", "calibrate"]
 
 MEASURING = 0.92  # share of the time after which measuring ends: then the constants are fitted
-HEATING = 0.08  # share of the time for which a GPU computes before it is measured, for clocks as under load
+HEATING = 0.08  # share of the time for which a GPU first computes, so that its clocks are as under load
 OPTIMIZER_SHARE = 0.1
 LEAST_S = 1.0  # least seconds for the first group
 PROCESS_S = 20.0  # least seconds for a separate process whose memory is measured on a CPU
@@ -163,7 +163,8 @@ def tf32_flop_per_s(device: torch.device) -> float:
 
 
 def heat(device: torch.device, until: float, steps: Steps) -> None:
-    """Has a GPU compute until that time: for some seconds it may be faster than it can go on for."""
+    """Makes a GPU compute until that time, because its initial speed may be higher than its sustained
+    speed."""
     steps.begin(HEAT, 1)
     work = product(device, torch.float32, GPU_SIZES["products"])
     while time.perf_counter() < until:

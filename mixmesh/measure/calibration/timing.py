@@ -94,7 +94,7 @@ class Bench:
             empty_cache(self.device)
             return None
         took_s = timing.forward_s + (timing.backward_s or 0.0)
-        # on a busy machine the clock on the wall says more than a thread's own
+        # on a busy machine wall-clock time is more telling than a thread's own
         run_s = (time.perf_counter() - started - FLOOR_S) / RUNS / (CHAIN if sample.chained else 1)
         self.pace[sample.row] = max(took_s / predicted_s, run_s / predicted_s)
         return timing

@@ -139,7 +139,7 @@ def unreached(ground: Ground, told: list[Any], lost: list[tuple[int, int, str]])
 
 
 def collectives(ground: Ground) -> str:
-    """A sum over all ranks is right, in the backend that training takes."""
+    """A sum over all ranks is right, in the backend that training uses."""
     meeting = ground.meeting
 
     def make() -> list[float]:

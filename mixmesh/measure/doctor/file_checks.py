@@ -159,7 +159,7 @@ def misfits(planned: Sequence[PlannedDevice], inventory: Inventory) -> list[Misf
 
 
 def too_large(plan: Plan, inventory: Inventory) -> list[Misfit]:
-    """The ranks whose device has less memory than the plan will take."""
+    """The ranks whose device has less memory than the plan needs."""
     peaks = list(enumerate(plan.predicted_peak_memory_bytes))
     return [
         Misfit(

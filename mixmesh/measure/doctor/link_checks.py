@@ -38,7 +38,7 @@ class WrongRate:
 
 
 def links(ground: Ground) -> str:
-    """Links are as fast as the cluster file says; without one, how fast they are."""
+    """Links are as fast as the cluster file says; without a file, reports how fast they are."""
     cluster = ground.cluster
     machines = ground.inventory.machines if cluster is None else ranks_by_machine(cluster)
 
@@ -78,7 +78,7 @@ def flat(found: Links) -> list[tuple[tuple[int, ...], Link]]:
 
 
 def links_of(rows: Sequence[Sequence]) -> Links:
-    """The links of the rows that a rank told."""
+    """The links in the rows that a rank reported."""
     inside = {row[0]: Link(**row[1]) for row in rows if len(row) == 2}
     return Links(inside, {(row[0], row[1]): Link(**row[2]) for row in rows if len(row) == 3})
 

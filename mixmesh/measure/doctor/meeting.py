@@ -229,8 +229,8 @@ def outcome_of(make: Callable[[], Any]) -> dict[str, str]:
 
 
 def error_of(rank: int, fields: dict[str, Any], late: tuple[int, ...] = ()) -> InputError:
-    """The error that a rank told of: about the ranks that it names, or else about itself and all that were
-    ``late``."""
+    """The error that a rank reported: about the ranks that it names, or else about itself and all ``late``
+    ranks."""
     hint, ranks = tuple(fields.pop("hint", ())), tuple(fields.pop("ranks", ()))
     message = fields.pop("message")
     if ranks:

@@ -96,7 +96,7 @@ def host_towards(other: str) -> str:
     with suppress(OSError):
         family, kind, protocol, _, place = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as way:
-            way.connect(place)  # a socket of datagrams: nothing is sent
+            way.connect(place)  # a datagram socket: this sends nothing
             return way.getsockname()[0]
     return "127.0.0.1"
 

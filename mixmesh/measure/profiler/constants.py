@@ -68,7 +68,8 @@ class ProcessMemory(NamedTuple):
 
 @dataclass(frozen=True)
 class KeptProcess:
-    """The ``process_memory`` that an earlier profile has left on this machine, and how to keep a new one."""
+    """The ``process_memory`` that an earlier profile has left on this machine, and the way to keep a new
+    one."""
 
     load: Callable[[], ProcessMemory | None]
     save: Callable[[ProcessMemory], object]

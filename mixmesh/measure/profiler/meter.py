@@ -22,7 +22,7 @@ class Meter:
         self.device, self.emulated = device, emulated
 
     def once(self, work: Callable[[], object]) -> float:
-        """Seconds of ``work``: of the thread's CPU under a quota, of the wall otherwise."""
+        """Seconds of ``work``: CPU time of the thread under a quota, wall-clock time otherwise."""
         synchronize(self.device)
         clock = time.thread_time if self.emulated else time.perf_counter
         started = clock()

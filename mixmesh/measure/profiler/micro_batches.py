@@ -239,7 +239,7 @@ def rehearse(job: Any, plan: Plan, rank: int, device: torch.device) -> int:
     dist.init_process_group(PRETENDED_BACKEND, rank=rank, world_size=plan.program.world_size)
     try:
         with written_tensors():
-            # parallelize takes a model over
+            # a copy, because parallelize takes over the model
             train(job if in_child else replace(job, model=copy.deepcopy(job.model)), plan, rank, device)
     finally:
         dist.destroy_process_group()

@@ -100,7 +100,7 @@ class Bench:
     meter: Meter
     device: torch.device
     memory_bytes: float
-    deadline: float = math.inf  # by ``time.perf_counter``: shares after the first of an operator are left out
+    deadline: float = math.inf  # in ``time.perf_counter``; then only one share of an operator is measured
 
     def has_room(self, size_bytes: float) -> bool:
         """Whether the process can take ``size_bytes`` more. A GPU's allocator would raise an error; a process
@@ -175,7 +175,7 @@ def with_share(known: OpMeasurement, bench: Bench, node: Node, call: Call, share
 def measure_cuts(
     bench: Bench, node: Node, call: Call, shares: Sequence[float]
 ) -> dict[str, tuple[Curve, Curve]]:
-    """The other ways to cut a product, by which of its inputs are cut."""
+    """Measures the other ways to cut a product, by which of its inputs are cut."""
     by_cut = {cut_inputs(strategy.inputs): strategy for strategy in reversed(sharded(call))}
     usual = cut_inputs(sharded(call)[0].inputs) if by_cut else ""
     cuts_s = {}

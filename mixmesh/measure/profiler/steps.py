@@ -78,7 +78,7 @@ def measure_steps(
         optimizer.zero_grad()
 
     def optimizer_step_s(batch: Any) -> float:
-        backward(batch)  # gradients and memory as in training: on zeros in new memory it takes twice as long
+        backward(batch)  # as in training: on zeros in new memory the step takes twice as long
         took_s = meter.once(optimizer.step)
         optimizer.zero_grad()
         return took_s

@@ -13,8 +13,7 @@ from .result import RankResult
 
 
 class PlainBed(Bed):
-    """Processes without limits, for which no root is needed: every device is as fast as this machine
-    allows."""
+    """Processes without limits, which need no root: every device is as fast as this machine allows."""
 
     emulation = "none"
 

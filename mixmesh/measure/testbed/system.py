@@ -69,7 +69,7 @@ def call(function: Callable[..., int], *arguments: object) -> None:
 
 
 def die_with(parent: int) -> None:
-    """Has the calling child process be killed when the parent's thread that started it ends."""
+    """Makes the calling child process be killed when the parent's thread that started it ends."""
     if sys.platform != "linux":
         return
     call(libc.prctl, PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -23,8 +23,8 @@ from ..testbed import leave_device
 from .correct import corrected, device_factors
 from .trials import Load, Trial, hopeful, one_round, same
 
-PLANNING_TIMEOUT_S = 3600.0  # the time for which the others wait for the first rank
-MARGIN = 0.03  # the share of a step by which two turns of one plan may differ
+PLANNING_TIMEOUT_S = 3600.0  # limit of the others' wait for the first rank
+MARGIN = 0.03  # relative difference that two turns of one plan may have
 CORRECTED_COUNT = 2  # plans from the corrected profile that are tried
 
 

@@ -97,7 +97,7 @@ def copy_of(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def _compared(wide: bool) -> Iterator[None]:
-    """Within it, attention and other operators run by kernels that every dtype has."""
+    """A context in which attention and other operators run by kernels that every dtype has."""
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(before and not wide)
     try:

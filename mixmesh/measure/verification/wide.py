@@ -61,7 +61,8 @@ class Wide(Tensor):
 
 
 class Widened(TorchDispatchMode):
-    """Within it, operators on narrow dtypes run in float64, and random numbers depend on the shape."""
+    """A context in which operators on narrow dtypes run in float64, and random numbers depend on the
+    shape."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         return run_in_float64(func, args, kwargs or {})
@@ -143,7 +144,7 @@ def _real(dtype: torch.dtype) -> torch.dtype:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Within it, quotients of integers and tensors made without a dtype have this one."""
+    """A context in which quotients of integers and tensors made without a dtype have this one."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -30,8 +30,7 @@ def saved_s(program: Program, i: Instruction, costs: CostModel) -> float:
 
 
 def repeated_s(program: Program, i: Instruction, costs: CostModel) -> float:
-    """Seconds for which the slowest rank computes longer: the product over all samples, less that over its
-    own."""
+    """The slowest rank's additional seconds: the product over all samples, minus that over its own."""
     longer = []
     for rank in program.participants(program.types[i.inputs[0]]):
         _, (product,) = split_by_factors(program, i, (op_time(program, i, costs, costs.class_of[rank]),))

@@ -27,7 +27,7 @@ Seconds = tuple[float, ...]
 
 
 class Turn(IntEnum):
-    """When a rank comes to an event whose needs are met."""
+    """The time at which a rank reaches an event whose needs are met."""
 
     AT_ONCE = 0  # a collective on complete values
     IN_ORDER = 1  # a computation, or a gather that it sets off
@@ -228,7 +228,7 @@ class _Builder:
                 self.gradients[name].append(task)
 
     def weight(self, n: int) -> None:
-        """The gradient of a weight, apart."""
+        """Adds the separate computation of a weight gradient."""
         is_last, carrier = self.program.wgrads[n] == "last", self.carriers.get(n)
         turn = Turn.LAST if is_last else Turn.IN_ORDER
         task = self.add(self.backward_s[self.work_of[WEIGHT][n]], self.needs(n), turn=turn)

@@ -49,7 +49,8 @@ def best_split(t: np.ndarray, num_samples: int) -> tuple[int, int, int]:
     last = num_samples - (steps - 1) * sizes
     seconds = (steps - 1) * t[sizes] + t[last]
     fastest = np.flatnonzero(seconds <= seconds.min() * SLACK)
-    # a larger micro-batch takes no more steps; of one number of steps the smallest is the most even
+    # a larger micro-batch takes no more steps; among those with the same number of steps the smallest is the
+    # most even
     fewest = fastest[steps[fastest] == steps[fastest[-1]]]
     return int(sizes[fewest[0]]), int(steps[fewest[0]]), int(last[fewest[0]])
 

@@ -149,7 +149,7 @@ def stored_by_owners(program: Program, names: Collection[str], ratio: str) -> Pr
     out: list[Instruction] = []
     waiting: list[Instruction] = []  # gathers met since the last operator that uses a parameter
     ahead = 0  # position of the next gathers: before the operator that used the last ones
-    shards: dict[TensorType, TensorType] = {}  # one object for all that are alike
+    shards: dict[TensorType, TensorType] = {}  # equal types share one object
     for i in program.instructions:
         if i.op == "param" and i.result in names:
             name = f"{i.result}.shard"

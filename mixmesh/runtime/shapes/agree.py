@@ -28,7 +28,7 @@ from ..modes import Modes
 Shapes = tuple[tuple[int, ...] | None, ...]  # by input of a program, in its order; None for one left out
 Given = tuple[tuple[int, ...] | None, ...]  # by rank
 Told = tuple[Given, ...]  # by input
-SAMPLED = 1024  # elements of a tensor by which two ranks know that they have the same one
+SAMPLED = 1024  # number of elements that two ranks compare to find out whether a tensor is the same
 ABSENT = -1
 WANTED = 1024  # added to the number of dims of an input whose gradient is wanted
 SHAPES, TOLD = "shapes", "shapes, told"  # purposes of messages
@@ -43,7 +43,7 @@ class Agreement:
         self._was_unclear = False  # whether the call before needed digests; the same on all ranks
 
     def groups(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """The groups that agree, and that are told, with their purposes."""
+        """The groups of the ranks that agree and of those that are informed, with their purposes."""
         return ((SHAPES, self._listeners.working), (TOLD, self._listeners.told))
 
     def shapes(

@@ -139,7 +139,7 @@ class Forms:
         gradients of inputs. Collective; raises on all ranks alike: InputError, Infeasible, TraceError,
         PlanError."""
         if dist.get_backend() == PRETENDED_BACKEND:
-            return self.planned  # a rehearsal: the others say nothing
+            return self.planned  # a rehearsal: the other ranks do not exist
         shapes, values = self.agreement.shapes(
             tensors, evaluates=not modes[0], wanted=wanted, modes=modes, values=self._values()
         )
@@ -263,7 +263,8 @@ class Forms:
 
     @contextmanager
     def _in(self, modes: Modes) -> Iterator[None]:
-        """Within it the original's modules are in these modes; after it as the user left them."""
+        """A context in which the original's modules are in these modes; afterwards they are as the user left
+        them."""
         every = (own_module(self.original), *self.modules)
         before = modes_of(every)
         try:

@@ -152,7 +152,7 @@ class _Lowering:
             return held[wanted]
         source = REPLICATE if REPLICATE in held else next(iter(held))
         if isinstance(source, Partial | Shard) and not isinstance(wanted, Replicate):
-            self.convert(value, REPLICATE)  # a value cut otherwise, or a sum, goes by way of the whole
+            self.convert(value, REPLICATE)  # sums and other cuts go by way of the whole
             source = REPLICATE
         t = self._type(self.graph.types[value], wanted)
         name = self._fresh(value, wanted)

@@ -101,7 +101,7 @@ class Tables:
         return number @ fixed + size @ slope
 
     def _rows(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Fixed seconds and those per byte, from one ratio to each."""
+        """Seconds of moving a value from one ratio to each other: the fixed part, and the part per byte."""
         if row not in self._moves:
             lines = [self._line(row, column) for column in range(len(self.ratios))]
             self._moves[row] = tuple(np.array(lines).T)

@@ -196,7 +196,7 @@ class Tree:
         node.visits, node.totals = np.zeros(len(choices)), np.zeros(len(choices))
 
     def _advise(self, node: Node) -> None:
-        """Asks for advice, and judges the strategy that follows it wherever nothing is decided."""
+        """Asks for advice, and judges the strategy that follows it for all undecided groups."""
         if self.priors is None:
             return
         advice = self.priors(len(node.decided), node.strategy, node.outcome)

@@ -36,7 +36,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A collective; seconds for which it occupies each link."""
+    """A collective, with the seconds for which it occupies each link."""
 
     seconds: float
     ranks: tuple[int, ...]
@@ -61,7 +61,7 @@ class _Cost:
 
 
 class Estimator:
-    """Estimates of one space. ``levels`` are those by which gradients are summed."""
+    """Estimates strategies of one space. ``levels`` are the levels of gradient sums."""
 
     def __init__(
         self, space: Space, optimizer_states: OptimizerStates = ADAM, levels: Levels | None = None
@@ -89,7 +89,7 @@ class Estimator:
             _add(held, cost.fixed)
         peaks = list(held)
         stepped = [run.beside(cost.gather) if cost.gather else 0.0 for cost in costs]
-        moved: set[tuple[int, Ratio]] = set()  # values that are where they are needed
+        moved: set[tuple[int, Ratio]] = set()  # values that are already where they are needed
         back: list[list[_Call]] = [[] for _ in costs]
         ends = []
         for k, cost in enumerate(costs):
@@ -125,8 +125,8 @@ class Estimator:
         return Estimate(run.end_s, tuple(map(round, peaks)), tuple(run.busy), tuple(ends))
 
     def held_bytes(self, k: int, placed: Placed) -> Iterator[tuple[int, float, float]]:
-        """The bytes that a group holds on each rank that takes part: until it has run back, and while it
-        does."""
+        """The bytes that a group holds on each rank that takes part: until its backward pass, and during
+        it."""
         cost = self._cost(k, placed)
         for (rank, fixed), (_, kept), (_, passing) in zip(cost.fixed, cost.kept, cost.passing):
             yield rank, fixed + kept, passing
@@ -213,7 +213,7 @@ class _Run:
             self.wait(ranks, max(self.clock[rank] for rank in ranks) + seconds)
 
     def meet(self, call: _Call) -> None:
-        """A collective that its ranks wait for; on links that are in use it takes as much longer."""
+        """A collective that its ranks wait for; if its links are in use, it takes longer."""
         start = max(self.clock[rank] for rank in call.ranks)
         others = max((min(s, self.served.get(link, 0.0) - start) for link, s in call.links), default=0.0)
         self.wait(call.ranks, start + call.seconds + max(others, 0.0))

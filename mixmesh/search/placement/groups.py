@@ -202,7 +202,7 @@ def silent() -> Iterator[None]:
     try:
         os.dup2(nowhere, 1)
         yield
-        ctypes.CDLL(None).fflush(None)  # C has written into a buffer of its own
+        ctypes.CDLL(None).fflush(None)  # C code has written into its own buffer
     finally:
         os.dup2(kept, 1)
         os.close(nowhere)
@@ -313,7 +313,8 @@ def _kept_bytes(graph: Graph, operators: list[_Operator]) -> dict[str, int]:
 
 
 def _passing_bytes(graph: Graph, node: Node) -> int:
-    """Gradients that an operator takes and gives in the backward pass, and its temporaries."""
+    """Bytes of the gradients that an operator takes and gives in the backward pass, and of its
+    temporaries."""
     if node.op in VIEWS or not any(r in graph.requires_grad for r in node.results):
         return 0
     operands = (name for name in dict.fromkeys(node.inputs) if graph.producers[name].op != "param")

@@ -35,7 +35,8 @@ def ratios_of(program: Program) -> dict[str, Ratio]:
 
 
 def placed_of(program: Program) -> dict[str, Placed]:
-    """``ratios_of`` as ``lower`` takes it. The owners of gradients are not in it: parameters say that."""
+    """``ratios_of`` in the form that ``lower`` takes. The owners of gradients are left out: parameters hold
+    them."""
     return {name: Placed(ratio) for name, ratio in ratios_of(program).items()}
 
 

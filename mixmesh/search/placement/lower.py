@@ -190,7 +190,7 @@ class _Lowering:
         return even_over({r for ratio in ratios for r in ranks_of(ratio)}, self.source.world_size)
 
     def _needs(self, computations: list[Instruction]) -> dict[str, dict[Key, tuple[Placement, Placed]]]:
-        """By value, how and by which operators it is needed."""
+        """By value, the placements in which it is needed, and by which operators."""
         needs: dict[str, dict[Key, tuple[Placement, Placed]]] = {}
         for i in computations:
             if i.is_sink:
@@ -203,7 +203,7 @@ class _Lowering:
         for i in computations:
             value = self.value_of[i.inputs[0]] if i.is_sink else ""
             if value in self.leaves and value not in needs:
-                # nothing else reads it: an input, for instance, that is kept in a buffer
+                # nothing else reads it: for instance an input that is kept in a buffer
                 needs[value] = {key_of(REPLICATE, self.common): (REPLICATE, Placed(self.common))}
         return needs
 

@@ -108,7 +108,7 @@ class Problem:
 
     @lazy
     def classes(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks of equal devices and equal shares cost the same."""
+        """The classes of ranks with equal devices and equal shares, whose costs are the same."""
         classes: dict[tuple, list[int]] = {}
         for rank in self.ranks:
             classes.setdefault((self.costs.class_of[rank], round(self.ratio[rank], 4)), []).append(rank)

@@ -190,7 +190,7 @@ def successors(steps: Steps, state: State):
 
 
 def advance(steps: Steps, state: State, t: Transition) -> State | None:
-    """The state behind a transition; None if it leaves a folded middle with less than was held on entry."""
+    """The state after a transition; None if it leaves a folded middle with less than was held on entry."""
     masks = steps.after(state.step, state.masks, t)
     if masks is None:
         return None

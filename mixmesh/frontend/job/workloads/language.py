@@ -74,7 +74,7 @@ def bert_large(global_batch: int) -> Job:
 
 
 def bert_large_48(global_batch: int) -> Job:
-    """BERT-large with 48 layers, with which HeteroG exhausts the memory of data parallelism."""
+    """BERT-large with 48 layers, too large for data parallelism in HeteroG's paper."""
     return _bert_large(48, global_batch)
 
 
