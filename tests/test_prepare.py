@@ -331,7 +331,7 @@ def test_a_last_batch_that_a_pipeline_cannot_cut_is_refused_at_once(rows, fits):
 def test_the_guides_lines_for_going_on_run_on_one_device(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RANK", raising=False)
-    section = TRAINING_LOOP.read_text().split("## Going on after a stop")[1].split("\n## ")[0]
+    section = TRAINING_LOOP.read_text().split("## Resuming after a stop")[1].split("\n## ")[0]
     train, load = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     step = "model(*batch).backward(); optimizer.step(); optimizer.zero_grad(); given += batch[0].tolist()"
 
