@@ -1,6 +1,5 @@
-"""Jobs that one CPU core trains in about a second a step: language models, experts, convolutional
-classifiers, a perceptron. ``benchmarks/jobs.py:gpt`` wherever a JOB is.
-"""
+"""Jobs that one CPU core trains at about a second per step: language models, experts, convolutional
+classifiers, a perceptron. A command takes one as ``benchmarks/jobs.py:gpt``."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ def median(calls: Sequence[int | None], budget: int) -> int | None:
 
 @dataclass(frozen=True)
 class Race:
-    """One search against another over cases: ``ratio`` is the geometric mean of median calls over median
-    calls, ``halved`` in how many cases it was at most a half."""
+    """One search against another over cases: ``ratio`` is the geometric mean of the ratios of median calls,
+    ``halved`` the number of cases in which that ratio was at most a half."""
 
     cases: int
     ratio: float | None

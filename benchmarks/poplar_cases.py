@@ -29,8 +29,8 @@ def machine(name: str, count: int, cpu_share: str, memory_gib: str) -> str:
 class Measured:
     """``job`` of ``benchmarks/jobs.py`` on an emulated cluster, whose first machine is the better half.
 
-    The best stage of ours must be ``target`` times as fast as equal micro-batches at their best. Where equal
-    parts taken at once ``overflow``, they must run out of memory.
+    The best stage of ours must be ``target`` times as fast as equal micro-batches at their best. If it
+    ``overflows``, equal parts without micro-batches must run out of memory.
     """
 
     name: str

@@ -19,8 +19,8 @@ PYTORCH = ("ddp", "fsdp")
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to train. ``stage`` is ZeRO's, None for PyTorch's own; ``micro_batches`` are (samples, steps,
-    samples of the last step) of every rank. Predictions are of the plan, if there is one."""
+    """One way to train. ``stage`` is the ZeRO stage, None for PyTorch's own; ``micro_batches`` are (samples,
+    steps, samples of the last step) of every rank. Predictions belong to the plan, if there is one."""
 
     name: str
     stage: int | None = None

@@ -49,7 +49,7 @@ class Speedup:
 class Measured:
     """The measurements of all variants of a case. ``loss_errors`` are relative to the single device, over
     ``checked_steps``; speeds are samples per second of each rank's forward and backward pass,
-    ``proportional`` the batches that follow from them."""
+    ``proportional`` the batches in proportion to them."""
 
     step_s: dict[str, tuple[float, ...]]
     loss_errors: dict[str, float]

@@ -22,8 +22,8 @@ drawn: list[int] = []  # ids of the samples that this process has loaded since i
 
 @dataclass(frozen=True)
 class Line:
-    """A rank's line: a start where ``step`` is 0, else a finished step with its ``ids`` and global ``loss``.
-    ``time_s`` is of the system's monotonic clock, the same in all processes."""
+    """A rank's line: a start if ``step`` is 0, else a finished step with its ``ids`` and global ``loss``.
+    ``time_s`` is read from the system's monotonic clock, the same in all processes."""
 
     time_s: float
     machine: int

@@ -324,7 +324,7 @@ class Synthesis:
         return proposal
 
     def bound_by_memory(self, made: Proposal, ranks: tuple[int, ...]) -> bool:
-        """Whether the shares would be others if all ranks had enough memory."""
+        """Whether the shares would be different if all ranks had enough memory."""
         if not made.timeline.peak_memory_bytes:
             return False  # it certainly fits
         if all(made.peak_memory_bytes[r] < FULL * self.task.usable_bytes[r] for r in ranks):
@@ -387,7 +387,7 @@ def is_short_of_memory(proposals: Sequence[Proposal]) -> bool:
 
 
 def is_same(ratio: Ratio, other: Ratio) -> bool:
-    """Whether both shares lead to one program."""
+    """Whether both ratios lead to the same program."""
     return max(abs(a - b) for a, b in zip(ratio, other)) < SAME_RATIO
 
 

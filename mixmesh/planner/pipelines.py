@@ -327,8 +327,8 @@ class _Estimate:
 
 
 def borders(costs: Sequence[np.ndarray]) -> tuple[int, ...] | None:
-    """Where each stage ends, so that the largest cost is least: ``costs[s][a, b]`` is that of stage s from a
-    to b, which is after a. None if every choice costs infinitely much."""
+    """The ends of the stages for which the largest cost is smallest: ``costs[s][a, b]`` is the cost of stage
+    s from a up to b, exclusive. None if every choice has infinite cost."""
     last = len(costs[0]) - 1
     best = np.full(last + 1, np.inf)
     best[0] = 0.0

@@ -175,8 +175,8 @@ def gradients_of(params: Iterable[Tensor]) -> list[Tensor]:
 
 
 def may_be_spoilt(gradients: Iterable[Tensor]) -> Tensor:
-    """1 if a gradient has an element that is not finite, else 0; 1 as well where its sum of squares is too
-    large for its dtype. Costs one look at each element."""
+    """1 if a gradient has an element that is not finite, or if its sum of squares is too large for its dtype;
+    else 0. Reads each element once."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for gradient in gradients:
         by_dtype.setdefault(gradient.dtype, []).append(gradient)

@@ -52,7 +52,7 @@ class Inspector:
     gradients: list[Place] = field(default_factory=list)  # places whose backward pass is the cause
 
     def note(self, name: str, x: Tensor) -> None:
-        """Looks at a value of the forward pass."""
+        """Checks a value of the forward pass."""
         if (counts := Counts.of(x.detach())) is not None:
             self.values[self.random.micro_step, name] = counts
 

@@ -33,7 +33,7 @@ class Stored:
     counting: int | None = None  # the rank whose tensor counts, if each has its own
 
     def at(self, rank: int) -> Stored:
-        """With the copy that ``rank`` holds."""
+        """The same storage, with the copy that ``rank`` holds."""
         mine = [copy for copy in self.copies if rank in copy.ranks]
         return replace(self, held=mine[0]) if mine else self
 

@@ -95,7 +95,7 @@ class Watch:
 
     @property
     def is_of_this_thread(self) -> bool:
-        """Whether this is the thread that computes: others, that write a checkpoint, make no calls."""
+        """Whether this is the thread that computes: other threads, which write checkpoints, make no calls."""
         return threading.get_ident() == self._thread
 
     # --- the computing thread -------------------------------------------------------------------------
@@ -353,7 +353,7 @@ class Watch:
 
 
 def is_in_backward() -> bool:
-    """Whether this thread runs a backward pass: one that was begun and has failed has no end."""
+    """Whether this thread runs a backward pass. A pass that failed never reports its end."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -65,8 +65,8 @@ class Channels:
         )
 
     def channel(self, purpose: str, ranks: tuple[int, ...], one_way: Exchange | None = None) -> int:
-        """The number of a process group; all are numbered before the first step is simulated. With
-        ``one_way`` the group crosses only the links of that exchange."""
+        """The number of a process group; all groups are numbered before the first step is simulated. A
+        ``one_way`` group crosses only the links of that exchange."""
         key = (purpose, ranks)
         if key not in self.numbers:
             number = self.numbers[key] = len(self.numbers)

@@ -339,7 +339,7 @@ class Run:
             clock[k] = end
 
     def issue(self, k: int, ranks: tuple[int, ...]) -> None:
-        """Has these ranks issue a gradient reduction."""
+        """Makes these ranks issue a gradient reduction."""
         call, kinds = self.sums.calls[k], self.alike.of(ranks)
         self.occupy(call, kinds)
         self.issued[k] = max([self.issued[k], *[self.clock[kind] for kind in kinds]])

@@ -74,7 +74,7 @@ class Writer:
 
 def forward_pass(outline: Outline, owned: Collection[str] | None = None) -> Pass:
     """The forward pass: a redistribution starts at its place and is awaited at its first use. ``owned`` are
-    the parameters that an owner stepped, if these are not the program's."""
+    the parameters that an owner stepped; by default the program's."""
     program, writer = outline.program, Writer(outline)
     events, computes = writer.events, computes_of(FORWARD, len(program.instructions))
     arriving: dict[int, dict[str, int]] = {}  # redistributions by the index at which they are awaited

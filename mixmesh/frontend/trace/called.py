@@ -104,7 +104,7 @@ def _functions_alone(value: Any) -> Iterator[tuple[FunctionType, type | None]]:
 
 
 def is_own(value: ModuleType | type) -> bool:
-    """Whether a module or a class is of the script."""
+    """Whether a module or a class belongs to the script."""
     if isinstance(value, ModuleType):
         return is_script(getattr(value, "__file__", None) or "<none>")
     module = sys.modules.get(value.__module__)

@@ -203,8 +203,9 @@ def measure_curves(
     *,
     evict: bool = False,
 ) -> tuple[Curve, Curve] | None:
-    """Forward and backward over the share; None if the operator cannot run on made-up values, or there is no
-    memory for it: then it is estimated by its class. With ``evict``, out of cold caches."""
+    """Seconds of the forward and the backward over the share; None if the operator cannot run on made-up
+    values, or there is no memory for it: then it is estimated by its class. With ``evict``, measured with
+    cold caches."""
     forward: list[tuple[float, float]] = []
     backward: list[tuple[float, float]] = []
     for target in shares if strategy is not None else (1.0,):

@@ -47,7 +47,7 @@ def measure_rest(device: torch.device, limit: Limit | None = None) -> tuple[floa
 
 
 def times_of(unit: Callable[[], object], seconds: float) -> list[float]:
-    """When each unit was done, since the start."""
+    """The time at which each unit was done, since the start."""
     started, times = time.perf_counter(), [0.0]
     while times[-1] < seconds:
         unit()

@@ -148,8 +148,8 @@ class Tree:
         return self._rests[first]
 
     def _one_per_ratio(self) -> list[int]:
-        """The likeliest of the root's choices for each set of device groups and shares; the likeliest first.
-        All are tried soon: a policy that is wrong of a ratio must not keep a search from it."""
+        """The likeliest of the root's choices for each set of device groups and shares, the likeliest first.
+        All are tried soon, so that a policy that misjudges a ratio does not keep the search from it."""
         likeliest: dict[tuple, int] = {}
         for index in np.argsort(-self.root.prior, kind="stable"):
             action = self.root.choices[index]

@@ -47,9 +47,10 @@ class Set:
 
 
 def join(name: str, sets: Sequence[Set], values: dict[str, ValueType]) -> Program:
-    """One program of two sets or more. ``values`` are the whole inputs by name.
+    """One program made of two or more sets. ``values`` are the whole inputs by name.
 
-    Raises NotDivisible if sums over all samples are not in one order in all sets."""
+    Raises NotDivisible if sums over all samples are not in the same order in all sets.
+    """
     return _Joining(name, sets, values).program()
 
 

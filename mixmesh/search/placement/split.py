@@ -23,7 +23,7 @@ WHOLE, SAMPLES = ".whole", ".samples"  # suffixes of an input on its way to a se
 
 
 def is_joined(program: Program) -> bool:
-    """Whether ``join`` made a program, by the names of its ratios."""
+    """Whether ``join`` made a program, judging by the names of its ratios."""
     return "m0" in program.ratio_of and "m1" in program.ratio_of
 
 

@@ -124,8 +124,8 @@ def copied_matrices(call: Call, position: int, strides: Strides) -> bool:
     return reshaped(shape, strides, (batch, *shape[-2:])) is None
 
 
-# By operator, the strides of the gradient of the input at a position as a view of the result's gradient,
-# which has the strides that are given; None for a new tensor. Other operators reshape.
+# By operator: the strides of the gradient of the input at a position, seen as a view of the result's gradient
+# with the given strides; None for a new tensor. Other operators reshape.
 GradientView = Callable[[Call, int, Strides], Strides | None]
 
 

@@ -58,8 +58,8 @@ READING = frozenset("item tolist __float__ __int__ __bool__ __format__ __repr__"
 
 
 class OwnRows(Tensor):
-    """A tensor that was made of a rank's own ``rows``; ``joined`` and ``picked`` name the function that has
-    joined some or chosen them by their place, if one has."""
+    """A tensor that was made from a rank's own ``rows``. ``joined`` and ``picked`` name the function that has
+    joined some rows, or picked some by their position."""
 
     rows: int = 0
     watch: RowWatch | None = None

@@ -46,7 +46,7 @@ class Observed:
     last_move: tuple[float, ...] = ()
 
     def add(self, own_s: Sequence[float], settings: Sensitivity) -> Observed:
-        """With one window more."""
+        """The observation with another window."""
         patience = self.patience or settings.num_windows
         num_calm = self.num_calm + 1
         if patience > settings.num_windows and num_calm >= settings.calm * patience:

@@ -45,8 +45,8 @@ class Loader(Protocol):
 
 
 class LoopBalancer:
-    """The balancer of a loop over ``loader`` that trains ``model`` by ``optimizer``. ``solver`` is asked on
-    the first rank, and may be None on the others. Every rank makes one before the loop."""
+    """The balancer of a loop over ``loader`` that trains ``model`` by ``optimizer``. The first rank uses
+    ``solver``, which may be None on the others. Every rank makes a balancer before the loop."""
 
     def __init__(
         self,
