@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from mixmesh.cluster import Cluster
 
 STAGES = (0, 1, 2, 3)
-AS_FAST = 0.98  # of another's speed: two measurements of one program may differ by as much
+AS_FAST = 0.98  # required share of another's speed: two measurements of one program may differ by as much
 MEMORY_TOLERANCE = 0.15
 FIRST_STEP = "first-step"  # the case's name
 FIRST_STEP_S = 90.0

@@ -24,7 +24,7 @@ import numpy as np
 from .curves import Tables
 from .shares import share_out
 
-# times are equal, and the bisection has ended, within this: a few hundred roundings of a sum
+# within this tolerance times are equal and the bisection ends: a few hundred roundings of a sum
 TOLERANCE = 1e-12
 SLACK = 1 + TOLERANCE
 

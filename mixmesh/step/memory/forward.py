@@ -62,7 +62,7 @@ def compute(state: State, n: int, i: Instruction, *, keeps: bool = True, again: 
 def _keep(
     state: State, i: Instruction, footprint: Footprint, views: list[View], created: list[View]
 ) -> list[Storage]:
-    """The storages that autograd keeps of a computation."""
+    """The storages that autograd keeps for the backward pass of a computation."""
     kept = []
     for what, position in footprint.keeps:
         if what == "result":
