@@ -27,7 +27,7 @@ class Budget:
 
     @property
     def ample(self) -> Budget:
-        """One that pays for everything, with as many seconds to search."""
+        """A budget that pays for everything, with the same seconds for searches."""
         return replace(self, visits=float("inf"))
 
     def part(self, share: float) -> Budget:

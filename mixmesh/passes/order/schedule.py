@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import Any
 
-from ...cost.outline import synchronised
+from ...cost.outline import is_synchronised
 from ...cost.placed import Sheet
 from ...lang.ir import Program
 from ...step import Step
@@ -263,5 +263,5 @@ def ready_seconds(program: Program, step: Step[Sheet]) -> dict[str, float]:
     return {
         i.result: backward.ready_s[orders.graph.backward[n]]
         for n, i in enumerate(program.instructions)
-        if synchronised(program, i)
+        if is_synchronised(program, i)
     }

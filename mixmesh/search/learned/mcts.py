@@ -35,7 +35,7 @@ EXPLORE = 0.1
 EXPLORE_ADVISED = 0.25  # advice is followed for longer if the first gains came without it
 EVEN = 0.25  # share of probability spread evenly: wrong advice must not keep a search from looking
 REFINED = 3  # how often, at most, a policy is asked about its own strategy before the first playout
-PLAYOUTS_PER_CALL = 30  # at most, as strategies repeat
+PLAYOUTS_PER_CALL = 30  # limit, because strategies repeat
 
 
 def order_of_groups(space: Space) -> tuple[int, ...]:

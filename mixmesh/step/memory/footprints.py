@@ -113,7 +113,7 @@ def _layout(call: Call, row: Row, strides: tuple[Strides, ...]) -> Strides | Non
     return None
 
 
-def copied_matrices(call: Call, position: int, strides: Strides) -> bool:
+def copies_matrices(call: Call, position: int, strides: Strides) -> bool:
     """Whether a product of many matrices has to copy an input to see it as one batch."""
     shape = call.inputs[position].shape
     if call.op != "aten.matmul" or len(shape) <= 2 or len(call.outputs[0].shape) <= 3:
