@@ -32,7 +32,7 @@ from .task import Task
 
 GROUPS = 96  # groups of operators, between which borders may be
 MOST_MICRO_STEPS = 96
-ORDERS = 40  # orders of machines
+ORDERS = 40  # limit of tried orders of machines
 MOST_STAGES = 16
 JUDGED = 4  # plans of each kind of stages that are simulated
 # plans of all kinds that are simulated, and steps of the graph that the budget must pay for: up to 300 nodes,

@@ -25,7 +25,7 @@ MOST_FUNCTIONS = 512  # further ones are not followed
 
 @dataclass(frozen=True)
 class Names:
-    """The names in a function's code: of variables around it, and of attributes of anything."""
+    """The names in a function's code: variables outside of the function, and attributes of any object."""
 
     of_globals: tuple[str, ...]
     attributes: frozenset[str]

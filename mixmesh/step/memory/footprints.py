@@ -83,7 +83,7 @@ def temporaries(kind: Kind, cut: Cut, size_bytes: float) -> tuple[tuple[float, C
 
 
 def views_of(call: Call, row: Row, strides: tuple[Strides, ...]) -> Results:
-    """As ``Footprint.results_of``."""
+    """The results of a call as views of its inputs, like ``Footprint.results_of``."""
     shapes = [t.shape for t in call.outputs]
     if call.op == "aten.broadcast_tensors":
         return tuple(
