@@ -22,12 +22,12 @@ def calls_until(trace: Trace, step_s: float) -> int | None:
 
 
 def better_after(traces: Sequence[Trace], base_s: float) -> tuple[int | None, ...]:
-    """By seed, the calls until a step was ``BETTER`` than ``base_s``; None if never."""
+    """The calls until a step was ``BETTER`` than ``base_s``, by seed; None if never."""
     return tuple(calls_until(trace, base_s / BETTER) for trace in traces)
 
 
 def level_after(traces: Sequence[Trace], level_s: float | None) -> tuple[int | None, ...]:
-    """By seed, the calls until a step was as good as ``level_s``; none without one."""
+    """The calls until a step was as good as ``level_s``, by seed; empty without a level."""
     return () if level_s is None else tuple(calls_until(trace, level_s * EQUAL) for trace in traces)
 
 

@@ -174,7 +174,7 @@ class SimulatedResult:
 
 @dataclass(frozen=True)
 class FirstStep:
-    """From the first command to the end of the first training step: profile, plan, run."""
+    """The time from the first command to the end of the first training step: profile, plan, run."""
 
     profile_s: float
     plan_s: float

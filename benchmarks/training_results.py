@@ -68,7 +68,7 @@ class Measured:
 
     @property
     def ideal_s(self) -> float:
-        """All devices at their own speed, without communication and optimizer."""
+        """The speed of all devices together, without communication and optimizer."""
         return sum(self.proportional) / sum(self.samples_per_s)
 
 
@@ -203,8 +203,7 @@ class SweepResult:
 
     @property
     def largest_bump(self) -> float:
-        """How far a time lies above the mean of its neighbours', as a fraction of that; 0 with fewer than
-        three."""
+        """The relative distance of a time above the mean of its neighbours; 0 with fewer than three."""
         return bump(list(self.ours_s.values()))
 
     @property

@@ -106,7 +106,8 @@ def parse(text: bytes) -> Line:
 
 
 def last_executions(lines: Iterable[Line]) -> dict[int, list[Line]]:
-    """By step, the lines of its last execution: one for each rank, if all of them have finished it."""
+    """The lines of each step's last execution, by step: one for each rank, if all of them have finished
+    it."""
     of_step: dict[int, list[Line]] = {}
     for line in lines:
         if line.step:

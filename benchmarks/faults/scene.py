@@ -38,7 +38,7 @@ class Stuck(Exception):
 
 @dataclass(frozen=True)
 class Setting:
-    """How a training is started."""
+    """The way in which a training is started."""
 
     training: Training
     every: int = 5  # steps from checkpoint to checkpoint

@@ -1,4 +1,5 @@
-"""How far the chosen program is from the cheapest under the prices and shares that it was found under."""
+"""Proves how much more the chosen program costs than the cheapest, under the prices and shares with which it
+was found."""
 
 from __future__ import annotations
 

@@ -446,7 +446,7 @@ def flatten(x: Tensor) -> Tensor:
 
 
 def flat_bytes(x: Tensor) -> Tensor:
-    """As ``flatten``, in bytes."""
+    """Like ``flatten``, but as bytes."""
     return flatten(x).view(torch.uint8)
 
 

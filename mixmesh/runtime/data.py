@@ -230,7 +230,7 @@ def _share(
 
 
 def _other_layout(program: Program, i: Instruction, shape: tuple[int, ...]) -> Layout:
-    """How an input is held in a batch of another shape: shares are rounded again. Raises InputError."""
+    """The layout of an input in a batch of another shape: shares are rounded again. Raises InputError."""
     placement = i.type.placement
     units = placement.unit if isinstance(placement, Shard) else 1
     if len(shape) != len(i.type.value.shape) or isinstance(placement, Shard) and shape[placement.dim] % units:

@@ -16,7 +16,7 @@ Place = tuple[int, str]  # the micro-step, and the name of a value
 
 @dataclass(frozen=True)
 class Counts:
-    """How many elements of a tensor are not finite."""
+    """The number of elements of a tensor that are not finite."""
 
     num_nan: int
     num_infinite: int

@@ -103,7 +103,7 @@ class Peers:
         return {rank: seen for rank, (seen, _) in self._seen.copy().items()}
 
     def why_lost(self, rank: int, heartbeat_s: float) -> str:
-        """How a rank was lost; empty if it may still come."""
+        """The way in which a rank was lost; empty if it may still come."""
         seen, heard_at = self._seen[rank]
         is_here = seen.place == process_place() != ""
         if is_here and is_gone(seen.pid):

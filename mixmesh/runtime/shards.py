@@ -43,7 +43,7 @@ class Stored:
         return self.copies[0] if self.copies else self.held
 
     def origin(self, rank: int) -> tuple[int, ...]:
-        """Where in the whole this rank's piece begins."""
+        """The position in the whole tensor at which this rank's piece begins."""
         at = [0] * len(self.shape)
         if isinstance(self.held.placement, Shard):
             at[self.held.dim], _ = self.held.piece(rank)

@@ -16,7 +16,7 @@ from .values import Call
 
 
 class TimedSegment(NamedTuple):
-    """As ``Segment``, with the number of each computation's work in the cost table."""
+    """A ``Segment`` with the number of each computation's work in the cost table."""
 
     works: tuple[int, ...]
     computes: tuple[Compute, ...]

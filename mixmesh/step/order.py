@@ -106,8 +106,8 @@ def forward_pass(outline: Outline, owned: Collection[str] | None = None) -> Pass
 
 
 def _awaited_at(outline: Outline, i: Instruction, n: int) -> int:
-    """Where the runtime waits for a redistribution, and makes autograd's node for it: at its first use. The
-    loss is awaited at the end, and unused values at once (as in ``ir.returned``)."""
+    """The point at which the runtime waits for a redistribution, and makes autograd's node for it: its first
+    use. The loss is awaited at the end, and unused values immediately (as in ``ir.returned``)."""
     end = len(outline.program.instructions) if i.result == outline.program.loss else n
     return outline.uses.get(i.result, (end,))[0]
 

@@ -1,4 +1,4 @@
-"""Where in the backward pass gradients are complete."""
+"""The points of the backward pass at which gradients are complete."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def _by_sums(b: Builder, arg: dict) -> Ref:
 
 
 def nll(b: Builder, node: Node) -> tuple[Ref, ...] | None:
-    """As ``cross_entropy``, for all variants of the negative log likelihood."""
+    """Like ``cross_entropy``, for all variants of the negative log likelihood."""
     arg = bound(node)
     if arg["reduction"] != MEAN:
         return None

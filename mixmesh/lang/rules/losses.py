@@ -174,7 +174,7 @@ def cross_entropy_by_sums(call: Call) -> str:
 
 
 def nll_loss_forward(call: Call) -> str:
-    """As ``nll_loss``, with the sum of the weights as a second result; only a sum may be cut."""
+    """Like ``nll_loss``, with the sum of the weights as a second result; only a sum may be cut."""
     text = cross_entropy(call)
     if call.arg(3, "reduction", MEAN) != SUM:
         whole = " ".join(f"d{i}!" for i in range(s.rank_of(call)))

@@ -73,7 +73,7 @@ class StepGraph:
 
     @lazy
     def instruction_of(self) -> dict[int, int]:
-        """By task, the instruction whose forward or backward it is."""
+        """The instruction whose forward or backward each task is, by task."""
         return {t: n for places in (self.forward, self.backward) for n, t in places.items()}
 
 

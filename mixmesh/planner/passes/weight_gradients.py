@@ -75,7 +75,7 @@ def forms(
 
 
 def counts(able: Sequence[int]) -> list[int]:
-    """How many of the products that are used first may have their weight's gradient last."""
+    """The numbers to try: of products, among those used first, whose weight gradients come last."""
     return sorted({round(part * len(able)) for part in LASTS} - {0})
 
 

@@ -35,7 +35,7 @@ SHAPES, TOLD = "shapes", "shapes, told"  # purposes of messages
 
 
 class Agreement:
-    """How the ranks of a program agree on a batch."""
+    """Lets the ranks of a program agree on a batch."""
 
     def __init__(self, program: Program, comm: Comm) -> None:
         self.program, self.comm = program, comm

@@ -142,7 +142,7 @@ class Choices:
 
     @lazy
     def value_weights(self) -> tuple[float, ...]:
-        """How often a conversion of each value counts at least: as its least step does."""
+        """The least number of times that a conversion of each value counts: that of its least step."""
         out = [float("inf")] * len(self.names)
         for weight, inputs in zip(self.fold.weights, self.inputs):
             for name in inputs:

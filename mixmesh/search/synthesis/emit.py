@@ -1,4 +1,4 @@
-"""From a path of the search to a program: instructions with placed types, in order."""
+"""Turns a path of the search into a program: instructions with placed types, in order."""
 
 from __future__ import annotations
 

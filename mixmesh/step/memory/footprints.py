@@ -178,7 +178,7 @@ GRADIENT_VIEWS: dict[str, GradientView] = {
 
 
 def gradient_view(call: Call, position: int, strides: Strides) -> Strides | None:
-    """As ``Footprint.gradient_of``."""
+    """The gradient of an input, like ``Footprint.gradient_of``."""
     special = GRADIENT_VIEWS.get(call.op)
     if special is not None:
         return special(call, position, strides)

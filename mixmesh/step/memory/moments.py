@@ -27,7 +27,7 @@ class Moment(NamedTuple):  # made by the thousand, in a third of a frozen datacl
 
 
 def whole(t: TensorType) -> Cut:
-    """As ``t``, on the same ranks, but not cut."""
+    """The cut of a tensor that is whole on the same ranks as ``t``."""
     return 0, 1, t.ratio
 
 

@@ -39,15 +39,15 @@ HINTS = (
     "model, optimizer, _ = mixmesh.prepare(...)  # and the script's own loader: whole batches on every rank",
     "mixmesh.prepare(..., inputs=function), with the function that does this to a whole batch",
 )
-# they choose rows by their places, or put them elsewhere, along the dim that they are given
+# functions that choose rows by position, or move them, along a given dim
 ALONG_A_DIM = frozenset("roll flip sort argsort gather take_along_dim narrow select index_select".split())
-# the same, if their results have other rows
+# functions that do the same if their results have different rows
 IN_PARTS = frozenset(
     "cat concat concatenate stack vstack row_stack split chunk tensor_split unbind repeat tile".split()
 )
-# they join rows, if their dim is that of the rows
+# functions that join rows if their dim is that of the rows
 JOINING_A_DIM = frozenset("cumsum cumprod logcumsumexp cummax cummin softmax log_softmax normalize".split())
-# the same rows in another form
+# functions that return the same rows in another form
 FORMS = frozenset(
     "view reshape flatten unflatten transpose permute movedim t squeeze unsqueeze expand view_as reshape_as "
     "repeat_interleave ravel masked_select nonzero __get__ __getitem__".split()

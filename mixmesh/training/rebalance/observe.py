@@ -94,7 +94,7 @@ class Observed:
         return replace(self, expected_s=self.own_s(), windows=())
 
     def moved(self, expected_s: Sequence[float], settings: Sensitivity) -> Observed:
-        """After a change of shares, with which ``expected_s`` are counted on."""
+        """The state after a change of shares, with the new ``expected_s``."""
         direction, patience = self.direction(), self.patience or settings.num_windows
         if sum(a * b for a, b in zip(direction, self.last_move)) < 0:
             patience = min(2 * patience, settings.most_windows)
