@@ -54,7 +54,7 @@ class FiniteGuard:
         self._params = list(model.parameters())
         self._buffers: list[tuple[Tensor, Tensor]] = []
         self._in_a_row = 0
-        self._said_at: int | None = None  # step
+        self._said_at: int | None = None  # the step of the last message
         self._has_warned = False
         self._addend = torch.zeros(())
         self._total: Handle = done(self._addend)  # the loss, and the flags summed with it

@@ -42,7 +42,8 @@ class Channels:
         # seconds that the computing threads spend on it are counted there
         lag_s = exchange.lag_s(self.costs)
         seconds = max(exchange.seconds(self.costs) - lag_s - alone, 0.0)
-        # it may have been measured faster than the cluster file allows: then it occupies links no longer
+        # no longer than the collective itself, which may have been measured faster than the cluster file
+        # allows
         links = [(link, min(s * size_bytes, seconds)) for link, s in self._s_per_byte[kind].items()]
         host = {c: self.costs.exchange_host_s(r, name, ranks, size_bytes) / 2 for c, r in each}
         # a device that computes while gradients travel gains no burst credit that this could use up
