@@ -174,7 +174,8 @@ class _Joining:
         return name
 
     def meet(self, name: str) -> None:
-        """The sum over all samples, then in each set as its program holds it."""
+        """Adds the sum over all samples, then converts it in each set to the placement of the set's
+        program."""
         sources = []
         for m, s in enumerate(self.sets):
             (source,) = s.program.producers[name].inputs

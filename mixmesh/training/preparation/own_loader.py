@@ -99,7 +99,7 @@ class OwnLoader:
         draws_apart: bool = False,
     ) -> None:
         self._loader, self._own, self._plan, self._is_whole = loader, own, plan, is_whole
-        # cuts whole batches, where that is asked for
+        # cuts whole batches, if requested
         self._cut_by: Followed[Plan | Program] | None = None
         if is_whole and plan is not None:
             self._cut_by = Followed(plan)
