@@ -168,7 +168,7 @@ def distinct_plans(
 
 
 def drift(before_s: Sequence[float], rounds_s: Sequence[Sequence[float]]) -> float:
-    """How many times as long a local step takes as before: the mean over the rounds, and the ranks."""
+    """The factor by which a local step has become slower: the mean over the rounds and the ranks."""
     now_s = [statistics.fmean(of_rank) for of_rank in zip(*rounds_s)]
     return statistics.fmean(now / before for now, before in zip(now_s, before_s))
 

@@ -280,8 +280,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "BiT": ("BitForImageClassification", {**RESIDUAL, "num_groups": 4}, inputs.image),
         "ConvNeXt": ("ConvNextForImageClassification", STAGES, inputs.image),
         "ConvNeXt v2": ("ConvNextV2ForImageClassification", STAGES, inputs.image),
-        # on images of 64 pixels both fail in float32, and one device's own gradients are as far from its
-        # float64 ones (docs/reference/architectures.md); kinks of ReLU6 are the likely cause
+        # on images of 64 pixels both fail in float32; one device's own gradients differ as much from its
+        # float64 ones (docs/reference/architectures.md), probably because of the kinks of ReLU6
         "MobileNet v1": ("MobileNetV1ForImageClassification", {
             "image_size": IMAGE, "depth_multiplier": 0.25}, inputs.image),
         "MobileNet v2": ("MobileNetV2ForImageClassification", {

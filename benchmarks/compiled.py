@@ -106,7 +106,7 @@ def made_batch() -> dict[str, torch.Tensor]:
 
 
 def plain_step(batch: dict, *, compiles: bool, is_fused: bool) -> Step:
-    """PyTorch's own, as people write it, or with the fused optimizer that ours has too."""
+    """A step by PyTorch alone, as people write it, or with the fused optimizer that ours also uses."""
     model = made_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if is_fused:

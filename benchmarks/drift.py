@@ -85,7 +85,7 @@ class Recovery:
 
     @property
     def is_in_time(self) -> bool:
-        """Whether that was within the steps or the seconds that are asked."""
+        """Whether that was within the target, in steps or in seconds."""
         return self.steps is not None and (self.steps <= WITHIN_STEPS or self.time_s <= WITHIN_S)
 
 
@@ -245,7 +245,7 @@ def recovery(steps: Sequence[Step], figures: dict, changed_at: int, optimum_s: f
 
 
 def lasts(is_near: Sequence[bool]) -> bool:
-    """Whether it is so most of the time."""
+    """Whether the throughput is near most of the time."""
     return sum(is_near) >= LASTING * len(is_near)
 
 

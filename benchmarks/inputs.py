@@ -63,7 +63,7 @@ def translation() -> Batch:
 
 
 def masked_translation() -> Batch:
-    """For models that do not make masks themselves."""
+    """A batch for models that do not make masks themselves."""
     return {
         **translation(),
         "attention_mask": torch.ones(SAMPLES, LENGTH, dtype=torch.long),

@@ -1,6 +1,5 @@
-"""Jobs that one CPU core trains in about a second a step: language models, experts, convolutional
-classifiers, a perceptron. ``benchmarks/jobs.py:gpt`` wherever a JOB is.
-"""
+"""Jobs that one CPU core trains at about a second per step: language models, experts, convolutional
+classifiers, a perceptron. A command takes one as ``benchmarks/jobs.py:gpt``."""
 
 from __future__ import annotations
 
@@ -269,7 +268,8 @@ def adamw(parameters) -> torch.optim.Optimizer:
 
 
 def slow_adamw(parameters) -> torch.optim.Optimizer:
-    """At a rate at which Adam does not blow the rounding of a step's gradients up to 1e-4 of later losses."""
+    """AdamW at a rate at which it does not amplify the rounding of a step's gradients to 1e-4 of later
+    losses."""
     return torch.optim.AdamW(parameters, lr=3e-5)
 
 

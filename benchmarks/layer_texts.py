@@ -161,9 +161,9 @@ def head(layout: Layout, batch: int, degree: int) -> Program:
 
 
 def loss(t: Text, logits: str, size: tuple[int, int], cut: str, partial: str) -> str:
-    """Cross entropy in fp32 as ``vocab_parallel_cross_entropy`` of Megatron-LM has it: the maximum is found
-    and taken off, exponentials are written, summed up, and divided. Backward, one product with the
-    gradient."""
+    """Cross entropy in fp32 like ``vocab_parallel_cross_entropy`` of Megatron-LM: the maximum is found and
+    subtracted, and exponentials are written, summed up, and divided. The backward pass multiplies once with
+    the gradient."""
     rows = (size[0],)
     t.put("z", f"aten.detach(%{logits})", size, cut)
     t.put("sums", "mixmesh.sum_exp(%z)", rows, partial, "f64")  # reads all logits once, as the maximum does

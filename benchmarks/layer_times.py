@@ -26,7 +26,8 @@ from .layer_texts import LAYERS, Layout
 from .revision import revision
 
 FILE = "opt_gptneo_a100_v100.json"
-# of the models' public configurations; GPT-Neo's head was measured without its product, as its parameters say
+# from the models' public configurations; judging by its parameters, GPT-Neo's head was measured without its
+# product
 LAYOUTS = {
     "opt-350m": Layout(1024, 16, 2048, 50272, "relu", has_dropout=False, has_logits=True),
     "gpt-neo-2.7b": Layout(2560, 20, 2048, 50257, "gelu", has_dropout=True, has_logits=False),

@@ -22,12 +22,12 @@ def calls_until(trace: Trace, step_s: float) -> int | None:
 
 
 def better_after(traces: Sequence[Trace], base_s: float) -> tuple[int | None, ...]:
-    """By seed, the calls until a step was ``BETTER`` than ``base_s``; None if never."""
+    """The calls until a step was ``BETTER`` than ``base_s``, by seed; None if never."""
     return tuple(calls_until(trace, base_s / BETTER) for trace in traces)
 
 
 def level_after(traces: Sequence[Trace], level_s: float | None) -> tuple[int | None, ...]:
-    """By seed, the calls until a step was as good as ``level_s``; none without one."""
+    """The calls until a step was as good as ``level_s``, by seed; empty without a level."""
     return () if level_s is None else tuple(calls_until(trace, level_s * EQUAL) for trace in traces)
 
 
@@ -47,8 +47,8 @@ def median(calls: Sequence[int | None], budget: int) -> int | None:
 
 @dataclass(frozen=True)
 class Race:
-    """One search against another over cases: ``ratio`` is the geometric mean of median calls over median
-    calls, ``halved`` in how many cases it was at most a half."""
+    """One search against another over cases: ``ratio`` is the geometric mean of the ratios of median calls,
+    ``halved`` the number of cases in which that ratio was at most a half."""
 
     cases: int
     ratio: float | None

@@ -1,7 +1,7 @@
 """The cases of the placement bench: HeteroG's models on its clusters, and others that no policy has seen.
 
-HeteroG (CoNEXT'20, section 6) gives batches for 8 devices, and half as much again for 12. It runs data
-parallelism out of memory with twice the batch, and with 48 layers of BERT-large.
+HeteroG (CoNEXT'20, section 6) gives batches for 8 devices, and batches half as large again for 12. It makes
+data parallelism run out of memory with twice the batch, and with 48 layers of BERT-large.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from mixmesh.cluster import Cluster
 
 STAGES = (0, 1, 2, 3)
-AS_FAST = 0.98  # of another's speed: two measurements of one program may differ by as much
+AS_FAST = 0.98  # required share of another's speed: two measurements of one program may differ by as much
 MEMORY_TOLERANCE = 0.15
 FIRST_STEP = "first-step"  # the case's name
 FIRST_STEP_S = 90.0
@@ -29,8 +29,8 @@ def machine(name: str, count: int, cpu_share: str, memory_gib: str) -> str:
 class Measured:
     """``job`` of ``benchmarks/jobs.py`` on an emulated cluster, whose first machine is the better half.
 
-    The best stage of ours must be ``target`` times as fast as equal micro-batches at their best. Where equal
-    parts taken at once ``overflow``, they must run out of memory.
+    The best stage of ours must be ``target`` times as fast as equal micro-batches at their best. If it
+    ``overflows``, equal parts without micro-batches must run out of memory.
     """
 
     name: str

@@ -111,7 +111,7 @@ class Parts:
     ratio: Ratio
 
     def fewest_steps(self) -> Proposal | None:
-        """In the fewest micro-steps that fit; None if not even single samples do."""
+        """The proposal in the fewest micro-steps that fit; None if not even single samples do."""
         too_few, enough = 0, self.task.batch
         best = self.judged(enough)
         if not best.feasible:

@@ -19,8 +19,8 @@ PYTORCH = ("ddp", "fsdp")
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to train. ``stage`` is ZeRO's, None for PyTorch's own; ``micro_batches`` are (samples, steps,
-    samples of the last step) of every rank. Predictions are of the plan, if there is one."""
+    """One way to train. ``stage`` is the ZeRO stage, None for PyTorch's own; ``micro_batches`` are (samples,
+    steps, samples of the last step) of every rank. Predictions belong to the plan, if there is one."""
 
     name: str
     stage: int | None = None
@@ -174,7 +174,7 @@ class SimulatedResult:
 
 @dataclass(frozen=True)
 class FirstStep:
-    """From the first command to the end of the first training step: profile, plan, run."""
+    """The time from the first command to the end of the first training step: profile, plan, run."""
 
     profile_s: float
     plan_s: float

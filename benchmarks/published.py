@@ -70,9 +70,9 @@ class PublishedAlone:
 
 HAP_FIGURE_14 = PublishedAlone("bert-base", 64, "P100-12GB", 8, 0.81, "HAP, figure 14")
 
-# HAP's authors measured this on their cluster with NCCL: bytes of the whole tensor per second, all devices
-# together (the artifact's master.py; profiler.py divides bytes by the median time). An all_reduce at the
-# full 10.4 Gbit/s would reach 660e6. Broadcast is that of "all_gather_by_group_call".
+# Measured by HAP's authors on their cluster with NCCL: bytes of the whole tensor per second, over all devices
+# (the artifact's master.py; profiler.py divides bytes by the median time). An all_reduce at the full 10.4
+# Gbit/s would reach 660e6. Broadcast is that of "all_gather_by_group_call".
 HAP_COLLECTIVE_BYTES_PER_S = {
     "all_reduce": 476_774_816,
     "all_gather": 815_418_707,

@@ -69,7 +69,8 @@ class Row:
 
     @property
     def times(self) -> float:
-        """How many times as long as the fastest other ``auto``'s step takes; infinite if only that fits."""
+        """The step of ``auto`` relative to that of the fastest other planner; infinite if only that one
+        fits."""
         other = self.fastest_other
         if other is None:
             return 1.0

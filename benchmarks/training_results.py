@@ -49,7 +49,7 @@ class Speedup:
 class Measured:
     """The measurements of all variants of a case. ``loss_errors`` are relative to the single device, over
     ``checked_steps``; speeds are samples per second of each rank's forward and backward pass,
-    ``proportional`` the batches that follow from them."""
+    ``proportional`` the batches in proportion to them."""
 
     step_s: dict[str, tuple[float, ...]]
     loss_errors: dict[str, float]
@@ -68,7 +68,7 @@ class Measured:
 
     @property
     def ideal_s(self) -> float:
-        """All devices at their own speed, without communication and optimizer."""
+        """The speed of all devices together, without communication and optimizer."""
         return sum(self.proportional) / sum(self.samples_per_s)
 
 
@@ -203,8 +203,7 @@ class SweepResult:
 
     @property
     def largest_bump(self) -> float:
-        """How far a time lies above the mean of its neighbours', as a fraction of that; 0 with fewer than
-        three."""
+        """The relative distance of a time above the mean of its neighbours; 0 with fewer than three."""
         return bump(list(self.ours_s.values()))
 
     @property

@@ -91,8 +91,8 @@ def load_profile(profile: Profile | str | Path | None) -> Profile | None:
 def simulate(
     plan: Plan, cluster: Cluster, *, profile: Profile | str | Path | None = None, events: bool = False
 ) -> Timeline:
-    """Predicts one step of ``plan`` on ``cluster``, with ``events`` all that happens in it. Raises PlanError
-    if it was made for another cluster, VerificationError if it was edited and is not valid."""
+    """Predicts one step of ``plan`` on ``cluster``, in detail if ``events`` are requested. Raises PlanError
+    if the plan was made for another cluster, VerificationError if it was edited and is not valid."""
     from .lang.check import check_loaded, check_plan
     from .simulator import simulate as run
 

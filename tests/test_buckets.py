@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from small_graphs import GRAPHS, THREE, bodies, cluster, graph
 
 from mixmesh.cost import CostModel
-from mixmesh.cost.outline import synchronised
+from mixmesh.cost.outline import is_synchronised
 from mixmesh.lang.ir import even_ratio, parse_program
 from mixmesh.passes.buckets import with_buckets
 from mixmesh.search.baselines import data_parallel, fully_sharded
@@ -24,8 +24,8 @@ def test_buckets(body, capacity):
     bucketed = with_buckets(program, capacity)
     members = defaultdict(list)
     for i in bucketed.params:
-        assert (i.attr("bucket") is not None) == synchronised(bucketed, i)
-        if synchronised(bucketed, i):
+        assert (i.attr("bucket") is not None) == is_synchronised(bucketed, i)
+        if is_synchronised(bucketed, i):
             members[i.attr("bucket")].append(i)
     assert sorted(members) == list(range(len(members)))
     for params in members.values():

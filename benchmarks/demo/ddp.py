@@ -32,7 +32,7 @@ class RecordedDDP:
 
     @contextmanager
     def recorded(self, recorder: Recorder) -> Iterator[None]:
-        """Within it, all that this rank computes and communicates is measured."""
+        """A context in which everything that this rank computes and communicates is measured."""
         leaves = [(name, m) for name, m in self.ddp.module.named_modules() if not any(m.children())]
         hooks = [m.register_forward_pre_hook(partial(self._begin, name)) for name, m in leaves]
         hooks += [m.register_forward_hook(partial(self._end, name)) for name, m in leaves]

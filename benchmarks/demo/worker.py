@@ -1,7 +1,7 @@
-"""One rank of the demo: first the profile of a case, then the same steps by PyTorch's own data parallelism
-and by plans, taking turns, and at last a few steps of each with clocks around all that they do.
+"""One rank of the demo: first makes the profile of a case, then trains the same steps by PyTorch's own data
+parallelism and by plans, taking turns, and finally measures a few steps of each in detail.
 
-Taking turns in one process lets the comparison hold while the speed of a shared machine drifts.
+Taking turns in one process keeps the comparison valid while the speed of a shared machine drifts.
 """
 
 from __future__ import annotations

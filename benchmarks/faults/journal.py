@@ -22,8 +22,8 @@ drawn: list[int] = []  # ids of the samples that this process has loaded since i
 
 @dataclass(frozen=True)
 class Line:
-    """A rank's line: a start where ``step`` is 0, else a finished step with its ``ids`` and global ``loss``.
-    ``time_s`` is of the system's monotonic clock, the same in all processes."""
+    """A rank's line: a start if ``step`` is 0, else a finished step with its ``ids`` and global ``loss``.
+    ``time_s`` is read from the system's monotonic clock, the same in all processes."""
 
     time_s: float
     machine: int
@@ -106,7 +106,8 @@ def parse(text: bytes) -> Line:
 
 
 def last_executions(lines: Iterable[Line]) -> dict[int, list[Line]]:
-    """By step, the lines of its last execution: one for each rank, if all of them have finished it."""
+    """The lines of each step's last execution, by step: one for each rank, if all of them have finished
+    it."""
     of_step: dict[int, list[Line]] = {}
     for line in lines:
         if line.step:

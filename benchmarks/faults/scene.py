@@ -38,7 +38,7 @@ class Stuck(Exception):
 
 @dataclass(frozen=True)
 class Setting:
-    """How a training is started."""
+    """The way in which a training is started."""
 
     training: Training
     every: int = 5  # steps from checkpoint to checkpoint
@@ -204,7 +204,7 @@ class Scene:
         return next((line for line in self.journal.lines if line.step and line.pid in pids), None)
 
     def is_whole(self) -> bool:
-        """Whether the last step was made by all machines, whose ranks are all there."""
+        """Whether the last step was made by all machines, with all of their ranks."""
         last = next((line for line in reversed(self.journal.lines) if line.step), None)
         is_of_all = last is not None and last.world_size == self.num_machines
         return is_of_all and len(self.running()) == self.num_machines
@@ -218,7 +218,7 @@ class Scene:
 
 
 def is_there(pid: int) -> bool:
-    """Whether a process is there, and no zombie."""
+    """Whether a process exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

@@ -67,7 +67,7 @@ def lines_of(doing: str, print_line: Say, clock: Callable[[], float] = time.mono
 
 
 def tell(text: str) -> None:
-    """A line on the standard error."""
+    """Prints a line on standard error."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -70,8 +70,8 @@ class LoggedStep:
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened after ``step`` steps. ``num_undone``, of a start, is how many steps that were
-    made before are made again."""
+    """An event after ``step`` steps. For a start, ``num_undone`` is the number of steps made before that are
+    made again."""
 
     event: str
     step: int

@@ -1,4 +1,4 @@
-"""``mixmesh.checkpoint.export``: a checkpoint as files of safetensors, as ``save_pretrained`` writes them.
+"""``mixmesh.checkpoint.export``: writes a checkpoint as safetensors files, like ``save_pretrained``.
 
 One process reads the pieces that all ranks have written, and holds one tensor at a time.
 """

@@ -184,7 +184,7 @@ def next_name(folder: Path, step: int) -> str:
 
 
 def sync(path: Path) -> None:
-    """Has the entries of a folder written to the disk."""
+    """Flushes the entries of a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

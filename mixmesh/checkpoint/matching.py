@@ -133,8 +133,8 @@ def fits(own: Tensor, held: Held) -> bool:
 
 
 def holds(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """Whether every value of ``other`` is one of ``dtype``: floating-point numbers with as many digits and as
-    wide a range."""
+    """Whether ``dtype`` can represent every value of ``other``: floating-point numbers with at least as many
+    digits and as wide a range."""
     if dtype == other or not (dtype.is_floating_point and other.is_floating_point):
         return dtype == other
     wide, narrow = torch.finfo(dtype), torch.finfo(other)

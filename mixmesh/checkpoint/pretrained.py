@@ -22,7 +22,7 @@ def is_pretrained(module: nn.Module) -> bool:
 
 def pretrained_files(model: nn.Module) -> dict[str, str]:
     """The texts of ``config.json`` and ``generation_config.json`` by name, as ``save_pretrained`` writes
-    them, of a model of transformers, parallel or not; none for any other model, and none for a config that
+    them, for a model of transformers, parallel or not. Empty for any other model, and for a config that
     cannot be written as JSON."""
     runtime = getattr(model, "_runtime", None)
     original: Any = own_module(model if runtime is None else runtime.original)

@@ -119,8 +119,8 @@ class Ranks:
                 watch.waiting = None
 
     def run(self, call: Callable[..., T]) -> T:
-        """``call`` with the group, of a function of ``torch.distributed.checkpoint``. Raises FilesFailure if
-        ranks could not write, and any other error of a rank, on all ranks."""
+        """Calls a function of ``torch.distributed.checkpoint`` with the group. Raises FilesFailure if ranks
+        could not write, and any other error of a rank, on all ranks."""
         try:
             with self.waiting() as group:
                 return call(process_group=group, no_dist=self.is_alone)

@@ -80,8 +80,9 @@ class Place:
 
 @dataclass
 class Writer(StorageWriter):
-    """Writes a checkpoint into ``folder``. ``part`` is this rank's, ``manifest`` all that is the same on all
-    ranks, ``plan`` the text of the plan. ``name`` is known once the checkpoint has begun."""
+    """Writes a checkpoint into ``folder``. ``part`` is this rank's part of the manifest, ``manifest`` has
+    everything that is the same on all ranks, ``plan`` is the text of the plan. ``name`` is known once the
+    checkpoint has begun."""
 
     folder: Path
     manifest: Manifest

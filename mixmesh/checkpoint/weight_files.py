@@ -32,8 +32,8 @@ class Held:
 
 
 def held_tensors(place: Path) -> dict[str, Held]:
-    """The tensors by name of a file of safetensors, of an index of several, or of a folder with either. None
-    of their values is read. Raises InputError for anything else, and for files that are damaged."""
+    """The tensors, by name, of a safetensors file, of an index of several, or of a folder with either,
+    without their values. Raises InputError for anything else, and for damaged files."""
     path = _entry(place)
     if path.suffix == SUFFIX:
         return tensors_in(path)

@@ -122,8 +122,8 @@ class Live:
             self._log.flush()
 
     def started(self, step: int, cause: str = "") -> None:
-        """Logs that the training begins, or continues, after ``step`` steps; if it continues in the same
-        processes under another plan, with the ``cause`` of that."""
+        """Logs that the training begins or resumes after ``step`` steps. If it resumes in the same processes
+        under another plan, ``cause`` is the reason for that."""
         plan = self._plan
         self._num_steps_made = step
         facts = {"world_size": plan.program.world_size, "planner": plan.planner, "bound_s": plan.bound_s}

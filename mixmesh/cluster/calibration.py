@@ -29,7 +29,7 @@ RATES = ("tflop_per_s", "half_tflop_per_s", "tf32_tflop_per_s", "memory_gbyte_pe
 
 
 class FitTable(Table):
-    """How far predicted times of kernels of a class are from the measured ones: relative errors."""
+    """The relative errors of predicted times for a class of kernels."""
 
     kernels: Literal[
         "product", "thin product", "convolution", "depthwise convolution", "attention", "elementwise",
@@ -44,7 +44,7 @@ class FitTable(Table):
 
 
 class MeasuredTable(Table):
-    """When a device was measured, and with what."""
+    """The circumstances of a device's measurement."""
 
     date: Name
     reported: Name

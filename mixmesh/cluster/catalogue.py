@@ -113,8 +113,8 @@ _ROWS = (
 
 CATALOGUE: dict[str, CatalogueRow] = {row[0]: CatalogueRow(*row) for row in _ROWS}
 
-# Dense peaks of TF32 of cards for data centres and workstations. On GeForce cards it is no faster than plain
-# fp32 (NVIDIA's whitepapers of GA102, Ada and RTX Blackwell): their row's figure.
+# Dense peaks of TF32 of cards for data centres and workstations. On GeForce cards TF32 is no faster than
+# plain fp32 (NVIDIA's whitepapers of GA102, Ada and RTX Blackwell), so they have the figure of their row.
 TF32_TFLOP_PER_S = {
     "A100-40GB": 156.0, "A100-80GB": 156.0, "A800-80GB": 156.0, "H100-80GB": 494.7, "H100PCIe-80GB": 378.0,
     "GH200-96GB": 494.7, "H200-141GB": 494.7, "L4-24GB": 60.5, "A10-24GB": 62.5, "L40S-48GB": 183.0,

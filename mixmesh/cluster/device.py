@@ -90,7 +90,7 @@ def plain_device_of(table: DeviceTable) -> Device:
         table.memory_gbyte_per_s, row and row.memory_gbyte_per_s, CPU_CORE_MEMORYGBYTE_PER_S * share
     )
     kind = first(table.kind, "gpu" if table.cpu_share is None else "cpu")
-    # a card has more than its rates, unless it is emulated or other rates are given
+    # the row of a card also gives other figures than rates, unless the card is emulated or has its own rates
     card = row if kind == "gpu" and table.tflop_per_s is None else None
     return Device(
         name=first(table.name, _default_name(row, table.cpu_share)),

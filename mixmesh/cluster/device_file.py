@@ -20,9 +20,8 @@ HEAD = "# written by mixmesh calibrate; a cluster file or mixmesh detect that na
 
 @dataclass(frozen=True)
 class Fit:
-    """How far predicted times of kernels of a class are from the measured ones: mean and largest relative
-    error (of the shorter time) of ``num`` kernels, and the mean by costs without a calibration
-    (``datasheet_error``)."""
+    """The errors of predicted times for a class of kernels: the mean and largest relative error (of the
+    shorter time) of ``num`` kernels, and the mean with costs without a calibration (``datasheet_error``)."""
 
     kernels: str
     dtype: str

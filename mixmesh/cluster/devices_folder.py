@@ -10,7 +10,7 @@ from pathlib import Path
 VARIABLE = "MIXMESH_DEVICES"
 NONE = "none"  # the variable's word for: read no device file
 SUFFIX = ".toml"
-LONGEST_BYTES = 120  # of a name that stands in the name of its file as it is: file systems allow 255
+LONGEST_BYTES = 120  # longest name used unchanged as the file name: file systems allow 255
 
 
 def devices_folder() -> Path | None:

@@ -95,7 +95,7 @@ def fastest_of(lines: Iterable[tuple[float, float]]) -> CollectiveFit:
 
 
 def in_turn(stages: Iterable[CollectiveFit]) -> CollectiveFit:
-    """One after the other."""
+    """The cost of stages that run one after the other."""
     ways = itertools.product(*(f.affine_lines for f in stages))
     return fastest_of((sum(a for a, _ in way), sum(b for _, b in way)) for way in ways)
 
@@ -167,7 +167,7 @@ def _wire_lines(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> li
 
 
 def _sent_out(cluster: Cluster, ranks: tuple[int, ...]) -> dict[int, int]:
-    """By machine how many pieces its NIC carries out, where each rank has one for each other rank."""
+    """The number of pieces that each machine's NIC sends, if each rank has one for each other rank."""
     sizes = Counter(map(cluster.machine_index_of, ranks))
     return {m: count * (len(ranks) - count) for m, count in sizes.items()}
 

@@ -191,7 +191,7 @@ def _meeting(
 
 
 def is_cut_alike(program: Program, a: TensorType, b: TensorType) -> bool:
-    """Whether two types of one tensor put the same pieces on the same ranks."""
+    """Whether two types of a tensor put the same pieces on the same ranks."""
     if a.placement != b.placement or not isinstance(a.placement, Shard):
         return False
     size, unit = a.value.shape[a.placement.dim], a.placement.unit

@@ -1,4 +1,4 @@
-"""Where sums of gradients by levels pay (``ir.levels``)."""
+"""Finds the sizes from which sums of gradients by levels pay off (``ir.levels``)."""
 
 from __future__ import annotations
 

@@ -30,8 +30,9 @@ PAIRWISE = ("all_to_all",)  # collectives in which every rank sends to every oth
 def communicators(
     program: Program, samples: Samples | None = None, summed: tuple[Summed, ...] | None = None
 ) -> tuple[Communicator, ...]:
-    """The communicators of a program's step, in micro-steps of ``samples`` if there are any. The initial
-    values and the loss go through one of all ranks. ``summed`` are its ``order_of_sums``, if known."""
+    """The communicators of a program's step, in micro-steps of ``samples`` if there are any. Initial values
+    and the loss go through a communicator of all ranks. ``summed`` are the program's ``order_of_sums``, if
+    known."""
     found: dict[tuple[str, tuple[int, ...]], bool] = {}
     for purpose, ranks, is_pairwise in _meetings(program, samples, gradient_sums(program, order=summed)):
         if len(ranks) > 1:

@@ -310,9 +310,9 @@ class CostModel:
     def memory_constant_bytes(
         self, rank: int, communicators: Sequence[Communicator] | None = None, *, idle: bool = False
     ) -> int:
-        """Bytes that a process holds before any tensor: interpreter, libraries, CUDA context, buffers
-        of NCCL for these ``communicators``, for the usual ones without. One that is ``idle`` has not loaded
-        the kernels."""
+        """Bytes that a process holds before any tensor: interpreter, libraries, CUDA context, and buffers of
+        NCCL for these ``communicators`` (the usual ones by default). An ``idle`` process has not loaded the
+        kernels."""
         device = self.cluster.devices[rank]
         measured = self._measured(device)
         if measured is not None:

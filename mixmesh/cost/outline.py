@@ -65,7 +65,7 @@ def first_uses(program: Program) -> dict[str, int]:
     return out
 
 
-def synchronised(program: Program, i: Instruction) -> bool:
+def is_synchronised(program: Program, i: Instruction) -> bool:
     """Whether a parameter's gradient must be summed over ranks after the backward pass."""
     return (
         i.op == "param"
@@ -80,7 +80,7 @@ def synchronised(program: Program, i: Instruction) -> bool:
 
 def summed_params(program: Program) -> list[Instruction]:
     """The parameters whose gradients are summed after the backward pass; of copies the first, for all."""
-    return [i for i in program.params if synchronised(program, i) and is_first(program, i)]
+    return [i for i in program.params if is_synchronised(program, i) and is_first(program, i)]
 
 
 def is_first(program: Program, param: Instruction) -> bool:

@@ -32,8 +32,8 @@ def peak_op_s(call: Call, grads: int, device: Device, *, tf32: bool = False) -> 
 
 
 def least_flop(call: Call) -> float:
-    """Floating point operations of the whole call by the best algorithm in use: a convolution over windows by
-    Winograd's (Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks", 2016)."""
+    """Floating point operations of the whole call with the best algorithm in use; for a convolution over
+    windows that is Winograd's (Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks", 2016)."""
     has_windows = call.op.startswith(CONVOLUTIONS) and math.prod(call.inputs[1].shape[2:]) > 1
     return call_flop(call) / (WINOGRAD if has_windows else 1)
 

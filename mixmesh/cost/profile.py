@@ -239,7 +239,8 @@ class Profile:
         return cls(devices, _links(file), file.provenance)
 
     def describes_links_of(self, cluster: Cluster) -> bool:
-        """Whether ranks mean the same here and there; a profile that does not say is taken for it."""
+        """Whether rank numbers mean the same devices in the profile and in ``cluster``; a profile without
+        this information is assumed to match."""
         links = self.provenance.get("links")
         if links is not None:
             return links == links_fingerprint(cluster)

@@ -52,7 +52,7 @@ def _numbers(key: str) -> tuple[int, ...]:
 
 
 def _times(numbers: tuple[int, ...], others: tuple[int, ...]) -> float | None:
-    """How many times as large those are that differ, if all are by one factor."""
+    """The common factor by which the sizes that differ are larger; None if they have no common factor."""
     differing = [(a, b) for a, b in zip(numbers, others) if a != b]
     if not differing or not all(a and b for a, b in differing):
         return None

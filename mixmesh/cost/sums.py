@@ -33,9 +33,9 @@ IN_FLIGHT_BYTES = 32 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class GradientSum:
-    """A bucket: parameters of one dtype whose gradients are summed together between ``ranks``; to their
-    owners by the ratio ``owned``, in that ``stage`` of ZeRO, if they have any; ``rooted`` if that is one. Of
-    a parameter with copies it has one of its ``cells``."""
+    """A bucket: parameters of one dtype whose gradients are summed together between ``ranks``. If they have
+    owners, the sums go to these by the ratio ``owned``, in that ``stage`` of ZeRO; ``rooted`` if there is one
+    owner. For a parameter with copies it has one of the parameter's ``cells``."""
 
     params: tuple[Instruction, ...]
     ranks: tuple[int, ...]

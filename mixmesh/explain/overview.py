@@ -56,9 +56,9 @@ class Unit:
 
 @dataclass(frozen=True)
 class Overview:
-    """A plan in words. ``kind`` is ``one program``, ``machines``, ``stages`` or ``groups``. ``exchanged`` has
-    the collectives of a step by kind, in words, with their seconds. ``sentences`` name special features, and
-    the next best plans."""
+    """A plan in words. ``kind`` is ``one program``, ``machines``, ``stages`` or ``groups``. ``exchanged``
+    lists the collectives of a step by kind, in words, with their seconds. ``sentences`` name special
+    features, and the next best plans."""
 
     kind: str
     units: tuple[Unit, ...]

@@ -270,7 +270,7 @@ def _toml(value: object) -> str:
 
 
 def is_measured(cost_source: str) -> bool:
-    """Whether costs rest on a profile of all devices, by the text of their source."""
+    """Whether the text ``cost_source`` means that costs rest on a profile of all devices."""
     return cost_source.startswith("profile") and not re.search("roofline|calibration", cost_source)
 
 

@@ -14,7 +14,7 @@ ATTRIBUTES = (("algorithm", False), ("gradient_algorithm", True))
 
 def with_algorithms(program: Program, costs: CostModel) -> Program:
     """``program`` with ``algorithm`` and ``gradient_algorithm`` on redistributions whose fastest measured
-    one is not the runtime's own choice. Algorithms that the program names already stay."""
+    algorithm is not the runtime's own choice. Algorithms that the program already names stay."""
     return replace(program, instructions=tuple(_annotated(program, i, costs) for i in program.instructions))
 
 

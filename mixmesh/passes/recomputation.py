@@ -44,7 +44,7 @@ def divided(program: Program) -> Regions:
 
 
 def can_run_again(program: Program, n: int, stale: frozenset[str]) -> bool:
-    """Whether an instruction may be in a region (as ``check`` has it)."""
+    """Whether an instruction may be in a region (see ``check``)."""
     i = program.instructions[n]
     if not is_computation(i) or (i.attrs and i.attr("sfb", False)):
         return False

@@ -32,7 +32,7 @@ from ..lang.rules.pattern import Bound
 
 @dataclass(frozen=True)
 class Cut:
-    """How an operator is cut: the placements of its inputs and its results, by position."""
+    """A way to cut an operator: the placements of its inputs and its results, by position."""
 
     inputs: tuple[Placement, ...]
     results: tuple[Placement, ...]

@@ -20,7 +20,7 @@ from .task import Task
 def check_memory(task: Task) -> None:
     """Raises Infeasible if a device is too small for a process that holds no part of the model: then no
     share, not even an empty one, would fit there."""
-    values = (Communicator(DATA, tuple(range(task.world_size))),)  # through which every rank gets the model's
+    values = (Communicator(DATA, tuple(range(task.world_size))),)  # gives every rank the model's values
     idle = task.costs.memory_constants_bytes(values[task.world_size == 1 :], working=())
     small = [rank for rank, size in enumerate(idle) if size > task.usable_bytes[rank]]
     if not small:

@@ -27,7 +27,7 @@ class Budget:
 
     @property
     def ample(self) -> Budget:
-        """One that pays for everything, with as many seconds to search."""
+        """A budget that pays for everything, with the same seconds for searches."""
         return replace(self, visits=float("inf"))
 
     def part(self, share: float) -> Budget:
@@ -35,7 +35,7 @@ class Budget:
         return replace(self, visits=share * self.visits)
 
     def steps(self, size: int) -> float:
-        """How many steps of a program with ``size`` instructions it pays for."""
+        """The number of steps of a program with ``size`` instructions that the budget pays for."""
         return self.visits / max(size, 1)
 
     def pays_for(self, steps: float, size: int) -> bool:

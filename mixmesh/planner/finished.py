@@ -90,8 +90,9 @@ def are_alike(one: Proposal, other: Proposal) -> bool:
 
 
 def by_turns_of_sets(bounded: Sequence[tuple[Proposal, float]]) -> list[tuple[Proposal, float]]:
-    """Proposals, each with its least seconds, in turns: one for each set of devices and then the next ones,
-    as programs on one set may be almost the same. Those of a set come by their seconds."""
+    """Proposals, each with its least seconds, by turns: one for each set of devices, then the next one for
+    each, because programs on one set may be almost the same. Those of a set are in the order of their
+    seconds."""
     by_set: dict[tuple[tuple[int, ...], ...], list[tuple[Proposal, float]]] = {}
     for proposal, in_order_s in bounded:
         by_set.setdefault(supports(proposal.program), []).append((proposal, in_order_s))

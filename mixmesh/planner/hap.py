@@ -1,4 +1,5 @@
-"""HAP: programs by search and shares by LP in turn, for several prices and sets of devices."""
+"""HAP: alternates between searching a program and solving an LP for its shares, for several prices and sets
+of devices."""
 
 from __future__ import annotations
 
@@ -27,16 +28,16 @@ SUM_EXP = "mixmesh.sum_exp"
 DDP_TUNED = "ddp-tuned"
 GRADIENT_PRICES = (0.0, 1.0, 0.3)  # prices of a second of gradient communication: all, none, much is hidden
 DATA_PARALLEL_ONLY = (None,)
-# sets of devices that are searched at any budget; the share of the budget for a step of each set
+# least number of sets of devices to search; share of the budget for a step of each set
 LEAST_SETS, SETS_SHARE = 2, 0.2834
-# sets that may be searched beyond these, times as many: one in place of each whose memory is too small
+# factor for substitutes: a set whose memory is too small is replaced by another one
 MORE_SETS = 3
 FEW_SETS = 4  # with this many sets, some may be chosen for other reasons than their data parallelism
 WEIGHT = 1.01  # the search may return a program this much dearer than the cheapest
 MAX_STATES, MAX_STATES_PER_STEP = 50, 1.5  # together, before it keeps only the best few of every step
 MAX_ROUNDS = 4
 SAME_RATIO = 0.025  # shares that differ by less lead to the same program
-# times the estimated least step on some devices: steps were found that are 6 % shorter
+# factor of the estimated least step on some devices: steps were found that are 6 % shorter
 ABOUT = 0.9
 LOST = 1.01  # a program whose step stays above the best one times this is dropped
 FAR = 1.05  # a program slower by this factor gets no other bucket sizes, shares or prices
@@ -59,13 +60,13 @@ def tuned(task: Task) -> Iterator[Proposal]:
 
 
 def most_states(problem: Problem) -> int:
-    """How many states the search may expand before it keeps only the best few of every step."""
+    """The number of states that the search may expand before it keeps only the best few of every step."""
     return MAX_STATES + round(MAX_STATES_PER_STEP * len(problem.steps))
 
 
 class Synthesis:
-    """The alternation of one task, for ``planner``. Programs that data parallelism has already tried are not
-    tried again."""
+    """Alternates between programs and shares for one task, on behalf of ``planner``. Programs that data
+    parallelism has already tried are not tried again."""
 
     def __init__(self, task: Task, planner: str = "hap") -> None:
         self.task, self.planner = task, planner
@@ -74,10 +75,10 @@ class Synthesis:
         self.paths: dict[float, Found] = {}  # by price, the last path found on any devices
 
     def proposals(self, prices: Sequence[float | None]) -> Iterator[Proposal]:
-        """Program and ratio in turn, for several prices and sets of devices. The sets with the lowest bound
-        for data parallelism come first, and sets that cannot beat the best plan are left out. The bound
-        ignores memory: if a set's memory is too small for what is found there, another set that there was no
-        time for takes its place, first of all the set of all devices."""
+        """Alternates between program and ratio, for several prices and sets of devices. The sets with the
+        lowest bound for data parallelism come first, and sets that cannot beat the best plan are left out.
+        The bound ignores memory: if a set's memory is too small for its programs, another set that there was
+        no time for takes its place, preferably the set of all devices."""
         task, baseline = self.task, self.task.proposed.get(DDP_TUNED)
         best = None if baseline is None else (baseline.key, support(baseline.program.shares))
         sets = self.sets()
@@ -321,7 +322,7 @@ class Synthesis:
         return proposal
 
     def bound_by_memory(self, made: Proposal, ranks: tuple[int, ...]) -> bool:
-        """Whether the shares would be others if all ranks had enough memory."""
+        """Whether the shares would be different if all ranks had enough memory."""
         if not made.timeline.peak_memory_bytes:
             return False  # it certainly fits
         if all(made.peak_memory_bytes[r] < FULL * self.task.usable_bytes[r] for r in ranks):
@@ -384,7 +385,7 @@ def is_short_of_memory(proposals: Sequence[Proposal]) -> bool:
 
 
 def is_same(ratio: Ratio, other: Ratio) -> bool:
-    """Whether both shares lead to one program."""
+    """Whether both ratios lead to the same program."""
     return max(abs(a - b) for a, b in zip(ratio, other)) < SAME_RATIO
 
 

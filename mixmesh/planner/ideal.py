@@ -51,9 +51,9 @@ def ideal_s(seconds: np.ndarray, class_of: Sequence[int], ranks: Sequence[int]) 
 def seconds_by_class(
     choices: Choices, states: OptimizerStates = ADAM, *, at_peaks: bool = True
 ) -> np.ndarray:
-    """Seconds of all that a step computes, whole, on each class of devices: a row for every kind of operator,
-    and one for the optimizer. What was not measured is taken ``at_peaks`` of the devices, or else as the cost
-    model estimates it: seconds to plan with, that good kernels may undercut."""
+    """Seconds of everything that a step computes, whole, on each class of devices: a row for every kind of
+    operator, and one for the optimizer. Values that were not measured are those ``at_peaks`` of the devices,
+    or else the estimates of the cost model, which good kernels may undercut."""
     return np.array([*operator_s(choices, at_peaks), optimizer_s(choices, states, at_peaks)])
 
 

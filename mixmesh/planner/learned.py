@@ -1,6 +1,6 @@
-"""HeteroG and TAG: searches over placements that a network guides, within a number of seconds.
+"""HeteroG and TAG: searches over placements that a network guides, limited in seconds.
 
-They ask the estimate of groups; the simulator judges the best that they found, as it judges all else.
+They use the estimate of groups; the simulator judges the best of what they find, like all other proposals.
 """
 
 from __future__ import annotations

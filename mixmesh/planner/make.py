@@ -1,4 +1,4 @@
-"""From a graph and a cluster to a plan."""
+"""Makes a plan from a graph and a cluster."""
 
 from __future__ import annotations
 

@@ -56,9 +56,9 @@ def reduced_near(task: Task, proposals: Sequence[Proposal]) -> dict[str, Proposa
 
 
 def budget_for(proposal: Proposal, budget: Budget) -> Budget:
-    """The budget for the passes of one proposal: an ample one if the program is small enough to be finished
-    with care. One of medium size is too if it waits for exchanges within its forward and backward pass, as
-    with exact batch norm: much of that can hide."""
+    """The budget for the passes of one proposal. It is ample if the program is small enough to be finished
+    with care, or if it is of medium size and waits for exchanges within its forward and backward pass, as
+    with exact batch norm: much of that can be hidden."""
     size = len(proposal.program.instructions)
     if budget.pays_for(CARE_STEPS, size):
         return budget.ample

@@ -32,7 +32,7 @@ from .task import Task
 
 GROUPS = 96  # groups of operators, between which borders may be
 MOST_MICRO_STEPS = 96
-ORDERS = 40  # orders of machines
+ORDERS = 40  # limit of tried orders of machines
 MOST_STAGES = 16
 JUDGED = 4  # plans of each kind of stages that are simulated
 # plans of all kinds that are simulated, and steps of the graph that the budget must pay for: up to 300 nodes,
@@ -327,8 +327,8 @@ class _Estimate:
 
 
 def borders(costs: Sequence[np.ndarray]) -> tuple[int, ...] | None:
-    """Where each stage ends, so that the largest cost is least: ``costs[s][a, b]`` is that of stage s from a
-    to b, which is after a. None if every choice costs infinitely much."""
+    """The ends of the stages for which the largest cost is smallest: ``costs[s][a, b]`` is the cost of stage
+    s from a up to b, exclusive. None if every choice has infinite cost."""
     last = len(costs[0]) - 1
     best = np.full(last + 1, np.inf)
     best[0] = 0.0

@@ -26,7 +26,7 @@ LONGEST = 12  # groups that one move of the search changes together
 
 
 def model_parallel(task: Task) -> Iterator[Proposal]:
-    """Groups in their order, cut once between each two units: devices, or sets of equal ones in a machine,
+    """Groups in order, cut once between each two units: devices, or sets of equal devices in a machine,
     within which they run data parallel. Then the same in micro-steps."""
     space = space_of(task)
     for strategy in dict.fromkeys(cuts(space, task)):
@@ -134,9 +134,9 @@ def local_search(
     max_evaluations: int = MAX_EVALUATIONS,
     max_s: float = math.inf,
 ) -> Evaluator:
-    """Changes runs of groups of the best strategy, while that makes it better by estimate. It begins with
-    the best of data parallelism, single devices and contiguous cuts; ``usable`` is memory by rank, if not
-    all but the headroom."""
+    """Changes runs of groups of the best strategy as long as the estimate improves. Begins with the best of
+    data parallelism, single devices and contiguous cuts. ``usable`` is memory by rank; by default everything
+    except the headroom."""
     memory = tuple(usable or task.usable_bytes)
     evaluate = Evaluator(space, Measure(space, task.optimizer_states, memory, levels=task.levels))
     for strategy in (*cuts(space, task), *uniform(space)):

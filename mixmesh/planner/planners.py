@@ -21,7 +21,7 @@ Propose = Callable[[Task], Iterator[Proposal]]
 
 
 class When(Enum):
-    """When ``auto`` asks a planner."""
+    """The cases in which ``auto`` asks a planner."""
 
     ALWAYS = "always"
     IN_NEED = "where nothing else fits, or with seconds to search"
@@ -30,8 +30,9 @@ class When(Enum):
 
 @dataclass(frozen=True)
 class OnSets:
-    """How ``auto`` asks a planner for sets of machines. ``least_s`` is a rough lower bound of a step on a
-    set, or None if the set is not worth asking for; ``share`` of the budget goes to all sets together."""
+    """The way in which ``auto`` asks a planner for sets of machines. ``least_s`` is a rough lower bound of a
+    step on a set, or None if the set is not worth asking for; ``share`` of the budget goes to all sets
+    together."""
 
     least_s: Callable[[Task], float | None]
     share: float

@@ -160,8 +160,9 @@ class Staged:
     def allocated(
         self, room: Room, price_s: float, together: int, simulation: Simulation
     ) -> tuple[Allocation, Ratio | None] | None:
-        """The allocation that leaves room for all that is owned, with the shares of the owners; None if
-        there is none. As little as possible is reserved of each device's memory, the same share of all."""
+        """The allocation that leaves room for everything that is owned, with the shares of the owners; None
+        if there is no such allocation. It reserves as little of each device's memory as possible, the same
+        share on all."""
         best = self.attempt(room, 1.0, price_s, together, simulation)
         low, high = -1, RESERVES
         while best is not None and self.owners is not None and low + 1 < high:

@@ -1,4 +1,5 @@
-"""How far the chosen program is from the cheapest under the prices and shares that it was found under."""
+"""Proves how much more the chosen program costs than the cheapest, under the prices and shares with which it
+was found."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ CHEAPER = 1e-6  # relative saving from which a program is examined
 
 
 def proved(task: Task, proposal: Proposal, limit_s: float) -> Proposal:
-    """The proposal with the gap that HiGHS proves within ``limit_s``, or the program that it finds, if that
-    is faster in simulation. Itself if no search found it."""
+    """The proposal with the gap that HiGHS proves within ``limit_s``, or the program that HiGHS finds, if
+    that is faster in simulation. The unchanged proposal if no search found it."""
     searched = task.searched.get(shape_of(separated(proposal.program)))
     if searched is None:
         return proposal

@@ -312,8 +312,8 @@ class Task:
         return self._agreeing[key]
 
     def parting(self, program: Program) -> str:
-        """How a program breaks an optimizer's need for whole parameters in one place: it cuts them, or
-        spreads them over ranks, as pipelines do. Empty if it does neither."""
+        """The reason why a program conflicts with an optimizer that needs whole parameters in one place: it
+        cuts them, or spreads them over ranks, as pipelines do. Empty if it does neither."""
         if not self.whole_parameters:
             return ""
         held = [owned_type(program, i) or i.type for i in program.params if i.result in program.requires_grad]

@@ -71,8 +71,8 @@ def local_device() -> torch.device:
 
 
 def indexed(device: torch.device | str) -> torch.device:
-    """The device with its index: ``cuda`` is no device that a thread can be set to, and is unlike ``cuda:0``
-    in comparisons. Under a launcher it is this process's own, elsewhere the current one."""
+    """The device with its index: a thread cannot be set to ``cuda``, which also compares unequal to
+    ``cuda:0``. Under a launcher it is this process's own device, elsewhere the current one."""
     device = torch.device(device)
     if not is_accelerator(device) or device.index is not None:
         return device
@@ -143,7 +143,7 @@ def empty_cache(device: torch.device) -> None:
 
 
 def begin_peak(device: torch.device) -> None:
-    """Has peaks count from here on."""
+    """Makes peaks count from here on."""
     torch.zeros(1, device=device)  # there is no allocator before the first tensor
     torch.accelerator.memory.reset_peak_memory_stats(device)
 

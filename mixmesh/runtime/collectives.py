@@ -42,7 +42,7 @@ class Handle(Generic[T]):
         self._finish: Callable[[], T] | None = finish
 
     def is_ready(self) -> bool:
-        """Whether ``wait`` would not wait. May say no of one that is."""
+        """Whether ``wait`` would return immediately. May be False for a handle that is ready."""
         return self._finish is None or (bool(self._works) and all(w.is_completed() for w in self._works))
 
     def wait(self) -> T:
@@ -446,7 +446,7 @@ def flatten(x: Tensor) -> Tensor:
 
 
 def flat_bytes(x: Tensor) -> Tensor:
-    """As ``flatten``, in bytes."""
+    """Like ``flatten``, but as bytes."""
     return flatten(x).view(torch.uint8)
 
 

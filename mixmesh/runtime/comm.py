@@ -75,11 +75,11 @@ class Comm:
         timeout_s: float = 300.0,
         watch: Watch | None = None,
     ) -> Comm:
-        """The groups of a program, and others by purpose. Collective: every rank calls it, in the same order
-        as the others.
+        """Makes the groups of a program, and others by purpose. Collective: every rank calls it, in the same
+        order as the others.
 
-        Initialises torch.distributed from the environment unless that was done. Raises InputError
-        without a launcher's variables, PlanError if the number of processes is not the program's.
+        Initialises torch.distributed from the environment unless that was done. Raises InputError without a
+        launcher's variables, PlanError if the number of processes is not the program's.
         """
         sets = (*meetings(program), *beside)
         return cls.of_sets(program.world_size, sets, device=device, timeout_s=timeout_s, watch=watch)
@@ -173,7 +173,7 @@ class Comm:
 @dataclass(frozen=True)
 class Channel:
     """A process group in use for one purpose. Its errors name this rank and that purpose. ``is_call`` is
-    False where ranks start its collectives at other moments between their calls."""
+    False if ranks start its collectives at different points between their calls."""
 
     comm: Comm
     group: dist.ProcessGroup | None

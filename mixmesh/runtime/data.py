@@ -103,13 +103,13 @@ def shard_batches_by(
 ) -> Iterator[Any]:
     """``shard_batches`` by a plan that may be replaced by others of the same form. With ``cuts_others`` it
     also cuts values that the program does not use, if they have a row or a word per sample, such as file
-    names: a loader of this rank's rows alone would give them so."""
+    names, as a loader that loads only this rank's rows would."""
     plan = followed.value
     program = plan.program if isinstance(plan, Plan) else plan
     is_pipeline = isinstance(plan, Plan) and plan.order is not None
     where = None if device is None else indexed(device)
     by_name = {i.args[0]: i for i in program_inputs(program)}
-    signature = Signature() if model is None else signature_of(model)  # and no reference to the model is kept
+    signature = Signature() if model is None else signature_of(model)  # keeps no reference to the model
 
     def cut(batch: Any) -> Any:
         now = followed.use()
@@ -230,7 +230,7 @@ def _share(
 
 
 def _other_layout(program: Program, i: Instruction, shape: tuple[int, ...]) -> Layout:
-    """How an input is held in a batch of another shape: shares are rounded again. Raises InputError."""
+    """The layout of an input in a batch of another shape: shares are rounded again. Raises InputError."""
     placement = i.type.placement
     units = placement.unit if isinstance(placement, Shard) else 1
     if len(shape) != len(i.type.value.shape) or isinstance(placement, Shard) and shape[placement.dim] % units:

@@ -349,7 +349,8 @@ class _Writer:
         return Region(self.random, keep, at_once if self.recorder is None else self.recorder.wait)
 
     def _transfer(self, i: Instruction) -> None:
-        """To another stage of a pipeline, or from one (see ``pipeline``)."""
+        """Writes the transfer of a value to another stage of a pipeline, or from another stage (see
+        ``pipeline``)."""
         (source,) = i.inputs
         if source in self.held:
             self._line(f"handed[{i.result!r}] = {self._name(source)}", i)

@@ -31,7 +31,7 @@ class LentPart:
 class Face(nn.Module):
     """A module that stands in for another one. ``_runtime`` is set before anything else."""
 
-    _runtime: Any  # a Runtime, which knows this class
+    _runtime: Any  # a Runtime, whose module imports this one
 
     def _wear(self, model: nn.Module, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
         """Takes on the modules and attributes of ``model``, with these tensors, by name, instead of its

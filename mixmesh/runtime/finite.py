@@ -54,7 +54,7 @@ class FiniteGuard:
         self._params = list(model.parameters())
         self._buffers: list[tuple[Tensor, Tensor]] = []
         self._in_a_row = 0
-        self._said_at: int | None = None  # step
+        self._said_at: int | None = None  # the step of the last message
         self._has_warned = False
         self._addend = torch.zeros(())
         self._total: Handle = done(self._addend)  # the loss, and the flags summed with it
@@ -175,8 +175,8 @@ def gradients_of(params: Iterable[Tensor]) -> list[Tensor]:
 
 
 def may_be_spoilt(gradients: Iterable[Tensor]) -> Tensor:
-    """1 if a gradient has an element that is not finite, else 0; 1 as well where its sum of squares is too
-    large for its dtype. Costs one look at each element."""
+    """1 if a gradient has an element that is not finite, or if its sum of squares is too large for its dtype;
+    else 0. Reads each element once."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for gradient in gradients:
         by_dtype.setdefault(gradient.dtype, []).append(gradient)

@@ -35,7 +35,8 @@ class Guards:
         device: torch.device,
         autocast: Autocast | None = None,
     ) -> Guards:
-        """``inner`` by the shown parameter."""
+        """Guards for the parameters with these names; ``inner`` maps each shown parameter to the program's
+        tensor."""
         trainable = tuple(p.requires_grad for p in inner.values())
         return cls(names, tuple(inner), tuple(inner.values()), trainable, device, autocast)
 

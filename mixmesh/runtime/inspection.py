@@ -16,7 +16,7 @@ Place = tuple[int, str]  # the micro-step, and the name of a value
 
 @dataclass(frozen=True)
 class Counts:
-    """How many elements of a tensor are not finite."""
+    """The number of elements of a tensor that are not finite."""
 
     num_nan: int
     num_infinite: int
@@ -52,7 +52,7 @@ class Inspector:
     gradients: list[Place] = field(default_factory=list)  # places whose backward pass is the cause
 
     def note(self, name: str, x: Tensor) -> None:
-        """Looks at a value of the forward pass."""
+        """Checks a value of the forward pass."""
         if (counts := Counts.of(x.detach())) is not None:
             self.values[self.random.micro_step, name] = counts
 

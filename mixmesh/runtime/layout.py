@@ -46,7 +46,7 @@ from ..lang.ir import (
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How one tensor is held. ``sizes`` (per rank of the world, along the dim) is empty unless sharded."""
+    """The layout of one tensor. ``sizes`` (per rank of the world, along the dim) is empty unless sharded."""
 
     placement: Placement
     ranks: tuple[int, ...]

@@ -29,8 +29,8 @@ Stage = Callable[[], Sequence[dist.Work]]  # begins the transfers of one
 
 
 class ByLevels:
-    """Collectives of a bucket by levels, each called as one of ``torch.distributed``. Where pieces have
-    owners, these are leaders: the ranks that speak for their machines."""
+    """Collectives of a bucket by levels, each called like a function of ``torch.distributed``. If pieces have
+    owners, these are leaders, the ranks that represent their machines."""
 
     def __init__(self, comm: Comm, parts: Parts) -> None:
         mine = next(part for part in parts if comm.rank in part)

@@ -14,7 +14,7 @@ from .listeners import Listeners
 
 
 class LossSum:
-    """How the ranks of a program sum its loss. Collective."""
+    """Sums the loss of a program over its ranks. Collective."""
 
     def __init__(self, program: Program, comm: Comm) -> None:
         self._listeners = Listeners(program)

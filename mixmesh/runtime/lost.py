@@ -35,8 +35,8 @@ class Lost:
 
 @dataclass(frozen=True)
 class Position:
-    """Where a training is: the number of the current step, and the devices by rank; None and empty while
-    unknown."""
+    """The position of a training: the number of the current step, and the devices by rank; None and empty
+    while unknown."""
 
     step: int | None = None
     devices: tuple[str, ...] = ()

@@ -52,7 +52,8 @@ class MicroSteps:
 
     @classmethod
     def of(cls, plan: Plan | Program, rank: int) -> MicroSteps | None:
-        """Raises PlanError as ``accumulation`` does."""
+        """The micro-steps of a plan on ``rank``; None for a plan without micro-batches. Raises PlanError like
+        ``accumulation``."""
         if isinstance(plan, Program):
             return None
         samples = accumulation(plan)

@@ -33,7 +33,8 @@ class Outside:
 
     @classmethod
     def of(cls, plan: Any, comm: Comm) -> Outside | None:
-        """None for a model that computes its loss itself."""
+        """The state for a model whose loss is computed outside; None for a model that computes its loss
+        itself."""
         if isinstance(plan, Program) or plan.returned.has_loss:
             return None
         outputs = outputs_of(plan.program).values()

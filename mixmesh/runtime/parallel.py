@@ -1,7 +1,7 @@
-"""``parallelize``: an ordinary model and optimizer, from now on one rank's part of a program.
+"""``parallelize``: turns an ordinary model and optimizer into one rank's part of a program.
 
-The returned model is called like the original and returns the global loss, so a single-device training
-loop runs unchanged under ``torchrun``.
+The returned model is called like the original and returns the global loss, so a single-device training loop
+runs unchanged under ``torchrun``.
 """
 
 from __future__ import annotations
@@ -269,9 +269,9 @@ def _adapt(
 
 
 def _groups(buckets: Sequence[Bucket], owned: Mapping[str, Owned]) -> tuple[list[list[Owned]], list[Parts]]:
-    """The parameters that are gathered together, in the order of first use: the buckets of owned ones, from
-    the last that the backward pass completes. With each, its ranks by machine, if it is gathered by
-    levels."""
+    """The parameters that are gathered together, in the order of first use: the buckets of owned parameters,
+    starting with the last one that the backward pass completes. Also, for each, its ranks by machine, if it
+    is gathered by levels."""
     groups, parts = [], []
     for bucket in reversed(buckets):
         members = list({id(owned[n]): owned[n] for n in bucket.names if n in owned}.values())

@@ -194,8 +194,8 @@ class ParallelModel(Face):
             run.comm.compare(lambda: facts_of_batch(run.program, tensors))
 
     def check_planned(self, batch: Mapping[str, Any] | tuple) -> None:
-        """Compares the model with its plan now, by a batch, and not at the first call. Collective. Raises
-        PlanError if the model was changed since it was planned."""
+        """Compares the model with its plan now, using a batch, instead of at the first call. Collective.
+        Raises PlanError if the model was changed since it was planned."""
         args, kwargs = ((), batch) if isinstance(batch, Mapping) else (tuple(batch), {})
         self._check_planned(args, kwargs)
 

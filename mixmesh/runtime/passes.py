@@ -204,8 +204,8 @@ def _pipeline(
 def code_of(
     run: Runtime, form: Form, size: int | None = None, *, once: bool = False, training: bool
 ) -> RankProgram:
-    """This rank's code for a micro-step of ``size`` samples (without it, of as many as the first one has), or
-    for the part of a program that runs ``once`` before its micro-steps. Compiled at the first use."""
+    """This rank's code for a micro-step of ``size`` samples (by default as many as the first one has), or for
+    the part of a program that runs ``once`` before its micro-steps. Compiled at the first use."""
     steps = form.steps
     if steps is not None and size is None and not once:
         size = steps.sizes[0]

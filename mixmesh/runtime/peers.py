@@ -89,8 +89,8 @@ class Peers:
             self._seen.setdefault(rank, (seen, self._clock.now_s))
 
     def end_stopped(self, rank: int) -> None:
-        """Kills the process of a rank on this machine that was lost because it is stopped. torchrun would
-        kill it too, as it ends all processes of a start that has lost one, but after 30 s."""
+        """Kills the process of a rank on this machine that counts as lost because it is stopped. torchrun
+        would kill it too, as it ends all processes of a start that has lost one, but only after 30 s."""
         seen = self._seen[rank][0] if rank in self._seen else None
         if seen is None or not seen.place == process_place() != "":
             return
@@ -103,7 +103,7 @@ class Peers:
         return {rank: seen for rank, (seen, _) in self._seen.copy().items()}
 
     def why_lost(self, rank: int, heartbeat_s: float) -> str:
-        """How a rank was lost; empty if it may still come."""
+        """The way in which a rank was lost; empty if it may still come."""
         seen, heard_at = self._seen[rank]
         is_here = seen.place == process_place() != ""
         if is_here and is_gone(seen.pid):

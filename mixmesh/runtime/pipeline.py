@@ -99,7 +99,7 @@ class Stage:
 
     @classmethod
     def of(cls, program: Program, samples: Samples, rank: int, micro_steps: int) -> Stage | None:
-        """None for a rank that is in no stage."""
+        """The stage of ``rank``; None for a rank that is in no stage."""
         number = samples.stage_of(rank)
         if number is None:
             return None

@@ -45,7 +45,7 @@ class RandomPolicy:
 
     @contextmanager
     def at(self, place: Place) -> Iterator[None]:
-        """A context in which numbers are drawn as at another place, for a forward pass that runs again."""
+        """A context in which the numbers of another place are drawn, for a forward pass that runs again."""
         before = self.place
         self.step, self.micro_step, self.first_sample = place
         try:

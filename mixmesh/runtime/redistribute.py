@@ -57,7 +57,7 @@ class Redistribution:
 
     @lazy
     def communicates(self) -> bool:
-        """Whether this rank has part in a collective of the forward or the backward."""
+        """Whether this rank takes part in a collective of the forward or the backward."""
         rank = self.comm.rank
         steps = route(self.src, self.dst) + route(self.dst.dual, self.src.dual)
         return any(rank in step.ranks for step in steps)
@@ -210,8 +210,8 @@ def memory_of(x: Tensor) -> int:
 
 
 def own_memory(lent: int, x: Tensor | None) -> Tensor | None:
-    """``x``, copied if it lies in memory that is ``lent``. Autograd hands one tensor to several nodes as
-    their gradient: a parameter that kept it would be changed with the others, or change them."""
+    """``x``, copied if it lies in memory that is ``lent``. Autograd passes one tensor to several nodes as
+    their gradient: a parameter that kept it would change together with the others."""
     return x.clone() if x is not None and memory_of(x) == lent else x
 
 

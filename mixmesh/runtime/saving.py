@@ -35,9 +35,9 @@ def check_file(path: Path) -> None:
 
 
 def save_weights(state: Mapping[str, Tensor], path: Path) -> None:
-    """Writes a ``state_dict`` as a file of safetensors, or as ``torch.save`` does, by the name's ending. What
-    stood there stays until all is written. A tensor of two names is written twice in safetensors, whose
-    readers know no ties. Raises InputError if the file cannot be written."""
+    """Writes a ``state_dict`` as safetensors or as ``torch.save`` does, depending on the suffix of the name.
+    An existing file stays until everything is written. A tensor with two names is written twice in
+    safetensors, whose readers know no ties. Raises InputError if the file cannot be written."""
     try:
         with written_whole(path) as partial:
             if path.suffix == SAFETENSORS:

@@ -18,7 +18,7 @@ from .first_rank import largest
 
 
 class GradScaler(torch.amp.GradScaler):
-    """As ``torch.amp.GradScaler``, for models that ``parallelize`` returned. ``step`` is collective."""
+    """A ``torch.amp.GradScaler`` for models that ``parallelize`` returned. ``step`` is collective."""
 
     has_overflowed = False  # whether a gradient of the last step did, on any rank
 

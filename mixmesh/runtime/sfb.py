@@ -26,7 +26,7 @@ def is_sfb(i: Instruction) -> bool:
 
 
 def summed_by_sfb(program: Program, param: str) -> bool:
-    """Whether the gradient of a replicated parameter comes out of SFB, and so needs no all_reduce."""
+    """Whether SFB computes the gradient of a replicated parameter, so that it needs no all_reduce."""
     users = [i for i in program.instructions if param in i.inputs]
     by_sfb = [i for i in users if is_sfb(i)]
     if by_sfb and len(by_sfb) < len(users):

@@ -33,7 +33,7 @@ class Stored:
     counting: int | None = None  # the rank whose tensor counts, if each has its own
 
     def at(self, rank: int) -> Stored:
-        """With the copy that ``rank`` holds."""
+        """The same storage, with the copy that ``rank`` holds."""
         mine = [copy for copy in self.copies if rank in copy.ranks]
         return replace(self, held=mine[0]) if mine else self
 
@@ -43,7 +43,7 @@ class Stored:
         return self.copies[0] if self.copies else self.held
 
     def origin(self, rank: int) -> tuple[int, ...]:
-        """Where in the whole this rank's piece begins."""
+        """The position in the whole tensor at which this rank's piece begins."""
         at = [0] * len(self.shape)
         if isinstance(self.held.placement, Shard):
             at[self.held.dim], _ = self.held.piece(rank)

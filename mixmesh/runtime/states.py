@@ -64,7 +64,7 @@ def numbered(state: Mapping[str, Any]) -> dict[Any, int]:
 
 
 def is_values(value: Any) -> bool:
-    """Whether it is a tensor with values that may be copied into one of ours."""
+    """Whether ``value`` is a tensor with values that may be copied into one of ours."""
     return isinstance(value, Tensor) and value.layout is torch.strided and value.device.type != "meta"
 
 

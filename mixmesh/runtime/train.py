@@ -88,8 +88,9 @@ class Balancer(Protocol):
 
 @dataclass(frozen=True)
 class RunReport:
-    """``step_s`` per step on the slowest rank, global ``losses``, ``peak_memory_bytes`` per rank; of a
-    recorded run a timeline per recorded step; how many steps were left out as not finite."""
+    """``step_s`` per step on the slowest rank, global ``losses``, ``peak_memory_bytes`` per rank; for a
+    recorded run a timeline per recorded step; the number of steps left out because of values that are not
+    finite."""
 
     step_s: tuple[float, ...]
     losses: tuple[float, ...]
@@ -190,9 +191,9 @@ def own_batches(
     *,
     may_follow: bool = False,
 ) -> Feed:
-    """This rank's share of the job's batches, none a view that would keep the whole batch alive. ``look`` is
-    given each batch before it is cut, and returns it. Of a job without data, whose one batch is cut once,
-    another plan may follow only if it ``may_follow``: then each rank keeps the whole batch."""
+    """This rank's share of the job's batches; none is a view that would keep the whole batch alive. ``look``
+    gets each batch before it is cut, and returns it. A job without data has one batch, which is cut once:
+    another plan may follow only if ``may_follow`` is set, because then each rank keeps the whole batch."""
     followed = Followed(plan)
     share = partial(shard_batches_by, followed, rank=rank, model=job.model)
     if job.data is not None:
@@ -412,7 +413,7 @@ def slowest(step_s: list[float]) -> tuple[float, ...]:
 
 def everyones_peaks(comm: Comm, steps_done: int, steps: int | None) -> tuple[int, ...]:
     """The peak memory of every rank in bytes. Collective. Raises CollectiveError if another rank is not at
-    the end of its training: its data was longer, or it has failed."""
+    the end of its training, because its data was longer or it has failed."""
     try:
         return everyones(peak_memory_bytes(comm.device))
     except RuntimeError as error:

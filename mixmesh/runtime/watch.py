@@ -95,7 +95,7 @@ class Watch:
 
     @property
     def is_of_this_thread(self) -> bool:
-        """Whether this is the thread that computes: others, that write a checkpoint, make no calls."""
+        """Whether this is the thread that computes: other threads, which write checkpoints, make no calls."""
         return threading.get_ident() == self._thread
 
     # --- the computing thread -------------------------------------------------------------------------
@@ -118,15 +118,15 @@ class Watch:
             self.doing = outer
 
     def meet(self, kind: str) -> None:
-        """Notes a collective of all ranks; outside of any call it counts as a call of its own. In other
-        threads than the computing one nothing is noted."""
+        """Notes a collective of all ranks, which counts as a separate call outside of any call. Only the
+        computing thread notes them."""
         is_within = self.doing and (self.doing != BACKWARD or is_in_backward())
         if self.is_of_this_thread and not is_within:
             self.begin(kind)
             self.end()
 
     def begin(self, kind: str) -> None:
-        """Begins a call. Raises what the watch has found since the last one."""
+        """Begins a call. Raises the error that the watch has found since the last call."""
         self.raise_verdict()
         self.number += 1
         self._calls[self.number], self._lines[self.number] = kind, line_of_script()
@@ -183,7 +183,7 @@ class Watch:
             raise self._verdict
 
     def explain(self) -> CollectiveError | None:
-        """Why a collective has failed, if a rank knows; waits a little for one that may."""
+        """The reason why a collective has failed, if a rank knows it; waits a little for a rank that may."""
         self._asked = True
         deadline = time.monotonic() + 5 * BEAT_S
         while self._verdict is None and time.monotonic() < deadline and not self._over.is_set():
@@ -353,7 +353,7 @@ class Watch:
 
 
 def is_in_backward() -> bool:
-    """Whether this thread runs a backward pass: one that was begun and has failed has no end."""
+    """Whether this thread runs a backward pass. A pass that failed never reports its end."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -68,7 +68,7 @@ def _own(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _lent_places(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Where modules within ``model`` are others than the user's own: the parent, and the name in it."""
+    """The places within ``model`` whose modules are not the user's own: the parent, and the name in it."""
     return [
         (parent, name)
         for parent in model.modules()

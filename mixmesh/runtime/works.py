@@ -160,7 +160,7 @@ def pairwise(
     def post() -> list[dist.Work]:
         works = [dist.irecv(received[j], group=group, group_src=j, tag=tag) for j in sources]
         works += [dist.isend(sent[j], group=group, group_dst=j, tag=tag) for j in targets]
-        return [work for work in works if work is not None]  # None is for ranks outside the group
+        return [work for work in works if work is not None]  # ranks outside the group get None
 
     posted = Posted(post)
     _posting().put(posted)

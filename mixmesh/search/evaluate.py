@@ -51,7 +51,8 @@ Judge = Callable[[Strategy], Outcome]
 
 
 class Fidelity(Enum):
-    """How closely a strategy is judged: by the estimate of its groups, or as a whole simulated program."""
+    """The precision with which a strategy is judged: by the estimate of its groups, or as a whole simulated
+    program."""
 
     GROUPS = "groups"
     SIMULATED = "simulated"

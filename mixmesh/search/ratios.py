@@ -160,9 +160,9 @@ def ratio_program(
     limited: bool = True,
     every: tuple[Phase, ...] | None = None,
 ) -> LinearProgram:
-    """The LP above, without memory rows if it is not ``limited``; variables are the share of a rank of each
-    class, then the phase times. Rows are named after the first rank of their class. ``every`` phase of the
-    program spares making them again."""
+    """The LP above, without memory rows unless it is ``limited``. Variables are the share of a rank of each
+    class, then the phase times. Rows are named after the first rank of their class. ``every`` passes the
+    phases of the program, if they are known."""
     classes = equal_ranks(costs, ranks)
     firsts = tuple(equal[0] for equal in classes)
     every = phases(program, costs, firsts) if every is None else every

@@ -42,7 +42,8 @@ class Channels:
         # seconds that the computing threads spend on it are counted there
         lag_s = exchange.lag_s(self.costs)
         seconds = max(exchange.seconds(self.costs) - lag_s - alone, 0.0)
-        # it may have been measured faster than the cluster file allows: then it occupies links no longer
+        # no longer than the collective itself, which may have been measured faster than the cluster file
+        # allows
         links = [(link, min(s * size_bytes, seconds)) for link, s in self._s_per_byte[kind].items()]
         host = {c: self.costs.exchange_host_s(r, name, ranks, size_bytes) / 2 for c, r in each}
         # a device that computes while gradients travel gains no burst credit that this could use up
@@ -65,8 +66,8 @@ class Channels:
         )
 
     def channel(self, purpose: str, ranks: tuple[int, ...], one_way: Exchange | None = None) -> int:
-        """The number of a process group; all are numbered before the first step is simulated. With
-        ``one_way`` the group crosses only the links of that exchange."""
+        """The number of a process group; all groups are numbered before the first step is simulated. A
+        ``one_way`` group crosses only the links of that exchange."""
         key = (purpose, ranks)
         if key not in self.numbers:
             number = self.numbers[key] = len(self.numbers)

@@ -15,7 +15,7 @@ Moments = Sequence[tuple[str, int]]  # the name of an event, and the bytes that 
 @dataclass(frozen=True)
 class MemoryCourse:
     """The memory of one rank: the most bytes before the first step, and ``points`` of (seconds, bytes) in the
-    order of time. The bytes of a point are held until the next one."""
+    order of time. The bytes of a point are held until the next point."""
 
     before_bytes: int
     points: tuple[tuple[float, int], ...]

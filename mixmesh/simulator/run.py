@@ -137,7 +137,7 @@ class Run:
 
     @lazy
     def added_s(self) -> list[float]:
-        """By kind, the seconds of adding a micro-batch's gradients to earlier ones."""
+        """Seconds, by kind, of adding a micro-batch's gradients to earlier ones."""
         return self.parts.sheet.accumulation_s(self.program, self.alike.firsts)
 
     def start_gathers(self) -> None:
@@ -188,7 +188,7 @@ class Run:
         self.clock[kind] = max(self.usual_clock[kind], self.clock[kind] + seconds * self.burst_s[kind])
 
     def until(self, end: float, kinds: Iterable[int]) -> None:
-        """Has kinds wait until ``end``, if they are earlier, and gain burst credit."""
+        """Makes kinds wait until ``end``, if they are earlier, and gain burst credit."""
         for k in kinds:
             if self.clock[k] < end:
                 self.clock[k] = end
@@ -222,7 +222,7 @@ class Run:
                 self.usual_clock[k] += call.overlapped[where.index(self.alike.firsts[k])]
 
     def start(self, call: Call, name: str) -> float:
-        """Has all ranks issue a collective now, and returns its end."""
+        """Makes all ranks issue a collective now, and returns its end."""
         kinds, clock = self.kinds[call.channel], self.clock
         self.occupy(call, kinds)
         return self.communicate(call, name, max([clock[k] for k in kinds]))
@@ -306,7 +306,7 @@ class Run:
                 self.fetch(self.gather_of[end.name])
 
     def begin_call(self, timed: TimedPass, start: Start) -> None:
-        """Has all ranks issue a collective, which is awaited by name or accepted at the end."""
+        """Makes all ranks issue a collective, which is awaited by name or accepted at the end."""
         call = timed.calls[start.number]
         end_s = self.start(call, start.name)
         if start.value:
@@ -317,7 +317,7 @@ class Run:
     def work_in_turn(
         self, timed: TimedPass, works: Iterable[int], computes: Iterable[Compute], work_s: Seconds
     ) -> None:
-        """As ``work``, with an event for each computation."""
+        """Like ``work``, with an event for each computation."""
         for work, compute in zip(works, computes):
             name, op = timed.order.name_of(compute)
             for kind, s in enumerate(work_s[work]):
@@ -339,7 +339,7 @@ class Run:
             clock[k] = end
 
     def issue(self, k: int, ranks: tuple[int, ...]) -> None:
-        """Has these ranks issue a gradient reduction."""
+        """Makes these ranks issue a gradient reduction."""
         call, kinds = self.sums.calls[k], self.alike.of(ranks)
         self.occupy(call, kinds)
         self.issued[k] = max([self.issued[k], *[self.clock[kind] for kind in kinds]])

@@ -46,7 +46,7 @@ def simulate(
 
 
 class Simulation:
-    """A program prepared for simulation under any ratios and buckets, and if ``accumulating`` any
+    """A program prepared for simulation under any ratios and buckets, and, if ``accumulating``, any
     micro-batches: the order of its events, with all times that do not depend on these."""
 
     def __init__(
@@ -111,7 +111,7 @@ class Simulation:
         return sheet, time_pass(forward_pass(sheet), sheet, self.network)
 
     def differs_in_owners(self, program: Program) -> bool:
-        """Whether ``program`` differs from this one in the shard owners of parameters at most."""
+        """Whether ``program`` differs from this one at most in the shard owners of parameters."""
         if program.body.computations != self.program.body.computations:
             return False
         names = [name for name in self.sheet.ratio_names if name is not None]
@@ -289,8 +289,8 @@ class Simulation:
         return run
 
     def _turn(self, program: Program, whole: bool, credit_s: Sequence[float]) -> tuple[Run, Seconds]:
-        """A step up to its backward pass, and the seconds of the latter. The last result is kept: it is the
-        same for all buckets, which planning tries one after another."""
+        """A step up to its backward pass, and the seconds of the backward pass. The last result is kept,
+        because it is the same for all buckets, which planning tries one after another."""
         key = (program.ratios, whole, tuple(credit_s))
         if self._last_turn is None or self._last_turn[0] != key:
             self._check_pattern(program)

@@ -16,7 +16,7 @@ from .values import Call
 
 
 class TimedSegment(NamedTuple):
-    """As ``Segment``, with the number of each computation's work in the cost table."""
+    """A ``Segment`` with the number of each computation's work in the cost table."""
 
     works: tuple[int, ...]
     computes: tuple[Compute, ...]
@@ -25,8 +25,8 @@ class TimedSegment(NamedTuple):
 
 @dataclass(frozen=True)
 class TimedPass:
-    """A pass with the works of its computations and the ``calls`` of its collectives, by number. ``counts``
-    has, for each segment with computations, how often it has each work."""
+    """A pass with the works of its computations and the ``calls`` of its collectives, by number. For each
+    segment with computations, ``counts`` says how often it has each work."""
 
     order: Pass
     segments: tuple[TimedSegment, ...]

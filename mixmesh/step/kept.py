@@ -141,5 +141,5 @@ def backward_bytes(call: Call) -> float:
 
 
 def _choices(call: Call) -> int:
-    """How many experts a token of a mixture has."""
+    """The number of experts per token of a mixture."""
     return call.inputs[0].shape[0] // max(call.outputs[0].shape[0], 1)

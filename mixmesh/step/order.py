@@ -74,7 +74,7 @@ class Writer:
 
 def forward_pass(outline: Outline, owned: Collection[str] | None = None) -> Pass:
     """The forward pass: a redistribution starts at its place and is awaited at its first use. ``owned`` are
-    the parameters that an owner stepped, if these are not the program's."""
+    the parameters that an owner stepped; by default the program's."""
     program, writer = outline.program, Writer(outline)
     events, computes = writer.events, computes_of(FORWARD, len(program.instructions))
     arriving: dict[int, dict[str, int]] = {}  # redistributions by the index at which they are awaited
@@ -106,8 +106,8 @@ def forward_pass(outline: Outline, owned: Collection[str] | None = None) -> Pass
 
 
 def _awaited_at(outline: Outline, i: Instruction, n: int) -> int:
-    """Where the runtime waits for a redistribution, and makes autograd's node for it: at its first use. The
-    loss is awaited at the end, and unused values at once (as in ``ir.returned``)."""
+    """The point at which the runtime waits for a redistribution, and makes autograd's node for it: its first
+    use. The loss is awaited at the end, and unused values immediately (as in ``ir.returned``)."""
     end = len(outline.program.instructions) if i.result == outline.program.loss else n
     return outline.uses.get(i.result, (end,))[0]
 

@@ -22,7 +22,7 @@ def is_local(outline: Outline, i: Instruction) -> bool:
 
 
 def is_view(outline: Outline, i: Instruction) -> bool:
-    """Whether autograd has no node for a redistribution: ranks go on with their copy, or do not."""
+    """Whether autograd has no node for a redistribution: each rank either keeps its copy or drops it."""
     held = outline.program.types[i.inputs[0]].placement
     goes_on = isinstance(held, Replicate) and isinstance(i.type.placement, Replicate | Partial)
     return goes_on and is_local(outline, i)

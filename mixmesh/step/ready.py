@@ -1,4 +1,4 @@
-"""Where in the backward pass gradients are complete."""
+"""The points of the backward pass at which gradients are complete."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ..base.lazy import lazy
-from ..cost.outline import Outline, summed_params, synchronised
+from ..cost.outline import Outline, is_synchronised, summed_params
 from ..lang.ir import Program
 from .alike import Alike, membership
 from .reach import Ranks, reach, taking, uses_of
@@ -80,7 +80,7 @@ def completing(program: Program, outline: Outline, later: Mapping[int, float]) -
     out: dict[str, float] = {}
     for p in program.params:
         n = outline.uses.get(p.result, (None,))[0]
-        if n is not None and outline.flows[n] and synchronised(program, p):
+        if n is not None and outline.flows[n] and is_synchronised(program, p):
             is_late = n in later and p.result == program.instructions[n].inputs[1]
             out[p.result] = later[n] if is_late else n
     return out

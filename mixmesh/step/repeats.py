@@ -52,5 +52,5 @@ def kept_inputs(program: Program, i: Instruction) -> set[str]:
 
 
 def _kept(program: Program, i: Instruction) -> Iterator[tuple[str, int]]:
-    """As ``kept``, of a computation that a gradient passes."""
+    """Like ``kept``, for a computation that a gradient passes through."""
     return kept(call_of(i, program.types), tuple(name in program.requires_grad for name in i.inputs))

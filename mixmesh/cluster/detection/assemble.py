@@ -20,8 +20,8 @@ ALONE = Link(12.5e9, 10e-6)  # for a machine of one device: nothing goes over it
 
 
 def calibrations_of(inventory: Inventory) -> dict[str, Device]:
-    """The cards of the inventory that were calibrated, by name, as the device files of this machine have
-    them. Raises ClusterError for a file that cannot be used."""
+    """The calibrated cards of the inventory, by name, according to the device files of this machine. Raises
+    ClusterError for an invalid file."""
     names = dict.fromkeys(base_name(found) for found in inventory.devices if found.kind == "gpu")
     return {name: device for name in names if (device := calibrated_device(name)) is not None}
 

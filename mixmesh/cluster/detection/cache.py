@@ -55,7 +55,7 @@ class Cache:
         return []
 
     def save(self, name: str, write: Callable[[Path], object]) -> None:
-        """Has ``write`` write a file, whole or not at all."""
+        """Lets ``write`` write a file, completely or not at all."""
         if self.folder is None:
             return
         path = self.folder / name

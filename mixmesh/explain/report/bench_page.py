@@ -81,7 +81,7 @@ def labels_of(rows: Sequence[Row]) -> list[str]:
 def values_of(
     rows: Sequence[Row], labels: Sequence[str], wanted: Sequence[str], figures: Sequence[str]
 ) -> dict[str, list[float | None]]:
-    """By figure, the values of the rows of the labels that are ``wanted``."""
+    """For each figure, its values in the rows whose labels are ``wanted``."""
     by_label = dict(zip(labels, rows))
 
     def value(label: str, figure: str) -> float | None:

@@ -98,8 +98,9 @@ def remake(plan: Plan, cluster: Cluster, name: str, profile: Profile | None, bou
 
 
 def why_not(step_s: float, fits: bool, remade: Remade | None, best: Parts, cluster: Cluster) -> str:
-    """Why a candidate was not chosen: ``320 ms more, 280 ms of them in gathers of parameters that no
-    computing hides on the 1 Gbit/s link of machine b; and rank 3 would need 17 GiB and may use 15.2 GiB``."""
+    """The reason why a candidate was not chosen: ``320 ms more, 280 ms of them in gathers of parameters that
+    no computing hides on the 1 Gbit/s link of machine b; and rank 3 would need 17 GiB and may use 15.2
+    GiB``."""
     more_s = step_s - best.step_s
     if abs(more_s) <= SAME * best.step_s:
         text = "as fast as the plan"

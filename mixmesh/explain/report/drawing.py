@@ -33,7 +33,7 @@ def busiest_link(cluster: Cluster, timeline: Timeline) -> str:
 
 
 def cluster_html(cluster: Cluster, plan: Plan, timeline: Timeline, samples: Sequence[int]) -> str:
-    """The machines as boxes with their devices; below the network that joins them."""
+    """The machines as boxes with their devices, and the network that joins them."""
     busy = {link: busy_s / timeline.step_s for link, busy_s in timeline.link_busy_s}
     boxes = [machine_html(cluster, n, plan, timeline, samples, busy) for n in range(len(cluster.machines))]
     network = ""

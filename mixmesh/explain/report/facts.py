@@ -88,7 +88,7 @@ def facts_of(
     asks_what_if: bool = False,
 ) -> Facts:
     """The facts of ``plan``, with its candidates if it ``is_compared``. Raises PlanError for a plan of
-    another cluster, VerificationError for one that was edited and is not valid."""
+    another cluster, VerificationError for an edited plan that is not valid."""
     if plan.edited:
         check_loaded(plan)
     check_plan(plan, cluster)

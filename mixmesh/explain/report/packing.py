@@ -24,8 +24,9 @@ LOW, MORE = 0x7F, 0x80  # bits of a byte: part of a number, and the mark that an
 
 
 def packed_timeline(timeline: Timeline, critical: Sequence[int], kind_of: KindOf) -> dict[str, Any]:
-    """``names``, of events and operators; ``rows`` of a name's number, an operator's, bytes (-1 if they are
-    not known) and a kind; ``lanes`` of a rank, a stream and a number of events; ``events``."""
+    """A timeline as lists: ``names`` of events and operators; ``rows`` with the number of a name, that of an
+    operator's name, bytes (-1 if unknown) and a kind; ``lanes`` with a rank, a stream and a number of events;
+    ``events``."""
     on_path = set(critical)
     by_lane: dict[tuple[int, int], list[tuple[Event, bool]]] = defaultdict(list)
     for index, event in enumerate(timeline.events):

@@ -13,7 +13,7 @@ TOLD = 0.2  # share of a difference: smaller parts of it are not mentioned
 
 
 def differences(one: Facts, two: Facts) -> list[str]:
-    """How two plans differ: in the step and why, in shares, in memory."""
+    """The differences of two plans: in the step and its parts, in shares, in memory."""
     return [step_words(one, two), *share_words(one, two), memory_words(one, two)]
 
 

@@ -69,9 +69,9 @@ def gaps(spans: Iterable[tuple[float, float]], end_s: float) -> Iterator[tuple[f
 
 @dataclass(frozen=True)
 class Bounds:
-    """The least seconds of a step. ``bound_s``: no plan is faster, as measured (``is_measured``) or else at
-    the peaks of the devices' figures. ``ideal_s``: all devices computing all the time, as the cost model
-    estimates them; no simulated step is shorter."""
+    """Lower bounds of a step's seconds. No plan is faster than ``bound_s``, which rests on measurements if
+    ``is_measured``, else on the peaks of the devices' figures. No simulated step is shorter than ``ideal_s``,
+    in which all devices compute all the time, as the cost model estimates."""
 
     bound_s: float
     ideal_s: float

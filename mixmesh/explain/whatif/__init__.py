@@ -1,4 +1,4 @@
-"""Questions about a cluster before anything is bought, rented or unplugged: the step with a device or a
+"""Questions about a cluster before anything is bought, rented or unplugged: the step with one device or
 machine less, with faster links, another device, more memory, or twice the batch."""
 
 from .answers import Answer, answers

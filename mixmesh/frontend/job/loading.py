@@ -26,7 +26,7 @@ from .job import WORKLOAD, Job
 
 
 def load_job(text: str, *, weights: bool = True) -> Job:
-    """Loads the job that ``path/to/file.py:function`` or ``workload:NAME:SAMPLES`` names. Raises JobError for
+    """Loads the job named by ``path/to/file.py:function`` or ``workload:NAME:SAMPLES``. Raises JobError for
     all failures. Without ``weights``, a workload has shapes only, which is enough to plan it."""
     if text.startswith(WORKLOAD):
         from .workloads import make

@@ -13,7 +13,7 @@ from .pieces import steps_alike_in_pieces
 
 def optimizer_states(optimizer: Callable[[Iterable], Any] | None) -> OptimizerStates:
     """The tensors of state per parameter (2 for Adam, 0 for plain SGD), and the workspace of a step. An
-    optimizer that fails on a probe is taken for an Adam that is not fused."""
+    optimizer that fails on a probe is treated like an Adam that is not fused."""
     import torch
 
     if optimizer is None:
@@ -31,7 +31,7 @@ def optimizer_states(optimizer: Callable[[Iterable], Any] | None) -> OptimizerSt
 
 
 def _workspace(kept: int) -> int:
-    """The tensors that a step needs for a while: Adam computes the root of its second moment and the quotient
+    """The temporary tensors of a step: Adam computes the root of its second moment and the quotient
     (torch.optim), the others at most one tensor, for weight decay."""
     return 2 if kept > 1 else 1
 

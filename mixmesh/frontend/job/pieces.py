@@ -58,7 +58,8 @@ def _is_alike_cut(
     whole: Sequence[Any],
     dim: int,
 ) -> bool:
-    """Whether tensors that are cut along ``dim`` come out as the ``whole`` ones of every group."""
+    """Whether tensors that are cut along ``dim`` give the same results as the ``whole`` ones in every
+    group."""
     import torch
 
     cut = [[_cut(x, dim) for x in row] for row in (values, *gradients)]

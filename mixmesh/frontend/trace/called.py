@@ -25,7 +25,7 @@ MOST_FUNCTIONS = 512  # further ones are not followed
 
 @dataclass(frozen=True)
 class Names:
-    """The names in a function's code: of variables around it, and of attributes of anything."""
+    """The names in a function's code: variables outside of the function, and attributes of any object."""
 
     of_globals: tuple[str, ...]
     attributes: frozenset[str]
@@ -61,8 +61,7 @@ def plain_functions(function: Any) -> Iterator[tuple[FunctionType, type | None]]
 
 
 def all_called(first: Iterable[tuple[FunctionType, type | None]]) -> list[FunctionType]:
-    """Those of these functions that are the script's own code, and the functions that they may call by
-    name."""
+    """The given functions that are the script's own code, and the functions that they may call by name."""
     waiting, called = list(first), dict[int, FunctionType]()
     while waiting and len(called) < MOST_FUNCTIONS:
         function, owner = waiting.pop()
@@ -104,7 +103,7 @@ def _functions_alone(value: Any) -> Iterator[tuple[FunctionType, type | None]]:
 
 
 def is_own(value: ModuleType | type) -> bool:
-    """Whether a module or a class is of the script."""
+    """Whether a module or a class belongs to the script."""
     if isinstance(value, ModuleType):
         return is_script(getattr(value, "__file__", None) or "<none>")
     module = sys.modules.get(value.__module__)

@@ -218,7 +218,7 @@ class LossAndOutputs(nn.Module):
 
 def loss_of(output: Any) -> Any:
     """The loss in a model's return value: the value itself, its "loss" entry or ``loss`` attribute, or the
-    only floating-point scalar of a tuple. None without one."""
+    only floating-point scalar of a tuple. None if there is no loss."""
     if isinstance(output, torch.Tensor):
         return output
     if isinstance(output, Mapping):

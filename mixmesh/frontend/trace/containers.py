@@ -101,7 +101,7 @@ def is_container(value: Any) -> bool:
 
 
 def is_plain_object(value: Any) -> bool:
-    """Whether a value is an object of a class of the script or of a library, that only holds other values."""
+    """Whether a value is an object that only holds other values, of a class of the script or of a library."""
     kind = type(value)
     if not kind.__flags__ & _HEAP or kind.__flags__ & _IMMUTABLE or callable(value):
         return False

@@ -179,7 +179,7 @@ class _Converter:
         elif isinstance(value, tuple | list):
             results = self.several[node] = self.names_of_several(node, len(value))
             types = tuple(self.type(v, node) for v in value)
-        elif value is not None:  # None is an assertion's
+        elif value is not None:  # assertions give None
             self.refuse(
                 node,
                 f"{op_name(node.target)} reads a tensor's value",

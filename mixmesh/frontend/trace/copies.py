@@ -38,8 +38,8 @@ def original_of(module: nn.Module) -> nn.Module:
 
 
 def take_attributes(copy: nn.Module) -> None:
-    """Copies attributes that have been set on the original since then, except tensors and modules. Does
-    nothing to a module that is not a copy."""
+    """Copies attributes that have been set on the original since the copy was made, except tensors and
+    modules. Does nothing to a module that is not a copy."""
     link = _LINKS.get(id(copy))
     if link is None or (original := link.original()) is None:
         return

@@ -27,7 +27,7 @@ FAKES = {torch.ops.aten._ctc_loss.default: _ctc_loss, torch.ops.aten._ctc_loss.T
 
 @contextmanager
 def fixed_shapes() -> Iterator[None]:
-    """Within it these operators can be exported."""
+    """A context in which these operators can be exported."""
     table = fake_impls.op_implementations_dict
     before = dict(table)
     table.update(FAKES)

@@ -141,8 +141,8 @@ def _observed(hook: Any) -> Any:
 
 @contextmanager
 def _gradients_required() -> Iterator[list[Tensor]]:
-    """Collects the tensors that ``requires_grad_`` is called on within it. A hook that calls it is allowed,
-    although it changes no value: reentrant checkpoints need one."""
+    """A context that collects the tensors on which ``requires_grad_`` is called. A hook that calls it is
+    allowed, although it changes no value: reentrant checkpoints need one."""
     original = Tensor.requires_grad_
     required: list[Tensor] = []
 

@@ -21,7 +21,7 @@ def pointwise_loss(b: Builder, node: Node) -> tuple[Ref] | None:
 
 
 def cross_entropy(b: Builder, node: Node) -> tuple[Ref] | None:
-    """Rewrites a mean over the targets that count to a sum, divided by their number or their weights.
+    """Rewrites a mean over the targets that count as a sum, divided by their number or their weights.
 
     With probabilities as targets, every row counts. The smoothed loss has the same denominator as the plain
     one (torch.nn.functional.cross_entropy), so smoothing stays inside the sum.
@@ -62,7 +62,7 @@ def _by_sums(b: Builder, arg: dict) -> Ref:
 
 
 def nll(b: Builder, node: Node) -> tuple[Ref, ...] | None:
-    """As ``cross_entropy``, for all variants of the negative log likelihood."""
+    """Like ``cross_entropy``, for all variants of the negative log likelihood."""
     arg = bound(node)
     if arg["reduction"] != MEAN:
         return None

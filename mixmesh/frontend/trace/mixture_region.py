@@ -19,8 +19,8 @@ class NoMixture(Exception):
 
 @dataclass(frozen=True)
 class Held:
-    """The facts about a value: its kind, and for rows its name in the body. ``entry`` is the table, if the
-    rows are the entries of each row's expert in one."""
+    """The facts about a value: its kind, and for rows its name in the body. If each row is the entry of its
+    expert in a table, ``entry`` is that table."""
 
     kind: str
     name: str = ""

@@ -20,8 +20,8 @@ NOTHING = "?"  # follows the name of an output that was None
 
 
 def named_tensors(output: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors in a model's return value, with their paths. Of an object, it looks at the
-    attributes, and at lists, tuples, mappings and dataclasses within these."""
+    """Yields the tensors in a model's return value, with their paths. In an object, it examines the
+    attributes, and lists, tuples, mappings and dataclasses within these."""
     if isinstance(output, torch.Tensor):
         yield path, output
         return
@@ -45,7 +45,7 @@ def parts_of(output: Any, *, top: bool = True) -> Iterator[tuple[Any, Any]]:
 
 
 def names_of_all(output: Any, where: str) -> tuple[str, ...]:
-    """The names of all tensors that a model returned, and of each None at the top, followed by NOTHING.
+    """The names of all tensors that a model returned, and of each None at the top level, followed by NOTHING.
     Raises TraceError for a tuple with other values, whose positions could not be kept."""
     if isinstance(output, torch.Tensor):
         return ("",)

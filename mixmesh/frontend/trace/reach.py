@@ -14,7 +14,7 @@ DEPTH = 3  # levels of containers within each other
 MOST = 2000  # objects that are visited
 PLAIN = (int, float, complex, str, bytes, bool, type(None))
 CLOSED = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, Tensor)
-OF_MODULES = ("_parameters", "_buffers", "_modules")  # their changes are seen otherwise
+OF_MODULES = ("_parameters", "_buffers", "_modules")  # their changes are detected in another way
 
 Reached = dict[str, Any]  # by the expression that leads there
 

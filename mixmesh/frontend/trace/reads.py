@@ -156,8 +156,8 @@ class _Pass:
         return self._modules.get(id(vars(original)), (type(module).__name__, None))
 
     def attribute(self, module: nn.Module, name: str, value: Any, *, is_own: bool = True) -> None:
-        """Notes an attribute of a module. Export shows stand-ins of a model's modules, with the same
-        ``__dict__``. A tensor that is no attribute of the object's ``is_own`` is of its tables."""
+        """Notes an attribute of a module. During export, modules are replaced by stand-ins with the same
+        ``__dict__``. ``is_own`` is False for a tensor in the module's tables of parameters and buffers."""
         attributes = object.__getattribute__(module, "__dict__")
         key = id(attributes), name
         if key in self.noted or name in _OF_EVERY_MODULE or name.startswith(_OF_EXPORT):

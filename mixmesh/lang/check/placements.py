@@ -73,7 +73,7 @@ def check_placements(program: Program, where: str = "") -> None:
 
 
 def check_placements_only(program: Program, where: str = "") -> None:
-    """As ``check_placements``, for a program whose names were checked before."""
+    """Like ``check_placements``, for a program whose names were checked before."""
     check_dtypes(program, where)
     stale = updated_buffers(program)
     able = frozenset(separable(program) if any(map(wgrad_of, program.instructions)) else ())

@@ -66,13 +66,15 @@ class Body:
 
     @lazy
     def wgrads(self) -> dict[int, str]:
-        """By index of the instructions that say it, when their weight's gradient is computed."""
+        """The values of ``wgrad``, which say when a weight gradient is computed, by index of the
+        instruction."""
         said = [(n, i.attr("wgrad")) for n, i in enumerate(self.instructions) if i.attrs]
         return {n: when for n, when in said if when is not None}
 
     @lazy
     def copies(self) -> dict[str, tuple[Instruction, ...]]:
-        """By name, the parameters that several instructions load, each for other ranks (see ``copies``)."""
+        """The parameters, by name, that several instructions load, each for different ranks (see
+        ``copies``)."""
         loads: dict[str, list[Instruction]] = {}
         if len({i.args[0] for i in self.params}) == len(self.params):
             return {}  # nearly always; asked of every program that planning makes

@@ -36,7 +36,7 @@ class Returned:
 
 
 def has_rows(i: Node | Instruction) -> bool:
-    """Whether the rows of an output are samples."""
+    """Whether each row of an output belongs to a sample."""
     return bool(dict(i.kwargs).get("rows", False))
 
 

@@ -34,7 +34,7 @@ def packed_sums(program: Program) -> Iterator[PackedSum]:
 
 
 def _undoes(program: Program, split: Instruction, cat: Instruction) -> bool:
-    """Whether ``split`` gives the pieces that ``cat`` put together."""
+    """Whether ``split`` returns the pieces that ``cat`` concatenated."""
     if split.op != "aten.split_with_sizes" or len(cat.inputs) < 2:
         return False
     return [program.types[name].value for name in cat.inputs] == [t.value for t in split.types]

@@ -30,11 +30,11 @@ def regions(program: Program) -> dict[int, tuple[int, ...]]:
 
 
 def with_regions(program: Program, numbers: Mapping[int, int]) -> Program:
-    """Returns ``program`` with these regions and no others; ``numbers`` maps indices of computations to
-    regions.
+    """Returns ``program`` with exactly these regions; ``numbers`` maps indices of computations to regions.
 
     A region runs again as a whole right before its backward, so the weight gradients in it cannot be split:
-    their ``wgrad`` is dropped."""
+    their ``wgrad`` is dropped.
+    """
 
     def marked(n: int, i: Instruction) -> Instruction:
         if (number := numbers.get(n)) == region_of(i):

@@ -77,8 +77,7 @@ class Samples:
     transfers: frozenset[str] = frozenset()
 
     def hold(self, i: Instruction) -> bool:
-        """Whether the shards of an instruction, which all are cut along one factor, are cut between
-        samples."""
+        """Whether the shards of an instruction, all cut along one factor, are cut between samples."""
         return any(name in self.values for name in (*i.inputs, *i.results))
 
     def stage_of(self, rank: int) -> int | None:

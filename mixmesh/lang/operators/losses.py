@@ -90,7 +90,7 @@ def sum_exp(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sum_exp_of_part(x: Tensor) -> Tensor:
-    """As ``sum_exp``, for some of the classes; the results of all parts are then summed. A sum above e^590
+    """Like ``sum_exp``, for some of the classes; the results of all parts are then summed. A sum above e^590
     becomes infinite, and so does the loss; one below e^-590 becomes zero."""
     logs = _log_sums(x)
     sums = logs.exp()

@@ -144,8 +144,8 @@ def row_loss(index: int) -> Callable[[Call], str]:
 def cross_entropy(call: Call) -> str:
     """cross_entropy_loss, nll_loss(x, target, weight, reduction): classes are whole, samples free.
 
-    A mean divides by a count of all targets, so it is not cut: tracing replaces it by a sum divided by a
-    count that is summed over all ranks.
+    A mean divides by the number of all targets, so it is not cut: tracing replaces it by a sum divided by a
+    number that is summed over all ranks.
     """
     reduction = call.arg(3, "reduction", MEAN)
     mark = "!" if reduction == MEAN else ""
@@ -176,7 +176,7 @@ def cross_entropy_by_sums(call: Call) -> str:
 
 
 def nll_loss_forward(call: Call) -> str:
-    """As ``nll_loss``, with the sum of the weights as a second result; only a sum may be cut."""
+    """Like ``nll_loss``, with the sum of the weights as a second result; only a sum may be cut."""
     text = cross_entropy(call)
     if call.arg(3, "reduction", MEAN) != SUM:
         whole = " ".join(f"d{i}!" for i in range(s.rank_of(call)))

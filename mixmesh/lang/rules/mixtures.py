@@ -23,8 +23,8 @@ def count_experts(call: Call) -> int:
 
 
 def experts(call: Call) -> tuple[str, dict[str, int]]:
-    """experts(ids, tokens, values, tables, whole, dtypes, body, kept_bytes): tokens may be cut, each together
-    with its choices, or experts, with a partial sum as the result."""
+    """experts(ids, tokens, values, tables, whole, dtypes, body, kept_bytes): either tokens may be cut, each
+    together with its choices, or experts, with a partial sum as the result."""
     heads = {"tokens": "t", "values": "(t c)", "tables": "e", "whole": ""}
     terms = ["(t c)"]
     at = 1

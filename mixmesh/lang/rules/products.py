@@ -130,7 +130,7 @@ def attention(call: Call) -> str:
     """attention(q, k, v, mask): batch and heads are free; with grouped queries, the groups are.
 
     Queries may be cut too, each with all keys. The implied causal mask depends on their positions, which the
-    local kernel counts from the first query of all.
+    local kernel counts from the first query of the whole tensor.
     """
     query, key = call.inputs[0].shape, call.inputs[1].shape
     # a single head of keys is broadcast to all heads of queries, which may then be cut anywhere

@@ -85,7 +85,7 @@ class Ground:
 
     @property
     def is_over(self) -> bool:
-        """Whether the ranks have not all met, or do not any more."""
+        """Whether not all ranks have met, or the meeting has ended."""
         return self._meeting is None or self._meeting.is_over
 
     @property
@@ -94,7 +94,7 @@ class Ground:
         return self._meeting is not None and self._meeting.is_abandoned
 
     def end(self) -> None:
-        """Has every wait end soon, as ``Meeting.end`` does."""
+        """Makes every wait end soon, like ``Meeting.end``."""
         if self._meeting is not None:
             self._meeting.end()
 

@@ -39,8 +39,8 @@ class Meeting:
 
     @classmethod
     def open(cls, timeout_s: float) -> Meeting:
-        """The meeting of this process with the others of its launch, or with itself. Raises InputError if a
-        launcher's variables are not all there, CollectiveError if the store is not reached in time."""
+        """The meeting of this process with the others of its launch, or with itself. Raises InputError if
+        some of a launcher's variables are missing, CollectiveError if the store is not reached in time."""
         if "RANK" not in os.environ:
             return cls(dist.HashStore(), 0, 1, timeout_s)
         missing = [name for name in RANK_VARIABLES if name not in os.environ]

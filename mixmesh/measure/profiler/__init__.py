@@ -210,10 +210,10 @@ def confirmed(
 def constant_memory(
     comm: Comm, cluster: Cluster, most_s: float, kept: KeptProcess | None = None
 ) -> ProcessMemory:
-    """Bytes of their device's memory that processes hold before any tensor. Collective.
+    """Bytes of device memory that processes hold before any tensor. Collective.
 
-    On a CPU the first rank of every machine measures it for the others, which run the same libraries, or has
-    ``kept`` it; in more than ``most_s`` seconds it is estimated.
+    On a CPU the first rank of every machine measures them for the others, which run the same libraries, or
+    takes them from ``kept``; if that takes more than ``most_s`` seconds they are estimated.
     """
     if comm.device.type != "cpu":
         return gpu_process_memory(comm.channel(comm.everyone, "profile of memory"))

@@ -38,7 +38,7 @@ class Outcome:
 
 
 def attempt_on(device: torch.device, work: Callable[[], Any], timeout_s: float) -> Outcome:
-    """Does the work where running out of the device's memory can be survived: CUDA's allocator raises an
+    """Does the work in a way that survives running out of the device's memory: CUDA's allocator raises an
     error, while a process over its memory limit is killed."""
     if device.type == "cpu":
         return in_child(work, timeout_s)

@@ -75,7 +75,7 @@ class Case:
 
 @dataclass
 class _Progress:
-    """How far a case has got."""
+    """The progress of a case."""
 
     case: Case
     points: list[tuple[float, float]] = field(default_factory=list)

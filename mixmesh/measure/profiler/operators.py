@@ -34,7 +34,7 @@ from ...runtime.random import RandomPolicy
 from .meter import Meter
 
 LESS, MORE = 0.5, 1.6  # relative to the device's likely share
-LEAST = 1 / 16  # of the likely share: a small micro-batch
+LEAST = 1 / 16  # part of the likely share: a small micro-batch
 EVICTED_BYTES = 8 * 2**20  # written before each run of an operator: about what the rest of a pass touches
 COPIES = 5  # copies of inputs and outputs that an operator needs, with gradients and temporaries
 FILLED = 0.9  # share of a device's memory
@@ -203,8 +203,9 @@ def measure_curves(
     *,
     evict: bool = False,
 ) -> tuple[Curve, Curve] | None:
-    """Forward and backward over the share; None if the operator cannot run on made-up values, or there is no
-    memory for it: then it is estimated by its class. With ``evict``, out of cold caches."""
+    """Seconds of the forward and the backward over the share; None if the operator cannot run on made-up
+    values, or there is no memory for it: then it is estimated by its class. With ``evict``, measured with
+    cold caches."""
     forward: list[tuple[float, float]] = []
     backward: list[tuple[float, float]] = []
     for target in shares if strategy is not None else (1.0,):

@@ -1,13 +1,13 @@
 """Measures how far ahead of its usual pace a device gets after a rest.
 
 A device that has waited for others may compute faster for a while: a processor under a CPU quota has all of
-its quota left, a cool one a higher clock, a shared one the credit that it has saved. A step rests at every
-collective that it waits for, so a device's speed in one go, by which operators are measured, is not its speed
-between two collectives.
+its quota left, a cool one has a higher clock, a shared one has saved up credit. In a step, a device rests at
+every collective that it waits for, so its speed between two collectives differs from its continuous speed,
+with which operators are measured.
 
 Work is counted against the time since the rest ended. The lead is the work done, in seconds of the usual
-pace, minus that time. Its maximum is what the device has saved up, and its initial growth gives the device's
-speed until that is used up. All ranks rest and start together, as after a collective.
+pace, minus that time. Its maximum is the work that the device has saved up, and its initial growth gives the
+device's speed until that is used up. All ranks rest and start together, as after a collective.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def measure_rest(device: torch.device, limit: Limit | None = None) -> tuple[floa
 
 
 def times_of(unit: Callable[[], object], seconds: float) -> list[float]:
-    """When each unit was done, since the start."""
+    """The time at which each unit was done, since the start."""
     started, times = time.perf_counter(), [0.0]
     while times[-1] < seconds:
         unit()

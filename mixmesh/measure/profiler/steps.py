@@ -23,7 +23,7 @@ from .children import attempt_on
 from .limit import STEPS, Limit
 from .meter import REPEATS, Meter
 
-FACTORS = (1.0, 0.6)  # of the device's likely share
+FACTORS = (1.0, 0.6)  # relative to the device's likely share
 TRIAL_S = 60.0  # limit for a first step
 LEAST_STEPS, FEW_STEPS = 6, 2
 

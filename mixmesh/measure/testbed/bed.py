@@ -29,10 +29,11 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 class Bed(ABC):
-    """A context manager that removes all that it created, however it is left.
+    """A context manager that removes everything that it created, in whatever way it is left.
 
-    Call ``spawn`` once, then ``wait``, or ``poll`` while changing rates and shares. Or ``start`` launchers on
-    machines, which start the ranks themselves. Use it from one thread: its processes end with that thread.
+    Either call ``spawn`` once, then ``wait``, or ``poll`` while changing rates and shares. Or ``start``
+    launchers on machines, which start the ranks themselves. Use it from one thread: its processes end with
+    that thread.
     """
 
     emulation: Emulation
@@ -111,7 +112,7 @@ class Bed(ABC):
             self._close()
         finally:
             for number, handler in (held | self._handlers).items():
-                if handler is not None:  # None is a handler that Python did not install
+                if handler is not None:  # None: a handler that Python did not install
                     signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _catch_signals(self) -> None:
@@ -189,7 +190,8 @@ class Bed(ABC):
     def wait(self, *, timeout_s: float | None = None, grace_s: float = 2.0, check: bool = True) -> RunResult:
         """Waits for all ranks. When one fails, the others have ``grace_s`` to end by themselves.
 
-        Raises ``DeviceLost`` for the rank that failed, or for the time; ``check=False`` returns it instead.
+        Raises ``DeviceLost`` for the rank that failed, or when time is over; with ``check=False`` returns it
+        instead.
         """
         late: list[int] = []
         stop_s: float | None = None  # when the remaining ranks get a signal

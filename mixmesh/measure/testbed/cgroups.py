@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from .device import COMPUTE_VARIABLE, FREE_VARIABLE, MEMORY_PEAK_VARIABLE
 from .system import read, read_table, write
 
-# Short enough for collectives, long enough for operators; 5, 10 and 100 ms gave the same rates. With 5 ms who
-# waits for a collective catches up less: docs/decisions/0049-burst-credit.md.
+# Short enough for collectives, long enough for operators; 5, 10 and 100 ms gave the same rates. With 5 ms a
+# rank that waits for a collective catches up less: docs/decisions/0049-burst-credit.md.
 PERIOD_US = 20_000
 TAKEN_MARGIN_BYTES = 2**19
 MIN_QUOTA_US = 1_000  # the kernel's own limit

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 class DrawsAlike(TorchDispatchMode):
-    """Within it, random numbers depend on the shape."""
+    """A context in which random numbers depend on the shape."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         return draw_alike(func, args, kwargs or {})

@@ -83,8 +83,8 @@ def run_program(
     buffers: Mapping[str, Tensor],
     inputs: Mapping[str, Tensor],
 ) -> Outcome:
-    """Runs the forward and backward pass of one step on whole parameters and buffers by name, which do not
-    change. Random numbers depend on the shape (see ``draws``)."""
+    """Runs the forward and backward pass of one step on whole parameters and buffers by name, and leaves them
+    unchanged. Random numbers depend on the shape (see ``draws``)."""
     trainable = {
         i.args[0] for i in program.instructions if i.op == "param" and dict(i.kwargs).get("trainable", True)
     }

@@ -81,8 +81,8 @@ def in_runs(groups: Groups, runs: int) -> Groups:
 
 
 def coalesced(program: Program, groups: Groups) -> Program:
-    """``program`` with each group of sums, those of a level or a part of them, packed into one. Instructions
-    keep their places, except that the inputs of a packed sum come before its first use."""
+    """``program`` in which each group of sums, those of a level or a part of them, is packed into one.
+    Instructions keep their places, except that the inputs of a packed sum come before its first use."""
     instructions = list(program.instructions)
     names = set(program.types)
     replaced: set[int] = set()

@@ -14,7 +14,7 @@ from enum import IntEnum
 
 from ...base.lazy import lazy
 from ...cost.exchanges import Exchange
-from ...cost.outline import synchronised
+from ...cost.outline import is_synchronised
 from ...cost.placed import Sheet
 from ...lang.ir import Instruction, Program, beside_points, cell_bytes, cells, owned_type
 from ...lang.ir.samples import draws_numbers
@@ -73,7 +73,7 @@ class StepGraph:
 
     @lazy
     def instruction_of(self) -> dict[int, int]:
-        """By task, the instruction whose forward or backward it is."""
+        """The instruction whose forward or backward each task is, by task."""
         return {t: n for places in (self.forward, self.backward) for n, t in places.items()}
 
 
@@ -293,7 +293,7 @@ def _kinds(program: Program, class_of: Sequence[int]) -> tuple[list[int], list[i
 
 def _sum_of(program: Program, param: Instruction) -> Exchange | None:
     """The separate sum of a parameter's gradient over ranks; None if there is no such sum."""
-    if not synchronised(program, param):
+    if not is_synchronised(program, param):
         return None
     name = "all_reduce" if owned_type(program, param) is None else "reduce_scatter"
     size_bytes, ranks = param.type.value.size_bytes, program.participants(param.type)

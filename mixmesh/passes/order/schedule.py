@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import Any
 
-from ...cost.outline import synchronised
+from ...cost.outline import is_synchronised
 from ...cost.placed import Sheet
 from ...lang.ir import Program
 from ...step import Step
@@ -158,7 +158,7 @@ class Orders:
         return task.turn is Turn.LAST, begin, task.group is None, -self.graph.levels[t], t
 
     def forward(self) -> list[int]:
-        """By list scheduling of the forward tasks."""
+        """The instructions in the order of a list schedule of the forward tasks."""
         return self._in_order_of(play(self.graph, self._forward(self.main), self.listed))
 
     def first_come(self) -> list[int]:
@@ -170,7 +170,7 @@ class Orders:
         return self.complete([self.graph.instruction_of[t] for t in played.order])
 
     def backward(self) -> list[int]:
-        """By list scheduling of the backward tasks, in reverse."""
+        """The instructions in the reverse order of a list schedule of the backward tasks."""
         graph, instruction_of = self.graph, self.graph.instruction_of
         played = play(graph, self._back(self.main), self.listed)
         back = [instruction_of[t] for t in reversed(played.order) if t in instruction_of]
@@ -200,7 +200,7 @@ class Orders:
         return play(self.graph, self._forward([n for n in order if n in self.placed]))
 
     def backward_pass(self, order: Sequence[int]) -> Played:
-        """As ``forward_pass``."""
+        """The backward pass, made like ``forward_pass``."""
         back = {t: k for k, t in enumerate(self._back([n for n in order if n in self.placed]))}
         tasks = self.graph.tasks
         return play(self.graph, in_turn(self.graph, [*back], lambda t: (tasks[t].turn, back[t])))
@@ -263,5 +263,5 @@ def ready_seconds(program: Program, step: Step[Sheet]) -> dict[str, float]:
     return {
         i.result: backward.ready_s[orders.graph.backward[n]]
         for n, i in enumerate(program.instructions)
-        if synchronised(program, i)
+        if is_synchronised(program, i)
     }

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...errors import InputError
 from .common import split_together
-from .curves import Tables, number, tables, whole
+from .curves import Tables, is_number, is_whole, tables
 from .separate import split_separately
 
 STAGES = (0, 1, 2, 3)
@@ -66,7 +66,7 @@ def allocate(
     Raises InputError for a bad curve, naming the device, and for a bad stage, batch or time.
     """
     _check_stage(stage, collective_s)
-    if not whole(global_batch) or not 1 <= global_batch <= MAX_GLOBAL_BATCH:
+    if not is_whole(global_batch) or not 1 <= global_batch <= MAX_GLOBAL_BATCH:
         raise InputError(
             "the global batch is not a number of samples",
             expected=f"an integer, 1 to {MAX_GLOBAL_BATCH}",
@@ -96,7 +96,7 @@ def step_seconds(
     _check_stage(stage, collective_s)
     if not isinstance(allocation, Allocation):
         raise InputError("there is no allocation", expected="an Allocation", got=repr(allocation)[:60])
-    largest = max((m for m in allocation.micro_batch if whole(m)), default=0)
+    largest = max((m for m in allocation.micro_batch if is_whole(m)), default=0)
     device_tables = tables(curves, max(int(largest), 1))
     _check_allocation(device_tables, allocation, stage)
     return _step(device_tables, allocation, stage, float(collective_s))
@@ -113,9 +113,9 @@ def _step(known: Tables, allocation: Allocation, stage: int, collective_s: float
 
 
 def _check_stage(stage: Any, collective_s: Any) -> None:
-    if not whole(stage) or stage not in STAGES:
+    if not is_whole(stage) or stage not in STAGES:
         raise InputError("there is no such ZeRO stage", expected="0, 1, 2 or 3", got=f"stage={stage!r}")
-    if not number(collective_s) or collective_s < 0:
+    if not is_number(collective_s) or collective_s < 0:
         raise InputError(
             "the collectives' time is not a time in seconds",
             expected="finite and not negative",
@@ -127,7 +127,7 @@ def _check_part(device: int, part: tuple[int, ...], limit: int, *, least: int) -
     """Raises InputError if a device's micro-batch, steps and last micro-batch do not fit together, or the
     micro-batch is above ``limit``; the last one may be as small as ``least``."""
     micro, steps, last = part
-    integers = all(whole(x) for x in part)
+    integers = all(is_whole(x) for x in part)
     idle = integers and micro == steps == last == 0
     if not idle and not (integers and steps >= 1 and least <= last <= micro >= 1):
         raise InputError(

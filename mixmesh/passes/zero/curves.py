@@ -97,14 +97,14 @@ def _checked(device: int, curve: Any) -> Curve:
             "leave a device out that cannot hold a single sample",
         )
     for size in sizes:
-        if not whole(size) or size < 1:
+        if not is_whole(size) or size < 1:
             raise _bad(device, "has a bad micro-batch size", "integers of at least 1", repr(size))
     for one, next_ in zip(sizes, sizes[1:]):
         if next_ <= one:
             expected = "sizes that ascend, each once"
             raise _bad(device, "has its micro-batch sizes out of order", expected, f"{next_} after {one}")
     for size, time_s in zip(sizes, seconds):
-        if not number(time_s) or not MIN_S <= time_s <= MAX_S:
+        if not is_number(time_s) or not MIN_S <= time_s <= MAX_S:
             expected = f"finite and positive, {MIN_S:g} to {MAX_S:g}"
             got = f"{time_s!r} at micro-batch {size}"
             raise _bad(device, "has a bad time in seconds", expected, got)
@@ -117,14 +117,14 @@ def _bad(device: int, what: str, expected: str, got: str, hint: str = "") -> Inp
     )
 
 
-def whole(value: Any) -> bool:
-    """An integer of Python or numpy; not True or False."""
+def is_whole(value: Any) -> bool:
+    """Whether a value is an integer of Python or numpy, and not a bool."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def number(value: Any) -> bool:
-    """A finite real number of Python or numpy."""
-    return (whole(value) or isinstance(value, float | np.floating)) and math.isfinite(value)
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite real number of Python or numpy."""
+    return (is_whole(value) or isinstance(value, float | np.floating)) and math.isfinite(value)
 
 
 def _short(value: Any) -> str:

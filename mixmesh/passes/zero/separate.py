@@ -24,7 +24,7 @@ import numpy as np
 from .curves import Tables
 from .shares import share_out
 
-# times are equal, and the bisection has ended, within this: a few hundred roundings of a sum
+# within this tolerance times are equal and the bisection ends: a few hundred roundings of a sum
 TOLERANCE = 1e-12
 SLACK = 1 + TOLERANCE
 
@@ -40,7 +40,7 @@ def split_separately(tables: Tables, global_batch: int) -> list[tuple[int, int, 
 def best_split(t: np.ndarray, num_samples: int) -> tuple[int, int, int]:
     """The fastest ``(micro_batch, accumulation_steps, last_micro_batch)`` for a device's own samples.
 
-    Among equally fast ones it is that with the fewest steps, then the most even one.
+    Among equally fast ones, takes the one with the fewest steps, then the most even one.
     """
     if num_samples == 0:
         return 0, 0, 0

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 def share_out(total: int, room: Sequence[int]) -> list[int]:
     """``total`` in proportion to ``room``, by largest remainder, ties to the lower index; never above the
-    room, since ``total <= sum(room)``. In integers: at two million samples a float's share would do, at
-    its rounding somebody would get one too many."""
+    room, since ``total <= sum(room)``. Computed in integers, because rounded float shares would give some
+    rank a sample too many at two million samples."""
     whole = max(sum(room), 1)
     shares = [total * r // whole for r in room]
     order = sorted(range(len(room)), key=lambda i: (-(total * room[i] % whole), i))

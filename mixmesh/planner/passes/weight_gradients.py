@@ -16,7 +16,7 @@ from .row import Pass
 # smallest share of the step, in exposed gradient sums or other waits, for which it pays to look
 EXPOSED, SHORT_EXPOSED = 0.01, 0.03  # the latter within a budget that does not pay for care
 GAIN = 0.01  # share of the step that must be saved
-SMALL_BYTES = 2**16  # a weight's, from which on its sum can matter
+SMALL_BYTES = 2**16  # smallest weight whose sum can matter
 LASTS = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5)  # parts of the products that are used first, which are made last
 
 
@@ -75,13 +75,13 @@ def forms(
 
 
 def counts(able: Sequence[int]) -> list[int]:
-    """How many of the products that are used first may have their weight's gradient last."""
+    """The numbers to try: of products, among those used first, whose weight gradients come last."""
     return sorted({round(part * len(able)) for part in LASTS} - {0})
 
 
 def refined(task: Task, best: Proposal, programs: Sequence[Program], budget: Budget) -> Proposal:
-    """The fastest of a proposal and other forms of its program, with other buckets reduced to owners where
-    some are: reductions that begin earlier leave others to them."""
+    """The fastest of a proposal, other forms of its program, and other choices of the buckets reduced to
+    owners, if it has any: reductions that begin earlier leave other buckets to owners."""
     best = min([best, *(task.best_buckets(best.planner, p) for p in programs)], key=lambda p: p.key)
     if zero_stage(best.program) != 1:
         return best

@@ -35,7 +35,7 @@ SHAPES, TOLD = "shapes", "shapes, told"  # purposes of messages
 
 
 class Agreement:
-    """How the ranks of a program agree on a batch."""
+    """Lets the ranks of a program agree on a batch."""
 
     def __init__(self, program: Program, comm: Comm) -> None:
         self.program, self.comm = program, comm
@@ -86,9 +86,9 @@ class Agreement:
         *,
         with_digests: bool,
     ) -> tuple[Told, int, list[list[int]] | None]:
-        """By input and rank, the shape that the rank was given; None for a rank that has no part in it. The
-        ``values`` of the first one that computes. And by rank its digests, if they were sent along. ``mark``
-        must be the same on all ranks."""
+        """The messages of all ranks. First, by input and rank, the shape that the rank was given; None for a
+        rank that has no part in it. Then the ``values`` of the first rank that computes, and by rank its
+        digests, if they were sent. ``mark`` must be the same on all ranks."""
         inputs, numbers = program_inputs(self.program), [mark, values]
         for i in inputs:
             tensor = tensors.get(i.args[0]) if self._takes_part(i) else None

@@ -1,7 +1,7 @@
-"""Seconds and bytes of the choices of a space, as tables: no strategy is judged for them.
+"""Seconds and bytes of the choices of a space, as tables, made without judging strategies.
 
-A *kind* is a choice as far as groups share it: a ratio and a way to synchronise. A group without parameters
-has fewer kinds; which rank serves parameters differs by group.
+A *kind* is the part of a choice that groups share: a ratio and a way to synchronise. A group without
+parameters has fewer kinds; which rank serves parameters differs by group.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Changes the best strategy of a tree search, mostly as a policy would.
+"""Changes the best strategy of a tree search, mostly as a policy suggests.
 
-A tree decides group by group, the most expensive first, and reaches late what is wrong in a strategy that is
-nearly good. So the best strategy is also changed directly, between playouts. The policy is asked for the
-choices of all groups; groups for which it would choose something else are changed first, to its likely
-choices, and other changes are random (``moves``).
+A tree decides group by group, the most expensive first, and reaches the weak points of a nearly good strategy
+late. So the best strategy is also changed directly, between playouts. The policy is asked for the choices of
+all groups; groups for which it would choose something else are changed first, to its likely choices, and
+other changes are random (``moves``).
 
-A policy judges each group by itself, and errs if groups must agree: half of them here and half there may be
-worse than either. So the ratio that it prefers overall is judged first, for all groups. And a strategy may be
-better than all that differ in a few groups, but worse than one that differs in all: after each advice, all
-groups of a ratio change their way of synchronising together, each ratio to each way.
+A policy judges each group separately, and errs if groups must agree: half of them here and half there may be
+worse than either. So the ratio that it prefers overall is judged first, for all groups. A strategy may also
+be better than all that differ in a few groups, but worse than one that differs in all: after each advice, all
+groups of a ratio change their way of synchronising together, for each ratio and each way.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Improvement:
         self._in_turn: list[tuple[Ratio, str]] = []
 
     def offer(self, strategy: Actions, outcome: Outcome) -> None:
-        """Something found elsewhere."""
+        """Takes over a strategy found elsewhere, if it is better."""
         if outcome.key < self.outcome.key:
             self._remember(self.best)
             self.best, self.outcome = strategy, outcome
@@ -76,7 +76,7 @@ class Improvement:
         return outcome
 
     def step(self) -> None:
-        """One change, kept if the step is no slower."""
+        """Makes one change, and keeps it if the step is no slower."""
         if self.outcome.step_s * ASKED_AGAIN <= self._asked_s and self.advised():
             return
         if self._in_turn:

@@ -35,7 +35,7 @@ EXPLORE = 0.1
 EXPLORE_ADVISED = 0.25  # advice is followed for longer if the first gains came without it
 EVEN = 0.25  # share of probability spread evenly: wrong advice must not keep a search from looking
 REFINED = 3  # how often, at most, a policy is asked about its own strategy before the first playout
-PLAYOUTS_PER_CALL = 30  # at most, as strategies repeat
+PLAYOUTS_PER_CALL = 30  # limit, because strategies repeat
 
 
 def order_of_groups(space: Space) -> tuple[int, ...]:
@@ -148,8 +148,8 @@ class Tree:
         return self._rests[first]
 
     def _one_per_ratio(self) -> list[int]:
-        """The likeliest of the root's choices for each set of device groups and shares; the likeliest first.
-        All are tried soon: a policy that is wrong of a ratio must not keep a search from it."""
+        """The likeliest of the root's choices for each set of device groups and shares, the likeliest first.
+        All are tried soon, so that a policy that misjudges a ratio does not keep the search from it."""
         likeliest: dict[tuple, int] = {}
         for index in np.argsort(-self.root.prior, kind="stable"):
             action = self.root.choices[index]

@@ -241,7 +241,7 @@ def _add(total: list[float], more: Sequence[tuple[int, float]]) -> None:
 
 
 def _inside(space: Space) -> Mapping[int, tuple[list[Exchange], list[Exchange]]]:
-    """By group, the collectives between its operators if all ranks take part, forward and backward."""
+    """The collectives between a group's operators, by group, forward and backward, if all ranks take part."""
     out: dict[int, tuple[list[Exchange], list[Exchange]]] = {}
     values: dict[str, str] = {}
     for i in space.program.instructions:

@@ -48,9 +48,10 @@ class Set:
 
 
 def join(name: str, sets: Sequence[Set], values: dict[str, ValueType]) -> Program:
-    """One program of two sets or more. ``values`` are the whole inputs by name.
+    """One program made of two or more sets. ``values`` are the whole inputs by name.
 
-    Raises NotDivisible if sums over all samples are not in one order in all sets."""
+    Raises NotDivisible if sums over all samples are not in the same order in all sets.
+    """
     return _Joining(name, sets, values).program()
 
 
@@ -175,7 +176,7 @@ class _Joining:
         return name
 
     def meet(self, name: str) -> None:
-        """The sum over all samples, then in each set as its program holds it."""
+        """Adds the sum over all samples, then converts it in each set to the placement of the set's program."""
         sources = [s.program.producers[name].inputs[0] for s in self.sets]
         total = self.total(sources, f"{name}.addends")
         value = self.sets[0].program.types[name].value
@@ -191,13 +192,14 @@ class _Joining:
             self.add(last, op, (Ref(first),), t)
 
     def total(self, sources: list[str], name: str) -> str:
-        """Addends of a sum over all sets, which all of them hold: a rank has zero for those of other sets."""
+        """A sum over all sets, held by all of them, from an addend of each; a rank has zero for the addends
+        of other sets."""
         value = self.sets[0].program.types[sources[0]].value
         addends = [member.value(v) for member, v in zip(self.members, sources)]
         return self.sum(addends, name, value, self.shared)
 
     def sum(self, pieces: list[str], name: str, value: ValueType, ratio: str | None = None) -> str:
-        """The addends ``pieces``, one of each set, as one that the ranks of a ratio hold, or everyone."""
+        """Sums ``pieces``, one addend from each set; the sum is held by the ranks of ``ratio``, or by all."""
         everyone = TensorType(value, PARTIAL, ratio)
         totals = [
             self.add(member.value(name), "move", (Ref(v),), everyone)

@@ -190,7 +190,7 @@ class _Lowering:
         return even_over({r for ratio in ratios for r in ranks_of(ratio)}, self.source.world_size)
 
     def _needs(self, computations: list[Instruction]) -> dict[str, dict[Key, tuple[Placement, Placed]]]:
-        """By value, the placements in which it is needed, and by which operators."""
+        """The placements in which each value is needed, and by which operators."""
         needs: dict[str, dict[Key, tuple[Placement, Placed]]] = {}
         for i in computations:
             if i.is_sink:

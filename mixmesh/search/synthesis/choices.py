@@ -142,7 +142,7 @@ class Choices:
 
     @lazy
     def value_weights(self) -> tuple[float, ...]:
-        """How often a conversion of each value counts at least: as its least step does."""
+        """The least number of times that a conversion of each value counts: that of its least step."""
         out = [float("inf")] * len(self.names)
         for weight, inputs in zip(self.fold.weights, self.inputs):
             for name in inputs:
@@ -180,7 +180,7 @@ class Choices:
         return PARTIAL if code == P else Shard(code - 2, self.unit(value, code - 2))
 
     def can_shard(self, value: int, code: int) -> bool:
-        """Whether the dim can be cut in two at least."""
+        """Whether the dim can be cut into at least two pieces."""
         size, unit = self.types[value].shape[code - 2], self.unit(value, code - 2)
         return unit > 0 and size % unit == 0 and size // unit >= 2
 

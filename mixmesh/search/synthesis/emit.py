@@ -1,4 +1,4 @@
-"""From a path of the search to a program: instructions with placed types, in order."""
+"""Turns a path of the search into a program: instructions with placed types, in order."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class Builder:
     def placed(self, value: ValueType, placement: Placement, ratio_name: str | None = None) -> TensorType:
         key = (value, placement, ratio_name or self.ratio_name)
         if key not in self._placed:
-            named = self.named or isinstance(placement, Shard) or not self.everyone(key[2])
+            named = self.named or isinstance(placement, Shard) or not self.has_everyone(key[2])
             self._placed[key] = TensorType(value, placement, key[2] if named else None)
         return self._placed[key]
 
-    def everyone(self, ratio_name: str) -> bool:
+    def has_everyone(self, ratio_name: str) -> bool:
         """Whether every rank takes part under a ratio."""
         if ratio_name not in self._everyone:
             self._everyone[ratio_name] = all(share > 0 for share in self.ratios[ratio_name])

@@ -60,8 +60,8 @@ class Fold:
 
     @lazy
     def origins(self) -> tuple[int, ...]:
-        """Per step of the whole graph the folded step that it follows; the middle alternates between the
-        two kept blocks."""
+        """For each step of the whole graph, the folded step whose choice it takes; the middle alternates
+        between the two kept blocks."""
         at = {step: n for n, step in enumerate(self.kept)}
         out = list(range(sum(1 for n in self.whole.nodes if not n.is_leaf)))
         for run in self.runs:

@@ -1,7 +1,7 @@
 """The search problem of one graph, cluster and ratio: options, conversions and their prices.
 
-Everything that the search needs is worked out here as numbers, so that the search itself knows states
-and prices only.
+Everything that the search needs is computed here as numbers, so that the search itself deals only with states
+and prices.
 """
 
 from __future__ import annotations

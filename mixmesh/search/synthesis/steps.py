@@ -98,10 +98,10 @@ class Steps:
         return by_mask[key]
 
     def after(self, step: int, packed: int, transition: Transition) -> int | None:
-        """The masks behind a step; None if it leaves a folded middle with less than was held on entry.
+        """The masks after a step; None if it leaves a folded middle with less than was held on entry.
 
-        The values held on entry are kept as their complement: a state that must return to less is the better
-        one, so that one comparison serves for all.
+        The values held on entry are stored as their complement: a state that must return to less is the
+        better one, so that one comparison serves for all.
         """
         out = transition.new
         for old, width, new in self.lives.carried[step]:
@@ -179,7 +179,7 @@ class Steps:
         key = (value, code, weight)
         if key not in self._load_s:
             load = self.problem.load(value, code)
-            assert load is not None  # otherwise no option has it
+            assert load is not None  # otherwise no option needs it
             self._load_s[key] = tuple([weight * (load.sync_s + seconds) for seconds in load.optimizer])
         return self._load_s[key]
 

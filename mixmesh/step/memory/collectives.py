@@ -147,6 +147,6 @@ def _fly(state: State, size_bytes: float, *storages: Storage) -> None:
 
 
 def land_all(state: State) -> None:
-    """All sums have arrived."""
+    """Lets all sums arrive."""
     while state.flying:
         state.ledger.drop(*state.flying.popleft()[1])

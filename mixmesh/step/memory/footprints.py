@@ -82,7 +82,7 @@ def temporaries(kind: Kind, cut: Cut, size_bytes: float) -> tuple[tuple[float, C
 
 
 def views_of(call: Call, row: Row, strides: tuple[Strides, ...]) -> Results:
-    """As ``Footprint.results_of``."""
+    """The results of a call as views of its inputs, like ``Footprint.results_of``."""
     shapes = [t.shape for t in call.outputs]
     if call.op == "aten.broadcast_tensors":
         return tuple(
@@ -112,7 +112,7 @@ def _layout(call: Call, row: Row, strides: tuple[Strides, ...]) -> Strides | Non
     return None
 
 
-def copied_matrices(call: Call, position: int, strides: Strides) -> bool:
+def copies_matrices(call: Call, position: int, strides: Strides) -> bool:
     """Whether a product of many matrices has to copy an input to see it as one batch."""
     shape = call.inputs[position].shape
     if call.op != "aten.matmul" or len(shape) <= 2 or len(call.outputs[0].shape) <= 3:
@@ -123,8 +123,8 @@ def copied_matrices(call: Call, position: int, strides: Strides) -> bool:
     return reshaped(shape, strides, (batch, *shape[-2:])) is None
 
 
-# By operator, the strides of the gradient of the input at a position as a view of the result's gradient,
-# which has the strides that are given; None for a new tensor. Other operators reshape.
+# By operator: the strides of the gradient of the input at a position, seen as a view of the result's gradient
+# with the given strides; None for a new tensor. Other operators reshape.
 GradientView = Callable[[Call, int, Strides], Strides | None]
 
 
@@ -177,7 +177,7 @@ GRADIENT_VIEWS: dict[str, GradientView] = {
 
 
 def gradient_view(call: Call, position: int, strides: Strides) -> Strides | None:
-    """As ``Footprint.gradient_of``."""
+    """The gradient of an input, like ``Footprint.gradient_of``."""
     special = GRADIENT_VIEWS.get(call.op)
     if special is not None:
         return special(call, position, strides)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...base.timeline import repeated_name
 from ...lang.ir import Instruction, region_of
-from .footprints import Footprint, copied_matrices
+from .footprints import Footprint, copies_matrices
 from .ledger import Storage, View
 from .moments import result_name
 from .state import State
@@ -62,7 +62,7 @@ def compute(state: State, n: int, i: Instruction, *, keeps: bool = True, again: 
 def _keep(
     state: State, i: Instruction, footprint: Footprint, views: list[View], created: list[View]
 ) -> list[Storage]:
-    """The storages that autograd keeps of a computation."""
+    """The storages that autograd keeps for the backward pass of a computation."""
     kept = []
     for what, position in footprint.keeps:
         if what == "result":
@@ -80,7 +80,7 @@ def _keep(
 def _factor(state: State, footprint: Footprint, i: Instruction, position: int, views: list[View]) -> Storage:
     """The storage that is kept of an input: a product of many matrices keeps the copy that it had to make."""
     view = views[position]
-    if copied_matrices(footprint.call, position, view.strides):
+    if copies_matrices(footprint.call, position, view.strides):
         storage = state.new(state.setting.program.types[i.inputs[position]]).storage
         storage.references -= 1  # only autograd keeps it
         return storage

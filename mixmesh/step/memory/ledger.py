@@ -66,7 +66,7 @@ class Ledger:
         self.moments.append(self.now(what, *temporary, event=event))
 
     def now(self, what: str, *temporary: tuple[float, Cut], event: str = "") -> Moment:
-        """As ``moment``, but not noted."""
+        """The current moment, without noting it."""
         held = self.held.copy()
         for size_bytes, cut in temporary:
             held[cut] = held.get(cut, 0.0) + size_bytes

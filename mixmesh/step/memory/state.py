@@ -22,7 +22,7 @@ from .views import contiguous
 
 
 class Held(Enum):
-    """How much a micro-batch finds of the gradients of those before it."""
+    """The gradients of earlier micro-batches that are held when a micro-batch begins."""
 
     NOTHING = "it is the first"
     ADDENDS = "what was not summed, whole"

@@ -29,8 +29,8 @@ def fill(original: nn.Module, parallel: ParallelModel) -> None:
 
 @contextmanager
 def whole_weights(original: nn.Module, parallel: ParallelModel) -> Iterator[None]:
-    """Within it ``original`` is an ordinary model with the trained values; afterwards ``parallel`` has taken
-    it over again. Collective at its start."""
+    """A context in which ``original`` is an ordinary model with the trained values; afterwards ``parallel``
+    has taken it over again. Collective at its start."""
     with keep_modes(original):
         fill(original, parallel)
         heirs: dict[str, Tensor] = dict(parallel.named_parameters(remove_duplicate=False))

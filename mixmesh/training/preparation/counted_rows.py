@@ -97,7 +97,7 @@ def _is_number_still(node: ast.AST) -> bool:
 
 
 def _is_of_loss(node: ast.AST) -> bool:
-    """Whether an expression is a loss by its name, or a number that was read from a tensor."""
+    """Whether an expression is a loss, judging by its name, or a number that was read from a tensor."""
     for inner in ast.walk(node):
         name = inner.id if isinstance(inner, ast.Name) else getattr(inner, "attr", "")
         if "loss" in name.lower() or name == "item":

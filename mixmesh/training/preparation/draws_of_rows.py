@@ -38,8 +38,8 @@ class RowDraws:
 
     @contextmanager
     def loading(self, batch: int) -> Iterator[None]:
-        """Within it the process draws the rank's numbers for the batch of this number; after it the same ones
-        as before."""
+        """A context in which the process draws the rank's numbers for the batch of this number; afterwards it
+        draws the same numbers as before."""
         before = torch.get_rng_state(), random.getstate(), np.random.get_state()
         digest = hashlib.blake2b(f"{self.base} {batch} {self.rank}".encode(), digest_size=SEED_BITS // 8)
         seed = int.from_bytes(digest.digest())

@@ -143,8 +143,8 @@ class OwnBatches:
         return self.iteration
 
     def follow(self, rows: Rows) -> None:
-        """Has the batches after the next ``ahead`` ones that the script is given be cut by ``rows``. Those
-        before are being loaded already, on this rank or another."""
+        """Makes ``rows`` cut the batches after the next ``ahead`` ones. Earlier batches are already being
+        loaded, on this rank or another."""
         num_loading = 0 if self.iteration is None else len(self.iteration.given)
         self.rows.follow(rows, self.ahead - num_loading)
 

@@ -1,4 +1,4 @@
-"""This rank's part of a script's loader, counted, so that another start can go on with it."""
+"""This rank's part of a script's loader, with its position, so that another start can resume from it."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class LoopWatch(Protocol):
         """Called before a batch is requested, on all ranks alike."""
 
     def on_batch(self) -> None:
-        """Called when it is there."""
+        """Called when the batch has arrived."""
 
 
 class OwnLoader:
@@ -99,7 +99,7 @@ class OwnLoader:
         draws_apart: bool = False,
     ) -> None:
         self._loader, self._own, self._plan, self._is_whole = loader, own, plan, is_whole
-        # cuts whole batches, where that is asked for
+        # cuts whole batches, if requested
         self._cut_by: Followed[Plan | Program] | None = None
         if is_whole and plan is not None:
             self._cut_by = Followed(plan)
@@ -176,12 +176,12 @@ class OwnLoader:
 
     @property
     def num_ahead(self) -> int:
-        """How many batches any rank may be loading before they are asked for, the same on all."""
+        """The number of batches that any rank may be loading before they are requested, the same on all."""
         return 0 if self._sampler is None else self._sampler.ahead
 
     def follow(self, plan: Plan) -> None:
-        """Has the batches after the next ``num_ahead`` ones be cut by another plan of the same form. Every
-        rank calls it after the same batch."""
+        """Makes another plan of the same form cut the batches after the next ``num_ahead`` ones. Every rank
+        calls it after the same batch."""
         self._plan, self.num_old = plan, self.num_ahead
         if self._cut_by is not None:
             self._cut_by.follow(plan, self.num_ahead)
@@ -189,7 +189,7 @@ class OwnLoader:
             self._sampler.follow(partial(own_rows, plan.program, dist.get_rank()))
 
     def _next_resume(self) -> Resume | None:
-        """Where the next iteration continues; None if it starts over."""
+        """The point at which the next iteration continues; None if it starts over."""
         if self._is_resumed:
             return Resume(replace(self._progress))
         return self._resume.after_look() if self._resume is not None and self._was_look() else None
@@ -247,8 +247,8 @@ class OwnLoader:
         return Counted(batches, count, end, before, around)
 
     def _whole(self, resumed: Progress | None) -> Iterator[Any]:
-        """Every batch whole, of data without indices. To go on with a state, the batches before are loaded
-        and left out."""
+        """Yields every batch whole, from data without indices. To resume from a state, earlier batches are
+        loaded and skipped."""
         progress = self._progress
         digests: deque[str] = deque(maxlen=1)
         if resumed is None:
@@ -278,7 +278,7 @@ class OwnLoader:
         return getattr(self._loader, name)
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the loader has come after the batch that it gave last. Not collective."""
+        """The position of the loader after the batch that it gave last. Not collective."""
         return self._progress.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -39,15 +39,15 @@ HINTS = (
     "model, optimizer, _ = mixmesh.prepare(...)  # and the script's own loader: whole batches on every rank",
     "mixmesh.prepare(..., inputs=function), with the function that does this to a whole batch",
 )
-# they choose rows by their places, or put them elsewhere, along the dim that they are given
+# functions that choose rows by position, or move them, along a given dim
 ALONG_A_DIM = frozenset("roll flip sort argsort gather take_along_dim narrow select index_select".split())
-# the same, if their results have other rows
+# functions that do the same if their results have different rows
 IN_PARTS = frozenset(
     "cat concat concatenate stack vstack row_stack split chunk tensor_split unbind repeat tile".split()
 )
-# they join rows, if their dim is that of the rows
+# functions that join rows if their dim is that of the rows
 JOINING_A_DIM = frozenset("cumsum cumprod logcumsumexp cummax cummin softmax log_softmax normalize".split())
-# the same rows in another form
+# functions that return the same rows in another form
 FORMS = frozenset(
     "view reshape flatten unflatten transpose permute movedim t squeeze unsqueeze expand view_as reshape_as "
     "repeat_interleave ravel masked_select nonzero __get__ __getitem__".split()
@@ -58,8 +58,8 @@ READING = frozenset("item tolist __float__ __int__ __bool__ __format__ __repr__"
 
 
 class OwnRows(Tensor):
-    """A tensor that was made of a rank's own ``rows``; ``joined`` and ``picked`` name the function that has
-    joined some or chosen them by their place, if one has."""
+    """A tensor that was made from a rank's own ``rows``. ``joined`` and ``picked`` name the function that has
+    joined some rows, or picked some by their position."""
 
     rows: int = 0
     watch: RowWatch | None = None

@@ -88,9 +88,9 @@ def fingerprint(states: dict[str, Any]) -> str:
 
 @dataclass
 class Progress:
-    """How far a loader has come: in epoch ``epoch`` it has given ``num_yielded`` batches of
-    ``samples_yielded`` samples, all ranks' rows together. Between epochs it stands at the start of the
-    next one."""
+    """The position of a loader: in epoch ``epoch`` it has given ``num_yielded`` batches of
+    ``samples_yielded`` samples, counting the rows of all ranks. Between epochs it is at the start of the next
+    one."""
 
     epoch: int = 0
     sampler_epoch: int | None = None  # given to set_epoch last: the order of this epoch and those after it
@@ -208,9 +208,9 @@ def check_skipped(reasons: Iterable[str]) -> None:
 def skip(
     begin: Callable[[], Iterator[T]], digest: Callable[[T], str], state: Progress, loader: Any
 ) -> Skipped:
-    """Draws an epoch's order again, without the batches that were given. The process's random numbers, which
-    a script may have restored, are as before. An order that is drawn from those as it goes depends on all
-    else that draws from them, and is refused."""
+    """Draws an epoch's order again, and skips the batches that were given. The process's random numbers,
+    which a script may have restored, are the same afterwards. An order that draws from those sample by sample
+    depends on everything else that draws from them, and is refused."""
     of_script = numbers_of_process()
     assert state.numbers is not None  # an epoch has begun
     state.numbers.restore(loader)

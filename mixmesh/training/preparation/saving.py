@@ -126,7 +126,7 @@ def check_has_state(name: str, part: Any) -> None:
 
 
 def _is_loader(name: str, part: Any) -> bool:
-    """Whether a part gives batches: a DataLoader, an iterator, or anything named like a loader, as other
+    """Whether a part gives batches: a DataLoader, an iterator, or an object named like a loader, since other
     lists of tensors may be results."""
     if isinstance(part, DataLoader | Iterator):
         return True

@@ -242,8 +242,8 @@ def on_one_device(model: nn.Module, loss: Callable[..., Any], outputs: tuple[str
 def maker_like(
     optimizer: torch.optim.Optimizer | None,
 ) -> Callable[[Iterable], torch.optim.Optimizer] | None:
-    """A function that makes an optimizer of the same class and settings for other parameters. Defaults that
-    the class sets by itself, as AdamW does, are not among its arguments. None for no optimizer."""
+    """A function that makes an optimizer of the same class and settings for other parameters. Its arguments
+    do not include defaults that the class sets by itself, as AdamW does. None for no optimizer."""
     if optimizer is None:
         return None
     kind, settings = type(optimizer), optimizer.defaults

@@ -42,7 +42,7 @@ from .phases import Phase, Phases, cluster_words, plan_words, profile_words, tra
 
 @dataclass(frozen=True)
 class Options:
-    """How much is measured and searched. With ``profile_s`` 0 plans are made from the devices' figures."""
+    """Limits of measuring and searching. With ``profile_s`` 0 plans are made from the devices' figures."""
 
     profile_s: float = 15.0
     planner: str = "auto"

@@ -300,7 +300,8 @@ class RunBalancer:
 
     @contextmanager
     def _off_device(self) -> Iterator[None]:
-        """Within it an emulated device's quota is not spent: solving and moving is the host's work."""
+        """A context in which an emulated device's quota is not used: solving and moving is the host's
+        work."""
         was_on = leave_device()
         try:
             yield

@@ -47,7 +47,7 @@ class Decision:
         return f"beside the others device {rank} takes {times:.2f}x of what was planned"
 
     def text(self) -> str:
-        """In one line, with all numbers."""
+        """The decision in one line, with all numbers."""
         t = self.terms
         head = f"step {t.step}: {self.cause} for {t.num_steps} steps"
         if t.problem:

@@ -46,7 +46,7 @@ class Observed:
     last_move: tuple[float, ...] = ()
 
     def add(self, own_s: Sequence[float], settings: Sensitivity) -> Observed:
-        """With one window more."""
+        """The observation with another window."""
         patience = self.patience or settings.num_windows
         num_calm = self.num_calm + 1
         if patience > settings.num_windows and num_calm >= settings.calm * patience:
@@ -94,7 +94,7 @@ class Observed:
         return replace(self, expected_s=self.own_s(), windows=())
 
     def moved(self, expected_s: Sequence[float], settings: Sensitivity) -> Observed:
-        """After a change of shares, with which ``expected_s`` are counted on."""
+        """The state after a change of shares, with the new ``expected_s``."""
         direction, patience = self.direction(), self.patience or settings.num_windows
         if sum(a * b for a, b in zip(direction, self.last_move)) < 0:
             patience = min(2 * patience, settings.most_windows)

@@ -41,12 +41,12 @@ class Loader(Protocol):
     watch: Any
 
     def follow(self, plan: Plan) -> None:
-        """Has the batches after the next ``num_ahead`` ones be cut by another plan."""
+        """Makes another plan cut the batches after the next ``num_ahead`` ones."""
 
 
 class LoopBalancer:
-    """The balancer of a loop over ``loader`` that trains ``model`` by ``optimizer``. ``solver`` is asked on
-    the first rank, and may be None on the others. Every rank makes one before the loop."""
+    """The balancer of a loop over ``loader`` that trains ``model`` by ``optimizer``. The first rank uses
+    ``solver``, which may be None on the others. Every rank makes a balancer before the loop."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class LoopBalancer:
     # --- told by the model, the optimizer and the loader ----------------------------------------------
 
     def on_call(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, Mapping[str, Any]]:
-        """Called before the model runs, with its arguments, which it gives."""
+        """Called before the model runs, with its arguments, which it returns."""
         self._num_calls += 1
         if self._started_s is None and self._model.training and torch.is_grad_enabled():
             self._started_s, self._loaded_s = time.perf_counter(), 0.0
@@ -159,8 +159,8 @@ class LoopBalancer:
         return any(p.grad is not None for p in (*run.node.shown, *run.node.inner))
 
     def _held_elsewhere(self) -> str:
-        """Why the shares cannot change: the script holds another object that depends on them, besides the
-        model and the optimizer. Empty if it holds none."""
+        """The reason why the shares cannot change: the script holds another object that depends on them,
+        besides the model and the optimizer. Empty if it holds none."""
         own, cut = set(map(id, self._own_tensors())), False
         params = set(map(id, params_of(self._optimizer)))
         for thing in gc.get_objects():

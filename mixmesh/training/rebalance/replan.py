@@ -98,7 +98,8 @@ def has_room(plan: Plan) -> bool:
 
 
 def leaves_out(plan: Plan, in_place: Decision) -> bool:
-    """Whether other shares give no sample to a device that has some: a plan without it sums over fewer."""
+    """Whether the new shares give no sample to a device that has some now: a plan without it sums over fewer
+    devices."""
     samples, terms = samples_of_batch(plan.program), in_place.terms
     pairs = zip(shard_sizes(samples, terms.shares), shard_sizes(samples, terms.new_shares))
     return in_place.is_applied and any(before and not after for before, after in pairs)
