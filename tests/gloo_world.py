@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from ended_groups import EndedChecks
 from fuzz.ports import free_port
 from fuzz.world import forking
 from torch import nn
@@ -51,12 +52,15 @@ def _worker(
     )
     results: dict[str, str | None] = {}
     comm = make_comm()
+    over = EndedChecks(rank, world_size)
     for name, check in checks.items():
         try:
             check(comm)
             results[name] = None
         except Exception:
             results[name] = traceback.format_exc()
+        else:
+            over.add(name)
     Path(folder, str(rank)).write_bytes(pickle.dumps(results))
     if dist.is_initialized() and not any(results.values()):
         with suppress(RuntimeError, CollectiveError):  # another rank failed and has gone

@@ -20,6 +20,7 @@ from mixmesh.cluster.detection.inventory import Inventory
 from mixmesh.cluster.detection.links import Links
 from mixmesh.cluster.device import catalogue_device
 from mixmesh.cluster.device_file import Calibration, Fit
+from mixmesh.cluster.devices_folder import VARIABLE, device_file, file_name
 from mixmesh.cost import CostModel
 from mixmesh.cost.efficiency import Efficiency, efficiency
 from mixmesh.cost.peaks import peak_op_s
@@ -350,3 +351,13 @@ def test_it_says_what_cannot_be_measured(folder, tmp_path):
     assert execute(["calibrate", "--device", "cpu", "--out", str(tmp_path / "no" / "x.toml")]) == 2
     with pytest.raises(InputError, match="not the card of that name"):
         check_name("A100-40GB")
+
+
+@pytest.mark.parametrize("name", ["[" * 3000, "é" * 200, "a\0b"])
+def test_names_that_no_file_can_have(name, tmp_path, monkeypatch):
+    """A cluster file may name any device; where it is not known, that is what is said."""
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    assert device_file(name) is None
+    assert file_name(name) != file_name(name + "x")
+    (tmp_path / file_name(name)).write_text("")
+    assert device_file(name) == tmp_path / file_name(name)

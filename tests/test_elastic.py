@@ -183,7 +183,9 @@ def test_ranks_that_run_out_of_memory_are_stopped_or_killed(agents, tmp_path, mo
     assert "Unable to shutdown process" not in agent.text(), restarted_s  # torchrun has not waited 30 s
     read = agent.wait_for(r"step [3-9]\d ", read)
     os.kill(newest(tmp_path, 2, 0)["pid"], signal.SIGKILL)
-    read = agent.wait_for(r'rank 0 \(cpu.* of machine ".+"\) has ended without a word.*, at step \d+\n', read)
+    read = agent.wait_for(
+        r'rank 0 \(cpu.* of machine ".+"\) has ended without a message.*, at step \d+\n', read
+    )
     agent.wait_for(r"restart 3: 2 of 2 devices, going on after step \d+", read)
     agent.end()
     assert len(committed(tmp_path)) == 14 * PER_EPOCH
@@ -192,7 +194,7 @@ def test_ranks_that_run_out_of_memory_are_stopped_or_killed(agents, tmp_path, mo
     faults = read_log(tmp_path / "checkpoints" / RUN_LOG).of(FAULT)
     assert [fault.facts["rank"] for fault in faults] == [1, 1, 0], faults
     assert all(re.match(r'cpu.* of machine ".+"', fault.facts["device"]) for fault in faults)
-    for fault, why in zip(faults, ("has run out of memory", "is stopped", "has ended without a word")):
+    for fault, why in zip(faults, ("has run out of memory", "is stopped", "has ended without a message")):
         assert why in fault.facts["why"] and fault.step > 0, fault
 
 
@@ -206,7 +208,7 @@ def test_machines_go_and_come_back(agents, tmp_path, monkeypatch):
     read = first.wait_for_steps(10, first.wait_for("2 devices in 1 machine: "))
     second.process.kill()
     kill(newest(tmp_path, 2, 1)["pid"])
-    read = first.wait_for(r"rank 1 \(.+\) has ended without a word", read)
+    read = first.wait_for(r"rank 1 \(.+\) has ended without a message", read)
     read = first.wait_for(r"1 of 2 devices, going on after step \d+", read)
     read = first.wait_for_steps(10, read)
     third = agents("1:2", 1, arguments)

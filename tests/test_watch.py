@@ -65,7 +65,7 @@ OF_DATA = {
 }
 FIRST_ONLY = {
     "no input": "rank 1 has ended",
-    "killed": "rank 1 has ended without a word",
+    "killed": "rank 1 has ended without a message",
     "stopped": "rank 1 is stopped",
 }
 LAST_ONLY = {"stopped first": "rank 0 is stopped", "stopped before a beat": "rank 0 is stopped"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 VARIABLE = "MIXMESH_DEVICES"
 NONE = "none"  # the variable's word for: read no device file
 SUFFIX = ".toml"
+LONGEST_BYTES = 120  # of a name that stands in the name of its file as it is: file systems allow 255
 
 
 def devices_folder() -> Path | None:
@@ -20,8 +22,14 @@ def devices_folder() -> Path | None:
 
 
 def file_name(name: str) -> str:
-    """The name of the file of a device: its own, with a dash for what some file systems do not allow."""
-    return re.sub(r'[/\\:*?"<>|]|^\.', "-", name) + SUFFIX
+    """The name of a device's file: the device's own, with a dash for each character that some file systems do
+    not allow. A very long one is cut short, and a digest of the whole name stands for the rest."""
+    allowed = re.sub(r'[\x00-\x1f/\\:*?"<>|]|^\.', "-", name)
+    whole = allowed.encode()
+    if len(whole) <= LONGEST_BYTES:
+        return allowed + SUFFIX
+    kept = whole[:LONGEST_BYTES].decode(errors="ignore")
+    return f"{kept}-{hashlib.sha256(name.encode()).hexdigest()[:16]}{SUFFIX}"
 
 
 def device_file(name: str) -> Path | None:

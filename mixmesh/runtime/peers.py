@@ -109,7 +109,7 @@ class Peers:
             if rank not in self._gone:  # its last word may come with the next beat
                 self._gone.add(rank)
                 return ""
-            return "has ended without a word: it was killed, for instance as it took too much memory"
+            return "has ended without a message: it was killed, perhaps for taking too much memory"
         silent_s = self._clock.now_s - heard_at
         if silent_s < heartbeat_s:
             return ""

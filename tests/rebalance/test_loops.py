@@ -40,7 +40,7 @@ SLOWED_AT, STEPS = 6, 38
 
 class Loop:
     """A loop over ``parallelize``'s model whose rank takes ``ROW_S`` for each sample, one of them more from a
-    step on."""
+    step on; the balancer is told these seconds, as in ``Devices``."""
 
     def __init__(self, stage: int, *, workers: int = 0) -> None:
         gc.collect()  # the models of the check before
@@ -54,6 +54,9 @@ class Loop:
         self.said: list[str] = []
         solver = Solver(Cluster.parse(CLUSTER), None, ADAM)
         self.watch = LoopBalancer(self.model, optimizer, self.loader, solver, self.said.append, QUICK)
+        self.own_s = 0.0  # in the last step
+        told = self.watch.balancer.after_step
+        self.watch.balancer.after_step = lambda num_steps, step_s, _: told(num_steps, step_s, self.own_s)
         self.rows: list[int] = []
         self.losses: list[torch.Tensor] = []
 
@@ -67,7 +70,8 @@ class Loop:
         self.rows.append(len(batch["x"]))
         rank = dist.get_rank()
         slow = FACTOR if rank == SLOWED and len(self.rows) > SLOWED_AT else 1.0
-        time.sleep(ROW_S[rank] * self.rows[-1] * slow)
+        self.own_s = ROW_S[rank] * self.rows[-1] * slow
+        time.sleep(self.own_s)
         self.optimizer.step()
         if zero == "after":
             self.optimizer.zero_grad()

@@ -87,11 +87,15 @@ def plan_of(stage: int) -> Plan:
 
 @dataclass
 class Devices:
-    """Has each rank take ``ROW_S`` for each of its samples, one of them more from a step on."""
+    """Has each rank take ``ROW_S`` for each of its samples, one of them more from a step on.
+
+    The balancer is told these seconds, and not what a rank took on a machine with too much to do.
+    """
 
     balancer: RunBalancer | None = None
     slowed_at: int = SLOWED_AT
     rows: list[int] = field(default_factory=list)
+    own_s: float = 0.0  # in the last step
     model: nn.Module | None = None
 
     def begin(self, model, optimizer, feed) -> None:
@@ -101,7 +105,7 @@ class Devices:
 
     def after_step(self, num_steps: int, step_s: float, own_s: float) -> None:
         if self.balancer is not None:
-            self.balancer.after_step(num_steps, step_s, own_s)
+            self.balancer.after_step(num_steps, step_s, self.own_s)
 
     def end(self) -> None:
         if self.balancer is not None:
@@ -113,7 +117,8 @@ class Devices:
         first = next(i for i in program.instructions if i.op == "input")
         self.rows.append(program.local_shape(first.result, rank)[0])
         slow = FACTOR if rank == SLOWED and len(self.rows) > self.slowed_at else 1.0
-        time.sleep(ROW_S[rank] * self.rows[-1] * slow)
+        self.own_s = ROW_S[rank] * self.rows[-1] * slow
+        time.sleep(self.own_s)
 
 
 def run(plan: Plan, devices: Devices, steps: int, keeper=None, workers: int | None = None) -> tuple:

@@ -10,7 +10,7 @@ from mixmesh.explain.report.facts import Facts, what_if
 from mixmesh.explain.report.pair import differences, side_by_side
 from mixmesh.explain.report.recognise import Bench, Run
 
-WHY = "has ended without a word: it was killed, for instance as it took too much memory"
+WHY = "has ended without a message: it was killed, perhaps for taking too much memory"
 CAUSE = "beside the others device 2 takes 1.90x of what was planned"
 LOG = "".join(
     [

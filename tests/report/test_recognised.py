@@ -50,7 +50,7 @@ def test_a_folder_of_checkpoints(tmp_path):
     assert page.sentences == [
         "6 steps, loss 2.9 to 2.4; a step takes 200 ms (median).",
         "100 ms were predicted (2.00x), and 25% of what no plan can pass is reached.",
-        "It was started again after step 2; 2 steps were made twice.",
+        "It was started again from step 2; 2 steps were made twice.",
         "1 checkpoint, the newest after step 2.",
         "Shares followed the devices' speeds after step 6.",
         "At last rank 1 worked longest, 50 ms a step more than the first to be done.",
@@ -65,7 +65,7 @@ def test_faults_and_plans_are_marked_with_their_cause(tmp_path):
     """Rank 1 is lost in step 4, which two survivors tell; three devices go on, and later follow a speed."""
     four = {"world_size": 4, "planner": "hap", "predicted_step_s": 0.1}
     three = {"world_size": 3, "planner": "ddp-tuned", "predicted_step_s": 0.12}
-    why = "has ended without a word: no sign of life"
+    why = "has ended without a message: no sign of life"
     cause = "beside the others device 2 takes 1.90x of what was planned"
     lines = [mark_line("start", 0, 1.0, **four)]
     lines += [step_line(n, 3.0, 0.2, 160, 1.0) for n in range(1, 4)]
@@ -83,7 +83,7 @@ def test_faults_and_plans_are_marked_with_their_cause(tmp_path):
     lost = 'rank 1 (T4-16GB of machine "b")'
     assert page.sentences[2:] == [
         f"After step 3 {lost} was lost: it {why}.",
-        "It was started again after step 2; 1 step was made twice.",
+        "It was started again from step 2; 1 step was made twice.",
         f"Training went on with another plan after step 6: {cause}.",
         f"Shares followed the devices' speeds after step 6: {cause}.",
         "It was stopped by SIGTERM after step 6.",

@@ -95,9 +95,9 @@ def what_if_html(facts: Facts) -> str:
     assert asked is not None  # the caller has looked
     told = (
         "Each row is the fastest plan for the cluster after one change, as predicted. "
-        f"{len(asked.answers)} plans were made in {seconds_text(asked.took_s)}. Twice the batch is not asked "
-        "here, which needs the model: <code>mixmesh what-if JOB</code>. Links are those of the cluster file "
-        "in every row, also where they were measured."
+        f"{len(asked.answers)} plans were made in {seconds_text(asked.took_s)}. Twice the batch has no row: "
+        "it needs the model (<code>mixmesh what-if JOB</code>). Links are those of the cluster file in every "
+        "row, also where they were measured."
     )
     chart = '<div class="chart" id="what-if" role="img"></div>'
     table = '<div class="scroll" id="what-if-table" tabindex="0"></div>'

@@ -105,7 +105,7 @@ def interruption_texts(log: RunLog) -> Iterator[str]:
         undone = sum(mark.num_undone for mark in again)
         where = ", ".join(str(mark.step) for mark in again)
         twice = f"{plural(undone, 'step')} {'was' if undone == 1 else 'were'} made twice"
-        yield f"It was started again after step {where}; {twice}."
+        yield f"It was started again from step {where}; {twice}."
     if not (again or faults or stops):
         yield "It was never interrupted."
 
