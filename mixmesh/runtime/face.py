@@ -11,8 +11,9 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from ..errors import InputError
+from ..frontend.trace.copies import original_of
 from .modes import modes_of, set_modes
-from .shells import check_attribute, dress, shell_of
+from .shells import Original, check_attribute, dress, shell_of
 from .whole_model import Lending, copy_tensors, own_module
 
 
@@ -41,6 +42,8 @@ class Face(nn.Module):
         dress(self, original, known)
         for name in model._modules.keys() - original._modules.keys():  # a loss with parameters
             self._modules[name] = shell_of(model.get_submodule(name), known)
+        for its, shell in known.items():
+            shell.__dict__["_stands_for"] = Original(original_of(its), self._is_watched)
         for kind, tensors in (("_parameters", params), ("_buffers", buffers)):
             for name, tensor in tensors.items():
                 owner, _, leaf = name.rpartition(".")
@@ -48,6 +51,9 @@ class Face(nn.Module):
         for name, shell in self.named_modules():
             if shell is not self and name.partition(".")[0] in original._modules:
                 shell.__dict__["_lent"] = LentPart(self._runtime, name)
+
+    def _is_watched(self) -> bool:
+        return self._runtime.comm.rank > 0 or bool(self._runtime.forms.reads.of)
 
     def whole(self) -> AbstractContextManager[nn.Module]:
         """The original module with whole weights, for the time of a ``with`` block: its class, attributes and

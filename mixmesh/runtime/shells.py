@@ -9,8 +9,10 @@ its modules run it too.
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -32,6 +34,8 @@ _OF_THE_WHOLE = (
     *_OF_STATES,
 )  # fmt: skip
 _REFUSED = ("generate", "save_pretrained", "push_to_hub")
+NUMBERS = (bool, int, float, str)  # and words
+NOTHING = object()
 
 
 class Shell(nn.Module):
@@ -57,14 +61,35 @@ class Shell(nn.Module):
         super().__setattr__(name, value)
 
 
+@dataclass(frozen=True, eq=False)
+class Original:
+    """The user's own module that a shell stands for. Copies of the shell stand for the same one.
+    ``is_watched`` says whether changes of what a forward pass reads are seen: the first rank compares
+    them, where it has traced the model."""
+
+    module: nn.Module
+    is_watched: Callable[[], bool]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Original:
+        return self
+
+
 def check_attribute(module: nn.Module, name: str, value: Any) -> None:
-    """Raises InputError for a new value of an attribute that the original had: the program was planned with
-    the old one."""
-    planned = module.__dict__.get("_planned_attributes", {})
-    if name in planned and value is not planned[name] and not _is_equal(value, planned[name]):
+    """Sets a new number or word on the original too: every call compares the ones that a forward pass reads,
+    and traces again. Raises InputError for any other new value: the program was planned with the old one."""
+    planned, original = module.__dict__.get("_planned_attributes", {}), module.__dict__.get("_stands_for")
+    of_class = NOTHING if original is None else _of_class(type(original.module), name)
+    before = planned.get(name, of_class)
+    if before is NOTHING or value is before or _is_equal(value, before):
+        return
+    are_numbers = type(value) in NUMBERS and type(before) in NUMBERS
+    if original is not None and are_numbers and original.is_watched():
+        setattr(original.module, name, value)
+        planned[name] = value
+    else:
         raise InputError(
             f"{module._get_name()}.{name} was planned: another value would change nothing",
-            expected=f"{name} = {planned[name]!r}",
+            expected=f"{name} = {before!r}",
             got=f"{name} = {value!r}",
             hint=(
                 "set it before planning, plan again, and parallelize that",
@@ -75,9 +100,15 @@ def check_attribute(module: nn.Module, name: str, value: Any) -> None:
         )
 
 
+def _of_class(kind: type, name: str) -> Any:
+    """A value that a class of the user's has for all its modules; NOTHING for methods, properties and names
+    of every module."""
+    value = inspect.getattr_static(kind, name, NOTHING)
+    return NOTHING if hasattr(nn.Module, name) or hasattr(type(value), "__get__") else value
+
+
 def _is_equal(value: Any, other: Any) -> bool:
-    simple = (bool, int, float, str, type(None))
-    return type(value) is type(other) and isinstance(value, simple) and value == other
+    return type(value) is type(other) and isinstance(value, (*NUMBERS, type(None))) and value == other
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
@@ -104,7 +135,11 @@ def shell_of(original: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Modul
 def dress(shell: nn.Module, original: nn.Module, known: dict[nn.Module, nn.Module]) -> None:
     """Gives a shell the attributes and modules of its original, and the places of its tensors."""
     attributes = {name: value for name, value in attributes_of(original).items() if _is_free(shell, name)}
-    shell.__dict__.update(attributes, training=original.training, _planned_attributes=attributes)
+    shell.__dict__.update(
+        attributes,
+        training=original.training,
+        _planned_attributes=dict(attributes),
+    )
     for name, child in original._modules.items():
         shell._modules[name] = None if child is None else shell_of(child, known)
     shell._parameters.update(dict.fromkeys(original._parameters))

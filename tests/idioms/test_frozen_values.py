@@ -259,6 +259,45 @@ def check_a_number_of_the_script_s_own_model_is_traced_again(_) -> None:
         check_same(loop, kinds=("fsdp-even",))
 
 
+def check_a_number_set_on_the_parallel_model_is_traced_again(_) -> None:
+    """The script's own object has no other name any more. A number of the class, of the model, of a part;
+    and a word that chooses a branch."""
+
+    class Schedule(Scaling):
+        def __init__(self) -> None:
+            super().__init__()
+            self.way, self.beta, self.weights = "plain", 1.0, [1.0]
+
+        def forward(self, x):
+            h = super().forward(x) * self.beta
+            return h.tanh() if self.way == "tanh" else h
+
+    for loss in (F.cross_entropy, None):
+
+        def loop(prepare, loss=loss):
+            model = Schedule()
+            model, optimizer, loader = prepare(model, sgd(model), batches(), loss=loss)
+            for alpha, beta, way, inner in (
+                (1.0, 1.0, "plain", 1.0),
+                (0.5, 1.0, "tanh", 1.0),
+                (0.5, 2.0, "plain", 0.3),
+            ):
+                model.alpha, model.beta, model.way, model.body.alpha = alpha, beta, way, inner
+                for x, y in loader:
+                    value = model(x, y) if loss else F.cross_entropy(model(x), y)
+                    value.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    yield value
+            if hasattr(model, "_runtime"):
+                with pytest.raises(InputError, match="was planned"):
+                    model.weights = [2.0]
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            check_same(loop, kinds=("fsdp-even",))
+
+
 def masked(samples):
     """Draws a mask for each batch, as language models' data collators do."""
     x, y = map(torch.stack, zip(*samples))
@@ -409,6 +448,7 @@ IDIOMS = named(
     check_numbers_that_are_drawn_with_the_batch,
     check_a_number_within_a_container_is_traced_again,
     check_a_number_of_the_script_s_own_model_is_traced_again,
+    check_a_number_set_on_the_parallel_model_is_traced_again,
     check_a_criterion_learns,
     check_a_weight_of_a_criterion_stays_the_scripts,
     check_a_number_of_a_module_is_traced_again,

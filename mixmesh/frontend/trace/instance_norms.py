@@ -7,6 +7,7 @@ whole loses the update. Here it is written out, with means over the samples that
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,17 +25,15 @@ def updates_written_out() -> AbstractContextManager[None]:
         bias: Tensor | None,
         running_mean: Tensor | None,
         running_var: Tensor | None,
-        use_input_stats: bool,
-        momentum: float,
-        eps: float,
-        cudnn_enabled: bool,
+        *rest: Any,
+        **named: Any,
     ) -> Tensor:
-        running = (running_mean, running_var)
-        if not use_input_stats or running_mean is None or running_var is None:
-            return original(input, weight, bias, *running, use_input_stats, momentum, eps, cudnn_enabled)
-        values = input.detach().to(running_mean.dtype).flatten(2)
-        for old, new in ((running_mean, values.mean(2)), (running_var, values.var(2))):
-            old.copy_(old * (1 - momentum) + new.mean(0) * momentum)
-        return original(input, weight, bias, None, None, True, momentum, eps, cudnn_enabled)
+        options = dict(zip(("use_input_stats", "momentum", "eps", "cudnn_enabled"), rest)) | named
+        if options["use_input_stats"] and running_mean is not None and running_var is not None:
+            values = input.detach().to(running_mean.dtype).flatten(2)
+            for old, new in ((running_mean, values.mean(2)), (running_var, values.var(2))):
+                old.copy_(old * (1 - options["momentum"]) + new.mean(0) * options["momentum"])
+            running_mean = running_var = None
+        return original(input, weight, bias, running_mean, running_var, **options)
 
     return patched(torch, "instance_norm", instance_norm)

@@ -176,7 +176,7 @@ class _Joining:
         return name
 
     def meet(self, name: str) -> None:
-        """Adds the sum over all samples, then converts it in each set to the placement of the set's program."""
+        """Adds the sum over all samples, then converts it in each set to the set's own placement."""
         sources = [s.program.producers[name].inputs[0] for s in self.sets]
         total = self.total(sources, f"{name}.addends")
         value = self.sets[0].program.types[name].value
