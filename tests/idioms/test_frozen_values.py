@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from gloo_world import assert_passed
-from loops import batches, check_same, prepare, rows, sgd, train
+from loops import KINDS, batches, check_same, prepare, rows, sgd, train
 from plans import named
 from torch import nn
 from torch.nn import functional as F
@@ -298,6 +298,33 @@ def check_a_number_set_on_the_parallel_model_is_traced_again(_) -> None:
             check_same(loop, kinds=("fsdp-even",))
 
 
+class Tasks(Net):
+    """Heads of which a word chooses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other, self.task = nn.Linear(8, 4).double(), "head"
+
+    def forward(self, x):
+        return getattr(self, self.task)(self.body(x).relu())
+
+
+def check_a_parameter_that_was_planned_without_a_gradient_is_refused_when_it_has_one(_) -> None:
+    """It would never learn."""
+    for planner in KINDS:
+        model = Tasks()
+        model, optimizer, loader = prepare(
+            model, sgd(model), batches(), loss=F.cross_entropy, planner=planner
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            list(train(model, optimizer, loader))
+            model.task = "other"
+            with pytest.raises(InputError, match="other.bias gets a gradient in this call") as caught:
+                list(train(model, optimizer, loader))
+        assert "0 * sum" in caught.value.hint[0]
+
+
 def masked(samples):
     """Draws a mask for each batch, as language models' data collators do."""
     x, y = map(torch.stack, zip(*samples))
@@ -449,6 +476,7 @@ IDIOMS = named(
     check_a_number_within_a_container_is_traced_again,
     check_a_number_of_the_script_s_own_model_is_traced_again,
     check_a_number_set_on_the_parallel_model_is_traced_again,
+    check_a_parameter_that_was_planned_without_a_gradient_is_refused_when_it_has_one,
     check_a_criterion_learns,
     check_a_weight_of_a_criterion_stays_the_scripts,
     check_a_number_of_a_module_is_traced_again,

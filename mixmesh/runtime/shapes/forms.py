@@ -87,6 +87,11 @@ class Form:
         return cls(key, plan.program, steps, kept, returns, outside)
 
 
+def learners_of(graph: Graph) -> set[str]:
+    """The parameters that the loss, or an output with a gradient, depends on."""
+    return {str(n.args[0]) for n in graph.params if n.result in graph.requires_grad}
+
+
 @dataclass
 class Forms:
     """Makes and keeps programs. ``original`` is the planned model, whose ``modules`` were in ``modes``.
@@ -239,6 +244,8 @@ class Forms:
                 autocast=self.plan.autocast,
                 loss=self._loss_source(bool(absent)),
             )
+        if learns and modes[0] and not planned.copies:
+            self._check_learners(traced.graph)
         plan, is_planned = self._placed(traced.graph, modes, has_others=bool(numbers))
         if learns and not is_planned and (planned.copies or planned.factored):  # sums of other gradients
             raise InputError(
@@ -255,6 +262,27 @@ class Forms:
         if larger or (learns and not is_planned):
             check_room(self.plan, plan, learns=learns, cuda=is_accelerator(self.comm.device))
         return plan.program, plan.micro_batches, traced.returned
+
+    def _check_learners(self, graph: Graph) -> None:
+        """Raises InputError for a parameter that gets a gradient now and was planned without: nothing sums or
+        stores it. Warns of those that get none now: they get zeros, where one device has None."""
+        before, now = learners_of(self.plan.program.graph), learners_of(graph)
+        if gained := sorted(now - before):
+            raise InputError(
+                f"{gained[0]} gets a gradient in this call, and got none in the one that was planned",
+                expected="the parameters that learn to be those of the plan",
+                got=", ".join(gained[:3]) + (", ..." if len(gained) > 3 else ""),
+                hint=(
+                    "let every call use all parameters: loss + 0 * sum(p.sum() for p in unused)",
+                    "plan with a batch, numbers and modes for which all of them learn",
+                ),
+            )
+        trainable = {str(n.args[0]) for n in graph.params if dict(n.kwargs).get("trainable", True)}
+        if lost := sorted((before - now) & trainable):
+            warn_once(
+                f"{lost[0]} gets zeros in this call, as the planned one has a gradient of it: momentum and "
+                "weight decay move it, where one device leaves it out"
+            )
 
     def _loss_source(self, is_partial: bool) -> LossSource:
         if not self.plan.returned.has_loss:
