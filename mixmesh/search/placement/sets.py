@@ -43,7 +43,7 @@ class Member:
         return own * num_sets + self.number
 
     def own_region(self, region: int, num_sets: int) -> int:
-        return (region - self.number) // num_sets
+        return region // num_sets
 
 
 @dataclass(frozen=True, slots=True)
