@@ -7,7 +7,7 @@ Each conversion rounds once, at its end: a figure that ``in_unit`` prints is rea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from fractions import Fraction
 
@@ -102,3 +102,8 @@ def memory_rate_text(bytes_per_s: float) -> str:
 def plural(count: int, noun: str) -> str:
     """Formats a count for people: ``1 device``, ``3 devices``."""
     return f"{count} {noun}" + ("" if count == 1 else "s")
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Names ranks for people: ``rank 1``, ``ranks 0, 2``."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))

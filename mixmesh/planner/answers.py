@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..base.units import size_text
+from ..base.units import ranks_text, size_text
 from ..cost.calls import is_computation
 from ..cost.communicators import DATA, Communicator
 from ..cost.exchanges import exchange_of
@@ -26,7 +26,7 @@ def check_memory(task: Task) -> None:
     if not small:
         return
     rank = min(small, key=task.usable_bytes.__getitem__)
-    ranks = f"rank{'s' * (len(small) > 1)} {', '.join(map(str, small))}"
+    ranks = ranks_text(small)
     hint = f"a cluster file without {ranks}, too small for a process that holds nothing"
     if len(small) == task.world_size:
         nowhere = f"does not fit on {ranks}" if len(small) == 1 else f"fits on none of {ranks}"
@@ -98,9 +98,8 @@ def warnings_of(graph: Graph, program: Program) -> Iterator[str]:
         place = f" ({node.location}{', ' + node.source if node.source else ''})" if node.location else ""
         yield f"no sharding rule for {node.op}{place}; it runs replicated on every device"
     if idle := sorted(set(range(program.world_size)) - set(program.working_ranks)):
-        several = len(idle) > 1
-        who = f"ranks {', '.join(map(str, idle))} take" if several else f"rank {idle[0]} takes"
-        yield f"{who} no part: the step is faster without {'them' if several else 'it'}"
+        take, them = ("takes", "it") if len(idle) == 1 else ("take", "them")
+        yield f"{ranks_text(idle)} {take} no part: the step is faster without {them}"
 
 
 def dtype_warnings(task: Task, program: Program) -> Iterator[str]:

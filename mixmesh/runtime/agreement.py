@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..base.units import ranks_text
 from ..errors import CollectiveError, InputError, PlanError
 from ..lang.ir import Program, Shard, print_program
 from .versions import versions_text
@@ -167,10 +168,6 @@ def by_value(values: Mapping[int, str]) -> dict[str, list[int]]:
     for rank in sorted(values):
         groups.setdefault(values[rank], []).append(rank)
     return groups
-
-
-def ranks_text(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
 
 
 def facts_of_batch(program: Program, tensors: Mapping[str, Tensor]) -> Facts:

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..base.units import ranks_text
 from ..errors import JobError
-from .agreement import ranks_text
 from .collectives import Handle, done
 from .comm import Comm
 from .first_rank import everyones

@@ -19,8 +19,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from ..base.units import ranks_text
 from ..errors import CollectiveError
-from .agreement import NOTICE_S, POLL_S, ranks_text
+from .agreement import NOTICE_S, POLL_S
 
 KEY = "mixmesh/start"
 HINT = "with --nnodes MIN:MAX: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every machine, before torchrun"

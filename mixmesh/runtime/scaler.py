@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..base.units import ranks_text
 from ..lang.ir import Program
-from .agreement import ranks_text
 from .first_rank import largest
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ..base.units import ranks_text
 from ..errors import CollectiveError
-from .agreement import by_value, ranks_text
+from .agreement import by_value
 from .peers import Seen
 
 END_OF_DATA = "the end of the data"  # the name of a call

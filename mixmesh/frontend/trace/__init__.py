@@ -13,6 +13,7 @@ from torch import nn
 
 from ...errors import InputError, TraceError
 from ...lang.ir import BATCH_NORMS, Graph, Node, Returned
+from ...lang.ir.graph import begins_gradient
 from ...lang.ir.local_norms import EXACT, LOCAL
 from ...lang.rules import RULES
 from .attention import ATTENTION_RULES
@@ -229,7 +230,7 @@ def check_trainable(graph: Graph) -> None:
 
 def _warnings(graph: Graph) -> Iterator[str]:
     flowing = graph.requires_grad
-    trainable = [n for n in graph.params if dict(n.kwargs).get("trainable", True)]
+    trainable = [n for n in graph.params if begins_gradient(n)]
     unused = [str(n.args[0]) for n in trainable if n.result not in flowing]
     if len(unused) > MANY:
         first = ", ".join(unused[:MANY])

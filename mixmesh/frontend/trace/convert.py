@@ -99,14 +99,12 @@ class _Converter:
     def graph(self, name: str) -> Graph:
         specs = iter(self.program.graph_signature.input_specs)
         loss = ""
-        for node in self.program.graph.nodes:
+        for node in (n for n in self.program.graph.nodes if n not in self.checks):
             match node.op:
                 case "placeholder":
                     self.leaf(node, next(specs))
-                case "call_function" if node not in self.checks:
-                    self.call(node)
                 case "call_function":
-                    pass
+                    self.call(node)
                 case "output":
                     loss = self.outputs(node)
                 case _:

@@ -7,9 +7,9 @@ from dataclasses import asdict
 
 import torch
 
+from ...base.units import ranks_text
 from ...errors import CollectiveError
 from ...runtime.accelerator import device_count, is_accelerator, reaches, synchronize
-from ...runtime.agreement import ranks_text
 from .cards import Card, card_of
 from .ground import Ground, Note
 

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...base.units import size_text
+from ...base.units import ranks_text, size_text
 from ...cluster.detection.inventory import FoundDevice, inventory_of, read_device
 from ...cluster.detection.links import machine_pairs
 from ...errors import CollectiveError, InputError, MixmeshError
 from ...runtime.accelerator import HOST_BACKEND
-from ...runtime.agreement import by_value, difference, outliers, ranks_text
+from ...runtime.agreement import by_value, difference, outliers
 from ...runtime.comm import leave
 from ...runtime.launch_store import own_connection
 from ...runtime.processes import process_place

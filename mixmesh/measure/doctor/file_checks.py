@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from ...base.units import GIB, size_text
+from ...base.units import GIB, ranks_text, size_text
 from ...cluster import Cluster
 from ...cluster.detection.inventory import Inventory
 from ...errors import InputError, PlanError
@@ -17,7 +17,7 @@ from ...lang.ir import print_program
 from ...lang.plan_devices import PlannedDevice, planned_devices
 from ...lang.plan_file import Plan, digest
 from ...runtime import devices
-from ...runtime.agreement import difference, outliers, ranks_text
+from ...runtime.agreement import difference, outliers
 from .ground import Ground
 
 # share of a processor's memory that its kernel keeps, and of a card's that its driver keeps: both report less

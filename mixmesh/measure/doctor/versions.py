@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from ...base.files import PACKAGE
+from ...base.units import ranks_text
 from ...errors import PlanError
 from ...runtime.accelerator import backend_version, is_accelerator
-from ...runtime.agreement import by_value, outliers, ranks_text
+from ...runtime.agreement import by_value, outliers
 from ...runtime.versions import package_version, python_version
 from .cards import driver_version
 from .ground import Ground

@@ -25,6 +25,7 @@ from ...frontend.trace.outputs import first_part
 from ...frontend.trace.reads import Constant, Number, Reads, reads_of
 from ...frontend.trace.shapes import passes_for
 from ...lang.ir import Graph, Program, batch_norm_of, outputs_of
+from ...lang.ir.graph import begins_gradient
 from ...lang.ir.recompute import buffers_kept_for_backward
 from ...lang.plan_file import Plan, accumulates
 from ..accelerator import HOST_BACKEND, PRETENDED_BACKEND, is_accelerator, is_on_device
@@ -277,7 +278,7 @@ class Forms:
                     "plan with a batch, numbers and modes for which all of them learn",
                 ),
             )
-        trainable = {str(n.args[0]) for n in graph.params if dict(n.kwargs).get("trainable", True)}
+        trainable = {str(n.args[0]) for n in graph.params if begins_gradient(n)}
         if lost := sorted((before - now) & trainable):
             warn_once(
                 f"{lost[0]} gets zeros in this call, as the planned one has a gradient of it: momentum and "
