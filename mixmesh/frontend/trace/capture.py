@@ -35,7 +35,7 @@ from .functions import exact_functions
 from .generators import drawn_by_torch_alone
 from .hooks import hooks_traced
 from .inner_gradients import no_inner_gradients
-from .instance_norms import updates_written_out
+from .instance_norms import UpdatesWrittenOut
 from .leaves import check_leaf, describe_argument, instead_of
 from .locate import place_of_error, place_of_function, whole_stacks
 from .loops import experts_in_groups
@@ -313,7 +313,7 @@ def _export(wrapper: nn.Module, tensors: tuple[torch.Tensor, ...]) -> ExportedPr
 @contextmanager
 def _as_it_is_traced() -> Iterator[None]:
     with (
-        fixed_shapes(), exact_functions(), moves_in_place(), means_over_batches(), updates_written_out(),
+        fixed_shapes(), exact_functions(), moves_in_place(), means_over_batches(), UpdatesWrittenOut(),
         whole_stacks(),
         regions_kept(), experts_in_groups(), masks_as_given(), synced_norms_as_plain(),
         no_autocast(), no_grad_within_autocast(), LossesWithoutChecks(), no_inner_gradients(),

@@ -6,34 +6,34 @@ whole loses the update. Here it is written out, with means over the samples that
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
-from ...base.patch import patched
+ARGUMENTS: dict[Callable, str] = {
+    torch.instance_norm: (
+        "input weight bias running_mean running_var use_input_stats momentum eps cudnn_enabled"
+    ),
+    F.instance_norm: "input running_mean running_var weight bias use_input_stats momentum eps",
+}
+DEFAULTS = {"running_mean": None, "running_var": None, "use_input_stats": True, "momentum": 0.1}
 
 
-def updates_written_out() -> AbstractContextManager[None]:
-    """Within it every update of running statistics is exported."""
-    original = torch.instance_norm
+class UpdatesWrittenOut(TorchFunctionMode):
+    """A context in which every update of running statistics is exported, whichever way the model reached the
+    functions in ``ARGUMENTS``."""
 
-    def instance_norm(
-        input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        *rest: Any,
-        **named: Any,
-    ) -> Tensor:
-        options = dict(zip(("use_input_stats", "momentum", "eps", "cudnn_enabled"), rest)) | named
-        if options["use_input_stats"] and running_mean is not None and running_var is not None:
-            values = input.detach().to(running_mean.dtype).flatten(2)
-            for old, new in ((running_mean, values.mean(2)), (running_var, values.var(2))):
-                old.copy_(old * (1 - options["momentum"]) + new.mean(0) * options["momentum"])
-            running_mean = running_var = None
-        return original(input, weight, bias, running_mean, running_var, **options)
-
-    return patched(torch, "instance_norm", instance_norm)
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        if func not in ARGUMENTS:
+            return func(*args, **(kwargs or {}))
+        call = DEFAULTS | dict(zip(ARGUMENTS[func].split(), args)) | (kwargs or {})
+        mean, var = call["running_mean"], call["running_var"]
+        if call["use_input_stats"] and mean is not None and var is not None:
+            values = call["input"].detach().to(mean.dtype).flatten(2)
+            for old, new in ((mean, values.mean(2)), (var, values.var(2))):
+                old.copy_(old * (1 - call["momentum"]) + new.mean(0) * call["momentum"])
+            call |= {"running_mean": None, "running_var": None}
+        return func(**call)
