@@ -7,12 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import instance_norm, nn
+from torch.export import exported_program
 
 from benchmarks import coverage
 from mixmesh.api import plan_traced
 from mixmesh.cluster import Cluster
 from mixmesh.errors import TraceError
-from mixmesh.frontend.trace import rewrite, trace
+from mixmesh.frontend.trace import decompositions, rewrite, trace
 from mixmesh.frontend.trace.draws import DRAW_RULES
 from mixmesh.lang.ir import Graph, Node, Ref, ValueType
 from mixmesh.lang.ir.samples import draws_numbers
@@ -245,6 +246,25 @@ def test_equals_one_device(name):
         assert unsupported_ops(plan.program) == ()
         report = verify(model, batch, plan, traced=traced)
         assert report.ok, f"{planner}: {report}"
+
+
+@pytest.mark.parametrize("name", ["composite operators", "distances", "running statistics of instance norm"])
+def test_only_composites_of_the_program_are_marked(name, monkeypatch):
+    """The graph is that of a trace which marks all composites of PyTorch."""
+    num_marked: list[int] = []
+    mark = exported_program._override_composite_implicit_decomp
+
+    def count(composites):
+        num_marked.append(len(composites))
+        return mark(composites)
+
+    monkeypatch.setattr(exported_program, "_override_composite_implicit_decomp", count)
+    model, batch = MODELS[name]()
+    graph = trace(model, batch).graph
+    assert max(num_marked) < 40
+    monkeypatch.setattr(decompositions, "COLLECT", "a name of another version")
+    assert str(trace(model, batch).graph) == str(graph)
+    assert max(num_marked) > 400
 
 
 def noisy(m, x, labels):

@@ -26,16 +26,15 @@ from .autocast import Autocast, no_autocast, under
 from .averages import means_over_batches
 from .branches import past_checks
 from .causal_masks import masks_as_given
-from .checked_losses import LossesWithoutChecks
 from .checkpoints import regions_kept
 from .composites import with_known_operators
 from .copies import take_attributes
+from .decompositions import decomposed
 from .fakes import fixed_shapes
 from .functions import exact_functions
 from .generators import drawn_by_torch_alone
 from .hooks import hooks_traced
 from .inner_gradients import no_inner_gradients
-from .instance_norms import UpdatesWrittenOut
 from .leaves import check_leaf, describe_argument, instead_of
 from .locate import place_of_error, place_of_function, whole_stacks
 from .loops import experts_in_groups
@@ -43,6 +42,7 @@ from .moves import moves_in_place
 from .outputs import named_tensors, names_of_all, selected
 from .reads import reading, reads_of
 from .regions import inline_regions, no_grad_within_autocast
+from .replaced_functions import ReplacedFunctions
 from .selections import targets_by_sample
 from .stand_ins import lost_constant, meta_on_device
 from .stopped_writes import check_stopped_writes
@@ -291,7 +291,7 @@ def capture(
             inline_regions(program.graph_module)
             check_stopped_writes(program.graph_module)
             targets_by_sample(program.graph_module)
-            program = with_known_operators(program.run_decompositions({}), known)
+            program = with_known_operators(decomposed(program, {}), known)
     except Exception as error:
         raise explain(error, model) from error
     return Capture(
@@ -313,10 +313,10 @@ def _export(wrapper: nn.Module, tensors: tuple[torch.Tensor, ...]) -> ExportedPr
 @contextmanager
 def _as_it_is_traced() -> Iterator[None]:
     with (
-        fixed_shapes(), exact_functions(), moves_in_place(), means_over_batches(), UpdatesWrittenOut(),
+        fixed_shapes(), exact_functions(), moves_in_place(), means_over_batches(),
         whole_stacks(),
         regions_kept(), experts_in_groups(), masks_as_given(), synced_norms_as_plain(),
-        no_autocast(), no_grad_within_autocast(), LossesWithoutChecks(), no_inner_gradients(),
+        no_autocast(), no_grad_within_autocast(), ReplacedFunctions(), no_inner_gradients(),
     ):  # fmt: skip
         yield
 

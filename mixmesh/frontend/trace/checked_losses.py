@@ -8,13 +8,10 @@ gives NaN instead of the error: a rank cannot raise an error alone, but all rank
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 
 def gaussian_nll_loss(
@@ -46,13 +43,3 @@ def gaussian_nll_loss(
     if reduction == "none":
         return loss
     return loss.mean() if reduction == "mean" else loss.sum()
-
-
-STAND_INS: dict[Callable, Callable] = {F.gaussian_nll_loss: gaussian_nll_loss}
-
-
-class LossesWithoutChecks(TorchFunctionMode):
-    """A context in which the functions in ``STAND_INS`` are replaced."""
-
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        return STAND_INS.get(func, func)(*args, **(kwargs or {}))

@@ -8,6 +8,7 @@ from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.export.exported_program import _get_decomp_for_cia
 
+from .decompositions import decomposed
 from .schema import op_name
 
 MAX_ROUNDS = 4  # composites may consist of composites
@@ -26,7 +27,7 @@ def with_known_operators(program: ExportedProgram, known: Container[str]) -> Exp
             break
         for op, written in table.items():
             try:
-                program = program.run_decompositions({op: written})
+                program = decomposed(program, {op: written})
             except Exception:
                 refused.add(op)
     return program

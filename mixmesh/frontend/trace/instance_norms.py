@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
 
 ARGUMENTS: dict[Callable, str] = {
     torch.instance_norm: (
@@ -22,18 +21,20 @@ ARGUMENTS: dict[Callable, str] = {
 DEFAULTS = {"running_mean": None, "running_var": None, "use_input_stats": True, "momentum": 0.1}
 
 
-class UpdatesWrittenOut(TorchFunctionMode):
-    """A context in which every update of running statistics is exported, whichever way the model reached the
-    functions in ``ARGUMENTS``."""
+def _with_updates(function: Callable) -> Callable:
+    """``function`` with its update of running statistics written out."""
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        if func not in ARGUMENTS:
-            return func(*args, **(kwargs or {}))
-        call = DEFAULTS | dict(zip(ARGUMENTS[func].split(), args)) | (kwargs or {})
+    def instance_norm(*args: Any, **kwargs: Any) -> Any:
+        call = DEFAULTS | dict(zip(ARGUMENTS[function].split(), args)) | kwargs
         mean, var = call["running_mean"], call["running_var"]
         if call["use_input_stats"] and mean is not None and var is not None:
             values = call["input"].detach().to(mean.dtype).flatten(2)
             for old, new in ((mean, values.mean(2)), (var, values.var(2))):
                 old.copy_(old * (1 - call["momentum"]) + new.mean(0) * call["momentum"])
             call |= {"running_mean": None, "running_var": None}
-        return func(**call)
+        return function(**call)
+
+    return instance_norm
+
+
+STAND_INS = {function: _with_updates(function) for function in ARGUMENTS}

@@ -25,8 +25,8 @@ _OURS = str(PACKAGE) + os.sep
 _WITHIN = tuple(
     os.path.join(_OURS, "frontend", "trace", name)
     for name in (
-        "averages.py", "branches.py", "checked_losses.py", "checkpoints.py", "functions.py", "hooks.py",
-        "moves.py", "reads.py",
+        "averages.py", "branches.py", "checked_losses.py", "checkpoints.py", "functions.py",
+        "hooks.py", "instance_norms.py", "moves.py", "reads.py", "replaced_functions.py",
     )
 )  # fmt: skip
 _STDLIB = os.path.abspath(sysconfig.get_paths()["stdlib"]) + os.sep
