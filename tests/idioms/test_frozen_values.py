@@ -502,6 +502,38 @@ def test_draws_from_other_generators_are_refused(draw, name):
     assert "torch.rand" in str(caught.value)
 
 
+def sown(seed, draw):
+    class Sown(Net):
+        def forward(self, x, y):
+            seed(7)
+            return F.cross_entropy(super().forward(x) * draw(), y)
+
+    return Sown()
+
+
+SEEDED = [(random, random.random, "random"), (np.random, np.random.rand, "numpy.random")]
+
+
+@pytest.mark.parametrize("module, draw, name", SEEDED)
+def test_draws_after_the_model_s_own_seed_are_the_same_in_every_step(module, draw, name):
+    for _ in range(2):  # a trace leaves the generators as they were
+        states = random.getstate(), np.random.get_state()[1].tolist()
+        traced = trace(sown(lambda n: module.seed(n), draw), batches()[0])
+        assert states == (random.getstate(), np.random.get_state()[1].tolist())
+        assert f"the forward pass seeds {name}:" in str(traced.warnings)
+    module.seed(7)
+    assert draw() in [arg for node in traced.graph.nodes for arg in node.args]
+
+
+@pytest.mark.parametrize("module, draw, name", SEEDED)
+def test_draws_that_are_not_known_to_be_seeded_are_refused(module, draw, name):
+    """By each trace, though the state of the generator is the same after it."""
+    for sowing in (module.seed, lambda n: module.seed(), lambda n: (draw(), module.seed(n))):
+        for _ in range(2):
+            with pytest.raises(TraceError, match=f"draws from {name}:"):
+                trace(sown(sowing, draw), batches()[0])
+
+
 @pytest.mark.parametrize("draw", [random.Random(0).random, np.random.default_rng(0).random])
 def test_draws_from_generators_of_the_model_s_own_are_refused(draw):
     class Drawn(Net):

@@ -32,7 +32,7 @@ from .copies import take_attributes
 from .decompositions import decomposed
 from .fakes import fixed_shapes
 from .functions import exact_functions
-from .generators import drawn_by_torch_alone
+from .generators import Draws
 from .hooks import hooks_traced
 from .inner_gradients import no_inner_gradients
 from .leaves import check_leaf, describe_argument, instead_of
@@ -175,13 +175,13 @@ class LossAndOutputs(nn.Module):
         self._batch = batch
         self._request = request
         self.seen = SeenOutput()
-        self.attributes, self.reads = Attributes(model), reads_of(model)
+        self.attributes, self.reads, self.draws = Attributes(model), reads_of(model), Draws(model)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         source = self._request.loss
         reads = reading(self.model, self.reads)
         context = under(self._request.autocast)
-        with context, self.attributes.watched(), reads, drawn_by_torch_alone(self.model):
+        with context, self.attributes.watched(), reads, self.draws.by_torch_alone():
             output = self._batch.call(self.model, tensors)
         where = str(place_of_function(type(self.model).forward))
         loss = loss_of(output)
@@ -301,7 +301,7 @@ def capture(
         flat.arguments,
         wrapper.seen.outputs,
         wrapper.seen.returned,
-        tuple(warnings_of(wrapper.attributes.replaced)),
+        (*warnings_of(wrapper.attributes.replaced), *wrapper.draws.warnings),
     )
 
 

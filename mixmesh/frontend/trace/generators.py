@@ -4,17 +4,20 @@ on one device they come from the script's generator."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...base.patch import patched
 from ...errors import TraceError
 from ...lang.ir.samples import draws_numbers
-from .own_generators import OF_PROCESS, generators_in, marks_of
+from .own_generators import OF_PROCESS, generators_in, marks_of, set_states, states_of
 
 
 class NoDraws(TorchDispatchMode):
@@ -37,26 +40,69 @@ class NoDraws(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextmanager
-def drawn_by_torch_alone(model: nn.Module) -> Iterator[None]:
-    """A context for a forward pass of ``model``. Raises TraceError afterwards if it has drawn from the
-    generators of Python or NumPy, whether the process's or the script's own."""
-    own = [each for each in generators_in(model) if not isinstance(each, torch.Generator)]
-    names = ("random", "numpy.random", *(f"a generator of its own ({type(each).__name__})" for each in own))
+class Draws:
+    """The draws of a model's forward pass from the generators of Python and NumPy, whether the process's or
+    the script's own. ``warnings`` names those of the process that the pass seeds before it draws."""
 
-    def marks() -> list[str]:
-        return [marks_of([each]) for each in (*OF_PROCESS, *own)]
+    def __init__(self, model: nn.Module) -> None:
+        own = [each for each in generators_in(model) if not isinstance(each, torch.Generator)]
+        names = [f"a generator of its own ({type(each).__name__})" for each in own]
+        self._generators = [*OF_PROCESS, *own]
+        self._names = ["random", "numpy.random", *names]
+        self._seeded: set[str] = set()
 
-    before = marks()
-    yield
-    for name, was, now in zip(names, before, marks()):
-        if was != now:
-            raise TraceError(
-                f"the forward pass draws from {name}: every step would have the numbers of the first",
-                expected="random numbers of torch, which are operators of the program",
-                got=f"a draw from {name}",
-                hint=(
-                    "torch.rand(()) < p with torch.where, in place of random.random() < p",
-                    "numbers that are drawn in the loop, and passed to the model as a tensor of the batch",
-                ),
-            )
+    @property
+    def warnings(self) -> list[str]:
+        return [
+            f"the forward pass seeds {name}: a program keeps the numbers that it draws then, which are the "
+            f"same in every step, but seeds nothing; the script's own draws from {name} differ from those of "
+            "one device"
+            for name in sorted(self._seeded)
+        ]
+
+    @contextmanager
+    def by_torch_alone(self) -> Iterator[None]:
+        """A context for the forward pass. Raises TraceError afterwards if it has drawn, unless from a
+        generator of the process that it had seeded."""
+        states = states_of(OF_PROCESS)
+        for generator in OF_PROCESS:
+            generator.seed()  # at random, so that any state which the pass sets is another
+        before = self._marks()
+        try:
+            with self._seeding(random, 0, before), self._seeding(np.random, 1, before):
+                yield
+            after = self._marks()
+        finally:
+            set_states(OF_PROCESS, states)
+        for name, was, now in zip(self._names, before, after):
+            if was != now and name not in self._seeded:
+                raise _refusal(name)
+
+    def _marks(self) -> list[str]:
+        return [marks_of([each]) for each in self._generators]
+
+    def _seeding(self, module: Any, number: int, before: list[str]) -> AbstractContextManager[None]:
+        """A context in which the seeding of a generator of the process by a number is noted, if nothing was
+        drawn from it before."""
+        seed_generator, name = module.seed, self._names[number]
+
+        def seed(*args: Any, **kwargs: Any) -> None:
+            if not (args or kwargs) or None in (*args, *kwargs.values()):
+                self._seeded.discard(name)
+            elif self._marks()[number] == before[number]:
+                self._seeded.add(name)
+            seed_generator(*args, **kwargs)
+
+        return patched(module, "seed", seed)
+
+
+def _refusal(name: str) -> TraceError:
+    return TraceError(
+        f"the forward pass draws from {name}: every step would have the numbers of the first",
+        expected="random numbers of torch, which are operators of the program",
+        got=f"a draw from {name}",
+        hint=(
+            "torch.rand(()) < p with torch.where, in place of random.random() < p",
+            "numbers that are drawn in the loop, and passed to the model as a tensor of the batch",
+        ),
+    )
