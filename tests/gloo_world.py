@@ -46,6 +46,7 @@ def _worker(
     rank: int, world_size: int, port: int, checks: dict, make_comm, folder: str, environment: dict
 ) -> None:
     torch.set_num_threads(1)
+    mp.set_start_method("fork", force=True)  # of a loader's workers, as in a script of one's own
     os.environ.update(environment)  # the server that this was forked from may be older
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)

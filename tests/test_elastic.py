@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from elastic_job import BATCH, SAMPLES
 from fuzz.ports import free_port
+from warm_python import python
 
 from mixmesh import checkpoint
 from mixmesh.base.run_log import FAULT, RUN_LOG, STOP, read_log
@@ -52,7 +53,9 @@ class Agent:
             "CUDA_VISIBLE_DEVICES": "", "MIXMESH_CACHE": str(folder / "cache"),
             "ELASTIC_FOLDER": str(folder), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0",
         }  # fmt: skip
-        if nodes != "1":
+        if nodes == "1":
+            environment["PYTHON_EXEC"] = python()  # of ranks
+        else:
             environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         conf = f"{QUICK},is_host={int(is_host)}"
         command = (
@@ -294,7 +297,7 @@ def test_ctrl_c_without_checkpoints_ends_all_ranks(tmp_path):
         with open(tmp_path / f"rank{rank}.txt", "w") as output:
             ranks.append(
                 subprocess.Popen(
-                    [sys.executable, *command.split()], env=environment, stdout=output, stderr=output,
+                    [python(), *command.split()], env=environment, stdout=output, stderr=output,
                     # what runs in the background of a shell ignores it, and so would its children
                     preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
                 )
