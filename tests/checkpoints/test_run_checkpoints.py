@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from test_plans import file_limit
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from warm_python import python
 
 import mixmesh
 from mixmesh import checkpoint
@@ -81,13 +82,13 @@ def job(tmp_path_factory) -> Path:
 class Run:
     """Two ranks that train; ``end`` waits for them."""
 
-    def __init__(self, job: Path, folder: Path, arguments: str, **environment: str):
+    def __init__(self, job: Path, folder: Path, arguments: str, program: str = "", **environment: str):
         common = {
             **os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2",
             "MASTER_PORT": str(free_port()), "PYTHONUNBUFFERED": "1", **environment,
         }  # fmt: skip
         command = [
-            sys.executable, "-m", "mixmesh", "run", str(job / "job.py"), "--plan", str(job / "x.plan"),
+            program or python(), "-m", "mixmesh", "run", str(job / "job.py"), "--plan", str(job / "x.plan"),
             "--checkpoint", str(folder), "--json", *arguments.split(),
         ]  # fmt: skip
         self.ranks = [
@@ -130,7 +131,8 @@ def test_a_run_that_ends_in_any_way_goes_on_to_the_last_digit(job, tmp_path):
     dropout and data in random order."""
     stopped, ended = tmp_path / "stopped", tmp_path / "ended"
     stops = Run(job, stopped, f"--epochs 1000 --every 30 --save {tmp_path / 'w.pt'}", STEP_S="0.01")
-    ends = Run(job, ended, "--epochs 1000 --every 1 --keep 2", STEP_S="0.02")
+    # whose ranks get SIGSTOP, which a forked one would not
+    ends = Run(job, ended, "--epochs 1000 --every 1 --keep 2", program=sys.executable, STEP_S="0.02")
     wait_for(ended, 2)
     ends.ranks[0].send_signal(signal.SIGSTOP)  # so that rank 1 waits in a collective
     ends.ranks[1].send_signal(signal.SIGINT)

@@ -26,7 +26,7 @@ from .steps import Steps
 START_S = 300.0
 PRELOADED = (
     "torch", "torch._dynamo", "pytest", "mixmesh.planner", "mixmesh.runtime.parallel",
-    "mixmesh.training.preparation.start", "torch.distributed.checkpoint", "tests.warm",
+    "mixmesh.training.preparation.start", "torch.distributed.checkpoint", "transformers", "tests.warm",
 )  # fmt: skip
 STARTS = 3  # that are tried: a machine with much else to do is no reason to end an hour of cases
 COLLECTIVE_S = 30.0  # what a collective may take; a case that takes longer than twice that hangs
