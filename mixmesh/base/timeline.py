@@ -120,6 +120,16 @@ def parameters_name(params: Sequence[str]) -> str:
     return PARAMETERS + bucket_name(params).removeprefix(BUCKET)
 
 
+def is_gradient_sum(name: str) -> bool:
+    """Whether ``name`` was made by ``bucket_name``."""
+    return name.startswith(BUCKET)
+
+
+def is_parameter_gather(name: str) -> bool:
+    """Whether ``name`` was made by ``parameters_name``."""
+    return name.startswith(PARAMETERS)
+
+
 # --- the Chrome trace format, which ui.perfetto.dev and chrome://tracing read ---------------------------
 
 
@@ -268,7 +278,7 @@ def _process_groups(timeline: Timeline) -> dict[str, tuple]:
         if e.stream == "communication":
             ranks[e.name].add(e.rank)
     return {
-        name: (name.startswith((BUCKET, PARAMETERS)), tuple(sorted(members)))
+        name: (is_gradient_sum(name) or is_parameter_gather(name), tuple(sorted(members)))
         for name, members in ranks.items()
     }
 

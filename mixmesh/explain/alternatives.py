@@ -9,7 +9,7 @@ from ..cluster import Cluster
 from ..cost import CostModel, Profile
 from ..lang.check import check_plan
 from ..lang.ir import Instruction, Program
-from ..lang.plan_file import Plan
+from ..lang.plan_file import Plan, uses_profile
 from ..passes.factors import best_factors
 from .changes import collectives_between, num_differing
 from .explanation import SAME, Alternative, Explanation
@@ -153,7 +153,7 @@ def _uses(program: Program, name: str) -> Iterable[Instruction]:
 def _notes(plan: Plan, question: Question, profile: Profile | None) -> Iterator[str]:
     planned, view = question.planned.step_s, question.view
     if abs(planned - plan.predicted_step_s) > 0.01 * plan.predicted_step_s:
-        if plan.cost_source.startswith("profile") and profile is None:
+        if uses_profile(plan.cost_source) and profile is None:
             yield "the plan was made with measured costs, these are estimates: add --profile P.json"
         else:
             yield f"the plan's own prediction is another, {seconds_text(plan.predicted_step_s)}"

@@ -269,9 +269,14 @@ def _toml(value: object) -> str:
     )  # the one character that JSON allows and TOML does not
 
 
+def uses_profile(cost_source: str) -> bool:
+    """Whether the text ``cost_source`` means that costs rest on a profile, if only of some devices."""
+    return cost_source.startswith("profile")
+
+
 def is_measured(cost_source: str) -> bool:
     """Whether the text ``cost_source`` means that costs rest on a profile of all devices."""
-    return cost_source.startswith("profile") and not re.search("roofline|calibration", cost_source)
+    return uses_profile(cost_source) and not re.search("roofline|calibration", cost_source)
 
 
 def digest(text: str) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ...base.timeline import BUCKET, PARAMETERS, STREAMS, Event, Timeline
+from ...base.timeline import STREAMS, Event, Timeline, is_gradient_sum, is_parameter_gather
 from ...lang.ir import Program
 
 COMPUTE, COMMUNICATION = STREAMS
@@ -30,9 +30,9 @@ def kinds_of(program: Program) -> KindOf:
             if event.name == "optimizer":
                 return OPTIMIZER
             return AGAIN if suffix == "again" else COMPUTES
-        if event.name.startswith(BUCKET) or (base in moved and suffix == "grad"):
+        if is_gradient_sum(event.name) or (base in moved and suffix == "grad"):
             return GRADIENTS
-        return GATHERS if event.name.startswith(PARAMETERS) or base in moved else EXCHANGES
+        return GATHERS if is_parameter_gather(event.name) or base in moved else EXCHANGES
 
     return kind_of
 
