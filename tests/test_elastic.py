@@ -53,9 +53,7 @@ class Agent:
             "CUDA_VISIBLE_DEVICES": "", "MIXMESH_CACHE": str(folder / "cache"),
             "ELASTIC_FOLDER": str(folder), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0",
         }  # fmt: skip
-        if nodes == "1":
-            environment["PYTHON_EXEC"] = python()  # of ranks
-        else:
+        if nodes != "1":
             environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         conf = f"{QUICK},is_host={int(is_host)}"
         command = (
@@ -266,6 +264,7 @@ def test_where_nothing_fits_all_end_and_the_checkpoint_stays(agents, tmp_path, m
     """The devices that a restart finds are too small: it says so, and the checkpoint is there for larger
     ones."""
     monkeypatch.setenv("ELASTIC_SAMPLE_S", "0.02")
+    monkeypatch.setenv("PYTHON_EXEC", python())  # of ranks
     agent = agents("1", 2, "--every 5 --epochs 6 --heartbeat 2", restarts=1)
     read = agent.wait_for("step 12 ")
     (tmp_path / "little-memory").touch()
