@@ -123,7 +123,26 @@ def endless(batches: Iterable | None, batch: Any, epochs: int | None = None) -> 
         return itertools.repeat(batch, *times)
     if iter(batches) is batches:
         return iter(batches)  # an iterator runs once
-    return itertools.chain.from_iterable(itertools.repeat(batches, *times))
+    return Passes(itertools.repeat(batches, *times))
+
+
+class Passes(Iterator[Any]):
+    """The batches of one pass over data after the other. Two passes in a row without a batch are the end: one
+    may be the rest of an epoch that was read before, but data that gives no more would be asked forever. A
+    class, as a generator's frame would keep each batch alive."""
+
+    def __init__(self, passes: Iterable[Iterable]) -> None:
+        self._passes = iter(passes)
+        self._current: Iterator[Any] = iter(())
+
+    def __next__(self) -> Any:
+        for batch in self._current:
+            return batch
+        for _ in range(2):
+            self._current = iter(next(self._passes))
+            for batch in self._current:
+                return batch
+        raise StopIteration
 
 
 def next_batch(batches: Iterator[Any], comm: Comm) -> Any:

@@ -19,7 +19,7 @@ import mixmesh
 from mixmesh.cluster import Cluster
 from mixmesh.errors import InputError
 from mixmesh.runtime.saving import check_file, save_weights
-from mixmesh.runtime.train import endless
+from mixmesh.runtime.train import Passes, endless
 
 JOB = """
 import os, torch, mixmesh
@@ -114,6 +114,26 @@ def test_an_epoch_is_all_of_the_data_once():
     assert list(endless([1, 2], None, 2)) == [1, 2, 1, 2]
     assert list(endless(iter([1, 2]), None, 2)) == [1, 2]
     assert list(endless(None, 3, 2)) == [3, 3]
+
+
+class Once:
+    """Data that gives its batches in its first pass only, as an open file does."""
+
+    def __init__(self, batches: list) -> None:
+        self._left = iter(batches)
+
+    def __iter__(self):
+        return self._left
+
+
+@pytest.mark.parametrize("epochs", [None, 10**9])
+def test_data_that_gives_no_more_batches_ends_the_training(epochs):
+    assert list(endless([], None, epochs)) == []
+    assert list(endless(Once([1, 2]), None, epochs)) == [1, 2]
+
+
+def test_a_pass_may_be_the_rest_of_an_epoch_that_was_read():
+    assert list(Passes([[], [1, 2], [], [3], [], [], [4]])) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("name", ["w.safetensors", "w.pt"])
