@@ -98,6 +98,13 @@ def run(
 ) -> None:
     """Train a job: one process per device, under torchrun or inside the testbed. Without --plan the start
     detects the cluster, profiles and plans the job, and keeps what it found for the next start."""
+    if plan is None and profile is not None:
+        raise InputError(
+            "a start without a plan measures its own profile",
+            expected="--profile beside --plan",
+            got=f"--profile {profile}",
+            hint=f"mixmesh plan {job} --cluster C.toml --profile {profile} --out X.plan",
+        )
     if save is not None:
         check_weights_file(save, timeout_s)
     check_targets(log, tensorboard, timeout_s)

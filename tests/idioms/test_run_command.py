@@ -148,6 +148,12 @@ def test_weights_are_written_for_a_single_device(tmp_path, name):
     assert [p.name for p in tmp_path.iterdir()] == [name]
 
 
+@pytest.mark.parametrize("name", ["w.safetensors", "w.pt"])
+def test_weights_that_cannot_be_written_are_one_error(tmp_path, name):
+    with pytest.raises(InputError, match="the weights could not be written"):
+        save_weights(nn.Linear(3, 3).state_dict(), tmp_path / "gone" / name)
+
+
 @pytest.mark.parametrize("name", ["w.safetensor", "nowhere/w.pt", "folder.pt"])
 def test_files_that_cannot_be_written_are_refused_first(tmp_path, name):
     (tmp_path / "folder.pt").mkdir()
