@@ -109,9 +109,7 @@ class _Log:
         try:
             self._file.write(line.encode())
         except OSError as error:
-            tell(
-                f"warning: {self._path} is not written any more: {error.strerror}; the training goes on without it"
-            )
+            tell(f"warning: {self._path} is not written any more: {error.strerror}")
             self._file.close()
 
 
