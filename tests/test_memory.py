@@ -293,3 +293,13 @@ def test_the_largest_weight_need_not_fit_twice_before_the_first_step():
     four = Cluster.parse(f"[network]\nbandwidth_gbit_per_s = 10\n{machines}")
     plan = make_plan(trace(model, batch), four, planner="tensor-parallel")
     assert max(plan.predicted_peak_memory_bytes) < 7 * 2**30
+
+
+def test_a_device_too_small_for_taking_no_part_is_named():
+    """It has room for its process, and not for the initial values that every rank is sent."""
+    large = '{ name = "large", tflop_per_s = 9, memory_gib = 16, memory_gbyte_per_s = 99 }'
+    small = '{ name = "small", tflop_per_s = 1, memory_gib = 0.83, memory_gbyte_per_s = 99 }'
+    two = Cluster.parse(f"[[machine]]\ndevices = [{large}, {small}]\n")
+    with pytest.raises(Infeasible) as caught:
+        make_plan(graph(GRAPHS["mlp"], 64), two, planner="single")
+    assert "a cluster file without rank 1, which takes no part" in caught.value.hint[0], caught.value
