@@ -17,9 +17,9 @@ from warm_python import python
 
 import mixmesh
 from mixmesh.cluster import Cluster
-from mixmesh.errors import InputError
+from mixmesh.errors import InputError, JobError
 from mixmesh.runtime.saving import check_file, save_weights
-from mixmesh.runtime.train import Passes, endless
+from mixmesh.runtime.train import Passes, endless, optimizer_of, scheduler_of
 
 JOB = """
 import os, torch, mixmesh
@@ -114,6 +114,30 @@ def test_an_epoch_is_all_of_the_data_once():
     assert list(endless([1, 2], None, 2)) == [1, 2, 1, 2]
     assert list(endless(iter([1, 2]), None, 2)) == [1, 2]
     assert list(endless(None, 3, 2)) == [3, 3]
+
+
+def no_scheduler(optimizer):
+    return None
+
+
+def short_scheduler(optimizer):
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=1)
+
+
+def test_errors_of_a_jobs_own_functions_are_told_as_its_own():
+    job = mixmesh.Job(nn.Linear(2, 2), (), optimizer=lambda p: torch.optim.SGD(p, lr=-1))
+    with pytest.raises(JobError, match="the job's optimizer raised ValueError: Invalid learning rate"):
+        optimizer_of(job)
+    with pytest.raises(JobError, match="the job's optimizer function returns None"):
+        optimizer_of(mixmesh.Job(job.model, (), optimizer=lambda p: None))
+    optimizer = torch.optim.SGD(job.model.parameters(), lr=0.1)
+    with pytest.raises(JobError, match="the job's scheduler function returns no scheduler"):
+        scheduler_of(mixmesh.Job(job.model, (), scheduler=no_scheduler), optimizer)
+    _, step = scheduler_of(mixmesh.Job(job.model, (), scheduler=short_scheduler), optimizer)
+    optimizer.step()
+    step()
+    with pytest.raises(JobError, match="the job's scheduler raised ValueError: Tried to step 2 times"):
+        step()
 
 
 class Once:
