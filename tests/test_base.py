@@ -78,3 +78,16 @@ def test_no_text_for_people_has_an_exponent():
         "0.0000434",
         "1.5",
     ]
+
+
+def test_links_and_devices_stay(tmp_path):
+    file, link, pipe = tmp_path / "file", tmp_path / "link", tmp_path / "pipe"
+    write_text(file, "before")
+    link.symlink_to(file)
+    write_text(link, "after")
+    assert link.is_symlink() and file.read_text() == "after"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_text(pipe, "through")
+    assert os.read(reader, 99) == b"through" and pipe.is_fifo()
+    os.close(reader)

@@ -286,6 +286,11 @@ def test_a_profile_that_is_none(run, tmp_path, two):
     assert status == 2 and "this is not a profile" in err
 
 
+def test_a_run_does_not_ignore_a_profile(run, tmp_path):
+    status, _, err = run("run", write_job(tmp_path), "--profile", "p.json")
+    assert status == 2 and "expected --profile beside --plan" in err
+
+
 def test_a_plan_that_cannot_be_written(run, tmp_path, two):
     out = tmp_path / "nowhere" / "x.plan"
     arguments = ("plan", write_job(tmp_path), "--cluster", two, "--planner", "single", "--out", str(out))

@@ -47,6 +47,14 @@ def test_lags_of_ranks(capsys):
     assert lag_text([0.1] * 8 + [0.15]) == "rank 8 lags 50 ms"
 
 
+def test_a_full_disk_ends_the_log_and_not_the_training(capsys):
+    live = Live(PLAN, 32, None, (Path("/dev/full"), None), is_quiet=True)
+    live.after_step(0, 2.5, 0.2)
+    live.after_step(1, 2.5, 0.2)
+    live.close()
+    assert capsys.readouterr().err.count("/dev/full is not written any more: No space left on device") == 1
+
+
 def test_a_log_of_two_starts(tmp_path):
     """The second start goes on after step 2: steps 3 and 4 of the first are undone."""
     file = tmp_path / "log.jsonl"

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 
 import memory_runs
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_graphs import GRAPHS, THREE, TWO, cluster, graph
+from torch import nn
 
 from mixmesh.api import simulate
+from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.cost.exchanges import cut_shares
 from mixmesh.errors import Infeasible, InputError, PlanError
 from mixmesh.explain.report.facts import facts_of
+from mixmesh.frontend.trace import trace
 from mixmesh.lang.ir import even_ratio, make_ratio, parse_program
 from mixmesh.lang.optimizer_states import ADAM, OptimizerStates
 from mixmesh.lang.plan_file import Plan
 from mixmesh.passes.buckets import with_buckets
 from mixmesh.planner import make_plan
 from mixmesh.planner.task import HEADROOM
+from mixmesh.runtime import shards
 from mixmesh.search.baselines import data_parallel, fully_sharded
 from mixmesh.step.memory import (
     ALLOWANCE,
@@ -249,3 +255,51 @@ def test_a_header_counts_an_optimizers_tensors_by_two_numbers():
     text = str(make_plan(graph(GRAPHS["mlp"], 64), cluster(TWO), planner="single", optimizer_states=states))
     with pytest.raises(PlanError, match="optimizer_states"):
         Plan.parse(text.replace("optimizer_states = [1, 0]", "optimizer_states = [1]"))
+
+
+def test_initial_values_travel_in_pieces(monkeypatch):
+    """No message has a whole large tensor, and every rank gets the first one's values, in any order."""
+    monkeypatch.setattr(shards, "BROADCAST_BYTES", 64)
+    sent: list[torch.Tensor] = []
+    channel = SimpleNamespace(alone=False)
+    comm = SimpleNamespace(device="cpu", everyone=(0, 1), channel=lambda *_: channel)
+
+    def tensors(start: float) -> list[torch.Tensor]:
+        image = torch.full((2, 3, 4, 5), start).to(memory_format=torch.channels_last)
+        return [torch.arange(100.0) + start, torch.tensor(start), image, torch.full((3,), start).long()]
+
+    def send(_, x, src):
+        sent.append(x.clone())
+        return x
+
+    first, other = tensors(7.0), tensors(1.0)
+    monkeypatch.setattr(shards, "broadcast", send)
+    shards.agree(first, comm)
+    assert max(map(len, sent)) < 2 * 64
+    left = iter(sent)
+    monkeypatch.setattr(shards, "broadcast", lambda *_, src: next(left))
+    shards.agree(other, comm)
+    assert all(torch.equal(a, b) for a, b in zip(other, tensors(7.0))) and next(left, None) is None
+
+
+def test_the_largest_weight_need_not_fit_twice_before_the_first_step():
+    """Of 4 GiB of weights and 12 GiB of gradients and states four cards of 7 GiB hold a quarter each."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8192, 65536), nn.ReLU(), nn.Linear(65536, 8192), nn.Flatten(0))
+        batch = (torch.empty(16, 8192),)
+    model.forward = lambda x: nn.Sequential.forward(model, x).square().mean()
+    cards = '{ device = "V100-16GB", name = "V100-7GB", memory_gib = 7, count = 2 }'
+    machines = f"[[machine]]\ndevices = [{cards}]\n" * 2
+    four = Cluster.parse(f"[network]\nbandwidth_gbit_per_s = 10\n{machines}")
+    plan = make_plan(trace(model, batch), four, planner="tensor-parallel")
+    assert max(plan.predicted_peak_memory_bytes) < 7 * 2**30
+
+
+def test_a_device_too_small_for_taking_no_part_is_named():
+    """It has room for its process, and not for the initial values that every rank is sent."""
+    large = '{ name = "large", tflop_per_s = 9, memory_gib = 16, memory_gbyte_per_s = 99 }'
+    small = '{ name = "small", tflop_per_s = 1, memory_gib = 0.83, memory_gbyte_per_s = 99 }'
+    two = Cluster.parse(f"[[machine]]\ndevices = [{large}, {small}]\n")
+    with pytest.raises(Infeasible) as caught:
+        make_plan(graph(GRAPHS["mlp"], 64), two, planner="single")
+    assert "a cluster file without rank 1, which takes no part" in caught.value.hint[0], caught.value

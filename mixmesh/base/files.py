@@ -27,7 +27,12 @@ def read_text(path: str | Path, max_bytes: int) -> str:
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
     """A context with a path to write to, which becomes ``path`` at the end; on failure the existing file
-    stays. Raises OSError."""
+    stays. For a link its file is replaced; a device such as ``/dev/null``, or a pipe, is written to itself.
+    Raises OSError."""
+    if path.is_char_device() or path.is_fifo():
+        yield path
+        return
+    path = path.resolve()
     partial = path.with_name(f"{path.name}.partial{os.getpid()}")
     try:
         yield partial

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from ..lang.plan_file import Plan
 from ..runtime.agreement import COMPARED_STEPS
 from ..runtime.data import Feed
 from ..runtime.parallel import ParallelModel
-from ..runtime.train import Trained, own_batches, owned
+from ..runtime.train import Passes, Trained, own_batches, owned
 from ..training.preparation.alike import HINTS, check_digests
 from ..training.preparation.loading import own_loader
 from ..training.preparation.own_loader import OwnIterator, OwnLoader
@@ -152,7 +151,7 @@ class RunCheckpoints:
 
     def _batches(self, job: Any) -> Feed:
         if self._loader is not None:
-            batches = map(owned, chain.from_iterable(_epochs(self._loader, self._epochs)))
+            batches = map(owned, Passes(_epochs(self._loader, self._epochs)))
             return Feed(batches, self._loader.follow, self._loader.num_ahead)
         # one batch over and over: an epoch is a step
         left = None if self._epochs is None else max(self._epochs - self.first_step, 0)

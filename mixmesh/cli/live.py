@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..base.progress import tell
 from ..base.run_log import CHECKPOINT, FAULT, OWN, PLAN, SHARES, START, STOP, mark_line, step_line
 from ..base.units import number_text
 from ..errors import InputError
@@ -89,6 +90,29 @@ def summary_writer() -> Callable[..., Any]:
     return SummaryWriter
 
 
+class _Log:
+    """A file of lines. If it cannot be written any more, as on a full disk, the training goes on without."""
+
+    def __init__(self, path: Path) -> None:
+        # without a buffer, whose rest would be written again when the file is closed
+        self._path, self._file = path, path.open("ab", buffering=0)
+
+    def __enter__(self) -> _Log:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def write(self, line: str) -> None:
+        if self._file.closed:
+            return
+        try:
+            self._file.write(line.encode())
+        except OSError as error:
+            tell(f"warning: {self._path} is not written any more: {error.strerror}")
+            self._file.close()
+
+
 class Live:
     """Reports the progress of a training on the first rank, until ``close``. ``samples`` is the size of a
     global batch and ``num_steps`` the number of all steps, None if unknown. ``goes_to`` are the file of JSON
@@ -108,7 +132,7 @@ class Live:
         self._plan, self._samples, self._num_steps, self._every = plan, samples, num_steps, print_every
         self._open = ExitStack()
         self._times: deque[float] = deque(maxlen=LAST_STEPS)
-        self._log: TextIO | None = None if log is None else self._open.enter_context(log.open("a"))
+        self._log = None if log is None else self._open.enter_context(_Log(log))
         self._board = None if folder is None else self._open.enter_context(summary_writer()(str(folder)))
         self._is_quiet = is_quiet
         self._update: Callable[[Step], None] | None = None  # the bar's, when there is one
@@ -119,7 +143,6 @@ class Live:
         """Logs an event after ``step`` steps in the file of JSON lines."""
         if self._log is not None:
             self._log.write(mark_line(event, step, time.time(), **facts))
-            self._log.flush()
 
     def started(self, step: int, cause: str = "") -> None:
         """Logs that the training begins or resumes after ``step`` steps. If it resumes in the same processes
@@ -169,7 +192,6 @@ class Live:
         step = Step(number + 1, loss, step_s, samples_per_s)
         if self._log is not None:
             self._log.write(step_line(step.number, loss, step_s, samples_per_s, time.time()))
-            self._log.flush()
         if self._board is not None:
             self._board.add_scalar("loss", loss, step.number)
             self._board.add_scalar("step_s", step_s, step.number)

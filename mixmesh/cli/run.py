@@ -98,6 +98,13 @@ def run(
 ) -> None:
     """Train a job: one process per device, under torchrun or inside the testbed. Without --plan the start
     detects the cluster, profiles and plans the job, and keeps what it found for the next start."""
+    if plan is None and profile is not None:
+        raise InputError(
+            "a start without a plan measures its own profile",
+            expected="--profile beside --plan",
+            got=f"--profile {profile}",
+            hint=f"mixmesh plan {job} --cluster C.toml --profile {profile} --out X.plan",
+        )
     if save is not None:
         check_weights_file(save, timeout_s)
     check_targets(log, tensorboard, timeout_s)
@@ -157,7 +164,7 @@ def run_training(options: RunOptions) -> int:
     status = 0 if trained.keeper is None else trained.keeper.close()
     if start.rank:
         return status
-    if not trained.report.step_s and trained.keeper is None:
+    if not trained.report.step_s and not trained.num_steps and not status:
         raise JobError("the job's data has no batch", expected="at least one batch", where=options.job)
     compared = None
     if options.trace is not None:

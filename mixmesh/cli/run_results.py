@@ -51,6 +51,8 @@ class Results:
         if not report.losses:
             return lines
         lines.append(f"{len(report.losses)} steps, loss {report.losses[0]:.5g} -> {report.losses[-1]:.5g}")
+        if not self.is_stopped and self.trained.num_steps < (self.options.num_steps or 0):
+            lines.append(f"the job's data ended before step {self.options.num_steps}")
         if report.num_skipped:
             lines.append(f"{report.num_skipped} steps left out, whose loss or gradients were not finite")
         median_s, predicted_s = report.step_s_median, self.trained.plan.predicted_step_s

@@ -105,6 +105,11 @@ class Trained:
     balancer: RunBalancer | None
 
     @property
+    def num_steps(self) -> int:
+        """The number of steps made, including those of earlier starts."""
+        return len(self.report.step_s) + (0 if self.keeper is None else self.keeper.first_step)
+
+    @property
     def following(self) -> OtherPlan | None:
         """The plan of another form that follows; None after a signal, or without checkpoints."""
         if self.balancer is None or self.keeper is None or self.keeper.stopped_by:

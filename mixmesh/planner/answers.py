@@ -69,6 +69,8 @@ def infeasible(task: Task, proposals: list[Proposal]) -> Infeasible:
         )
     constant = closest.simulation.memory.constants(closest.program)[rank]
     hint = ("a smaller global batch in the job", f"a device with at least {size_text(over)} more memory")
+    if rank not in closest.program.working_ranks:  # it has to receive the initial values all the same
+        hint = (f"a cluster file without rank {rank}, which takes no part and is too small even so", hint[1])
     name, size = largest_tensor(closest.program, rank)
     return Infeasible(
         "no plan fits in memory",

@@ -38,6 +38,8 @@ def save_weights(state: Mapping[str, Tensor], path: Path) -> None:
     """Writes a ``state_dict`` as safetensors or as ``torch.save`` does, depending on the suffix of the name.
     An existing file stays until everything is written. A tensor with two names is written twice in
     safetensors, whose readers know no ties. Raises InputError if the file cannot be written."""
+    from safetensors import SafetensorError
+
     try:
         with written_whole(path) as partial:
             if path.suffix == SAFETENSORS:
@@ -51,5 +53,10 @@ def save_weights(state: Mapping[str, Tensor], path: Path) -> None:
                 save_file(parts, partial)
             else:
                 torch.save(dict(state), partial)
-    except OSError as error:
-        raise InputError("the weights could not be written", got=str(error), where=str(path)) from error
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch.save says a full disk by RuntimeError
+        raise InputError(
+            "the weights could not be written",
+            got=(str(error).strip().splitlines() or [""])[0],
+            where=str(path),
+            hint="--checkpoint DIR, which keeps a training whose end fails",
+        ) from error

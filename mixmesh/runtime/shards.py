@@ -202,21 +202,28 @@ def agree(tensors: Iterable[Tensor], comm: Comm) -> None:
     if channel.alone:
         return
     group: list[Tensor] = []
+    copies: list[tuple[Tensor, Tensor]] = []  # tensors in another order than their bytes, with these
     size = 0
 
     def send() -> None:
-        flat = torch.cat([flat_bytes(t) for t in group]).to(comm.device)
-        flat = broadcast(channel, flat, src=0)
-        for t, piece in zip(group, flat.split([t.numel() * t.element_size() for t in group])):
-            with torch.no_grad():
-                t.copy_(piece.to(t.device).clone().view(t.dtype).view(t.shape))
+        if group:
+            flat = broadcast(channel, torch.cat(group).to(comm.device), src=0)
+            for part, piece in zip(group, flat.split([part.numel() for part in group])):
+                part.copy_(piece)
+        for t, own in copies:
+            t.copy_(own.view(t.dtype).view(t.shape))
         group.clear()
+        copies.clear()
 
     for t in tensors:
-        group.append(t.detach())
-        size += t.numel() * t.element_size()
-        if size >= BROADCAST_BYTES:
-            send()
-            size = 0
-    if group:
-        send()
+        t = t.detach()
+        own = flat_bytes(t)
+        for part in own.split(BROADCAST_BYTES):  # of a large one: no device has to hold it whole
+            group.append(part)
+            size += part.numel()
+            if size >= BROADCAST_BYTES:
+                send()
+                size = 0
+        if own.data_ptr() != t.data_ptr():
+            copies.append((t, own))
+    send()

@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -123,7 +123,26 @@ def endless(batches: Iterable | None, batch: Any, epochs: int | None = None) -> 
         return itertools.repeat(batch, *times)
     if iter(batches) is batches:
         return iter(batches)  # an iterator runs once
-    return itertools.chain.from_iterable(itertools.repeat(batches, *times))
+    return Passes(itertools.repeat(batches, *times))
+
+
+class Passes(Iterator[Any]):
+    """The batches of one pass over data after the other. Two passes in a row without a batch are the end: one
+    may be the rest of an epoch that was read before, but data that gives no more would be asked forever. A
+    class, as a generator's frame would keep each batch alive."""
+
+    def __init__(self, passes: Iterable[Iterable]) -> None:
+        self._passes = iter(passes)
+        self._current: Iterator[Any] = iter(())
+
+    def __next__(self) -> Any:
+        for batch in self._current:
+            return batch
+        for _ in range(2):
+            self._current = iter(next(self._passes))
+            for batch in self._current:
+                return batch
+        raise StopIteration
 
 
 def next_batch(batches: Iterator[Any], comm: Comm) -> Any:
@@ -215,17 +234,53 @@ def owned(batch: Any) -> Any:
     return tuple(map(copied, batch))
 
 
+@contextmanager
+def failures_of(part: str) -> Iterator[None]:
+    """A context in which what a ``part`` of the job raises becomes a JobError with the user's line."""
+    try:
+        yield
+    except MixmeshError:
+        raise
+    except Exception as error:
+        raise JobError(
+            f"the job's {part} raised {named_line(error)}",
+            where=place_of(error),
+            hint="mixmesh --debug run ... shows the traceback",
+        ) from error
+
+
+def optimizer_of(job: Any) -> Any:
+    """The optimizer of a job. Raises JobError if there is none, or it cannot be made."""
+    with failures_of("optimizer"):
+        optimizer = (job.optimizer or default_optimizer)(job.model.parameters())
+    if optimizer is None:
+        raise JobError(
+            "the job's optimizer function returns None",
+            expected="an optimizer of torch.optim",
+            hint="optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)",
+        )
+    return optimizer
+
+
 def default_optimizer(params: Iterable) -> torch.optim.Optimizer:
     """The optimizer of a job without one."""
     return torch.optim.AdamW(params, lr=1e-3)
 
 
 def scheduler_of(job: Any, optimizer: Any) -> tuple[Any, Callable[[], object]]:
-    """The scheduler of a job, None without one, and its step. Raises JobError for one that is stepped by a
-    metric, which a run does not have."""
+    """The scheduler of a job, None without one, and its step. Raises JobError if there is
+    none, and for one that is stepped by a metric, which a run does not have."""
     if job.scheduler is None:
         return None, lambda: None
-    scheduler = job.scheduler(optimizer)
+    with failures_of("scheduler"):
+        scheduler = job.scheduler(optimizer)
+    if not callable(getattr(scheduler, "step", None)):
+        raise JobError(
+            "the job's scheduler function returns no scheduler",
+            expected="a scheduler of torch.optim.lr_scheduler",
+            got=type(scheduler).__name__,
+            hint="scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1000)",
+        )
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise JobError(
             "the job's scheduler is stepped by a metric, and a run has none",
@@ -233,7 +288,12 @@ def scheduler_of(job: Any, optimizer: Any) -> tuple[Any, Callable[[], object]]:
             got=type(scheduler).__name__,
             hint="in a loop of your own: mixmesh.prepare, and scheduler.step(loss)",
         )
-    return scheduler, scheduler.step
+
+    def step() -> None:
+        with failures_of("scheduler"):
+            scheduler.step()
+
+    return scheduler, step
 
 
 def scaler_of(job: Any, model: ParallelModel) -> GradScaler | None:
@@ -292,7 +352,7 @@ def train(
     happens at a loss or gradients that are not finite; if it is to stop, that raises JobError.
     """
     model = job.model
-    optimizer = (job.optimizer or default_optimizer)(model.parameters())
+    optimizer = optimizer_of(job)
     parallel, optimizer = parallelize(
         model,
         optimizer,

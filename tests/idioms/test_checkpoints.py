@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from mixmesh.api import plan_traced
 from mixmesh.cost import CostModel
+from mixmesh.errors import TraceError
 from mixmesh.frontend.trace import trace
 from mixmesh.lang.ir import regions, with_regions
 from mixmesh.measure.verification import verify
@@ -80,6 +81,39 @@ def test_a_row_of_layers():
     traced = trace(model("sequential"), BATCH)
     assert {n.region for n in traced.graph.nodes} == {None, 0}  # the last segment is never checkpointed
     assert verify(model("sequential"), BATCH, plan_traced(traced, CLUSTER, planner="ddp-even")).ok
+
+
+class First(nn.Module):
+    """A model whose first part is checkpointed, and gets the batch, which needs no gradient."""
+
+    def __init__(self, first: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.reentrant = first, nn.Linear(6, 4), reentrant
+
+    def forward(self, x, y):
+        h = checkpoint(self.first, x, use_reentrant=self.reentrant)
+        return F.cross_entropy(self.last(h), y)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_reentrant_part_whose_inputs_need_no_gradient_learns_nothing():
+    torch.manual_seed(0)
+    net = First(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), reentrant=True)
+    traced = trace(net, BATCH)
+    assert any("4 parameters get no gradient" in w for w in traced.warnings)
+    assert verify(net, BATCH, plan_traced(traced, CLUSTER, planner="ddp-proportional"), traced=traced).ok
+
+
+def test_batch_norm_in_a_checkpointed_part():
+    """A single device updates its statistics in the forward pass and again when the part runs again."""
+    torch.manual_seed(0)
+    net = First(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), reentrant=False)
+    with pytest.raises(TraceError, match="updates first.1.num_batches_tracked, on one device twice"):
+        trace(net, BATCH)
+    net.first[1].eval()
+    assert verify(net, BATCH, plan_traced(trace(net, BATCH), CLUSTER, planner="ddp-proportional")).ok
+    net.first.train().requires_grad_(False)  # nothing runs it again
+    assert verify(net, BATCH, plan_traced(trace(net, BATCH), CLUSTER, planner="ddp-proportional")).ok
 
 
 def test_gradient_checkpointing_of_transformers():

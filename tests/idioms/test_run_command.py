@@ -17,9 +17,9 @@ from warm_python import python
 
 import mixmesh
 from mixmesh.cluster import Cluster
-from mixmesh.errors import InputError
+from mixmesh.errors import InputError, JobError
 from mixmesh.runtime.saving import check_file, save_weights
-from mixmesh.runtime.train import endless
+from mixmesh.runtime.train import Passes, endless, optimizer_of, scheduler_of
 
 JOB = """
 import os, torch, mixmesh
@@ -116,6 +116,50 @@ def test_an_epoch_is_all_of_the_data_once():
     assert list(endless(None, 3, 2)) == [3, 3]
 
 
+def no_scheduler(optimizer):
+    return None
+
+
+def short_scheduler(optimizer):
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=1)
+
+
+def test_errors_of_a_jobs_own_functions_are_told_as_its_own():
+    job = mixmesh.Job(nn.Linear(2, 2), (), optimizer=lambda p: torch.optim.SGD(p, lr=-1))
+    with pytest.raises(JobError, match="the job's optimizer raised ValueError: Invalid learning rate"):
+        optimizer_of(job)
+    with pytest.raises(JobError, match="the job's optimizer function returns None"):
+        optimizer_of(mixmesh.Job(job.model, (), optimizer=lambda p: None))
+    optimizer = torch.optim.SGD(job.model.parameters(), lr=0.1)
+    with pytest.raises(JobError, match="the job's scheduler function returns no scheduler"):
+        scheduler_of(mixmesh.Job(job.model, (), scheduler=no_scheduler), optimizer)
+    _, step = scheduler_of(mixmesh.Job(job.model, (), scheduler=short_scheduler), optimizer)
+    optimizer.step()
+    step()
+    with pytest.raises(JobError, match="the job's scheduler raised ValueError: Tried to step 2 times"):
+        step()
+
+
+class Once:
+    """Data that gives its batches in its first pass only, as an open file does."""
+
+    def __init__(self, batches: list) -> None:
+        self._left = iter(batches)
+
+    def __iter__(self):
+        return self._left
+
+
+@pytest.mark.parametrize("epochs", [None, 10**9])
+def test_data_that_gives_no_more_batches_ends_the_training(epochs):
+    assert list(endless([], None, epochs)) == []
+    assert list(endless(Once([1, 2]), None, epochs)) == [1, 2]
+
+
+def test_a_pass_may_be_the_rest_of_an_epoch_that_was_read():
+    assert list(Passes([[], [1, 2], [], [3], [], [], [4]])) == [1, 2, 3]
+
+
 @pytest.mark.parametrize("name", ["w.safetensors", "w.pt"])
 def test_weights_are_written_for_a_single_device(tmp_path, name):
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
@@ -126,6 +170,12 @@ def test_weights_are_written_for_a_single_device(tmp_path, name):
     state = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
     model.load_state_dict(state)
     assert [p.name for p in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("name", ["w.safetensors", "w.pt"])
+def test_weights_that_cannot_be_written_are_one_error(tmp_path, name):
+    with pytest.raises(InputError, match="the weights could not be written"):
+        save_weights(nn.Linear(3, 3).state_dict(), tmp_path / "gone" / name)
 
 
 @pytest.mark.parametrize("name", ["w.safetensor", "nowhere/w.pt", "folder.pt"])

@@ -20,6 +20,7 @@ from .attention import ATTENTION_RULES
 from .autocast import Autocast
 from .build import Builder, Rule, rewrite
 from .capture import LossSource, Request, capture
+from .checkpoints import check_updates
 from .compiled import uncompiled
 from .convert import convert, graph_name
 from .draws import DRAW_RULES
@@ -173,6 +174,7 @@ def trace(
         step = local_batch_norms if step is exact_batch_norms and batch_norm == LOCAL else step
         graph = step(graph)
     check_trainable(graph)
+    check_updates(graph)
     if captured.outputs:
         graph = mark_outputs(graph, is_outside=may_be_outside and not captured.returned.has_loss)
     warnings = (*captured.warnings, *_warnings(graph))

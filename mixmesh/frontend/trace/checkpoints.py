@@ -13,7 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch.utils import checkpoint as checkpoints
+
+from ...errors import TraceError
+from ...lang.ir import Graph
 
 _NUMBER = re.compile(r'File "<checkpoint (\d+)>"')
 _DISABLED = "__dynamo_disable"  # torch runs this in place of a function that it does not compile
@@ -32,7 +36,11 @@ def regions_kept() -> Iterator[None]:
     numbers = itertools.count()
 
     def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        is_reentrant = kwargs.get("use_reentrant") is not False
         kwargs = {k: v for k, v in kwargs.items() if k not in OPTIONS}
+        if is_reentrant and not any(map(_has_gradient, args)):
+            with torch.no_grad():  # as on one device, where backward does not reach the function
+                return function(*args, **kwargs)
         code = compile("def run(function, args, kwargs): return function(*args, **kwargs)",
                        f"<checkpoint {next(numbers)}>", "exec")  # fmt: skip
         names: dict[str, Any] = {}
@@ -47,6 +55,32 @@ def regions_kept() -> Iterator[None]:
         yield
     finally:
         setattr(original, _DISABLED, before)
+
+
+def _has_gradient(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.requires_grad
+
+
+def check_updates(graph: Graph) -> None:
+    """Raises TraceError for a region that updates a buffer: autograd runs it again, so a single device does
+    that twice in a step with a backward pass, and once in one without."""
+    producers = {r: n for n in graph.nodes for r in n.results if r is not None}
+    flowing = {n.region for r, n in producers.items() if r in graph.requires_grad}
+    for node in graph.nodes:
+        if node.op != "update":
+            continue
+        by = producers[node.inputs[0]]
+        if by.region is not None and by.region in flowing:
+            raise TraceError(
+                f"a checkpointed part of the model updates {node.args[0]}, on one device twice in a step",
+                expected="no batch norm in training within torch.utils.checkpoint",
+                got=f"{by.op} within it",
+                where=f"{by.location}, {by.source}" if by.source else by.location,
+                hint=(
+                    "leave torch.utils.checkpoint out: a plan runs parts again where memory is short",
+                    "keep batch norm out of the checkpointed part, or in evaluation mode",
+                ),
+            )
 
 
 OPTIONS = ("use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state")

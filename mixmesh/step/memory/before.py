@@ -22,7 +22,8 @@ def set_up(state: State) -> None:
     group = min(model, BROADCAST_BYTES + largest) if program.world_size > 1 else 0
     cut = max(leaves, key=lambda i: i.type.value.size_bytes, default=None)
     if state.setting.cuda:
-        held: Sizes = {EVERYWHERE: 2.0 * group}
+        # a group has less than two times its size, as larger tensors travel in pieces
+        held: Sizes = {EVERYWHERE: 2.0 * min(group, 2 * BROADCAST_BYTES)}
         for i in leaves:
             held[i.type.cut] = held.get(i.type.cut, 0.0) + i.type.value.size_bytes
         moments.append(Moment("the initial values", held, event=BEFORE))
