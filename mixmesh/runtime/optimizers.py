@@ -103,12 +103,15 @@ def step_on_pieces(optimizer: optim.Optimizer, holders: tuple[int, ...] | None, 
     if not (by_element or holders) or (own is not None and not tracked) or kernel is None:
         return
     takes_part = by_element or rank in (holders or ())
+    # a step of the user's may use other tensors, such as the original's, whose use has to be refused
+    context = Off if kernel.__module__.startswith("torch.") else lambda: _AsPieces(optimizer)
 
     @wraps(kernel)
     def on_pieces(self, closure=None, **kwargs):
         self._opt_called = True  # a learning rate scheduler looks for it
-        seeing = _seeing_shards(closure)
-        with Off():
+        pieces = context()
+        seeing = _seeing_shards(closure, pieces)
+        with pieces:
             if takes_part:
                 given = () if seeing is None else (seeing,)  # some optimizers take no closure
                 return kernel(self, *given, **kwargs)
@@ -120,11 +123,39 @@ def step_on_pieces(optimizer: optim.Optimizer, holders: tuple[int, ...] | None, 
     put_on(optimizer, "step", MethodType(step, optimizer))
 
 
-def _seeing_shards(closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
+class _AsPieces:
+    """A context in which the parameters of an optimizer and their gradients are plain tensors of this rank's
+    pieces."""
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._shards: list[ShardTensor] = []
+
+    def __enter__(self) -> None:
+        with Off():
+            for p in params_of(self._optimizer):
+                self._shards += [x for x in (p, p.grad) if isinstance(x, ShardTensor)]
+            for x in self._shards:
+                x.__class__ = Tensor  # type: ignore[assignment]
+
+    def __exit__(self, *error: object) -> None:
+        with Off():
+            for x in self._shards:
+                x.__class__ = ShardTensor
+            self._shards.clear()
+
+
+def _seeing_shards(closure: Callable[[], Any] | None, pieces: Any) -> Callable[[], Any] | None:
     if closure is None:
         return None
 
     def called() -> Any:
+        if isinstance(pieces, _AsPieces):
+            pieces.__exit__()
+            try:
+                return closure()
+            finally:
+                pieces.__enter__()
         with torch._C._EnableTorchFunction():
             return closure()
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from gloo_world import assert_passed
 from plans import PLANS, Mlp, batch, close, named, program
+from torch.optim.swa_utils import AveragedModel
 
 from mixmesh.errors import InputError
 from mixmesh.runtime.parallel import parallelize
@@ -33,6 +34,35 @@ def check_the_original_is_taken_over(_) -> None:
         assert original.fc1.weight.shape == (8, 6) and "TakenOver" in repr(original.fc1.weight)
 
 
+class AveragesTheOriginal(torch.optim.SGD):
+    """Its step reads the original, and calls its closure before it has read it."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.1)
+        self.original, self.average = [model], AveragedModel(model)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        if closure is not None:
+            closure()
+        self.average.update_parameters(self.original[0])
+
+
+def check_an_optimizer_s_own_step_cannot_read_it(_) -> None:
+    """Its memory is gone: reading it would end the process."""
+    original = Mlp(0)
+    made = AveragesTheOriginal(original)
+    model, optimizer = parallelize(original, made, program("data_parallel"), device="cpu", timeout_s=20)
+    model(**batch(0)).backward()
+    parameters = [*model.parameters()]
+    kinds = {type(p) for p in parameters}
+    seen = []
+    with pytest.raises(InputError, match="taken over by parallelize"):
+        optimizer.step(lambda: seen.extend(type(p) for p in parameters))
+    assert set(seen) == kinds == {type(p) for p in parameters}
+
+
 def check_the_original_holds_no_memory(_) -> None:
     original = Mlp(0)
     model, _ = parallelize(original, None, program("fsdp"), device="cpu", timeout_s=20)
@@ -56,7 +86,10 @@ def check_loading_makes_it_whole_again(_) -> None:
 
 
 IDIOMS = named(
-    check_the_original_is_taken_over, check_the_original_holds_no_memory, check_loading_makes_it_whole_again
+    check_the_original_is_taken_over,
+    check_an_optimizer_s_own_step_cannot_read_it,
+    check_the_original_holds_no_memory,
+    check_loading_makes_it_whole_again,
 )
 
 
