@@ -289,6 +289,8 @@ def test_a_profile_that_is_none(run, tmp_path, two):
 def test_a_run_does_not_ignore_a_profile(run, tmp_path):
     status, _, err = run("run", write_job(tmp_path), "--profile", "p.json")
     assert status == 2 and "expected --profile beside --plan" in err
+    status, _, err = run("run", write_job(tmp_path), "--plan", "x.plan", "--planner", "hap")
+    assert status == 2 and "expected --plan or --planner" in err
 
 
 def test_a_plan_that_cannot_be_written(run, tmp_path, two):

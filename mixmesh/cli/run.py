@@ -105,6 +105,13 @@ def run(
             got=f"--profile {profile}",
             hint=f"mixmesh plan {job} --cluster C.toml --profile {profile} --out X.plan",
         )
+    if plan is not None and planner != "auto":
+        raise InputError(
+            "a planner that is named beside a plan would not be asked",
+            expected="--plan or --planner",
+            got=f"--plan {plan} --planner {planner}",
+            hint=f"mixmesh run {job} --planner {planner}",
+        )
     if save is not None:
         check_weights_file(save, timeout_s)
     check_targets(log, tensorboard, timeout_s)
