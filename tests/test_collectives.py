@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from gloo_world import assert_passed, run_world
 
 from mixmesh.lang.ir import PARTIAL, REPLICATE, Shard, make_ratio, parse_program, shard_sizes, support
 from mixmesh.runtime import collectives as c
+from mixmesh.runtime import works
 from mixmesh.runtime.comm import Comm
 from mixmesh.runtime.layout import Layout, meetings, route
 from mixmesh.runtime.redistribute import Redistribution
@@ -111,6 +113,22 @@ def check_many_at_once(comm: Comm) -> None:
     for handle, full in reversed(going):
         assert torch.equal(handle.wait(), full)
         assert handle.is_ready()
+
+
+def check_threads_of_exchanges_end_before_the_process(comm: Comm) -> None:
+    """One that were still waiting when the interpreter ends would abort it; the next exchange starts others."""
+
+    def running() -> list[str]:
+        return [
+            t.name for t in threading.enumerate() if t.name.startswith(("mixmesh posts", "mixmesh watches"))
+        ]
+
+    check_many_at_once(comm)
+    assert len(running()) == 1 + works.WATCHING
+    works.end_threads()
+    assert not running()
+    check_many_at_once(comm)
+    assert len(running()) == 1 + works.WATCHING
 
 
 def check_never_awaited(comm: Comm) -> None:

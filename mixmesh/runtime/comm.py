@@ -35,7 +35,7 @@ from .messages import begin_messages, end_messages
 from .processes import end_with_launcher, open_sockets
 from .taking_part import taking_part
 from .watch import BACKWARD, Watch
-from .works import begin_threads
+from .works import begin_threads, end_threads
 
 LAST_TENSORS_S = 0.02  # a thread that waits for the interpreter gets it as soon as this one sleeps
 LEAST_S = 60.0  # ranks wait at least so long for each other at the start
@@ -298,6 +298,7 @@ def _initialise(world_size: int, device: torch.device, timeout: datetime.timedel
 def leave() -> None:
     """Ends together: a rank that leaves early looks lost to the others."""
     wait_for_all("the end of all ranks")
+    end_threads()
     dist.destroy_process_group()
     end_messages()
     gc.collect()  # frees groups, with their threads, that are held in cycles by models that PyTorch wrapped

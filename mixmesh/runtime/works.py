@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from queue import SimpleQueue
@@ -22,6 +24,7 @@ class Waits(Protocol):
 
 Stage = Callable[[], Sequence[Waits]]
 
+END_S = 2.0  # for which the end of a process waits for exchanges that may never end
 WATCHING = 4  # exchanges that threads wait for at the same time; later ones end later for their callers
 
 
@@ -194,16 +197,38 @@ def begin_threads() -> None:
     _watching()
 
 
+_threads: list[tuple[SimpleQueue, threading.Thread]] = []
+
+
 def queue_of(threads: int, name: str, serve: Callable) -> SimpleQueue:
-    """A queue of works that ``threads`` threads ``serve``, each the next one. They end with the process."""
+    """A queue of works that ``threads`` threads ``serve``, each the next one, until ``end_threads``."""
     queue: SimpleQueue = SimpleQueue()
 
     def run() -> None:
-        while True:
-            work = queue.get()
+        while (work := queue.get()) is not None:
             serve(work)
             del work  # and who waited for it, if it failed: not remembered until the next one comes
 
     for n in range(threads):
-        threading.Thread(target=run, name=f"mixmesh {name} {n}", daemon=True).start()
+        thread = threading.Thread(target=run, name=f"mixmesh {name} {n}", daemon=True)
+        thread.start()
+        _threads.append((queue, thread))
     return queue
+
+
+@atexit.register
+def end_threads() -> None:
+    """Ends the threads of exchanges, which the next exchange starts again.
+
+    A thread that comes back from a wait in PyTorch while the interpreter ends makes the process abort
+    ("terminate called without an active exception") although all of its work was done: on a device with a
+    small share of a core it may come back much later than the thread that computes.
+    """
+    until_s = time.monotonic() + END_S
+    for queue, _ in _threads:
+        queue.put(None)
+    for _, thread in _threads:
+        thread.join(max(until_s - time.monotonic(), 0))
+    _threads.clear()
+    _posting.cache_clear()
+    _watching.cache_clear()
