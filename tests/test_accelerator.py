@@ -8,11 +8,13 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 import mixmesh
 from mixmesh.checkpoint.random_state import set_device_state
 from mixmesh.runtime import accelerator, device_random, streams
 from mixmesh.runtime.comm import backend_for
+from mixmesh.runtime.messages import meet
 
 ROOT = Path(mixmesh.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -90,6 +92,20 @@ def test_no_kind_of_device_is_asked_for_by_name():
             if isinstance(node, ast.Attribute) and node.attr == "is_cuda":
                 asked.add(str(path.relative_to(ROOT)))
     assert asked == BY_NAME | OWN_KERNELS | IN_FILES
+
+
+def test_a_group_without_a_named_backend_has_that_of_the_device(monkeypatch):
+    """As the Trainer and Accelerate make it on a machine with only CPUs."""
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert dist.get_backend() == accelerator.UNNAMED_BACKEND
+        monkeypatch.setattr(accelerator, "accelerator_type", lambda: None)
+        assert accelerator.backend_of() == "gloo" and not accelerator.is_on_device()
+        meet()
+        monkeypatch.setattr(accelerator, "accelerator_type", lambda: "cuda")
+        assert accelerator.backend_of() == "nccl" and accelerator.is_on_device()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_device_of_a_process(monkeypatch):

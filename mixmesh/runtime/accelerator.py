@@ -18,6 +18,7 @@ import torch.distributed as dist
 HOST = ("cpu", "meta")  # devices whose work is done when a call returns
 HOST_BACKEND = "gloo"  # sends from host memory, to which every tensor is copied first
 TF32_CAPABILITY = (8, 0)  # Ampere
+UNNAMED_BACKEND = "undefined"  # PyTorch's, for a group with a backend for each type of device
 PRETENDED_BACKEND = "fake"  # PyTorch's, for one process as if all others were there
 
 
@@ -53,7 +54,17 @@ def device_backend(device: torch.device) -> str:
 def is_on_device(group: dist.ProcessGroup | None = None) -> bool:
     """Whether the collectives of a group (by default the default group) run in a stream of the device: then
     ``wait`` blocks the current stream rather than the thread."""
-    return dist.get_backend(group) not in (HOST_BACKEND, PRETENDED_BACKEND)
+    return backend_of(group) not in (HOST_BACKEND, PRETENDED_BACKEND)
+
+
+def backend_of(group: dist.ProcessGroup | None = None) -> str:
+    """The backend of a group (by default the default group) for tensors of this machine's devices. A group
+    that was made without a backend, as by the Trainer and Accelerate, has one for each type of device."""
+    backend = dist.get_backend(group)
+    if backend != UNNAMED_BACKEND:
+        return backend
+    kind = accelerator_type()
+    return HOST_BACKEND if kind is None else device_backend(torch.device(kind))
 
 
 def device_count() -> int:

@@ -19,6 +19,7 @@ from ..errors import CollectiveError, InputError, PlanError
 from ..lang.ir import Instruction, Program, print_instruction
 from .accelerator import (
     HOST_BACKEND,
+    backend_of,
     device_backend,
     device_count,
     indexed,
@@ -116,7 +117,7 @@ class Comm:
                 # a group of our own even for all ranks: the default one may have another timeout
                 group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
                 self.groups[purpose, ranks] = group if self.rank in ranks else None
-        if dist.get_backend() == "gloo":
+        if backend_of() == HOST_BACKEND:
             begin_threads()
         if self.watch is not None:
             self.watch.sockets |= {n: it for n, it in open_sockets().items() if others.get(n) != it}
@@ -192,7 +193,7 @@ class Channel:
 
     @property
     def backend(self) -> str:
-        return "" if self.group is None else dist.get_backend(self.group)
+        return "" if self.group is None else backend_of(self.group)
 
     @property
     def staged(self) -> bool:

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ...cluster import Cluster
 from ...cost import CostModel, DeviceProfile, Profile, device_key, links_fingerprint
@@ -23,7 +22,7 @@ from ...cost.tf32 import PROFILED, state_of
 from ...frontend.job import batch_size, optimizer_states
 from ...frontend.trace.tf32 import tf32_now
 from ...lang.ir import Graph, Program
-from ...runtime.accelerator import indexed, is_accelerator
+from ...runtime.accelerator import backend_of, indexed, is_accelerator
 from ...runtime.allocator import steady_heap
 from ...runtime.comm import Comm, default_device
 from ...runtime.first_rank import everyones
@@ -175,7 +174,7 @@ def provenance_of(
         "cluster": cluster.fingerprint,
         "cluster_name": cluster.name,
         "links": links_fingerprint(cluster),
-        "backend": dist.get_backend(),
+        "backend": backend_of(),
         "links_seconds": round(links_s, 1),
         "graph": graph.fingerprint,
         "device_type": comm.device.type,

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...base.progress import warn_once
@@ -28,7 +27,7 @@ from ...lang.ir import Graph, Program, batch_norm_of, outputs_of
 from ...lang.ir.graph import begins_gradient
 from ...lang.ir.recompute import buffers_kept_for_backward
 from ...lang.plan_file import Plan, accumulates
-from ..accelerator import HOST_BACKEND, PRETENDED_BACKEND, is_accelerator, is_on_device
+from ..accelerator import HOST_BACKEND, PRETENDED_BACKEND, backend_of, is_accelerator, is_on_device
 from ..batches import program_inputs
 from ..calls import Calls, missing
 from ..comm import Comm
@@ -144,7 +143,7 @@ class Forms:
         """The program for a call of the model with its modules in these ``modes`` and with ``wanted``
         gradients of inputs. Collective; raises on all ranks alike: InputError, Infeasible, TraceError,
         PlanError."""
-        if dist.get_backend() == PRETENDED_BACKEND:
+        if backend_of() == PRETENDED_BACKEND:
             return self.planned  # a rehearsal: the other ranks do not exist
         shapes, values = self.agreement.shapes(
             tensors, evaluates=not modes[0], wanted=wanted, modes=modes, values=self._values()

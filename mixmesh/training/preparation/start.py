@@ -30,6 +30,7 @@ from ...lang.plan_file import Plan
 from ...measure.profiler import profile as measure_profile
 from ...measure.profiler import profile_links
 from ...measure.testbed import enter_device, leave_device
+from ...runtime.accelerator import backend_of
 from ...runtime.comm import LEAST_S, default_device, initialise
 from ...runtime.first_rank import from_first_rank
 from ...runtime.original import traceable
@@ -205,7 +206,7 @@ def detected_cluster(
     """The cluster of all ranks, as an earlier start with these ``versions`` or this one measured it."""
     inventory = read_inventory(where)
     calibrations = from_first_rank(lambda: calibrations_of(inventory))
-    key = key_of(inventory.fingerprint, dist.get_backend(), *versions, *calibrations.values())
+    key = key_of(inventory.fingerprint, backend_of(), *versions, *calibrations.values())
     return phases.kept(
         "devices and links",
         f"clusters/{key}.toml",
