@@ -17,6 +17,7 @@ import time
 from contextlib import redirect_stdout
 
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from benchmarks.vision import find_torchvision
 from mixmesh.measure.testbed import enter_device
@@ -42,7 +43,6 @@ class Steps(io.StringIO):
         if (found := LOSS.search(text)) is not None:
             self.ends_s.append(time.perf_counter())
             self.losses.append(float(found[1]))
-            enter_device()  # the first step has made all groups, whose threads must not be throttled
             if len(self.losses) == self.count:
                 raise Enough
         return len(text)
@@ -51,6 +51,8 @@ class Steps(io.StringIO):
 def run(script: str, count: int, arguments: list[str]) -> dict[str, list[float]]:
     """The seconds from the end of one step to the end of the next, and the losses of all steps."""
     printed = Steps(count)
+    # the first step has made all groups, whose threads must not be throttled; not every rank prints losses
+    register_optimizer_step_post_hook(lambda *_: enter_device())
     sys.argv = [script, *arguments]
     try:
         with redirect_stdout(printed):
