@@ -27,7 +27,8 @@ def points(count, seed):
 def main(args):
     torch.manual_seed(0)
     torch.set_default_dtype(getattr(torch, args.dtype))
-    accelerator = Accelerator(gradient_accumulation_steps=args.accumulate)
+    on_cpu = not torch.accelerator.is_available()  # without it there is no DDP on CPUs
+    accelerator = Accelerator(cpu=on_cpu, gradient_accumulation_steps=args.accumulate)
     width = args.width
     layers = nn.Linear(2, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 4)
     model = nn.Sequential(*layers)

@@ -71,6 +71,7 @@ def main(args):
         args.out,
         per_device_train_batch_size=args.batch_size // int(os.environ["WORLD_SIZE"]),
         ddp_backend="gloo",
+        use_cpu=not torch.accelerator.is_available(),  # without it there is no DDP on CPUs
         gradient_accumulation_steps=args.accumulate,
         max_grad_norm=1.0,
         num_train_epochs=args.epochs,
