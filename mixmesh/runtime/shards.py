@@ -218,7 +218,7 @@ def agree(tensors: Iterable[Tensor], comm: Comm) -> None:
     for t in tensors:
         t = t.detach()
         own = flat_bytes(t)
-        for part in own.split(BROADCAST_BYTES):  # of a large one: no device has to hold it whole
+        for part in own.split(BROADCAST_BYTES):  # no device has to hold a large tensor whole
             group.append(part)
             size += part.numel()
             if size >= BROADCAST_BYTES:
