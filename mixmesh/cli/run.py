@@ -171,7 +171,7 @@ def run_training(options: RunOptions) -> int:
     status = 0 if trained.keeper is None else trained.keeper.close()
     if start.rank:
         return status
-    if not trained.report.step_s and not trained.num_steps and not status:
+    if not trained.num_steps and not status:
         raise JobError("the job's data has no batch", expected="at least one batch", where=options.job)
     compared = None
     if options.trace is not None:

@@ -56,7 +56,7 @@ def save_weights(state: Mapping[str, Tensor], path: Path) -> None:
     except (OSError, RuntimeError, SafetensorError) as error:  # torch.save says a full disk by RuntimeError
         raise InputError(
             "the weights could not be written",
-            got=(str(error).strip().splitlines() or [""])[0],
+            got=str(error).strip().partition("\n")[0],
             where=str(path),
             hint="--checkpoint DIR, which keeps a training whose end fails",
         ) from error

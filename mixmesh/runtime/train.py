@@ -148,21 +148,12 @@ class Passes(Iterator[Any]):
 def next_batch(batches: Iterator[Any], comm: Comm) -> Any:
     """The next batch, None at the end. Raises JobError, on all ranks, if the job's data raises."""
     try:
-        return next(batches, None)
+        with failures_of(f"rank {comm.rank}: the job's data", expected="batches like the job's"):
+            return next(batches, None)
     except MixmeshError as error:
         if comm.watch is not None:
             comm.watch.leave(error)
         raise
-    except Exception as error:
-        problem = JobError(
-            f"rank {comm.rank}: the job's data raised {named_line(error)}",
-            where=place_of(error),
-            expected="batches like the job's",
-            hint="mixmesh --debug run ... shows the traceback",
-        )
-        if comm.watch is not None:
-            comm.watch.leave(problem)
-        raise problem from error
 
 
 def place_of(error: Exception) -> str:
@@ -235,7 +226,7 @@ def owned(batch: Any) -> Any:
 
 
 @contextmanager
-def failures_of(part: str) -> Iterator[None]:
+def failures_of(part: str, *, expected: str = "") -> Iterator[None]:
     """A context in which what a ``part`` of the job raises becomes a JobError with the user's line."""
     try:
         yield
@@ -243,7 +234,8 @@ def failures_of(part: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise JobError(
-            f"the job's {part} raised {named_line(error)}",
+            f"{part} raised {named_line(error)}",
+            expected=expected,
             where=place_of(error),
             hint="mixmesh --debug run ... shows the traceback",
         ) from error
@@ -251,7 +243,7 @@ def failures_of(part: str) -> Iterator[None]:
 
 def optimizer_of(job: Any) -> Any:
     """The optimizer of a job. Raises JobError if there is none, or it cannot be made."""
-    with failures_of("optimizer"):
+    with failures_of("the job's optimizer"):
         optimizer = (job.optimizer or default_optimizer)(job.model.parameters())
     if optimizer is None:
         raise JobError(
@@ -272,7 +264,7 @@ def scheduler_of(job: Any, optimizer: Any) -> tuple[Any, Callable[[], object]]:
     none, and for one that is stepped by a metric, which a run does not have."""
     if job.scheduler is None:
         return None, lambda: None
-    with failures_of("scheduler"):
+    with failures_of("the job's scheduler"):
         scheduler = job.scheduler(optimizer)
     if not callable(getattr(scheduler, "step", None)):
         raise JobError(
@@ -290,7 +282,7 @@ def scheduler_of(job: Any, optimizer: Any) -> tuple[Any, Callable[[], object]]:
         )
 
     def step() -> None:
-        with failures_of("scheduler"):
+        with failures_of("the job's scheduler"):
             scheduler.step()
 
     return scheduler, step

@@ -25,6 +25,7 @@ from .compiled import uncompiled
 from .convert import convert, graph_name
 from .draws import DRAW_RULES
 from .dtypes import DTYPE_NAME, TORCH_DTYPE
+from .locate import Place
 from .lookups import LOOKUP_RULES
 from .losses import LOSS_RULES
 from .mixtures import mixtures_as_operators
@@ -225,7 +226,7 @@ def check_trainable(graph: Graph) -> None:
         "the loss depends on no trainable parameter",
         expected="a loss that gradients flow from to some parameter",
         got="a model whose parameters are all frozen" if frozen else "a loss computed without gradients",
-        where=f"{loss_node.location}, {loss_node.source}" if loss_node.source else loss_node.location,
+        where=str(Place(loss_node.location, loss_node.source)),
         hint="leave requires_grad of what is to be trained, and no detach() or no_grad() on the way",
     )
 

@@ -18,6 +18,7 @@ from torch.utils import checkpoint as checkpoints
 
 from ...errors import TraceError
 from ...lang.ir import Graph
+from .locate import Place
 
 _NUMBER = re.compile(r'File "<checkpoint (\d+)>"')
 _DISABLED = "__dynamo_disable"  # torch runs this in place of a function that it does not compile
@@ -75,7 +76,7 @@ def check_updates(graph: Graph) -> None:
                 f"a checkpointed part of the model updates {node.args[0]}, on one device twice in a step",
                 expected="no batch norm in training within torch.utils.checkpoint",
                 got=f"{by.op} within it",
-                where=f"{by.location}, {by.source}" if by.source else by.location,
+                where=str(Place(by.location, by.source)),
                 hint=(
                     "leave torch.utils.checkpoint out: a plan runs parts again where memory is short",
                     "keep batch norm out of the checkpointed part, or in evaluation mode",

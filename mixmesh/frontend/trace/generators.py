@@ -84,12 +84,12 @@ class Draws:
     def _seeding(self, module: Any, number: int, before: list[str]) -> AbstractContextManager[None]:
         """A context in which the seeding of a generator of the process by a number is noted, if nothing was
         drawn from it before."""
-        seed_generator, name = module.seed, self._names[number]
+        seed_generator, name, generator = module.seed, self._names[number], self._generators[number]
 
         def seed(*args: Any, **kwargs: Any) -> None:
             if not (args or kwargs) or None in (*args, *kwargs.values()):
                 self._seeded.discard(name)
-            elif self._marks()[number] == before[number]:
+            elif marks_of([generator]) == before[number]:
                 self._seeded.add(name)
             seed_generator(*args, **kwargs)
 
