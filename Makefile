@@ -26,7 +26,7 @@ test: setup    ## all tests
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 gpu-check: setup    ## what needs a GPU, in eight minutes at most; figures go to out/gpu/check.json
-	$(BIN)/python -m pytest tests/gpu/test_on_gpu.py -v -s -rs
+	MIXMESH_TEST_GPU=1 $(BIN)/python -m pytest tests/gpu/test_on_gpu.py -v -s -rs
 
 fuzz: setup    ## random models, programs and files for MINUTES=60; failures go to out/fuzz/
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --minutes $(MINUTES)

@@ -11,6 +11,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 # the tensors of tests are small: threads cost more than they give, many times more on a busy machine
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# many tests fork, which CUDA does not survive, and compare with a CPU's numbers: only `make gpu-check` sees
+# a GPU
+if "MIXMESH_TEST_GPU" not in os.environ:
+    os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
 # cards that were calibrated on this machine must not change what tests expect of the catalogue
 os.environ["MIXMESH_DEVICES"] = "none"
 

@@ -36,7 +36,8 @@ def run_world(world_size: int, checks: dict, make_comm=nothing) -> dict[str, lis
     """
     with tempfile.TemporaryDirectory() as folder:
         args = (world_size, free_port(), checks, make_comm, folder, dict(os.environ))
-        method = forking().get_start_method()
+        # CUDA does not survive a fork, and imports may have asked it for its devices
+        method = "spawn" if "MIXMESH_TEST_GPU" in os.environ else forking().get_start_method()
         mp.start_processes(_worker, args, nprocs=world_size, start_method=method)
         per_rank = [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(world_size)]
     return {name: [results.get(name, "did not run") for results in per_rank] for name in checks}

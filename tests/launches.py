@@ -32,6 +32,10 @@ devices = [
 WITHOUT_BF16 = '[[machine]]\ndevices = ["V100-16GB", "A100-40GB"]\n'
 
 
+if "MIXMESH_TEST_GPU" in os.environ:
+    CLUSTER = CLUSTER.replace('kind = "cpu"', 'kind = "gpu"')
+
+
 def cluster_file(folder: Path, text: str = CLUSTER) -> Path:
     """A file in ``folder`` that describes two unequal devices, so that nothing depends on measured speeds."""
     path = folder / f"cluster{rank()}.{len(text)}.toml"

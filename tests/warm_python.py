@@ -84,7 +84,10 @@ os._exit(status)
 
 @functools.cache
 def python() -> str:
-    """A file that runs a program as ``sys.executable`` would; the server is started by the first call."""
+    """A file that runs a program as ``sys.executable`` would; the server is started by the first call. With a
+    GPU it is that, as CUDA does not survive a fork."""
+    if "MIXMESH_TEST_GPU" in os.environ:
+        return sys.executable
     folder = tempfile.TemporaryDirectory(prefix="warm-python-")
     address, client = Path(folder.name, "socket"), Path(folder.name, "python")
     client.write_text(CLIENT.format(executable=sys.executable, socket=str(address)))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 SWEEPS = 20_000
+HALVINGS = 12  # of a step that leads away from the minimum, before it is given up
 SETTLED = 1e-12  # relative to the largest figure
 STEP = float(np.log(1.05))  # change of an unknown that measures the slope
 
@@ -44,14 +45,27 @@ def fit_logs(
     steps: int,
 ) -> np.ndarray:
     """The logarithms of factors, between ``low`` and ``high``, that minimise the squared ``errors``, by
-    Gauss-Newton steps from 0, each within the bounds. ``weight`` is that of a logarithm's distance from 0,
-    and decides where the errors hardly depend on a factor."""
+    Gauss-Newton steps from 0, each within the bounds. A step that makes the sum larger, as where a larger
+    figure hides a smaller one, is halved until it does not: the result is never worse than 0. ``weight`` is
+    that of a logarithm's distance from 0, and decides where the errors hardly depend on a factor."""
+
+    def total(at: np.ndarray, own: np.ndarray) -> float:
+        return float(own @ own + weight**2 * (at @ at))
+
     logs = np.zeros_like(low)
+    now = errors(logs)
     usual = weight * np.eye(len(logs))
     for _ in range(steps):
-        now = errors(logs)
         slopes = [(errors(logs + STEP * unit) - now) / STEP for unit in np.eye(len(logs))]
         matrix = np.array(slopes).T
         wanted = np.concatenate([matrix @ logs - now, np.zeros(len(logs))])
-        logs = bounded_least_squares(np.vstack([matrix, usual]), wanted, low, high)
+        step = bounded_least_squares(np.vstack([matrix, usual]), wanted, low, high) - logs
+        for _ in range(HALVINGS):
+            after = errors(logs + step)
+            if total(logs + step, after) < total(logs, now):
+                break
+            step = step / 2
+        else:
+            break
+        logs, now = logs + step, after
     return logs

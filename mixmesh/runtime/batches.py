@@ -16,7 +16,7 @@ from .streams import copied
 
 
 def program_inputs(program: Program) -> tuple[Instruction, ...]:
-    return tuple(i for i in program.instructions if i.op == "input")
+    return program.batch_inputs
 
 
 def local_inputs(

@@ -29,6 +29,9 @@ from .works import pairwise
 Sizes = Sequence[int]
 T = TypeVar("T")
 P = ParamSpec("P")
+# PyTorch 2.13's names of two collectives, and those before it
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 PAIRWISE_BYTES = 2**17  # less is sent before anybody waits for it: then gloo's own all_to_all has less to do
 
 
@@ -106,7 +109,7 @@ def _gather_padded(channel: Channel, mine: Tensor, counts: Sizes):
     padded = mine.new_zeros(longest)
     padded[: mine.numel()] = mine
     full = mine.new_empty(longest * len(counts))
-    works = [channel.start(dist.all_gather_single, full, padded)]
+    works = [channel.start(_all_gather_single, full, padded)]
     rows = full.view(len(counts), longest)
     return works, lambda: torch.cat([row[:count] for row, count in zip(rows, counts)])
 
@@ -195,7 +198,7 @@ def _scatter_padded(channel: Channel, flat: Tensor, counts: Sizes):
     for row, piece in zip(rows, flat.split(list(counts))):
         row[: piece.numel()] = piece
     mine = flat.new_empty(longest)
-    works = [channel.start(dist.reduce_scatter_single, mine, rows.view(-1))]
+    works = [channel.start(_reduce_scatter_single, mine, rows.view(-1))]
     return works, lambda: (rows, mine)[1][: counts[channel.me]].clone()
 
 

@@ -43,6 +43,6 @@ def seeded(device: torch.device, seed: int) -> Iterator[None]:
     """A context in which the CPU and the device draw from ``seed``. Afterwards they continue as if nothing
     had been drawn."""
     others = [device] if is_accelerator(device) else []
-    with torch.random.fork_rng(others, device_type=device.type if others else None):
+    with torch.random.fork_rng(others, device_type=device.type if others else "cuda"):
         torch.manual_seed(seed)
         yield

@@ -53,17 +53,22 @@ def lay_out(optimizer: optim.Optimizer) -> None:
     state contiguous, and a parameter in channels_last is not."""
     with Off():
         for p in params_of(optimizer):
-            if p.grad is not None:
-                p.grad = _laid_out(p.grad, p)
+            grad = p.grad
+            if grad is not None and _is_otherwise(grad, p):
+                p.grad = _laid_out(grad, p)
+            if p.is_contiguous():  # and so is its state
+                continue
             state = optimizer.state.get(p) or {}
             for key, value in state.items():
-                if isinstance(value, Tensor) and value.shape == p.shape:
+                if isinstance(value, Tensor) and value.shape == p.shape and _is_otherwise(value, p):
                     state[key] = _laid_out(value, p)
 
 
+def _is_otherwise(t: Tensor, p: Tensor) -> bool:
+    return t.stride() != p.stride() if t.layout is torch.strided else False
+
+
 def _laid_out(t: Tensor, p: Tensor) -> Tensor:
-    if t.layout is not torch.strided or t.stride() == p.stride():
-        return t
     return torch.empty_like(p, dtype=t.dtype).copy_(t)
 
 

@@ -19,6 +19,7 @@ from .agreement import COMPARED_STEPS, facts_of_batch
 from .batches import local_inputs
 from .collectives import Handle
 from .comm import Comm
+from .copies import copies_of, copy_all
 from .executor import local_piece
 from .face import Face
 from .gradients import Sums
@@ -139,11 +140,11 @@ class ParallelModel(Face):
         if self.training or form is run.forms.planned:
             self._check_planned(args, kwargs)
         params = run.params
-        buffers = {name: plain(b) for name, b in self.named_buffers(remove_duplicate=False)}
+        buffers = {name: plain(b) for name, b in run.guards.tables.buffers().items()}
         read = buffers
         if torch.is_grad_enabled():
             # the forward pass ends with new values in place, and autograd may have saved the old ones
-            read = buffers | {name: buffers[name].clone() for name in form.kept_buffers}
+            read = buffers | copies_of({name: buffers[name] for name in form.kept_buffers})
         run.random.step += 1
         run.wholes.start()
         training = self.training or form.is_traced
@@ -158,8 +159,8 @@ class ParallelModel(Face):
             result, updated = accumulate(run, form, params, read, inputs, training=training)
         run.wholes.finish()
         with torch.no_grad():
-            for name, value in updated.items():
-                buffers[name].copy_(local_piece(value, run.stored[name].held, run.comm.rank))
+            pieces = [local_piece(x, run.stored[name].held, run.comm.rank) for name, x in updated.items()]
+            copy_all([buffers[name] for name in updated], pieces)
         run.summed = form.program
         total = self.sum_of_ranks(result.value) if sums and form.outside is None else None
         return replace(result, returns=form.returns, total=total, outside=form.outside, given=given)

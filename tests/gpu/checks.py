@@ -86,7 +86,11 @@ def refuted(device: torch.device, names: Iterable[str]) -> list[str]:
     wrong = []
     with device:
         for name in names:
-            case = make_case(name, SAMPLES[name][0])
+            try:
+                case = make_case(name, SAMPLES[name][0])
+            except RuntimeError as error:
+                wrong.append(f"{name}: {error}")
+                continue
             for strategy in strategies(RULES[name], case.call):
                 if RULES[name].own and strategy.factor == "n":
                     continue  # each rank's own by definition
@@ -258,7 +262,14 @@ def staging(device: torch.device) -> dict:
 
 def doctor(world_size: int, timeout_s: float) -> dict:
     """The report of ``mixmesh doctor`` on so many processes of this machine, which share its GPUs."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size)]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(world_size),
+    ]
     done = subprocess.run(
         [*launcher, "-m", "mixmesh", "doctor", "--json"],
         capture_output=True, text=True, timeout=timeout_s, env=dict(os.environ, OMP_NUM_THREADS="1"),

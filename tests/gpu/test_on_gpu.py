@@ -32,6 +32,14 @@ def rows(device):
     print(f"\n{checks.write(found, device, Path('out/gpu/check.json'))}")
 
 
+def test_calibration(rows, device, tmp_path):
+    """Every class gets a fit that is nearer than the datasheet on the kernels that it was fitted to. It comes
+    first, as what this process holds of the card would count as memory of others."""
+    row = rows["calibration"] = checks.calibration(device, 60, tmp_path)
+    assert row["code"] == 0 and row["classes"] >= 14, row
+    assert row["error"] < row["datasheet_error"] and row["context_bytes"] > 0, row
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_doctor(rows, world_size):
     """One rank exchanges by NCCL, several on one GPU by gloo through the host."""
@@ -80,13 +88,6 @@ def test_peak_memory(rows, device):
 def test_predicted_step(rows, device):
     row = rows["predicted step"] = checks.prediction(device, checks.LARGE, budget_s=60, steps=STEPS)
     assert 0.9 <= row["ratio"] <= 1.1, row
-
-
-def test_calibration(rows, device, tmp_path):
-    """Every class gets a fit that is nearer than the datasheet on the kernels that it was fitted to."""
-    row = rows["calibration"] = checks.calibration(device, 60, tmp_path)
-    assert row["code"] == 0 and row["classes"] >= 14, row
-    assert row["error"] < row["datasheet_error"] and row["context_bytes"] > 0, row
 
 
 def test_overhead(rows, device):

@@ -131,7 +131,10 @@ def run_whole(op: str, args, kwargs, leaves) -> tuple[Tensor, ...]:
             return leaves[int(arg.name[1:])]
         return [value(a) for a in arg] if isinstance(arg, tuple) else to_torch(arg)
 
-    out = aten_op(op)(*map(value, args), **{k: value(v) for k, v in kwargs})
+    run, options = aten_op(op), {k: value(v) for k, v in kwargs}
+    if any(a.name == "device" for a in run._schema.arguments):  # the default device is not for operators
+        options["device"] = torch.get_default_device()
+    out = run(*map(value, args), **options)
     return tuple(out) if isinstance(out, (tuple, list)) else (out,)
 
 

@@ -306,8 +306,18 @@ def capture(
 
 
 def _export(wrapper: nn.Module, tensors: tuple[torch.Tensor, ...]) -> ExportedProgram:
-    with meta_on_device(wrapper, tensors) as meta_tensors:
+    with meta_on_device(wrapper, beside(wrapper, tensors)) as meta_tensors:
         return torch.export.export(wrapper, meta_tensors, strict=False)
+
+
+def beside(model: nn.Module, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """The tensors of a batch on the device of the model, if it is on one: a loader's are on the host, and
+    those of a call on the device of a rank, whose model may have been planned on the host."""
+    devices = {x.device for x in (*model.parameters(), *model.buffers()) if not x.is_meta}
+    if len(devices) != 1:
+        return tensors
+    (device,) = devices
+    return tuple(x if x.is_meta else x.to(device) for x in tensors)
 
 
 @contextmanager

@@ -98,6 +98,10 @@ class Program:
         return self.body.params
 
     @lazy
+    def batch_inputs(self) -> tuple[Instruction, ...]:
+        return tuple(i for i in self.instructions if i.op == "input")
+
+    @lazy
     def buckets(self) -> Buckets:
         return self.body.buckets
 

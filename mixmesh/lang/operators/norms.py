@@ -71,31 +71,74 @@ def _scaled(
     return torch.native_batch_norm(x, weight, bias, mean.to(dtype), var.to(dtype), False, 0.0, eps)[0]
 
 
+# --- one gradient of x instead of two on a GPU ---------------------------------------------------------
+
+
+LINK = "_mixmesh_moments"  # on the data whose moments were summed
+
+
+class _Link:
+    """Joins the backward passes of the two operators on the same data. Each has a gradient of it, which would
+    be two tensors to write and to add. Instead ``normalise`` sends the sums of its gradient through the
+    all-reduce, as the gradient of the moments, and ``moments`` computes the whole gradient from what
+    ``passed``, as PyTorch's SyncBatchNorm does. Only if the moments have a single use."""
+
+    def __init__(self) -> None:
+        self.uses = 0
+        self.passed: tuple | None = None
+
+    @classmethod
+    def on(cls, x: Tensor) -> _Link | None:
+        """A new link for the moments of ``x``; None if there are others already, or no kernels."""
+        if not x.is_cuda or not x.requires_grad:
+            return None
+        link = None if hasattr(x, LINK) else cls()
+        setattr(x, LINK, link)
+        return link
+
+
+def _graph_task() -> int:
+    """The number of the backward pass under way."""
+    return torch._C._current_graph_task_id()
+
+
 # --- the operators -------------------------------------------------------------------------------------
 
 
 class _Moments(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x, link):
         mean, *sums = _sums(x)
         ctx.save_for_backward(x, mean)
+        ctx.link = link
         return torch.stack(sums)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
+        link = ctx.link
+        if link is not None and link.passed is not None:
+            task, count, y_grad, x, mean, scale, weight = link.passed
+            link.passed = None
+            if task == _graph_task():
+                sums = grad.to(mean.dtype)
+                number = torch.full((1,), count, dtype=torch.int32, device=x.device)
+                return torch.batch_norm_backward_elemt(y_grad, x, mean, scale, weight, *sums, number), None
         x, mean = ctx.saved_tensors
         # g1 + 2 g2 x, computed around the mean, as its terms are large and of opposite signs
         slope = 2 * grad[1]
         level = torch.addcmul(grad[0], slope, mean)
-        return _scaled(x, mean, torch.ones_like(mean), slope, level, 0.0)
+        return _scaled(x, mean, torch.ones_like(mean), slope, level, 0.0), None
 
 
 class _Normalise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, moments, weight, bias, count, eps):
+    def forward(ctx, x, moments, weight, bias, count, eps, link):
         mean, var = _statistics(moments, count)
         ctx.save_for_backward(x, mean, var, weight)
+        ctx.link = link
+        if link is not None:
+            link.uses += 1
         ctx.count, ctx.eps = count, eps
         ctx.dtypes = [None if t is None else t.dtype for t in (weight, bias)]
         return _scaled(x, mean, var, weight, bias, eps)
@@ -112,6 +155,15 @@ class _Normalise(torch.autograd.Function):
         local = [t.to(dtype) for t in (mean, var, scale)]
         # a GPU's kernel returns no sums without a weight
         weight = torch.ones_like(local[0]) if weight is None else weight.to(dtype)
+        link = ctx.link
+        if link is not None and link.uses == 1 and all(ctx.needs_input_grad[:2]):
+            around = x, local[0], local[2], weight
+            of_y, of_difference, of_xhat, _ = torch.batch_norm_backward_reduce(
+                grad, *around, True, True, False
+            )
+            link.passed = _graph_task(), ctx.count, grad, *around
+            sums = [None if d is None else g.to(d) for g, d in zip((of_xhat, of_y), ctx.dtypes)]
+            return None, torch.stack((of_y, of_difference)).double(), *sums, None, None, None
         # for given statistics it returns dy * weight * scale, and the sums of dy * xhat and dy
         dx, of_xhat, of_y = torch.ops.aten.native_batch_norm_backward(
             grad, x, weight, *local[:2], local[0], local[2], False, ctx.eps,
@@ -124,7 +176,7 @@ class _Normalise(torch.autograd.Function):
             of_square = slope * scale * of_xhat * 0.5
             of_moments = torch.stack((torch.addcmul(slope * of_y, mean, of_square, value=-2), of_square))
         sums = [None if d is None else g.to(d) for g, d in zip((of_xhat, of_y), ctx.dtypes)]
-        return dx, of_moments, *sums, None, None
+        return dx, of_moments, *sums, None, None, None
 
 
 def moments(x: Tensor) -> Tensor:
@@ -132,7 +184,7 @@ def moments(x: Tensor) -> Tensor:
     _channels(x)
     if x.is_meta or not x.numel():
         return x.new_zeros((2, x.shape[1]), dtype=torch.float64)
-    return _Moments.apply(x)
+    return _Moments.apply(x, _Link.on(x) if torch.is_grad_enabled() else None)
 
 
 def normalise(
@@ -141,7 +193,8 @@ def normalise(
     """(x - mean) / sqrt(var + eps) * weight + bias, with mean and variance [C] from the ``moments`` of
     ``count`` elements per channel. The moments cover all ranks, ``x`` holds one rank's elements."""
     _check(x, moments, weight, bias)
-    return _Normalise.apply(x, moments, weight, bias, count, eps)
+    link = getattr(x, LINK, None) if torch.is_grad_enabled() and moments.requires_grad else None
+    return _Normalise.apply(x, moments, weight, bias, count, eps, link)
 
 
 def running_statistics(

@@ -20,6 +20,7 @@ from ...cluster import Cluster
 from ...cost import CostModel, DeviceProfile, Profile, device_key, links_fingerprint
 from ...cost.tf32 import PROFILED, state_of
 from ...frontend.job import batch_size, optimizer_states
+from ...frontend.trace.autocast import Autocast
 from ...frontend.trace.tf32 import tf32_now
 from ...lang.ir import Graph, Program
 from ...runtime.accelerator import backend_of, indexed, is_accelerator
@@ -53,6 +54,7 @@ def profile(
     on_start: Callable[[], object] = lambda: None,
     progress: Callable[[str], None] = lambda _: None,
     kept_process: KeptProcess | None = None,
+    autocast: Autocast | None = None,
 ) -> Profile:
     """The profile of ``job`` on the cluster of which this process is a rank. Collective.
 
@@ -62,7 +64,8 @@ def profile(
     without tensors. If ``program`` is given, the job's data parallelism with even shares, each device's
     largest micro-batches are confirmed first, outside the budget; ``torch.distributed`` must not be
     initialised then. For a job that ``compiles``, whole steps are those of the compiled model, also outside
-    the budget; raises InputError if there is no compiler.
+    the budget; raises InputError if there is no compiler. Whole steps call the model under ``autocast``, as
+    its graph was traced.
     """
     steady_heap()  # as in training
     largest = confirmed(job, cluster, program, device, progress) if program else None
@@ -100,7 +103,7 @@ def profile(
     own = device_key(declared)
     costs = CostModel(cluster, Profile({own: DeviceProfile(ops, 0.0, 0)}, ()), tf32=tf32_now())
     steps = measure_steps(
-        graph, job, share, costs, costs.class_of[comm.rank], meter, limit.left_s(), compiles, limit
+        graph, job, share, costs, costs.class_of[comm.rank], meter, limit.left_s(), compiles, limit, autocast
     )
     if steps is None:
         steps = 1.0, CostModel(cluster).optimizer_s(comm.rank, 1.0)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ...cost import CostModel
+from ...frontend.trace.autocast import Autocast, under
 from ...frontend.trace.capture import loss_of
 from ...lang.ir import Graph
 from ...lang.rules import call_of
@@ -38,6 +39,7 @@ def measure_steps(
     budget_s: float,
     compiles: bool = False,
     limit: Limit | None = None,
+    autocast: Autocast | None = None,
 ) -> tuple[float, float] | None:
     """Real seconds of a local step over the sum of its operators' in ``costs``, and optimizer seconds per
     byte. None if the device has no memory for steps of the whole model, or if the model has no values, so
@@ -70,7 +72,8 @@ def measure_steps(
     factors = FACTORS[:1] if compiles else FACTORS
 
     def backward(batch: Any, model: Callable[..., Any] = timed) -> None:
-        out = model(**batch) if isinstance(batch, dict) else model(*batch)
+        with under(autocast and (device.type, autocast[1])):
+            out = model(**batch) if isinstance(batch, dict) else model(*batch)
         loss_of(out).backward()
 
     def step(batch: Any) -> None:

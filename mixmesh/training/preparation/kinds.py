@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path, PurePath
 
 import torch
@@ -25,6 +24,7 @@ from ...cluster.detection.inventory import read_device
 from ...cost import DeviceProfile, Profile, device_key
 from ...measure.profiler.constants import KeptProcess, ProcessMemory
 from ...runtime.first_rank import everyones
+from ...runtime.versions import package_version
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Kinds:
 
     def process(self) -> KeptProcess:
         """The memory of a process without tensors, which depends on no job, as kept on this machine."""
-        file = f"process/{key_of(version('mixmesh'), torch.__version__, sys.version, self.own)}.json"
+        file = f"process/{key_of(package_version(), torch.__version__, sys.version, self.own)}.json"
 
         def read(path: Path) -> ProcessMemory | None:
             with suppress(ValueError, TypeError):

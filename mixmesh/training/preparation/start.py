@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from ...runtime.first_rank import from_first_rank
 from ...runtime.original import traceable
 from ...runtime.start import compare_first
 from ...runtime.taking_part import taking_part
+from ...runtime.versions import package_version
 from ...runtime.watch import watch_of_process
 from .kinds import Kinds
 from .phases import Phase, Phases, cluster_words, plan_words, profile_words, trace_words
@@ -122,7 +122,7 @@ def _prepared(
         lambda: compare_first(job.model),
         lambda _: f"one model, one code and the same versions on {plural(world_size, 'rank')}",
     )
-    versions = version("mixmesh"), torch.__version__
+    versions = package_version(), torch.__version__
     if cluster_file is not None:
         cluster = from_first_rank(lambda: described_cluster(cluster_file, world_size))
     else:
@@ -245,7 +245,13 @@ def _profiled(graph, job, cluster, kinds: Kinds, options: Options, device: Devic
             progress("operators: kept of devices of these kinds")
             return profile_links(graph, cluster, known, **common)
         made = measure_profile(
-            graph, job, cluster, compiles=options.compiles, kept_process=kinds.process(), **common
+            graph,
+            job,
+            cluster,
+            compiles=options.compiles,
+            kept_process=kinds.process(),
+            autocast=options.autocast,
+            **common,
         )
     finally:
         device.on_end()

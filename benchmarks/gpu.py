@@ -1,0 +1,296 @@
+"""One GPU: whole models by a plan beside PyTorch alone, and what was predicted of them.
+
+A step's seconds and a process's memory are predicted from the datasheet, from a calibration of the card and
+from a profile of the job, and then measured. All variants take turns in one process.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import mixmesh
+from mixmesh.cluster import Cluster, Device, Machine
+from mixmesh.errors import InputError
+from mixmesh.frontend.job import Job
+from mixmesh.frontend.job.workloads import make
+from mixmesh.frontend.job.workloads.language import LanguageModel
+from mixmesh.frontend.job.workloads.layers import Layer
+from mixmesh.frontend.trace import Traced, trace
+from mixmesh.lang.plan_file import Plan
+from mixmesh.measure.calibration import Measured, calibrate
+from mixmesh.measure.calibration.samples import Timing
+from mixmesh.measure.calibration.timing import tf32_set
+from mixmesh.measure.profiler import profile
+from mixmesh.planner import make_plan
+from mixmesh.runtime.accelerator import (
+    begin_peak,
+    card_facts,
+    device_name,
+    empty_cache,
+    is_accelerator,
+    synchronize,
+)
+from mixmesh.runtime.optimizers import fuse
+from mixmesh.runtime.train import peak_memory_bytes
+
+from .revision import revision
+
+EAGER, COMPILED, OURS, OURS_COMPILED = "eager", "torch.compile", "ours", "ours, compile=True"
+DATASHEET, CALIBRATED, PROFILED = "datasheet", "calibrated", "profiled"
+BF16 = "bf16"
+ONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job and its numbers: float32, TF32 for float32's products, or bf16 by autocast."""
+
+    name: str
+    make: Callable[[], Job]
+    numbers: str = "f32"
+
+    def numbers_set(self) -> AbstractContextManager[None]:
+        return tf32_set(self.numbers == "tf32")
+
+    def autocast(self, device: torch.device) -> AbstractContextManager:
+        return torch.autocast(device.type, torch.bfloat16) if self.numbers == BF16 else nullcontext()
+
+
+def gpt(layers: int, width: int, seq: int, batch: int) -> Job:
+    """A decoder with heads of 64, and random words."""
+    torch.manual_seed(0)
+    blocks = [Layer(width, width // 64, 4 * width) for _ in range(layers)]
+    model = LanguageModel(blocks, words=16_000, seq=seq, width=width)
+    tokens = torch.randint(16_000, (2, batch, seq))
+    return Job(model, {"tokens": tokens[0], "targets": tokens[1]}, optimizer=torch.optim.AdamW)
+
+
+def workload(text: str) -> Job:
+    return replace(make(text, "cpu"), optimizer=torch.optim.AdamW)
+
+
+CASES = (
+    *(Case(f"gpt {numbers}", lambda: gpt(12, 1024, 512, 16), numbers) for numbers in ("f32", "tf32", BF16)),
+    Case("gpt of small kernels", lambda: gpt(24, 512, 128, 8), "tf32"),
+    Case("bert-base bf16", lambda: workload("bert-base:64"), BF16),
+    Case("vit bf16", lambda: workload("vit:256"), BF16),
+    Case("resnet50 tf32", lambda: workload("resnet50:256"), "tf32"),
+    Case("vgg19 tf32", lambda: workload("vgg19:512"), "tf32"),
+)
+SMALL = (Case("gpt f32", lambda: gpt(2, 64, 16, 4)), Case("gpt bf16", lambda: gpt(2, 64, 16, 4), BF16))
+
+
+@dataclass(frozen=True)
+class Effort:
+    calibration_s: float
+    profile_s: float
+    rounds: int
+    steps: int
+    compiles: bool = True
+
+
+FULL, QUICK = Effort(60, 15, 5, 5), Effort(20, 6, 3, 3, compiles=False)
+
+
+@dataclass(frozen=True)
+class Row:
+    """``step_s`` has the seconds of a step in each round by variant; predictions are by what they rest on;
+    ``error`` is the largest relative difference of a loss from that of PyTorch alone."""
+
+    name: str
+    step_s: dict[str, tuple[float, ...]]
+    predicted_step_s: dict[str, float]
+    predicted_bytes: dict[str, int]
+    measured_bytes: int
+    losses: dict[str, tuple[float, ...]]
+    error: float
+
+    def median_s(self, name: str) -> float:
+        return statistics.median(self.step_s[name])
+
+    def over(self, name: str, other: str) -> float:
+        """The median over rounds of a variant's step over another's."""
+        return statistics.median(a / b for a, b in zip(self.step_s[name], self.step_s[other]))
+
+
+def run(
+    device: torch.device,
+    cases: Sequence[Case],
+    effort: Effort,
+    say: Say = lambda _: None,
+    keep: Path | None = None,
+) -> Iterator[Row | Measured]:
+    """The calibration of the device, then a row for each case, whose profile is kept in a folder ``keep``."""
+    for name, value in ONE_PROCESS.items():
+        os.environ.setdefault(name, value)
+    say("calibration")
+    calibrated = calibrate(device, seconds=effort.calibration_s)
+    yield calibrated
+    for case in cases:
+        with case.numbers_set():
+            yield row_of(case, device, calibrated.calibration.device, effort, say, keep)
+        gc.collect()
+        empty_cache(device)
+
+
+def row_of(
+    case: Case, device: torch.device, calibrated: Device, effort: Effort, say: Say, keep: Path | None
+) -> Row:
+    say(f"{case.name}: plans")
+    traced = traced_on(case, case.make(), device)
+    plans = {
+        DATASHEET: planned(traced, cluster_of(device, None)),
+        CALIBRATED: planned(traced, cluster_of(device, calibrated)),
+    }
+    say(f"{case.name}: profile")
+    cluster = cluster_of(device, calibrated)
+    measured = profile(
+        traced.graph,
+        case.make(),
+        cluster,
+        budget_s=effort.profile_s,
+        device=device,
+        autocast=traced.autocast,
+    )
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        measured.save(keep / f"{case.name.replace(' ', '-')}.profile.json")
+    plans[PROFILED] = make_plan(traced, cluster, profile=measured, planner="single")
+    gc.collect()
+    empty_cache(device)
+    if is_accelerator(device):
+        begin_peak(device)
+    steps = {OURS: step_of(case, device, plans[PROFILED])}
+    losses = {OURS: [steps[OURS]() for _ in range(3)]}
+    synchronize(device)
+    measured_bytes = peak_memory_bytes(device)
+    steps[EAGER] = step_of(case, device, None)
+    if effort.compiles:
+        steps[COMPILED] = step_of(case, device, None, compiles=True)
+        steps[OURS_COMPILED] = step_of(case, device, plans[PROFILED], compiles=True)
+    for name, step in steps.items():
+        if name != OURS:
+            say(f"{case.name}: the first steps of {name}")
+            losses[name] = [step() for _ in range(3)]
+    step_s: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(effort.rounds):
+        say(f"{case.name}: round {number + 1} of {effort.rounds}")
+        for name, step in steps.items():
+            step()
+            synchronize(device)
+            started = time.perf_counter()
+            for _ in range(effort.steps):
+                step()
+            synchronize(device)
+            step_s[name].append((time.perf_counter() - started) / effort.steps)
+    seen = {name: tuple(map(float, values)) for name, values in losses.items()}
+    return Row(
+        case.name,
+        {name: tuple(times) for name, times in step_s.items()},
+        {name: plan.predicted_step_s for name, plan in plans.items()},
+        {name: plan.predicted_peak_memory_bytes[0] for name, plan in plans.items()},
+        measured_bytes,
+        seen,
+        max(abs(a / b - 1) for a, b in zip(seen[OURS], seen[EAGER])),
+    )
+
+
+def traced_on(case: Case, job: Job, device: torch.device) -> Traced:
+    """The trace of a model on the device, as in a script that has put it there."""
+    numbers = (device.type, "bf16") if case.numbers == BF16 else None
+    return trace(job.model.to(device), job.batch, autocast=numbers)
+
+
+def cluster_of(device: torch.device, known: Device | None) -> Cluster:
+    """One machine with this device: as it is ``known``, or as the catalogue has its card."""
+    if known is None:
+        known = catalogued(device)
+    return Cluster("this device", (Machine("here", (known,), 1e10, 1e-5, 1e9),), 1e9, 1e-5)
+
+
+def catalogued(device: torch.device) -> Device:
+    if device.type == "cpu":
+        return Device("cpu", 1e11, 8 * 2**30, 2e10, kind="cpu", supports_bf16=True)
+    from mixmesh.cluster.catalogue import catalogue_row
+    from mixmesh.cluster.device import catalogue_device
+
+    card = card_facts(device)
+    row = catalogue_row(card.name, card.memory_bytes)
+    if row is None:
+        raise InputError("this card is not in the catalogue", got=card.name, hint="mixmesh calibrate")
+    return replace(catalogue_device(row.name), memory_bytes=card.memory_bytes)
+
+
+def planned(traced: Traced, cluster: Cluster) -> Plan:
+    return make_plan(traced, cluster, planner="single")
+
+
+def step_of(
+    case: Case, device: torch.device, plan: Plan | None, *, compiles: bool = False
+) -> Callable[[], torch.Tensor]:
+    """A function that makes a step and gives its loss: by ``plan``, or by PyTorch alone."""
+    job = case.make()
+    assert isinstance(job.batch, Mapping) and job.optimizer is not None
+    batch = {name: x.to(device) for name, x in job.batch.items()}
+    model: Any = job.model.to(device)
+    optimizer = job.optimizer(model.parameters())
+    if plan is not None:
+        model, optimizer = mixmesh.parallelize(model, optimizer, plan, device=device, compile=compiles)
+    else:
+        fuse(optimizer)
+        model = torch.compile(model) if compiles else model
+
+    def step() -> torch.Tensor:
+        with case.autocast(device):
+            loss = model(**batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def report(device: torch.device, found: Sequence[Row | Measured], command: str) -> dict:
+    rows = [row for row in found if isinstance(row, Row)]
+    measured = next((c for c in found if isinstance(c, Measured)), None)
+    return {
+        "command": command,
+        "revision": revision(),
+        "device": device_name(device),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "calibration": None if measured is None else measured.calibration.to_toml(),
+        "timings": [] if measured is None else [timing_of(t) for t in measured.timings],
+        "optimizer_steps": [] if measured is None else measured.optimizer_steps,
+        "rows": [asdict(row) for row in rows],
+        "predicted_over_measured": {
+            name: [row.predicted_step_s[name] / row.median_s(OURS) for row in rows]
+            for name in (DATASHEET, CALIBRATED, PROFILED)
+        },
+    }
+
+
+def timing_of(timing: Timing) -> dict:
+    """A kernel that the calibration measured, in seconds."""
+    sample = timing.sample
+    shapes = {name: list(size) for name, size in sample.shape.inputs}
+    return {
+        "kernels": sample.kernels,
+        "dtype": sample.dtype,
+        "op": sample.shape.op,
+        "inputs": shapes,
+        "forward_s": timing.forward_s,
+        "backward_s": timing.backward_s,
+    }
