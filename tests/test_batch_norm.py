@@ -16,7 +16,7 @@ from mixmesh.errors import PlanError, VerificationError
 from mixmesh.frontend.trace import trace
 from mixmesh.lang.check import check_program
 from mixmesh.lang.ir import make_ratio, parse_program, samples_of
-from mixmesh.lang.operators import PIECE_BYTES, moments, normalise, running_statistics
+from mixmesh.lang.operators import PIECE_BYTES, moments, normalise, norms, running_statistics
 from mixmesh.lang.optimizer_states import OptimizerStates
 from mixmesh.lang.rules import call_of
 from mixmesh.measure.profiler.meter import Meter
@@ -348,3 +348,106 @@ def test_the_profiler_measures_them():
             curves = found[op_key(call_of(node, graph.types))]
             assert curves.forward.at(1.0) > 0
             assert (curves.backward.at(1.0) > 0) == (node.op != "mixmesh.running_statistics")
+
+
+# --- the kernels of a GPU, written out ------------------------------------------------------------------
+
+
+def reduced(y_grad, x, mean, scale, weight, *wanted):
+    """torch.batch_norm_backward_reduce."""
+    dims = [d for d in range(x.ndim) if d != 1]
+    of_y = y_grad.sum(dims)
+    of_difference = (y_grad * (x - _by_channel(mean, x))).sum(dims)
+    return of_y, of_difference, of_difference * scale, of_y
+
+
+def element_by_element(y_grad, x, mean, scale, weight, of_y, of_difference, count):
+    """torch.batch_norm_backward_elemt."""
+    mean, scale, weight, of_y, of_difference = (
+        _by_channel(t, x) for t in (mean, scale, weight, of_y / count, of_difference / count)
+    )
+    return (y_grad - of_y - (x - mean) * scale**2 * of_difference) * weight * scale
+
+
+def _by_channel(t, x):
+    return t.view([1, -1] + [1] * (x.ndim - 2))
+
+
+@pytest.fixture
+def gpu_kernels(monkeypatch):
+    """Makes a CPU take the way of a GPU, and gives the list of the gradients that were computed at once."""
+    made = []
+    monkeypatch.setattr(norms, "has_gpu_kernels", lambda x: True)
+    monkeypatch.setattr(torch, "batch_norm_backward_reduce", reduced)
+    monkeypatch.setattr(
+        torch, "batch_norm_backward_elemt", lambda *args: made.append(1) or element_by_element(*args)
+    )
+    return made
+
+
+def normalised(x, weight, bias, moments=None):
+    moments = torch.ops.mixmesh.moments(x) if moments is None else moments
+    return torch.ops.mixmesh.normalise(x, moments, weight, bias, x.numel() // x.shape[1], 1e-5)
+
+
+def data_of_channels(weight=0.7):
+    torch.manual_seed(0)
+    x = (torch.randn(6, 3, 4, dtype=torch.float64) + 5).requires_grad_()
+    return x, torch.full((3,), weight, dtype=torch.float64).requires_grad_(), torch.zeros_like(x[0, :, 0])
+
+
+@pytest.mark.parametrize("weight", [0.7, 0.0])  # many models begin with zeros
+def test_a_gpu_computes_one_gradient(gpu_kernels, weight):
+    x, scale, bias = data_of_channels(weight)
+    y_grad = torch.randn_like(x)
+    own = torch.autograd.grad(normalised(x * 1, scale, bias), (x, scale), y_grad)
+    plain = torch.autograd.grad(
+        torch.batch_norm(x, scale, bias, None, None, True, 0.0, 1e-5, False), (x, scale), y_grad
+    )
+    torch.testing.assert_close(own, plain, rtol=1e-9, atol=1e-9)
+    assert len(gpu_kernels) == 1
+
+
+def test_moments_with_two_uses_have_gradients_of_their_own(gpu_kernels):
+    x, scale, bias = data_of_channels()
+    y_grad = torch.randn_like(x)
+
+    def twice(data):
+        moments = torch.ops.mixmesh.moments(data)
+        return normalised(data, scale, bias, moments) + normalised(data, scale * 2, bias, moments)
+
+    def plain(data):
+        return 3 * torch.batch_norm(data, scale, bias, None, None, True, 0.0, 1e-5, False)
+
+    own, other = (torch.autograd.grad(f(x * 1), (x, scale), y_grad) for f in (twice, plain))
+    torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-9)
+    again = x * 1  # two norms of the same data
+    own = torch.autograd.grad(normalised(again, scale, bias) + normalised(again, scale * 2, bias), x, y_grad)
+    torch.testing.assert_close(own, other[:1], rtol=1e-9, atol=1e-9)
+
+
+def test_a_gradient_that_nobody_took_is_not_in_the_next(gpu_kernels):
+    x, scale, bias = data_of_channels()
+    y_grad = torch.randn_like(x)
+    y = normalised(x * 1, scale, bias)
+    first = torch.autograd.grad(y, scale, 100 * y_grad, retain_graph=True)[0]  # moments have no part in it
+    own = torch.autograd.grad(y, (x, scale), y_grad)
+    plain = torch.autograd.grad(
+        torch.batch_norm(x, scale, bias, None, None, True, 0.0, 1e-5, False), (x, scale), y_grad
+    )
+    torch.testing.assert_close(own, plain, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(first, 100 * own[1])
+
+
+def test_a_gpu_moves_running_statistics_as_its_own_norm(gpu_kernels):
+    x, scale, bias = data_of_channels()
+    data = x.detach().float()
+    mean, var = torch.zeros(3), torch.ones(3)
+    moments = torch.ops.mixmesh.moments(data)
+    count = data.numel() // 3
+    own = torch.ops.mixmesh.running_statistics(moments, mean, var, count, 0.1)
+    torch.batch_norm(data, None, None, mean, var, True, 0.1, 1e-5, False)
+    torch.testing.assert_close(own, (mean, var), rtol=1e-6, atol=1e-6)
+    moments.mul_(2)  # what was computed of other numbers is not taken again
+    other = torch.ops.mixmesh.running_statistics(moments, mean, var, count, 0.1)
+    assert not torch.allclose(other[0], own[0])

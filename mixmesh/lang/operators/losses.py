@@ -24,7 +24,7 @@ NONE, SUM = 0, 2  # at::Reduction
 # up to these logarithms a sum is stored as its exponential; a sum over ranks can be e^10 times its largest
 # addend
 EDGE, EDGE_OF_PART = 600.0, 590.0
-GPU_PIECE_BYTES = 2**26  # for a GPU: large enough for memory bandwidth to decide rather than launches
+GPU_PIECE_BYTES = 2**27  # for a GPU: few pieces, as each costs some launches
 
 
 def _check(x: Tensor, *of_rows: Tensor) -> None:
@@ -50,15 +50,31 @@ def _pieces(x: Tensor) -> int:
 
 def _log_sums(x: Tensor) -> Tensor:
     """The logarithms of the sums of exponentials over dim 1: f64 [N, ...]."""
-    parts = []
     rows = _pieces(x)
     work = x.new_empty((min(rows, len(x)), *x.shape[1:]), dtype=wide(x))
-    for piece in x.split(rows):
-        top = piece.amax(1, keepdim=True).to(work.dtype)
-        top.masked_fill_(top == -math.inf, 0.0)  # all classes are masked out
-        total = torch.sub(piece, top, out=work[: len(piece)]).exp_().sum(1)
-        parts.append(total.double().log_().add_(top.squeeze(1)))
-    return torch.cat(parts)
+    if not x.is_cuda:  # a piece stays in the cache between its passes
+        parts = [_top_and_total(piece, work) for piece in x.split(rows)]
+        top = torch.cat([top for top, _ in parts])
+        totals = [total for _, total in parts]
+    else:
+        top = _top(x, work.dtype)
+        totals = [_total(piece, own, work) for piece, own in zip(x.split(rows), top.split(rows))]
+    return torch.cat(totals).double().log_().add_(top.squeeze(1))
+
+
+def _top(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The largest logit of every row, and 0 where all classes are masked out."""
+    top = x.amax(1, keepdim=True).to(dtype)
+    return top.masked_fill_(top == -math.inf, 0.0)
+
+
+def _total(x: Tensor, top: Tensor, work: Tensor) -> Tensor:
+    return torch.sub(x, top, out=work[: len(x)]).exp_().sum(1)
+
+
+def _top_and_total(x: Tensor, work: Tensor) -> tuple[Tensor, Tensor]:
+    top = _top(x, work.dtype)
+    return top, _total(x, top, work)
 
 
 def _positive(logs: Tensor) -> Tensor:
@@ -129,22 +145,22 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        x, *of_rows = ctx.saved_tensors
+        x, logs, counts, own, label = ctx.saved_tensors
         smoothing, num_classes = ctx.smoothing
         dx = torch.empty_like(x)
+        g = torch.where(counts, grad, 0.0)
+        # exp(x - log) is the softmax; the difference corrects for rounding the logarithm to the dtype of x
+        near = logs.to(g.dtype)
+        scale = (near - logs).exp_().to(g.dtype).mul_(g)
+        at_label = g * own * (smoothing - 1)
         rows = _pieces(x)
-        grad = grad.expand(of_rows[0].shape)
-        parts = zip(x.split(rows), dx.split(rows), grad.split(rows), *(t.split(rows) for t in of_rows))
-        for piece, out, g, logs, counts, own, label in parts:
-            g = torch.where(counts, g, 0.0).unsqueeze(1)
-            # exp(x - log) is the softmax; ``rest`` corrects for rounding the logarithm to the dtype of x
-            near = logs.to(g.dtype)
-            rest = (near - logs).exp_().to(g.dtype)
-            gradient = torch.sub(piece, near.unsqueeze(1), out=out if piece.dtype == g.dtype else None).exp_()
-            gradient.mul_(g * rest.unsqueeze(1))
+        of_rows = [t.unsqueeze(1).split(rows) for t in (near, scale, g, label, at_label)]
+        for piece, out, shift, factor, each, place, there in zip(x.split(rows), dx.split(rows), *of_rows):
+            gradient = torch.sub(piece, shift, out=out if piece.dtype == g.dtype else None).exp_()
+            gradient.mul_(factor)
             if smoothing:
-                gradient.sub_(g * (smoothing / num_classes))
-            gradient.scatter_add_(1, label.unsqueeze(1), g * own.unsqueeze(1) * (smoothing - 1))
+                gradient.sub_(each * (smoothing / num_classes))
+            gradient.scatter_add_(1, place, there)
             if gradient is not out:
                 out.copy_(gradient)
         return dx, *[None] * 7

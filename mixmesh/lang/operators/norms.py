@@ -8,7 +8,7 @@ of numbers far from zero are never summed in the precision of the data.
 
 from __future__ import annotations
 
-from functools import reduce
+from functools import lru_cache, reduce
 
 import torch
 from torch import Tensor
@@ -32,34 +32,58 @@ def _check(x: Tensor, moments: Tensor, *of_channels: Tensor | None) -> None:
             raise RuntimeError(f"{list(shape)} wanted for data {list(x.shape)}, not {list(t.shape)}")
 
 
-def _statistics(moments: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The mean and the biased variance [C], f64."""
-    mean, square = moments / count
-    return mean, torch.addcmul(square, mean, mean, value=-1).clamp_(min=0)
+def has_gpu_kernels(x: Tensor) -> bool:
+    """Whether PyTorch has the kernels of its SyncBatchNorm for a tensor's device."""
+    return x.is_cuda
 
 
-def _sums(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The approximate mean of each channel, and the sums of x and of x^2: f64 [C].
+STATISTICS = "_mixmesh_statistics"  # on moments: what was computed of them, by dtype
+_NOTHING: tuple[tuple[int, int] | None, dict[torch.dtype, Tensor]] = None, {}
+
+
+@torch.no_grad()
+def _statistics(moments: Tensor, count: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """The mean and the biased variance [2, C], computed in f64. Two operators ask for those of the same
+    moments, which a GPU computes once, as every small kernel costs it a launch."""
+    keeps = has_gpu_kernels(moments) and not moments.is_inference()
+    now = (count, moments._version) if keeps else None
+    known, by_dtype = getattr(moments, STATISTICS, _NOTHING)
+    if now is None or known != now:
+        of_count = moments.detach() / count
+        of_count[1].addcmul_(of_count[0], of_count[0], value=-1).clamp_(min=0)
+        by_dtype = {torch.float64: of_count}
+        if keeps:
+            setattr(moments, STATISTICS, (now, by_dtype))
+    if dtype not in by_dtype:
+        by_dtype[dtype] = by_dtype[torch.float64].to(dtype)
+    return by_dtype[dtype]
+
+
+def _sums(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The approximate mean of each channel [C], and the sums of x and of x^2 [2, C]: f64.
 
     On a CPU, ``x`` minus its approximate mean is summed, a few samples at a time: PyTorch's kernel for mean
     and variance takes twice as long there, as it adds one number after another.
     """
     count = x.numel() // x.shape[1]
-    if x.is_cuda:
-        mean, var = (t.double() for t in torch.batch_norm_update_stats(x, None, None, 0.0))
-        return mean, mean * count, torch.addcmul(var, mean, mean) * count
+    if has_gpu_kernels(x):
+        of_kernel = torch.stack(torch.batch_norm_update_stats(x, None, None, 0.0)).double()
+        mean, sums = of_kernel[0], of_kernel * count
+        sums[1].addcmul_(mean, sums[0])
+        return mean, sums
     dims = [d for d in range(x.ndim) if d != 1]
     about = x.mean(dims, keepdim=True, dtype=wide(x))
     rows = max(1, PIECE_BYTES * len(x) // (x.numel() * about.element_size()))
-    sums, sums_of_squares = [], []
+    totals, sums_of_squares = [], []
     for piece in x.split(rows):
         difference = piece - about
-        sums.append(difference.sum(dims).double())
+        totals.append(difference.sum(dims).double())
         sums_of_squares.append(difference.square_().sum(dims).double())
-    of_difference, of_square = reduce(torch.add, sums), reduce(torch.add, sums_of_squares)
+    of_difference, of_square = reduce(torch.add, totals), reduce(torch.add, sums_of_squares)
     mean = about.flatten().double()
     total = mean * count
-    return mean, total + of_difference, torch.addcmul(of_square, mean, total.add(of_difference, alpha=2))
+    squares = torch.addcmul(of_square, mean, total.add(of_difference, alpha=2))
+    return mean, torch.stack((total + of_difference, squares))
 
 
 def _scaled(
@@ -90,11 +114,16 @@ class _Link:
     @classmethod
     def on(cls, x: Tensor) -> _Link | None:
         """A new link for the moments of ``x``; None if there are others already, or no kernels."""
-        if not x.is_cuda or not x.requires_grad:
+        if not has_gpu_kernels(x) or not x.requires_grad:
             return None
         link = None if hasattr(x, LINK) else cls()
         setattr(x, LINK, link)
         return link
+
+
+@lru_cache
+def _as_tensor(count: int, device: torch.device) -> Tensor:
+    return torch.full((1,), count, dtype=torch.int32, device=device)
 
 
 def _graph_task() -> int:
@@ -108,10 +137,10 @@ def _graph_task() -> int:
 class _Moments(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, link):
-        mean, *sums = _sums(x)
+        mean, sums = _sums(x)
         ctx.save_for_backward(x, mean)
         ctx.link = link
-        return torch.stack(sums)
+        return sums
 
     @staticmethod
     @once_differentiable
@@ -122,7 +151,7 @@ class _Moments(torch.autograd.Function):
             link.passed = None
             if task == _graph_task():
                 sums = grad.to(mean.dtype)
-                number = torch.full((1,), count, dtype=torch.int32, device=x.device)
+                number = _as_tensor(count, x.device)
                 return torch.batch_norm_backward_elemt(y_grad, x, mean, scale, weight, *sums, number), None
         x, mean = ctx.saved_tensors
         # g1 + 2 g2 x, computed around the mean, as its terms are large and of opposite signs
@@ -135,35 +164,36 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, moments, weight, bias, count, eps, link):
         mean, var = _statistics(moments, count)
-        ctx.save_for_backward(x, mean, var, weight)
+        near = _statistics(moments, count, wide(x))
+        ctx.save_for_backward(x, mean, var, weight, near)
         ctx.link = link
         if link is not None:
             link.uses += 1
         ctx.count, ctx.eps = count, eps
         ctx.dtypes = [None if t is None else t.dtype for t in (weight, bias)]
-        return _scaled(x, mean, var, weight, bias, eps)
+        return _scaled(x, *near, weight, bias, eps)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        x, mean, var, weight = ctx.saved_tensors
+        x, mean, var, weight, near = ctx.saved_tensors
         if grad.stride() != x.stride():
             # PyTorch 2.13's CPU kernel errs where x and grad have different memory formats
             grad, x = grad.contiguous(), x.contiguous()
         dtype = wide(x)
-        scale = (var + ctx.eps).rsqrt_()
-        local = [t.to(dtype) for t in (mean, var, scale)]
         # a GPU's kernel returns no sums without a weight
-        weight = torch.ones_like(local[0]) if weight is None else weight.to(dtype)
+        weight = torch.ones_like(near[0]) if weight is None else weight.to(dtype)
         link = ctx.link
         if link is not None and link.uses == 1 and all(ctx.needs_input_grad[:2]):
-            around = x, local[0], local[2], weight
+            around = x, near[0], (near[1] + ctx.eps).rsqrt_(), weight
             of_y, of_difference, of_xhat, _ = torch.batch_norm_backward_reduce(
                 grad, *around, True, True, False
             )
             link.passed = _graph_task(), ctx.count, grad, *around
             sums = [None if d is None else g.to(d) for g, d in zip((of_xhat, of_y), ctx.dtypes)]
             return None, torch.stack((of_y, of_difference)).double(), *sums, None, None, None
+        scale = (var + ctx.eps).rsqrt_()
+        local = [t.to(dtype) for t in (mean, var, scale)]
         # for given statistics it returns dy * weight * scale, and the sums of dy * xhat and dy
         dx, of_xhat, of_y = torch.ops.aten.native_batch_norm_backward(
             grad, x, weight, *local[:2], local[0], local[2], False, ctx.eps,
@@ -204,10 +234,15 @@ def running_statistics(
     its dtype. It has no gradient."""
     if not tuple(mean.shape) == tuple(var.shape) == tuple(moments.shape[1:]):
         raise RuntimeError(f"moments {list(moments.shape)} for {list(mean.shape)} and {list(var.shape)}")
+    unbiased = count / max(count - 1, 1)
     with torch.no_grad():
+        if (
+            has_gpu_kernels(moments) and mean.dtype == var.dtype == torch.float32
+        ):  # as its own batch norm moves them
+            now, biased = _statistics(moments, count, mean.dtype)
+            return torch.lerp(mean, now, momentum), torch.lerp(var, biased * unbiased, momentum)
         now, biased = _statistics(moments, count)
-        unbiased = biased * (count / max(count - 1, 1))
-        return _move(mean, now, momentum), _move(var, unbiased, momentum)
+        return _move(mean, now, momentum), _move(var, biased * unbiased, momentum)
 
 
 def _move(old: Tensor, new: Tensor, momentum: float) -> Tensor:
