@@ -32,7 +32,8 @@ devices = [
 WITHOUT_BF16 = '[[machine]]\ndevices = ["V100-16GB", "A100-40GB"]\n'
 
 
-if "MIXMESH_TEST_GPU" in os.environ:
+if "MIXMESH_TEST_GPU" in os.environ:  # several at a time on a machine of many cores
+    TORCHRUN = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"
     CLUSTER = CLUSTER.replace('kind = "cpu"', 'kind = "gpu"')
 
 

@@ -47,13 +47,14 @@ def gpu(
         return
     print(f"{written['device']}, PyTorch {written['torch']}")
     rows = [row for row in found if isinstance(row, Row)]
-    names = list(rows[0].step_s)
+    names = list(dict.fromkeys(name for row in rows for name in row.step_s))
+    others = [name for name in names if name != OURS]
     print(
         table(
-            ("", *names, *(f"ours / {name}" for name in names if name != OURS), "loss"),
+            ("", *names, *(f"ours / {name}" for name in others), "loss"),
             [
-                (row.name, *(seconds(row.median_s(name)) for name in names),
-                 *(f"{row.over(OURS, name):.3f}" for name in names if name != OURS), f"{row.error:.1e}")
+                (row.name, *(seconds(row.median_s(n)) if n in row.step_s else "-" for n in names),
+                 *(f"{row.over(OURS, n):.3f}" if n in row.step_s else "-" for n in others), f"{row.error:.1e}")
                 for row in rows
             ],
         )

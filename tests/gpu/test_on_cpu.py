@@ -40,6 +40,10 @@ def test_steps_are_predicted_and_timed():
     assert row["over_plain"] == pytest.approx(row["ours_s"] / row["plain_s"])
 
 
+def test_batch_norms_are_those_of_the_plain_model():
+    assert max(checks.batch_norms(CPU).values()) < 1e-9
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_ranks_meet(world_size):
     assert_passed(checks.meeting(CPU, world_size))

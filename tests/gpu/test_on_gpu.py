@@ -5,6 +5,7 @@ Bands: peak memory never under and at most 10 % over, a predicted step within 10
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,11 @@ def test_operators_and_rules(rows, device):
     assert not wrong, "\n".join(wrong)
 
 
+def test_batch_norms(rows, device):
+    row = rows["batch norms, float64"] = checks.batch_norms(device)
+    assert max(row.values()) < 1e-9, row
+
+
 def test_losses_are_those_of_the_plain_model(rows, device):
     row = rows["losses, float32"] = checks.agreement(device, checks.LARGE, torch.float32)
     assert row["error"] < 1e-3, row
@@ -80,6 +86,7 @@ def test_a_language_model_in_bf16(rows, device):
 
 
 def test_peak_memory(rows, device):
+    gc.collect()  # what the tests before held
     row = rows["peak memory"] = checks.memory(device, checks.LARGE)
     assert 1.0 <= row["ratio"] <= 1.1, row
     assert row["of_process_ratio"] >= 1.0, row  # "fits" is said of all that a process holds
