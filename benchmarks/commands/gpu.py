@@ -54,7 +54,8 @@ def gpu(
             ("", *names, *(f"ours / {name}" for name in others), "loss"),
             [
                 (row.name, *(seconds(row.median_s(n)) if n in row.step_s else "-" for n in names),
-                 *(f"{row.over(OURS, n):.3f}" if n in row.step_s else "-" for n in others), f"{row.error:.1e}")
+                 *(f"{row.over(OURS, n):.3f}" if n in row.step_s else "-" for n in others),
+                 f"{row.error:.1e}")
                 for row in rows
             ],
         )
