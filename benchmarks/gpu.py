@@ -11,8 +11,10 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +93,10 @@ CASES = (
     Case("resnet50 tf32", lambda: workload("resnet50:256"), "tf32"),
     Case("vgg19 tf32", lambda: workload("vgg19:512"), "tf32"),
 )
-SMALL = (Case("gpt f32", lambda: gpt(2, 64, 16, 4)), Case("gpt bf16", lambda: gpt(2, 64, 16, 4), BF16))
+SMALL = (
+    Case("small f32", lambda: gpt(2, 64, 16, 4)),
+    Case("small bf16", lambda: gpt(2, 64, 16, 4), BF16),
+)
 
 
 @dataclass(frozen=True)
@@ -140,23 +145,29 @@ def run(
     say("calibration")
     calibrated = calibrate(device, seconds=effort.calibration_s)
     yield calibrated
-    for case in cases:
-        with case.numbers_set():
-            yield row_of(case, device, calibrated.calibration.device, effort, say, keep)
-        gc.collect()
-        empty_cache(device)
+    # what a process loads for one case, the card would hold in the next one's too
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+        for case in cases:
+            say(case.name)
+            own = calibrated.calibration.device
+            yield pool.submit(row_of, case.name, str(device), own, effort, keep).result()
 
 
-def row_of(
-    case: Case, device: torch.device, calibrated: Device, effort: Effort, say: Say, keep: Path | None
+def row_of(name: str, device_name: str, calibrated: Device, effort: Effort, keep: Path | None) -> Row:
+    """The row of a case, in a process of its own."""
+    case = next(case for case in (*CASES, *SMALL) if case.name == name)
+    with case.numbers_set():
+        return measured_row(case, torch.device(device_name), calibrated, effort, keep)
+
+
+def measured_row(
+    case: Case, device: torch.device, calibrated: Device, effort: Effort, keep: Path | None
 ) -> Row:
-    say(f"{case.name}: plans")
     traced = traced_on(case, case.make(), device)
     plans = {
         DATASHEET: planned(traced, cluster_of(device, None)),
         CALIBRATED: planned(traced, cluster_of(device, calibrated)),
     }
-    say(f"{case.name}: profile")
     cluster = cluster_of(device, calibrated)
     measured = profile(
         traced.graph,
@@ -182,13 +193,9 @@ def row_of(
     if effort.compiles and case.compiles:
         steps[COMPILED] = step_of(case, device, None, compiles=True)
         steps[OURS_COMPILED] = step_of(case, device, plans[PROFILED], compiles=True)
-    for name, step in steps.items():
-        if name != OURS:
-            say(f"{case.name}: the first steps of {name}")
-            losses[name] = [step() for _ in range(3)]
+    losses |= {name: [step() for _ in range(3)] for name, step in steps.items() if name != OURS}
     step_s: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(effort.rounds):
-        say(f"{case.name}: round {number + 1} of {effort.rounds}")
+    for _ in range(effort.rounds):
         for name, step in steps.items():
             step()
             synchronize(device)

@@ -34,7 +34,7 @@ WITHOUT_BF16 = '[[machine]]\ndevices = ["V100-16GB", "A100-40GB"]\n'
 
 if "MIXMESH_TEST_GPU" in os.environ:  # several at a time on a machine of many cores
     TORCHRUN = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"
-    CLUSTER = CLUSTER.replace('kind = "cpu"', 'kind = "gpu"')
+    CLUSTER = CLUSTER.replace('kind = "cpu"', 'kind = "gpu", supports_bf16 = true')
 
 
 def cluster_file(folder: Path, text: str = CLUSTER) -> Path:

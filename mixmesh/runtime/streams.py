@@ -6,10 +6,9 @@ so its events are readings of the clock.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -42,7 +41,6 @@ def side_stream(device: torch.device) -> torch.Stream:
 
 
 Moment = torch.Event  # on a stream
-BUSY_NUMBERS, BUSY_RUNS = 2**25, 20  # sines that keep a device busy
 
 
 def issue_beside(device: torch.device, x: Tensor, issue: Callable[[], None]) -> Moment:
@@ -61,35 +59,6 @@ def issue_beside(device: torch.device, x: Tensor, issue: Callable[[], None]) -> 
 def await_moment(device: torch.device, moment: Moment) -> None:
     """Makes the current stream wait for the moment; the host does not wait."""
     torch.accelerator.current_stream(device).wait_event(moment)
-
-
-def timed_moment(device: torch.device) -> Moment:
-    """A moment in the current stream of an accelerator, to be compared with others by ``elapsed_time``."""
-    event = torch.Event(device, enable_timing=True)
-    event.record(torch.accelerator.current_stream(device))
-    return event
-
-
-@cache
-def busy_work(device: torch.device) -> tuple[Callable[[], object], float]:
-    """Work for an accelerator, which no setting makes faster, and the seconds that it takes, measured over
-    several runs."""
-    x = torch.ones(BUSY_NUMBERS, device=device)
-    work = partial(torch.sin, x, out=x)
-    work()
-    begun = timed_moment(device)
-    for _ in range(BUSY_RUNS):
-        work()
-    ended = timed_moment(device)
-    synchronize(device)
-    return work, max(begun.elapsed_time(ended) / 1e3, 1e-6) / BUSY_RUNS
-
-
-def keep_busy(device: torch.device, seconds: float) -> None:
-    """Issues work that takes an accelerator about this long, in its current stream."""
-    work, work_s = busy_work(device)
-    for _ in range(math.ceil(seconds / work_s)):
-        work()
 
 
 class Clock:
@@ -115,4 +84,6 @@ class Clock:
         return self._base_s + self._base.elapsed_time(moment) / 1e3
 
     def _event(self) -> Moment:
-        return timed_moment(self._device)
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event

@@ -15,7 +15,7 @@ from ...runtime.accelerator import empty_cache, is_accelerator
 from ...runtime.local import local_op
 from ...runtime.optimizers import fuse
 from ...runtime.random import RandomPolicy
-from ..profiler.meter import DeviceMeter, Meter
+from ..profiler.meter import Meter
 from ..profiler.operators import example, time_op
 from .fit import costs_of
 from .samples import SMALL, SMALL_SHAPES, Group, Row, Sample, Timing
@@ -46,14 +46,12 @@ def tf32_set(is_on: bool) -> Iterator[None]:
 
 @dataclass
 class Bench:
-    """A device and its meters: ``meter`` for what a host waits for, ``kernels`` for a kernel by itself.
-    ``plain`` has the device's figures without a calibration, which predict how many samples there is time
-    for; ``call_s`` is the cost of one call of the backward pass without its kernels, 0 on an accelerator."""
+    """A device and its meter. ``plain`` has its figures without a calibration, which predict how many samples
+    there is time for; ``call_s`` is the cost of one call of the backward pass without its kernels."""
 
     device: torch.device
     plain: Device
     meter: Meter
-    kernels: Meter
     call_s: float = 0.0
     pace: dict[Row, float] = field(default_factory=dict)  # real over predicted seconds of the last sample
 
@@ -61,11 +59,10 @@ class Bench:
     def of(cls, device: torch.device, plain: Device) -> Bench:
         # the CPU time of a single thread is the same on a busy machine as on an idle one
         is_one_thread = device.type == "cpu" and torch.get_num_threads() == 1
-        meter = Meter(device, emulated=is_one_thread)
-        if is_accelerator(device):
-            return cls(device, plain, meter, DeviceMeter(device))
+        bench = cls(device, plain, Meter(device, emulated=is_one_thread))
         smallest = Sample(SMALL, "any", "f32", SMALL_SHAPES[0])
-        return cls(device, plain, meter, meter, time_op(smallest.program, meter, device)[1])
+        bench.call_s = time_op(smallest.program, bench.meter, device)[1]
+        return bench
 
     def plain_s(self, sample: Sample) -> float:
         """Seconds for both directions of a sample by the figures of ``plain``."""
@@ -103,10 +100,12 @@ class Bench:
         return timing
 
     def _alone(self, sample: Sample) -> Timing:
-        forward_s, backward_s = time_op(sample.program, self.kernels, self.device)
-        if backward_s < TOLD * self.call_s or not backward_s:
+        forward_s, backward_s = time_op(sample.program, self.meter, self.device)
+        if backward_s < TOLD * self.call_s:
             return Timing(sample, forward_s, None)
-        return Timing(sample, forward_s, backward_s - self.call_s)  # a CPU computes during the call
+        if not is_accelerator(self.device):  # a CPU computes during the call
+            backward_s -= self.call_s
+        return Timing(sample, forward_s, backward_s)
 
     def _chained(self, sample: Sample) -> Timing:
         """The timing of one kernel among many in a row, which share the call of the backward pass."""

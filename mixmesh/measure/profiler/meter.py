@@ -10,10 +10,8 @@ from collections.abc import Callable
 import torch
 
 from ...runtime.accelerator import synchronize
-from ...runtime.streams import keep_busy, timed_moment
 
 REPEATS = 3
-ISSUE_MARGIN = 1.5  # of the seconds that issuing took before
 LONG_S = 0.02  # longer work is measured once after its first run, as the clock is exact enough
 
 
@@ -62,26 +60,3 @@ class Meter:
         started = time.perf_counter()
         work()
         return time.perf_counter() - started
-
-
-class DeviceMeter(Meter):
-    """Seconds for which an accelerator itself computes. Short kernels end before the host has issued the next
-    one, so work is issued while the device is still busy with something else (``keep_busy``), and the time is
-    taken by the device."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device, emulated=False)
-
-    def once(self, work: Callable[[], object]) -> float:
-        synchronize(self.device)
-        started = time.perf_counter()
-        work()
-        issued_s = time.perf_counter() - started
-        synchronize(self.device)
-        if issued_s < LONG_S:
-            keep_busy(self.device, ISSUE_MARGIN * issued_s)
-        begun = timed_moment(self.device)
-        work()
-        ended = timed_moment(self.device)
-        synchronize(self.device)
-        return begun.elapsed_time(ended) / 1e3
