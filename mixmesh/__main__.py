@@ -18,6 +18,7 @@ import typer
 import typer.core
 
 from .cli.output import error_object, error_text, print_json
+from .cli.told import is_first_to_tell
 from .errors import InputError, MixmeshError
 
 # click's own, which versions of typer import from different places
@@ -108,7 +109,10 @@ def execute(arguments: Sequence[str], run: Callable[[Sequence[str]], int] = run)
     except MixmeshError as error:
         if debug:
             traceback.print_exc()
-        print(error_text(error), file=sys.stderr, flush=True)
+        text = error_text(error)
+        if not is_first_to_tell(text):
+            text = f"rank {os.environ['RANK']}: the same {type(error).__name__}"
+        print(text, file=sys.stderr, flush=True)
         return _fail(error, as_json)
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)

@@ -7,10 +7,12 @@ import os
 import pickle
 
 import pytest
+import torch.distributed as dist
 from jobs import GOOD, HEAD, returning, write_job
 from programs import MLP, THREE_DEVICES, TWO_DEVICES, make_plan
 
 from mixmesh.__main__ import execute
+from mixmesh.cli.told import is_first_to_tell
 from mixmesh.cluster import Cluster
 from mixmesh.errors import InputError, JobError, MixmeshError
 from mixmesh.frontend.job import batch_size, load_job, needs_whole_parameters, optimizer_states
@@ -392,3 +394,20 @@ def test_an_interrupt(monkeypatch, plan, capsys):
 
 def test_good_file_is_good(tmp_path):
     assert load_job(write_job(tmp_path, GOOD)).optimizer is not None
+
+
+def test_a_text_is_told_once_in_a_start(monkeypatch):
+    """Even if all ranks have the same error, and again after a restart."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert [is_first_to_tell("a"), is_first_to_tell("a"), is_first_to_tell("b")] == [True, False, True]
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert is_first_to_tell("a")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert is_first_to_tell("a") and is_first_to_tell("a")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_PORT", "1")  # nobody answers
+    monkeypatch.setattr("mixmesh.cli.told.STORE_S", 0.2)
+    assert is_first_to_tell("a") and is_first_to_tell("a")
