@@ -1,7 +1,8 @@
 """One GPU: whole models by a plan beside PyTorch alone, and what was predicted of them.
 
 A step's seconds and a process's memory are predicted from the datasheet, from a calibration of the card and
-from a profile of the job, and then measured. All variants take turns in one process.
+from a profile of the job, and then measured. All variants of a model take turns in one
+process.
 """
 
 from __future__ import annotations
@@ -37,7 +38,6 @@ from mixmesh.planner import make_plan
 from mixmesh.runtime.accelerator import (
     begin_peak,
     card_facts,
-    device_name,
     empty_cache,
     is_accelerator,
     synchronize,
@@ -142,11 +142,11 @@ def run(
     """The calibration of the device, then a row for each case, whose profile is kept in a folder ``keep``."""
     for name, value in ONE_PROCESS.items():
         os.environ.setdefault(name, value)
-    say("calibration")
-    calibrated = calibrate(device, seconds=effort.calibration_s)
-    yield calibrated
-    # what a process loads for one case, the card would hold in the next one's too
+    # in processes of their own: what one loads, the card would hold beside the next; this one holds nothing
     with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+        say("calibration")
+        calibrated = pool.submit(calibrate, device, seconds=effort.calibration_s).result()
+        yield calibrated
         for case in cases:
             say(case.name)
             own = calibrated.calibration.device
@@ -272,13 +272,13 @@ def step_of(
     return step
 
 
-def report(device: torch.device, found: Sequence[Row | Measured], command: str) -> dict:
+def report(found: Sequence[Row | Measured], command: str) -> dict:
     rows = [row for row in found if isinstance(row, Row)]
     measured = next((c for c in found if isinstance(c, Measured)), None)
     return {
         "command": command,
         "revision": revision(),
-        "device": device_name(device),
+        "device": "" if measured is None else measured.calibration.reported,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "calibration": None if measured is None else measured.calibration.to_toml(),

@@ -5,14 +5,19 @@ from __future__ import annotations
 
 import ast
 import time
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch._subclasses import FakeTensorMode
 
 import mixmesh
 from mixmesh.checkpoint.random_state import set_device_state
-from mixmesh.runtime import accelerator, device_random, streams
+from mixmesh.frontend.trace.capture import beside
+from mixmesh.runtime import accelerator, device_random, streams, versions
 from mixmesh.runtime.comm import backend_for
 from mixmesh.runtime.messages import meet
 
@@ -179,3 +184,25 @@ def test_nothing_is_awaited_on_a_cpu():
     for nothing_to_do in (accelerator.take, accelerator.synchronize, accelerator.empty_cache):
         nothing_to_do(CPU)
     assert accelerator.device_name(CPU) == "a CPU" and not accelerator.is_accelerator(torch.device("meta"))
+
+
+def test_a_batch_is_traced_where_the_model_is():
+    """A loader's batch is on the host, that of a call on a rank's device; the model may be on the other."""
+    elsewhere = SimpleNamespace(is_meta=False, to=lambda device: f"on {device}")
+    assert beside(nn.Linear(2, 2), (elsewhere,)) == ("on cpu",)
+    with FakeTensorMode():  # has tensors of devices that are not there
+        assert beside(nn.Linear(2, 2, device="cuda:1"), (elsewhere,)) == ("on cuda:1",)
+        spread = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="cuda"))
+        assert beside(spread, (elsewhere,)) == (elsewhere,)
+    assert beside(nn.Linear(2, 2), (torch.empty(1, 2, device="meta"),))[0].is_meta
+
+
+def test_a_source_tree_that_is_not_installed_has_a_version(monkeypatch):
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(versions, "version", missing)
+    assert versions.package_version.__wrapped__().startswith("not installed, digest")
+    for path in Path(mixmesh.__file__).parent.rglob("*.py"):
+        if path.name not in ("versions.py", "__main__.py"):
+            assert "importlib.metadata" not in path.read_text(), path

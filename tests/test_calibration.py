@@ -8,11 +8,13 @@ from dataclasses import replace
 from math import exp, inf
 from pathlib import Path
 
+import numpy as np
 import pytest
 from small_graphs import GRAPHS, graph
 from test_detection import found
 
 from mixmesh.__main__ import execute
+from mixmesh.base.least_squares import fit_logs
 from mixmesh.cluster import Cluster, Device, Machine
 from mixmesh.cluster.classes import ANY, ATTENTION, CONVOLUTION, ELEMENTWISE, F32, HALF, PRODUCT, TF32
 from mixmesh.cluster.detection.assemble import assemble, calibrations_of
@@ -361,3 +363,10 @@ def test_names_that_no_file_can_have(name, tmp_path, monkeypatch):
     assert file_name(name) != file_name(name + "x")
     (tmp_path / file_name(name)).write_text("")
     assert device_file(name) == tmp_path / file_name(name)
+
+
+def test_a_fit_does_not_step_over_its_minimum():
+    """A Gauss-Newton step from where a function is flat leads far away, as measured H100 kernels showed."""
+    low, high = np.full(1, -1e3), np.full(1, 1e3)
+    found = fit_logs(lambda logs: np.arctan(logs - 3.0), low, high, weight=1e-6, steps=12)
+    assert found == pytest.approx([3.0], abs=1e-3)

@@ -120,6 +120,29 @@ def few(_) -> None:
     assert counts[1] == 1 + 1 + FEW_STEPS + 1 + 1
 
 
+class Seen(Hungry):
+    """Notes whether it is called under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__(32)
+        self.seen: list[bool] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(torch.is_autocast_enabled("cpu"))
+        return super().forward(x).float()
+
+
+def under_the_context_of_the_plan(_) -> None:
+    batch = {"x": torch.randn(32, 8)}
+    whole = Job(Seen(), batch, optimizer=jobs.adamw)
+    for autocast in (("cpu", "bf16"), None):
+        made = trace(whole.model, batch, autocast=autocast).graph
+        whole.model.seen.clear()
+        meter = Meter(CPU, emulated=False)
+        measure_steps(made, whole, 0.5, CostModel(cluster(THREE)), 0, meter, 0.0, autocast=autocast)
+        assert set(whole.model.seen) == {autocast is not None}
+
+
 def none(_) -> None:
     assert steps_of(0) is None
 
@@ -139,7 +162,7 @@ def compiled(_) -> None:
         assert len(graphs) == int(compiles)
 
 
-CHECKS = {f.__name__: f for f in (enough, halved, few, none, compiled)}
+CHECKS = {f.__name__: f for f in (enough, halved, few, under_the_context_of_the_plan, none, compiled)}
 
 
 def begin() -> None:

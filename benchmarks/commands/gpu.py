@@ -24,8 +24,10 @@ def gpu(
     as_json: Json = False,
 ) -> None:
     """Models on one GPU: ours beside PyTorch alone, and the predictions of their time and memory."""
+    import torch
+
     from mixmesh.errors import InputError
-    from mixmesh.runtime.accelerator import device_count, indexed
+    from mixmesh.runtime.accelerator import device_count
 
     from ..gpu import CASES, FULL, OURS, QUICK, SMALL, Row, report, run
 
@@ -35,13 +37,13 @@ def gpu(
     cases = [case for case in every if not only or case.name in only]
     if not cases:
         raise InputError("no such case", expected=", ".join(case.name for case in every), got=str(only))
-    where, found = indexed(device), []
+    where, found = torch.device(device, 0), []
     with progress_bar(len(cases) + 1) as (say, advance):
         for made in run(where, cases, QUICK if quick else FULL, say, keep):
             found.append(made)
             advance()
-            write_rows(report(where, found, command_line()), out)
-    written = report(where, found, command_line())
+            write_rows(report(found, command_line()), out)
+    written = report(found, command_line())
     if as_json:
         print_json(written)
         return
