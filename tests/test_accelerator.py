@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses import FakeTensorMode
 
 import mixmesh
 from mixmesh.checkpoint.random_state import set_device_state
@@ -190,10 +189,10 @@ def test_a_batch_is_traced_where_the_model_is():
     """A loader's batch is on the host, that of a call on a rank's device; the model may be on the other."""
     elsewhere = SimpleNamespace(is_meta=False, to=lambda device: f"on {device}")
     assert beside(nn.Linear(2, 2), (elsewhere,)) == ("on cpu",)
-    with FakeTensorMode():  # has tensors of devices that are not there
-        assert beside(nn.Linear(2, 2, device="cuda:1"), (elsewhere,)) == ("on cuda:1",)
-        spread = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="cuda"))
-        assert beside(spread, (elsewhere,)) == (elsewhere,)
+    tensors = [SimpleNamespace(is_meta=False, device=torch.device("cuda", n)) for n in range(2)]
+    for own, found in ((tensors[1:], "on cuda:1"), (tensors, elsewhere)):
+        model = SimpleNamespace(parameters=lambda own=own: own, buffers=list)
+        assert beside(model, (elsewhere,)) == (found,)
     assert beside(nn.Linear(2, 2), (torch.empty(1, 2, device="meta"),))[0].is_meta
 
 
