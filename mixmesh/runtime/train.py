@@ -156,7 +156,7 @@ def next_batch(batches: Iterator[Any], comm: Comm) -> Any:
         raise
 
 
-def place_of(error: Exception) -> str:
+def place_of(error: BaseException) -> str:
     """The file and line that raised an error, the last outside of libraries if there is one."""
     frames = [(f.filename, f.lineno, f.line) for f in traceback.extract_tb(error.__traceback__)]
     if OF_WORKER in str(error):
@@ -166,7 +166,7 @@ def place_of(error: Exception) -> str:
     return f"{file}:{number}, {line}"
 
 
-def named_line(error: Exception) -> str:
+def named_line(error: BaseException) -> str:
     """The class and the first line of an error. For an error of a DataLoader's worker it is the last line,
     which has both."""
     if OF_WORKER in str(error):
@@ -174,7 +174,7 @@ def named_line(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0][:300]
 
 
@@ -232,7 +232,7 @@ def failures_of(part: str, *, expected: str = "") -> Iterator[None]:
         yield
     except MixmeshError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise JobError(
             f"{part} raised {named_line(error)}",
             expected=expected,

@@ -33,7 +33,12 @@ def job():
 
 
 @pytest.mark.parametrize(
-    ("failure", "words"), [("raise ValueError('no such image')", "no such image"), ("return", "rank 1")]
+    ("failure", "words"),
+    [
+        ("raise ValueError('no such image')", "no such image"),
+        ("return", "rank 1"),
+        ("raise SystemExit(3)", "data raised SystemExit: 3"),
+    ],
 )
 def test_every_rank_ends_with_the_error_of_one(tmp_path, failure, words):
     (tmp_path / "job.py").write_text(JOB.format(failure=failure))
