@@ -23,8 +23,9 @@ from mixmesh.cost import (
 )
 from mixmesh.cost.model import is_product
 from mixmesh.cost.placed import Sheet
-from mixmesh.lang.ir import Shard, make_ratio
+from mixmesh.lang.ir import Shard, make_ratio, parse_program
 from mixmesh.lang.rules import call_of
+from mixmesh.measure.profiler import operators
 from mixmesh.measure.profiler.meter import Meter
 from mixmesh.measure.profiler.operators import by_weight, measure_ops
 from mixmesh.search.baselines import data_parallel, tensor_parallel
@@ -135,3 +136,20 @@ def test_a_program_costs_what_was_measured_of_its_cuts(tmp_path):
         forward, backward = sheet.seconds(program)
         seconds[weight] = forward[sheet.work_of[n]][0] + backward[sheet.work_of[n]][0]
     assert 90 < seconds[False] / seconds[True] < 110
+
+
+def test_all_rows_of_a_table_are_looked_up(monkeypatch):
+    """A few would stay in a cache."""
+    text = """program lookup world=1 {
+  %w = input("w") : f32[1000, 4] R
+  %i = input("i") : i64[5000] R
+  %out = aten.embedding(%w, %i) : f32[5000, 4] R
+  return %out
+}
+"""
+    seen = []
+    original = operators.example
+    monkeypatch.setattr(operators, "example", lambda *args: seen.append(original(*args)) or seen[-1])
+    device = torch.device("cpu")
+    operators.time_op(parse_program(text), Meter(device, emulated=False), device)
+    assert seen[1].max() > 900 and seen[1].min() < 100

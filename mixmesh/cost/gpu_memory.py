@@ -21,8 +21,8 @@ MIB = 2**20
 # --- the process --------------------------------------------------------------------------------------------
 
 # the context, and those of PyTorch's kernels that are loaded: 0.3 to 0.6 GB under CUDA 12 and 13, which load
-# them lazily
-CONTEXT_BYTES = 600 * MIB
+# them lazily; 619 MiB were measured on an H100 (docs/benchmarks.md)
+CONTEXT_BYTES = 640 * MIB
 # kernels of cuBLAS, cuDNN and attention, which a process that computes loads with its first calls
 KERNEL_BYTES = 200 * MIB
 # cuBLAS and cuBLASLt have a workspace each for every thread and stream that multiplies: the forward pass and

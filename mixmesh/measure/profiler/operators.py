@@ -36,6 +36,7 @@ from .meter import Meter
 LESS, MORE = 0.5, 1.6  # relative to the device's likely share
 LEAST = 1 / 16  # part of the likely share: a small micro-batch
 EVICTED_BYTES = 8 * 2**20  # written before each run of an operator: about what the rest of a pass touches
+EMBEDDING = "aten.embedding"
 COPIES = 5  # copies of inputs and outputs that an operator needs, with gradients and temporaries
 FILLED = 0.9  # share of a device's memory
 
@@ -265,12 +266,18 @@ def time_op(
     )
     if body.op == EXPERTS:  # all are chosen equally often
         smallest = count_experts(call_of(body, program.types))
+    shapes = {
+        i.result: local_shape(i.type.value, i.type.placement, program.ratio(i.type.ratio), 0)
+        for i in program.instructions[:-1]
+    }
+    if body.op == EMBEDDING:  # all rows of the table, of which a few would stay in a cache
+        table = shapes[body.inputs[0]]
+        smallest = table[0] if table else smallest
     tensor_of: dict[str, torch.Tensor] = {}
     for i in program.instructions[:-1]:
-        t = i.type
-        shape = local_shape(t.value, t.placement, program.ratio(t.ratio), 0)
+        shape = shapes[i.result]
         assert shape is not None  # rank 0 has a share
-        tensor_of[i.result] = example(t.value.dtype, shape, smallest, device)
+        tensor_of[i.result] = example(i.type.value.dtype, shape, smallest, device)
     inputs = [tensor_of[name] for name in body.inputs]
     other = torch.empty(EVICTED_BYTES if evict else 0, dtype=torch.uint8, device=device)
     between = other.zero_ if evict else None
