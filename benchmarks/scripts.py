@@ -146,7 +146,8 @@ def measure(case: Script, effort: Effort, folder: Path, say: Progress) -> Result
     cluster = Cluster.parse(DEMO_CLUSTER, where="bench scripts")
     steps = 1 + WARMUP_STEPS + effort.steps
     words = str(steps), *case.words(steps, folder)
-    environment = {"MIXMESH_CACHE": str(folder.absolute() / "cache")}
+    # by its variable Lightning knows that ranks were started by torchrun, whose others the testbed sets
+    environment = {"MIXMESH_CACHE": str(folder.absolute() / "cache"), "TORCHELASTIC_RUN_ID": "bench"}
     rounds_s: dict[str, list[float]] = {DDP: [], OURS: []}
     decided = ""
 

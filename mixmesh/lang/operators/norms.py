@@ -99,6 +99,7 @@ def _scaled(
 
 
 LINK = "_mixmesh_moments"  # on the data whose moments were summed
+MOST_COUNTED = 2**31 - 1  # values of a channel, which the kernel counts in 32 bits
 
 
 class _Link:
@@ -184,7 +185,8 @@ class _Normalise(torch.autograd.Function):
         # a GPU's kernel returns no sums without a weight
         weight = torch.ones_like(near[0]) if weight is None else weight.to(dtype)
         link = ctx.link
-        if link is not None and link.uses == 1 and all(ctx.needs_input_grad[:2]):
+        is_joined = link is not None and link.uses == 1 and all(ctx.needs_input_grad[:2])
+        if is_joined and ctx.count <= MOST_COUNTED:
             around = x, near[0], (near[1] + ctx.eps).rsqrt_(), weight
             of_y, of_difference, of_xhat, _ = torch.batch_norm_backward_reduce(
                 grad, *around, True, True, False
