@@ -111,7 +111,7 @@ def execute(arguments: Sequence[str], run: Callable[[Sequence[str]], int] = run)
             traceback.print_exc()
         text = error_text(error)
         if not is_first_to_tell(text):
-            text = f"rank {os.environ['RANK']}: the same {type(error).__name__}"
+            text = f"rank {os.environ.get('RANK', '?')}: the same {type(error).__name__}"
         print(text, file=sys.stderr, flush=True)
         return _fail(error, as_json)
     except (KeyboardInterrupt, typer.Abort):

@@ -405,6 +405,9 @@ def test_a_text_is_told_once_in_a_start(monkeypatch):
     assert [is_first_to_tell("a"), is_first_to_tell("a"), is_first_to_tell("b")] == [True, False, True]
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert is_first_to_tell("a")
+    for number in ("1", "two"):
+        monkeypatch.setenv("WORLD_SIZE", number)
+        assert is_first_to_tell("a") and is_first_to_tell("a")
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert is_first_to_tell("a") and is_first_to_tell("a")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 SWEEPS = 20_000
-HALVINGS = 12  # of a step that leads away from the minimum, before it is given up
+HALVINGS = 12  # most halvings of a step that leads away from the minimum
 SETTLED = 1e-12  # relative to the largest figure
 STEP = float(np.log(1.05))  # change of an unknown that measures the slope
 

@@ -13,13 +13,16 @@ KEY = "mixmesh/told"
 def is_first_to_tell(text: str) -> bool:
     """Whether no other process of this start of torchrun has claimed to print ``text``. True without
     torchrun, or if its store cannot be reached."""
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "MASTER_PORT" not in os.environ:
+    try:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        if int(os.environ["WORLD_SIZE"]) < 2:
+            return True
+    except (KeyError, ValueError):
         return True
     import torch.distributed as dist
 
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     digest = hashlib.sha256(f"{restarts}\n{text}".encode()).hexdigest()[:24]
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         timeout = timedelta(seconds=STORE_S)
         store = dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
