@@ -396,13 +396,19 @@ def test_good_file_is_good(tmp_path):
     assert load_job(write_job(tmp_path, GOOD)).optimizer is not None
 
 
-def test_a_text_is_told_once_in_a_start(monkeypatch):
-    """Even if all ranks have the same error, and again after a restart."""
+def test_a_text_is_told_once_in_a_start(monkeypatch, tmp_path):
+    """Even if all ranks have the same error; again after a restart, and in another log."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
+    logs = [open(tmp_path / name, "w") for name in "ab"]  # noqa: SIM115
+    monkeypatch.setattr("sys.stderr", logs[0])
+    assert [is_first_to_tell("a"), is_first_to_tell("a")] == [True, True]  # not by torchrun
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     assert [is_first_to_tell("a"), is_first_to_tell("a"), is_first_to_tell("b")] == [True, False, True]
+    monkeypatch.setattr("sys.stderr", logs[1])
+    assert is_first_to_tell("a") and not is_first_to_tell("a")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert is_first_to_tell("a")
     for number in ("1", "two"):

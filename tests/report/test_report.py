@@ -57,7 +57,7 @@ devices = ["RTX4090-24GB", "RTX3090-24GB"]
 name = "old"
 devices = ["RTX2080Ti-11GB"]
 """
-SMALL = '{ name = "small", tflop_per_s = 10, memory_gib = 2.5, memory_gbyte_per_s = 500 }'
+SMALL = '{ name = "small", tflop_per_s = 10, memory_gib = 2.55, memory_gbyte_per_s = 500 }'
 
 
 class Model(nn.Module):
