@@ -5,7 +5,6 @@ All variants take turns in one process, so that the comparison holds while the s
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from mixmesh.runtime.optimizers import fuse
 
 from .demo.job import GPT
 from .revision import revision
+from .steps import Step, as_one_process, step_of
 
 EAGER, COMPILED, OURS, OURS_COMPILED = "eager", "torch.compile", "ours", "ours, compile=True"
 FUSED = "{}, fused AdamW"  # then the optimizer's step is one call, as in ours
@@ -38,7 +38,6 @@ class Effort:
 
 
 FULL, QUICK = Effort(15, 5), Effort(5, 2)
-Step = Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -57,13 +56,7 @@ class Row:
 
 def run(effort: Effort, say: Callable[[str], None] = lambda _: None) -> list[Row]:
     """A row for each variant, on one thread."""
-    for name, value in (
-        ("RANK", "0"),
-        ("WORLD_SIZE", "1"),
-        ("MASTER_ADDR", "127.0.0.1"),
-        ("MASTER_PORT", "0"),
-    ):
-        os.environ.setdefault(name, value)
+    as_one_process()
     torch.set_num_threads(1)
     batch = made_batch()
     plan = make_plan(trace(made_model(), batch), Cluster.parse(CLUSTER), planner="single")
@@ -80,9 +73,9 @@ def run(effort: Effort, say: Callable[[str], None] = lambda _: None) -> list[Row
     for name, step in steps.items():
         say(f"the first steps of {name}")
         started = time.perf_counter()
-        losses[name].append(step())
+        losses[name].append(step().item())
         first_s[name] = time.perf_counter() - started
-        losses[name] += [step() for _ in range(2)]
+        losses[name] += [step().item() for _ in range(2)]
     step_s: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(effort.rounds):
         say(f"round {number + 1} of {effort.rounds}")
@@ -118,17 +111,6 @@ def our_step(batch: dict, plan: Plan, *, compiles: bool) -> Step:
     model = made_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     return step_of(*mixmesh.parallelize(model, optimizer, plan, check_model=False, compile=compiles), batch)
-
-
-def step_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: dict) -> Step:
-    def step() -> float:
-        loss = model(**batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
-
-    return step
 
 
 def ratio(rows: Sequence[Row], name: str, other: str) -> float:

@@ -8,13 +8,13 @@ process.
 from __future__ import annotations
 
 import gc
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import torch
 
 import mixmesh
 from mixmesh.cluster import Cluster, Device, Machine
-from mixmesh.errors import InputError
+from mixmesh.cost import Profile
 from mixmesh.frontend.job import Job
 from mixmesh.frontend.job.workloads import make
 from mixmesh.frontend.job.workloads.language import LanguageModel
@@ -37,7 +37,6 @@ from mixmesh.measure.profiler import profile
 from mixmesh.planner import make_plan
 from mixmesh.runtime.accelerator import (
     begin_peak,
-    card_facts,
     empty_cache,
     is_accelerator,
     synchronize,
@@ -46,11 +45,11 @@ from mixmesh.runtime.optimizers import fuse
 from mixmesh.runtime.train import peak_memory_bytes
 
 from .revision import revision
+from .steps import Step, as_one_process, step_of
 
 EAGER, COMPILED, OURS, OURS_COMPILED = "eager", "torch.compile", "ours", "ours, compile=True"
 DATASHEET, CALIBRATED, PROFILED = "datasheet", "calibrated", "profiled"
 BF16 = "bf16"
-ONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 Say = Callable[[str], None]
 
 
@@ -140,8 +139,7 @@ def run(
     keep: Path | None = None,
 ) -> Iterator[Row | Measured]:
     """The calibration of the device, then a row for each case, whose profile is kept in a folder ``keep``."""
-    for name, value in ONE_PROCESS.items():
-        os.environ.setdefault(name, value)
+    as_one_process()
     # in processes of their own: what one loads, the card would hold beside the next; this one holds nothing
     with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
         say("calibration")
@@ -149,26 +147,26 @@ def run(
         yield calibrated
         for case in cases:
             say(case.name)
-            own = calibrated.calibration.device
-            yield pool.submit(row_of, case.name, str(device), own, effort, keep).result()
+            known = calibrated.plain, calibrated.calibration.device
+            yield pool.submit(row_of, case.name, device, known, effort, keep).result()
 
 
-def row_of(name: str, device_name: str, calibrated: Device, effort: Effort, keep: Path | None) -> Row:
-    """The row of a case, in a process of its own."""
+def row_of(
+    name: str, device: torch.device, known: tuple[Device, Device], effort: Effort, keep: Path | None
+) -> Row:
+    """The row of a case, in a process of its own. The device is ``known`` without and with a calibration."""
     case = next(case for case in (*CASES, *SMALL) if case.name == name)
     with case.numbers_set():
-        return measured_row(case, torch.device(device_name), calibrated, effort, keep)
+        return measured_row(case, device, known, effort, keep)
 
 
 def measured_row(
-    case: Case, device: torch.device, calibrated: Device, effort: Effort, keep: Path | None
+    case: Case, device: torch.device, known: tuple[Device, Device], effort: Effort, keep: Path | None
 ) -> Row:
     traced = traced_on(case, case.make(), device)
-    plans = {
-        DATASHEET: planned(traced, cluster_of(device, None)),
-        CALIBRATED: planned(traced, cluster_of(device, calibrated)),
-    }
-    cluster = cluster_of(device, calibrated)
+    clusters = dict(zip((DATASHEET, CALIBRATED), map(cluster_of, known)))
+    plans = {name: planned(traced, cluster) for name, cluster in clusters.items()}
+    cluster = clusters[CALIBRATED]
     measured = profile(
         traced.graph,
         case.make(),
@@ -180,19 +178,19 @@ def measured_row(
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
         measured.save(keep / f"{case.name.replace(' ', '-')}.profile.json")
-    plans[PROFILED] = make_plan(traced, cluster, profile=measured, planner="single")
+    plans[PROFILED] = planned(traced, cluster, measured)
     gc.collect()
     empty_cache(device)
     if is_accelerator(device):
         begin_peak(device)
-    steps = {OURS: step_of(case, device, plans[PROFILED])}
+    steps = {OURS: made_step(case, device, plans[PROFILED])}
     losses = {OURS: [steps[OURS]() for _ in range(3)]}
     synchronize(device)
     measured_bytes = peak_memory_bytes(device)
-    steps[EAGER] = step_of(case, device, None)
+    steps[EAGER] = made_step(case, device, None)
     if effort.compiles and case.compiles:
-        steps[COMPILED] = step_of(case, device, None, compiles=True)
-        steps[OURS_COMPILED] = step_of(case, device, plans[PROFILED], compiles=True)
+        steps[COMPILED] = made_step(case, device, None, compiles=True)
+        steps[OURS_COMPILED] = made_step(case, device, plans[PROFILED], compiles=True)
     losses |= {name: [step() for _ in range(3)] for name, step in steps.items() if name != OURS}
     step_s: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(effort.rounds):
@@ -222,33 +220,16 @@ def traced_on(case: Case, job: Job, device: torch.device) -> Traced:
     return trace(job.model.to(device), job.batch, autocast=numbers)
 
 
-def cluster_of(device: torch.device, known: Device | None) -> Cluster:
-    """One machine with this device: as it is ``known``, or as the catalogue has its card."""
-    if known is None:
-        known = catalogued(device)
-    return Cluster("this device", (Machine("here", (known,), 1e10, 1e-5, 1e9),), 1e9, 1e-5)
+def cluster_of(device: Device) -> Cluster:
+    """One machine with this device."""
+    return Cluster("this device", (Machine("here", (device,), 1e10, 1e-5, 1e9),), 1e9, 1e-5)
 
 
-def catalogued(device: torch.device) -> Device:
-    if device.type == "cpu":
-        return Device("cpu", 1e11, 8 * 2**30, 2e10, kind="cpu", supports_bf16=True)
-    from mixmesh.cluster.catalogue import catalogue_row
-    from mixmesh.cluster.device import catalogue_device
-
-    card = card_facts(device)
-    row = catalogue_row(card.name, card.memory_bytes)
-    if row is None:
-        raise InputError("this card is not in the catalogue", got=card.name, hint="mixmesh calibrate")
-    return replace(catalogue_device(row.name), memory_bytes=card.memory_bytes)
+def planned(traced: Traced, cluster: Cluster, measured: Profile | None = None) -> Plan:
+    return make_plan(traced, cluster, profile=measured, planner="single")
 
 
-def planned(traced: Traced, cluster: Cluster) -> Plan:
-    return make_plan(traced, cluster, planner="single")
-
-
-def step_of(
-    case: Case, device: torch.device, plan: Plan | None, *, compiles: bool = False
-) -> Callable[[], torch.Tensor]:
+def made_step(case: Case, device: torch.device, plan: Plan | None, *, compiles: bool = False) -> Step:
     """A function that makes a step and gives its loss: by ``plan``, or by PyTorch alone."""
     job = case.make()
     assert isinstance(job.batch, Mapping) and job.optimizer is not None
@@ -261,15 +242,7 @@ def step_of(
         fuse(optimizer)
         model = torch.compile(model) if compiles else model
 
-    def step() -> torch.Tensor:
-        with case.autocast(device):
-            loss = model(**batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+    return step_of(model, optimizer, batch, partial(case.autocast, device))
 
 
 def report(found: Sequence[Row | Measured], command: str) -> dict:

@@ -19,8 +19,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from gloo_world import run_world
+from launches import TORCHRUN
 from torch import nn
 
+from benchmarks.steps import Step, step_of
 from mixmesh.checkpoint.background import staged
 from mixmesh.cluster import Cluster, Device, Machine
 from mixmesh.cluster.device_file import Calibration
@@ -116,7 +118,7 @@ def planned(job: Job, cluster: Cluster, measured: Profile | None = None) -> Plan
     return make_plan(trace(job.model, job.batch), cluster, profile=measured)
 
 
-def stepped(job: Job, device: torch.device, plan: Plan | None, compiled: bool = False) -> Callable[[], float]:
+def stepped(job: Job, device: torch.device, plan: Plan | None, compiled: bool = False) -> Step:
     """A function that makes a step and gives its loss: by ``plan``, or of the plain model."""
     batch = {name: value.to(device) for name, value in job.batch.items()}
     if plan is not None:
@@ -126,17 +128,10 @@ def stepped(job: Job, device: torch.device, plan: Plan | None, compiled: bool = 
         optimizer = job.optimizer(model.parameters())
         model = torch.compile(model) if compiled else model
 
-    def step() -> float:
-        loss = model(**batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+    return step_of(model, optimizer, batch)
 
 
-def losses(step: Callable[[], torch.Tensor], count: int) -> list[float]:
+def losses(step: Step, count: int) -> list[float]:
     return [float(step()) for _ in range(count)]
 
 
@@ -263,14 +258,7 @@ def staging(device: torch.device) -> dict:
 
 def doctor(world_size: int, timeout_s: float) -> dict:
     """The report of ``mixmesh doctor`` on so many processes of this machine, which share its GPUs."""
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(world_size),
-    ]
+    launcher = [sys.executable, *TORCHRUN, str(world_size)]
     done = subprocess.run(
         [*launcher, "-m", "mixmesh", "doctor", "--json"],
         capture_output=True, text=True, timeout=timeout_s, env=dict(os.environ, OMP_NUM_THREADS="1"),
