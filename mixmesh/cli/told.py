@@ -6,7 +6,6 @@ import hashlib
 import os
 import socket
 import sys
-from datetime import timedelta
 
 STORE_S = 3.0  # within which the launcher's store answers, or every rank speaks for itself
 KEY = "mixmesh/told"
@@ -15,23 +14,20 @@ KEY = "mixmesh/told"
 def is_first_to_tell(text: str) -> bool:
     """Whether no other process of this start of torchrun has claimed to print ``text`` where this one prints.
     True without torchrun, whose store outlives its processes, or if that cannot be reached."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return True
     try:
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         if int(os.environ["WORLD_SIZE"]) < 2:
             return True
     except (KeyError, ValueError):
         return True
-    import torch.distributed as dist
+    from ..runtime.launch_store import is_of_launcher, open_store
 
+    if not is_of_launcher():
+        return True
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
         place = os.fstat(sys.stderr.fileno())  # a log of each rank's own has all that the rank says
         where = f"{socket.gethostname()} {place.st_dev} {place.st_ino}"
         digest = hashlib.sha256(f"{restarts} {where}\n{text}".encode()).hexdigest()[:24]
-        timeout = timedelta(seconds=STORE_S)
-        store = dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
-        return store.add(f"{KEY}/{digest}", 1) == 1
-    except (RuntimeError, OSError, ValueError):  # PyTorch's errors of a store are RuntimeErrors
+        return open_store(STORE_S).add(f"{KEY}/{digest}", 1) == 1
+    except (RuntimeError, OSError, ValueError, KeyError):  # PyTorch's errors of a store are RuntimeErrors
         return True

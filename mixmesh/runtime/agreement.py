@@ -174,7 +174,7 @@ def facts_of_batch(program: Program, tensors: Mapping[str, Tensor]) -> Facts:
     """The values of inputs that this rank was given whole: ``= NAME`` if all ranks need the same value, ``|
     NAME`` if each takes its own samples from it."""
     facts = {}
-    for i in (i for i in program.instructions if i.op == "input"):
+    for i in program.batch_inputs:
         tensor = tensors.get(i.args[0])
         if tensor is not None and tuple(tensor.shape) == i.type.value.shape and tensor.device.type != "meta":
             mark = "|" if isinstance(i.type.placement, Shard) else "="

@@ -15,17 +15,13 @@ from .layout import layout
 from .streams import copied
 
 
-def program_inputs(program: Program) -> tuple[Instruction, ...]:
-    return program.batch_inputs
-
-
 def local_inputs(
     program: Program, tensors: Mapping[str, Tensor], rank: int, device: torch.device
 ) -> dict[str, Tensor]:
     """This rank's piece of every input. Raises InputError for a missing one or a wrong shape or dtype."""
     return {
         i.args[0]: local_input(program, i, tensors.get(i.args[0]), rank, device)
-        for i in program_inputs(program)
+        for i in program.batch_inputs
         if rank in program.participants(i.type)
     }
 
@@ -54,7 +50,7 @@ def local_input(
 def batch_dim_input(program: Program) -> Instruction | None:
     """An input cut along dim 0, which determines how samples are divided; None if all inputs are
     replicated."""
-    for i in program_inputs(program):
+    for i in program.batch_inputs:
         if isinstance(i.type.placement, Shard) and i.type.placement.dim == 0:
             return i
     return None

@@ -21,7 +21,6 @@ from ..frontend.trace.capture import key_text
 from ..frontend.trace.leaves import TENSOR, describe_argument
 from ..frontend.trace.words import WORDS, is_words
 from ..lang.ir import Program
-from .batches import program_inputs
 
 Parameter = inspect.Parameter
 POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
@@ -98,7 +97,7 @@ class Calls:
         program = plan if isinstance(plan, Program) else plan.program
         signature = Signature.of(model)
         arguments = None if isinstance(plan, Program) else plan.arguments
-        inputs = {signature.named(i.args[0]): i.args[0] for i in program_inputs(program)}
+        inputs = {signature.named(i.args[0]): i.args[0] for i in program.batch_inputs}
         planned_text = (
             None if arguments is None else {signature.named(name): text for name, text in arguments}
         )
@@ -192,7 +191,7 @@ def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 def as_planned(model: nn.Module, batch: Mapping[str, Any] | tuple | list, program: Program) -> Any:
     """A batch in the form that the program's inputs are named by: a tuple, or a dict."""
-    names = [i.args[0].partition(".")[0] for i in program_inputs(program)]
+    names = [i.args[0].partition(".")[0] for i in program.batch_inputs]
     positions = Signature.of(model).positions
     by_position = any(name.isdigit() for name in names)
     if isinstance(batch, Mapping) and by_position and set(batch) == set(positions[: len(batch)]):

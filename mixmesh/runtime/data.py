@@ -20,7 +20,7 @@ from ..errors import InputError
 from ..lang.ir import Instruction, Program, Shard
 from ..lang.plan_file import Plan
 from .accelerator import indexed
-from .batches import batch_dim_input, local_input, program_inputs
+from .batches import batch_dim_input, local_input
 from .calls import Signature, signature_of
 from .executor import local_piece
 from .layout import Layout, layout
@@ -108,7 +108,7 @@ def shard_batches_by(
     program = plan.program if isinstance(plan, Plan) else plan
     is_pipeline = isinstance(plan, Plan) and plan.order is not None
     where = None if device is None else indexed(device)
-    by_name = {i.args[0]: i for i in program_inputs(program)}
+    by_name = {i.args[0]: i for i in program.batch_inputs}
     signature = Signature() if model is None else signature_of(model)  # keeps no reference to the model
 
     def cut(batch: Any) -> Any:
@@ -193,7 +193,7 @@ def _like(batch: Any, shares: Any) -> Any:
 
 def _at_positions(program: Program, count: int, signature: Signature) -> list[Instruction | None]:
     """The inputs at each place of a tuple. Raises InputError if their order is unknown and matters."""
-    inputs = program_inputs(program)
+    inputs = program.batch_inputs
     by_name = {signature.named(i.args[0]): i for i in inputs}
     inputs_at = [by_name.get(signature.name_of(n)) for n in range(count)]
     if any(inputs_at) or not inputs:
@@ -279,7 +279,7 @@ def own_samples(program: Program, rank: int) -> tuple[int, int, int] | None:
     """(first sample of ``rank``, their number, samples of the global batch); None if the inputs are not all
     cut alike along dim 0."""
     first = batch_dim_input(program)
-    layouts = {layout(program, i.type) for i in program_inputs(program)}
+    layouts = {layout(program, i.type) for i in program.batch_inputs}
     if (
         first is None
         or len({(h.sizes, h.ranks) for h in layouts}) > 1
@@ -310,7 +310,7 @@ def plan_sampler(
         raise InputError(
             "this program does not deal out samples: some input is needed whole, or cut otherwise",
             expected="every input S(0) with one ratio",
-            got=", ".join(f"{i.args[0]} {i.type}" for i in program_inputs(program)),
+            got=", ".join(f"{i.args[0]} {i.type}" for i in program.batch_inputs),
             hint="load whole batches on every rank and use shard_batches",
         )
     start, size, batch_size = own

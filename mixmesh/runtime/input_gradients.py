@@ -11,7 +11,6 @@ from torch import Tensor
 from ..errors import InputError
 from ..frontend.trace.dtypes import TORCH_DTYPE
 from ..lang.ir import PARTIAL, REPLICATE, Program, Shard
-from .batches import program_inputs
 from .comm import Comm
 from .layout import Layout, layout
 from .redistribute import between
@@ -24,7 +23,7 @@ def wanted_gradients(program: Program, tensors: Mapping[str, Tensor]) -> Wanted:
     """The inputs that a call asks the gradient of."""
     if not torch.is_grad_enabled():
         return ()
-    names = (i.args[0] for i in program_inputs(program))
+    names = (i.args[0] for i in program.batch_inputs)
     return tuple(name for name in names if name in tensors and tensors[name].requires_grad)
 
 
@@ -93,7 +92,7 @@ def given_inputs(
 ) -> tuple[dict[str, Tensor], list[Given]]:
     """The pieces of ``inputs``, made leaves of autograd if ``wanted``, and an entry for each wanted input."""
     replaced, entries = dict(inputs), []
-    for i in program_inputs(program):
+    for i in program.batch_inputs:
         name = i.args[0]
         if name not in wanted:
             continue

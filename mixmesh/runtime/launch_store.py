@@ -37,13 +37,19 @@ def is_of_launcher() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+def open_store(timeout_s: float, *, serves: bool = False) -> dist.Store:
+    """The store of the launch, with what earlier starts have written: a connection to it, or the store itself
+    if this process ``serves`` it."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    timeout = timedelta(seconds=timeout_s)
+    return dist.TCPStore(address, port, is_master=serves, timeout=timeout, wait_for_workers=False)
+
+
 def connect_store(timeout_s: float) -> dist.Store:
     """The part of torchrun's store that belongs to this start. Collective; raises CollectiveError if not all
     ranks come within ``timeout_s``."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    timeout = timedelta(seconds=timeout_s)
-    store = dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    store = open_store(timeout_s)
     if not rank and may_change():
         text = f"mixmesh: no machine can come back under this torchrun; {HINT}"
         print(text, file=sys.stderr, flush=True)

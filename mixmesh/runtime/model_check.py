@@ -23,7 +23,6 @@ from ..frontend.trace.outputs import first_part
 from ..lang.ir import Graph, Node, Program, outputs_of
 from ..lang.ir.graph import map_refs
 from ..lang.plan_file import Plan
-from .batches import program_inputs
 from .calls import Calls
 from .comm import Comm
 from .first_rank import from_first_rank
@@ -67,7 +66,7 @@ class PlannedModel:
         )
 
     def _batch(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        inputs = {i.args[0]: i.type.value.shape for i in program_inputs(self.plan.program)}
+        inputs = {i.args[0]: i.type.value.shape for i in self.plan.program.batch_inputs}
         return batch_of_shapes(Calls.of(self.original, self.plan), self.plan.program, inputs, args, kwargs)
 
 
@@ -82,7 +81,7 @@ def batch_of_shapes(
 ) -> Any:
     """The arguments of a call, passed as in planning, with tensors of other ``shapes``, by the names that
     the program has for its inputs."""
-    inputs = {i.args[0]: i.type.value for i in program_inputs(program)}
+    inputs = {i.args[0]: i.type.value for i in program.batch_inputs}
     whole = {
         id(t): torch.empty(shapes[name], dtype=TORCH_DTYPE[inputs[name].dtype], device=t.device)
         for name, t in calls.tensors(args, kwargs, evaluates=evaluates).items()

@@ -65,7 +65,7 @@ def lay_out(optimizer: optim.Optimizer) -> None:
 
 
 def _is_otherwise(t: Tensor, p: Tensor) -> bool:
-    return t.stride() != p.stride() if t.layout is torch.strided else False
+    return t.layout is torch.strided and t.stride() != p.stride()
 
 
 def _laid_out(t: Tensor, p: Tensor) -> Tensor:

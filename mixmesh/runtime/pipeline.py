@@ -26,7 +26,7 @@ from ..errors import InputError
 from ..frontend.trace.dtypes import TORCH_DTYPE
 from ..lang.ir import Instruction, Program, Samples, micro_step_program, passes_of, transfers_of
 from . import collectives
-from .batches import local_input, program_inputs
+from .batches import local_input
 from .collectives import Handle
 from .comm import Comm
 from .executor import transfer_key
@@ -210,7 +210,7 @@ def stage_inputs(
     """Like ``local_inputs``, with a rank's samples in the order of micro-steps, each of which is cut between
     the ranks of the stage. Raises InputError for a part of a batch if it cannot tell whose part it is."""
     out = {}
-    for i in program_inputs(program):
+    for i in program.batch_inputs:
         ranks, name = program.participants(i.type), i.args[0]
         if comm.rank not in ranks:
             continue

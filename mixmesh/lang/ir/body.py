@@ -55,6 +55,10 @@ class Body:
         return tuple(i for i in self.instructions if i.op == "param")
 
     @lazy
+    def batch_inputs(self) -> tuple[Instruction, ...]:
+        return tuple(i for i in self.instructions if i.op == "input")
+
+    @lazy
     def computations(self) -> tuple[Instruction, ...]:
         """All instructions except those that load parameters."""
         return tuple(i for i in self.instructions if i.op != "param")

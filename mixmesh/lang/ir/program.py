@@ -99,7 +99,7 @@ class Program:
 
     @lazy
     def batch_inputs(self) -> tuple[Instruction, ...]:
-        return tuple(i for i in self.instructions if i.op == "input")
+        return self.body.batch_inputs
 
     @lazy
     def buckets(self) -> Buckets:

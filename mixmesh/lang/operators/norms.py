@@ -37,26 +37,23 @@ def has_gpu_kernels(x: Tensor) -> bool:
     return x.is_cuda
 
 
-STATISTICS = "_mixmesh_statistics"  # on moments: what was computed of them, by dtype
-_NOTHING: tuple[tuple[int, int] | None, dict[torch.dtype, Tensor]] = None, {}
+STATISTICS = "_mixmesh_statistics"  # on moments: what was computed of them
 
 
 @torch.no_grad()
-def _statistics(moments: Tensor, count: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """The mean and the biased variance [2, C], computed in f64. Two operators ask for those of the same
-    moments, which a GPU computes once, as every small kernel costs it a launch."""
+def _statistics(moments: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The mean and the biased variance [2, C], computed in f64, and the same in ``dtype``. Two operators ask
+    for those of the same moments, which a GPU computes once, as every small kernel costs it a launch."""
     keeps = has_gpu_kernels(moments) and not moments.is_inference()
-    now = (count, moments._version) if keeps else None
-    known, by_dtype = getattr(moments, STATISTICS, _NOTHING)
-    if now is None or known != now:
-        of_count = moments.detach() / count
-        of_count[1].addcmul_(of_count[0], of_count[0], value=-1).clamp_(min=0)
-        by_dtype = {torch.float64: of_count}
+    now = (count, moments._version, dtype) if keeps else None
+    known, made = getattr(moments, STATISTICS, (None, None))
+    if made is None or known != now:
+        exact = moments.detach() / count
+        exact[1].addcmul_(exact[0], exact[0], value=-1).clamp_(min=0)
+        made = exact, exact.to(dtype)
         if keeps:
-            setattr(moments, STATISTICS, (now, by_dtype))
-    if dtype not in by_dtype:
-        by_dtype[dtype] = by_dtype[torch.float64].to(dtype)
-    return by_dtype[dtype]
+            setattr(moments, STATISTICS, (now, made))
+    return made
 
 
 def _sums(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,8 +161,7 @@ class _Moments(torch.autograd.Function):
 class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, moments, weight, bias, count, eps, link):
-        mean, var = _statistics(moments, count)
-        near = _statistics(moments, count, wide(x))
+        (mean, var), near = _statistics(moments, count, wide(x))
         ctx.save_for_backward(x, mean, var, weight, near)
         ctx.link = link
         if link is not None:
@@ -238,12 +234,11 @@ def running_statistics(
         raise RuntimeError(f"moments {list(moments.shape)} for {list(mean.shape)} and {list(var.shape)}")
     unbiased = count / max(count - 1, 1)
     with torch.no_grad():
-        if (
-            has_gpu_kernels(moments) and mean.dtype == var.dtype == torch.float32
-        ):  # as its own batch norm moves them
-            now, biased = _statistics(moments, count, mean.dtype)
+        if has_gpu_kernels(moments) and mean.dtype == var.dtype == torch.float32:
+            # in f32, as its own batch norm moves them
+            now, biased = _statistics(moments, count, mean.dtype)[1]
             return torch.lerp(mean, now, momentum), torch.lerp(var, biased * unbiased, momentum)
-        now, biased = _statistics(moments, count)
+        now, biased = _statistics(moments, count, torch.float64)[0]
         return _move(mean, now, momentum), _move(var, biased * unbiased, momentum)
 
 

@@ -10,12 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from ...errors import CollectiveError, InputError, MixmeshError
+from ...runtime import launch_store
 from ...runtime.agreement import Round
 from ...runtime.comm import RANK_VARIABLES
 from ...runtime.processes import is_gone, is_stopped, process_place
@@ -158,23 +158,16 @@ class Meeting:
 
 def open_store(rank: int, timeout_s: float) -> dist.Store:
     """The store of the launch: torchrun's own, or else one that the first rank serves."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    serves = rank == 0 and not of_launcher
+    serves = rank == 0 and not launch_store.is_of_launcher()
+    place = f"{os.environ['MASTER_ADDR']} port {os.environ['MASTER_PORT']}"
     try:
-        return dist.TCPStore(
-            host,
-            port,
-            is_master=serves,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-        )
+        return launch_store.open_store(timeout_s, serves=serves)
     except RuntimeError as error:
         raise CollectiveError(
             f"rank {rank} cannot serve the store of the launch"
             if serves
             else f"rank {rank} does not reach the store of the launch within {timeout_s:g} s",
-            expected=f"{host} port {port}" + (" to be free" if serves else " to answer"),
+            expected=place + (" to be free" if serves else " to answer"),
             got=first_line(error),
             hint=(
                 "start the first machine's processes; let its firewall pass that port",

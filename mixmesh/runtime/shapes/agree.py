@@ -18,7 +18,6 @@ from torch import Tensor
 from ...errors import InputError
 from ...frontend.trace.dtypes import TORCH_DTYPE
 from ...lang.ir import Instruction, Program, Shard, shard_sizes
-from ..batches import program_inputs
 from ..calls import missing
 from ..collectives import done
 from ..comm import Comm
@@ -65,7 +64,7 @@ class Agreement:
             return mine, values
         mark = zlib.crc32(bytes(modes))
         told, values, digests = self._told(tensors, wanted, mark, values, with_digests=self._was_unclear)
-        choices = [_choices(self.program, i, told[n]) for n, i in enumerate(program_inputs(self.program))]
+        choices = [_choices(self.program, i, told[n]) for n, i in enumerate(self.program.batch_inputs)]
         self._was_unclear = any(len(shapes_of_input) > 1 for shapes_of_input in choices)
         are_same = False
         if self._was_unclear:
@@ -74,7 +73,7 @@ class Agreement:
 
     def given(self, tensors: Mapping[str, Tensor]) -> Shapes:
         """The shapes that this rank was given."""
-        names = [i.args[0] for i in program_inputs(self.program)]
+        names = [i.args[0] for i in self.program.batch_inputs]
         return tuple(tuple(tensors[name].shape) if name in tensors else None for name in names)
 
     def _told(
@@ -89,7 +88,7 @@ class Agreement:
         """The messages of all ranks. First, by input and rank, the shape that the rank was given; None for a
         rank that has no part in it. Then the ``values`` of the first rank that computes, and by rank its
         digests, if they were sent. ``mark`` must be the same on all ranks."""
-        inputs, numbers = program_inputs(self.program), [mark, values]
+        inputs, numbers = self.program.batch_inputs, [mark, values]
         for i in inputs:
             tensor = tensors.get(i.args[0]) if self._takes_part(i) else None
             num_dims = len(i.type.value.shape)
@@ -110,7 +109,7 @@ class Agreement:
 
     def _digests(self, tensors: Mapping[str, Tensor]) -> list[int]:
         """A number by input that follows from its values."""
-        inputs = program_inputs(self.program)
+        inputs = self.program.batch_inputs
         own_tensors = [tensors.get(i.args[0]) if self._takes_part(i) else None for i in inputs]
         return [ABSENT if x is None else digest(x) for x in own_tensors]
 
@@ -181,7 +180,7 @@ def check_kinds(
 ) -> None:
     """Raises InputError for an input that is missing, unless the call evaluates, or of another dtype or
     number of dims."""
-    for i in program_inputs(program):
+    for i in program.batch_inputs:
         if rank not in program.participants(i.type):
             continue
         name, value, got = i.args[0], i.type.value, tensors.get(i.args[0])
@@ -209,7 +208,7 @@ def resolve(
     of a batch or each a whole batch, they are whole batches if the ranks have the same values (``are_same``).
     Raises InputError."""
     agreed: list[tuple[int, ...] | None] = []
-    for i, rows, options in zip(program_inputs(program), told, choices):
+    for i, rows, options in zip(program.batch_inputs, told, choices):
         if all(rows[r] is None for r in program.participants(i.type)):
             agreed.append(None)
             continue
@@ -229,7 +228,7 @@ def resolve(
 def _check_samples(program: Program, agreed: Sequence[tuple[int, ...] | None]) -> None:
     """Raises InputError where inputs that were planned with as many samples have not as many now."""
     counts: dict[int, tuple[str, int]] = {}  # by how many were planned
-    for i, shape in zip(program_inputs(program), agreed):
+    for i, shape in zip(program.batch_inputs, agreed):
         if shape is not None and isinstance(i.type.placement, Shard):
             dim = i.type.placement.dim
             name, count = counts.setdefault(i.type.value.shape[dim], (i.args[0], shape[dim]))

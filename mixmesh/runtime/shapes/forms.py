@@ -28,7 +28,6 @@ from ...lang.ir.graph import begins_gradient
 from ...lang.ir.recompute import buffers_kept_for_backward
 from ...lang.plan_file import Plan, accumulates
 from ..accelerator import HOST_BACKEND, PRETENDED_BACKEND, backend_of, is_accelerator, is_on_device
-from ..batches import program_inputs
 from ..calls import Calls, missing
 from ..comm import Comm
 from ..first_rank import from_first_rank
@@ -198,7 +197,7 @@ class Forms:
 
     def _is_planned(self, shapes: Shapes, modes: Modes) -> bool:
         program = self.plan.program
-        if shapes != tuple(i.type.value.shape for i in program_inputs(program)):
+        if shapes != tuple(i.type.value.shape for i in program.batch_inputs):
             return False
         if modes == self.modes:
             return True
@@ -227,7 +226,7 @@ class Forms:
         if numbers:
             warn_once(_of_numbers(numbers))
         planned = self.plan.program
-        by_name = {i.args[0]: shape for i, shape in zip(program_inputs(planned), shapes)}
+        by_name = {i.args[0]: shape for i, shape in zip(planned.batch_inputs, shapes)}
         outputs = dict.fromkeys(first_part(name) for name in outputs_of(planned))
         absent = [name for name, shape in by_name.items() if shape is None]
         if absent and not outputs:
@@ -256,7 +255,7 @@ class Forms:
             )
         larger = any(
             now > before
-            for i, shape in zip(program_inputs(planned), shapes)
+            for i, shape in zip(planned.batch_inputs, shapes)
             for now, before in zip(shape or (), i.type.value.shape)
         )
         if larger or (learns and not is_planned):

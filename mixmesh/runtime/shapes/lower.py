@@ -46,7 +46,7 @@ def lower(graph: Graph, planned: Program) -> Program:
 class _Lowering:
     def __init__(self, graph: Graph, planned: Program) -> None:
         self.graph, self.planned = graph, planned
-        self.inputs = {i.args[0]: i for i in planned.instructions if i.op == "input"}
+        self.inputs = {i.args[0]: i for i in planned.batch_inputs}
         self.params: dict[str, Instruction] = {}
         for i in planned.instructions:
             if i.op in ("param", "buffer"):

@@ -191,7 +191,7 @@ def _all_take_part(ratio: Sequence[float], ranks: Sequence[int], program: Progra
 
 def samples_of_batch(program: Program) -> int:
     """The size of dim 0 of the inputs: the grain of shares."""
-    shapes = [i.type.value.shape for i in program.instructions if i.op == "input"]
+    shapes = [i.type.value.shape for i in program.batch_inputs]
     return max((shape[0] for shape in shapes if shape), default=1000)
 
 
