@@ -42,6 +42,8 @@ CPU_LAUNCH_S = 4e-6  # dispatch of one operator on one full core
 MEMORY_BOUND = (1.0, 1.5)
 ADAM_ACCESSES = 7  # per byte: reads weight, gradient and two moments; writes weight and moments
 SOURCES = PROFILE, CALIBRATION, ROOFLINE = "profile", "calibration", "roofline"
+# what the others cost the computing thread, where they were not measured: it joins, issues and cuts the same
+MOST_USUAL = "all_reduce"
 CALL_PER_PIECE = ("broadcasts", "reduces")  # algorithms with a call for every rank of the group
 
 
@@ -292,7 +294,7 @@ class CostModel:
     ) -> float:
         name = USUAL.get(name, name)
         algorithm = self.collective(name, ranks).algorithm(size_bytes)
-        known = known_s.get(host_key(name, algorithm)) or known_s.get(name)
+        known = known_s.get(host_key(name, algorithm)) or known_s.get(name) or known_s.get(MOST_USUAL)
         if known is None:
             return 0.0
         fixed, per_byte = known

@@ -46,10 +46,16 @@ def is_stopped(pid: int) -> bool:
 def end_with_launcher() -> None:
     """Makes a process that torchrun started get SIGTERM when torchrun ends, even by SIGKILL: otherwise it
     would train on and keep its device while its replacement starts. Linux only."""
-    if LAUNCHER_VARIABLE in os.environ and sys.platform == "linux":
-        launcher = os.getppid()
+    if LAUNCHER_VARIABLE in os.environ:
+        end_with_parent()
+
+
+def end_with_parent() -> None:
+    """Makes this process get SIGTERM when its parent ends, even by SIGKILL. Linux only."""
+    if sys.platform == "linux":
+        parent = os.getppid()
         ctypes.CDLL(None).prctl(SIGNAL_OF_PARENTS_END, signal.SIGTERM)
-        if os.getppid() != launcher:  # it has ended just before
+        if os.getppid() != parent:  # it has ended just before
             os.kill(os.getpid(), signal.SIGTERM)
 
 

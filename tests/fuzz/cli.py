@@ -17,6 +17,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from mixmesh.runtime.processes import end_with_parent
+
 from .report import Report
 
 KINDS = ("models", "programs", "files", "damage")  # one module each, with run_cases and replay
@@ -44,7 +46,7 @@ def run_all(
     )
     with (
         Progress(*columns, console=console, disable=not console.is_terminal) as progress,
-        ProcessPoolExecutor(jobs, mp_context=context) as pool,
+        ProcessPoolExecutor(jobs, mp_context=context, initializer=end_with_parent) as pool,
         context.Manager() as manager,
     ):
         for kind in kinds:
