@@ -26,6 +26,7 @@ from warm_python import python
 
 import mixmesh
 from mixmesh.frontend.trace.own_generators import generators_in, marks_of
+from mixmesh.training.preparation import script
 from mixmesh.training.preparation.loading import depends_on_others, example_batch, same_random_numbers
 from mixmesh.training.preparation.outside_loss import with_loss
 from mixmesh.training.preparation.refusals import check_gives_all, check_last_batch
@@ -308,6 +309,19 @@ def test_what_cannot_be_right_is_refused_before_anything_else(monkeypatch, optim
     loader = DataLoader(data, 4, sampler=sampler and DistributedSampler(data, rank=0, **sampler))
     with pytest.raises(mixmesh.InputError, match=message) as error:
         mixmesh.prepare(model, optimizer(base) if optimizer else base, loader, loss=F.mse_loss)
+    assert hint in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"), [({"planner": "ddp-evn"}, "ddp-even"), ({"batch_norm": "lokal"}, "exact")]
+)
+def test_names_are_refused_before_anything_is_measured(monkeypatch, option, hint):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(script, "prepare_job", lambda *args, **named: pytest.fail("it was prepared"))
+    model, data = nn.Linear(3, 2), TensorDataset(torch.ones(8, 3), torch.ones(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(mixmesh.InputError, match=next(iter(option.values()))) as error:
+        mixmesh.prepare(model, optimizer, DataLoader(data, 4), loss=F.mse_loss, **option)
     assert hint in str(error.value)
 
 

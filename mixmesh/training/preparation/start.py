@@ -23,12 +23,13 @@ from ...cost.gpu_memory import allocator_loss
 from ...errors import InputError
 from ...explain.headline import headline
 from ...frontend.job import needs_whole_parameters, optimizer_states
-from ...frontend.trace import LossSource, Traced, trace
+from ...frontend.trace import LossSource, Traced, check_batch_norm, trace
 from ...lang.plan_devices import planned_devices
 from ...lang.plan_file import Plan
 from ...measure.profiler import profile as measure_profile
 from ...measure.profiler import profile_links
 from ...measure.testbed import enter_device, leave_device
+from ...planner import check_planner
 from ...runtime.accelerator import backend_of
 from ...runtime.comm import LEAST_S, default_device, initialise
 from ...runtime.first_rank import from_first_rank
@@ -43,7 +44,10 @@ from .phases import Phase, Phases, cluster_words, plan_words, profile_words, tra
 
 @dataclass(frozen=True)
 class Options:
-    """Limits of measuring and searching. With ``profile_s`` 0 plans are made from the devices' figures."""
+    """Limits of measuring and searching. With ``profile_s`` 0 plans are made from the devices' figures.
+
+    Raises InputError for an unknown planner or kind of batch norm, before anything is measured.
+    """
 
     profile_s: float = 15.0
     planner: str = "auto"
@@ -55,6 +59,10 @@ class Options:
     whole_parameters: bool = False  # the optimizer needs whole parameters, even if the job's own does not
     compiles: bool = False  # operators between collectives are compiled, and whole steps measured so
     loss: LossSource = LossSource.RETURNED
+
+    def __post_init__(self) -> None:
+        check_planner(self.planner)
+        check_batch_norm(self.batch_norm)
 
 
 @dataclass(frozen=True)
