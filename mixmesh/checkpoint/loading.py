@@ -145,9 +145,9 @@ def lacks(what: str) -> PlanError:
     """The error for a part that a checkpoint has no state of."""
     return PlanError(
         f"the checkpoint has no {what}",
-        expected=f"one that was saved with {what}={what}",
-        got=f"load(..., {what}={what}) of one without",
-        hint=f"leave {what} out, to begin with a new one",
+        expected=f"one that was saved with a {what}",
+        got=f"a {what} to continue, and none in the checkpoint",
+        hint=f"load(...) without {what} to begin with a new one, or mixmesh run --fresh",
     )
 
 
