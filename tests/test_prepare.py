@@ -26,6 +26,7 @@ from warm_python import python
 
 import mixmesh
 from mixmesh.frontend.trace.own_generators import generators_in, marks_of
+from mixmesh.runtime.batches import other_dtype
 from mixmesh.training.preparation import script
 from mixmesh.training.preparation.loading import depends_on_others, example_batch, same_random_numbers
 from mixmesh.training.preparation.outside_loss import with_loss
@@ -548,3 +549,9 @@ def test_samples_that_come_out_otherwise_by_what_is_not_found_are_warned_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         depends_on_others(DataLoader(torch.full((12, 3), torch.nan), 6))  # not equal to itself
+
+
+def test_an_input_without_a_name_is_named_by_its_place():
+    error = other_dtype("0", torch.float32, torch.float64)
+    assert "input 1 of the model has another dtype" in str(error) and ".to(torch.float32)" in str(error)
+    assert "x has another dtype" in str(other_dtype("x", torch.float32, torch.float64))

@@ -26,6 +26,21 @@ def local_inputs(
     }
 
 
+def input_words(name: str) -> str:
+    """An input as an error names it: by its argument's name, or by its place if it has none."""
+    return f"input {int(name) + 1} of the model" if name.isdigit() else name
+
+
+def other_dtype(name: str, planned: torch.dtype, got: torch.dtype) -> InputError:
+    """The error for an input of another dtype than that of the first batch."""
+    return InputError(
+        f"{input_words(name)} has another dtype than planned",
+        expected=f"{planned}, as in the first batch",
+        got=f"{got}",
+        hint=f".to({planned}) before the model is called, or prepare it with a batch of {got}",
+    )
+
+
 def local_input(
     program: Program, i: Instruction, got: Tensor | None, rank: int, device: torch.device | None
 ) -> Tensor:
@@ -35,12 +50,12 @@ def local_input(
     dtype = TORCH_DTYPE[value.dtype]
     mine = program.local_shape(i.result, rank)
     if got.dtype != dtype:
-        raise InputError(f"{name} has another dtype than planned", expected=f"{dtype}", got=f"{got.dtype}")
+        raise other_dtype(name, dtype, got.dtype)
     if tuple(got.shape) == value.shape:
         got = local_piece(got, layout(program, i.type), rank)
     elif tuple(got.shape) != mine:
         raise InputError(
-            f"{name} is neither a whole batch nor rank {rank}'s part of one",
+            f"{input_words(name)} is neither a whole batch nor rank {rank}'s part of one",
             expected=f"{list(value.shape)} (whole) or {list(mine or ())} (rank {rank}'s part)",
             got=f"{list(got.shape)}",
         )

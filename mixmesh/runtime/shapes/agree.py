@@ -18,6 +18,7 @@ from torch import Tensor
 from ...errors import InputError
 from ...frontend.trace.dtypes import TORCH_DTYPE
 from ...lang.ir import Instruction, Program, Shard, shard_sizes
+from ..batches import input_words, other_dtype
 from ..calls import missing
 from ..collectives import done
 from ..comm import Comm
@@ -151,7 +152,7 @@ def _check_wanted(name: str, wants: Sequence[bool]) -> None:
     """Raises InputError if only some ranks want the gradient of an input."""
     if len(set(wants)) > 1:
         raise InputError(
-            f"only some ranks want the gradient of {name}",
+            f"only some ranks want the gradient of {input_words(name)}",
             expected="requires_grad alike on all ranks",
             got=f"{sum(wants)} of {len(wants)} ranks",
         )
@@ -190,12 +191,10 @@ def check_kinds(
             raise missing(name, ", ".join(tensors) or "no tensors")
         dtype = TORCH_DTYPE[value.dtype]
         if got.dtype != dtype:
-            raise InputError(
-                f"{name} has another dtype than planned", expected=f"{dtype}", got=f"{got.dtype}"
-            )
+            raise other_dtype(name, dtype, got.dtype)
         if got.ndim != len(value.shape):
             raise InputError(
-                f"{name} is neither a whole batch nor rank {rank}'s part of one",
+                f"{input_words(name)} is neither a whole batch nor rank {rank}'s part of one",
                 expected=f"{len(value.shape)} dims, as in the planned {list(value.shape)}",
                 got=f"{list(got.shape)}",
             )
@@ -234,7 +233,7 @@ def _check_samples(program: Program, agreed: Sequence[tuple[int, ...] | None]) -
             name, count = counts.setdefault(i.type.value.shape[dim], (i.args[0], shape[dim]))
             if count != shape[dim]:
                 raise InputError(
-                    f"{name} and {i.args[0]} are of batches of other sizes",
+                    f"{input_words(name)} and {input_words(i.args[0])} are of batches of other sizes",
                     expected="as many samples in both, as planned",
                     got=f"{count} and {shape[dim]}",
                 )
@@ -268,7 +267,7 @@ def _no_batch(program: Program, i: Instruction, given: Given) -> InputError:
     got = "; ".join(f"rank {r}: {'nothing' if (shape := given[r]) is None else list(shape)}" for r in ranks)
     if not isinstance(placement, Shard):
         return InputError(
-            f"{name} is needed whole on every rank, and the ranks have other sizes of it",
+            f"{input_words(name)} is needed whole on every rank, and the ranks have other sizes of it",
             expected="one shape on all ranks",
             got=got,
             hint="pad every batch on all ranks to one length",
@@ -280,7 +279,7 @@ def _no_batch(program: Program, i: Instruction, given: Given) -> InputError:
         rows = shard_sizes(total, program.cut_by(i.type), placement.unit)
         shares = f", or of {total} rows " + ", ".join(str(rows[r]) for r in ranks)
     return InputError(
-        f"{name}: the ranks were given neither one whole batch nor each its own part of one",
+        f"{input_words(name)}: the ranks were given neither one whole batch nor each its own part of one",
         expected=f"the same batch on all ranks{shares}, with one length",
         got=got,
         hint=(
