@@ -555,3 +555,12 @@ def test_an_input_without_a_name_is_named_by_its_place():
     error = other_dtype("0", torch.float32, torch.float64)
     assert "input 1 of the model has another dtype" in str(error) and ".to(torch.float32)" in str(error)
     assert "x has another dtype" in str(other_dtype("x", torch.float32, torch.float64))
+
+
+@pytest.mark.parametrize(
+    "options", [{"batch_size": 4}, {"batch_size": 4, "num_workers": 1}, {"batch_size": None}]
+)
+def test_a_loader_without_samples_is_refused(options):
+    data = TensorDataset(torch.ones(0, 3))
+    with pytest.raises(mixmesh.InputError, match="the loader has no batch"):
+        example_batch(DataLoader(data, **options))

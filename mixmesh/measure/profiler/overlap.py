@@ -48,6 +48,8 @@ def measure_overlap(
         return 0.0, {}, {}
     channel = comm.channel(comm.everyone, "profile of all_reduce beside computing")
     lines = {"all_reduce": line(BUCKET_BYTES, lambda size: bucket_s(channel, meter, size))}
+    # before the many lines below: gradients are summed beside computing in every plan
+    slowed = 0.0 if is_over(limit) else slowdown(comm, channel, links)
     beside = {}
     if comm.device.type == "cpu":
         cases = everyone_cases(comm)
@@ -66,7 +68,7 @@ def measure_overlap(
             for case in (Case("all_reduce", "", comm.everyone, cases[0].shares, EVEN), *cases)
             if not is_over(limit)
         }
-    return 0.0 if is_over(limit) else slowdown(comm, channel, links), lines, beside
+    return slowed, lines, beside
 
 
 def is_over(limit: Limit | None) -> bool:

@@ -59,10 +59,11 @@ def example_batch(loader: Iterable) -> Any:
     with same_random_numbers(generators_in(loader)):
         if has_indices(loader) and loader.batch_size is not None:
             # does not use the sampler, whose own generator would advance
-            batch = load(loader, list(range(min(loader.batch_size, length(loader.dataset)))))
+            indices = list(range(min(loader.batch_size, length(loader.dataset))))
+            batch = load(loader, indices) if indices else None
         elif has_indices(loader):
-            indices = next(iter(untouched(sampler_of(loader))), None)
-            batch = None if indices is None else load(loader, indices)
+            chosen = next(iter(untouched(sampler_of(loader))), None)
+            batch = None if chosen is None else load(loader, chosen)
         else:
             batch = next(iter(untouched(loader)), None)
     _check_first(batch)
