@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from warm_python import python
 
 import mixmesh
+from mixmesh.frontend.trace import trace
 from mixmesh.frontend.trace.own_generators import generators_in, marks_of
 from mixmesh.runtime.batches import other_dtype
 from mixmesh.training.preparation import script
@@ -564,3 +565,15 @@ def test_a_loader_without_samples_is_refused(options):
     data = TensorDataset(torch.ones(0, 3))
     with pytest.raises(mixmesh.InputError, match="the loader has no batch"):
         example_batch(DataLoader(data, **options))
+
+
+def test_parameters_without_a_shape_are_refused(monkeypatch):
+    model, data = nn.Sequential(nn.LazyLinear(2)), TensorDataset(torch.ones(8, 3), torch.ones(8, 2))
+    with pytest.raises(mixmesh.InputError, match="without a shape") as error:
+        trace(model, (torch.ones(8, 3),))
+    assert "0.weight" in str(error.value) and "model(x) once" in str(error.value)
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(mixmesh.InputError, match="without a shape"):
+        mixmesh.prepare(model, optimizer, DataLoader(data, 4), loss=F.mse_loss)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ...errors import InputError, TraceError
 from ...lang.ir import BATCH_NORMS, Graph, Node, Returned
@@ -54,7 +55,7 @@ from .tf32 import tf32_now
 
 __all__ = [
     "DTYPE_NAME", "PASSES", "TORCH_DTYPE", "Builder", "LossSource", "Rule", "Traced",
-    "bound", "check_batch_norm", "normalise", "on_meta", "overload", "rewrite", "trace",
+    "bound", "check_batch_norm", "check_has_shapes", "normalise", "on_meta", "overload", "rewrite", "trace",
 ]  # fmt: skip
 
 
@@ -163,6 +164,7 @@ def trace(
     """
     check_batch_norm(batch_norm)
     model = uncompiled(model)
+    check_has_shapes(model)
     request = Request(outputs, autocast, loss)
     captured = capture(model, batch, KNOWN, request)
     graph = convert(captured, model, graph_name(model))
@@ -213,6 +215,19 @@ def check_batch_norm(kind: str) -> None:
             expected=" or ".join(BATCH_NORMS),
             got=kind,
             hint=f'batch_norm="{EXACT}"',
+        )
+
+
+def check_has_shapes(model: nn.Module) -> None:
+    """Raises InputError for a parameter or buffer that gets its shape in the first call, as in LazyLinear."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    name = next((name for name, value in named if is_lazy(value)), None)
+    if name is not None:
+        raise InputError(
+            "the model has parameters without a shape, which its first call would give them",
+            expected="a model whose parameters have shapes and values",
+            got=f"{name}, still without one",
+            hint="model(x) once on one batch, before the optimizer is made",
         )
 
 

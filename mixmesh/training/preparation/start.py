@@ -23,7 +23,7 @@ from ...cost.gpu_memory import allocator_loss
 from ...errors import InputError
 from ...explain.headline import headline
 from ...frontend.job import needs_whole_parameters, optimizer_states
-from ...frontend.trace import LossSource, Traced, check_batch_norm, trace
+from ...frontend.trace import LossSource, Traced, check_batch_norm, check_has_shapes, trace
 from ...lang.plan_devices import planned_devices
 from ...lang.plan_file import Plan
 from ...measure.profiler import profile as measure_profile
@@ -105,6 +105,7 @@ def prepare_job(
     with another number of devices; CollectiveError for a rank that is lost meanwhile.
     """
     options, device = options or Options(), device or Device()
+    check_has_shapes(job.model)
     where = default_device()
     initialise(world_size, where, options.timeout_s)
     if options.heartbeat_s:
