@@ -47,12 +47,14 @@ METHODS_OF_TRAINER = {
     "print": "print in on_train_batch_end, or self.log(name, tensor)",
 }
 
+# the same in a forward that training_step of manual optimization calls
+ARGUMENT = "an argument of forward, which training_step passes"
+IN_FORWARD = dict.fromkeys(("trainer", "global_step", "current_epoch", "logger", "loggers"), ARGUMENT)
+
 
 def check_training(trainer: pl.Trainer, module: pl.LightningModule, optimizers: list) -> None:
     """Raises InputError for the first setting under which training would differ from a single device's."""
-    if not module.automatic_optimization:
-        raise refused("automatic_optimization = False", "the planned step of automatic optimization", LOOP)
-    if len(optimizers) != 1:
+    if module.automatic_optimization and len(optimizers) != 1:
         raise refused(f"{len(optimizers)} optimizers", "one optimizer from configure_optimizers", LOOP)
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise refused("training_step(self, dataloader_iter)", "training_step(self, batch, batch_idx)", LOOP)
@@ -94,6 +96,11 @@ def refused(got: str, expected: str, hint: str) -> InputError:
 def in_training_step(name: str, hint: str) -> InputError:
     """The error for a ``training_step`` that uses values that change from step to step."""
     return unlike_in_steps("training_step", name, hint)
+
+
+def in_forward(name: str, hint: str) -> InputError:
+    """The error for a ``forward`` of a LightningModule that uses values that change from step to step."""
+    return unlike_in_steps("forward", f"self.{name}", hint)
 
 
 class BatchIndex:

@@ -35,6 +35,7 @@ from ..launched import (
 )
 from ..lending import Lender
 from ..weights import fill
+from .manual import Manual
 from .refusals import check_device, check_precision, check_training, refused
 from .step import LOGGED, Form, TrainingStep, size_of
 
@@ -92,6 +93,7 @@ class Strategy(SingleDeviceStrategy):
         super().__init__(**options)
         self.planning = dict(planning or {})
         self._planned: _Planned | None = None  # from the first batch on
+        self._manual: Manual | None = None  # from the start of fit on, in manual optimization
         self._has_trained = False
 
     @property
@@ -136,7 +138,7 @@ class Strategy(SingleDeviceStrategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         fits = is_launched() and trainer.state.fn == TrainerFn.FITTING
-        if fits and self._planned is not None:
+        if fits and (self._planned is not None or self._manual is not None):
             raise refused("a second fit", "one fit of a Trainer", "make a new Trainer, with a new Strategy()")
         super().setup(trainer)
         if fits:
@@ -146,10 +148,13 @@ class Strategy(SingleDeviceStrategy):
             if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
                 plugin.scaler = with_agreement(plugin.scaler)
             take_random_numbers()
+            if not self._module.automatic_optimization:
+                scaler = getattr(plugin, "scaler", None)
+                self._manual = Manual(self._module, self.optimizers, self.planning, scaler)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Plans by the first batch, before the first step of the optimizer, which calls ``training_step``."""
-        if not is_launched() or self._planned is not None:
+        if not is_launched() or self._planned is not None or self._manual is not None:
             return
         module, (optimizer,) = self._module, self.optimizers
         takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
@@ -163,6 +168,9 @@ class Strategy(SingleDeviceStrategy):
         check_scaled(parallel, getattr(self.precision_plugin, "scaler", None), 'precision="16-mixed"')
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._manual is not None:
+            with self._manual.step((args, kwargs)):
+                return super().training_step(*args, **kwargs)
         planned = self._planned
         if planned is None:
             return super().training_step(*args, **kwargs)
@@ -183,6 +191,12 @@ class Strategy(SingleDeviceStrategy):
             each.log(self._module, out, size_of(batch))
         return out.loss
 
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(optimizer, *args, **kwargs)
+        if self._manual is not None:
+            self._manual.after_step(optimizer)
+        return result
+
     def _unless_stepping(self, parallel: ParallelModel) -> AbstractContextManager[None]:
         """``no_sync`` of the model where another batch of the same optimizer step follows."""
         accumulates = self._module.trainer.fit_loop._should_accumulate()
@@ -198,8 +212,12 @@ class Strategy(SingleDeviceStrategy):
     # ---- the whole module
 
     def _lend(self) -> None:
-        if self._planned is not None and not self._has_trained:
+        if self._has_trained:
+            return
+        if self._planned is not None:
             self._planned.lender.lend()
+        if self._manual is not None:
+            self._manual.lend()
 
     def on_validation_start(self) -> None:
         self._lend()
@@ -209,6 +227,8 @@ class Strategy(SingleDeviceStrategy):
         return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        if self._manual is not None:
+            return self._manual.optimizer_state(getattr(optimizer, "_optimizer", optimizer))
         if self._planned is None:
             return super().optimizer_state(optimizer)
         return full_optimizer_state_dict(self._planned.parallel, getattr(optimizer, "_optimizer", optimizer))
@@ -220,9 +240,12 @@ class Strategy(SingleDeviceStrategy):
             fill(planned.step, planned.parallel)
             del vars(self._module)["zero_grad"]
             self._has_trained = True
+        if self._manual is not None and not self._has_trained:
+            self._manual.finish()
+            self._has_trained = True
 
     def teardown(self) -> None:
-        if self._planned is None:
+        if self._planned is None and self._manual is None:
             return super().teardown()
         if self._has_trained:
             self._module.cpu()

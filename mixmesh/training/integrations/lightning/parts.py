@@ -1,0 +1,187 @@
+"""The parts of a LightningModule that its manual ``training_step`` calls, each planned by its first call.
+
+A part is a module that is called outside of any other part: a generator, a discriminator, or the
+LightningModule itself (``self(x)``). While a step runs, its parallel model stands in its place, so that
+``self.generator.parameters()`` are the trained ones; to evaluate and to save, the user's own module does.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+from ....errors import InputError
+from ....frontend.job import can_step_pieces, check_supported
+from ....frontend.trace.copies import stand_for
+from ....runtime.optimizers import params_of, show_shards
+from ....runtime.parallel import ParallelModel
+from ....runtime.shard_numbers import Off
+from ..launched import parallel_for
+from ..lending import Lender
+from ..weights import fill
+from .refusals import IN_FORWARD, in_forward
+
+Call = tuple[tuple[Any, ...], Mapping[str, Any]]  # the arguments by position, and by name
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A planned module: the ``original`` that was planned, which for the LightningModule is a shallow copy of
+    it, and its ``parallel`` model."""
+
+    original: nn.Module
+    parallel: ParallelModel
+    lender: Lender
+
+    def stand_in(self, module: nn.Module) -> None:
+        """Puts the parallel model in the place of the original within ``module``."""
+        if isinstance(self.original, pl.LightningModule):
+            self._wear(module, self.parallel)
+        else:
+            replace_module(module, self.original, self.parallel)
+
+    def step_aside(self, module: nn.Module) -> None:
+        """Puts the original back in its place within ``module``."""
+        if isinstance(self.original, pl.LightningModule):
+            self._wear(module, self.original)
+        else:
+            replace_module(module, self.parallel, self.original)
+
+    def _wear(self, module: nn.Module, source: nn.Module) -> None:
+        """Gives ``module`` the tensors of ``source`` and its submodules with tensors; metrics stay."""
+        module._parameters.update(source._parameters)
+        module._buffers.update(source._buffers)
+        source.training = module.training
+        for name, child in self.original._modules.items():
+            if child is not None and has_tensors(child):
+                module._modules[name] = source._modules[name]
+
+    def fill(self) -> None:
+        """Gives the original the trained values for good. Collective."""
+        self.lender.take_back()
+        fill(self.original, self.parallel)
+
+
+def replace_module(within: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Puts ``new`` in all places of ``old`` within a module."""
+    for parent in list(within.modules()):
+        for name, child in parent._modules.items():
+            if child is old:
+                parent._modules[name] = new
+
+
+def has_tensors(module: nn.Module) -> bool:
+    """Whether a module, or one within it, has a parameter or a buffer."""
+    return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
+
+
+def plan_part(
+    module: nn.Module,
+    call: Call,
+    optimizers: Iterable[torch.optim.Optimizer],
+    planning: Mapping[str, Any],
+    trains: Mapping[int, bool],
+    toggled: dict[Tensor, bool],
+) -> Part:
+    """The part that ``module`` is from now on, planned by the arguments of its first ``call``. The optimizers
+    step the parallel model's parameters afterwards. ``trains`` says, by the id of a parameter, whether it
+    required a gradient before the step: a step may freeze some for a while, and Lightning keeps in ``toggled``
+    what ``untoggle_optimizer`` is to restore. Collective."""
+    model = without_trainer(module) if isinstance(module, pl.LightningModule) else module
+    named = dict(model.named_parameters())
+    wanted = {name: p.requires_grad for name, p in named.items()}
+    restored = {name: toggled.pop(p) for name, p in named.items() if p in toggled}
+    numbers = {id(p): name for name, p in named.items()}
+    users = [o for o in optimizers if any(id(p) in numbers for p in params_of(o))]
+    whole = next((o for o in users if all(id(p) in numbers for p in params_of(o))), None)
+    rest = [o for o in users if o is not whole]
+    for each in rest:
+        check_steps_pieces(each)
+    for p in named.values():
+        p.requires_grad_(trains.get(id(p), p.requires_grad))
+    with torch.enable_grad():
+        example = example_of(model, *call)
+        parallel = parallel_for(model, whole, example, {"rebalance": False, **planning})
+    shown = dict(parallel.named_parameters())
+    for each in rest:
+        adopt(each, {number: shown[name] for number, name in numbers.items()})
+    for name, p in shown.items():
+        p.requires_grad_(wanted[name])
+        if name in restored:
+            toggled[p] = restored[name]
+    return Part(model, parallel, Lender(parallel))
+
+
+def without_trainer(module: pl.LightningModule) -> pl.LightningModule:
+    """A shallow copy of a LightningModule whose ``forward`` may read nothing of the Trainer's, as it is traced
+    once for all steps."""
+
+    def refuse(name: str, hint: str, *_: Any) -> Any:
+        raise in_forward(name, hint)
+
+    kind = type(module)
+    members: dict[str, Any] = {name: property(partial(refuse, name, hint)) for name, hint in IN_FORWARD.items()}
+    twin = copy.copy(module)
+    for table in ("_modules", "_parameters", "_buffers"):
+        twin.__dict__[table] = dict(module.__dict__[table])
+    stand_for(twin, module)
+    twin.__class__ = type(kind.__name__, (kind,), {**members, "__module__": kind.__module__})
+    return twin
+
+
+def example_of(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    """The arguments of a call as ``prepare`` takes a batch: a tuple, or a dict by name. Tensors are cut off
+    from the graph that they came from."""
+    if kwargs:
+        bound = inspect.signature(model.forward).bind(*args, **kwargs)
+        kinds = {name: p.kind for name, p in bound.signature.parameters.items()}
+        if any(kinds[name] is inspect.Parameter.VAR_POSITIONAL for name in bound.arguments):
+            raise InputError(
+                f"{type(model).__name__} is called with arguments by position and by name, and takes *args",
+                expected="all arguments by position, or all by name",
+                got=f"{len(args)} by position, and {', '.join(kwargs)}",
+                hint="name the arguments of its forward",
+            )
+        more = next((n for n, kind in kinds.items() if kind is inspect.Parameter.VAR_KEYWORD), "")
+        named = dict(bound.arguments)
+        args_or_names: Any = {**named, **named.pop(more, {})}
+    else:
+        args_or_names = args
+    return torch.utils._pytree.tree_map_only(Tensor, Tensor.detach, args_or_names)
+
+
+def check_steps_pieces(optimizer: torch.optim.Optimizer) -> None:
+    """Raises InputError for an optimizer that cannot step the parameters of several parts."""
+    check_supported(optimizer)
+    if not can_step_pieces(optimizer):
+        raise InputError(
+            f"{type(optimizer).__name__} steps the parameters of several modules that are planned one by one",
+            expected="an optimizer that works element by element (AdamW, SGD), or the parameters of one module",
+            got=type(optimizer).__name__,
+            hint="one optimizer for each module that training_step calls",
+        )
+
+
+def adopt(optimizer: torch.optim.Optimizer, heirs: Mapping[int, Tensor]) -> None:
+    """Makes an optimizer step the ``heirs``, by the ids of the parameters whose place they take. The state
+    that it has, from a checkpoint for instance, is cut as they are."""
+    state = optimizer.state_dict() if optimizer.state else None
+    with Off():
+        for group in optimizer.param_groups:
+            group["params"] = [heirs.get(id(p), p) for p in group["params"]]
+        optimizer.state.clear()
+    if not getattr(optimizer, "_shows_shards", False):
+        show_shards(optimizer)
+        vars(optimizer)["_shows_shards"] = True
+    if state is not None:
+        optimizer.load_state_dict(state)
+
