@@ -20,12 +20,12 @@ from ....lang.ir import REPLICATE
 from ....runtime import optimizers as sharded
 from ....runtime.first_rank import from_first_rank
 from ....runtime.layout import Layout
-from ....runtime.modes import modes_by_name
 from ....runtime.optimizers import params_of
 from ....runtime.parallel import ParallelModel
 from ....runtime.shards import Stored
 from ..launched import check_alike, check_scaled, learning_rates
-from .parts import CONTAINERS, Call, Part, plan_part
+from .parts import CONTAINERS, Call, Part, keeping_modes, plan_part
+from .refusals import called_within
 
 RUN = "_compiled_call_impl"  # what PyTorch runs in place of a module's forward and hooks, if it is set
 
@@ -66,8 +66,20 @@ class Manual:
         LightningModule, which no parallel model can replace, goes on to be watched as a part."""
         whole = [self.module] if self._part_of(self.module) else []
         for module in (*self._unplanned(), *whole):
-            self._replaced[module] = vars(module).get(RUN)
-            vars(module)[RUN] = partial(self._called, module)
+            self._replace(module, partial(self._called, module))
+        for part in self.parts:
+            for name, module in part.parallel.named_modules():
+                if name:
+                    self._replace(module, partial(self._refuse, part, name))
+
+    def _replace(self, module: nn.Module, run: Any) -> None:
+        self._replaced[module] = vars(module).get(RUN)
+        vars(module)[RUN] = run
+
+    def _refuse(self, part: Part, name: str, *_: Any, **__: Any) -> Any:
+        named = [n for n, m in self.module.named_modules() if m is part.parallel]
+        whole = ".".join(("self", *named[:1]))
+        raise called_within(f"{whole}.{name}", whole)
 
     def _unwatch(self) -> None:
         for module, before in self._replaced.items():
@@ -78,15 +90,15 @@ class Manual:
         """The part that the LightningModule is, if it is one; other parts are replaced by their models."""
         if module is not self.module:
             return None
-        return next((part for part in self.parts if isinstance(part.original, pl.LightningModule)), None)
+        return next((part for part in self.parts if part.is_all), None)
 
     def _unplanned(self) -> list[nn.Module]:
-        planned = {id(m) for part in self.parts for m in (*part.original.modules(), *part.parallel.modules())}
+        every = [(part.place, part.original, part.parallel) for part in self.parts]
+        planned = {id(m) for models in every for model in models for m in model.modules()}
         return [
             module
             for module in self.module.modules()
             if id(module) not in planned
-            and not (module is self.module and self._part_of(module))
             and not isinstance(module, CONTAINERS)
             and any(self._trains.get(id(p), p.requires_grad) for p in module.parameters())
         ]
@@ -109,8 +121,16 @@ class Manual:
         return not holds_parts and (module is not self.module or len(self.optimizers) == 1)
 
     def _plan(self, module: nn.Module, call: Call) -> Part:
-        toggled = self.module._param_requires_grad_state
-        part = plan_part(module, call, self.optimizers, self.planning, self._trains, toggled)
+        toggled: Any = self.module._param_requires_grad_state  # by parameter; Lightning says by name
+        part = plan_part(
+            module,
+            call,
+            self.optimizers,
+            self.planning,
+            self._trains,
+            toggled,
+            is_all=module is self.module,
+        )
         part.stand_in(self.module)
         self.parts.append(part)
         check_scaled(part.parallel, self.scaler, 'precision="16-mixed"')
@@ -133,24 +153,23 @@ class Manual:
 
     def lend(self) -> None:
         """Puts the user's own modules in their places, with whole weights. Collective."""
-        modes = modes_by_name(self.module)
-        for part in self.parts:
-            if not self._is_lent:
-                part.step_aside(self.module)
-            part.lender.lend()
         if not self._is_lent:
-            set_modes_by_name(self.module, modes)
-        self._is_lent = True
+            with keeping_modes(self.module):
+                for part in self.parts:
+                    part.step_aside(self.module)
+                    part.lender.lend()
+            self._is_lent = True
+        for part in self.parts:
+            part.lender.lend()
 
     def take_back(self) -> None:
         """Puts the parallel models in their places. Raises InputError if lent weights were changed."""
         if not self._is_lent:
             return
-        modes = modes_by_name(self.module)
-        for part in self.parts:
-            part.lender.take_back()
-            part.stand_in(self.module)
-        set_modes_by_name(self.module, modes)
+        with keeping_modes(self.module):
+            for part in self.parts:
+                part.lender.take_back()
+                part.stand_in(self.module)
         self._is_lent = False
 
     def finish(self) -> None:
@@ -178,9 +197,3 @@ def tensors_of(batch: Any) -> dict[str, Tensor]:
     """The tensors of a batch by their place in it."""
     leaves = torch.utils._pytree.tree_leaves(batch)
     return {str(n): leaf for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-
-
-def set_modes_by_name(module: nn.Module, modes: Mapping[str, bool]) -> None:
-    """Sets which modules within ``module`` train, without calling ``train()``, which models may override."""
-    for name, each in module.named_modules():
-        each.training = modes.get(name, each.training)

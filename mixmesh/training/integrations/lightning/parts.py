@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
 from ....errors import InputError
 from ....frontend.job import can_step_pieces, check_supported
+from ....frontend.trace.compiled import uncompiled
 from ....frontend.trace.copies import stand_for
+from ....runtime.modes import modes_by_name
 from ....runtime.optimizers import params_of, show_shards
 from ....runtime.parallel import ParallelModel
 from ....runtime.shard_numbers import Off
@@ -30,45 +32,72 @@ from ..weights import fill
 from .refusals import IN_FORWARD, in_forward
 
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]  # the arguments by position, and by name
+COMPILED = "._orig_mod"  # within the names of what torch.compile was given
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A planned module: the ``original`` that was planned, which for the LightningModule is a shallow copy of
-    it, and its ``parallel`` model."""
+    """A planned module: the user's own in its ``place``, the ``original`` of it that was planned (a shallow
+    copy of the LightningModule; what ``torch.compile`` was given), and its ``parallel`` model."""
 
+    place: nn.Module
     original: nn.Module
     parallel: ParallelModel
     lender: Lender
+    is_all: bool  # the LightningModule
 
     def stand_in(self, module: nn.Module) -> None:
         """Puts the parallel model in the place of the original within ``module``."""
-        if isinstance(self.original, pl.LightningModule):
-            self._wear(module, self.parallel)
+        if self.is_all:
+            wear(module, self.parallel)
         else:
-            replace_module(module, self.original, self.parallel)
+            replace_module(module, self.place, self.parallel)
 
     def step_aside(self, module: nn.Module) -> None:
         """Puts the original back in its place within ``module``."""
-        if isinstance(self.original, pl.LightningModule):
-            self._wear(module, self.original)
+        if self.is_all:
+            wear(module, self.original)
         else:
-            replace_module(module, self.parallel, self.original)
-
-    def _wear(self, module: nn.Module, source: nn.Module) -> None:
-        """Gives ``module`` the tensors of ``source`` and its submodules with tensors; metrics stay."""
-        module._parameters.update(source._parameters)
-        module._buffers.update(source._buffers)
-        source.training = module.training
-        for name, child in self.original._modules.items():
-            if child is not None and has_tensors(child):
-                module._modules[name] = source._modules[name]
+            replace_module(module, self.parallel, self.place)
 
     def fill(self) -> None:
         """Gives the original the trained values for good. Collective."""
         self.lender.take_back()
         fill(self.original, self.parallel)
+
+
+def wear(module: nn.Module, source: nn.Module) -> None:
+    """Gives ``module`` the tensors of ``source`` and its submodules with tensors; metrics stay."""
+    module._parameters.update(source._parameters)
+    module._buffers.update(source._buffers)
+    source.training = module.training
+    for name, child in source._modules.items():
+        if child is not None and has_tensors(child):
+            module._modules[name] = child
+
+
+def twin_of(module: nn.Module) -> nn.Module:
+    """A shallow copy of a module, with the same tensors and submodules in places of its own."""
+    twin = copy.copy(module)
+    for table in ("_modules", "_parameters", "_buffers"):
+        twin.__dict__[table] = dict(module.__dict__[table])
+    return twin
+
+
+def set_modes_by_name(module: nn.Module, modes: Mapping[str, bool]) -> None:
+    """Sets which modules within ``module`` train, without calling ``train()``, which models may override."""
+    known = {name.replace(COMPILED, ""): mode for name, mode in modes.items()}
+    for name, each in module.named_modules():
+        each.training = known.get(name.replace(COMPILED, ""), each.training)
+
+
+@contextmanager
+def keeping_modes(module: nn.Module) -> Iterator[None]:
+    """A context that puts other modules in places within ``module``, which then train as those before."""
+    modes = modes_by_name(module)
+    yield
+    set_modes_by_name(module, modes)
 
 
 def replace_module(within: nn.Module, old: nn.Module, new: nn.Module) -> None:
@@ -91,12 +120,15 @@ def plan_part(
     planning: Mapping[str, Any],
     trains: Mapping[int, bool],
     toggled: dict[Tensor, bool],
+    *,
+    is_all: bool,
 ) -> Part:
     """The part that ``module`` is from now on, planned by the arguments of its first ``call``. The optimizers
     step the parallel model's parameters afterwards. ``trains`` says, by the id of a parameter, whether it
-    required a gradient before the step: a step may freeze some for a while, and Lightning keeps in ``toggled``
-    what ``untoggle_optimizer`` is to restore. Collective."""
-    model = without_trainer(module) if isinstance(module, pl.LightningModule) else module
+    required a gradient before the step: a step may freeze some for a while, and Lightning keeps in
+    ``toggled`` what ``untoggle_optimizer`` is to restore. ``is_all`` says that ``module`` is the
+    LightningModule. Collective."""
+    model = without_trainer(module) if is_all else uncompiled(module)
     named = dict(model.named_parameters())
     wanted = {name: p.requires_grad for name, p in named.items()}
     restored = {name: toggled.pop(p) for name, p in named.items() if p in toggled}
@@ -118,21 +150,21 @@ def plan_part(
         p.requires_grad_(wanted[name])
         if name in restored:
             toggled[p] = restored[name]
-    return Part(model, parallel, Lender(parallel))
+    return Part(module, model, parallel, Lender(parallel), is_all)
 
 
-def without_trainer(module: pl.LightningModule) -> pl.LightningModule:
-    """A shallow copy of a LightningModule whose ``forward`` may read nothing of the Trainer's, as it is traced
-    once for all steps."""
+def without_trainer(module: nn.Module) -> nn.Module:
+    """A shallow copy of a LightningModule whose ``forward`` may read nothing of the Trainer's, as it is
+    traced once for all steps."""
 
     def refuse(name: str, hint: str, *_: Any) -> Any:
         raise in_forward(name, hint)
 
     kind = type(module)
-    members: dict[str, Any] = {name: property(partial(refuse, name, hint)) for name, hint in IN_FORWARD.items()}
-    twin = copy.copy(module)
-    for table in ("_modules", "_parameters", "_buffers"):
-        twin.__dict__[table] = dict(module.__dict__[table])
+    members: dict[str, Any] = {
+        name: property(partial(refuse, name, hint)) for name, hint in IN_FORWARD.items()
+    }
+    twin = twin_of(module)
     stand_for(twin, module)
     twin.__class__ = type(kind.__name__, (kind,), {**members, "__module__": kind.__module__})
     return twin
@@ -165,7 +197,7 @@ def check_steps_pieces(optimizer: torch.optim.Optimizer) -> None:
     if not can_step_pieces(optimizer):
         raise InputError(
             f"{type(optimizer).__name__} steps the parameters of several modules that are planned one by one",
-            expected="an optimizer that works element by element (AdamW, SGD), or the parameters of one module",
+            expected="an optimizer that works element by element (AdamW, SGD), or one module",
             got=type(optimizer).__name__,
             hint="one optimizer for each module that training_step calls",
         )
@@ -184,4 +216,3 @@ def adopt(optimizer: torch.optim.Optimizer, heirs: Mapping[int, Tensor]) -> None
         vars(optimizer)["_shows_shards"] = True
     if state is not None:
         optimizer.load_state_dict(state)
-

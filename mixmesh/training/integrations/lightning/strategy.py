@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor
+from torch import Tensor, nn
 
 from ....errors import InputError
 from ....frontend.trace.outputs import IfGiven
@@ -36,21 +36,49 @@ from ..launched import (
 from ..lending import Lender
 from ..weights import fill
 from .manual import Manual
-from .refusals import check_device, check_precision, check_training, refused
-from .step import LOGGED, Form, TrainingStep, size_of
+from .parts import keeping_modes, set_modes_by_name, twin_of, wear
+from .refusals import check_device, check_precision, check_training, naming_lines, refused
+from .step import LOGGED, RETURNED, Form, TrainingStep, size_of
 
 TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
 class _Planned:
-    """The planned ``step``: its ``parallel`` model, the lender of the module, and for each submodule whether
-    it trained when the step was planned."""
+    """The planned ``step``: its ``parallel`` model, the lender of the module, for each submodule whether it
+    trained when the step was planned, and a copy that keeps the module's own tensors and submodules."""
 
     step: TrainingStep
     parallel: ParallelModel
     lender: Lender
     modes: dict[str, bool]
+    own: nn.Module
+
+    def start(self) -> None:
+        """Takes the module back before a step, whose modes are now those of the parallel model. Raises
+        InputError if lent weights were changed."""
+        self.lender.take_back()
+        self.hide()
+        set_modes_by_name(self._shown, modes_by_name(self.step.module))
+
+    @property
+    def _shown(self) -> nn.Module:
+        return self.parallel.get_submodule("module")
+
+    def show(self) -> None:
+        """Shows the trained parameters, and their gradients, in the module, to hooks between two steps."""
+        with keeping_modes(self.step.module):
+            wear(self.step.module, self._shown)
+
+    def hide(self) -> None:
+        """Puts the module's own tensors and submodules back, which are traced, lent and filled."""
+        with keeping_modes(self.step.module):
+            wear(self.step.module, self.own)
+
+    def lend(self) -> None:
+        """Gives the module whole weights until the next step. Collective."""
+        self.hide()
+        self.lender.lend()
 
     def check_form(self, form: Form, modes: Mapping[str, bool]) -> None:
         """Raises InputError unless a batch has the planned form and the modules their planned modes."""
@@ -159,23 +187,27 @@ class Strategy(SingleDeviceStrategy):
         module, (optimizer,) = self._module, self.optimizers
         takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         step, modes = TrainingStep(module, batch, takes_index), modes_by_name(module)
-        with self.precision_plugin.train_step_context():
-            options = {"outputs": (IfGiven(LOGGED),), **self.planning}
+        with naming_lines(module.training_step), self.precision_plugin.train_step_context():
+            options = {"outputs": (IfGiven(LOGGED), IfGiven(RETURNED)), **self.planning}
             parallel, _ = prepare_for(step, optimizer, step.tensors, options)
-        step.log.keep(from_first_rank(step.log.traced))  # only one rank traces
+        step.log.keep(*from_first_rank(step.log.traced))  # only one rank traces
         vars(module)["zero_grad"] = parallel.zero_grad  # before validation Lightning calls the module's
-        self._planned = _Planned(step, parallel, Lender(parallel), modes)
+        self._planned = _Planned(step, parallel, Lender(parallel), modes, twin_of(module))
         check_scaled(parallel, getattr(self.precision_plugin, "scaler", None), 'precision="16-mixed"')
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._manual is not None:
-            with self._manual.step((args, kwargs)):
+        with naming_lines(self._module.training_step):
+            if self._manual is not None:
+                with self._manual.step((args, kwargs)):
+                    return super().training_step(*args, **kwargs)
+            if self._planned is None:
                 return super().training_step(*args, **kwargs)
-        planned = self._planned
-        if planned is None:
-            return super().training_step(*args, **kwargs)
-        batch, logged = args[0], planned.step.log.traced()
-        planned.lender.take_back()
+            return self._run(self._planned, args[0])
+
+    def _run(self, planned: _Planned, batch: Any) -> Any:
+        """What ``training_step`` returns for a batch, by the plan. Collective."""
+        logged, returned = planned.step.log.traced()
+        planned.start()
         form, tensors = Form.of(batch)
         check_alike(tensors, learning_rates(self.optimizers[0]))
         planned.check_form(form, modes_by_name(self._module))
@@ -185,11 +217,12 @@ class Strategy(SingleDeviceStrategy):
             self._unless_stepping(planned.parallel),
         ):
             out = planned.parallel(**tensors)
-        if any(each.key is not None for each in logged):
+        if returned or any(each.key is not None for each in logged):
             out = out.everywhere()
         for each in logged:
             each.log(self._module, out, size_of(batch))
-        return out.loss
+        planned.show()
+        return planned.step.log.result(out)
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(optimizer, *args, **kwargs)
@@ -215,7 +248,7 @@ class Strategy(SingleDeviceStrategy):
         if self._has_trained:
             return
         if self._planned is not None:
-            self._planned.lender.lend()
+            self._planned.lend()
         if self._manual is not None:
             self._manual.lend()
 
@@ -237,6 +270,7 @@ class Strategy(SingleDeviceStrategy):
         planned = self._planned
         if planned is not None and not self._has_trained:
             planned.lender.take_back()
+            planned.hide()
             fill(planned.step, planned.parallel)
             del vars(self._module)["zero_grad"]
             self._has_trained = True

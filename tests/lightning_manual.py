@@ -1,10 +1,11 @@
-"""A script for one device that trains by manual optimization with Lightning's Trainer: FOLDER STRATEGY.
+"""Modules that are trained by manual optimization with Lightning's Trainer: arguments FOLDER, and scenarios.
 
-``test_lightning_manual`` runs it with the strategy ``auto``, and under torchrun with ``mixmesh``'s."""
+``lightning_script`` trains them too, in the processes that it has."""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -20,8 +21,8 @@ from torch.utils.data import DataLoader
 from mixmesh.errors import MixmeshError
 from mixmesh.lightning import Strategy
 
-FOLDER, PARALLEL = Path(sys.argv[1]), sys.argv[2].startswith("mixmesh")
-RANKS = int(sys.argv[2].removeprefix("mixmesh") or 1) if PARALLEL else 1
+FOLDER, PARALLEL = Path(sys.argv[1]), "RANK" in os.environ
+RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 RANK = rank()
 CLUSTER = """
 [network]
@@ -149,6 +150,8 @@ class Halves(Told):
         super().__init__()
         self.encoder, self.decoder = layers(8, 32, 3), layers(3, 32, 8)
         self.scale = nn.Parameter(torch.zeros(()))
+        if PARALLEL:
+            self.decoder = torch.compile(self.decoder)
 
     def training_step(self, batch, batch_idx):
         x, _ = batch
@@ -159,6 +162,7 @@ class Halves(Told):
         loss = F.mse_loss(again, x) * torch.exp(-self.scale) + self.scale + 0.01 * z.square().mean()
         self.manual_backward(loss)
         self.clip_gradients(optimizer, gradient_clip_val=0.5)
+        self.scale.grad += 1e-3 * RANK  # a device that rounds otherwise
         optimizer.step()
         self.note(loss, self.scale)
 
@@ -201,6 +205,28 @@ class Forward(Told):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
+class Wrong(Forward):
+    """What cannot be kept: a module is called after a part that has it; a forward that reads the epoch;
+    gradients of gradients."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, x):
+        return super().forward(x) * (self.current_epoch + 1 if self.what == "epoch" else 1)
+
+    def training_step(self, batch, batch_idx):
+        x, _ = batch
+        loss = self(x.requires_grad_()).square().mean()
+        if self.what == "within":
+            loss = loss + self.last(x.new_ones(4, 64)).mean()
+        if self.what == "second":
+            (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+            loss = gradient.square().mean()
+        self.manual_backward(loss)
+
+
 def samples(count: int, dtype=torch.float64) -> list[tuple]:
     drawn = torch.Generator().manual_seed(1)
     xs = torch.randn(count, 8, generator=drawn, dtype=torch.float64)
@@ -222,13 +248,13 @@ def trainer_with(planner: str, **options) -> L.Trainer:
 
 
 def train(name: str, kind: type[Told], planner: str, resumed: str | None = None, **options) -> None:
-    """Two epochs with a smaller last batch, and a checkpoint of each."""
+    """Two epochs with a smaller last batch, and a checkpoint at their end."""
     torch.manual_seed(0)
     module = kind().double()
     torch.manual_seed(RANK)  # ranks go on as the first one
-    trainer = trainer_with(planner, max_epochs=2, **options)
-    held_out = DataLoader(samples(7), batch_size=3) if hasattr(kind, "validation_step") else None
-    held_out = held_out if kind.validation_step is not L.LightningModule.validation_step else None
+    trainer = trainer_with(planner, **{"max_epochs": 2, **options})
+    validates = kind.validation_step is not L.LightningModule.validation_step
+    held_out = DataLoader(samples(7), batch_size=3) if validates else None
     trainer.fit(module, DataLoader(samples(22), batch_size=6, shuffle=True), held_out, ckpt_path=resumed)
     trainer.save_checkpoint(FOLDER / f"{name}.ckpt")
     torch.save(module.state_dict(), FOLDER / f"{name}-{RANK}.pt")
@@ -236,15 +262,41 @@ def train(name: str, kind: type[Told], planner: str, resumed: str | None = None,
 
 
 def usual(name: str, planner: str, resumed: str | None = None) -> None:
-    kept = ModelCheckpoint(FOLDER / name, "epoch{epoch}", monitor="val_loss", save_top_k=-1)
+    kept = ModelCheckpoint(FOLDER / "kept", "epoch{epoch}", monitor="val_loss", save_top_k=-1)
     kept.auto_insert_metric_name = False
     callbacks = [EarlyStopping("val_loss", patience=50), kept]
     train(name, Usual, planner, resumed, callbacks=callbacks, enable_checkpointing=True)
 
 
+def refused() -> None:
+    for what in ("within", "epoch", "second"):
+        trainer, error = trainer_with("ddp-proportional", max_epochs=1), ""
+        try:
+            trainer.fit(Wrong(what).double(), DataLoader(samples(6), batch_size=6))
+        except MixmeshError as raised:
+            error = str(raised)
+        tell(FOLDER, "manual refused", what=what, error=error)
+
+
+SCENARIOS = {
+    "by-hand": lambda: usual("by-hand", "fsdp-even"),
+    "by-hand-resumed": lambda: usual(
+        "by-hand-resumed", "ddp-proportional", str(FOLDER / "kept" / "epoch0.ckpt")
+    ),
+    "gan": lambda: train("gan", Gan, "fsdp-even"),
+    "forward": lambda: train("forward", Forward, "tensor-parallel"),
+    "halves": lambda: train("halves", Halves, "fsdp-even"),
+    "halves-resumed": lambda: train(
+        "halves-resumed", Halves, "tensor-parallel", str(FOLDER / "halves.ckpt"), max_epochs=3
+    ),
+    "refused": refused,
+}
+
+
+def run(*names: str) -> None:
+    for name in names:
+        SCENARIOS[name]()
+
+
 if __name__ == "__main__":
-    if len(sys.argv) < 4: usual("usual", "fsdp-even")
-    if len(sys.argv) < 4: usual("resumed", "ddp-proportional", str(FOLDER / "usual" / "epoch0.ckpt"))
-    if len(sys.argv) < 4: train("gan", Gan, "fsdp-even")
-    if len(sys.argv) < 4: train("halves", Halves, "fsdp-even")
-    train("forward", Forward, "tensor-parallel")
+    run("by-hand", "gan", "halves", "halves-resumed")
