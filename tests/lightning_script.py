@@ -91,15 +91,8 @@ class Told(L.Callback):
         scale = 1.0 if scaler is None else scaler.get_scale()
         sums = {f"sum of {name}": float(value.double().square().sum()) for name, value in outputs.items()}
         weight = float(module.last.weight.norm())
-        self._note(
-            trainer,
-            step=trainer.global_step,
-            rate=rate,
-            scale=scale,
-            weight=weight,
-            gradient=self.norm,
-            **sums,
-        )
+        known = dict(rate=rate, scale=scale, weight=weight, gradient=self.norm)
+        self._note(trainer, step=trainer.global_step, **known, **sums)
 
     def on_before_optimizer_step(self, trainer, module, optimizer) -> None:
         self.norm = float(nn.utils.get_total_norm([p.grad for p in module.parameters()]))
