@@ -33,8 +33,9 @@ name = "host"
 link_gbit_per_s = 100
 devices = [
 """ + "".join(
-    f'{{ name = "d{n}", tflop_per_s = {speed}, memory_gib = 4, memory_gbyte_per_s = 20, kind = "cpu" }},\n'
-    for n, speed in enumerate((0.04, 0.02, 0.03)[:RANKS])
+    f'{{ name = "d{n}", tflop_per_s = {speed}, memory_gib = 4, memory_gbyte_per_s = {500 * speed}, '
+    'kind = "cpu" },\n'
+    for n, speed in enumerate((0.08, 0.02, 0.04)[:RANKS])
 ) + "]\n"  # fmt: skip
 warnings.simplefilter("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -255,7 +256,7 @@ def train(name: str, kind: type[Told], planner: str, resumed: str | None = None,
     trainer = trainer_with(planner, **{"max_epochs": 2, **options})
     validates = kind.validation_step is not L.LightningModule.validation_step
     held_out = DataLoader(samples(7), batch_size=3) if validates else None
-    trainer.fit(module, DataLoader(samples(22), batch_size=6, shuffle=True), held_out, ckpt_path=resumed)
+    trainer.fit(module, DataLoader(samples(25), batch_size=7, shuffle=True), held_out, ckpt_path=resumed)
     trainer.save_checkpoint(FOLDER / f"{name}.ckpt")
     torch.save(module.state_dict(), FOLDER / f"{name}-{RANK}.pt")
     tell(FOLDER, name, told=module.told)
@@ -283,7 +284,7 @@ SCENARIOS = {
     "by-hand-resumed": lambda: usual(
         "by-hand-resumed", "ddp-proportional", str(FOLDER / "kept" / "epoch0.ckpt")
     ),
-    "gan": lambda: train("gan", Gan, "fsdp-even"),
+    "gan": lambda: train("gan", Gan, "ddp-proportional"),
     "forward": lambda: train("forward", Forward, "tensor-parallel"),
     "halves": lambda: train("halves", Halves, "fsdp-even"),
     "halves-resumed": lambda: train(

@@ -267,10 +267,8 @@ if __name__ == "__main__":
     named("half", "ddp-even", precision="bf16-mixed")
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
     named("scaled", "fsdp-even", plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
-    lightning_manual.run("by-hand", "by-hand-resumed", "gan", "forward")
+    lightning_manual.run("by-hand", "by-hand-resumed", "gan", "forward", "halves", "halves-resumed")
     if PARALLEL:
         without_bf16()
         refused()
         lightning_manual.run("refused")
-    else:
-        lightning_manual.run("halves", "halves-resumed")

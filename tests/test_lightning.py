@@ -123,7 +123,7 @@ def test_the_loss_is_scaled_in_float16(runs):
 
 
 MANUAL = {
-    2: ("by-hand", "by-hand-resumed", "gan", "forward"),
+    2: ("by-hand", "by-hand-resumed", "gan", "forward", "halves", "halves-resumed"),
     3: ("by-hand", "gan", "halves", "halves-resumed"),
 }
 
@@ -151,6 +151,11 @@ def test_manual_optimization_is_that_of_one_device(manual, ranks, name):
     for rank in range(ranks):
         got = torch.load(folder / f"{name}-{rank}.pt", weights_only=True)
         assert_same({key.replace("_orig_mod.", ""): x for key, x in got.items()}, weights, name)
+
+
+def test_shares_of_manual_optimization_are_unequal(manual):
+    plans = [p.read_text() for p in (manual[3][0] / "cache" / "plans").iterdir()]
+    assert any("# local 3 2 2" in plan for plan in plans)
 
 
 @pytest.mark.parametrize("name", ["by-hand", "by-hand-resumed", "gan", "forward"])

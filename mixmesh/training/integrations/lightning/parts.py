@@ -23,7 +23,7 @@ from ....frontend.job import can_step_pieces, check_supported
 from ....frontend.trace.compiled import uncompiled
 from ....frontend.trace.copies import stand_for
 from ....runtime.modes import modes_by_name
-from ....runtime.optimizers import params_of, show_shards
+from ....runtime.optimizers import cut_state, params_of
 from ....runtime.parallel import ParallelModel
 from ....runtime.shard_numbers import Off
 from ..launched import parallel_for
@@ -32,6 +32,7 @@ from ..weights import fill
 from .refusals import IN_FORWARD, in_forward
 
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]  # the arguments by position, and by name
+States = Mapping[int, Mapping[str, Any]]  # of an optimizer, by the id of a parameter
 COMPILED = "._orig_mod"  # within the names of what torch.compile was given
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -130,27 +131,59 @@ def plan_part(
     LightningModule. Collective."""
     model = without_trainer(module) if is_all else uncompiled(module)
     named = dict(model.named_parameters())
-    wanted = {name: p.requires_grad for name, p in named.items()}
-    restored = {name: toggled.pop(p) for name, p in named.items() if p in toggled}
     numbers = {id(p): name for name, p in named.items()}
-    users = [o for o in optimizers if any(id(p) in numbers for p in params_of(o))]
-    whole = next((o for o in users if all(id(p) in numbers for p in params_of(o))), None)
-    rest = [o for o in users if o is not whole]
-    for each in rest:
-        check_steps_pieces(each)
-    for p in named.values():
-        p.requires_grad_(trains.get(id(p), p.requires_grad))
+    whole, rest = split_users(optimizers, set(numbers))
+    states = [{id(p): each.state.pop(p) for p in named.values() if p in each.state} for each in rest]
+    learning = Learning.take(named, trains, toggled)
     with torch.enable_grad():
         example = example_of(model, *call)
         parallel = parallel_for(model, whole, example, {"rebalance": False, **planning})
     shown = dict(parallel.named_parameters())
-    for each in rest:
-        adopt(each, {number: shown[name] for number, name in numbers.items()})
-    for name, p in shown.items():
-        p.requires_grad_(wanted[name])
-        if name in restored:
-            toggled[p] = restored[name]
+    heirs = {number: shown[name] for number, name in numbers.items()}
+    for each, its in zip(rest, states):
+        adopt(each, heirs, its, parallel)
+    learning.give(shown, toggled)
     return Part(module, model, parallel, Lender(parallel), is_all)
+
+
+def split_users(
+    optimizers: Iterable[torch.optim.Optimizer], numbers: set[int]
+) -> tuple[torch.optim.Optimizer | None, list[torch.optim.Optimizer]]:
+    """The first optimizer whose parameters are all among those with the ids ``numbers``, and the others that
+    have some of them. Raises InputError for one of these that cannot step pieces."""
+    has = {o: [id(p) in numbers for p in params_of(o)] for o in optimizers}
+    whole = next((o for o, are in has.items() if are and all(are)), None)
+    rest = [o for o, are in has.items() if any(are) and o is not whole]
+    for each in rest:
+        check_steps_pieces(each)
+    return whole, rest
+
+
+@dataclass(frozen=True)
+class Learning:
+    """By name, whether parameters require a gradient within the step that plans them, and what
+    ``untoggle_optimizer`` is to restore."""
+
+    wanted: Mapping[str, bool]
+    restored: Mapping[str, bool]
+
+    @classmethod
+    def take(
+        cls, named: Mapping[str, Tensor], trains: Mapping[int, bool], toggled: dict[Tensor, bool]
+    ) -> Learning:
+        """Lets parameters require gradients as before the step, by their ids in ``trains``."""
+        wanted = {name: p.requires_grad for name, p in named.items()}
+        restored = {name: toggled.pop(p) for name, p in named.items() if p in toggled}
+        for p in named.values():
+            p.requires_grad_(trains.get(id(p), p.requires_grad))
+        return cls(wanted, restored)
+
+    def give(self, named: Mapping[str, Tensor], toggled: dict[Tensor, bool]) -> None:
+        """Lets the parameters in their place require gradients as the step had it."""
+        for name, p in named.items():
+            p.requires_grad_(self.wanted[name])
+            if name in self.restored:
+                toggled[p] = self.restored[name]
 
 
 def without_trainer(module: nn.Module) -> nn.Module:
@@ -203,16 +236,14 @@ def check_steps_pieces(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def adopt(optimizer: torch.optim.Optimizer, heirs: Mapping[int, Tensor]) -> None:
-    """Makes an optimizer step the ``heirs``, by the ids of the parameters whose place they take. The state
-    that it has, from a checkpoint for instance, is cut as they are."""
-    state = optimizer.state_dict() if optimizer.state else None
+def adopt(
+    optimizer: torch.optim.Optimizer, heirs: Mapping[int, Tensor], states: States, parallel: ParallelModel
+) -> None:
+    """Makes an optimizer step the ``heirs`` in ``parallel``, by the ids of the parameters whose place they
+    take. The ``states`` that it had of these, from a checkpoint for instance, are cut as they are."""
     with Off():
         for group in optimizer.param_groups:
             group["params"] = [heirs.get(id(p), p) for p in group["params"]]
-        optimizer.state.clear()
-    if not getattr(optimizer, "_shows_shards", False):
-        show_shards(optimizer)
-        vars(optimizer)["_shows_shards"] = True
-    if state is not None:
-        optimizer.load_state_dict(state)
+    for number, state in states.items():
+        p = heirs[number]
+        optimizer.state[p] = cut_state(state, p, parallel._runtime.by_param[p], parallel.comm)
