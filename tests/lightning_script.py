@@ -11,6 +11,7 @@ import warnings
 from pathlib import Path
 
 import lightning as L
+import lightning_manual
 import torch
 from launches import CLUSTER, WITHOUT_BF16, cluster_file, rank, tell
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
@@ -71,9 +72,10 @@ class Named(Net):
     """The same with batches that are dicts."""
 
     def training_step(self, batch):
-        loss = F.cross_entropy(self(batch["x"]), batch["y"])
-        self.log("loss", loss)
-        return {"loss": loss}
+        logits = self(batch["x"])
+        loss = F.cross_entropy(logits, batch["y"])
+        self.log("loss", loss, sync_dist=True)
+        return {"loss": loss, "logits": logits, "target": batch["y"]}
 
 
 class Told(L.Callback):
@@ -81,13 +83,19 @@ class Told(L.Callback):
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
+        self.norm = 0.0
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
         rate = trainer.optimizers[0].param_groups[0]["lr"]
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scale = 1.0 if scaler is None else scaler.get_scale()
-        returned = float(outputs["loss"])
-        self._note(trainer, step=trainer.global_step, rate=rate, returned=returned, scale=scale)
+        sums = {f"sum of {name}": float(value.double().square().sum()) for name, value in outputs.items()}
+        weight = float(module.last.weight.norm())
+        known = dict(rate=rate, scale=scale, weight=weight, gradient=self.norm)
+        self._note(trainer, step=trainer.global_step, **known, **sums)
+
+    def on_before_optimizer_step(self, trainer, module, optimizer) -> None:
+        self.norm = float(nn.utils.get_total_norm([p.grad for p in module.parameters()]))
 
     def on_validation_end(self, trainer, module) -> None:
         self._note(trainer)
@@ -201,11 +209,10 @@ WRONG = {
     "measure": measure,
     "count": count,
     "number": log_number,
-    "more": lambda self, loss, _: {"loss": loss, "other": loss * 2},
+    "more": lambda self, loss, _: {"loss": loss, "other": 2},
     "nothing": lambda self, loss, _: None,
     "batches": lambda self, loss, _: loss,
     "modes": lambda self, loss, _: loss,
-    "weights": lambda self, loss, _: loss,
     "rates": lambda self, loss, _: loss,
 }
 
@@ -219,8 +226,6 @@ class Disturbs(L.Callback):
     def on_train_batch_end(self, trainer, module, *_) -> None:
         if self.name == "modes":
             module.norm.eval()
-        elif self.name == "weights":
-            module.last.weight.sum()
         elif self.name == "rates" and RANK:
             trainer.optimizers[0].param_groups[0]["lr"] = 1.0
 
@@ -262,6 +267,8 @@ if __name__ == "__main__":
     named("half", "ddp-even", precision="bf16-mixed")
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
     named("scaled", "fsdp-even", plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    lightning_manual.run("by-hand", "by-hand-resumed", "gan", "forward", "halves", "halves-resumed")
     if PARALLEL:
         without_bf16()
         refused()
+        lightning_manual.run("refused")

@@ -122,21 +122,78 @@ def test_the_loss_is_scaled_in_float16(runs):
         assert losses == pytest.approx(expected, rel=2e-3)
 
 
+MANUAL = {
+    2: ("by-hand", "by-hand-resumed", "gan", "forward", "halves", "halves-resumed"),
+    3: ("by-hand", "gan", "halves", "halves-resumed"),
+}
+
+
+@pytest.fixture(scope="module")
+def manual(runs, tmp_path_factory) -> dict[int, tuple[Path, list[dict]]]:
+    """By the number of ranks, the folder and what was told of manual optimization."""
+    three = run_each(SCRIPT.parent / "lightning_manual.py", {"mixmesh": 3}, tmp_path_factory.mktemp)
+    return {1: runs["auto"], 2: runs["mixmesh"], 3: three["mixmesh"]}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name"), [(ranks, name) for ranks, names in MANUAL.items() for name in names]
+)
+def test_manual_optimization_is_that_of_one_device(manual, ranks, name):
+    """Losses, norms of gradients and weights in every step, and the weights at the end; on ranks of unequal
+    shares."""
+    folder, rows = manual[ranks]
+    (expected,) = (row["told"] for row in manual[1][1] if row["name"] == name)
+    told = [row["told"] for row in rows if row["name"] == name]
+    assert len(told) == ranks and len(expected) > 3
+    for each in told:
+        assert sum(each, []) == pytest.approx(sum(expected, []), rel=1e-9, abs=1e-12)
+    weights = torch.load(manual[1][0] / f"{name}-0.pt", weights_only=True)
+    for rank in range(ranks):
+        got = torch.load(folder / f"{name}-{rank}.pt", weights_only=True)
+        assert_same({key.replace("_orig_mod.", ""): x for key, x in got.items()}, weights, name)
+
+
+def test_shares_of_manual_optimization_are_unequal(manual):
+    plans = [p.read_text() for p in (manual[3][0] / "cache" / "plans").iterdir()]
+    assert any("# local 3 2 2" in plan for plan in plans)
+
+
+@pytest.mark.parametrize("name", ["by-hand", "by-hand-resumed", "gan", "forward"])
+def test_checkpoints_of_manual_optimization_are_those_of_one_device(manual, name):
+    got, expected = (torch.load(manual[n][0] / f"{name}.ckpt", weights_only=False) for n in (2, 1))
+    assert_same(got, expected, name)
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("within", "calls self.last, which is planned as a part of self"),
+        ("epoch", "forward uses self.current_epoch"), ("second", "has no gradient itself"),
+    ],
+)  # fmt: skip
+def test_what_manual_optimization_cannot_keep_is_refused(runs, what, expected):
+    errors = [row["error"] for row in of(runs, "mixmesh", "manual refused") if row["what"] == what]
+    assert len(errors) == RANKS
+    assert all(expected in error and "lightning_manual.py:" in error for error in errors)
+
+
 @pytest.mark.parametrize(
     ("what", "expected"),
     [
         ("index", "uses batch_idx"), ("step", "uses self.global_step"), ("trainer", "uses self.trainer"),
         ("optimizers", "uses self.optimizers"), ("keep", "uses self.seen to collect"),
         ("measure", "self.log('mean', MeanMetric)"), ("count", "cannot be traced"),
-        ("number", "self.log('number', float)"), ("more", "a dict with loss, other"),
+        ("number", "self.log('number', float)"), ("more", "a dict with other, a int"),
         ("nothing", "has to return its loss"), ("batches", "2 different batches"), ("modes", "norm"),
-        ("weights", "taken over"), ("rates", "[0.01] and [1.0]"), ("again", "a second fit"),
+        ("rates", "[0.01] and [1.0]"), ("again", "a second fit"),
     ],
 )  # fmt: skip
 def test_what_is_refused_in_the_first_steps(runs, what, expected):
     ranks = [row for row in of(runs, "mixmesh", "refused") if row["what"] == what]
     assert len(ranks) == RANKS
     assert all(expected in row["error"] for row in ranks)
+    if what in ("index", "step", "trainer", "optimizers", "number", "more", "nothing"):
+        assert all("lightning_script.py:" in row["error"] for row in ranks)
 
 
 class Tiny(L.LightningModule):
@@ -151,10 +208,6 @@ class Tiny(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class Manual(Tiny):
-    automatic_optimization = False
-
-
 class Reads(Tiny):
     def training_step(self, dataloader_iter):
         return super().training_step(next(dataloader_iter), 0)
@@ -163,15 +216,16 @@ class Reads(Tiny):
 @pytest.mark.parametrize(
     ("module", "callbacks", "optimizers", "expected"),
     [
-        (Manual, [], 1, "automatic_optimization"), (Reads, [], 1, "dataloader_iter"),
+        (Reads, [], 1, "dataloader_iter"),
         (Tiny, [], 2, "2 optimizers"), (Tiny, [BatchSizeFinder()], 1, "BatchSizeFinder"),
         (Tiny, [LearningRateFinder()], 1, "LearningRateFinder"),
     ],
 )  # fmt: skip
 def test_modules_and_callbacks_that_cannot_be_kept_are_refused(module, callbacks, optimizers, expected):
     trainer = SimpleNamespace(callbacks=callbacks)
-    with pytest.raises(mixmesh.InputError, match=expected):
+    with pytest.raises(mixmesh.InputError, match=expected) as caught:
         check_training(trainer, module(), [None] * optimizers)
+    assert callbacks or "test_lightning.py:" in caught.value.where
     check_training(SimpleNamespace(callbacks=[]), Tiny(), [None])
 
 

@@ -229,6 +229,12 @@ def _cut(key: str, value: Any, stored: Stored, rank: int, device: torch.device) 
     return value if not value.ndim and key in NUMBERS else stored.piece(value, rank, device)
 
 
+def cut_state(state: Mapping[str, Any], p: Tensor, stored: Stored, comm: Comm) -> dict[str, Any]:
+    """The state of a whole parameter as an optimizer has it that steps this rank's ``p`` as a shard."""
+    pieces = {key: _cut(key, value, stored, comm.rank, comm.device) for key, value in state.items()}
+    return {key: _shown(value, p) for key, value in pieces.items()} if isinstance(p, ShardTensor) else pieces
+
+
 def full_state(optimizer: optim.Optimizer, stored: Mapping[Tensor, Stored], comm: Comm) -> dict[str, Any]:
     """``optimizer.state_dict()`` with whole tensors on the CPU, the same on all ranks. Collective."""
     packed = optimizer.state_dict()

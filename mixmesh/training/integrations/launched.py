@@ -30,10 +30,16 @@ def prepare_for(
 ) -> tuple[ParallelModel, torch.optim.Optimizer]:
     """The parallel model and its optimizer, planned by the batch ``example``; ``planning`` holds arguments of
     ``mixmesh.prepare``. In a launched process only. Collective."""
-    parallel, parallel_optimizer, _ = prepare(model, optimizer, [example], **planning)
-    # which a launched process always gets
-    assert isinstance(parallel, ParallelModel) and parallel_optimizer is not None
-    return parallel, parallel_optimizer
+    return parallel_for(model, optimizer, example, planning), optimizer  # the optimizer stays the same object
+
+
+def parallel_for(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, example: Any, planning: Mapping[str, Any]
+) -> ParallelModel:
+    """The same, where an optimizer may be missing, or hold parameters of other models too."""
+    parallel, _, _ = prepare(model, optimizer, [example], **planning)
+    assert isinstance(parallel, ParallelModel)  # which a launched process always gets
+    return parallel
 
 
 def check_scaled(model: ParallelModel, scaler: Any, float16: str) -> None:

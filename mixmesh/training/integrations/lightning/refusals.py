@@ -3,6 +3,8 @@ for each."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,10 +18,11 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-from ....errors import InputError
+from ....base.callers import line_of_error, line_of_function, line_of_script
+from ....errors import InputError, MixmeshError
 from ..launched import unlike_in_steps
 
-LOOP = "a loop of your own: model, optimizer, loader = mixmesh.prepare(model, optimizer, loader)"
+MANUAL = "self.automatic_optimization = False in __init__: training_step then runs as it is written"
 # callbacks -> what to do instead
 CALLBACKS = {
     BatchSizeFinder: "choose batch_size on a single device; it is that of all devices together",
@@ -29,7 +32,7 @@ CALLBACKS = {
 }
 # attributes that only the Trainer knows, used in training_step -> what to write instead
 OF_TRAINER = {
-    "trainer": LOOP,
+    "trainer": MANUAL,
     "global_step": "a buffer that training_step updates in place: self.step += 1",
     "current_epoch": "a buffer that training_step updates in place",
     "logger": "self.log(name, tensor)",
@@ -38,24 +41,35 @@ OF_TRAINER = {
     "local_rank": "leave it out: all ranks train on one batch",
 }
 METHODS_OF_TRAINER = {
-    "optimizers": LOOP,
-    "lr_schedulers": LOOP,
-    "manual_backward": LOOP,
-    "toggle_optimizer": LOOP,
+    "optimizers": MANUAL,
+    "lr_schedulers": MANUAL,
+    "manual_backward": MANUAL,
+    "toggle_optimizer": MANUAL,
+    "untoggle_optimizer": MANUAL,
     "clip_gradients": "Trainer(gradient_clip_val=...)",
     "all_gather": "leave it out: training_step sees the whole batch",
     "print": "print in on_train_batch_end, or self.log(name, tensor)",
 }
 
+# the same in a forward that training_step of manual optimization calls
+ARGUMENT = "an argument of forward, which training_step passes"
+IN_FORWARD = dict.fromkeys(("trainer", "global_step", "current_epoch", "logger", "loggers"), ARGUMENT)
+
 
 def check_training(trainer: pl.Trainer, module: pl.LightningModule, optimizers: list) -> None:
     """Raises InputError for the first setting under which training would differ from a single device's."""
-    if not module.automatic_optimization:
-        raise refused("automatic_optimization = False", "the planned step of automatic optimization", LOOP)
-    if len(optimizers) != 1:
-        raise refused(f"{len(optimizers)} optimizers", "one optimizer from configure_optimizers", LOOP)
+    if module.automatic_optimization and len(optimizers) != 1:
+        where = line_of_function(module.configure_optimizers)
+        raise refused(
+            f"{len(optimizers)} optimizers", "one optimizer from configure_optimizers", MANUAL, where
+        )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-        raise refused("training_step(self, dataloader_iter)", "training_step(self, batch, batch_idx)", LOOP)
+        raise refused(
+            "training_step(self, dataloader_iter)",
+            "training_step(self, batch, batch_idx)",
+            "batch in place of next(dataloader_iter); several loaders: CombinedLoader",
+            line_of_function(module.training_step),
+        )
     if getattr(module, "_compiler_ctx", None) is not None:
         raise refused("torch.compile(module)", "the module itself", "leave torch.compile out")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # the connector sets it, past the stubs
@@ -84,16 +98,46 @@ def check_device(device: torch.device, planned: torch.device) -> None:
         )
 
 
-def refused(got: str, expected: str, hint: str) -> InputError:
+def refused(got: str, expected: str, hint: str, where: str = "") -> InputError:
     """The error for a setting that ``mixmesh.lightning.Strategy`` cannot serve."""
     return InputError(
-        "mixmesh.lightning.Strategy cannot keep this exactly", expected=expected, got=got, hint=hint
+        "mixmesh.lightning.Strategy cannot keep this exactly",
+        expected=expected,
+        got=got,
+        where=where,
+        hint=hint,
     )
+
+
+@contextmanager
+def naming_lines(training_step: Callable[..., Any]) -> Iterator[None]:
+    """A context in which errors name the script's line that they came by, or ``training_step``."""
+    try:
+        yield
+    except MixmeshError as error:
+        error.where = error.where or line_of_error(error, within=training_step)
+        raise
 
 
 def in_training_step(name: str, hint: str) -> InputError:
     """The error for a ``training_step`` that uses values that change from step to step."""
     return unlike_in_steps("training_step", name, hint)
+
+
+def in_forward(name: str, hint: str) -> InputError:
+    """The error for a ``forward`` of a LightningModule that uses values that change from step to step."""
+    return unlike_in_steps("forward", f"self.{name}", hint)
+
+
+def called_within(name: str, whole: str) -> InputError:
+    """The error for a call of a module of a part, whose weights are planned as those of the whole part."""
+    return InputError(
+        f"training_step calls {name}, which is planned as a part of {whole}",
+        expected=f"calls of {whole} alone, or of its modules alone",
+        got=f"{name}(...), after {whole}(...)",
+        where=line_of_script(),
+        hint=f"{whole}.forward(...) in place of {whole}(...), whose modules are then planned one by one",
+    )
 
 
 class BatchIndex:

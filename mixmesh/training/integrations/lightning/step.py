@@ -17,9 +17,9 @@ from torch.utils import _pytree as pytree
 
 from ....errors import InputError
 from ....runtime.outputs import Output
-from .refusals import METHODS_OF_TRAINER, OF_TRAINER, BatchIndex, in_training_step
+from .refusals import MANUAL, METHODS_OF_TRAINER, OF_TRAINER, BatchIndex, in_training_step
 
-LOGGED = "logged"
+LOGGED, RETURNED = "logged", "returned"
 _LOG = inspect.signature(pl.LightningModule.log)
 SIMPLE = (bool, int, float, str, type(None))
 
@@ -79,18 +79,30 @@ class Log:
     assignments to modules."""
 
     calls: tuple[Logged, ...] | None = None
+    returned: tuple[str, ...] = ()  # the names of what it returns beside the loss
 
-    def keep(self, calls: tuple[Logged, ...]) -> None:
-        """Remembers the calls. Raises InputError if they depend on the shape of the batch."""
+    def keep(self, calls: tuple[Logged, ...], returned: tuple[str, ...]) -> None:
+        """Remembers the calls and names. Raises InputError if they depend on the shape of the batch."""
         if self.calls is None:
-            self.calls = calls
+            self.calls, self.returned = calls, returned
+        if self.returned != returned:
+            raise in_training_step(
+                "other names of its dict for some shapes of a batch", "return the same names"
+            )
         if [replace(x, batch_size=None) for x in calls] != [replace(x, batch_size=None) for x in self.calls]:
             raise in_training_step("self.log for some shapes of a batch alone", "log the same in every step")
 
-    def traced(self) -> tuple[Logged, ...]:
-        """The calls of a step that was traced."""
+    def traced(self) -> tuple[tuple[Logged, ...], tuple[str, ...]]:
+        """The calls of a step that was traced, and the names that it returns."""
         assert self.calls is not None  # every run of the step keeps them
-        return self.calls
+        return self.calls, self.returned
+
+    def result(self, out: Any) -> Any:
+        """What ``training_step`` returns for the output ``out`` of a step: the loss, or a dict with it."""
+        if not self.returned:
+            return out.loss
+        values = {name: out[RETURNED][f"v{n}"].detach() for n, name in enumerate(self.returned)}
+        return {"loss": out.loss, **values}
 
 
 class TrainingStep(nn.Module):
@@ -110,7 +122,7 @@ class TrainingStep(nn.Module):
         calls: list[dict[str, Any]] = []
         with _traced(self.module, calls):
             index = (BatchIndex(),) if self.takes_index else ()
-            loss = _loss_of(self.module.training_step(batch, *index))
+            loss, more = _parts_of(self.module.training_step(batch, *index))
         logged, values = [], {}
         for n, call in enumerate(calls):
             value = call.pop("value")
@@ -118,8 +130,9 @@ class TrainingStep(nn.Module):
             if key is not None:
                 values[key] = value.detach().reshape(())
             logged.append(self._record(call, key, size_of(batch)))
-        self.log.keep(tuple(logged))
-        return {"loss": loss, **({LOGGED: values} if values else {})}
+        self.log.keep(tuple(logged), tuple(more))
+        shown = {LOGGED: values, RETURNED: {f"v{n}": x.detach() for n, x in enumerate(more.values())}}
+        return {"loss": loss, **{name: each for name, each in shown.items() if each}}
 
     def _record(self, call: dict[str, Any], key: str | None, batch_size: int | None) -> Logged:
         size = call.pop("batch_size", None)
@@ -138,20 +151,24 @@ def size_of(batch: Any) -> int | None:
         return None
 
 
-def _loss_of(returned: Any) -> Tensor:
-    if isinstance(returned, Mapping) and set(returned) == {"loss"}:
-        returned = returned["loss"]
-    if not isinstance(returned, Tensor):
-        got = (
-            f"a dict with {', '.join(returned)}" if isinstance(returned, Mapping) else type(returned).__name__
-        )
+def _parts_of(returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss, and the other tensors of a dict by name, which ``training_step`` has ``returned``."""
+    values = dict(returned) if isinstance(returned, Mapping) else {"loss": returned}
+    others = [name for name, value in values.items() if not isinstance(value, Tensor)]
+    if others or "loss" not in values:
+        kinds = (f"{name}, a {type(values[name]).__name__}" for name in others[:3])
+        names = ", ".join(map(str, kinds if others else values))
+        got = f"a dict with {names}" if isinstance(returned, Mapping) else type(returned).__name__
         raise InputError(
             "training_step has to return its loss",
-            expected='a tensor, or {"loss": tensor}',
+            expected='a tensor, or a dict of tensors with "loss"',
             got=got,
-            hint="self.log(name, tensor) for what else is to be known of a step",
+            hint=(
+                "self.log(name, tensor) for what else is to be known of a step",
+                MANUAL,
+            ),
         )
-    return returned
+    return values.pop("loss"), values
 
 
 @contextmanager

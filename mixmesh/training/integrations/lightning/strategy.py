@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor
+from torch import Tensor, nn
 
 from ....errors import InputError
 from ....frontend.trace.outputs import IfGiven
@@ -35,21 +35,50 @@ from ..launched import (
 )
 from ..lending import Lender
 from ..weights import fill
-from .refusals import check_device, check_precision, check_training, refused
-from .step import LOGGED, Form, TrainingStep, size_of
+from .manual import Manual
+from .parts import keeping_modes, set_modes_by_name, twin_of, wear
+from .refusals import check_device, check_precision, check_training, naming_lines, refused
+from .step import LOGGED, RETURNED, Form, TrainingStep, size_of
 
 TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
 class _Planned:
-    """The planned ``step``: its ``parallel`` model, the lender of the module, and for each submodule whether
-    it trained when the step was planned."""
+    """The planned ``step``: its ``parallel`` model, the lender of the module, for each submodule whether it
+    trained when the step was planned, and a copy that keeps the module's own tensors and submodules."""
 
     step: TrainingStep
     parallel: ParallelModel
     lender: Lender
     modes: dict[str, bool]
+    own: nn.Module
+
+    def start(self) -> None:
+        """Takes the module back before a step, whose modes are now those of the parallel model. Raises
+        InputError if lent weights were changed."""
+        self.lender.take_back()
+        self.hide()
+        set_modes_by_name(self._shown, modes_by_name(self.step.module))
+
+    @property
+    def _shown(self) -> nn.Module:
+        return self.parallel.get_submodule("module")
+
+    def show(self) -> None:
+        """Shows the trained parameters, and their gradients, in the module, to hooks between two steps."""
+        with keeping_modes(self.step.module):
+            wear(self.step.module, self._shown)
+
+    def hide(self) -> None:
+        """Puts the module's own tensors and submodules back, which are traced, lent and filled."""
+        with keeping_modes(self.step.module):
+            wear(self.step.module, self.own)
+
+    def lend(self) -> None:
+        """Gives the module whole weights until the next step. Collective."""
+        self.hide()
+        self.lender.lend()
 
     def check_form(self, form: Form, modes: Mapping[str, bool]) -> None:
         """Raises InputError unless a batch has the planned form and the modules their planned modes."""
@@ -92,6 +121,7 @@ class Strategy(SingleDeviceStrategy):
         super().__init__(**options)
         self.planning = dict(planning or {})
         self._planned: _Planned | None = None  # from the first batch on
+        self._manual: Manual | None = None  # from the start of fit on, in manual optimization
         self._has_trained = False
 
     @property
@@ -136,7 +166,7 @@ class Strategy(SingleDeviceStrategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         fits = is_launched() and trainer.state.fn == TrainerFn.FITTING
-        if fits and self._planned is not None:
+        if fits and (self._planned is not None or self._manual is not None):
             raise refused("a second fit", "one fit of a Trainer", "make a new Trainer, with a new Strategy()")
         super().setup(trainer)
         if fits:
@@ -146,28 +176,38 @@ class Strategy(SingleDeviceStrategy):
             if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
                 plugin.scaler = with_agreement(plugin.scaler)
             take_random_numbers()
+            if not self._module.automatic_optimization:
+                scaler = getattr(plugin, "scaler", None)
+                self._manual = Manual(self._module, self.optimizers, self.planning, scaler)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Plans by the first batch, before the first step of the optimizer, which calls ``training_step``."""
-        if not is_launched() or self._planned is not None:
+        if not is_launched() or self._planned is not None or self._manual is not None:
             return
         module, (optimizer,) = self._module, self.optimizers
         takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         step, modes = TrainingStep(module, batch, takes_index), modes_by_name(module)
-        with self.precision_plugin.train_step_context():
-            options = {"outputs": (IfGiven(LOGGED),), **self.planning}
+        with naming_lines(module.training_step), self.precision_plugin.train_step_context():
+            options = {"outputs": (IfGiven(LOGGED), IfGiven(RETURNED)), **self.planning}
             parallel, _ = prepare_for(step, optimizer, step.tensors, options)
-        step.log.keep(from_first_rank(step.log.traced))  # only one rank traces
+        step.log.keep(*from_first_rank(step.log.traced))  # only one rank traces
         vars(module)["zero_grad"] = parallel.zero_grad  # before validation Lightning calls the module's
-        self._planned = _Planned(step, parallel, Lender(parallel), modes)
+        self._planned = _Planned(step, parallel, Lender(parallel), modes, twin_of(module))
         check_scaled(parallel, getattr(self.precision_plugin, "scaler", None), 'precision="16-mixed"')
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        planned = self._planned
-        if planned is None:
-            return super().training_step(*args, **kwargs)
-        batch, logged = args[0], planned.step.log.traced()
-        planned.lender.take_back()
+        with naming_lines(self._module.training_step):
+            if self._manual is not None:
+                with self._manual.step((args, kwargs)):
+                    return super().training_step(*args, **kwargs)
+            if self._planned is None:
+                return super().training_step(*args, **kwargs)
+            return self._run(self._planned, args[0])
+
+    def _run(self, planned: _Planned, batch: Any) -> Any:
+        """What ``training_step`` returns for a batch, by the plan. Collective."""
+        logged, returned = planned.step.log.traced()
+        planned.start()
         form, tensors = Form.of(batch)
         check_alike(tensors, learning_rates(self.optimizers[0]))
         planned.check_form(form, modes_by_name(self._module))
@@ -177,11 +217,18 @@ class Strategy(SingleDeviceStrategy):
             self._unless_stepping(planned.parallel),
         ):
             out = planned.parallel(**tensors)
-        if any(each.key is not None for each in logged):
+        if returned or any(each.key is not None for each in logged):
             out = out.everywhere()
         for each in logged:
             each.log(self._module, out, size_of(batch))
-        return out.loss
+        planned.show()
+        return planned.step.log.result(out)
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(optimizer, *args, **kwargs)
+        if self._manual is not None:
+            self._manual.after_step(optimizer)
+        return result
 
     def _unless_stepping(self, parallel: ParallelModel) -> AbstractContextManager[None]:
         """``no_sync`` of the model where another batch of the same optimizer step follows."""
@@ -198,8 +245,12 @@ class Strategy(SingleDeviceStrategy):
     # ---- the whole module
 
     def _lend(self) -> None:
-        if self._planned is not None and not self._has_trained:
-            self._planned.lender.lend()
+        if self._has_trained:
+            return
+        if self._planned is not None:
+            self._planned.lend()
+        if self._manual is not None:
+            self._manual.lend()
 
     def on_validation_start(self) -> None:
         self._lend()
@@ -209,6 +260,8 @@ class Strategy(SingleDeviceStrategy):
         return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        if self._manual is not None:
+            return self._manual.optimizer_state(getattr(optimizer, "_optimizer", optimizer))
         if self._planned is None:
             return super().optimizer_state(optimizer)
         return full_optimizer_state_dict(self._planned.parallel, getattr(optimizer, "_optimizer", optimizer))
@@ -217,12 +270,16 @@ class Strategy(SingleDeviceStrategy):
         planned = self._planned
         if planned is not None and not self._has_trained:
             planned.lender.take_back()
+            planned.hide()
             fill(planned.step, planned.parallel)
             del vars(self._module)["zero_grad"]
             self._has_trained = True
+        if self._manual is not None and not self._has_trained:
+            self._manual.finish()
+            self._has_trained = True
 
     def teardown(self) -> None:
-        if self._planned is None:
+        if self._planned is None and self._manual is None:
             return super().teardown()
         if self._has_trained:
             self._module.cpu()
