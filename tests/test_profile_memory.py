@@ -17,11 +17,12 @@ from mixmesh.frontend.job import Job
 from mixmesh.frontend.trace import trace
 from mixmesh.lang.rules import call_of
 from mixmesh.measure.profiler import steps
+from mixmesh.measure.profiler.children import Outcome
 from mixmesh.measure.profiler.constants import KeptProcess, ProcessMemory, own_process_memory
 from mixmesh.measure.profiler.limit import Limit
 from mixmesh.measure.profiler.meter import REPEATS, Meter
 from mixmesh.measure.profiler.operators import measure_ops, sharded, share_bytes
-from mixmesh.measure.profiler.steps import FACTORS, FEW_STEPS, LEAST_STEPS, measure_steps
+from mixmesh.measure.profiler.steps import FACTORS, FEW_STEPS, LEAST_STEPS, fitting_count, measure_steps
 from mixmesh.runtime.comm import Comm, initialise
 
 BODY = """\
@@ -187,3 +188,17 @@ def test_a_process_is_measured_once_and_not_for_long():
     memory = own_process_memory(100.0, process)
     assert memory is not None and 0 < memory.idle <= memory.working and kept == [memory]
     assert own_process_memory(0.0, process) == memory
+
+
+@pytest.mark.parametrize(
+    ("fits", "takes", "found"), [(9, 1, 8), (5, 1, 4), (0, 1, 0), (16, 16, 16), (15, 16, 0), (16, 8, 8)]
+)
+def test_a_step_is_timed_on_what_fits_and_the_model_takes(fits, takes, found):
+    """8 of 16 rows are wanted; the model takes multiples of ``takes``."""
+
+    def tried(count):
+        if count % takes:
+            return Outcome(error="RuntimeError: shapes", out_of_memory=False)
+        return Outcome(error="killed", out_of_memory=True) if count > fits else Outcome()
+
+    assert fitting_count(tried, 8, 16) == found

@@ -20,7 +20,7 @@ from ...runtime.allocator import give_back
 from ...runtime.messages import meet
 from ...runtime.optimizers import fuse
 from ...runtime.segments import compiled
-from .children import attempt_on
+from .children import Outcome, attempt_on
 from .limit import STEPS, Limit
 from .meter import REPEATS, Meter
 
@@ -103,9 +103,11 @@ def measure_steps(
     for number, factor in enumerate(factors):
         if number and limit is not None and limit.is_past(STEPS):
             break
-        count = max(1, round(rows * share * factor))
-        while count and attempt_on(device, partial(both, count), TRIAL_S).out_of_memory:
-            count //= 2
+        count = fitting_count(
+            lambda count: attempt_on(device, partial(both, count), TRIAL_S),
+            max(1, round(rows * share * factor)),
+            rows,
+        )
         if not count:
             meet()  # like the ranks that measure
             continue
@@ -126,6 +128,19 @@ def measure_steps(
     scale = statistics.mean(scales) if scales else 1.0
     real = scale if meter.emulated else 1.0
     return scale, real * statistics.median(optimizer_s) / max(size_bytes, 1)
+
+
+def fitting_count(tried: Callable[[int], Outcome], count: int, rows: int) -> int:
+    """The rows of a batch that the device has memory for, at most ``count``; 0 if it has none. All ``rows`` if
+    the model fails on a part of its batch, whose first dim need not be samples: one sample without a batch,
+    for instance. ``tried`` runs a step on so many rows."""
+    outcome = tried(count)
+    if outcome.error and not outcome.out_of_memory and count < rows:
+        return 0 if tried(rows).out_of_memory else rows
+    while outcome.out_of_memory and count:
+        count //= 2
+        outcome = tried(count) if count else outcome
+    return count
 
 
 def mean_s(clock: Meter, step: Callable[[], object], budget_s: float, until: float = math.inf) -> float:
