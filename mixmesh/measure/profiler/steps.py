@@ -131,9 +131,9 @@ def measure_steps(
 
 
 def fitting_count(tried: Callable[[int], Outcome], count: int, rows: int) -> int:
-    """The rows of a batch that the device has memory for, at most ``count``; 0 if it has none. All ``rows`` if
-    the model fails on a part of its batch, whose first dim need not be samples: one sample without a batch,
-    for instance. ``tried`` runs a step on so many rows."""
+    """The rows of a batch that the device has memory for, at most ``count``; 0 if it has none. All ``rows``
+    if the model fails on a part of its batch, whose first dim need not be samples: one sample without a
+    batch, for instance. ``tried`` runs a step on so many rows."""
     outcome = tried(count)
     if outcome.error and not outcome.out_of_memory and count < rows:
         return 0 if tried(rows).out_of_memory else rows
