@@ -86,8 +86,8 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The manifest of the checkpoint in ``folder``. Raises Damaged if the manifest is missing or has
-        changed."""
+        """The manifest of the checkpoint in ``folder``. Raises Damaged if the manifest is missing, has
+        changed, or is of another checkpoint."""
         try:
             told = json.loads((folder / MANIFEST).read_bytes())
         except FileNotFoundError:
@@ -100,12 +100,21 @@ class Manifest:
         if content.get("format") != FORMAT:
             got = str(content.get("format"))[:20]
             raise Damaged(f"it is of format {got}, and this version of mixmesh reads format {FORMAT}")
-        if told.get("digest") != digest_of(_canonical(content).encode()):
+        try:
+            canonical = _canonical(content).encode()
+        except ValueError:  # a number that is not finite, which is never written
+            canonical = b""
+        if told.get("digest") != digest_of(canonical):
             raise Damaged(f"{MANIFEST} has another checksum than was written")
         try:
-            return cls._of(content)
+            manifest = cls._of(content)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise Damaged(f"{MANIFEST} is not one of format {FORMAT}: {str(error)[:100]}") from None
+        named = NAME.fullmatch(folder.name)
+        if named is not None and int(named[2]) != manifest.step:
+            # whole copies of an older one's files would be trained on from as the newest
+            raise Damaged(f"{MANIFEST} is of step {manifest.step}, and the folder's name of step {named[2]}")
+        return manifest
 
     @classmethod
     def _of(cls, content: dict[str, Any]) -> Manifest:
