@@ -23,7 +23,7 @@ demo: setup    ## plan and train a small GPT on an emulated mixed cluster, besid
 	$(BIN)/python -m benchmarks.demo
 
 test: setup    ## all tests
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 gpu-check: setup    ## what needs a GPU, in eight minutes at most; figures go to out/gpu/check.json
 	MIXMESH_TEST_GPU=1 $(BIN)/python -m pytest tests/gpu/test_on_gpu.py -v -s -rs

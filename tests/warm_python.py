@@ -203,6 +203,9 @@ class Server:
         os.setsid()
         for number in request.ignored:
             signal.signal(number, signal.SIG_IGN)
+        # a shell's job in the background, as this server may be, ignores it; its programs need not
+        if signal.SIGINT not in request.ignored and signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _ended(self, pidfd: int) -> None:
         client, pid = self._clients.pop(pidfd)
