@@ -42,7 +42,7 @@ CPU_LAUNCH_S = 4e-6  # dispatch of one operator on one full core
 MEMORY_BOUND = (1.0, 1.5)
 ADAM_ACCESSES = 7  # per byte: reads weight, gradient and two moments; writes weight and moments
 SOURCES = PROFILE, CALIBRATION, ROOFLINE = "profile", "calibration", "roofline"
-# what the others cost the computing thread, where they were not measured: it joins, issues and cuts the same
+# stands for collectives that were not measured: the computing thread joins, issues and cuts for them as well
 MOST_USUAL = "all_reduce"
 CALL_PER_PIECE = ("broadcasts", "reduces")  # algorithms with a call for every rank of the group
 

@@ -27,7 +27,7 @@ from ..launched import check_alike, check_scaled, learning_rates
 from .parts import CONTAINERS, Call, Part, keeping_modes, plan_part
 from .refusals import called_within
 
-RUN = "_compiled_call_impl"  # what PyTorch runs in place of a module's forward and hooks, if it is set
+RUN = "_compiled_call_impl"  # if it is set, PyTorch runs it in place of a module's forward and hooks
 
 
 class Manual:

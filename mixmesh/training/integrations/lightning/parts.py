@@ -32,7 +32,7 @@ from ..weights import fill
 from .refusals import IN_FORWARD, in_forward
 
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]  # the arguments by position, and by name
-States = Mapping[int, Mapping[str, Any]]  # of an optimizer, by the id of a parameter
+States = Mapping[int, Mapping[str, Any]]  # the states of an optimizer, by the id of a parameter
 COMPILED = "._orig_mod"  # within the names of what torch.compile was given
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 

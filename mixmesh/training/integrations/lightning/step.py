@@ -98,7 +98,7 @@ class Log:
         return self.calls, self.returned
 
     def result(self, out: Any) -> Any:
-        """What ``training_step`` returns for the output ``out`` of a step: the loss, or a dict with it."""
+        """The result of ``training_step`` for the output ``out`` of a step: the loss, or a dict with it."""
         if not self.returned:
             return out.loss
         values = {name: out[RETURNED][f"v{n}"].detach() for n, name in enumerate(self.returned)}

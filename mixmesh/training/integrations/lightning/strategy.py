@@ -205,7 +205,7 @@ class Strategy(SingleDeviceStrategy):
             return self._run(self._planned, args[0])
 
     def _run(self, planned: _Planned, batch: Any) -> Any:
-        """What ``training_step`` returns for a batch, by the plan. Collective."""
+        """The result of ``training_step`` for a batch, by the plan. Collective."""
         logged, returned = planned.step.log.traced()
         planned.start()
         form, tensors = Form.of(batch)
