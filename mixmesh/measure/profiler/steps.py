@@ -131,9 +131,9 @@ def measure_steps(
 
 
 def fitting_count(tried: Callable[[int], Outcome], count: int, rows: int) -> int:
-    """Returns the number of rows to time a step on: ``count``, or as many as the device has memory for, down
-    to 0. A model may fail on a part of its batch, whose first dim need not be samples (a single sample has
-    none): then it is all ``rows``. ``tried`` runs a step on so many rows."""
+    """Returns the number of rows to time a step on: ``count``, or fewer if the device has no memory for
+    them, down to 0. If the model fails on a part of its batch, whose first dim need not be samples, it is
+    ``rows``. ``tried`` runs a step on a number of rows."""
     outcome = tried(count)
     if outcome.error and not outcome.out_of_memory and count < rows:
         return 0 if tried(rows).out_of_memory else rows
