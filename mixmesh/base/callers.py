@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 import sysconfig
-import traceback
 import warnings
-from collections.abc import Callable
 from functools import lru_cache
 from types import FrameType
 from typing import Any
@@ -25,29 +22,9 @@ def line_of_script(thread: int | None = None) -> str:
     frame = _frame_of_script(None if thread is None else sys._current_frames().get(thread))
     if frame is None:
         return ""
-    return _shown(frame.f_code.co_filename, frame.f_lineno)
-
-
-def line_of_function(function: Any) -> str:
-    """The line at which a function, or a method, begins, as ``train.py:31``. Empty for one that is not
-    written in Python."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return "" if code is None else _shown(code.co_filename, code.co_firstlineno)
-
-
-def line_of_error(error: BaseException, within: Callable[..., Any]) -> str:
-    """The script's own line that an error came by: the innermost one of its traceback that is in or below the
-    function ``within``; the beginning of that function if there is none."""
-    code, found = getattr(inspect.unwrap(within), "__code__", None), ""
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        if (found or frame.f_code is code) and is_script(frame.f_code.co_filename):
-            found = _shown(frame.f_code.co_filename, line)
-    return found or line_of_function(within)
-
-
-def _shown(file: str, line: int) -> str:
-    path, here = os.path.abspath(file), os.getcwd() + os.sep
-    return f"{path[len(here) :] if path.startswith(here) else os.path.basename(path)}:{line}"
+    path, here = os.path.abspath(frame.f_code.co_filename), os.getcwd() + os.sep
+    shown = path[len(here) :] if path.startswith(here) else os.path.basename(path)
+    return f"{shown}:{frame.f_lineno}"
 
 
 def warn(text: str) -> None:

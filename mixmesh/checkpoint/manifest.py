@@ -101,12 +101,9 @@ class Manifest:
             got = str(content.get("format"))[:20]
             raise Damaged(f"it is of format {got}, and this version of mixmesh reads format {FORMAT}")
         try:
-            canonical = _canonical(content).encode()
-        except ValueError:  # a number that is not finite, which is never written
-            canonical = b""
-        if told.get("digest") != digest_of(canonical):
-            raise Damaged(f"{MANIFEST} has another checksum than was written")
-        try:
+            # a ValueError for a number that is not finite, which is never written
+            if told.get("digest") != digest_of(_canonical(content).encode()):
+                raise Damaged(f"{MANIFEST} has another checksum than was written")
             manifest = cls._of(content)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise Damaged(f"{MANIFEST} is not one of format {FORMAT}: {str(error)[:100]}") from None

@@ -134,12 +134,10 @@ def fitting_count(tried: Callable[[int], Outcome], count: int, rows: int) -> int
     """Returns the number of rows to time a step on: ``count``, or fewer if the device has no memory for
     them, down to 0. If the model fails on a part of its batch, whose first dim need not be samples, it is
     ``rows``. ``tried`` runs a step on a number of rows."""
-    outcome = tried(count)
-    if outcome.error and not outcome.out_of_memory and count < rows:
-        return 0 if tried(rows).out_of_memory else rows
-    while outcome.out_of_memory and count:
+    while count and (outcome := tried(count)).out_of_memory:
         count //= 2
-        outcome = tried(count) if count else outcome
+    if count and count < rows and not outcome.done:
+        return 0 if tried(rows).out_of_memory else rows
     return count
 
 

@@ -57,13 +57,13 @@ def example_batch(loader: Iterable) -> Any:
     """A batch like all of a loader's. Afterwards the random numbers, also of the script's own generators, and
     the loader's own state for choosing samples are as before."""
     with same_random_numbers(generators_in(loader)):
-        if has_indices(loader) and loader.batch_size is not None:
-            # does not use the sampler, whose own generator would advance
-            indices = list(range(min(loader.batch_size, length(loader.dataset))))
+        if has_indices(loader):
+            if loader.batch_size is not None:
+                # does not use the sampler, whose own generator would advance
+                indices = list(range(min(loader.batch_size, length(loader.dataset))))
+            else:
+                indices = next(iter(untouched(sampler_of(loader))), [])
             batch = load(loader, indices) if indices else None
-        elif has_indices(loader):
-            chosen = next(iter(untouched(sampler_of(loader))), None)
-            batch = None if chosen is None else load(loader, chosen)
         else:
             batch = next(iter(untouched(loader)), None)
     _check_first(batch)

@@ -3,6 +3,7 @@ for each."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,8 +19,9 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-from ....base.callers import line_of_error, line_of_function, line_of_script
+from ....base.callers import line_of_script
 from ....errors import InputError, MixmeshError
+from ....frontend.trace.locate import place_of_error, place_of_function
 from ..launched import unlike_in_steps
 
 MANUAL = "self.automatic_optimization = False in __init__: training_step then runs as it is written"
@@ -59,7 +61,7 @@ IN_FORWARD = dict.fromkeys(("trainer", "global_step", "current_epoch", "logger",
 def check_training(trainer: pl.Trainer, module: pl.LightningModule, optimizers: list) -> None:
     """Raises InputError for the first setting under which training would differ from a single device's."""
     if module.automatic_optimization and len(optimizers) != 1:
-        where = line_of_function(module.configure_optimizers)
+        where = line_of(module.configure_optimizers)
         raise refused(
             f"{len(optimizers)} optimizers", "one optimizer from configure_optimizers", MANUAL, where
         )
@@ -68,7 +70,7 @@ def check_training(trainer: pl.Trainer, module: pl.LightningModule, optimizers: 
             "training_step(self, dataloader_iter)",
             "training_step(self, batch, batch_idx)",
             "batch in place of next(dataloader_iter); several loaders: CombinedLoader",
-            line_of_function(module.training_step),
+            line_of(module.training_step),
         )
     if getattr(module, "_compiler_ctx", None) is not None:
         raise refused("torch.compile(module)", "the module itself", "leave torch.compile out")
@@ -115,8 +117,15 @@ def naming_lines(training_step: Callable[..., Any]) -> Iterator[None]:
     try:
         yield
     except MixmeshError as error:
-        error.where = error.where or line_of_error(error, within=training_step)
+        if not error.where:
+            found = place_of_error(error)
+            error.where = found.location if found.by_user else line_of(training_step)
         raise
+
+
+def line_of(method: Callable[..., Any]) -> str:
+    """The line at which a method of the script's begins."""
+    return place_of_function(inspect.unwrap(method)).location
 
 
 def in_training_step(name: str, hint: str) -> InputError:
