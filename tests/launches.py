@@ -14,8 +14,17 @@ from warm_python import python
 
 Told = tuple[Path, list[dict]]
 TORCHRUN = "-m", "torch.distributed.run", "--nproc-per-node"
-# parameters are cut, and unequally, whatever else the machine is doing
-CLUSTER = """
+
+
+def cluster_text(**tflop_per_s: float) -> str:
+    """A cluster of one machine with these devices: parameters are cut, and unequally, whatever else the
+    machine is doing."""
+    devices = "".join(
+        f'  {{ name = "{name}", tflop_per_s = {speed}, memory_gib = 4, memory_gbyte_per_s = {500 * speed:g}, '
+        'kind = "cpu" },\n'
+        for name, speed in tflop_per_s.items()
+    )
+    return f"""
 name = "unequal"
 [network]
 bandwidth_gbit_per_s = 100
@@ -24,11 +33,11 @@ latency_us = 1
 name = "host"
 link_gbit_per_s = 100
 devices = [
-  { name = "fast", tflop_per_s = 0.04, memory_gib = 4, memory_gbyte_per_s = 20, kind = "cpu" },
-  { name = "slow", tflop_per_s = 0.02, memory_gib = 4, memory_gbyte_per_s = 10, kind = "cpu" },
-]
+{devices}]
 """
 
+
+CLUSTER = cluster_text(fast=0.04, slow=0.02)
 WITHOUT_BF16 = '[[machine]]\ndevices = ["V100-16GB", "A100-40GB"]\n'
 
 

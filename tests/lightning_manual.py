@@ -4,41 +4,22 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import sys
-import warnings
-from pathlib import Path
+from itertools import islice
 
 import lightning as L
 import torch
-from launches import cluster_file, rank, tell
+from launches import cluster_text, tell
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning_runs import FOLDER, PARALLEL, RANK, samples, trainer_with
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from mixmesh.errors import MixmeshError
-from mixmesh.lightning import Strategy
 
-FOLDER, PARALLEL = Path(sys.argv[1]), "RANK" in os.environ
-RANKS = int(os.environ.get("WORLD_SIZE", "1"))
-RANK = rank()
-CLUSTER = """
-[network]
-bandwidth_gbit_per_s = 100
-latency_us = 1
-[[machine]]
-name = "host"
-link_gbit_per_s = 100
-devices = [
-""" + "".join(
-    f'{{ name = "d{n}", tflop_per_s = {speed}, memory_gib = 4, memory_gbyte_per_s = {500 * speed}, '
-    'kind = "cpu" },\n'
-    for n, speed in enumerate((0.08, 0.02, 0.04)[:RANKS])
-) + "]\n"  # fmt: skip
-warnings.simplefilter("ignore")
-logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+SPEEDS = {"d0": 0.08, "d1": 0.02, "d2": 0.04}
+CLUSTER = cluster_text(**dict(islice(SPEEDS.items(), int(os.environ.get("WORLD_SIZE", "1")))))
 
 
 def layers(*sizes: int, norm: bool = False) -> nn.Sequential:
@@ -228,32 +209,12 @@ class Wrong(Forward):
         self.manual_backward(loss)
 
 
-def samples(count: int, dtype=torch.float64) -> list[tuple]:
-    drawn = torch.Generator().manual_seed(1)
-    xs = torch.randn(count, 8, generator=drawn, dtype=torch.float64)
-    return [(x.to(dtype), int(x[0] > 0) + 2 * int(x[1] > 0)) for x in xs]
-
-
-def trainer_with(planner: str, **options) -> L.Trainer:
-    """In both runs, but for the strategy."""
-    if PARALLEL:
-        planning = {
-            "profile_s": 0,
-            "planner": planner,
-            "cache": FOLDER / "cache",
-            "cluster": cluster_file(FOLDER, CLUSTER),
-        }
-        options["strategy"] = Strategy(planning=planning)
-    quiet = dict(enable_progress_bar=False, enable_model_summary=False, accelerator="cpu", logger=False)
-    return L.Trainer(default_root_dir=FOLDER, **{"enable_checkpointing": False, **quiet, **options})
-
-
 def train(name: str, kind: type[Told], planner: str, resumed: str | None = None, **options) -> None:
     """Two epochs with a smaller last batch, and a checkpoint at their end."""
     torch.manual_seed(0)
     module = kind().double()
     torch.manual_seed(RANK)  # ranks go on as the first one
-    trainer = trainer_with(planner, **{"max_epochs": 2, **options})
+    trainer = trainer_with(planner, CLUSTER, **{"max_epochs": 2, **options})
     validates = kind.validation_step is not L.LightningModule.validation_step
     held_out = DataLoader(samples(7), batch_size=3) if validates else None
     trainer.fit(module, DataLoader(samples(25), batch_size=7, shuffle=True), held_out, ckpt_path=resumed)
@@ -271,7 +232,7 @@ def usual(name: str, planner: str, resumed: str | None = None) -> None:
 
 def refused() -> None:
     for what in ("within", "epoch", "second"):
-        trainer, error = trainer_with("ddp-proportional", max_epochs=1), ""
+        trainer, error = trainer_with("ddp-proportional", CLUSTER, max_epochs=1), ""
         try:
             trainer.fit(Wrong(what).double(), DataLoader(samples(6), batch_size=6))
         except MixmeshError as raised:

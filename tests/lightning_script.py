@@ -1,34 +1,25 @@
-"""A script for one device that trains tiny modules with Lightning's Trainer: arguments FOLDER STRATEGY.
+"""A script for one device that trains tiny modules with Lightning's Trainer: argument FOLDER.
 
-``test_lightning`` runs it with the strategy ``auto``, and under torchrun with ``mixmesh``'s."""
+``test_lightning`` runs it by itself with the strategy ``auto``, and under torchrun with ``mixmesh``'s."""
 
 from __future__ import annotations
 
-import logging
 import random
-import sys
-import warnings
-from pathlib import Path
 
 import lightning as L
 import lightning_manual
 import torch
-from launches import CLUSTER, WITHOUT_BF16, cluster_file, rank, tell
+from launches import CLUSTER, WITHOUT_BF16, tell
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning_runs import FOLDER, PARALLEL, RANK, samples, trainer_with
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, SumMetric
 
 from mixmesh.errors import InputError, MixmeshError
-from mixmesh.lightning import Strategy
-
-FOLDER, PARALLEL = Path(sys.argv[1]), sys.argv[2] == "mixmesh"
-RANK = rank()
-warnings.simplefilter("ignore")
-logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
 class Net(L.LightningModule):
@@ -105,26 +96,6 @@ class Told(L.Callback):
         self.rows.append({**metrics, **values})
 
 
-def samples(count: int) -> list[tuple]:
-    drawn = torch.Generator().manual_seed(1)
-    xs = torch.randn(count, 8, generator=drawn, dtype=torch.float64)
-    return [(x, int(x[0] > 0) + 2 * int(x[1] > 0)) for x in xs]
-
-
-def trainer_with(planner: str, callbacks: list, cluster: str = CLUSTER, **options) -> L.Trainer:
-    """In both runs, but for the strategy."""
-    if PARALLEL:
-        planning = {
-            "profile_s": 0,
-            "planner": planner,
-            "cache": FOLDER / "cache",
-            "cluster": cluster_file(FOLDER, cluster),
-        }
-        options["strategy"] = Strategy(planning=planning)
-    quiet = dict(enable_progress_bar=False, enable_model_summary=False, accelerator="cpu")
-    return L.Trainer(callbacks=callbacks, default_root_dir=FOLDER, **{"logger": False, **quiet, **options})
-
-
 def seed(number: int) -> None:
     torch.manual_seed(number)
     random.seed(number)
@@ -140,8 +111,9 @@ def usual(name: str, planner: str, resumed: str | None = None) -> None:
     kept = ModelCheckpoint(FOLDER / name, "epoch{epoch}", monitor="val_loss", save_top_k=-1)
     kept.auto_insert_metric_name = False
     trainer = trainer_with(
-        planner, [told, stop, kept], max_epochs=2, accumulate_grad_batches=2, gradient_clip_val=0.3,
-        val_check_interval=3, logger=CSVLogger(FOLDER / name, "log"), log_every_n_steps=1,
+        planner, CLUSTER, callbacks=[told, stop, kept], enable_checkpointing=True, max_epochs=2,
+        accumulate_grad_batches=2, gradient_clip_val=0.3, val_check_interval=3,
+        logger=CSVLogger(FOLDER / name, "log"), log_every_n_steps=1,
     )  # fmt: skip
     loader = DataLoader(samples(22), batch_size=4, shuffle=True)
     trainer.fit(module, loader, DataLoader(samples(7), batch_size=3), ckpt_path=resumed)
@@ -158,12 +130,12 @@ def usual(name: str, planner: str, resumed: str | None = None) -> None:
     )
 
 
-def named(name: str, planner: str, **options) -> None:
+def named(name: str, planner: str, cluster: str = CLUSTER, **options) -> None:
     """Batches that are dicts, in float32 or under autocast."""
     seed(1)
     told = Told()
     rows = [{"x": x.float(), "y": y} for x, y in samples(10)]
-    trainer = trainer_with(planner, [told], max_epochs=1, enable_checkpointing=False, **options)
+    trainer = trainer_with(planner, cluster, callbacks=[told], max_epochs=1, **options)
     trainer.fit(Named(), DataLoader(rows, batch_size=4))
     tell(FOLDER, name, told=told.rows)
 
@@ -235,7 +207,7 @@ def refused() -> None:
     for name, what in WRONG.items():
         seed(1)
         rows = samples(8)[RANK * (name == "batches") :]
-        trainer = trainer_with("ddp-even", [Disturbs(name)], max_epochs=1, enable_checkpointing=False)
+        trainer = trainer_with("ddp-even", CLUSTER, callbacks=[Disturbs(name)], max_epochs=1)
         error = ""
         try:
             trainer.fit(Wrong(what).double(), DataLoader(rows, batch_size=4))
@@ -244,7 +216,7 @@ def refused() -> None:
         tell(FOLDER, "refused", what=name, error=error)
     seed(1)
     module = Net().double()
-    trainer = trainer_with("ddp-even", [], max_epochs=1, enable_checkpointing=False)
+    trainer = trainer_with("ddp-even", CLUSTER, max_epochs=1)
     for _ in range(2):
         try:
             trainer.fit(module, DataLoader(samples(8), batch_size=4))
