@@ -32,9 +32,9 @@ class Undecided(Exception):
         self.site = site
 
 
-class _Paths(TorchFunctionMode):
-    """Follows ``branch_of`` at each branch on a value, leaves those with None to PyTorch, and reports the
-    others as Undecided."""
+class Paths(TorchFunctionMode):
+    """A context, for the forward pass alone, that follows ``branch_of`` at each branch on a value,
+    leaves those with None to PyTorch, and reports the others as Undecided."""
 
     def __init__(self, branch_of: Mapping[Site, bool | None]) -> None:
         super().__init__()
@@ -72,26 +72,24 @@ def _may_check(file: str) -> bool:
     return is_users(file) or file.startswith(_DISTRIBUTIONS)
 
 
-def past_checks(export: Callable[[], T]) -> T:
-    """Runs ``export()`` along the paths on which no check raises. If neither path of a branch raises,
-    PyTorch's own error stands."""
+def past_checks(export: Callable[[Paths], T]) -> T:
+    """Runs ``export``, with the context of the forward pass, along the paths on which no check raises. If
+    neither path of a branch raises, PyTorch's own error stands."""
     branch_of: dict[Site, bool | None] = {}
     while True:
         try:
-            with _Paths(branch_of):
-                return export()
+            return export(Paths(branch_of))
         except Undecided as undecided:
             branch_of[undecided.site] = _other_than_raising(export, branch_of, undecided.site)
 
 
 def _other_than_raising(
-    export: Callable[[], object], branch_of: Mapping[Site, bool | None], site: Site
+    export: Callable[[Paths], object], branch_of: Mapping[Site, bool | None], site: Site
 ) -> bool | None:
     """The remaining path at ``site`` if the other one only raises; None if neither does."""
     for path in (True, False):
         try:
-            with _Paths({**branch_of, site: path}):
-                export()
+            export(Paths({**branch_of, site: path}))
         except Undecided:
             continue
         except Exception as error:

@@ -24,7 +24,7 @@ from ...lang.ir import Returned
 from .attributes import Attributes, check_replaced, warnings_of
 from .autocast import Autocast, no_autocast, under
 from .averages import means_over_batches
-from .branches import past_checks
+from .branches import Paths, past_checks
 from .causal_masks import masks_as_given
 from .checkpoints import regions_kept
 from .composites import with_known_operators
@@ -176,12 +176,17 @@ class LossAndOutputs(nn.Module):
         self._request = request
         self.seen = SeenOutput()
         self.attributes, self.reads, self.draws = Attributes(model), reads_of(model), Draws(model)
+        self.paths = Paths({})
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         source = self._request.loss
         reads = reading(self.model, self.reads)
         context = under(self._request.autocast)
-        with context, self.attributes.watched(), reads, self.draws.by_torch_alone():
+        # the last two, innermost, see the calls of the model and not those that PyTorch makes to export them
+        with (
+            context, self.attributes.watched(), reads, self.draws.by_torch_alone(),
+            self.paths, ReplacedFunctions(),
+        ):  # fmt: skip
             output = self._batch.call(self.model, tensors)
         where = str(place_of_function(type(self.model).forward))
         loss = loss_of(output)
@@ -285,7 +290,7 @@ def capture(
     wrapper = LossAndOutputs(model, flat, request)
     try:
         with _quiet(), _as_it_is_traced(), hooks_traced(model), torch.enable_grad():
-            program = past_checks(lambda: _export(wrapper, flat.tensors()))
+            program = past_checks(lambda paths: _export(wrapper, flat.tensors(), paths))
             wrapper.reads.keep_constants(model, program)
             check_replaced(wrapper.attributes.replaced, program, WRAPPED)
             inline_regions(program.graph_module)
@@ -305,7 +310,8 @@ def capture(
     )
 
 
-def _export(wrapper: nn.Module, tensors: tuple[torch.Tensor, ...]) -> ExportedProgram:
+def _export(wrapper: LossAndOutputs, tensors: tuple[torch.Tensor, ...], paths: Paths) -> ExportedProgram:
+    wrapper.paths = paths
     with meta_on_device(wrapper, beside(wrapper, tensors)) as meta_tensors:
         return torch.export.export(wrapper, meta_tensors, strict=False)
 
@@ -326,7 +332,7 @@ def _as_it_is_traced() -> Iterator[None]:
         fixed_shapes(), exact_functions(), moves_in_place(), means_over_batches(),
         whole_stacks(),
         regions_kept(), experts_in_groups(), masks_as_given(), synced_norms_as_plain(),
-        no_autocast(), no_grad_within_autocast(), ReplacedFunctions(), no_inner_gradients(),
+        no_autocast(), no_grad_within_autocast(), no_inner_gradients(),
     ):  # fmt: skip
         yield
 
