@@ -24,7 +24,8 @@ COLLECT = "_collect_all_valid_cia_ops"  # PyTorch's function that returns the co
 
 def decomposed(program: ExportedProgram, table: Mapping[Any, Callable]) -> ExportedProgram:
     """``program.run_decompositions(table)``."""
-    with _marks_composites_of(program):
+    # no frame is the model's here; nodes keep the stacks that they have
+    with _marks_composites_of(program), patched(fx.config, "do_not_emit_stack_traces", True):
         return program.run_decompositions(dict(table))
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import linecache
 import os
 import re
+import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch.fx import proxy
 from torch.fx.proxy import TracerBase
 
 from ...base.files import PACKAGE
@@ -103,17 +105,39 @@ def is_users(file: str) -> bool:
     return not file.startswith(("<", _TORCH, _OURS))
 
 
-def whole_stacks() -> AbstractContextManager[None]:
+@contextmanager
+def whole_stacks() -> Iterator[None]:
     """A context in which traced nodes keep every frame of the model, not only those of ``forward``
     methods."""
+    with (
+        patched(proxy, "CapturedTraceback", _ModelFrames),
+        patched(TracerBase, "_filter_traceback_frames", lambda tracer, frames: frames),
+    ):
+        yield
 
-    def frames_of_model(tracer: TracerBase, stack: traceback.StackSummary) -> traceback.StackSummary:
-        first = next((i for i, f in enumerate(stack) if f.name == "forward"), len(stack))
-        return traceback.StackSummary.from_list(
-            [f for f in stack[first:] if not f.filename.startswith((_TORCH, _OURS))]
-        )
 
-    return patched(TracerBase, "_filter_traceback_frames", frames_of_model)
+class _ModelFrames:
+    """Stands for PyTorch's ``CapturedTraceback``, which reads the lines of all frames, some 60 for each node.
+    Here only those of the model are read, of which there are a few."""
+
+    @staticmethod
+    def extract() -> type[_ModelFrames]:
+        return _ModelFrames
+
+    @staticmethod
+    def summary() -> traceback.StackSummary:
+        """Returns the frames from the outermost ``forward`` on, outermost first, without torch's and ours;
+        none outside of a ``forward``."""
+        frames, frame = [], sys._getframe(1)
+        outermost = 0  # number of frames up to the outermost ``forward``
+        while frame is not None:
+            code = frame.f_code
+            frames.append((code.co_filename, frame.f_lineno, code.co_name, None))
+            if code.co_name == "forward":
+                outermost = len(frames)
+            frame = frame.f_back
+        inner = [f for f in frames[:outermost] if not f[0].startswith((_TORCH, _OURS))]
+        return traceback.StackSummary.from_list(reversed(inner))
 
 
 def _place(path: str, line: int) -> Place:
