@@ -7,6 +7,7 @@ Exit status: 0 success, 1 a clear failure (nothing fits, results differ), 2 wron
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 import tempfile
@@ -105,7 +106,8 @@ def execute(arguments: Sequence[str], run: Callable[[Sequence[str]], int] = run)
         return run(arguments)
     except UsageError as error:
         error.show(file=sys.stderr)
-        return _fail(InputError(error.format_message()), as_json)
+        command = error.ctx.command_path if error.ctx is not None else "mixmesh"
+        return _fail(InputError(error.format_message(), hint=f"{command} --help"), as_json)
     except MixmeshError as error:
         if debug:
             traceback.print_exc()
@@ -160,6 +162,9 @@ def _version() -> str:
 
 def main() -> None:
     """The console entry point."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a name from a file may have letters that a terminal lacks
+            stream.reconfigure(errors="backslashreplace")
     sys.exit(execute(sys.argv[1:]))
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
 from ..base.files import merge_mark, read_text, write_text
-from ..errors import PlanError
+from ..errors import PlanError, unwritable
 from .ir import (
     Program,
     Returned,
@@ -162,7 +162,7 @@ class Plan:
         try:
             write_text(path, str(self))
         except OSError as err:
-            raise PlanError(f"cannot write the plan: {err.strerror}", where=str(path)) from None
+            raise unwritable("the plan", path, err, PlanError) from None
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
