@@ -177,6 +177,14 @@ def test_an_edited_program_is_checked_against_pytorch():
     assert edited.edited and Plan.parse(str(edited)).edited
 
 
+def test_a_merged_profile_names_its_line(tmp_path):
+    path = tmp_path / "p.json"
+    path.write_text(MIXED.format(seeds.profile()))
+    with pytest.raises(InputError, match="nobody has chosen") as caught:
+        Profile.load(path)
+    assert caught.value.where == f"{path}:1" and caught.value.got == "<<<<<<< HEAD"
+
+
 def test_a_profile_of_nonsense_is_refused(tmp_path):
     data = json.loads(seeds.profile())
     op = next(iter(next(iter(data["devices"].values()))["ops"].values()))
