@@ -7,11 +7,13 @@ Exit status: 0 success, 1 a clear failure (nothing fits, results differ), 2 wron
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from errno import ENOSPC
 from typing import Annotated, Any
 
 import typer
@@ -20,6 +22,8 @@ import typer.core
 from .cli.output import error_object, error_text, print_json
 from .cli.told import is_first_to_tell
 from .errors import InputError, MixmeshError
+
+INTERRUPTED = 130
 
 # click's own, which versions of typer import from different places
 UsageError: type[Any] = typer.BadParameter.__mro__[1]
@@ -102,10 +106,14 @@ def execute(arguments: Sequence[str], run: Callable[[Sequence[str]], int] = run)
         print(f"mixmesh {_version()}")
         return 0
     try:
-        return run(arguments)
+        status = run(arguments)
+        if status == INTERRUPTED:  # typer turns the interrupt into the status
+            print("interrupted", file=sys.stderr)
+        return status
     except UsageError as error:
         error.show(file=sys.stderr)
-        return _fail(InputError(error.format_message()), as_json)
+        command = error.ctx.command_path if error.ctx is not None else "mixmesh"
+        return _fail(InputError(error.format_message(), hint=f"{command} --help"), as_json)
     except MixmeshError as error:
         if debug:
             traceback.print_exc()
@@ -116,7 +124,7 @@ def execute(arguments: Sequence[str], run: Callable[[Sequence[str]], int] = run)
         return _fail(error, as_json)
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:  # the reader of the pipe, such as head, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -124,6 +132,8 @@ def execute(arguments: Sequence[str], run: Callable[[Sequence[str]], int] = run)
         if debug:
             traceback.print_exc()
         text = bug_text(error)
+        if isinstance(error, OSError) and error.errno == ENOSPC:  # of stdout, or of PyTorch's own files
+            text = f"a file, or what the command prints, cannot be written: {error}"
         print(text, file=sys.stderr, flush=True)
         return _fail(MixmeshError(text), as_json)
 
@@ -160,6 +170,11 @@ def _version() -> str:
 
 def main() -> None:
     """The console entry point."""
+    if sys.stderr is None:  # closed by the shell: what is for stderr must not go to stdout
+        sys.stderr = open(os.devnull, "w")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a name from a file may have letters that a terminal lacks
+            stream.reconfigure(errors="backslashreplace")
     sys.exit(execute(sys.argv[1:]))
 
 

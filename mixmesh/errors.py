@@ -19,6 +19,9 @@ An error says what is wrong, what was expected and what was got, where, and what
 
 from __future__ import annotations
 
+import os
+import shlex
+
 
 class MixmeshError(Exception):
     """An error with a place and a next step.
@@ -65,6 +68,19 @@ class MixmeshError(Exception):
         # exceptions with keyword-only arguments do not pickle by themselves; workers send theirs home
         state = dict(expected=self.expected, got=self.got, where=self.where, hint=self.hint, ranks=self.ranks)
         return (_rebuild, (type(self), self.message, state))
+
+
+def unwritable(
+    what: str, path: object, error: OSError, kind: type[MixmeshError] | None = None
+) -> MixmeshError:
+    """The error of a file that cannot be written; ``what`` names it: "the report"."""
+    folder = os.path.dirname(str(path)) or "."
+    return (kind or InputError)(
+        f"cannot write {what}: {error.strerror}",
+        expected="a file in a folder that is there and may be written to",
+        where=str(path),
+        hint="" if os.path.isdir(folder) else f"mkdir -p {shlex.quote(folder)}",
+    )
 
 
 def _rebuild(kind: type[MixmeshError], message: str, state: dict) -> MixmeshError:

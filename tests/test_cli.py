@@ -80,6 +80,22 @@ def test_show(run, folder):
     assert "planned by ddp-even" in out and "0.5000" in out
 
 
+def test_show_reads_a_pipe(folder):
+    """As in ``mixmesh show <(git show HEAD:x.plan)``: there is nothing to read a second time."""
+    text = (folder / "ddp-even.plan").read_text()
+    done = subprocess.run(
+        [python(), "-m", "mixmesh", "show", "/dev/stdin"], input=text, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stdout.startswith("program mlp "), done.stderr
+
+
+def test_letters_that_a_terminal_lacks_are_escaped(folder):
+    text = (folder / "ddp-even.plan").read_text()
+    (folder / "umlaut.plan").write_text(re.sub('cluster_name = ".*"', 'cluster_name = "Kästen"', text))
+    done = mixmesh("show", "umlaut.plan", cwd=folder, PYTHONIOENCODING="ascii")
+    assert done.returncode == 0 and "K\\xe4sten" in done.stdout, done.stderr
+
+
 def test_diff(run):
     out = run("diff ddp-even.plan fsdp-even.plan")
     assert "--- ddp-even.plan" in out and "\n+  " in out and " = all_gather(%up.weight" in out

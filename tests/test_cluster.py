@@ -151,6 +151,23 @@ BAD = [
     ),
     (ONE + "link_gbit = 10", "machine[0].link_gbit", ["unknown key", "link_gbit_per_s?"]),
     ("nam = 'x'\n" + ONE, "nam", ["unknown key", "did you mean name?"]),
+    (NETWORK.replace("latency_us", "latency_ms") + ONE, "network.latency_ms", ["latency_us = 30000?"]),
+    (NETWORK.replace("_gbit_", "_mbit_") + ONE, "network.bandwidth_mbit_per_s", ["gbit_per_s = 0.01?"]),
+    (NETWORK.replace("10", "1e20") + ONE, "network.bandwidth_gbit_per_s", ["above 0, of 1e-15 to 1e15"]),
+    (ONE + "\nbandwidth_gbit_per_s = 10", "machine[0].bandwidth_gbit_per_s", ["is a key of [network]"]),
+    (ONE + "\nlinks = [{ devices = [0] }]", "machine[0].links[0].devices", ["two or more", "got      [0]"]),
+    (ONE + "\nlinks = [{ devices = [0, -1] }]", "machine[0].links[0].devices[1]", ["[0, 1]", "got      -1"]),
+    (
+        with_device("{ device = 'T4-16GB', memory_gb = 8 }"),
+        "machine[1].devices[0].memory_gb",
+        ["memory_gib = 8?"],
+    ),
+    (
+        with_device("{ device = 'T4-16GB', fp16_tflops = 8 }"),
+        "machine[1].devices[0].fp16_tflops",
+        ["mean half_"],
+    ),
+    (with_device("{ efficiency = ['product'] }"), "machine[1].devices[0].efficiency[0]", ["a list of rows"]),
     (with_device("'V100-16'"), "machine[1].devices[0]", ["unknown device", '"V100-16GB"']),
     (with_device("'v100-16gb'"), "machine[1].devices[0]", ["unknown device", '"V100-16GB"']),
     (with_device("'abacus'"), "machine[1].devices[0]", ["unknown device", "tflop_per_s = ..."]),
@@ -166,7 +183,12 @@ BAD = [
     (
         with_device("'T4-16GB', { device = 'T4-16GB', memory_gib = 12 }"),
         "machine[1].devices[1]",
-        ["differ in memory_bytes", "name = "],
+        [
+            "differ in memory_gib",
+            "memory_gib = 16, as machine[0].devices[0]",
+            "got      memory_gib = 12",
+            "name = ",
+        ],
     ),
 ]
 
@@ -181,6 +203,13 @@ def test_errors_point_at_the_key(text, path, words):
     for word in words:
         assert word in message
     assert "pydantic" not in message
+
+
+def test_a_merge_that_was_not_finished():
+    text = TWO_BOXES.replace("[network]", "<<<<<<< HEAD\nname = 'a'\n=======\n>>>>>>> other\n[network]")
+    with pytest.raises(ClusterError, match="nobody has chosen") as caught:
+        Cluster.parse(text, "c.toml")
+    assert caught.value.where.startswith("c.toml, line ") and caught.value.got == "<<<<<<< HEAD"
 
 
 @pytest.mark.parametrize(

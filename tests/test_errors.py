@@ -299,7 +299,24 @@ def test_a_plan_that_cannot_be_written(run, tmp_path, two):
     out = tmp_path / "nowhere" / "x.plan"
     arguments = ("plan", write_job(tmp_path), "--cluster", two, "--planner", "single", "--out", str(out))
     status, _, err = run(*arguments)
-    assert status == 2 and "cannot write the plan" in err
+    assert status == 2 and "cannot write the plan" in err and f"mkdir -p {out.parent}" in err
+
+
+@pytest.mark.parametrize("command", ["plan job.py --cluster c.toml --out", "report x.plan --out",
+                                     "detect --out", "calibrate --out"])  # fmt: skip
+def test_a_missing_folder_is_told_before_the_work(command, run):
+    """The job, the cluster and the plan of these commands are not even looked for."""
+    status, _, err = run(*command.split(), "nowhere/x")
+    assert status == 2 and "cannot write the " in err and "mkdir -p nowhere" in err
+
+
+def test_profile_and_tune_say_how_to_describe_the_cluster(run, monkeypatch):
+    monkeypatch.delenv("MIXMESH_CLUSTER", raising=False)
+    for command in ("profile", "tune"):
+        status, _, err = run(command, "job.py", "--out", "x")
+        assert (
+            status == 2 and "mixmesh detect --out C.toml" in err and "job.py --cluster C.toml --out x" in err
+        )
 
 
 @pytest.fixture
@@ -389,7 +406,7 @@ def test_an_interrupt(monkeypatch, plan, capsys):
 
     monkeypatch.setattr(mixmesh.cli.show.Plan, "load", interrupt)
     assert execute(["show", str(plan)]) == 130
-    assert "Traceback" not in capsys.readouterr().err
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_good_file_is_good(tmp_path):

@@ -140,6 +140,34 @@ def test_the_header_names_its_line(case):
     assert caught.value.where == "x.plan:4" and f"{key} = " in caught.value.expected
 
 
+MIXED = "<<<<<<< HEAD\n{0}\n=======\n{0}\n>>>>>>> other"
+DAMAGES = {
+    "merged header": ("planner =", MIXED.format("planner ="), "nobody has chosen", ":"),
+    "merged program": ("  ratio", MIXED.format("  ratio"), "nobody has chosen", ":"),
+    "mistyped": ("cluster_name", "clustr_name", "unknown key in the plan's header: 'clustr_name'", ":5"),
+    "twice": ("cluster_name", "planner", "Cannot overwrite a value", ":5"),
+    "no version": ("mixmesh_plan = 1\n", "", "another format", "x.plan"),
+    "version": ("mixmesh_plan = 1\n", "mixmesh_plan = 2\n", "another format", ":1"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_a_damaged_header_is_refused_with_its_line(case):
+    old, new, message, line = DAMAGES[case]
+    text = seeds.plans()[0][1]
+    assert old in text
+    with pytest.raises(PlanError, match=message) as caught:
+        Plan.parse(text.replace(old, new, 1), "x.plan")
+    error = caught.value
+    assert line in error.where and error.expected and error.got and error.hint
+
+
+def test_a_plan_from_an_editor_of_windows(tmp_path):
+    text = seeds.plans()[0][1]
+    (tmp_path / "x.plan").write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
+    assert Plan.load(tmp_path / "x.plan") == Plan.parse(text)
+
+
 def test_an_edited_program_is_checked_against_pytorch():
     text = seeds.plans()[0][1]
     assert not Plan.parse(text).edited
@@ -147,6 +175,14 @@ def test_an_edited_program_is_checked_against_pytorch():
         check_loaded(Plan.parse(text.replace("aten.gelu(%linear", "aten.gelu(%linear, 3", 1)))
     edited = Plan.parse(text.replace("aten.gelu", "aten.relu", 1))
     assert edited.edited and Plan.parse(str(edited)).edited
+
+
+def test_a_merged_profile_names_its_line(tmp_path):
+    path = tmp_path / "p.json"
+    path.write_text(MIXED.format(seeds.profile()))
+    with pytest.raises(InputError, match="nobody has chosen") as caught:
+        Profile.load(path)
+    assert caught.value.where == f"{path}:1" and caught.value.got == "<<<<<<< HEAD"
 
 
 def test_a_profile_of_nonsense_is_refused(tmp_path):

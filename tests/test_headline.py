@@ -53,6 +53,11 @@ def test_a_bound_is_never_rounded_up(plan, cluster):
     assert " 15x of the fastest device alone" in headline(with_baselines(plan, {"single": 99.0}), many)
 
 
+def test_an_edited_step_of_nothing_is_compared_with_nothing(plan, cluster):
+    edited = replace(with_baselines(plan, {"single": 1.0}), predicted_step_s=0.0)
+    assert headline(edited, cluster).endswith(", 0 us")
+
+
 def test_one_device_is_compared_with_nothing():
     one = Cluster.parse(DEVICES.replace("{ cpu_share = 0.25 }, { cpu_share = 0.2 }", ""))
     job = load_job(str(ROOT / "examples/gpt.py"))

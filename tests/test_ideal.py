@@ -151,6 +151,14 @@ def test_equal_devices_share_all_of_it():
     assert make_plan(model, one.cluster).predicted_step_s == pytest.approx(least_s(Choices(model, one)))
 
 
+@pytest.mark.parametrize("times", [1e3, 1e7, 1e12])
+def test_a_device_that_is_far_slower_takes_nothing_of_it(times):
+    """Figures of a mistaken unit leave the bound that the other devices have, and not one of 0."""
+    seconds = np.random.default_rng(0).random((12, 1)) * [[1.0, times]]
+    others_s = seconds[:, 0].sum()
+    assert (1 - 2 / times) * others_s <= bound_s(seconds, np.array([1, 1])) <= others_s
+
+
 def test_repeated_blocks_count_as_often_as_they_are():
     model = graph_of("gpt")
     costs = CostModel(random_cluster(1))

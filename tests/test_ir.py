@@ -79,7 +79,7 @@ WRONG = {
     "two axes": ("f32[6, 8] R", "f32[6, 8] (R, R)", 5, "(R, R)", "unexpected '('"),
     "shares": ("[0.5, 0.3, 0.2]", "[0.5, 0.5]", 2, "0.5, 0.5", "2 shares for 3 ranks"),
     "sum": ("[0.5, 0.3, 0.2]", "[0.5, 0.5, 0.2]", 2, "0.5, 0.5", "shares that sum to 1.2"),
-    "sign": ("[0.5, 0.3, 0.2]", "[1.2, -0.4, 0.2]", 2, "1.2", "shares that sum to 1"),
+    "sign": ("[0.5, 0.3, 0.2]", "[1.2, -0.4, 0.2]", 2, "1.2", "a share of 1.2"),
     "character": ("aten.relu(", "aten.relu?(", 8, "?", "unexpected '?'"),
     "bracket": ("aten.relu(%h.r)", "aten.relu(%h.r", 8, ": f32[20, 6] R", "unexpected ':'"),
     "world": ("world=3", "world=x", 1, "x {", "unexpected 'x'"),

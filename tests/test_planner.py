@@ -43,6 +43,16 @@ def clusters(draw) -> Cluster:
     return Cluster.parse('name = "drawn"\n' + head + "\n".join(machines) + "\n")
 
 
+def test_the_fastest_device_alone_counts_its_optimizer():
+    """Or else a plan on one device would be called faster than the fastest device alone."""
+    figures = "memory_gib = 8, memory_gbyte_per_s = 300"
+    where = Cluster.parse(
+        f"[[machine]]\ndevices = [{{ name = 'a', tflop_per_s = 10, optimizer_ps_per_byte = 1e6, {figures} }},"
+        f"{{ name = 'b', tflop_per_s = 9, {figures} }}]"
+    )
+    assert support(make_plan(SMALL, where, planner="single").program.shares) == (1,)
+
+
 @settings(deadline=None, max_examples=25)
 @given(clusters(), st.sampled_from([SMALL, ATTENTION]))
 def test_auto_is_never_slower_than_a_candidate(where, model):

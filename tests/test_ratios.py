@@ -12,7 +12,7 @@ from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel, Curve, DeviceProfile, OpMeasurement, Profile, device_key, op_key
 from mixmesh.cost.calls import is_computation
 from mixmesh.errors import Infeasible
-from mixmesh.lang.ir import even_ratio, make_ratio
+from mixmesh.lang.ir import even_ratio, make_ratio, ratio_of_speeds, support
 from mixmesh.lang.optimizer_states import ADAM
 from mixmesh.lang.rules import call_of
 from mixmesh.search.baselines import data_parallel, fully_sharded
@@ -123,6 +123,13 @@ def test_shares_follow_speed_where_compute_is_all():
     assert ratio == pytest.approx((0.8, 0.2), abs=0.01)
     lp = ratio_program(program, costs, (0, 1), optimizer_states=ADAM, headroom=0.05)
     assert solve(lp).objective > 10 and len(phases(program, costs, (0, 1))) == 1
+
+
+def test_the_slowest_device_keeps_a_share():
+    """A ratio of a set of devices names all of them: one without a share makes it the ratio of another
+    set."""
+    assert support(ratio_of_speeds([1e-6, 1e3, 1e-6, 1e-6], (0, 1, 3))) == (0, 1, 3)
+    assert ratio_of_speeds([1.0, 3.0, 2.0], (0, 1)) == (0.75, 0.25, 0.0)
 
 
 def test_phases_end_where_ranks_wait():

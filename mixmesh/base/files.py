@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,17 +12,24 @@ PACKAGE = Path(__file__).absolute().parents[1]  # the folder of mixmesh's own mo
 
 
 def read_text(path: str | Path, max_bytes: int) -> str:
-    """Returns the text of a file. Raises OSError if it cannot be read, ValueError if it is too large or no
-    text."""
+    """Returns the text of a file, without the mark that some editors put at its beginning. Raises OSError if
+    it cannot be read, ValueError if it is too large or no text."""
     with Path(path).open("rb") as file:
         raw = file.read(max_bytes + 1)
     if len(raw) > max_bytes:
         raise ValueError(f"it is larger than {max_bytes} bytes")
     try:
-        text = raw.decode()
+        text = raw.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise ValueError("it is not text") from None
     return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def merge_mark(text: str) -> tuple[int, str] | None:
+    """Returns the first line, with its number, that git wrote where two versions of a text differ and nobody
+    has chosen yet; None without one."""
+    match = re.search(r"^(?:<{7}|>{7})(?: .*)?$", text, re.MULTILINE)
+    return None if match is None else (text.count("\n", 0, match.start()) + 1, match[0])
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import InputError
+from ..errors import unwritable
 from .files import write_text
 
 STREAMS = ("compute", "communication")
@@ -198,7 +198,7 @@ def save_trace(trace: dict[str, Any], path: str | Path) -> None:
     try:
         write_text(path, json.dumps(trace, allow_nan=False))
     except OSError as error:
-        raise InputError(f"cannot write the timeline: {error.strerror}", where=str(path)) from None
+        raise unwritable("the timeline", path, error) from None
 
 
 # --- two timelines compared -------------------------------------------------------------------------------

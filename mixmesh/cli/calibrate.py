@@ -14,7 +14,7 @@ import typer
 from ..base.progress import tell
 from ..cluster.device_file import Calibration, Fit
 from ..errors import InputError
-from .output import Json, print_json, seconds, size, table
+from .output import Json, check_folder_of, print_json, seconds, size, table
 
 if TYPE_CHECKING:
     import torch
@@ -46,8 +46,7 @@ def calibrate(
 ) -> None:
     """Measure one device of a kind, nothing of a job: plans on clusters that have such devices then rest on
     it. The device should be idle."""
-    if out is not None and not out.parent.is_dir():
-        raise InputError("the device file cannot be written", where=str(out), got=f"no folder {out.parent}")
+    check_folder_of(out, "the device file")
     from ..measure.calibration import calibrate as measure
 
     with telling_steps() as steps:

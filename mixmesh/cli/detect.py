@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
+from ..base.files import write_text
 from ..base.progress import telling
-from ..errors import InputError
-from .output import Json, print_json
+from ..errors import unwritable
+from .output import Json, check_folder_of, print_json
 
 
 def detect(
@@ -20,8 +21,7 @@ def detect(
     as_json: Json = False,
 ) -> None:
     """Find the devices and links of a cluster: one process per device, under torchrun or in the testbed."""
-    if out is not None and not out.parent.is_dir():
-        raise InputError("the cluster file cannot be written", where=str(out), got=f"no folder {out.parent}")
+    check_folder_of(out, "the cluster file")
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     from ..cluster.detection import detect as find
     from ..measure.testbed import enter_device, leave_device
@@ -37,9 +37,9 @@ def detect(
     text = cluster.to_toml()
     if out is not None:
         try:
-            out.write_text(text)
+            write_text(out, text)
         except OSError as error:
-            raise InputError(f"cannot write the cluster file: {error.strerror}", where=str(out)) from None
+            raise unwritable("the cluster file", out, error) from None
     if as_json:
         machines = [
             {"name": machine.name, "devices": [device.name for device in machine.devices]}

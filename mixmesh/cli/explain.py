@@ -59,7 +59,7 @@ def explain(
         explanation = explain_tensor(
             loaded, described, tensor, profile=load_profile(profile), all_layers=all_layers
         )
-    lines = plan.read_text().split("\n")
+    lines = loaded.text.split("\n")
     if as_json:
         print_json(explanation_object(explanation, lines))
     else:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from errno import ENOENT
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..base.units import seconds_text, size_text
-from ..errors import MixmeshError
+from ..errors import MixmeshError, unwritable
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
 
@@ -32,6 +35,13 @@ def error_text(error: MixmeshError) -> str:
     hint = tuple(map(with_options, error.hint))
     shown = MixmeshError(error.message, expected=error.expected, got=error.got, where=error.where, hint=hint)
     return f"{type(error).__name__}: {shown}"
+
+
+def check_folder_of(path: Path | None, what: str, kind: type[MixmeshError] | None = None) -> None:
+    """Raises the error of a file that cannot be written, ahead of work that takes long, where its folder is
+    not there."""
+    if path is not None and not path.parent.is_dir():
+        raise unwritable(what, path, FileNotFoundError(ENOENT, os.strerror(ENOENT)), kind)
 
 
 def error_object(error: MixmeshError) -> dict[str, Any]:

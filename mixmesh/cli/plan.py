@@ -11,10 +11,11 @@ import typer
 from ..cluster import Cluster
 from ..cost import UNMEASURED, check_unmeasured
 from ..cost.calls import is_computation
+from ..errors import PlanError
 from ..lang.ir import Program, print_program, regions, stages_of
 from ..lang.plan_file import Plan
 from ..passes.zero import zero_stage
-from .output import Json, print_json, seconds, size, table, working
+from .output import Json, check_folder_of, print_json, seconds, size, table, working
 
 if TYPE_CHECKING:
     from ..frontend.job import Job
@@ -85,6 +86,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Find the fastest program for a job on a cluster, and print what it does and what it would take."""
+    check_folder_of(out, "the plan", PlanError)
     described = Cluster.load(cluster)
     options = PlanOptions(planner, profile, search_s, exact_s, tuple(unmeasured or ()), batch_norm)
     _, _, planned = plan_job(job, described, options, weights=False)

@@ -11,7 +11,7 @@ import typer
 from ..base.progress import telling
 from ..cluster import Cluster
 from ..errors import InputError
-from .output import Json, print_json
+from .output import Json, check_folder_of, print_json
 from .plan import BatchNorm, JobName
 from .testbed import CLUSTER_VARIABLE
 
@@ -99,10 +99,17 @@ def on_every_device(
     writes to ``out``. Raises InputError."""
     cluster_path = cluster or os.environ.get(CLUSTER_VARIABLE)
     if cluster_path is None:
-        raise InputError(f"{command} needs to know the cluster", expected="--cluster C.toml")
+        raise InputError(
+            f"{command} needs to know the cluster",
+            expected="--cluster C.toml, or the testbed's own",
+            got="no --cluster",
+            hint=(
+                "torchrun --nproc-per-node N -m mixmesh detect --out C.toml, on every machine",
+                f"then the same with -m mixmesh {command} {job} --cluster C.toml --out {out}",
+            ),
+        )
     described = Cluster.load(cluster_path)
-    if not out.parent.is_dir():
-        raise InputError(f"the {writes} cannot be written", where=str(out), got=f"no folder {out.parent}")
+    check_folder_of(out, f"the {writes}")
     return described, check_launch(command, job, described, cluster_path, out)
 
 

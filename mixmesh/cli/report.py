@@ -13,7 +13,7 @@ from ..errors import InputError
 from ..lang.check import check_loaded
 from ..lang.plan_file import Plan
 from .explain import cluster_of
-from .output import Json, print_json
+from .output import Json, check_folder_of, print_json
 from .plan import ProfileFile
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ def report(
     from ..explain.report import bench_page, run_page, save_page
     from ..explain.report.recognise import EXPECTED, Bench, Run, recognise
 
+    check_folder_of(out, "the report")
     if len(given) > 2:
         raise InputError("a page shows one or two", expected=EXPECTED, got=f"{len(given)} of them")
     recognised = [recognise(path) for path in given]

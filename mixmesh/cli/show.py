@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from math import inf
 from pathlib import Path
 from typing import Annotated
 
@@ -30,7 +31,7 @@ def show(
     if step:
         print(_step_text(loaded))
         return
-    lines = plan.read_text().split("\n")
+    lines = loaded.text.split("\n")
     start = next(n for n, line in enumerate(lines) if line.startswith("program "))
     print("\n".join(lines[start:]))
     print(summary(loaded))
@@ -77,7 +78,7 @@ def changes(a: Plan, b: Plan) -> list[str]:
         ("predicted memory", _sizes(a), _sizes(b)),
     ]
     out = [f"{name:<17} {x}  ->  {y}" for name, x, y in pairs if x != y]
-    if a.predicted_step_s > 0 and a.predicted_step_s != b.predicted_step_s:
+    if 0 < a.predicted_step_s < inf and a.predicted_step_s != b.predicted_step_s:
         out.append(f"{'step':<17} {b.predicted_step_s / a.predicted_step_s:.3f} of the first")
     return out
 

@@ -55,7 +55,7 @@ from ..base.units import (
     size_text,
 )
 from ..errors import ClusterError
-from .device import Device, device_of, device_toml, first, require_positive
+from .device import Device, device_of, device_pairs, device_toml, first, require_positive
 from .file import ClusterTable, MachineTable, machine_name, read_tables
 from .toml import toml_string
 
@@ -401,16 +401,17 @@ def _check_types_agree(cluster: Cluster, tables: ClusterTable, where: str) -> No
     seen: dict[str, tuple[str, Device]] = {}
     for key, device in zip(keys, cluster.devices):
         other_key, other = seen.setdefault(device.name, (key, device))
-        for field in (f.name for f in dataclasses.fields(Device)):
-            one, two = getattr(other, field), getattr(device, field)
-            if one != two:
-                raise ClusterError(
-                    f'two devices are named "{device.name}" but differ in {field}',
-                    expected=f"{one}, as {other_key} has",
-                    got=f"{two}",
-                    where=f"{where}: {key}",
-                    hint=f'give one of them a name of its own: name = "{device.name}-b"',
-                )
+        if other == device:
+            continue
+        one, two = device_pairs(other), device_pairs(device)
+        figure = next(name for name in {**one, **two} if one.get(name) != two.get(name))
+        raise ClusterError(
+            f'two devices are named "{device.name}" but differ in {figure}',
+            expected=f"{figure} = {one[figure]}, as {other_key} has" if figure in one else f"no {figure}",
+            got=f"{figure} = {two[figure]}" if figure in two else f"no {figure}",
+            where=f"{where}: {key}",
+            hint=f'give one of them a name of its own: name = "{device.name}-b"',
+        )
 
 
 def _inside_toml(machine: Machine) -> list[str]:

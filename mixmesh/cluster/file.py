@@ -24,6 +24,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from ..base.files import merge_mark
 from ..errors import ClusterError
 from .catalogue import CATALOGUE, rows_named
 from .classes import ROWS
@@ -42,9 +43,11 @@ def _number(accepts: Callable[[Decimal], bool], expected: str) -> BeforeValidato
         if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
             raise _problem(expected)
         number = Decimal(value)
-        # the bounds keep a mistyped exponent from becoming an infinite rate
-        if not number.is_finite() or not accepts(number) or (number and not -15 <= number.adjusted() <= 15):
+        if not number.is_finite() or not accepts(number):
             raise _problem(expected)
+        # the bounds keep a mistyped exponent from becoming an infinite rate
+        if number and not -15 <= number.adjusted() <= 15:
+            raise _problem(f"{expected}, of 1e-15 to 1e15")
         return number
 
     return BeforeValidator(check)
@@ -66,7 +69,8 @@ def _efficiency_row(row: list[Any]) -> list[Any]:
         raise _problem('rows of a class, a dtype, a share and a ramp in us: ["product", "tf32", 0.7, 5]')
     if tuple(row[:2]) not in ROWS:
         raise _problem(
-            "one of " + ", ".join(f"{name} {dtype}" for name, dtype in ROWS), hint="see the reference"
+            "one of " + ", ".join(f"{name} {dtype}" for name, dtype in ROWS),
+            hint='efficiency = [["product", "tf32", 0.7, 5]]: class, dtype, share of the peak, ramp in us',
         )
     share, ramp_us, backward = (*numbers, Decimal(1))[:3]
     if not (0 < share <= 2 and 0 <= ramp_us <= 10**6 and 0 < backward <= 100):
@@ -176,6 +180,15 @@ def read_tables(text: str, where: str) -> ClusterTable:
 
 def checked(schema: type[T], text: str, where: str) -> T:
     """The tables of TOML text by a schema; ``where`` names the text in errors. Raises ``ClusterError``."""
+    mark = merge_mark(text)
+    if mark is not None:
+        raise ClusterError(
+            "two versions of the file were merged, and nobody has chosen between them",
+            expected="one version of every line",
+            got=mark[1],
+            where=f"{where}, line {mark[0]}",
+            hint="git checkout --ours FILE, or --theirs, or edit it",
+        )
     try:
         raw = tomllib.loads(text, parse_float=Decimal)
     except (ValueError, ArithmeticError, RecursionError) as error:
@@ -274,29 +287,94 @@ def _schema_error(error: ValidationError, where: str, schema: type[BaseModel]) -
 def _explain(problem: ErrorDetails, schema: type[BaseModel]) -> tuple[str, str, str]:
     """The message, what was expected and what to try, for one of pydantic's errors."""
     kind, path, context = problem["type"], key_path(problem["loc"]), problem.get("ctx", {})
-    last = str(problem["loc"][-1]) if problem["loc"] else ""
+    names = [part for part in problem["loc"] if isinstance(part, str)]
+    last, owner = names[-1] if names else "", names[-2] if len(names) > 1 else ""
     if kind == "mixmesh":
         return context["message"] or f"{path} is not usable", context["expected"], context["hint"]
     if kind == "extra_forbidden":
         keys = _keys_at(problem["loc"], schema)
-        near = _closest(last, keys)
-        return (
-            f'unknown key "{last}"',
-            "one of " + ", ".join(keys),
-            f"did you mean {near[0]}?" if near else "",
-        )
+        hint = _meant(last, problem["input"], keys, schema)
+        return f'unknown key "{last}"', "one of " + ", ".join(keys), hint
     if last == "machine":
         message = "machine is not a list of tables" if kind == "list_type" else "no machines"
         return message, "at least one [[machine]] table", '[[machine]] with devices = ["V100-16GB"]'
-    if last == "devices":
+    if last == "devices" and owner != "links":
         message = f"{path} is not a list" if kind == "list_type" else f"{path[:-8]} has no devices"
         return message, "a list of at least one device", 'devices = ["V100-16GB"]'
+    known = [_EXPECTED[key] for key in (path, f"{owner}.{last}", last) if key in _EXPECTED]
     if kind == "missing":
-        return f"{path} is missing", _EXPECTED.get(last, "a value"), ""
-    return f"{path} is not usable", _EXPECTED.get(path) or _EXPECTED.get(last, problem["msg"]), ""
+        return f"{path} is missing", known[0] if known else "a value", ""
+    return f"{path} is not usable", known[0] if known else problem["msg"], ""
 
+
+def _meant(key: str, value: Any, keys: tuple[str, ...], schema: type[BaseModel]) -> str:
+    """What to write for an unknown key: the key of this table that is nearly that, or that takes the quantity
+    in another unit; or the table that has this key."""
+    for unit, (ours, factor) in _UNITS.items():
+        known = key.lower().removesuffix(unit) + ours
+        if key.lower().endswith(unit) and known in keys:
+            is_number = isinstance(value, int | Decimal) and not isinstance(value, bool)
+            return f"did you mean {known}" + (f" = {(value * factor).normalize():f}?" if is_number else "?")
+    if key.lower() in _ALIASES and _ALIASES[key.lower()] in keys:
+        return f"did you mean {_ALIASES[key.lower()]}?"
+    near = _closest(key, keys)
+    place = next((place for table, place in _PLACES.items() if key in table.model_fields), "")
+    if place and schema is ClusterTable and not (near and _is_close(key, near[0])):
+        return f"{key} is a key of {place}"
+    return f"did you mean {near[0]}?" if near else ""
+
+
+def _is_close(key: str, other: str) -> bool:
+    is_part = other.startswith(key) or key.endswith(other)
+    return is_part or difflib.SequenceMatcher(None, key, other).ratio() >= 0.8
+
+
+# endings of keys in other units than ours: our ending, and how many of our units one is. GB of memory are GiB
+_UNITS = {
+    unit: (ours, Decimal(factor))
+    for unit, ours, factor in (
+        ("_mbit_per_s", "_gbit_per_s", "0.001"),
+        ("_mbps", "_gbit_per_s", "0.001"),
+        ("_gbps", "_gbit_per_s", "1"),
+        ("_gb_per_s", "_gbyte_per_s", "1"),
+        ("_gbyte_per_s", "_gbit_per_s", "8"),
+        ("_mbyte_per_s", "_gbit_per_s", "0.008"),
+        ("_tb_per_s", "_gbyte_per_s", "1000"),
+        ("_tbyte_per_s", "_gbyte_per_s", "1000"),
+        ("_gb", "_gib", "1"),
+        ("_mb", "_gib", "0.0009765625"),
+        ("_mib", "_gib", "0.0009765625"),
+        ("_ms", "_us", "1000"),
+        ("_ns", "_us", "0.001"),
+        ("_tflops", "_tflop_per_s", "1"),
+        ("_gflop_per_s", "_tflop_per_s", "0.001"),
+    )
+}
+_ALIASES = {
+    "tflops": "tflop_per_s",
+    "fp32_tflops": "tflop_per_s",
+    "fp32_tflop_per_s": "tflop_per_s",
+    "fp16_tflops": "half_tflop_per_s",
+    "fp16_tflop_per_s": "half_tflop_per_s",
+    "bf16_tflops": "half_tflop_per_s",
+    "bf16_tflop_per_s": "half_tflop_per_s",
+    "gpu": "device",
+    "gpus": "devices",
+    "vram_gb": "memory_gib",
+    "vram_gib": "memory_gib",
+}
+_PLACES: dict[type[BaseModel], str] = {
+    NetworkTable: "[network]",
+    MachineTable: "[[machine]]",
+    DeviceTable: "a table in devices: { device = ..., ... }",
+    LinkTable: "a table in links: { devices = [0, 1], ... }",
+}
 
 _EXPECTED = {
+    "links.devices": "numbers of two or more of the machine's devices: [0, 1]",
+    "links.gbit_per_s": "a finite number above 0",
+    "efficiency": 'a list of rows: [["product", "tf32", 0.7, 5]]',
+    "calibrated": "a date, as mixmesh detect writes it",
     "bandwidth_gbit_per_s": "a finite number above 0",
     "latency_us": "a finite number, 0 or more",
     "name": "a string that is not empty",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import pydantic
 
-from ..base.files import read_text, write_text
+from ..base.files import merge_mark, read_text, write_text
 from ..cluster import Cluster, Device, Machine
 from ..errors import InputError
 from ..lang.ir import Placement, Shard, refs
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 else:
     _Collective = Literal[COLLECTIVES]  # the words of a table
 FORMAT = 2
+EXPECTED = "the JSON file that `mixmesh profile` writes"
+AGAIN = "mixmesh profile JOB --cluster C.toml --out P.json"
 MAX_BYTES = 256 * 2**20  # limit of a file: it has one line per operator and kind of device
 FIRST_SIZES_BYTES = (2**12, 2**24)  # the lines of version 1 were fitted to these
 # limits far from any real device or link, and small enough that sums and products of them stay finite
@@ -195,7 +197,18 @@ class Profile:
             text = read_text(path, MAX_BYTES)
         except (OSError, ValueError) as err:
             reason = getattr(err, "strerror", None) or str(err)
-            raise InputError(f"cannot read the profile: {reason}", where=str(path)) from None
+            raise InputError(
+                f"cannot read the profile: {reason}", where=str(path), expected=EXPECTED, hint=AGAIN
+            ) from None
+        mark = merge_mark(text)
+        if mark is not None:
+            raise InputError(
+                "two versions of the profile were merged, and nobody has chosen between them",
+                where=f"{path}:{mark[0]}",
+                expected="one version of every measurement",
+                got=mark[1],
+                hint=("git checkout --ours FILE, or --theirs", f"or measure again: {AGAIN}"),
+            )
         version = _version(text, path)
         try:
             file = (_FirstFile if version == 1 else _File).model_validate_json(text)
@@ -205,9 +218,9 @@ class Profile:
             raise InputError(
                 "this is not a profile",
                 where=f"{path}: {place}" if place else str(path),
-                expected="the JSON file that `mixmesh profile` writes",
+                expected=EXPECTED,
                 got=first["msg"],
-                hint="mixmesh profile JOB --cluster C.toml --out P.json",
+                hint=AGAIN,
             ) from None
         devices = {
             name: DeviceProfile(
@@ -312,7 +325,7 @@ def _version(text: str, path: str | Path) -> int:
             where=str(path),
             expected=f"version {FORMAT} or 1",
             got=f"version {version}",
-            hint="mixmesh profile JOB --cluster C.toml --out P.json",
+            hint=AGAIN,
         )
     return version
 

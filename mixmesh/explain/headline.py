@@ -31,7 +31,7 @@ def headline(plan: Plan, cluster: Cluster) -> str:
     parts += [
         f"{times_text(min(steps_s[name] / plan.predicted_step_s, most.get(name, inf)))} of {words}"
         for name, words in BASELINES
-        if name in steps_s and name != plan.planner and cluster.world_size > 1
+        if name in steps_s and name != plan.planner and cluster.world_size > 1 and plan.predicted_step_s
     ]
     return f"{devices}: {', '.join(parts)}"
 

@@ -10,12 +10,12 @@ import hashlib
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
-from ..base.files import read_text, write_text
-from ..errors import PlanError
+from ..base.files import merge_mark, read_text, write_text
+from ..errors import PlanError, unwritable
 from .ir import (
     Program,
     Returned,
@@ -32,7 +32,7 @@ from .ir.bounds import MAX_TEXT_BYTES
 from .ir.local_norms import LOCAL
 from .optimizer_states import ADAM, OptimizerStates
 from .plan_devices import PlannedDevice, rows_of
-from .plan_header import check_per_rank, read_header
+from .plan_header import AGAIN, check_per_rank, read_header
 
 T = TypeVar("T")
 
@@ -132,6 +132,7 @@ class Plan:
     edited: bool = field(default=False, compare=False)
     notes: dict[int, str] = field(default_factory=dict, compare=False, repr=False)
     passes: tuple[PassResult, ...] = field(default=(), compare=False, repr=False)  # only of a new plan
+    text: str = field(default="", compare=False, repr=False)  # only of a plan from a file, which it is all of
 
     @property
     def is_bound_measured(self) -> bool:
@@ -161,7 +162,7 @@ class Plan:
         try:
             write_text(path, str(self))
         except OSError as err:
-            raise PlanError(f"cannot write the plan: {err.strerror}", where=str(path)) from None
+            raise unwritable("the plan", path, err, PlanError) from None
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -173,12 +174,21 @@ class Plan:
             raise PlanError(
                 f"cannot read the plan: {reason}",
                 where=str(path),
-                hint="mixmesh plan JOB --cluster C.toml --out X.plan",
+                hint=AGAIN,
             ) from None
         return cls.parse(text, str(path))
 
     @classmethod
     def parse(cls, text: str, where: str = "<plan>") -> Plan:
+        mark = merge_mark(text)
+        if mark is not None:
+            raise PlanError(
+                "two versions of the plan were merged, and nobody has chosen between them",
+                where=f"{where}:{mark[0]}",
+                expected="one program, and one header that belongs to it",
+                got=mark[1],
+                hint=("git checkout --ours FILE, or --theirs", f"or plan again: {AGAIN}"),
+            )
         lines = text.split("\n")
         start = next((n for n, line in enumerate(lines) if line.startswith("program ")), None)
         if start is None:
@@ -186,14 +196,15 @@ class Plan:
                 "this is not a plan",
                 where=where,
                 expected="a header and a line that begins with 'program'",
-                hint="mixmesh plan JOB --cluster C.toml --out X.plan",
+                hint=AGAIN,
             )
         above, below = "\n".join(lines[:start]), "\n".join(lines[start:])
         header = read_header(above, where, FORMAT)
         # blank lines keep the line numbers of the file
         program = parse_program("\n" * start + below, where)
         check_per_rank(header, above, where, program.world_size)
-        return _from_header(header, program, where, edited=header.get("program_digest") != digest(below))
+        edited = header.get("program_digest") != digest(below)
+        return replace(_from_header(header, program, where, edited=edited), text=text)
 
 
 # keys that every header has, named as the fields of a plan

@@ -5,6 +5,7 @@ Lists with one entry per rank are checked once the program, and with it the numb
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 import tomllib
@@ -17,6 +18,8 @@ from .plan_devices import is_row
 
 DEVICE_TYPES = ("cpu", "cuda", "xpu")  # that PyTorch casts on and has collectives for; cuda is ROCm's too
 SHOWN = 60  # characters of a value in an error
+AGAIN = "mixmesh plan JOB --cluster C.toml --out X.plan"
+UNDO = (f"undo the edit, or plan again: {AGAIN}",)
 
 
 class Row(NamedTuple):
@@ -131,6 +134,7 @@ ROWS: dict[str, Row] = {
         optional=True,
     ),
 }  # fmt: skip
+FORMAT_KEY = "mixmesh_plan"
 PER_RANK = ("predicted_peak_memory_bytes", "usable_bytes", "micro_batches", "devices")
 
 
@@ -139,13 +143,25 @@ def read_header(text: str, where: str, file_format: int) -> dict[str, Any]:
     try:
         header = tomllib.loads(text)
     except (ValueError, RecursionError) as err:
-        raise PlanError(f"the plan's header cannot be read: {_first_line(err)}", where=where) from None
-    if header.get("mixmesh_plan") != file_format:
+        raise _no_toml(text, where, err) from None
+    if header.get(FORMAT_KEY) != file_format:
+        got = f"{FORMAT_KEY} = {_shown(header[FORMAT_KEY])}" if FORMAT_KEY in header else "nothing"
         raise PlanError(
             "this plan was written in another format",
-            where=where,
-            expected=f"mixmesh_plan = {file_format}",
-            got=f"mixmesh_plan = {_shown(header.get('mixmesh_plan'))}",
+            where=f"{where}{_line_of(text, FORMAT_KEY)}",
+            expected=f"{FORMAT_KEY} = {file_format}",
+            got=got,
+            hint=AGAIN,
+        )
+    unknown = next((key for key in header if key not in ROWS and key != FORMAT_KEY), None)
+    if unknown is not None:
+        near = difflib.get_close_matches(unknown, ROWS, 1)
+        raise PlanError(
+            f"unknown key in the plan's header: {unknown!r}",
+            where=f"{where}{_line_of(text, unknown)}",
+            expected="one of " + ", ".join(ROWS),
+            got=unknown,
+            hint=(f"did you mean {near[0]}?",) if near else UNDO,
         )
     for key, row in ROWS.items():
         if key not in header and row.optional:
@@ -166,14 +182,32 @@ def check_per_rank(header: dict[str, Any], text: str, where: str, world_size: in
 
 
 def _refusal(text: str, where: str, key: str, expected: str, value: Any) -> PlanError:
-    match = re.search(rf"^\s*(\[\[)?{key}\b", text, re.MULTILINE)
-    line = "" if match is None else f":{text.count(chr(10), 0, match.end()) + 1}"
     return PlanError(
         f"missing or invalid field in the plan's header: {key!r}",
-        where=f"{where}{line}",
+        where=f"{where}{_line_of(text, key)}",
         expected=f"{key} = {expected}",
         got="nothing" if value is None else _shown(value),
-        hint="undo the edit, or plan again: mixmesh plan JOB --cluster C.toml --out X.plan",
+        hint=UNDO,
+    )
+
+
+def _line_of(text: str, key: str) -> str:
+    """The line of a key, as places name it; empty where the header does not have it."""
+    match = re.search(rf"^\s*(\[\[)?{re.escape(key)}\b", text, re.MULTILINE)
+    return "" if match is None else f":{text.count(chr(10), 0, match.end()) + 1}"
+
+
+def _no_toml(text: str, where: str, error: Exception) -> PlanError:
+    reason, _, place = (str(error).partition("\n")[0] or type(error).__name__).partition(" (at ")
+    at_line = re.match(r"line (\d+)", place)
+    lines = text.split("\n")
+    got = lines[int(at_line[1]) - 1] if at_line and int(at_line[1]) <= len(lines) else ""
+    return PlanError(
+        f"the plan's header cannot be read: {reason}",
+        where=f"{where}:{at_line[1]}" if at_line else where,
+        expected='TOML, for example  planner = "hap"',
+        got=_shown(got),
+        hint=UNDO,
     )
 
 
@@ -183,7 +217,3 @@ def _shown(value: Any) -> str:
     except ValueError:  # a number of thousands of digits
         text = "a number of too many digits"
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__

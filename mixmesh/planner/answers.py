@@ -76,8 +76,8 @@ def infeasible(task: Task, proposals: list[Proposal]) -> Infeasible:
         "no plan fits in memory",
         expected=f"at most {size_text(task.usable_bytes[rank])} usable on rank {rank} ({device.name})",
         got=f"{size_text(peak)} needed there by {closest.planner}, the candidate that comes closest; "
-        f"{size_text(constant)} of it are the process itself; largest tensor "
-        f"%{name}, {size_text(size)}",
+        f"{size_text(constant)} of it are the process itself; "
+        + (f"largest tensor %{name}, {size_text(size)}" if size else "the model's initial values pass by it"),
         hint=hint,
     )
 

@@ -10,14 +10,19 @@ from .passes import SEQUENCE
 from .proposal import Proposal
 from .task import Task
 
+NEAR = 1.5  # one device alone may be the fastest though it seems to take so many times as long as another
+
 
 def single(task: Task) -> Iterator[Proposal]:
-    """The fastest device, and the fastest with the most memory if that one is too small."""
-    seconds = device_seconds(task.graph, task.costs, choices=task.choices)
-    ranks = range(task.world_size)
-    for rank in dict.fromkeys(
-        (min(ranks, key=seconds.__getitem__), max(ranks, key=lambda r: (task.memory(r), -seconds[r])))
-    ):
+    """A device of each class that may be the fastest alone, and the fastest with the most memory if these are
+    too small."""
+    costs = task.costs
+    computing_s = device_seconds(task.graph, costs, choices=task.choices)
+    seconds = [s + costs.optimizer_s(rank, task.gradient_bytes) for rank, s in enumerate(computing_s)]
+    ranks = sorted(range(task.world_size), key=seconds.__getitem__)
+    firsts = {costs.class_of[rank]: rank for rank in reversed(ranks)}
+    near = [r for r in ranks if firsts[costs.class_of[r]] == r and seconds[r] <= NEAR * seconds[ranks[0]]]
+    for rank in dict.fromkeys((*near, max(ranks, key=lambda r: (task.memory(r), -seconds[r])))):
         yield task.judge("single", task.data_parallel(only(rank, task.world_size)))
 
 

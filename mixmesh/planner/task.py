@@ -28,6 +28,7 @@ from ..lang.ir import (
     lonely_norms,
     make_ratio,
     owned_type,
+    ratio_of_speeds,
     support,
 )
 from ..lang.ir.dtypes import dtype_conflicts, half_dtypes
@@ -36,7 +37,7 @@ from ..lang.optimizer_states import OptimizerStates
 from ..lang.rules import RULES, Units
 from ..passes.buckets import bucketings, numbered
 from ..passes.order import coalesced, levels_of_sums, most_saved_s
-from ..search.baselines import data_parallel, device_seconds, ratio_of_speeds
+from ..search.baselines import data_parallel, device_seconds
 from ..search.ratios import optimal_ratio, usable_bytes
 from ..search.synthesis import Choices, Found, Problem, emit
 from ..simulator import MicroBatches, Simulation

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 
 from ..cost import CostModel
-from ..lang.ir import REPLICATE, Graph, Program, Ratio, make_ratio
+from ..lang.ir import REPLICATE, Graph, Program, Ratio, make_ratio, ratio_of_speeds
 from ..lang.rules import Units
 from ..passes.zero import stored_by_owners
 from .synthesis import Choices, Found, Prices, Problem, emit, search
@@ -91,12 +91,6 @@ def proportional_ratio(graph: Graph, costs: CostModel) -> Ratio:
     """Shares of all devices in proportion to the speeds at which they run equal shares of this model."""
     world_size = costs.cluster.world_size
     return ratio_of_speeds(device_seconds(graph, costs, 1 / world_size), range(world_size))
-
-
-def ratio_of_speeds(seconds: Sequence[float], ranks: Collection[int]) -> Ratio:
-    """Shares of ``ranks`` in proportion to their speeds; ``seconds`` gives the time of each rank."""
-    chosen = frozenset(ranks)
-    return make_ratio([1 / max(s, 1e-12) if r in chosen else 0.0 for r, s in enumerate(seconds)])
 
 
 def only(rank: int, world_size: int) -> Ratio:

@@ -130,6 +130,27 @@ def test_cheap_commands_run(path, tmp_path, monkeypatch, capsys):
             assert execute(words_of(line)[1:]) == 0, (line, capsys.readouterr().err)
 
 
+def test_explain_prints_what_its_page_shows(tmp_path, monkeypatch, capsys):
+    """Sentences on the page end where its lines do, and ``...`` stands for lines that it leaves out."""
+    page = (ROOT / "docs/guide/explain.md").read_text()
+    monkeypatch.chdir(ROOT)
+
+    def run(line: str) -> None:
+        capsys.readouterr()
+        words = [str(tmp_path / word) if word.endswith(".plan") else word for word in line.split()]
+        assert execute(words[1:]) == 0
+
+    run("mixmesh plan examples/gpt.py --cluster examples/two-boxes.toml --out gpt.plan")
+    run(re.search(r"`(mixmesh plan [^`]*)`", page)[1] + " --out mixed.plan")
+    shown = [body[2:].splitlines() for _, body in FENCE.findall(page) if body.startswith("$ mixmesh explain")]
+    assert len(shown) == 2
+    for command, *lines in shown:
+        run(command)
+        printed = " ".join(capsys.readouterr().out.split())
+        for line in lines:
+            assert line.strip() == "..." or " ".join(line.split()) in printed, line
+
+
 def test_python_on_pages_is_python():
     wrong = []
     for path in PAGES:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...base.files import write_text
-from ...errors import InputError
+from ...errors import unwritable
 
 ASSETS = Path(__file__).parent / "assets"
 
@@ -33,7 +33,7 @@ def save_page(page: Page, path: str | Path) -> None:
     try:
         write_text(path, page_text(page))
     except OSError as error:
-        raise InputError(f"cannot write the report: {error.strerror}", where=str(path)) from None
+        raise unwritable("the report", path, error) from None
 
 
 def page_text(page: Page) -> str:

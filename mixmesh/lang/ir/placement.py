@@ -7,7 +7,7 @@ elements by ratio ``r``, rank j holds ``shard_sizes(size, r, unit)[j]`` elements
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
@@ -92,6 +92,14 @@ def make_ratio(shares: Iterable[float]) -> Ratio:
 
 def even_ratio(world_size: int) -> Ratio:
     return make_ratio([1.0] * world_size)
+
+
+def ratio_of_speeds(seconds: Sequence[float], ranks: Collection[int]) -> Ratio:
+    """Shares of ``ranks`` in proportion to their speeds, above zero for every one of them, however slow;
+    ``seconds`` gives the time of each rank."""
+    speeds = {rank: 1 / max(seconds[rank], 1e-12) for rank in ranks}
+    least = 2 * 10**-RATIO_DIGITS * sum(speeds.values())  # what rounding does not make zero
+    return make_ratio([max(speeds[r], least) if r in speeds else 0.0 for r in range(len(seconds))])
 
 
 @lru_cache(maxsize=4096)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 
+from ...base.units import plural
 from . import bounds
 from .graph import Arg, DType, Ref
 from .instruction import Instruction
@@ -90,9 +91,11 @@ class _Parser(Tokens):
         place = self.token[2]
         shares = self.separated("]", self.number)
         if len(shares) != world_size:
-            self.fail(place, f"{len(shares)} shares for {world_size} ranks", f"{world_size} shares")
-        if any(not 0 <= s <= 1 for s in shares) or abs(sum(shares) - 1) > 1e-3:
-            got = f"shares that sum to {sum(shares):g}"
+            got = f"{plural(len(shares), 'share')} for {plural(world_size, 'rank')}"
+            self.fail(place, got, plural(world_size, "share"))
+        beyond = next((s for s in shares if not 0 <= s <= 1), None)
+        if beyond is not None or not abs(sum(shares) - 1) <= 1e-3:
+            got = f"shares that sum to {sum(shares):g}" if beyond is None else f"a share of {beyond:g}"
             self.fail(place, got, "shares between 0 and 1 that sum to 1")
         ratios[name] = make_ratio(shares)
 

@@ -15,7 +15,7 @@ from itertools import combinations
 from ...base.lazy import lazy
 from ...cost import CostModel
 from ...errors import InputError
-from ...lang.ir import Instruction, Program, Ratio, make_ratio, shard_sizes, support
+from ...lang.ir import Instruction, Program, Ratio, make_ratio, ratio_of_speeds, shard_sizes, support
 from .lower import SYNCS, Placed, even_over, lower
 
 MAX_SUBSETS_OF = 4  # up to this many device groups every subset is a choice; beyond it only the fastest ones
@@ -131,8 +131,9 @@ class Space:
         """Shares of all devices by their speed on the whole model, so that groups on the same devices cut
         alike, and nothing moves between them."""
         classes = range(len(self.costs.classes))
-        seconds = [max(sum(g.seconds[c] for g in self.groups), 1e-12) for c in classes]
-        return make_ratio([1 / seconds[c] for c in self.costs.class_of])
+        seconds = [sum(g.seconds[c] for g in self.groups) for c in classes]
+        of_ranks = [seconds[c] for c in self.costs.class_of]
+        return ratio_of_speeds(of_ranks, range(len(of_ranks)))
 
     @lazy
     def subsets(self) -> tuple[tuple[int, ...], ...]:
