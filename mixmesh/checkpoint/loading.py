@@ -142,7 +142,7 @@ def decoded_states(manifest: Manifest, parts: dict[str, Any]) -> dict[str, Any]:
 
 
 def lacks(what: str) -> PlanError:
-    """The error for a part that a checkpoint has no state of."""
+    """The error for a checkpoint that has no state of a part that is to be loaded."""
     return PlanError(
         f"the checkpoint has no {what}",
         expected=f"one that was saved with a {what}",
