@@ -66,7 +66,7 @@ def checkpoint_settings(
 
 @contextmanager
 def checkpoint_stays(settings: Settings | None) -> Iterator[None]:
-    """Adds the checkpoint that another start can continue from to an error that no plan fits."""
+    """Adds a hint to an error that no plan fits: the checkpoint from which another start can continue."""
     try:
         yield
     except Infeasible as error:
@@ -89,9 +89,9 @@ def keeper_of(
     may_follow: bool,
     on_saved: Callable[[int], object],
 ) -> RunCheckpoints | None:
-    """The keeper of a run's checkpoints, or None. ``initial`` is called for a run without an earlier one;
-    ``may_follow``: another plan of the same form may follow during the run; ``on_saved`` gets the step of
-    every complete checkpoint."""
+    """The keeper of a run's checkpoints, or None. ``initial`` is called if there is no earlier checkpoint to
+    resume from; ``may_follow``: another plan of the same form may follow during the run; ``on_saved`` gets
+    the step of every complete checkpoint."""
     if settings is None:
         return None
     from ..checkpoint.run import RunCheckpoints

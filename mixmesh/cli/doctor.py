@@ -63,7 +63,7 @@ def doctor(
     elif ground.is_over:  # the first rank may be missing
         print("\n".join(wrong_lines(report)), file=sys.stderr, flush=True)
     ground.close()
-    if ground.is_abandoned:  # Python cannot exit while a thread is blocked in foreign code
+    if ground.is_abandoned:  # Python cannot exit while a thread is blocked in native code
         sys.stdout.flush()
         os._exit(1)
     if not report.ok:

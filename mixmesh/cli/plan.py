@@ -120,7 +120,7 @@ class PlanOptions:
 def plan_job(
     job: str, cluster: Cluster, options: PlanOptions, *, weights: bool = True
 ) -> tuple[Job, Traced, Plan]:
-    """Loads, traces and plans a job, after the checks that need little time."""
+    """Loads, traces and plans a job, after checks that take little time."""
     from ..api import load_profile, plan_traced
     from ..planner import check_limit, check_planner
 
@@ -216,14 +216,14 @@ def summary(plan: Plan, cluster: Cluster | None = None) -> str:
 
 
 def bound(plan: Plan) -> str:
-    """The sentence on the bound of a plan that has one."""
+    """A sentence about the bound of a plan; empty if it has none."""
     assert plan.bound_s is not None
     peaks = "" if plan.is_bound_measured else ", at the peaks of their figures"
     return f"no plan can be faster than {seconds(plan.bound_s)} (all devices computing all the time{peaks})"
 
 
 def recomputation(program: Program) -> str:
-    """The line about rematerialised computations; empty without any."""
+    """A line about rematerialised computations; empty without any."""
     parts = regions(program)
     if not parts:
         return ""
@@ -232,7 +232,7 @@ def recomputation(program: Program) -> str:
 
 
 def effort(plan: Plan) -> str:
-    """The line about the steps of planning with their times, and the gap that the search left."""
+    """A line about the steps of planning with their times, and the gap that the search left."""
     steps = ", ".join(f"{name} {seconds(spent)}" for name, spent in plan.timings_s.items())
     gap = "" if plan.gap is None else f"; at most {plan.gap:.1%} above the cheapest by the search's own cost"
     return f"{plan.states_expanded} states expanded; {steps}{gap}"

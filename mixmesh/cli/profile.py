@@ -107,8 +107,8 @@ def on_every_device(
 
 
 def check_launch(command: str, job: str, cluster: Cluster, path: Path | str, out: Path) -> int:
-    """Returns this process's rank. Raises InputError with a command to type outside of torchrun and the
-    testbed."""
+    """Returns this process's rank. Raises InputError, with a command to type, if neither torchrun nor the
+    testbed started this process."""
     world_size = cluster.world_size
     line = f"mixmesh {command} {job} --cluster {path} --out {out}"
     if os.environ.get("WORLD_SIZE") == str(world_size) and "RANK" in os.environ:

@@ -51,9 +51,8 @@ def report(
     ),
     as_json: Json = False,
 ) -> None:
-    """Write a page to look at: of a plan the cluster, the step's timeline, why it is fast, the program; of a
-    training losses, throughput and what happened; of a bench its figures. One file, which asks no other host
-    for anything."""
+    """Write a page in a single file that needs no network. For a plan: the cluster, the step's timeline, why
+    it is fast, the program. For a training: losses, throughput and events. For a bench: its figures."""
     from ..api import load_profile
     from ..explain.report import bench_page, run_page, save_page
     from ..explain.report.recognise import EXPECTED, Bench, Run, recognise

@@ -42,7 +42,7 @@ def what_if(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Rank what would change the step most: a device or a machine left out, faster links, another device,
+    """Rank changes by their effect on the step: a device or a machine left out, faster links, another device,
     more memory, twice the batch."""
     from ..explain.whatif import Change, answers, changes
     from ..explain.whatif.answers import advice, ranked
