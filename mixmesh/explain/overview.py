@@ -41,8 +41,9 @@ class Unit:
     ratio.
 
     ``samples`` has one entry for each of ``ranks``, out of the whole batch; for a machine each entry is the
-    machine's whole number, because its own program cuts them. ``placements`` counts the parameters of each
-    placement; ``params`` are the first and the last. ``parameter_bytes`` is the most that a rank stores.
+    number of the whole machine, because its own program cuts the samples. ``placements`` counts the
+    parameters of each placement; ``params`` are the first and the last. ``parameter_bytes`` is the most that
+    a rank stores.
     """
 
     name: str

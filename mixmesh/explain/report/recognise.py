@@ -1,4 +1,4 @@
-"""The kind of a file or a folder, by its content: a plan, a training, the results of a bench."""
+"""Recognises a file or a folder by its content: a plan, a training, or the results of a bench."""
 
 from __future__ import annotations
 
