@@ -13,12 +13,13 @@ from ...errors import TraceError
 from .words import WORDS, is_words
 
 TENSOR = "tensor"
-# values that a plan records as text, so that a later call with another value is refused
+# types of values that a plan records as text, so that a later call with another value is refused
 BY_TEXT = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 
 
 def describe_argument(value: Any) -> str:
-    """A leaf of a call as a plan records it: a tensor, a constant by its value, or a thing by its type."""
+    """A leaf of a call as a plan records it: "tensor", the value of a constant, or the type of anything
+    else."""
     if isinstance(value, torch.Tensor):
         return TENSOR
     if is_words(value):

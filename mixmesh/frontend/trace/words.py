@@ -1,4 +1,5 @@
-"""Lists of words in a batch, such as file names: a model may take them as arguments, but not read them."""
+"""Lists of words in a batch, such as file names: a model may take them as arguments, but must not read
+them."""
 
 from __future__ import annotations
 
@@ -6,11 +7,11 @@ from typing import Any, NoReturn
 
 from ...errors import TraceError
 
-WORDS = "words"  # the kind that a plan records for such an argument
+WORDS = "words"  # a plan's description of such an argument
 
 
 def is_words(value: Any) -> bool:
-    """Whether a value is a list or tuple of words only, like a column of words in a batch."""
+    """Whether a value is a list or tuple that holds only words, like a column of words in a batch."""
     return isinstance(value, list | tuple) and bool(value) and all(isinstance(x, str) for x in value)
 
 
