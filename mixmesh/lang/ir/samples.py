@@ -41,7 +41,7 @@ RANDOM = (
     "aten.poisson.", "aten.binomial", "cauchy", "geometric", "_standard_gamma", "_sample_dirichlet",
 )  # fmt: skip
 # operators of RANDOM that can draw the same numbers again, and in parts: their numbers follow from the step
-# and from the operator's own number among the draws
+# and from the operator's position among the draws
 DRAWS = (
     "aten.native_dropout", "aten.bernoulli", "aten.bernoulli.p",
     "aten.rand", "aten.randn", "aten.rand_like", "aten.randn_like",
@@ -62,10 +62,10 @@ def draws_once(op: str) -> bool:
 class Samples:
     """The samples of a program. ``counts`` are the samples of each rank.
 
-    ``values`` hold samples: shards cut between them, and addends of sums over them. ``once`` are computed
-    once per step. ``meets``: micro-batches have collectives, so all ranks run the same number of them. A
-    pipeline also has the ranks of its ``stages``, in order, and ``transfers``, values that come from an
-    earlier stage.
+    ``values`` hold samples: shards cut between them, and addends of sums over them. Values in ``once`` are
+    computed once per step. If it ``meets``, micro-batches have collectives, so all ranks run the same number
+    of them. A pipeline also has the ranks of its ``stages``, in order, and ``transfers``, values that come
+    from an earlier stage.
     """
 
     batch_size: int
@@ -81,7 +81,7 @@ class Samples:
         return any(name in self.values for name in (*i.inputs, *i.results))
 
     def stage_of(self, rank: int) -> int | None:
-        """The number of a rank's stage; None outside of all, or without stages."""
+        """The number of a rank's stage; None for a rank outside of all stages, or without stages."""
         return next((n for n, ranks in enumerate(self.stages) if rank in ranks), None)
 
     def offset(self, rank: int) -> int:
@@ -91,11 +91,11 @@ class Samples:
         return sum(self.counts[r] for r in stage if r < rank)
 
     def first_sample(self, rank: int, start: int, micro_steps: int) -> int:
-        """The position in the batch of the micro-batch after ``start`` samples of a rank. A pipeline takes
-        consecutive samples of the batch, so that a micro-batch is the same in all stages."""
+        """The position in the batch at which the micro-batch after ``start`` samples of a rank begins. A
+        pipeline takes consecutive samples of the batch, so that a micro-batch is the same in all stages."""
         if not self.stages:
             return self.offset(rank) + start
-        before = start * micro_steps // max(self.counts[rank], 1)  # micro-batches
+        before = start * micro_steps // max(self.counts[rank], 1)  # the number of micro-batches before it
         return before * self.batch_size // micro_steps + self.offset(rank) // micro_steps
 
 
@@ -323,7 +323,7 @@ def local_kind(program: Program, i: Instruction) -> str:
 
 
 def _counts_of_stages(program: Program, moved: frozenset[str], batch_size: int) -> tuple[int, ...]:
-    """The samples of each rank; every stage holds the whole batch."""
+    """The number of samples of each rank; every stage has the whole batch."""
     counts = [0] * program.world_size
     for name in moved:
         for t in (program.types[name], program.types[program.producers[name].inputs[0]]):
@@ -356,7 +356,8 @@ def _check_cut(
 
 def _refusal(program: Program, i: Instruction, why: str) -> PlanError:
     maker = i
-    while not maker.location and maker.inputs:  # a redistribution has the line of the value that it moves
+    # a redistribution has no line of its own, so the line of the moved value is shown
+    while not maker.location and maker.inputs:
         maker = program.producers[maker.inputs[0]]
     return PlanError(
         f"micro-steps cannot run this program: {i.op} {why}",
