@@ -1,4 +1,4 @@
-"""Shares moved by whole samples while the simulated step gets shorter."""
+"""Moves shares by whole samples as long as the simulated step gets shorter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..task import Task
 from .row import Pass
 
 MAX_POLISH = 64
-FAR = 1.05  # steps longer than the best by this factor are not polished: single samples save less
+FAR = 1.05  # steps longer than the best by this factor are not polished: single samples save less than that
 
 
 def polish(task: Task, proposal: Proposal) -> Proposal:

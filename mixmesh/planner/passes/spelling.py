@@ -15,7 +15,7 @@ from .row import Pass
 
 
 def spelled(name: str, about: str, rewrite: Callable[[Task, Proposal], Program]) -> Pass:
-    """The row of a rewrite that does not change the step of a program."""
+    """The row for a rewrite that does not change the step of a program."""
 
     def improve(task: Task, proposal: Proposal, _: Budget) -> Proposal:
         program = rewrite(task, proposal)
