@@ -1,4 +1,4 @@
-"""Copies of many small tensors at a time: on a GPU each copy of its own would cost a launch."""
+"""Copies many small tensors at a time: on a GPU each separate copy would cost a launch."""
 
 from __future__ import annotations
 

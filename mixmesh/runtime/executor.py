@@ -165,10 +165,10 @@ class _Writer:
         self.bound["region"] = self._region
         self.factors = Factors()
         self.held: set[str] = set()
-        self.passing: set[str] = set()  # awaited by this rank although it holds no part of them
+        self.passing: set[str] = set()  # values awaited by this rank although it holds no part of them
         self.reshard = reshard_points(program)
         self.resharded = {name for names in self.reshard.values() for name in names}
-        self.records: set[str] = set()  # resharded values whose shards, to gather from again, are at hand
+        self.records: set[str] = set()  # resharded values whose shards are at hand, to gather from again
         self.pending: dict[str, str] = {}  # value -> code that awaits it
         self.segment: Segment | None = None  # the open segment; None if nothing is compiled
         self.segments: dict[str, str] = {}  # sources by name
@@ -202,7 +202,7 @@ class _Writer:
         loss = self.program.loss
         self._await([loss], None)
         t = self.program.types[loss]
-        # a loss that every rank holds counts once: its gradient is P, and the first rank keeps it
+        # a loss that every rank holds counts once: its gradient is P, and only the first rank keeps it
         counts = not isinstance(t.placement, Replicate) or self.rank == self.program.participants(t)[0]
         self._line(f"return {self._name(loss) if loss in self.held and counts else None}", None)
         return "\n".join(self.text) + "\n"
@@ -252,8 +252,8 @@ class _Writer:
             self._line(f"recorder.outside({self._name(name)})", i)
 
     def _look(self, i: Instruction) -> None:
-        """Shows the inspector the result of a leaf or a redistribution, which no operator of this rank
-        makes."""
+        """Shows the inspector the result of a leaf or a redistribution, because no operator of this rank
+        makes it."""
         if self.inspector is not None and (i.is_leaf or i.is_redistribution):
             if i.result in self.held and i.result not in self.pending:
                 self._line(f"inspector.note({i.result!r}, {self._name(i.result)})", i)
@@ -318,7 +318,7 @@ class _Writer:
         self.held.update(r for r in i.results if r is not None)
 
     def _plain_operator(self, n: int, i: Instruction) -> Callable[..., tuple]:
-        """The local operator, before anything looks at it."""
+        """The local operator, without anything that inspects it."""
         if i.op == "aten.native_dropout" and not (self.training and i.args[2]):
             return _PASS[len(i.results)]
         if is_sfb(i):
@@ -381,12 +381,12 @@ class _Writer:
         result = self._name(i.result)
         if i.result in self.program.requires_grad:
             self._line(f"{result} = move{n}.start({argument})", i)
-            # only of a sharded parameter: other gradients still have to pass the hooks that sum them
+            # only for a sharded parameter: other gradients still have to pass the hooks that sum them
             stored = self.program.producers[source].op == "param" and how.src.sizes
             sink = ", sink" if stored else ""
             self.pending[i.result] = f"{result}.finish(tokens{sink})"
             if i.result in self.resharded:
-                # by way of params: the piece's own name is forgotten by then
+                # through params: the piece's own name is forgotten by then
                 piece = f"params[{self.program.producers[source].args[0]!r}]"
                 piece = piece if source in self.held else "None"
                 record = f"{_record(i.result)} = keep.hold({result}, move{n}, {piece})"
@@ -429,7 +429,7 @@ _PASS: dict[int, Callable[..., tuple]] = {1: lambda x: (x,), 2: lambda x: (x, No
 
 
 def local_piece(whole: Tensor, held: Layout, rank: int) -> Tensor:
-    """The piece of a whole tensor that ``rank`` holds: a view, empty if it holds nothing."""
+    """The piece of a whole tensor that ``rank`` holds: a view, or an empty tensor if it holds nothing."""
     if isinstance(held.placement, Shard):
         return whole.narrow(held.dim, *held.piece(rank))
     return whole if rank in held.ranks else whole.new_empty(0)

@@ -1,4 +1,4 @@
-"""Runs a plan's micro-steps with all ranks in one process: the definition of accumulation (see
+"""Runs a plan's micro-batches with all ranks in one process: the definition of accumulation (see
 ``interpret``)."""
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_errors_named() -> Iterator[None]:
-    """Raises DeviceLost, which names the rank, its device, the step and the place of the failed allocation,
-    and informs the other ranks."""
+    """A context that turns a lack of memory into DeviceLost, which names the rank, its device, the step and
+    the place of the failed allocation, and informs the other ranks."""
     try:
         yield
     except Exception as error:
