@@ -1,4 +1,4 @@
-"""The training modes of a model's modules: a program is made for one mode of each."""
+"""The training modes of a model's modules: a program is made for one combination of them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Iterable
 
 from torch import nn
 
-Modes = tuple[bool, ...]  # whether each module of a model trains, in their order
+Modes = tuple[bool, ...]  # for each module of a model in their order, whether it is in training mode
 
 
 def modes_of(modules: Iterable[nn.Module]) -> Modes:
-    """The training mode of each of these modules."""
+    """The training modes of these modules."""
     return tuple([module.training for module in modules])
 
 
 def modes_by_name(model: nn.Module) -> dict[str, bool]:
-    """For each module of a model, by name, whether it is in training mode."""
+    """The training mode of each module of a model, by name."""
     return {name: module.training for name, module in model.named_modules()}
 
 
