@@ -34,8 +34,8 @@ class Window:
 
 
 def local_move(program: Program, i: Instruction, rank: int, window: Window) -> Callable | None:
-    """A function that performs a redistribution without communication, for this window; None for one that does
-    not depend on the window."""
+    """A function that performs a redistribution without communication, for this window; None for one that
+    does not depend on the window."""
     source, kind = program.types[i.inputs[0]], local_kind(program, i)
     if kind == "local_slice" and i.result in window.samples.values:
         dim = i.type.shard.dim
