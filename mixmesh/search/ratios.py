@@ -46,7 +46,7 @@ SAME_SHARE = 0.005
 
 @dataclass(frozen=True)
 class LinearProgram:
-    """``min c x`` subject to ``lower <= A x <= upper`` and ``x >= 0``; rows are named for messages."""
+    """``min c x`` subject to ``lower <= A x <= upper`` and ``x >= 0``; rows have names for messages."""
 
     c: np.ndarray
     A: np.ndarray
@@ -96,7 +96,7 @@ def phases(
         key = (n == 0, works.tobytes())
         if key not in known:
             parts = lines[works] if n else np.concatenate((optimizer, lines[works]))
-            # one after the other, as repeated additions round
+            # added one after the other, so that it rounds like repeated additions
             total = np.add.accumulate(parts)[-1] if len(parts) else parts
             known[key] = Phase(*total) if total.any() else None
         out.append(known[key])
@@ -160,7 +160,7 @@ def ratio_program(
     limited: bool = True,
     every: tuple[Phase, ...] | None = None,
 ) -> LinearProgram:
-    """The LP above, without memory rows unless it is ``limited``. Variables are the share of a rank of each
+    """The LP above, with memory rows only if it is ``limited``. The variables are the share of a rank of each
     class, then the phase times. Rows are named after the first rank of their class. ``every`` passes the
     phases of the program, if they are known."""
     classes = equal_ranks(costs, ranks)
@@ -208,7 +208,7 @@ def ratio_program(
 
 
 def equal_ranks(costs: CostModel, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """``ranks`` by class of equal devices."""
+    """The ranks among ``ranks``, grouped by classes of equal devices."""
     classes: dict[int, list[int]] = {}
     for rank in ranks:
         classes.setdefault(costs.class_of[rank], []).append(rank)
