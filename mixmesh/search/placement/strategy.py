@@ -185,7 +185,8 @@ class Space:
         return make_ratio([s if r in ranks else 0.0 for r, s in enumerate(self.proportional)])
 
     def root(self, ranks: Sequence[int], k: int) -> int:
-        """The server of group ``k``: groups take turns among the ranks with the widest link to other machines."""
+        """The server of group ``k``: groups take turns among the ranks with the widest link to other
+        machines."""
         cluster = self.costs.cluster
         width = {r: cluster.machines[cluster.machine_index_of(r)].nic_bytes_per_s for r in ranks}
         best = [r for r in ranks if width[r] == max(width.values())]
