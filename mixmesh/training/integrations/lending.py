@@ -19,7 +19,7 @@ from ...runtime.whole_model import mark, own_module
 @dataclass(frozen=True)
 class _Loan:
     """A ``module`` that is lent while ``block`` is entered; ``marks`` are the state of the parallel model's
-    tensors at the time when it was filled."""
+    tensors when the module was filled."""
 
     block: AbstractContextManager[nn.Module]
     module: nn.Module
@@ -27,8 +27,8 @@ class _Loan:
 
 
 class Lender:
-    """Lends the script's own module of a parallel model, with whole weights. A loan becomes stale when the
-    parallel model's weights change, and the next ``lend`` fills the module again."""
+    """Lends the script's own module of a parallel model, with whole weights. A loan is out of date when the
+    parallel model's weights have changed; the next ``lend`` then fills the module again."""
 
     def __init__(self, parallel: ParallelModel) -> None:
         self.parallel = parallel
@@ -41,7 +41,7 @@ class Lender:
     def lend(self) -> nn.Module:
         """The module; its submodules train or evaluate as before. Collective, unless it is lent already and
         the weights are the same."""
-        with torch.inference_mode(False), torch.no_grad():  # the weights that are filled in are trained later
+        with torch.inference_mode(False), torch.no_grad():  # weights filled in here are trained later
             marks = self._current_marks()
             if self._loan is not None and marks != self._loan.marks:
                 self.take_back()
@@ -71,7 +71,7 @@ class Lender:
 
 @contextmanager
 def keep_modes(model: nn.Module) -> Iterator[None]:
-    """Restores at its end which modules of ``model`` train and which evaluate."""
+    """A context at whose end the modules of ``model`` train or evaluate as they did before."""
     modules = tuple(model.modules())
     modes = modes_of(modules)
     try:

@@ -17,7 +17,7 @@ from .lending import keep_modes
 
 @torch.no_grad()
 def fill(original: nn.Module, parallel: ParallelModel) -> None:
-    """Copies the values of ``parallel`` into ``original``, also of buffers that are in no state dict.
+    """Copies the values of ``parallel`` into ``original``, including buffers that are in no state dict.
     Collective."""
     original.load_state_dict(parallel.full_state_dict())
     shown = dict(parallel.named_buffers(remove_duplicate=False))
