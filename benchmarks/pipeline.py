@@ -1,9 +1,9 @@
-"""Pipelines, measured: a chain of stages in micro-steps, compared with the same chain without them.
+"""Pipelines, measured: a chain of stages in micro-batches, compared with the same chain without them.
 
 whole    the stages of ours, each of which takes the whole batch at once while the others wait
 plain    the planner's best of such chains
 spread   data parallelism in proportion to speed
-ours     ``model-parallel`` in micro-steps, as the simulator chooses
+ours     ``model-parallel`` in micro-batches, as the simulator chooses
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .contest import OURS, Contest, Entry
 from .measure import cluster_text
 
 WHOLE, PLAIN, SPREAD = "whole", "plain", "spread"
-TARGET = 1.2  # over plans without micro-steps
+TARGET = 1.2  # over plans without micro-batches
 
 
 def ways(graph: Graph, costs: CostModel) -> Mapping[str, Entry]:

@@ -134,7 +134,9 @@ class RunCheckpoints:
         start = f"restart {restart}: " if restart else ""
         if loaded is None:
             if restart:
-                self._say(f"{start}{plural(ranks.world_size, 'device')}, no checkpoint yet: beginning anew")
+                self._say(
+                    f"{start}{plural(ranks.world_size, 'device')}, no checkpoint yet: starting from scratch"
+                )
             return False
         self.first_step = self._saved_step = loaded.step
         self._most_devices = max(ranks.world_size, loaded.extra.get(MOST_DEVICES, 0))

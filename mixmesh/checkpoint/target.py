@@ -60,7 +60,7 @@ class Target:
     def _check_not_there(self, paths: Sequence[Path]) -> None:
         if paths and not self.force:
             raise InputError(
-                "files that are there would be written over",
+                "existing files would be overwritten",
                 expected="none of these names",
                 got=", ".join(path.name for path in paths[:3]),
                 where=str(self.folder),
@@ -81,7 +81,7 @@ class Target:
             if not is_file:
                 self.folder.mkdir(parents=True, exist_ok=True)
             got = "" if self.folder.is_dir() else f"no such folder as {self.folder}"
-            got = got or ("" if os.access(self.folder, os.W_OK | os.X_OK) else "no right to write there")
+            got = got or ("" if os.access(self.folder, os.W_OK | os.X_OK) else "no permission to write there")
         except OSError as error:
             got = text_of(error)
         if got:

@@ -32,7 +32,7 @@ def calibrate(
         ),
     ] = None,
     budget: Annotated[
-        float, typer.Option("--seconds", min=1, metavar="SECONDS", help="Measure for so long.")
+        float, typer.Option("--seconds", min=1, metavar="SECONDS", help="Measure for this long.")
     ] = 120,
     name: Annotated[
         str | None,
@@ -40,7 +40,11 @@ def calibrate(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="Write the device file here, not where it is read."),
+        typer.Option(
+            "--out",
+            metavar="FILE",
+            help="Write the device file here, instead of where device files are read.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:

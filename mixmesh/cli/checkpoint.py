@@ -23,7 +23,7 @@ CheckpointFolder = Annotated[
     typer.Option(
         "--checkpoint",
         metavar="DIR",
-        help="Write checkpoints there, and go on from the newest good one that is there, up to --steps.",
+        help="Write checkpoints there, and resume from the newest good one, up to --steps.",
     ),
 ]
 CheckpointEvery = Annotated[
@@ -35,10 +35,11 @@ CheckpointEvery = Annotated[
     ),
 ]
 CheckpointKeep = Annotated[
-    int, typer.Option("--keep", min=1, metavar="K", help="How many checkpoints stay; older ones are removed.")
+    int,
+    typer.Option("--keep", min=1, metavar="K", help="How many checkpoints to keep; older ones are removed."),
 ]
 CheckpointFresh = Annotated[
-    bool, typer.Option("--fresh", help="Begin anew, whatever checkpoints there are; they count as older.")
+    bool, typer.Option("--fresh", help="Start over even if there are checkpoints; these then count as older.")
 ]
 
 

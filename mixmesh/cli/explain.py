@@ -36,7 +36,7 @@ def explain(
     ] = None,
     profile: ProfileFile = None,
     all_layers: Annotated[
-        bool, typer.Option("--all-layers", help="Ask for the tensors in its place in all layers together.")
+        bool, typer.Option("--all-layers", help="Ask about the tensor's counterparts in all layers together.")
     ] = False,
     as_json: Json = False,
 ) -> None:

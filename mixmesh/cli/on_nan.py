@@ -17,7 +17,7 @@ OnNanName = Annotated[
     typer.Option(
         "--on-nan",
         metavar="WHAT",
-        help="At a loss or gradients that are not finite: stop (as without it), skip the batch, or ignore.",
+        help="If a loss or gradients are not finite: stop (the default), skip the batch, or ignore.",
     ),
 ]
 AllowNan = Annotated[bool, typer.Option("--allow-nan", hidden=True, help="The same as --on-nan ignore.")]

@@ -39,7 +39,7 @@ SearchSeconds = Annotated[
         "--search-seconds",
         metavar="S",
         min=0,
-        help="How long heterog, tag and placed search (20 s). Given, auto asks all slow planners too.",
+        help="How long heterog, tag and placed search (20 s). If given, auto asks all slow planners too.",
     ),
 ]
 ExactSeconds = Annotated[
@@ -47,7 +47,7 @@ ExactSeconds = Annotated[
     typer.Option(
         "--exact",
         metavar="S",
-        help="Let HiGHS prove for S seconds at most how far from the cheapest the chosen program is.",
+        help="Let HiGHS prove, in up to S seconds, how far the chosen program is from the cheapest.",
     ),
 ]
 Unmeasured = Annotated[
@@ -55,7 +55,7 @@ Unmeasured = Annotated[
     typer.Option(
         "--unmeasured",
         metavar="NAME",
-        help=f"Count on what no GPU was measured to do: {', '.join(UNMEASURED)}; repeat.",
+        help=f"Count on a mechanism never measured on a GPU: {', '.join(UNMEASURED)}; repeatable.",
     ),
 ]
 BatchNorm = Annotated[

@@ -23,7 +23,7 @@ def profile(
         Path | None, typer.Option("--cluster", metavar="C.toml", help="Inside the testbed: its own.")
     ] = None,
     budget: Annotated[
-        float, typer.Option("--budget", min=1, metavar="SECONDS", help="Measure for so long.")
+        float, typer.Option("--budget", min=1, metavar="SECONDS", help="Measure for this long.")
     ] = 60,
     micro_batches: Annotated[
         bool, typer.Option("--micro-batches", help="Confirm first how many samples each device can hold.")

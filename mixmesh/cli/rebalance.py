@@ -24,7 +24,7 @@ Rebalance = Annotated[
     bool,
     typer.Option(
         "--rebalance/--no-rebalance",
-        help="On CPUs: change shares, or the plan, where a device gets slower or faster than planned.",
+        help="On CPUs: change shares, or the plan, if a device gets slower or faster than planned.",
     ),
 ]
 

@@ -40,11 +40,13 @@ def report(
     profile: ProfileFile = None,
     measured: Annotated[
         Path | None,
-        typer.Option("--measured", metavar="T.json", help="A timeline of `mixmesh run --trace`, below."),
+        typer.Option(
+            "--measured", metavar="T.json", help="Also show this timeline of `mixmesh run --trace`."
+        ),
     ] = None,
     asks_what_if: Annotated[
         bool,
-        typer.Option("--what-if", help="Also plan for the cluster after each change, as mixmesh what-if."),
+        typer.Option("--what-if", help="Also plan for the cluster after each change, like mixmesh what-if."),
     ] = False,
     out: Annotated[Path, typer.Option("--out", metavar="R.html", help="Write the page here.")] = Path(
         "report.html"

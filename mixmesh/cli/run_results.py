@@ -69,7 +69,7 @@ class Results:
             return []
         written = f"timeline of one step written to {self.options.trace}"
         if self.compared is None:
-            return [written, "what was predicted of it needs the cluster: --cluster C.toml"]
+            return [written, "its prediction needs the cluster: --cluster C.toml"]
         return [written, comparison_table(self.compared)]
 
 

@@ -32,8 +32,8 @@ def what_if(
         typer.Option(
             "--swap",
             metavar="DEVICE",
-            help="Ask about this device of the catalogue in the place of one of each other type; repeat. "
-            "Without it, about the fastest that the cluster has.",
+            help="Ask about this device of the catalogue in place of one of each other type; repeatable. "
+            "Default: the fastest of the cluster.",
         ),
     ] = None,
     only: Annotated[

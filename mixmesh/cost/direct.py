@@ -1,4 +1,4 @@
-"""Finds the size up to which one-shot sums, by one message between each two ranks, are faster."""
+"""Finds the size up to which one-shot sums, in which every rank sends to every other one, are faster."""
 
 from __future__ import annotations
 

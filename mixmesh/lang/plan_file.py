@@ -325,7 +325,7 @@ def _from_header(header: dict[str, Any], program: Program, where: str, *, edited
         )
     if "order" in header and header["order"] != plan.order:
         raise PlanError(
-            "the plan's micro-steps cannot run in this order",
+            "the plan's micro-batches cannot run in this order",
             where=where,
             expected=f"order = {_toml(PIPELINE)} for a chain of stages with micro_batches, none for others",
             got=f"order = {json.dumps(header['order'])}"
@@ -370,7 +370,7 @@ def accumulation(plan: Plan) -> Samples | None:
         )
     if samples.meets and len(counts) > 1:
         raise PlanError(
-            "the ranks meet in every micro-step of this program, so all take as many",
+            "the ranks meet in every micro-batch of this program, so all take as many",
             expected="one number of steps, of all ranks that take part",
             got=", ".join(str(m.steps) for m in plan.micro_batches),
             hint="a number of steps of one's own needs ZeRO stage 0, 1 or 2",

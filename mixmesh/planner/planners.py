@@ -66,7 +66,7 @@ PIPELINE = Planner(
     pipelines,
     briefly=hopeful,
     on_sets=OnSets(least_pipeline_s, 0.0417),
-    needs="several devices, a model that can run in micro-steps, and a batch that they divide",
+    needs="several devices, a model that can run in micro-batches, and a batch that they divide",
 )
 # in the order in which they are asked: baselines first, as the others have to be faster
 ROWS = (

@@ -146,7 +146,7 @@ class Calls:
     def _other(self, name: str, text: str, known: str | None) -> InputError:
         if known is None:
             return InputError(
-                f"the plan was made without the argument {name}, and would not look at it",
+                f"the plan was made without the argument {name}, and would ignore it",
                 expected=", ".join(self.known or ()) or "no arguments",
                 got=f"{name}={text}",
                 hint=(

@@ -99,7 +99,7 @@ class Earlier:
     def deliver(self, gradient: Tensor) -> None:
         if self._taken is None:
             raise MixmeshError(
-                "the loss of a step in micro-steps has one backward pass",
+                "the loss of a step in micro-batches has one backward pass",
                 expected="no retain_graph=True and no second backward",
                 hint="call the model again, or plan without accumulation",
             )

@@ -89,7 +89,7 @@ class _Model(torch.autograd.Function):
             )
         if not ctx.holder:
             raise MixmeshError(
-                "this loss went backward before, and what it needs for that was let go of",
+                "backward() was called on this loss before, and its graph was freed",
                 expected="one backward pass for each call of the model",
                 got="a second one",
                 hint="loss.backward(retain_graph=True) in all but the last",

@@ -65,7 +65,7 @@ def first_not_finite(model: nn.Module, *args: Any, **kwargs: Any) -> NotFinite |
     """
     if not isinstance(model, ParallelModel):
         raise InputError(
-            "only a parallel model can be looked at",
+            "only a parallel model can be inspected",
             expected="the model that mixmesh.prepare or parallelize returned",
             got=f"a {type(model).__name__}",
             hint="on one device: with torch.autograd.detect_anomaly(): ...",
@@ -128,7 +128,7 @@ def earliest(program: Program, told: Sequence[Findings], is_loss_finite: bool) -
 
 
 def _first_value(program: Program, step: int, told: Sequence[Findings]) -> NotFinite | None:
-    """The first instruction of a micro-step from which values that are not finite lead to the loss."""
+    """The first instruction of a micro-batch from which values that are not finite lead to the loss."""
 
     def counts_of(held: Held) -> Counts | None:
         rank, name = held

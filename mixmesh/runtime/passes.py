@@ -42,8 +42,8 @@ from .window import Window
 @dataclass(frozen=True)
 class Forward:
     """The outcome of a forward pass: this rank's addend of the loss with its graph (``local``, None if it has
-    none) and the tokens, the addend's ``value``, the gradients of ``earlier`` micro-steps, the outputs
-    ``shown`` by name with a piece for every micro-step, the form in which the call ``returns`` them, and a
+    none) and the tokens, the addend's ``value``, the gradients of ``earlier`` micro-batches, the outputs
+    ``shown`` by name with a piece for every micro-batch, the form in which the call ``returns`` them, and a
     handle on the ``total`` of all ranks' addends. ``outside`` makes the return value of a model without a
     loss, and ``given`` are inputs with a gradient."""
 

@@ -5,7 +5,7 @@ pass ends. No rank waits for its sends before the end of the step, and each post
 ahead, so that values travel while the micro-batch before is computed. Activations and gradients have separate
 groups, in each of which micro-batches follow in order, so no two stages can wait for each other.
 
-The stages' passes run within the forward call. In the last backward pass the gradients of all micro-steps
+The stages' passes run within the forward call. In the last backward pass the gradients of all micro-batches
 begin to be summed between the ranks of a stage, and between stages that share a weight; then they wait for
 ``backward`` of the loss (see ``micro_steps``).
 """

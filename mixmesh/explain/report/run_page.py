@@ -93,7 +93,9 @@ def progress_texts(log: RunLog) -> Iterator[str]:
     predicted_s = planned[-1].facts.get("predicted_step_s") if planned else None
     if predicted_s:
         bound_s = planned[-1].facts.get("bound_s")
-        share = f", and {bound_s / step_s:.0%} of what no plan can pass is reached" if bound_s else ""
+        share = (
+            f", and {bound_s / step_s:.0%} of the rate that no plan can exceed was reached" if bound_s else ""
+        )
         yield f"{seconds_text(predicted_s)} were predicted ({step_s / predicted_s:.2f}x){share}."
 
 
@@ -134,9 +136,9 @@ def slowest_text(own_s: Sequence[float]) -> str:
     slowest = max(range(len(own_s)), key=own_s.__getitem__)
     behind_s = own_s[slowest] - min(own_s)
     if behind_s < SAME * own_s[slowest]:
-        return "At last all ranks worked equally long on a step."
-    more = f"{seconds_text(behind_s)} a step more than the first to be done"
-    return f"At last rank {slowest} worked longest, {more}."
+        return "At the end all ranks worked equally long on a step."
+    more = f"{seconds_text(behind_s)} a step more than the fastest"
+    return f"At the end rank {slowest} worked longest, {more}."
 
 
 def differences(one: Run, two: Run) -> list[str]:
@@ -166,7 +168,7 @@ def rank_text(facts: dict[str, Any]) -> str:
 def fault_text(mark: Mark) -> str:
     """``After step 20 rank 1 (cpu-35) was lost: it is stopped (by a signal), for 20 s``."""
     who = rank_text(mark.facts)
-    why = mark.facts.get("why", "for no reason that is known")
+    why = mark.facts.get("why", "for an unknown reason")
     why = f"it {why}" if why.startswith(("has ", "is ")) else why
     return f"After step {mark.step} {f'{who} was lost' if who else 'an error ended it'}: {why}"
 

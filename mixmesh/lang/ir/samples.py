@@ -122,7 +122,7 @@ def samples_of(program: Program) -> Samples:
     seeds, values = _cut_between_samples(program, flow.fixed, flow.moved)
     if not seeds:
         raise PlanError(
-            "no input is cut between ranks, so there are no samples to take in micro-steps",
+            "no input is cut between ranks, so there are no samples to take in micro-batches",
             expected="an input held as S(0)",
             hint="plan without accumulation",
         )
@@ -178,17 +178,17 @@ def _role(flow: _Flow, i: Instruction, values: Collection[str]) -> Role:
             raise _refusal(program, i, "moves what holds no samples to another stage")
         return Role.SAMPLES
     if is_cut_without_samples(program, i, values):
-        raise _refusal(program, i, "is cut between samples before micro-steps take theirs")
+        raise _refusal(program, i, "is cut between samples before micro-batches take theirs")
     if is_local:
         return Role.SAMPLES if source in values else Role.LOCAL
     if source not in values and not in_stages:
         return Role.MEETING
     if i.result not in flow.fixed:
         if source in values:
-            raise _refusal(program, i, "needs the samples of all micro-steps, and depends on parameters")
+            raise _refusal(program, i, "needs the samples of all micro-batches, and depends on parameters")
         raise _refusal(program, i, "moves what depends on parameters, and holds no samples")
     if source in values and in_stages and isinstance(program.types[source].placement, Shard):
-        raise _refusal(program, i, "puts samples together, whose order is that of micro-steps")
+        raise _refusal(program, i, "puts samples together, whose order is that of micro-batches")
     return Role.ONCE
 
 
@@ -204,7 +204,7 @@ def _check_computation(flow: _Flow, i: Instruction, values: Collection[str]) -> 
         if flow.stages or i.inputs[0] not in values:
             raise _refusal(flow.program, i, "shows what is no row of each sample, or rows of a stage")
         if has_gradient(i):
-            raise _refusal(flow.program, i, "has a gradient that comes when all micro-steps are over")
+            raise _refusal(flow.program, i, "has a gradient that comes when all micro-batches are over")
     if is_cut_without_samples(flow.program, i, values):
         raise _refusal(flow.program, i, "is cut between samples, and is none")
 
@@ -360,7 +360,7 @@ def _refusal(program: Program, i: Instruction, why: str) -> PlanError:
     while not maker.location and maker.inputs:
         maker = program.producers[maker.inputs[0]]
     return PlanError(
-        f"micro-steps cannot run this program: {i.op} {why}",
+        f"micro-batches cannot run this program: {i.op} {why}",
         where=f"{print_instruction(i)}  {maker.location}".rstrip(),
         expected="data parallelism or a chain of stages, and no value of the whole batch that depends on "
         "parameters",

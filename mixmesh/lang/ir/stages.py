@@ -85,7 +85,7 @@ def _text(ranks: Ranks) -> str:
 
 def _refusal(i: Instruction | None, why: str) -> PlanError:
     return PlanError(
-        f"micro-steps cannot run this program: {why}",
+        f"micro-batches cannot run this program: {why}",
         where="" if i is None else f"{print_instruction(i)}  {i.location}".rstrip(),
         expected="data parallelism, or a chain of stages with ranks of their own and no way back",
         hint="plan without accumulation",

@@ -184,7 +184,7 @@ class Plans:
         # if all devices take part
         self.most = min(math.ceil(largest_share * self.batch), self.batch - (world_size - 1))
         self.samples = samples_of(self.program)
-        # memory is folded separately for a micro-step and for a whole step
+        # memory is folded separately for a micro-batch and for a whole step
         self.in_micro_steps = PeakMemory(costs, optimizer_states, self.samples)
         self.at_once = PeakMemory(costs, optimizer_states)
 

@@ -30,7 +30,7 @@ def flat(task: Task, proposal: Proposal) -> Proposal:
 
 FLAT = Pass(
     "flat",
-    "all-reduces that are not hierarchical where that is as fast",
+    "flat all-reduces where they are as fast as hierarchical ones",
     lambda task, proposal, _: flat(task, proposal),
     keeps_micro_batches=True,
 )

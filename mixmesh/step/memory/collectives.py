@@ -45,7 +45,7 @@ def fetch(state: State) -> None:
     while state.to_fetch and sum(s.size_bytes for s, _ in state.fetching) < IN_FLIGHT_BYTES:
         s = state.to_fetch.pop(0)
         state.fetching.append((s, state.ledger.take(s.size_bytes, s.params[0].type.cut.whole)))
-    state.ledger.moment("the gathers of what owners have stepped")
+    state.ledger.moment("the gathers of parameters that owners have stepped")
 
 
 def land_parameter(state: State, name: str) -> None:

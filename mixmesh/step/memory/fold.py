@@ -49,7 +49,7 @@ def liveness(setting: Setting) -> Liveness:
     fetch(state)
     for event in setting.step.forward.script.events:
         forward(state, event)
-    kept = ledger.now("what the forward pass left")
+    kept = ledger.now("the values that the forward pass left")
     completed = Completed(setting)
     for event in setting.step.backward.script.events:
         completed.before(state, event)

@@ -297,7 +297,7 @@ class OwnLoader:
         at = progress.epoch if progress.sampler_epoch is None else progress.sampler_epoch
         if goes_on and progress.num_yielded and epoch != at:
             raise InputError(
-                "the loader was to go on in the middle of another epoch",
+                "the loader should resume in the middle of another epoch",
                 expected=f"set_epoch({at})",
                 got=f"set_epoch({epoch})",
                 hint="for epoch in range(state['epoch'], num_epochs): ..., with the state that was loaded",
@@ -371,8 +371,8 @@ class OwnIterator(OwnLoader):
 def not_resumable() -> InputError:
     """The error for an iterator with which another start should resume."""
     return InputError(
-        "an iterator of batches cannot be gone on with in another start",
-        expected="a loader that begins anew in every epoch",
+        "an iterator of batches cannot be resumed in another start",
+        expected="a loader that starts over in every epoch",
         got="an iterator, such as a generator",
         hint=(
             "a class with __iter__ that makes the generator, or a DataLoader",

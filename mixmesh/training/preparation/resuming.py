@@ -199,7 +199,7 @@ def check_skipped(reasons: Iterable[str]) -> None:
     """Raises InputError if one of the ``reasons`` is not empty."""
     for reason in filter(None, reasons):
         raise InputError(
-            f"the loader cannot go on in the middle of an epoch: {reason}",
+            f"the loader cannot resume in the middle of an epoch: {reason}",
             expected="the batches of the start that saved the state, in their order",
             hint=(
                 "a generator of its own: DataLoader(..., generator=torch.Generator().manual_seed(0))",

@@ -44,7 +44,7 @@ class Decision:
         factors = self.terms.factors
         rank = max(range(len(factors)), key=lambda r: abs(_relative(factors, r) - 1))
         times = _relative(factors, rank)
-        return f"beside the others device {rank} takes {times:.2f}x of what was planned"
+        return f"compared with the others, device {rank} takes {times:.2f}x as long as planned"
 
     def text(self) -> str:
         """The decision in one line, with all numbers."""
