@@ -34,7 +34,7 @@ def ways(graph: Graph, costs: CostModel) -> Mapping[str, Entry]:
         return Entry(chosen.program, chosen.micro_batches)
 
     ours = best([p for p in found if p.micro_batches is not None])
-    several = [p for p in found if len(p.program.ratios) > 1]  # all on one device is no chain
+    several = [p for p in found if len(p.program.ratios) > 1]  # everything on one device is not a chain
     return {
         WHOLE: Entry(ours.program),
         PLAIN: best([p for p in several if p.micro_batches is None]),
