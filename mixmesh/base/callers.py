@@ -22,9 +22,14 @@ def line_of_script(thread: int | None = None) -> str:
     frame = _frame_of_script(None if thread is None else sys._current_frames().get(thread))
     if frame is None:
         return ""
-    path, here = os.path.abspath(frame.f_code.co_filename), os.getcwd() + os.sep
-    shown = path[len(here) :] if path.startswith(here) else os.path.basename(path)
-    return f"{shown}:{frame.f_lineno}"
+    return f"{shown_path(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def shown_path(file: str) -> str:
+    """The path of a file from the current folder if it is in there and not installed, else its name alone."""
+    path, here = os.path.abspath(file), os.getcwd() + os.sep
+    is_own = path.startswith(here) and not any(part in path for part in _INSTALLED)
+    return path[len(here) :] if is_own else os.path.basename(path)
 
 
 def warn(text: str) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx.proxy import TracerBase
 
+from ...base.callers import shown_path
 from ...base.files import PACKAGE
 from ...base.patch import patched
 
@@ -119,7 +120,5 @@ def whole_stacks() -> AbstractContextManager[None]:
 
 
 def _place(path: str, line: int) -> Place:
-    here = os.getcwd() + os.sep
-    inside = path.startswith(here) and "site-packages" not in path
-    shown = path[len(here) :] if inside else os.path.basename(path)
-    return Place(f"{shown}:{line}", linecache.getline(path, line).strip(), "site-packages" not in path)
+    source = linecache.getline(path, line).strip()
+    return Place(f"{shown_path(path)}:{line}", source, "site-packages" not in path)
