@@ -60,7 +60,6 @@ class Solution:
     """``x`` with its certificate: ``row_dual`` y and ``reduced_cost`` c - A'y."""
 
     x: np.ndarray
-    objective: float
     row_dual: np.ndarray
     reduced_cost: np.ndarray
 
@@ -91,15 +90,15 @@ def phases(
         line[1 if cut.size else 0] = [costs.optimizer_s(rank, size_bytes) for rank in ranks]
     lines = np.concatenate(_lines(sheet, program, ranks))
     out: list[Phase | None] = []
-    known: dict[tuple[bool, bytes], Phase | None] = {}
+    phase_by_works: dict[tuple[bool, bytes], Phase | None] = {}
     for n, works in enumerate(works_of_phases(step)):
         key = (n == 0, works.tobytes())
-        if key not in known:
+        if key not in phase_by_works:
             parts = lines[works] if n else np.concatenate((optimizer, lines[works]))
             # added one after the other, so that it rounds like repeated additions
             total = np.add.accumulate(parts)[-1] if len(parts) else parts
-            known[key] = Phase(*total) if total.any() else None
-        out.append(known[key])
+            phase_by_works[key] = Phase(*total) if total.any() else None
+        out.append(phase_by_works[key])
     return tuple(phase for phase in out if phase is not None)
 
 
@@ -181,9 +180,9 @@ def ratio_program(
 
     def memory_rows():
         kinds = [costs.cluster.devices[rank].kind for rank in firsts]
-        known = memory or PeakMemory(costs, optimizer_states)
-        constants = known.constants(program, ranks)
-        moments = {kind: known.of(program, kind).envelope() for kind in dict.fromkeys(kinds)}
+        peaks = memory or PeakMemory(costs, optimizer_states)
+        constants = peaks.constants(program, ranks)
+        moments = {kind: peaks.of(program, kind).envelope() for kind in dict.fromkeys(kinds)}
         for column, (rank, kind) in enumerate(zip(firsts, kinds)):
             for number, held in enumerate(moments[kind]):
                 slope = sum(size_bytes for cut, size_bytes in held.items() if cut.size)
@@ -238,7 +237,7 @@ def solve(lp: LinearProgram) -> Solution:
         )
     solution = h.getSolution()
     x = np.array(solution.col_value)
-    return Solution(x, float(lp.c @ x), np.array(solution.row_dual), np.array(solution.col_dual))
+    return Solution(x, np.array(solution.row_dual), np.array(solution.col_dual))
 
 
 def optimal_ratio(
@@ -273,11 +272,11 @@ def optimal_ratio(
             limited=limited,
             every=every,
         )
-        found = [0.0] * program.world_size
+        shares = [0.0] * program.world_size
         for equal, share in zip(classes, solve(lp).x):
             for rank in equal:
-                found[rank] = max(float(share), 0.0)
-        return make_ratio(found)
+                shares[rank] = max(float(share), 0.0)
+        return make_ratio(shares)
 
     def surely_fits(ratio: Ratio) -> bool:
         most = memory.at_most(program.with_shares(ratio))

@@ -35,7 +35,7 @@ from ..input_gradients import Wanted, no_gradient_in_micro_steps, with_input_gra
 from ..layout import meetings
 from ..micro_steps import MicroSteps
 from ..model_check import batch_of_shapes
-from ..modes import Modes, modes_of, set_modes
+from ..modes import Modes, modes_kept, modes_of, set_modes
 from ..original import traceable
 from ..outputs import Returns
 from ..outside import Outside
@@ -296,12 +296,9 @@ class Forms:
         """A context in which the original's modules are in these modes; afterwards they are as the user left
         them."""
         every = (own_module(self.original), *self.modules)
-        before = modes_of(every)
-        try:
+        with modes_kept(every):
             set_modes(every, (modes[0], *modes))
             yield
-        finally:
-            set_modes(every, before)
 
     def _placed(self, graph: Graph, modes: Modes, *, has_others: bool) -> tuple[Plan, bool]:
         """A plan for a graph, and whether it has the planned placements."""

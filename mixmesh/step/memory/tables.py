@@ -133,10 +133,6 @@ class Memory:
         """Bytes per rank."""
         return tuple((self.highest @ self.shares(program, part)).max(axis=0).tolist())
 
-    def peak_moment(self, program: Program, rank: int) -> Moment:
-        """The moment at which ``rank`` holds most, with what it holds."""
-        return self.moments[int(self.held_bytes(program)[:, rank].argmax())]
-
     def envelope(self) -> tuple[Sizes, ...]:
         """The moments that are the peak for some share from 0 to 1 of all that is cut."""
         cut = np.array([bool(cut.size) for cut in self.cuts], dtype=bool)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...runtime.modes import modes_of, set_modes
+from ...runtime.modes import modes_kept
 from ...runtime.parallel import ParallelModel
 from ...runtime.shard_tensor import plain
 from ...runtime.whole_model import mark, own_module
@@ -47,7 +46,7 @@ class Lender:
                 self.take_back()
             if self._loan is None:
                 block = self.parallel.whole()
-                with keep_modes(self.original):
+                with modes_kept(self.original.modules()):
                     self._loan = _Loan(block, block.__enter__(), marks)
         return self._loan.module
 
@@ -55,7 +54,7 @@ class Lender:
         """Ends the loan, if there is one. Raises InputError if the module's weights were changed."""
         loan, self._loan = self._loan, None
         if loan is not None:
-            with torch.inference_mode(False), keep_modes(self.original):
+            with torch.inference_mode(False), modes_kept(self.original.modules()):
                 loan.block.__exit__(None, None, None)
 
     def return_weights(self) -> None:
@@ -67,14 +66,3 @@ class Lender:
     def _current_marks(self) -> list[tuple]:
         tensors: list[Any] = [*self.parallel.parameters(), *self.parallel.buffers()]
         return [mark(plain(x)) for x in tensors]
-
-
-@contextmanager
-def keep_modes(model: nn.Module) -> Iterator[None]:
-    """A context at whose end the modules of ``model`` train or evaluate as they did before."""
-    modules = tuple(model.modules())
-    modes = modes_of(modules)
-    try:
-        yield
-    finally:
-        set_modes(modules, modes)

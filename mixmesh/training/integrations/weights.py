@@ -8,11 +8,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from ...runtime.modes import modes_kept
 from ...runtime.original import TakenOver, take_over
 from ...runtime.parallel import ParallelModel
 from ...runtime.shard_tensor import plain
 from ...runtime.whole_model import give_learning, learn_alike
-from .lending import keep_modes
 
 
 @torch.no_grad()
@@ -31,7 +31,7 @@ def fill(original: nn.Module, parallel: ParallelModel) -> None:
 def whole_weights(original: nn.Module, parallel: ParallelModel) -> Iterator[None]:
     """A context in which ``original`` is an ordinary model with the trained values; afterwards ``parallel``
     has taken it over again. Collective at its start."""
-    with keep_modes(original):
+    with modes_kept(original.modules()):
         fill(original, parallel)
         heirs: dict[str, Tensor] = dict(parallel.named_parameters(remove_duplicate=False))
         own = dict(original.named_parameters())

@@ -22,7 +22,7 @@ from ....errors import InputError
 from ....frontend.job import can_step_pieces, check_supported
 from ....frontend.trace.compiled import uncompiled
 from ....frontend.trace.copies import stand_for
-from ....runtime.modes import modes_by_name
+from ....runtime.modes import modes_by_name, set_modes_by_name
 from ....runtime.optimizers import cut_state, params_of
 from ....runtime.parallel import ParallelModel
 from ....runtime.shard_numbers import Off
@@ -33,7 +33,6 @@ from .refusals import IN_FORWARD, in_forward
 
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]  # the arguments by position, and by name
 States = Mapping[int, Mapping[str, Any]]  # the state of an optimizer for each parameter, by its id
-COMPILED = "._orig_mod"  # inserted by torch.compile into the names of parameters
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
@@ -84,13 +83,6 @@ def twin_of(module: nn.Module) -> nn.Module:
     for table in ("_modules", "_parameters", "_buffers"):
         twin.__dict__[table] = dict(module.__dict__[table])
     return twin
-
-
-def set_modes_by_name(module: nn.Module, modes: Mapping[str, bool]) -> None:
-    """Sets which modules within ``module`` train, without calling ``train()``, which models may override."""
-    known = {name.replace(COMPILED, ""): mode for name, mode in modes.items()}
-    for name, each in module.named_modules():
-        each.training = known.get(name.replace(COMPILED, ""), each.training)
 
 
 @contextmanager

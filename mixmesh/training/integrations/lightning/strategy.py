@@ -21,7 +21,7 @@ from ....errors import InputError
 from ....frontend.trace.outputs import IfGiven
 from ....runtime.comm import default_device, initialise
 from ....runtime.first_rank import from_first_rank, wait_for_all
-from ....runtime.modes import modes_by_name
+from ....runtime.modes import modes_by_name, set_modes_by_name
 from ....runtime.parallel import ParallelModel, full_optimizer_state_dict
 from ....runtime.scaler import with_agreement
 from ...preparation.loading import same_random_numbers, take_random_numbers
@@ -36,7 +36,7 @@ from ..launched import (
 from ..lending import Lender
 from ..weights import fill
 from .manual import Manual
-from .parts import keeping_modes, set_modes_by_name, twin_of, wear
+from .parts import keeping_modes, twin_of, wear
 from .refusals import check_device, check_precision, check_training, naming_lines, refused
 from .step import LOGGED, RETURNED, Form, TrainingStep, size_of
 
@@ -96,8 +96,8 @@ class _Planned:
                 expected=f"{self.step.form.spec}, {self.step.form.constants}",
                 got=f"{form.spec}, {form.constants}",
                 hint=(
-                    "a collate_fn that returns the same names, numbers that change as tensors, and no words "
-                    "that change"
+                    "a collate_fn that returns the same names, numbers that change as tensors, and no "
+                    "strings that change"
                 ),
             )
 
