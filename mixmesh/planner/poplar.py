@@ -111,12 +111,12 @@ class Staged:
         for samples in dict.fromkeys((samples_if_any(self.program), None)):
             memory = PeakMemory(self.task.costs, self.task.optimizer_states, samples)
             for spare in SPARE:
-                judged_plans = list(self.judged(spare, memory))
+                judged_plans = list(self.judge(spare, memory))
                 yield from judged_plans
                 if not judged_plans or any(p.feasible for p in judged_plans):
                     break
 
-    def judged(self, spare: float, memory: PeakMemory) -> Iterator[Proposal]:
+    def judge(self, spare: float, memory: PeakMemory) -> Iterator[Proposal]:
         accumulating = memory.samples is not None
         samples = memory.samples
         step = self.program if samples is None else costed_micro_step(self.program, samples)
@@ -180,8 +180,8 @@ class Staged:
         if not able:
             return None
         curves = [self.curve(r, largest[r], simulation) for r in able]
-        found = allocate(curves, self.task.batch, stage=together, collective_s=price_s)
-        allocation = on_ranks(found, able, self.task.world_size)
+        on_able = allocate(curves, self.task.batch, stage=together, collective_s=price_s)
+        allocation = on_ranks(on_able, able, self.task.world_size)
         if self.owners is None:
             return allocation, None
         owners = room.owners(allocation.micro_batch)

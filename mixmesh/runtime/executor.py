@@ -292,30 +292,36 @@ class _Writer:
             self._line(f"shown[{name!r}] = {self._name(value.name)}{graph}", i)
 
     def _local(self, n: int, i: Instruction) -> None:
-        op = plain = self._plain_operator(n, i)
-        used = [(r is not None) for r in i.results]
-        if self.recorder is not None and any(used):
+        plain = self._plain_operator(n, i)
+        used = [r for r in i.results if r is not None]
+        if used:
+            self._call(n, i, plain)
+        if self.region_ends.get(n) in self.open_regions:
+            self._line(f"del again{self.region_ends[n]}", None)
+        self.held.update(used)
+
+    def _call(self, n: int, i: Instruction, plain: Callable[..., tuple]) -> None:
+        """Writes the call of a local operator, with everything that looks at it."""
+        op = plain
+        if self.recorder is not None:
             op = self.recorder.timed(i, plain)
-        if self.inspector is not None and any(used):
+        if self.inspector is not None:
             op = self.inspector.checked(i, plain)
-        results = ", ".join(self._name(r) if r is not None else "_" for r in i.results)
+        results = [self._name(r) if r is not None else "_" for r in i.results]
         arguments = [*(["tokens"] if is_sfb(i) else []), *map(self._name, i.inputs)]
         call = f"op{n}"
         self.bound[call] = op
-        if any(used) and (number := region_of(i)) is not None:
+        if (number := region_of(i)) is not None:
             again = plain if self.recorder is None else self.recorder.timed_again(i, plain)
             self.bound[call] = Step(op, i.inputs, i.results, again)
             if number not in self.open_regions:
                 self.open_regions.add(number)
                 self._line(f"again{number} = region(keep)", i)
             call, arguments = f"again{number}.run", [call, *arguments]
-        if any(used) and self._can_be_compiled(i, call):
-            self._add_to_segment(i, call, results.split(", "), arguments)
-        elif any(used):
-            self._line(f"{results}, = {call}({', '.join(arguments)})", i)
-        if self.region_ends.get(n) in self.open_regions:
-            self._line(f"del again{self.region_ends[n]}", None)
-        self.held.update(r for r in i.results if r is not None)
+        if self._can_be_compiled(i, call):
+            self._add_to_segment(i, call, results, arguments)
+        else:
+            self._line(f"{', '.join(results)}, = {call}({', '.join(arguments)})", i)
 
     def _plain_operator(self, n: int, i: Instruction) -> Callable[..., tuple]:
         """The local operator, without anything that inspects it."""
@@ -371,10 +377,7 @@ class _Writer:
         if self.window is not None and source in self.held:
             move = local_move(self.program, i, self.rank, self.window)
             if move is not None:
-                if self._takes_part(i):
-                    self.bound[f"move{n}"] = move
-                    self._line(f"{self._name(i.result)}, = move{n}({self._name(source)})", i)
-                    self.held.add(i.result)
+                self._move_in_window(n, i, move)
                 return
         self.bound[f"move{n}"] = how
         argument = self._name(source) if source in self.held else "None"
@@ -399,6 +402,13 @@ class _Writer:
             self.held.add(i.result)
         else:
             self.passing.add(i.result)
+
+    def _move_in_window(self, n: int, i: Instruction, move: Callable[..., tuple]) -> None:
+        """Writes a redistribution that is local within a window of samples."""
+        if self._takes_part(i):
+            self.bound[f"move{n}"] = move
+            self._line(f"{self._name(i.result)}, = move{n}({self._name(i.inputs[0])})", i)
+            self.held.add(i.result)
 
     def _release(self, name: str, i: Instruction) -> None:
         if name in self.records:

@@ -275,11 +275,9 @@ def _cut_between_samples(
     inputs that are cut along dim 0, and all these shards."""
     shards = {name for name, t in program.types.items() if isinstance(t.placement, Shard)}
     ties = _Ties()
-    from_inputs: set[str] = set()
+    from_inputs = _from_inputs(program)
     seeds: list[str] = []
     for i in program.instructions:
-        if i.op == "input" or not from_inputs.isdisjoint(i.inputs):
-            from_inputs.update(r for r in i.results if r is not None)
         if i.op == "input" or i.is_redistribution:
             if i.result in shards and i.result in from_inputs and i.result in fixed:
                 seeds.append(i.result)
@@ -290,6 +288,15 @@ def _cut_between_samples(
     roots = {ties.root(name) for name in seeds}
     leading = [name for name in seeds if program.types[name].shard.dim == 0]
     return leading, {name for name in shards if ties.root(name) in roots}
+
+
+def _from_inputs(program: Program) -> set[str]:
+    """The inputs and all values that depend on one."""
+    names: set[str] = set()
+    for i in program.instructions:
+        if i.op == "input" or not names.isdisjoint(i.inputs):
+            names.update(r for r in i.results if r is not None)
+    return names
 
 
 class _Ties:
