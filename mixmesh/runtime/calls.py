@@ -137,7 +137,7 @@ class Calls:
                 raise self._other(name, text, planned_text)
         for name, planned_text in known.items():
             if planned_text in (TENSOR, WORDS) or name in leaves:
-                continue  # missing tensors are reported where they are needed; words are never read
+                continue  # missing tensors are reported where they are needed; strings are never read
             default = self.signature.names.get(name, Parameter.empty)
             text = "nothing" if default is Parameter.empty else describe_argument(default)
             if text != planned_text:
@@ -156,9 +156,9 @@ class Calls:
             )
         argument = name.partition(".")[0]
         changing = f"a number that changes from call to call: {name}=torch.tensor(...), in the batch too"
-        if known[:1] in ("'", '"'):  # a word, in the form of describe_argument
+        if known[:1] in ("'", '"'):  # a string, in the form of describe_argument
             changing = (
-                f"words that change from call to call: leave {argument} out of the call, or out of what "
+                f"strings that change from call to call: leave {argument} out of the call, or out of what "
                 "collate_fn returns; a program reads none"
             )
         return InputError(

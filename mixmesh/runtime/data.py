@@ -102,8 +102,8 @@ def shard_batches_by(
     cuts_others: bool = False,
 ) -> Iterator[Any]:
     """``shard_batches`` by a plan that may be replaced by others of the same form. With ``cuts_others`` it
-    also cuts values that the program does not use, if they have a row or a word per sample, such as file
-    names, as a loader that loads only this rank's rows would."""
+    also cuts values that the program does not use, if they have a row or a string per sample, such as
+    file names, as a loader that loads only this rank's rows would."""
     plan = followed.value
     program = plan.program if isinstance(plan, Plan) else plan
     is_pipeline = isinstance(plan, Plan) and plan.order is not None

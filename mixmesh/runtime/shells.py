@@ -34,7 +34,7 @@ _OF_THE_WHOLE = (
     *_OF_STATES,
 )  # fmt: skip
 _REFUSED = ("generate", "save_pretrained", "push_to_hub")
-NUMBERS = (bool, int, float, str)  # also words
+NUMBERS = (bool, int, float, str)  # and strings
 NOTHING = object()
 
 
@@ -75,8 +75,9 @@ class Original:
 
 
 def check_attribute(module: nn.Module, name: str, value: Any) -> None:
-    """Sets a new number or word on the original too: every call compares the ones that a forward pass reads,
-    and traces again. Raises InputError for any other new value: the program was planned with the old one."""
+    """Sets a new number or string on the original too: every call compares those that a forward pass reads,
+    and traces again if one differs. Raises InputError for any other new value, as the program was planned
+    with the old one."""
     planned, original = module.__dict__.get("_planned_attributes", {}), module.__dict__.get("_stands_for")
     of_class = NOTHING if original is None else _of_class(type(original.module), name)
     before = planned.get(name, of_class)

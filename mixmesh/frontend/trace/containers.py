@@ -115,7 +115,7 @@ def is_plain_object(value: Any) -> bool:
 def numbers_in(
     path: str, find: Find, value: Any, keys: Keys, depth: int = DEPTH
 ) -> Iterator[tuple[str, Find, Any]]:
-    """Yields path, function that finds it, and value for each number or word in a dict or a list, and for
+    """Yields path, function that finds it, and value for each number or string in a dict or a list, and for
     each object in them. A list of numbers counts as one value."""
     if type(value) in SIMPLE or is_plain_object(value):
         yield path, find, value

@@ -36,7 +36,7 @@ def check_leaf(name: str, value: Any) -> None:
         return
     raise TraceError(
         f"{name} of the batch holds a value that a program would keep as it was in the first batch",
-        expected="tensors, numbers and words in lists, tuples and dicts",
+        expected="tensors, numbers and strings in lists, tuples and dicts",
         got=f"{type(value).__module__}.{type(value).__qualname__}",
         hint=instead_of(value),
     )

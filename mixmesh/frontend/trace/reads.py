@@ -1,5 +1,5 @@
-"""Values that a forward pass reads and that become constants of a program: numbers and words of modules, and
-tensors that are neither parameters nor buffers of the model.
+"""Values that a forward pass reads and that become constants of a program: numbers and strings of modules,
+and tensors that are neither parameters nor buffers of the model.
 
 At every call the first rank compares them with their current values. Only values that were read count: a
 module is free to count and note things that its forward pass does not use.
@@ -46,7 +46,7 @@ Key = tuple[int, str]  # id of the holder of a value, and the value's name there
 
 @dataclass(frozen=True)
 class Number:
-    """A number or a word with the value that was read. ``find`` returns the current value in its place."""
+    """A number or a string with the value that was read. ``find`` returns the current value in its place."""
 
     path: str
     find: Find

@@ -78,12 +78,12 @@ class OwnRows(Tensor):
                 sources[0].watch.warn(joined, sources[0].rows)
             return func(*pytree.tree_map(plain, args), **pytree.tree_map(plain, kwargs))
         result = super().__torch_function__(func, types, args, kwargs)
-        for made in pytree.tree_leaves(result) if sources else ():
-            if isinstance(made, OwnRows):
+        for rows_made in pytree.tree_leaves(result) if sources else ():
+            if isinstance(rows_made, OwnRows):
                 source = max(sources, key=Tensor.dim)
-                made.watch, made.rows = source.watch, _rows_of(name, source, made)
-                made.joined = joined or (name if _joins(name, source, made, args, kwargs) else "")
-                made.picked = picked or (name if _picks(name, source, made, args, kwargs) else "")
+                rows_made.watch, rows_made.rows = source.watch, _rows_of(name, source, rows_made)
+                rows_made.joined = joined or (name if _joins(name, source, rows_made, args, kwargs) else "")
+                rows_made.picked = picked or (name if _picks(name, source, rows_made, args, kwargs) else "")
         return result
 
 
@@ -102,7 +102,8 @@ def _check_count(func: Any, name: str, args: tuple, reader: FrameType) -> None:
 
 
 class OwnWords(list):
-    """A list of words of a rank's own rows, such as file names; tells ``watch`` when they are counted."""
+    """A list with a string for each of a rank's own rows, such as a file name; tells ``watch`` when they are
+    counted."""
 
     watch: RowWatch | None = None
 
@@ -134,8 +135,8 @@ def _is_watched_words(x: Any) -> bool:
 
 
 def plain(x: Any) -> Any:
-    """Converts a tensor of a rank's rows to PyTorch's own class, and words to a plain list or tuple; returns
-    anything else unchanged."""
+    """Converts a tensor of a rank's rows to PyTorch's own class, and strings to a plain list or tuple;
+    returns anything else unchanged."""
     if isinstance(x, OwnWords):
         return list(x)
     if isinstance(x, OwnWordsInTuple):

@@ -212,15 +212,16 @@ def another_call(batch: Any) -> tuple[str, ...]:
 def made_inputs(inputs: Callable[..., Any], batch: Any) -> Any:
     """The arguments with which a model is called for a batch of the loader: a tuple, or a dict by name."""
     if isinstance(batch, Mapping):
-        made = inputs(**batch)
+        arguments = inputs(**batch)
     else:
-        made = inputs(*batch) if isinstance(batch, tuple) else inputs(batch)
-    return made if isinstance(made, Mapping | tuple) else (made,)
+        arguments = inputs(*batch) if isinstance(batch, tuple) else inputs(batch)
+    return arguments if isinstance(arguments, Mapping | tuple) else (arguments,)
 
 
 def taken_by(model: nn.Module, loss: Callable[..., Any] | None, batch: Any) -> Any:
     """The part of a batch for the model's forward pass and the ``loss``. Without a ``loss``, the loop
-    computes one and uses the rest; with one, trailing words that neither needs are left to the loop."""
+    computes one and uses the rest; with one, trailing lists of strings that neither needs are left to the
+    loop."""
     if loss is not None:
         least = len(needed_names(model)) + len(needed_names(loss)[1:])
         while isinstance(batch, tuple) and len(batch) > least and is_words(batch[-1]):

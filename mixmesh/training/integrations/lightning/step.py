@@ -58,7 +58,7 @@ class Form:
             if not isinstance(leaf, SIMPLE):
                 raise InputError(
                     "the batch holds a value that is no tensor",
-                    expected="tensors, numbers and words in lists, tuples and dicts",
+                    expected="tensors, numbers and strings in lists, tuples and dicts",
                     got=type(leaf).__name__,
                     hint="a collate_fn that returns a dict of tensors",
                 )
