@@ -47,7 +47,7 @@ def kinds_of(program: Program) -> Sequence[Kind | None]:
     """The kind of each instruction, with one object per kind; None for instructions that compute nothing."""
     types, grad = program.types, program.requires_grad
     out: list[Kind | None] = []
-    known: dict[tuple, Kind] = {}
+    kind_of: dict[tuple, Kind] = {}
     # instructions of repeated layers share their parts, which the program keeps alive
     by_identity: dict[tuple[int, ...], Kind] = {}
     plains: dict[tuple, tuple] = {}  # equal calls share one object
@@ -67,8 +67,8 @@ def kinds_of(program: Program) -> Sequence[Kind | None]:
             kind = by_identity.get(parts)
         if kind is None:
             key = (i.plain, i.types, tuple(inputs), takes, grads)
-            if key not in known:
-                known[key] = Kind(call_of(i, types), tuple(inputs), i.types, takes, grads)
-            kind = by_identity[parts] = known[key]
+            if key not in kind_of:
+                kind_of[key] = Kind(call_of(i, types), tuple(inputs), i.types, takes, grads)
+            kind = by_identity[parts] = kind_of[key]
         out.append(kind)
     return out

@@ -33,11 +33,11 @@ def communicators(
     """The communicators of a program's step, in micro-batches of ``samples`` if there are any. Initial values
     and the loss go through a communicator of all ranks. ``summed`` are the program's ``order_of_sums``, if
     known."""
-    found: dict[tuple[str, tuple[int, ...]], bool] = {}
+    pairwise_by_key: dict[tuple[str, tuple[int, ...]], bool] = {}
     for purpose, ranks, is_pairwise in _meetings(program, samples, gradient_sums(program, order=summed)):
         if len(ranks) > 1:
-            found[purpose, ranks] = found.get((purpose, ranks), False) or is_pairwise
-    return tuple(Communicator(*key, is_pairwise) for key, is_pairwise in found.items())
+            pairwise_by_key[purpose, ranks] = pairwise_by_key.get((purpose, ranks), False) or is_pairwise
+    return tuple(Communicator(*key, is_pairwise) for key, is_pairwise in pairwise_by_key.items())
 
 
 _Meeting = tuple[str, tuple[int, ...], bool]

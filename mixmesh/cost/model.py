@@ -295,10 +295,10 @@ class CostModel:
     ) -> float:
         name = USUAL.get(name, name)
         algorithm = self.collective(name, ranks).algorithm(size_bytes)
-        known = known_s.get(host_key(name, algorithm)) or known_s.get(name) or known_s.get(MOST_USUAL)
-        if known is None:
+        line = known_s.get(host_key(name, algorithm)) or known_s.get(name) or known_s.get(MOST_USUAL)
+        if line is None:
             return 0.0
-        fixed, per_byte = known
+        fixed, per_byte = line
         if algorithm in CALL_PER_PIECE:
             fixed *= len(ranks) / self.cluster.world_size
         return fixed + per_byte * size_bytes
@@ -339,15 +339,15 @@ class CostModel:
         counts = [Counter([machine_of[rank] for rank in c.ranks]) for c in communicators]
         met = [{rank: each[machine_of[rank]] for rank in c.ranks} for c, each in zip(communicators, counts)]
         wirings = [machine.wiring for machine in self.cluster.machines]
-        known: dict[tuple, int] = {}
+        size_of: dict[tuple, int] = {}
         sizes = []
         for rank, machine in enumerate(machine_of):
             idle = working is not None and rank not in working
             near = tuple([near_of.get(rank, 0) for near_of in met])
             key = (self.class_of[rank], wirings[machine], idle, near)
-            if key not in known:
-                known[key] = self.memory_constant_bytes(rank, communicators, idle=idle)
-            sizes.append(known[key])
+            if key not in size_of:
+                size_of[key] = self.memory_constant_bytes(rank, communicators, idle=idle)
+            sizes.append(size_of[key])
         return sizes
 
 

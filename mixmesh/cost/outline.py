@@ -40,19 +40,19 @@ class Outline:
     def exchanges(self) -> dict[tuple[str, bool], Exchange | None]:
         """Exchanges by the result of a redistribution, and by whether it is in the backward pass."""
         out: dict[tuple[str, bool], Exchange | None] = {}
-        known: dict[tuple[TensorType, TensorType], tuple[Exchange | None, Exchange | None]] = {}
+        both_by_ends: dict[tuple[TensorType, TensorType], tuple[Exchange | None, Exchange | None]] = {}
         by_identity: dict[tuple[int, int], tuple[Exchange | None, Exchange | None]] = {}
         types = self.program.types
         for i in self.program.instructions:
             if i.is_redistribution:
                 ends = types[i.inputs[0]], i.type
-                found = by_identity.get((id(ends[0]), id(ends[1])))
-                if found is None:
-                    if ends not in known:
+                both = by_identity.get((id(ends[0]), id(ends[1])))
+                if both is None:
+                    if ends not in both_by_ends:
                         forward = exchange_of(self.program, i, backward=False)
-                        known[ends] = forward, exchange_of(self.program, i, backward=True)
-                    found = by_identity[id(ends[0]), id(ends[1])] = known[ends]
-                out[i.result, False], out[i.result, True] = found
+                        both_by_ends[ends] = forward, exchange_of(self.program, i, backward=True)
+                    both = by_identity[id(ends[0]), id(ends[1])] = both_by_ends[ends]
+                out[i.result, False], out[i.result, True] = both
         return out
 
 

@@ -102,12 +102,15 @@ class Sheet(Outline):
             ratio = program.ratio(work.cut.ratio)
             shares = self.shares(work.cut, program, part) if whole or not work.cut.size else ratio
             assert shares is not None  # tensors with a cut have a ratio
-            known: dict[tuple[int, float], tuple[float, float]] = {}
+            seconds_by_share: dict[tuple[int, float], tuple[float, float]] = {}
             for c, share in (pairs := [(class_of[rank], shares[rank]) for rank in ranks]):
-                if (c, share) not in known:
-                    known[c, share] = work.times[c].forward.at(share), work.times[c].backward.at(share)
-            forward.append(tuple([known[pair][0] for pair in pairs]))
-            backward.append(tuple([known[pair][1] for pair in pairs]))
+                if (c, share) not in seconds_by_share:
+                    seconds_by_share[c, share] = (
+                        work.times[c].forward.at(share),
+                        work.times[c].backward.at(share),
+                    )
+            forward.append(tuple([seconds_by_share[pair][0] for pair in pairs]))
+            backward.append(tuple([seconds_by_share[pair][1] for pair in pairs]))
         known_seconds = self.table.seconds
         if len(known_seconds) == KEPT_RATIOS:
             del known_seconds[next(iter(known_seconds))]

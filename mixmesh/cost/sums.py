@@ -91,17 +91,17 @@ def order_of_sums(program: Program) -> tuple[Summed, ...]:
     Gradients without a use come last."""
     used = last_points(program)
     places = {p.result: place for place, p in enumerate(program.params)}
-    found = []
+    sums = []
     for p in summed_params(program):
         place, first, dtype = places[p.result], used.get(p.result, NEVER), p.type.value.dtype
         if p.args[0] in program.copies:
             late = p.args[0] in program.late
             kinds = [(c, SumKind(dtype, c.ranks, None, 0)) for c in cells(program, p)]
-            found += [Summed(place, first, kind, c, late) for c, kind in kinds]
+            sums += [Summed(place, first, kind, c, late) for c, kind in kinds]
         else:
             kind = SumKind(dtype, program.participants(p.type), *_owners(program, p))
-            found.append(Summed(place, first, kind))
-    return tuple(sorted(found, key=lambda s: -s.first_use))
+            sums.append(Summed(place, first, kind))
+    return tuple(sorted(sums, key=lambda s: -s.first_use))
 
 
 def with_other_owners(program: Program, order: tuple[Summed, ...]) -> tuple[Summed, ...]:

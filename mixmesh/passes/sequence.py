@@ -144,9 +144,13 @@ def fits(strategy: Strategy, held: tuple[Placement | None, ...]) -> bool:
 def without_costly_ends(program: Program, operators: Mapping[int, Cut]) -> dict[int, Cut]:
     """The operators without those whose gathered results would be larger than the inputs gathered instead."""
     kept = dict(operators)
-    made = {r for n in kept for r in program.instructions[n].results}
+    results_of_kept = {r for n in kept for r in program.instructions[n].results}
     outside = {
-        name for n, i in enumerate(program.instructions) if n not in kept for name in i.inputs if name in made
+        name
+        for n, i in enumerate(program.instructions)
+        if n not in kept
+        for name in i.inputs
+        if name in results_of_kept
     }
 
     def size_bytes(names: Iterable[str]) -> int:
@@ -172,8 +176,8 @@ class _Rewrite:
         # for each value, the placements in which it is used
         self.wanted: dict[str, dict[Placement, None]] = {}
         for n, i in enumerate(program.instructions):
-            taken = operators[n].inputs if n in operators else (self.taken(i),) * len(i.inputs)
-            for name, p in zip(i.inputs, taken):
+            placements = operators[n].inputs if n in operators else (self.taken(i),) * len(i.inputs)
+            for name, p in zip(i.inputs, placements):
                 self.wanted.setdefault(name, {})[p] = None
         self.held: dict[tuple[str, Placement], str] = {}  # names of values in further placements
         self.pieces: dict[str, TensorType] = {}  # the types of the operators' results

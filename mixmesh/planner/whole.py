@@ -42,12 +42,14 @@ def whole_batch_nodes(graph: Graph) -> tuple[Node, ...]:
         key = (node.plain, *((graph.types[x], dims.get(x), x in weights) for x in node.inputs))
         if key not in dims_of:
             dims_of[key] = _sample_dims_of_results(node, graph, dims, weights)
-        made = dims_of[key]
-        if made is None:
+        result_dims = dims_of[key]
+        if result_dims is None:
             nodes.append(node)
             large = (t.shape and t.num_elements >= batch_size for t in node.types)
-            made = tuple(0 if is_large else None for is_large in large)
-        dims.update((r, dim) for r, dim in zip(node.results, made) if r is not None and dim is not None)
+            result_dims = tuple(0 if is_large else None for is_large in large)
+        dims.update(
+            (r, dim) for r, dim in zip(node.results, result_dims) if r is not None and dim is not None
+        )
     return tuple(nodes)
 
 

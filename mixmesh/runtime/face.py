@@ -39,11 +39,11 @@ class Face(nn.Module):
         """Takes on the modules and attributes of ``model``, with these tensors, by name, instead of its
         own."""
         original = own_module(model)
-        known: dict[nn.Module, nn.Module] = {original: self, model: self}
-        dress(self, original, known)
+        shell_by_module: dict[nn.Module, nn.Module] = {original: self, model: self}
+        dress(self, original, shell_by_module)
         for name in model._modules.keys() - original._modules.keys():  # modules of a loss with parameters
-            self._modules[name] = shell_of(model.get_submodule(name), known)
-        for its, shell in known.items():
+            self._modules[name] = shell_of(model.get_submodule(name), shell_by_module)
+        for its, shell in shell_by_module.items():
             shell.__dict__["_stands_for"] = Original(original_of(its), self._is_watched)
         for kind, tensors in (("_parameters", params), ("_buffers", buffers)):
             for name, tensor in tensors.items():

@@ -36,8 +36,8 @@ class Tables:
 
     def buffers(self) -> dict[str, Tensor]:
         """The buffers of the modules, by all of their names."""
-        found = ((name, table.get(key)) for name, table, key in self._buffers)
-        return {name: x for name, x in found if x is not None}
+        values = ((name, table.get(key)) for name, table, key in self._buffers)
+        return {name: x for name, x in values if x is not None}
 
     def are_as_seen(self) -> bool:
         return bool(self._seen) and all(

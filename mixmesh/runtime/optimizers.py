@@ -118,8 +118,8 @@ def step_on_pieces(optimizer: optim.Optimizer, holders: tuple[int, ...] | None, 
         seeing = _seeing_shards(closure, pieces)
         with pieces:
             if takes_part:
-                given = () if seeing is None else (seeing,)  # some optimizers take no closure
-                return kernel(self, *given, **kwargs)
+                closures = () if seeing is None else (seeing,)  # some optimizers take no closure
+                return kernel(self, *closures, **kwargs)
             return None if seeing is None else seeing()
 
     step = optim.Optimizer.profile_hook_step(on_pieces)

@@ -70,8 +70,8 @@ def is_elementwise(optimizer: Any) -> bool:
     its own ``step`` does not count, regardless of its base classes."""
     import torch
 
-    known = [unwrap(getattr(torch.optim, name).step) for name in ELEMENTWISE]
-    return isinstance(optimizer, torch.optim.Optimizer) and unwrap(type(optimizer).step) in known
+    elementwise_steps = [unwrap(getattr(torch.optim, name).step) for name in ELEMENTWISE]
+    return isinstance(optimizer, torch.optim.Optimizer) and unwrap(type(optimizer).step) in elementwise_steps
 
 
 def can_step_pieces(optimizer: Any) -> bool:

@@ -46,14 +46,14 @@ def _statistics(moments: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor
     those of the same moments; they are computed once, because every small kernel costs a GPU a launch."""
     keeps = has_gpu_kernels(moments) and not moments.is_inference()
     now = (count, moments._version, dtype) if keeps else None
-    known, made = getattr(moments, STATISTICS, (None, None))
-    if made is None or known != now:
+    version, statistics = getattr(moments, STATISTICS, (None, None))
+    if statistics is None or version != now:
         exact = moments.detach() / count
         exact[1].addcmul_(exact[0], exact[0], value=-1).clamp_(min=0)
-        made = exact, exact.to(dtype)
+        statistics = exact, exact.to(dtype)
         if keeps:
-            setattr(moments, STATISTICS, (now, made))
-    return made
+            setattr(moments, STATISTICS, (now, statistics))
+    return statistics
 
 
 def _sums(x: Tensor) -> tuple[Tensor, Tensor]:

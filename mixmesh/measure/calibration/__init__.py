@@ -71,9 +71,9 @@ def calibrate(
     steps = steps or Steps()
     started = time.perf_counter()
     steady_heap()  # as in training
-    found = read_device(device)
+    facts = read_device(device)
     context = measure_memory(device, seconds, steps)  # first, before anything else is loaded
-    plain = plain_device(device, found, name)
+    plain = plain_device(device, facts, name)
     if is_accelerator(device):
         heat(device, started + HEATING * seconds + 2.0, steps)
     bench = Bench.of(device, plain)
@@ -96,7 +96,7 @@ def calibrate(
     calibration = Calibration(
         replace(fitted, **context, calibrated=now.date().isoformat()),
         now.date().isoformat(),
-        reported_name(found),
+        reported_name(facts),
         torch.__version__,
         round(time.perf_counter() - started, 1),
         (*fits_of(fitted, plain, timings), *of_optimizer),

@@ -43,13 +43,13 @@ def digest(batch: Any) -> str:
     """A text that depends on all values of the tensors of a batch."""
     if batch is END:
         return END
-    made = hashlib.blake2b(digest_size=8)
+    state = hashlib.blake2b(digest_size=8)
     leaves = pytree.tree_flatten_with_path(batch)[0]
     tensors = {pytree.keystr(path): x for path, x in leaves if isinstance(x, torch.Tensor)}
     for name, value in sorted(tensors.items()):
-        made.update(name.encode() + repr(tuple(value.shape)).encode())
-        made.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return made.hexdigest()
+        state.update(name.encode() + repr(tuple(value.shape)).encode())
+        state.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return state.hexdigest()
 
 
 def same_on_all(

@@ -37,10 +37,10 @@ class DrawWatch:
 
     def on_call(self) -> None:
         """Called before the model runs: compares in the first call after a batch."""
-        given, self._given = self._given, None
-        if given is None or not torch.is_grad_enabled():
+        states, self._given = self._given, None
+        if states is None or not torch.is_grad_enabled():
             return
-        if any(not torch.equal(read(), state) for read, state in given):
+        if any(not torch.equal(read(), state) for read, state in states):
             self._has_warned = True
             if dist.get_rank() == 0:
                 warn(MESSAGE)

@@ -41,18 +41,18 @@ class Kinds:
     @classmethod
     def of(cls, cache: Cache, key: str, where: torch.device) -> Kinds:
         """The kinds seen from this rank, whose device is ``where``."""
-        found = read_device(where)
-        return cls(cache, key, key_of(found.kind, found.name, found.num_threads, found.emulated))
+        facts = read_device(where)
+        return cls(cache, key, key_of(facts.kind, facts.name, facts.num_threads, facts.emulated))
 
     def load_all(self, cluster: Cluster, rank: int) -> dict[str, DeviceProfile] | None:
         """The profiles of all devices of ``cluster`` by ``device_key``; None if no machine has one for some
         device. Collective."""
         own = cluster.devices[rank]
-        known: dict[str, DeviceProfile] = {}
+        profiles: dict[str, DeviceProfile] = {}
         for key, one in everyones((device_key(own), self._load(own))):
             if one is not None:
-                known.setdefault(key, one)
-        return known if all(device_key(device) in known for device in cluster.devices) else None
+                profiles.setdefault(key, one)
+        return profiles if all(device_key(device) in profiles for device in cluster.devices) else None
 
     def save_all(self, profile: Profile, cluster: Cluster, rank: int, is_first_here: bool) -> None:
         """Keeps the profiles of all devices of ``cluster``; the first rank of each machine writes.

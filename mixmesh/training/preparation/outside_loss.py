@@ -59,13 +59,13 @@ def with_loss(model: nn.Module, loss: Callable[..., Any], outputs: Collection[st
         count = min(max(len(names) - len(own), 0), max(len(args) + len(others) - needed_targets, 0))
         count = max(count, len([name for name in needed if name not in own]))
         with _without(held, self):
-            made = (own_forward or original.forward)(self, *args[:count], **own)
+            outputs_of_model = (own_forward or original.forward)(self, *args[:count], **own)
         targets = args[count:]
-        if outputs and not _can_call(loss, made, *targets, **others):
-            return _beside(None, made)  # evaluation without targets
+        if outputs and not _can_call(loss, outputs_of_model, *targets, **others):
+            return _beside(None, outputs_of_model)  # evaluation without targets
         with loss_outside(loss):
-            value = loss_in(self)(made, *targets, **others)
-        return _beside(value, made) if outputs else value
+            value = loss_in(self)(outputs_of_model, *targets, **others)
+        return _beside(value, outputs_of_model) if outputs else value
 
     wrapped = copy.copy(model)
     wrapped.__dict__.pop("forward", None)

@@ -250,13 +250,13 @@ def traced_job(job: Any, options: Options) -> Traced:
 
 def _profiled(graph, job, cluster, kinds: Kinds, options: Options, device: Device, progress) -> Profile:
     rank = dist.get_rank()
-    known = kinds.load_all(cluster, rank)
+    known_devices = kinds.load_all(cluster, rank)
     common = {"budget_s": options.profile_s, "on_start": device.on_start, "progress": progress}
     try:
-        if known is not None:
+        if known_devices is not None:
             progress("operators: kept of devices of these kinds")
-            return profile_links(graph, cluster, known, **common)
-        made = measure_profile(
+            return profile_links(graph, cluster, known_devices, **common)
+        new_profile = measure_profile(
             graph,
             job,
             cluster,
@@ -268,5 +268,5 @@ def _profiled(graph, job, cluster, kinds: Kinds, options: Options, device: Devic
     finally:
         device.on_end()
     is_first_here = rank == cluster.ranks_of(cluster.machine_index_of(rank))[0]
-    kinds.save_all(made, cluster, rank, is_first_here)
-    return made
+    kinds.save_all(new_profile, cluster, rank, is_first_here)
+    return new_profile

@@ -118,8 +118,8 @@ def naming_lines(training_step: Callable[..., Any]) -> Iterator[None]:
         yield
     except MixmeshError as error:
         if not error.where:
-            found = place_of_error(error)
-            error.where = found.location if found.by_user else line_of(training_step)
+            place = place_of_error(error)
+            error.where = place.location if place.by_user else line_of(training_step)
         raise
 
 
