@@ -1,7 +1,7 @@
 """Predicted against measured, in the testbed: time and peak memory of several plans per job and cluster.
 
-For every setting: profile the job on the emulated cluster, plan it by every planner, time the plans in
-turn on the emulated cluster, and run each once more in plain processes for its memory.
+For every setting: profile the job on the emulated cluster, plan it by every planner, time the plans in turn
+on the emulated cluster, and run each once more in plain processes to measure its memory.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ MIXMESH = (sys.executable, "-m", "mixmesh")
 
 @dataclass(frozen=True)
 class Case:
-    """One plan of one job on one cluster. ``planners`` are all that found this plan; ``chosen`` tells whether
-    ``auto`` chose it. Bytes are per rank."""
+    """One plan of one job on one cluster. ``planners`` are all planners that found this plan; ``chosen``
+    tells whether ``auto`` chose it. Bytes are per rank."""
 
     job: str
     cluster: str
@@ -42,11 +42,11 @@ class Case:
     chosen: bool
     predicted_s: float
     measured_s: float
-    spread_s: tuple[float, float]  # among the rounds: least and most
+    spread_s: tuple[float, float]  # the least and the most among the rounds
     predicted_bytes: tuple[int, ...]
     measured_bytes: tuple[int, ...]
     emulation: str
-    drift: float = 1.0  # seconds of a local step during the plans, over those during the profile
+    drift: float = 1.0  # seconds of a local step while the plans ran, relative to those during the profile
 
     @property
     def time_error(self) -> float:
@@ -54,7 +54,7 @@ class Case:
 
     @property
     def time_error_without_drift(self) -> float:
-        """The error of the prediction for a machine that has become slower since the profile, by as much as a
+        """The error of the prediction if the machine has become slower since the profile by as much as a
         local step has."""
         return self.predicted_s * self.drift / self.measured_s - 1
 
@@ -204,7 +204,7 @@ def summarise(cases: Sequence[Case]) -> dict[str, float | int]:
 
 
 def ranks(values: Sequence[float]) -> list[int]:
-    """The place of each among all; equal ones share the first of their places."""
+    """The rank of each value among all; equal values share the first of their ranks."""
     ordered = sorted(values)
     return [ordered.index(v) for v in values]
 

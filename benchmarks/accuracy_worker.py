@@ -28,8 +28,8 @@ from mixmesh.measure.testbed import enter_device
 from mixmesh.runtime.comm import default_device, initialise, leave
 
 ROUNDS = 4
-PLAN_S = 10.0  # about so long every plan is timed
-MAX_STEPS = 5  # steps in a measured round, after one that is not
+PLAN_S = 10.0  # seconds for which every plan is timed, about
+MAX_STEPS = 5  # steps in a measured round, after a first one that does not count
 
 
 def profile_and_local_steps(job: str, cluster: str, out: str, budget_s: str) -> None:

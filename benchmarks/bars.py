@@ -19,13 +19,13 @@ PARALLEL = ("ddp-even", "ddp-proportional")
 
 
 def machines_alone(cluster: Cluster) -> list[Cluster]:
-    """A cluster of each machine alone, without duplicates."""
+    """A cluster for each machine alone, without duplicates."""
     kinds = {(m.devices, m.link_bytes_per_s, m.link_latency_s): m for m in cluster.machines}
     return [replace(cluster, name=f"{m.name} alone", machines=(m,)) for m in kinds.values()]
 
 
 def fastest_s(task: Task, planners: tuple[str, ...]) -> float | None:
-    """Seconds of the fastest step that fits, of the proposals of several planners; None if none fits."""
+    """Seconds of the fastest step that fits, among the proposals of several planners; None if none fits."""
     made = (p for name in planners for p in BY_NAME[name].propose(task))
     return min((p.timeline.step_s for p in made if p.feasible), default=None)
 

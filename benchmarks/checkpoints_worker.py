@@ -26,7 +26,7 @@ WARMUP_STEPS = 3
 
 
 def measure_times(job: str, plan_file: str, folder: str, rounds: str) -> None:
-    """Blocks of steps of all variants in turns, with checkpoints into ``folder``."""
+    """Times blocks of steps of all variants in turns, with checkpoints into ``folder``."""
     initialise(int(os.environ["WORLD_SIZE"]), default_device(), COLLECTIVE_TIMEOUT_S)
     plan, made = Plan.load(plan_file), jobs.make(job)
     model, optimizer = parallelize(
@@ -64,10 +64,10 @@ def measure_times(job: str, plan_file: str, folder: str, rounds: str) -> None:
         steps()
 
     variants = {NONE: steps, ASYNC: saved_beside, WAITED: saved_before}
-    enter_device()  # all process groups are there, and their threads outside
+    enter_device()  # all process groups exist by now, with their threads outside of the quota
     for _ in range(WARMUP_STEPS):
         step()
-    save_async(**parts).result()  # process groups, and memory for the copies
+    save_async(**parts).result()  # makes process groups, and memory for the copies
     block_s: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(int(rounds)):
         for name, block in variants.items():

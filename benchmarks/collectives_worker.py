@@ -19,7 +19,7 @@ say = partial(print, file=sys.stderr, flush=True)
 def main(cases: str, sizes: str, rounds: str) -> None:
     """``cases`` are [collective, algorithm, shares]; prints per case and size the seconds of each round."""
     comm = Comm.of_sets(int(os.environ["WORLD_SIZE"]), (), timeout_s=COLLECTIVE_TIMEOUT_S)
-    enter_device()  # the threads of the process groups are outside
+    enter_device()  # so that the threads of the process groups are outside of the quota
     started = time.perf_counter()
     chosen = [Case(name, how, comm.everyone, tuple(shares), VITAL) for name, how, shares in json.loads(cases)]
     found = [[[] for _ in json.loads(sizes)] for _ in chosen]

@@ -28,7 +28,7 @@ OURS = "ours"
 
 @dataclass(frozen=True)
 class Entry:
-    """A program, in the micro-steps of a plan if it has any."""
+    """A program, in the micro-batches of a plan if it has any."""
 
     program: Program
     micro_batches: MicroBatches = None

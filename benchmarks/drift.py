@@ -34,7 +34,7 @@ OTHERS = ("0.35", "0.35")
 CHANGED_RANK, POLL_S = 0, 0.01
 NEAR = 0.9  # share of the optimum's throughput
 WITHIN_STEPS, WITHIN_S = 30, 120.0  # whichever is longer
-LOOKED_AT, WARMUP = 5, 5  # steps in a row whose median counts; steps that do not count
+LOOKED_AT, WARMUP = 5, 5  # number of consecutive steps whose median counts; first steps that do not count
 LASTING = 0.9  # share of the rest of the run that must be near the optimum too
 Progress = Callable[[str], None]
 
@@ -56,8 +56,8 @@ CASES = (Case("gpt", "gpt"), Case("bert-cut", "bert", is_cut=True))
 
 @dataclass(frozen=True)
 class Effort:
-    """Steps before the change and after it, and how often all that is done. Unchanged runs have as many
-    steps: the medians of 30 steps at the start of a run were up to 12 % apart."""
+    """The number of steps before and after the change, and how often all this is repeated. Unchanged runs
+    have as many steps: the medians of 30 steps at the start of a run were up to 12 % apart."""
 
     rounds: int
     before: int = 25
@@ -89,13 +89,13 @@ class Recovery:
 
     @property
     def is_in_time(self) -> bool:
-        """Whether that was within the target, in steps or in seconds."""
+        """Whether that met the target, in steps or in seconds."""
         return self.steps is not None and (self.steps <= WITHIN_STEPS or self.time_s <= WITHIN_S)
 
 
 @dataclass(frozen=True)
 class Result:
-    """The recoveries of ``case`` by the change, one a round."""
+    """The recoveries of ``case`` by change, one per round."""
 
     case: str
     recoveries: dict[str, tuple[Recovery, ...]]
@@ -190,7 +190,7 @@ def planned(case: Case, ground: Ground) -> Plan:
     )
 
 
-Step = tuple[int, float]  # its number, and when it was over, in seconds of one clock
+Step = tuple[int, float]  # (its number, when it was over), in seconds of one clock
 
 
 def train(

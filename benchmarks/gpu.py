@@ -1,8 +1,7 @@
-"""One GPU: whole models by a plan beside PyTorch alone, and what was predicted of them.
+"""One GPU: whole models under a plan compared with PyTorch alone, and the predictions for them.
 
 A step's seconds and a process's memory are predicted from the datasheet, from a calibration of the card and
-from a profile of the job, and then measured. All variants of a model take turns in one
-process.
+from a profile of the job, and then measured. All variants of a model take turns in one process.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class Case:
     name: str
     make: Callable[[], Job]
     numbers: str = "f32"
-    compiles: bool = False  # compiled variants are measured too
+    compiles: bool = False  # whether compiled variants are measured too
 
     def numbers_set(self) -> AbstractContextManager[None]:
         return tf32_set(self.numbers == "tf32")
@@ -112,7 +111,7 @@ FULL, QUICK = Effort(45, 10, 5, 5), Effort(20, 6, 3, 3, compiles=False)
 
 @dataclass(frozen=True)
 class Row:
-    """``step_s`` has the seconds of a step in each round by variant; predictions are by what they rest on;
+    """``step_s`` has the seconds of a step in each round by variant; predictions are by their basis;
     ``error`` is the largest relative difference of a loss from that of PyTorch alone."""
 
     name: str
@@ -140,7 +139,8 @@ def run(
 ) -> Iterator[Row | Measured]:
     """The calibration of the device, then a row for each case, whose profile is kept in a folder ``keep``."""
     as_one_process()
-    # in processes of their own: what one loads, the card would hold beside the next; this one holds nothing
+    # in separate processes: otherwise the card would still hold what one case loaded while the next one runs;
+    # this process holds nothing
     with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
         say("calibration")
         calibrated = pool.submit(calibrate, device, seconds=effort.calibration_s).result()

@@ -48,8 +48,8 @@ def rows_of(device: Device) -> tuple[tuple[str, str], ...]:
 
 
 def with_constants(device: Device, logs: np.ndarray) -> Device:
-    """The device with constants that are e^log times the usual ones: of each row the seconds of a unit of
-    work and the backward pass, then the host's cost."""
+    """The device with constants that are e^log times the usual ones: for each row the seconds of a unit of
+    work and the factor of the backward pass, then the host's cost."""
     times = np.exp(logs)
     rows = []
     for n, (name, dtype) in enumerate(rows_of(device)):

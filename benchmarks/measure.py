@@ -59,7 +59,7 @@ DEMO_CLUSTER = cluster_text("1", ("0.70", "0.35"), ("0.35", "0.18"))  # as `pyth
 
 @contextmanager
 def case_folder(keep: Path | None, case: str) -> Iterator[Path]:
-    """A context with the folder for a case's files: one of its name under ``keep``, or a temporary one."""
+    """A context with the folder for a case's files: one with its name under ``keep``, or a temporary one."""
     with TemporaryDirectory(prefix="mixmesh-bench-") as temporary:
         folder = Path(temporary) if keep is None else keep / case
         folder.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,8 @@ def each_case(chosen: Sequence[C], keep: Path | None, run: Callable[[C, Path], R
 def named(
     names: Sequence[str], among: Sequence[C], every: Sequence[C], words: Callable[[C], Sequence[str]]
 ) -> tuple[C, ...]:
-    """The cases that answer to these names, of ``every`` one; ``among`` without a name. Raises InputError."""
+    """The cases among ``every`` one that have these names; without a name, those in ``among``. Raises
+    InputError."""
     if not names:
         return tuple(among)
     out: list[C] = []
@@ -200,7 +201,8 @@ def plan_step(job: str, plan: Plan) -> Callable[[], Callable[[], float]]:
 
 
 def slowest(step: Callable[[], Any], count: int) -> tuple[float, list[Any]]:
-    """(seconds of a step, the mean of ``count`` in a row, on the slowest rank; the steps' results)."""
+    """Returns (seconds of a step on the slowest rank, as the mean of ``count`` in a row; the steps'
+    results)."""
     results = []
     started = time.perf_counter()
     for _ in range(count):

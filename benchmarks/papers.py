@@ -47,7 +47,8 @@ class Row:
     fsdp_even_s: float | None
     single_s: float | None  # the fastest single device
     machine_alone_s: float | None  # the best data parallelism on a single machine
-    ddp_tuned_s: float | None  # data parallelism done well: our sums, shares and devices, without a search
+    # data parallelism done well: with our sums, shares and choice of devices, but without a search
+    ddp_tuned_s: float | None
     best_s: float | None
     best_planner: str | None
     does_not_fit: tuple[str, ...]
@@ -58,7 +59,7 @@ class Row:
     ddp_proportional_ratio: float | None
     best_ratio: float | None
     bound_s: float | None  # all devices compute all the time at the peaks of their datasheets
-    baseline: str | None  # the fastest that a person would write by hand
+    baseline: str | None  # the fastest that a user would write by hand
     speedup: float | None  # the best plan over that baseline
     over_data_parallel: float | None  # over the better of DP-EV and DP-CP, as in HAP's own figure
     over_tuned: float | None

@@ -1,9 +1,9 @@
-"""Pipelines, measured: a chain of stages in micro-steps, compared with the same chain without them.
+"""Pipelines, measured: a chain of stages in micro-batches, compared with the same chain without them.
 
 whole    the stages of ours, each of which takes the whole batch at once while the others wait
 plain    the planner's best of such chains
 spread   data parallelism in proportion to speed
-ours     ``model-parallel`` in micro-steps, as the simulator chooses
+ours     ``model-parallel`` in micro-batches, as the simulator chooses
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .contest import OURS, Contest, Entry
 from .measure import cluster_text
 
 WHOLE, PLAIN, SPREAD = "whole", "plain", "spread"
-TARGET = 1.2  # over plans without micro-steps
+TARGET = 1.2  # over plans without micro-batches
 
 
 def ways(graph: Graph, costs: CostModel) -> Mapping[str, Entry]:
@@ -34,7 +34,7 @@ def ways(graph: Graph, costs: CostModel) -> Mapping[str, Entry]:
         return Entry(chosen.program, chosen.micro_batches)
 
     ours = best([p for p in found if p.micro_batches is not None])
-    several = [p for p in found if len(p.program.ratios) > 1]  # all on one device is no chain
+    several = [p for p in found if len(p.program.ratios) > 1]  # everything on one device is not a chain
     return {
         WHOLE: Entry(ours.program),
         PLAIN: best([p for p in several if p.micro_batches is None]),

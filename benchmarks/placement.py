@@ -38,8 +38,8 @@ from .placement_methods import LOCAL_METHODS, METHODS, MOST_S, Budget
 from .revision import revision
 
 BUDGET = replace(AMPLE, search_s=MOST_S)
-CALLS = 1000  # strategies that each search may ask for
-SEEDS = 5  # for a tree search's random numbers
+CALLS = 1000  # strategies that each search may evaluate
+SEEDS = 5  # random seeds of a tree search
 DATA_PARALLEL = ("ddp-even", "ddp-proportional")
 BASELINES = (*DATA_PARALLEL, "single")
 SEARCHES = ("uniform", "tag", "heterog", "local")
@@ -117,7 +117,8 @@ Progress = Callable[[str], None]
 
 
 def cases(names: Sequence[str] = (), quick: bool = False) -> tuple[Case, ...]:
-    """Raises InputError for a name that is no workload, cluster or WORKLOAD@CLUSTER of the bench."""
+    """The cases of these names. Raises InputError for a name that is not a workload, cluster or
+    WORKLOAD@CLUSTER of the bench."""
     known = {n for c in CASES for n in (c.workload, c.cluster, c.name)}
     for name in names:
         if name not in known:
@@ -128,7 +129,7 @@ def cases(names: Sequence[str] = (), quick: bool = False) -> tuple[Case, ...]:
 
 
 def methods_of(names: Sequence[str]) -> tuple[str, ...]:
-    """All without names. Raises InputError for one that is no method."""
+    """The methods of these names; without names, all of them. Raises InputError for an unknown one."""
     for name in names:
         if name not in METHODS:
             raise InputError(f"no method {name!r}", expected=", ".join(METHODS), got=name)

@@ -86,7 +86,7 @@ def synthesis(task: Task, _: Budget) -> Found:
 
 
 def pipeline(task: Task, _: Budget) -> Found:
-    """Chains of stages in micro-steps; none for models with statistics of the whole batch."""
+    """Chains of stages in micro-batches; none for models with statistics of the whole batch."""
     return Found(list(pipelines(task)))
 
 

@@ -1,9 +1,9 @@
 """The plans that ``benchmarks poplar`` compares, per ZeRO stage: ours, equal parts as in DeepSpeed, parts by
 FLOPS as in Whale, and ours on the fast half alone.
 
-All are judged by the same simulator. Equal and proportional parts are cut into as many micro-steps as memory
-requires. Taken at once, as by someone who knows only the large device, they are a separate variant if that
-differs.
+All are judged by the same simulator. Equal and proportional parts are cut into as many micro-batches as
+memory requires. Taken at once, as by someone who knows only the large device, they are a separate variant if
+that differs.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Parts:
     ratio: Ratio
 
     def fewest_steps(self) -> Proposal | None:
-        """The proposal in the fewest micro-steps that fit; None if not even single samples do."""
+        """The proposal in the fewest micro-batches that fit; None if not even single samples do."""
         too_few, enough = 0, self.task.batch
         best = self.judged(enough)
         if not best.feasible:

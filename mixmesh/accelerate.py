@@ -1,4 +1,5 @@
-"""``from mixmesh.accelerate import Accelerator``: that of Accelerate, training under torchrun by a plan."""
+"""``from mixmesh.accelerate import Accelerator``: Accelerate's Accelerator, training by a plan under
+torchrun."""
 
 from __future__ import annotations
 

@@ -32,19 +32,19 @@ def plan(
     autocast: Any = None,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
-    """The fastest plan found for training ``model`` on ``cluster``, ``batch`` being one global batch.
+    """The fastest plan found for training ``model`` on ``cluster``; ``batch`` is one global batch.
 
-    ``profile`` holds measured costs; without one they are estimated from the cluster file.
-    ``exact_s`` is how long HiGHS may prove how far from the cheapest the chosen program is.
-    ``optimizer`` decides how many tensors of state a parameter has, and whether parameters may be cut.
-    ``search_s`` is how long the planners heterog, tag and placed may search; ``auto`` asks them only where
-    it is given. ``unmeasured`` names mechanisms of GPUs to count on that were never measured
-    (``mixmesh.cost.UNMEASURED``). ``batch_norm`` says whose statistics batch norm takes:
-    those of the whole batch ("exact", as on a single device), or of each rank's own samples ("local", as
-    under DistributedDataParallel: other numbers than the single device's). ``outputs`` names what the
-    parallel model returns beside the loss, of what the model does: ``("logits",)``, or ``(1,)`` of a tuple.
-    ``autocast`` is the ``torch.autocast`` that the model will be called under, or its dtype; without one it
-    is the context that ``plan`` is called under. ``progress`` is told what is being done.
+    ``profile`` holds measured costs; without one they are estimated from the cluster file. ``exact_s`` is the
+    time that HiGHS may take to prove how much more the chosen program costs than the cheapest. ``optimizer``
+    decides how many tensors of state a parameter has, and whether parameters may be cut. ``search_s`` is the
+    time limit of the planners heterog, tag and placed; ``auto`` asks them only if it is given. ``unmeasured``
+    names mechanisms of GPUs to count on that were never measured (``mixmesh.cost.UNMEASURED``).
+    ``batch_norm`` says whose statistics batch norm takes: those of the whole batch ("exact", as on a single
+    device), or of each rank's own samples ("local", as under DistributedDataParallel: other numbers than the
+    single device's). ``outputs`` names what the parallel model returns besides the loss, out of what the
+    model returns: ``("logits",)``, or ``(1,)`` for a tuple. ``autocast`` is the ``torch.autocast`` that the
+    model will be called under, or its dtype; without one it is the context that ``plan`` is called under.
+    ``progress`` is called with a description of each step of the work.
 
     Raises TraceError if the model cannot be exported, Infeasible if no plan fits in memory.
     """

@@ -1,4 +1,4 @@
-"""``from mixmesh.hf import Trainer``: the Hugging Face Trainer, training under torchrun by a plan."""
+"""``from mixmesh.hf import Trainer``: the Hugging Face Trainer, training by a plan under torchrun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""``L.Trainer(strategy=mixmesh.lightning.Strategy())``: Lightning's Trainer, training by a plan."""
+"""``L.Trainer(strategy=mixmesh.lightning.Strategy())``: Lightning's Trainer, training by a plan under
+torchrun."""
 
 from __future__ import annotations
 

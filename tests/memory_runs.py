@@ -74,7 +74,7 @@ CASES = {
         ("resnet", "ddp", (70, 30)),
         ("resnet", "fsdp", (50, 50)),
         ("gpt", "fsdp", (60, 38, 2)),
-        # ZeRO stages and micro-steps; the first of two ranks owns three quarters
+        # ZeRO stages and micro-batches; the first of two ranks owns three quarters
         ("gpt", "zero1", (60, 40)),
         ("gpt", "zero2", (60, 40)),
         ("gpt_long", "zero0x4", (60, 40)),
@@ -101,7 +101,7 @@ def cpus(count: int) -> Cluster:
 
 
 def planned(job: str, kind: str, shares: tuple[int, ...]) -> tuple[Program, MicroBatches, OptimizerStates]:
-    """The program of a case, its micro-steps, and the states of its optimizer."""
+    """The program of a case, its micro-batches, and the states of its optimizer."""
     with torch.device("meta"):
         made = getattr(memory_jobs, job)()
     graph = trace(made.model, made.batch).graph

@@ -95,7 +95,7 @@ def cut_into(graph: Graph, stages, costs: CostModel, syncs=(), last=()) -> Progr
 
 
 def pipelined(program: Program, micro_steps: int, cluster: Cluster = COSTS.cluster) -> Plan:
-    """A plan of a chain with so many micro-steps."""
+    """A plan of a chain with so many micro-batches."""
     counts = samples_of(program).counts
     assert all(n % micro_steps == 0 for n in counts), (counts, micro_steps)
     rows = (

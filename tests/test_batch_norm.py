@@ -308,7 +308,7 @@ def test_channels_may_be_cut():
 
 
 def test_micro_steps_are_refused():
-    with pytest.raises(PlanError, match="micro-steps cannot run") as caught:
+    with pytest.raises(PlanError, match="micro-batches cannot run") as caught:
         samples_of(program_of([0.5, 0.3, 0.2]))
     assert "group norm" in str(caught.value) and "test_batch_norm.py" in str(caught.value)
 

@@ -1,4 +1,4 @@
-"""Small values summed by one message between each two ranks: what says so, what it costs, what it gives."""
+"""Small values that are summed in one shot: what says so, what it costs, what it gives."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_plans_sum_directly_and_baselines_do_not():
         plan = make_plan(graph, devices, planner=planner, unmeasured=unmeasured)
         assert unmeasured or not plan.program.direct_bytes
         assert any(direct_sums(plan.program)) == bool(plan.program.direct_bytes)
-        said = any("one message between each two ranks" in s for s in explain_plan(plan, devices).sentences)
+        said = any("are summed in one shot" in s for s in explain_plan(plan, devices).sentences)
         assert said == bool(plan.program.direct_bytes)
 
 

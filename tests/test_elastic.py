@@ -172,7 +172,7 @@ def test_ranks_that_run_out_of_memory_are_stopped_or_killed(agents, tmp_path, mo
     monkeypatch.setenv("ELASTIC_SAMPLE_S", "0.02")
     agent = agents("1", 2, "--every 3 --epochs 14 --heartbeat 2")
     read = agent.wait_for("has run out of memory")
-    read = agent.wait_for(r"restart 1: 2 devices, no checkpoint yet: beginning anew", read)
+    read = agent.wait_for(r"restart 1: 2 devices, no checkpoint yet: starting from scratch", read)
     read = agent.wait_for(r"step 20 ", read)
     stopped = newest(tmp_path, 2, 1)
     os.kill(stopped["pid"], signal.SIGSTOP)

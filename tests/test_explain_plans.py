@@ -43,9 +43,9 @@ PLANNERS = {
     "tag": "tag",
     "two-level": "two-level",
     "recomputed": "hap",
-    "in micro-steps": "poplar",
+    "in micro-batches": "poplar",
 }
-SMALL = {"recomputed": gpus(5, 5), "in micro-steps": gpus(2.5, 2.5)}  # devices that hold a part of the job
+SMALL = {"recomputed": gpus(5, 5), "in micro-batches": gpus(2.5, 2.5)}  # devices that hold a part of the job
 TENSORS = ("layers.1.up.weight", "gelu", "table.weight", "ids")
 
 
@@ -82,7 +82,7 @@ def test_the_plans_are_of_all_kinds():
     assert planned("pipeline").order == "1f1b"
     assert planned("two-level").program.copies
     assert regions(planned("recomputed").program)
-    tight = planned("in micro-steps")
+    tight = planned("in micro-batches")
     assert max(m.steps for m in tight.micro_batches) > 1 and regions(tight.program)
     assert any(i.attr("owned") for i in planned("placed").program.params)
     kinds = {
@@ -152,7 +152,7 @@ def test_lifted_and_lowered_again_a_program_is_what_it_was(name):
 
 
 def test_a_tensor_of_a_stage_may_be_in_another():
-    """In micro-steps: a stage's operators up to it, or from it on, go to the next stage."""
+    """In micro-batches: a stage's operators up to it, or from it on, go to the next stage."""
     plan, found = planned("pipeline"), explain("pipeline", "gelu")
     mine, others = found.placement.partition("@")[2], dict(plan.program.ratios)
     del others[mine]
@@ -187,18 +187,18 @@ def test_alternatives_within_a_stage():
 
 def test_micro_steps_are_kept_where_they_can_be():
     plan, stored, cut = (
-        planned("in micro-steps"),
-        explain("in micro-steps", "layers.1.up.weight"),
-        explain("in micro-steps", "gelu"),
+        planned("in micro-batches"),
+        explain("in micro-batches", "layers.1.up.weight"),
+        explain("in micro-batches", "gelu"),
     )
-    costs = CostModel(cluster_of("in micro-steps"))
+    costs = CostModel(cluster_of("in micro-batches"))
     for a in stored.alternatives:
         if a.program is not None:
             assert not any(text.startswith(a.placement) for text in stored.notes)
             assert a.step_s == simulate(a.program, costs, micro_batches=plan.micro_batches).step_s
             assert regions(a.program)
-    # a hidden dim that is cut needs the samples of all ranks and micro-steps
-    assert {text[:4] for text in cut.notes if "micro-steps cannot run" in text} >= {"S(1)", "S(2)"}
+    # a hidden dim that is cut needs the samples of all ranks and micro-batches
+    assert {text[:4] for text in cut.notes if "micro-batches cannot run" in text} >= {"S(1)", "S(2)"}
 
 
 # --- machines ---------------------------------------------------------------------------------------------

@@ -189,7 +189,7 @@ def test_a_pipeline_is_not_planned_with_outputs():
         for outputs in ((), ("logits",))
     }
     assert pipelined(chains[()], 2).order is not None
-    with pytest.raises(PlanError, match="micro-steps cannot run this program"):
+    with pytest.raises(PlanError, match="micro-batches cannot run this program"):
         pipelined(chains["logits",], 2)
 
 

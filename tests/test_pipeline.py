@@ -1,4 +1,4 @@
-"""Pipelines of stages in micro-steps: in one process and between four, training equals the single device's;
+"""Pipelines of stages in micro-batches: in one process and between four, training equals the single device's;
 delays anywhere stop nobody; a stage that is missing is named."""
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def test_stages_and_samples():
     samples = samples_of(chain(model_of(), batch(), THREE_STAGES))
     assert samples.stages == ((0,), (1, 2), (3,))
     assert samples.counts == (12, 8, 4, 12) and not samples.meets
-    # in the second of four micro-steps samples 3 to 5 of the batch are in every stage
+    # in the second of four micro-batches samples 3 to 5 of the batch are in every stage
     first = [samples.first_sample(rank, n // 4, 4) for rank, n in enumerate(samples.counts)]
     assert first == [3, 3, 5, 3]
 
@@ -180,7 +180,7 @@ REFUSED = {
       %v = aten.relu(%w) : f64[6, 6] R@a
       %u = move(%v) : f64[6, 6] R@b
       %o = aten.linear(%m, %u) : f64[12, 6] S(0)@b""",
-    "needs the samples of all micro-steps": """%m = move(%h) : f64[12, 6] S(0)@b
+    "needs the samples of all micro-batches": """%m = move(%h) : f64[12, 6] S(0)@b
       %t = aten.sum.dim_IntList(%m, [0]) : f64[6] P(sum)@b
       %u = all_reduce(%t) : f64[6] R@b
       %o = aten.add.Tensor(%m, %u) : f64[12, 6] S(0)@b""",

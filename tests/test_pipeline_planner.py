@@ -105,7 +105,7 @@ def test_every_pass_comes_after_what_it_needs(stages, micro_steps):
 
 
 def test_stages_compute_at_the_same_time():
-    """With transfers that cost nothing, m micro-steps through equal stages take m + stages - 1 turns."""
+    """With transfers that cost nothing, m micro-batches through equal stages take m + stages - 1 turns."""
     cluster = Cluster.parse(
         """name = "even"
         [network]
@@ -303,7 +303,7 @@ def test_a_stage_keeps_as_many_micro_batches_as_stages_follow():
     step = costed_micro_step(program, samples)
 
     def held(others: int) -> np.ndarray:
-        """With so many micro-steps in flight in the second stage alone: by moment and rank."""
+        """With so many micro-batches in flight in the second stage alone: by moment and rank."""
         second = (name for name, ratio in program.ratios if support(ratio) == (1,))
         flight = Flight(tuple((name, others) for name in second), samples.transfers)
         walked = Walked(step, ADAM, held=Held.ADDENDS, flight=flight)
@@ -428,7 +428,7 @@ def test_shares_within_a_stage_follow_speed():
 
 
 def test_chains_of_other_stages_are_refused_nothing():
-    """Data parallelism is no chain, and its micro-steps are as they were."""
+    """Data parallelism is no chain, and its micro-batches are as they were."""
     graph = trace(model_of(), batch()).graph
     program = data_parallel(graph, COSTS, even_ratio(4))
     samples = samples_of(program)

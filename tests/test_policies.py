@@ -630,7 +630,7 @@ def test_the_summary_takes_the_best_placement_of_every_case():
 
 def test_the_summary_says_where_pipelines_are_faster():
     rows = [row("tag", 1.0, 1), row("pipeline", 0.5, None), row("tag", 0.5, 1, workload="v"),
-            row("pipeline", 1.0, None, workload="v"), row("tag", 0.5, 1, workload="no micro-steps"),
+            row("pipeline", 1.0, None, workload="v"), row("tag", 0.5, 1, workload="no micro-batches"),
             row("tag", None, 1, workload="u"), row("pipeline", 1.0, None, workload="u")]  # fmt: skip
     made = summary(rows)["pipelines"]
     assert set(made) == {"tag"}

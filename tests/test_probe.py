@@ -160,7 +160,7 @@ def test_a_rehearsal_holds_what_the_micro_batch_takes(stage):
         in_child(lambda size=size: rehearse(made, plan_of(size), 1, CPU), 60).value for size in (2, 14)
     )
     activation = 12 * TOKENS * WIDTH * 4  # of one layer, for so many samples more
-    # at least the samples of both micro-steps and the layers' results of one; a heap loses some between them
+    # at least the samples of both micro-batches and the layers' results of one; a heap loses some in between
     assert 6 * activation < large - small < 60 * activation
     assert all(torch.equal(p, before[name]) for name, p in made.model.named_parameters())
     assert not torch.distributed.is_initialized()

@@ -352,7 +352,7 @@ def test_a_plan_that_fits_only_so(monkeypatch):
 
 
 def test_no_more_than_memory_asks_for(monkeypatch):
-    """Between the plan without any and that of the least memory: faster than micro-steps."""
+    """Between the plan without any and that of the least memory: faster than micro-batches."""
     _, _, known = long_job()
     counts = []
     for room_mib in (4, 6, 10, 12, 16):
@@ -427,8 +427,8 @@ def in_float64(program: Program) -> Program:
 CHECKS = {
     **{f"stage {stage}": Training(stage) for stage in range(4)},
     "dropout": Training(2, p=0.5),
-    **{f"stage {stage} in micro-steps": Training(stage, COMMON, 0.5) for stage in range(4)},
-    "stage 1 in different micro-steps": Training(1, DIFFERENT, 0.5),
+    **{f"stage {stage} in micro-batches": Training(stage, COMMON, 0.5) for stage in range(4)},
+    "stage 1 in different micro-batches": Training(1, DIFFERENT, 0.5),
 }
 
 

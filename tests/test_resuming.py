@@ -225,7 +225,7 @@ def refuse(name: str, plan) -> None:
     seed(5)
     loader = own_loader(make(), plan)
     loader.load_state_dict(state)
-    with pytest.raises(InputError, match="cannot go on in the middle of an epoch") as caught:
+    with pytest.raises(InputError, match="cannot resume in the middle of an epoch") as caught:
         epoch_of(loader)
     assert why in str(caught.value) and "generator" in str(caught.value)
 
@@ -249,7 +249,7 @@ def check_an_epoch_that_was_left(plan) -> None:
         loader.load_state_dict({"epoch": 1})
     iterator = own_loader(iter(LOADERS["a list"](0)), plan)
     for refused in (iterator.state_dict, lambda: iterator.load_state_dict(loader.state_dict())):
-        with pytest.raises(InputError, match="an iterator of batches cannot be gone on with"):
+        with pytest.raises(InputError, match="an iterator of batches cannot be resumed"):
             refused()
 
 

@@ -207,14 +207,14 @@ def counted(found: list[Collective], name: str, call):
 STAGES = {f"attention zero {stage}": (stage, None) for stage in (1, 2)}
 COMMON, DIFFERENT = ((2, 3, 2), (2, 3, 0), (1, 3, 0)), ((4, 2, 2), (1, 4, 1), (2, 1, 2))  # 6, 4, 2 samples
 ACCUMULATIONS = {
-    f"attention zero {stage} in {name} micro-steps": (stage, rows)
+    f"attention zero {stage} in {name} micro-batches": (stage, rows)
     for name, rows in (("common", COMMON), ("different", DIFFERENT))
     for stage in range(4)
     if (stage, name) != (3, "different")
 }
 
 
-PIPELINES = {  # stages and micro-steps
+PIPELINES = {  # stages and micro-batches
     "attention pipeline of two": (((0.0, 2.0, 1.0), (1.0, 0.0, 0.0)), 4, ()),
     "attention pipeline of two, with owners": (
         ((1.0, 0.0, 0.0), (0.0, 1.0, 1.0)),
@@ -226,7 +226,7 @@ PIPELINES = {  # stages and micro-steps
 
 
 def staged_plans() -> dict[str, str]:
-    """ZeRO stages and micro-steps, with owners of all, some and no rows; pipelines."""
+    """ZeRO stages and micro-batches, with owners of all, some and no rows; pipelines."""
     graph = trace(Attention(), sentences()).graph
     spread = data_parallel(graph, COSTS, make_ratio([1 / 2, 1 / 3, 1 / 6]))
     out = {}

@@ -799,7 +799,7 @@ def test_lists_of_words_are_given_to_models_that_do_not_read_them():
     traced = trace(Named(lambda names: 2.0 if names is not None else 1.0), batch)
     assert traced.arguments == (("input", "tensor"), ("names", "words"))
     for read in (len, lambda names: len(names[0]), lambda names: len("".join(names)), lambda n: n.index("a")):
-        with pytest.raises(TraceError, match="reads words of the batch") as caught:
+        with pytest.raises(TraceError, match="reads strings of the batch") as caught:
             trace(Named(read), batch)
         assert "names" in caught.value.got and "test_trace.py" in caught.value.where
 

@@ -346,7 +346,7 @@ def thin(room_mib: float) -> Cluster:
 
 
 class Normed(long.Model):
-    """With statistics over all samples, which no micro-step can have."""
+    """With statistics over all samples, which no micro-batch can have."""
 
     def __init__(self) -> None:
         super().__init__(width=96, layers=4)

@@ -193,7 +193,7 @@ def check_held(_) -> None:
 
 
 def check_held_between_micro_steps(_) -> None:
-    """Stage 2 sums in every micro-step if all take as many, and keeps no whole gradient between them."""
+    """Stage 2 sums in every micro-batch if all take as many, and keeps no whole gradient between them."""
     for stage, micro_batches in ((1, COMMON), (2, COMMON), (2, DIFFERENT)):
         mine = model_of()
         plan = accumulating(program_of(stage), micro_batches)
@@ -309,7 +309,7 @@ def awkward() -> tuple[Awkward, dict[str, torch.Tensor]]:
 
 
 def check_awkward_models(_) -> None:
-    """Numbers drawn exactly are the single device's in every micro-step; what holds none counts once."""
+    """Numbers drawn exactly are the single device's in every micro-batch; what holds none counts once."""
     single, inputs = awkward()
     graph = trace(single, inputs).graph
     program = data_parallel(graph, CostModel(Cluster.parse(CLUSTER)), UNEVEN)
@@ -563,7 +563,7 @@ def test_micro_batches_are_in_the_file():
         (0, ((3, 2, 2), (1, 4, 1), (2, 1, 2)), "not the ranks' shares"),
         (0, ((2, 3, 2), (1, 3, 3), (2, 1, 2)), "not the ranks' shares"),
         (0, ((2, 3, 2), (1, 4, 1)), "not the ranks' shares"),
-        (3, DIFFERENT, "meet in every micro-step"),
+        (3, DIFFERENT, "meet in every micro-batch"),
     ],
 )
 def test_micro_batches_that_do_not_fit(stage, micro_batches, message):
@@ -584,7 +584,7 @@ class Normed(nn.Module):
 def test_batch_statistics_need_the_whole_batch():
     graph = trace(Normed(), {"x": torch.randn(BATCH, 6)}).graph
     program = data_parallel(graph, CostModel(Cluster.parse(CLUSTER)), UNEVEN)
-    with pytest.raises(PlanError, match="micro-steps cannot run") as caught:
+    with pytest.raises(PlanError, match="micro-batches cannot run") as caught:
         samples_of(program)
     assert "test_zero_runtime.py" in str(caught.value) and "group norm" in str(caught.value)
 

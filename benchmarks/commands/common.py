@@ -69,7 +69,7 @@ def case_by_case(
     out: Path,
     as_json: bool,
 ) -> dict:
-    """Prints each of ``count`` results, and writes all results so far, as soon as it is there; then prints
+    """Prints each of ``count`` results as soon as it is there, and writes all results so far; then prints
     which targets were met. Returns the report."""
     results: list[Result] = []
     with progress_bar(count) as (say, advance):

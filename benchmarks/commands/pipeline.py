@@ -18,7 +18,7 @@ def pipeline(
     keep: Keep = None,
     as_json: Json = False,
 ) -> None:
-    """Model parallelism in micro-steps against the same without, and data parallelism, in the testbed."""
+    """Model parallelism in micro-batches against the same without, and data parallelism, in the testbed."""
     from ..pipeline import CASES, QUICK
 
     contests("pipeline", CASES, QUICK, only, quick, out, keep, as_json)

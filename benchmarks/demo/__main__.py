@@ -60,7 +60,7 @@ class Outcome:
 
     @property
     def best_baseline(self) -> str:
-        """The fastest variant that is no plan of ``auto``."""
+        """The fastest variant other than the plan of ``auto``."""
         return min((name for name in self.medians_s if name != PLAN), key=self.medians_s.__getitem__)
 
     @property
@@ -69,7 +69,7 @@ class Outcome:
         return batch_size(self.case.make()) / statistics.median(self.samples_per_s)
 
     def loss_difference(self, name: str) -> float:
-        """The largest to the single device's loss, relative to it."""
+        """The largest difference to the single device's loss, relative to it."""
         return max(abs(a - b) / abs(b) for a, b in zip(self.losses[name], self.reference))
 
 
@@ -203,7 +203,7 @@ def summarise(gpt: Outcome, words: Outcome) -> dict:
 
 
 def details(outcome: Outcome) -> dict:
-    """All that was measured."""
+    """Everything that was measured."""
     return {
         "seconds": outcome.seconds,
         "losses": outcome.losses,
@@ -213,7 +213,8 @@ def details(outcome: Outcome) -> dict:
 
 
 def table(*outcomes: Outcome) -> Table:
-    """Every variant of every case, with its speed-up over even batches and of the plan over it."""
+    """A table of every variant of every case, with its speed-up over even batches, and the plan's speed-up
+    over it."""
     made = Table(title=f"s per step, {outcomes[0].emulation}")
     headings = ("", "s per step", "spread", "over even batches", "the plan is faster by", "loss difference")
     for heading in headings:

@@ -1,4 +1,4 @@
-"""The two jobs of the demo: one that two lines of a person's own code serve as well as any plan, and one on
+"""The two jobs of the demo: one for which two lines of a user's own code do as well as any plan, and one on
 which the search wins.
 """
 

@@ -27,7 +27,7 @@ class RecordedDDP:
         self.ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
         self._recorder: Recorder | None = None
         self._names = {id(p): name for name, p in model.named_parameters()}
-        # DDP compares annotations with classes, and here they are text
+        # DDP compares annotations with classes, but here they are text
         self.ddp.register_comm_hook(None, lambda state, bucket: self._sum(bucket))
 
     @contextmanager

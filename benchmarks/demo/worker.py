@@ -40,7 +40,7 @@ from mixmesh.runtime.recording import Recorder, gather_steps, typical
 from mixmesh.runtime.train import endless
 
 DDP_BUCKET_MB = 4
-RECORDED_STEPS = 2  # with clocks; one more step shows where they begin
+RECORDED_STEPS = 2  # number of recorded steps; one more step shows where they begin
 Span = Callable[[str], AbstractContextManager]
 
 
@@ -151,7 +151,7 @@ def baseline_steps(case: Case, name: str) -> Variant:
 
 
 def evenly(made: Job) -> tuple[int, ...]:
-    """Samples per rank."""
+    """The number of samples per rank."""
     return whole_counts(even_ratio(dist.get_world_size()), batch_size(made))
 
 

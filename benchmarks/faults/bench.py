@@ -1,4 +1,5 @@
-"""Makes faults at random moments of real trainings: each must go on, and end like an undisturbed one."""
+"""Makes faults at random moments of real trainings: each training must continue, and end like an undisturbed
+one."""
 
 from __future__ import annotations
 
@@ -32,9 +33,9 @@ from .scene import Output, Scene, Setting, Stuck
 SHARES = ("0.40", "0.40", "0.25", "0.25")  # shares of a core, one machine each
 DISK_BYTES = 64 * 2**20
 NOTICED_S = 30.0
-SAVED_S = 30.0  # after this, torchrun kills processes that SIGTERM has not ended
-MOST_STEPS = 8  # between two faults
-KEPT_CHECKPOINTS = 2  # written before a fault: one may be damaged
+SAVED_S = 30.0  # seconds after which torchrun kills processes that SIGTERM has not ended
+MOST_STEPS = 8  # most steps between two faults
+KEPT_CHECKPOINTS = 2  # checkpoints written before a fault, because one may be damaged
 Say = Callable[[str], None]
 
 
@@ -148,7 +149,7 @@ class Chaos:
                     faults.append(Fault(kind.name, machine, scene.step))
                     disturb(scene, kind, faults[-1], rng)
                     if (faults[-1].noticed_s or 0.0) > NOTICED_S:
-                        faults[-1].said = scene.output.last()  # why, perhaps
+                        faults[-1].said = scene.output.last()  # possibly the reason
                     damage_seen += unreadable(scene.checkpoints, scene.damaged)
                 scene.wait(lambda: scene.is_over, "the end of the training")
             except Stuck as stuck:
@@ -164,7 +165,7 @@ class Chaos:
             )  # fmt: skip
 
     def _judge(self, lines: Sequence[Line], why_stuck: str, expected: dict[int, float]) -> Trained:
-        """Judges a training by its steps; by no more than the losses if it is stuck."""
+        """Judges a training by its steps; only by its losses if it is stuck."""
         history, training = last_executions(lines), self.setting.training
         losses = losses_of(history)
         whole = [*check_steps(history, training), *check_samples(history, training)]
@@ -193,7 +194,7 @@ class Chaos:
         return scene.step <= self.setting.training.steps - needed
 
     def _wait_for_moment(self, scene: Scene, rng: random.Random) -> bool:
-        """Waits for a random moment of a training that is whole; False if it came to its end before."""
+        """Waits for a random moment while all machines train; False if the training ended before."""
         scene.wait(lambda: scene.is_whole() or scene.is_over, "a step of all machines")
         scene.wait(
             lambda: len(scene.good_checkpoints()) >= KEPT_CHECKPOINTS or scene.is_over,

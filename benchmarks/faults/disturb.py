@@ -12,7 +12,7 @@ from .journal import Line
 from .kinds import Fault, Kind
 from .scene import Scene, is_there
 
-STEPS_BESIDE = 5  # steps that a training makes under a fault that does not end it
+STEPS_BESIDE = 5  # steps that must be made during a fault that does not end the training
 
 
 def disturb(scene: Scene, kind: Kind, fault: Fault, rng: random.Random) -> None:
@@ -68,7 +68,8 @@ def _see_end(
     if kind.is_saved:
         scene.journal.read()
         newest = scene.good_checkpoints()[0]
-        named_s = time.monotonic() - (time.time() - newest.stat().st_ctime)  # time at which it got its name
+        # the time at which it got its name
+        named_s = time.monotonic() - (time.time() - newest.stat().st_ctime)
         fault.saved_s = max(0.0, named_s - made_at_s)
         fault.problem = check_saved(newest.name, scene.journal.lines, others)
     if kind.undo_when == "noticed":

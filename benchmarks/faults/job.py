@@ -19,7 +19,7 @@ from mixmesh.frontend.job import Job
 
 SAMPLES, BATCH_SIZE, WIDTH = 320, 16, 64
 STEPS_PER_EPOCH = SAMPLES // BATCH_SIZE
-STEP_VARIABLE = "MIXMESH_FAULTS_STEP_S"  # a step takes at least so long
+STEP_VARIABLE = "MIXMESH_FAULTS_STEP_S"  # the least seconds of a step
 LOADED_BYTES = 4 * 2**20  # allocated anew for every batch, like a batch of pictures
 
 

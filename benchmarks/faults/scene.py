@@ -24,11 +24,11 @@ from .judgement import Training
 from .worker import BENCH_VARIABLE
 
 POLL_S = 0.05
-AGAIN_S = 1.0  # after which an agent that has failed is started again, as by systemd or Kubernetes
-MOST_AGENTS = 40  # started in one training: more are no accident
+AGAIN_S = 1.0  # seconds after which an agent that has failed is started again, as by systemd or Kubernetes
+MOST_AGENTS = 40  # agents started in one training: more than this cannot be accidents
 STORE_PORT = 29400
-LAST_LINES = 15  # per machine, in the report on a training that hangs
-TOKEN_VARIABLE = "MIXMESH_FAULTS_TOKEN"  # marks ranks, so that they are found after their agent was killed
+LAST_LINES = 15  # lines per machine in the report about a training that hangs
+TOKEN_VARIABLE = "MIXMESH_FAULTS_TOKEN"  # marks ranks, so that they can be found after their agent was killed
 RENDEZVOUS = "is_host=0,last_call_timeout=5,keep_alive_interval=2"
 
 
@@ -218,7 +218,7 @@ class Scene:
 
 
 def is_there(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
+    """Whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

@@ -20,7 +20,7 @@ BENCH_VARIABLE = "MIXMESH_FAULTS_BENCH"  # the process that everything here ends
 
 
 def end_with_bench() -> None:
-    """Ends this process when the bench is gone, also where its agent was killed before."""
+    """Ends this process when the bench is gone, even if its agent was killed first."""
     pid, started = os.environ[BENCH_VARIABLE].split()
 
     def watch() -> None:
@@ -36,7 +36,7 @@ def main(words: Sequence[str]) -> None:
     join_device()
     journal = Writer.of_environment()
     journal.write()
-    train.train = journal.note_steps(train.train)  # mixmesh run takes it from there
+    train.train = journal.note_steps(train.train)  # mixmesh run looks it up there
     sys.argv[1:] = words
     runpy.run_module("mixmesh", run_name="__main__", alter_sys=True)
 

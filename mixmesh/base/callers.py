@@ -17,18 +17,23 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 def line_of_script(thread: int | None = None) -> str:
-    """The script's own current line on this thread, or on another one, as ``train.py:31``: the innermost
-    frame outside of mixmesh and of installed packages. Empty if there is none."""
+    """The script's current line on this thread or on another, such as ``train.py:31``: that of the innermost
+    frame outside mixmesh and installed packages. Empty if there is none."""
     frame = _frame_of_script(None if thread is None else sys._current_frames().get(thread))
     if frame is None:
         return ""
-    path, here = os.path.abspath(frame.f_code.co_filename), os.getcwd() + os.sep
-    shown = path[len(here) :] if path.startswith(here) else os.path.basename(path)
-    return f"{shown}:{frame.f_lineno}"
+    return f"{shown_path(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def shown_path(file: str) -> str:
+    """The path of a file from the current folder if it is in there and not installed, else its name alone."""
+    path, here = os.path.abspath(file), os.getcwd() + os.sep
+    is_own = path.startswith(here) and not any(part in path for part in _INSTALLED)
+    return path[len(here) :] if is_own else os.path.basename(path)
 
 
 def warn(text: str) -> None:
-    """A warning of the script's own line."""
+    """Issues a warning that names the script's current line."""
     frame = _frame_of_script()
     if frame is None:
         warnings.warn(text, stacklevel=2)
@@ -39,8 +44,8 @@ def warn(text: str) -> None:
 
 
 def variables_of_script() -> list[Any]:
-    """The values of the variables that the script's own line may name: of its function, of the object whose
-    method that is, and of its file."""
+    """The values of all variables that the script's current line may refer to: local ones, attributes of its
+    ``self``, and globals of its file."""
     frame = _frame_of_script()
     if frame is None:
         return []
@@ -58,6 +63,6 @@ def _frame_of_script(innermost: FrameType | None = None) -> FrameType | None:
 
 @lru_cache(maxsize=4096)
 def is_script(file: str) -> bool:
-    """Whether a file is a person's own, and not of mixmesh, Python or an installed package."""
+    """Whether a file is the user's own, rather than part of mixmesh, Python or an installed package."""
     path = file if file.startswith("<") else os.path.abspath(file)
     return not path.startswith(_LIBRARIES) and not any(part in path for part in _INSTALLED)

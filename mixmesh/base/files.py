@@ -1,4 +1,5 @@
-"""Files: the folder of mixmesh's own modules, bounded reads, and writes that leave no half of a file."""
+"""File access: the folder of mixmesh's own modules, bounded reads, and writes that never leave a partial
+file."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ PACKAGE = Path(__file__).absolute().parents[1]  # the folder of mixmesh's own mo
 
 
 def read_text(path: str | Path, max_bytes: int) -> str:
-    """Returns the text of a file, without the mark that some editors put at its beginning. Raises OSError if
-    it cannot be read, ValueError if it is too large or no text."""
+    """Returns the text of a file, without the byte order mark that some editors put at its beginning. Raises
+    OSError if it cannot be read, ValueError if it is too large or not text."""
     with Path(path).open("rb") as file:
         raw = file.read(max_bytes + 1)
     if len(raw) > max_bytes:
@@ -34,9 +35,9 @@ def merge_mark(text: str) -> tuple[int, str] | None:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """A context with a path to write to, which becomes ``path`` at the end; on failure the existing file
-    stays. For a link its file is replaced; a device such as ``/dev/null``, or a pipe, is written to itself.
-    Raises OSError."""
+    """A context that provides a path to write to, which becomes ``path`` at the end; on failure the existing
+    file stays. If ``path`` is a link, the file that it points to is replaced; a device such as ``/dev/null``,
+    or a pipe, is written to directly. Raises OSError."""
     if path.is_char_device() or path.is_fifo():
         yield path
         return
@@ -57,8 +58,8 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_to_disk(path: Path, blocks: Iterable[bytes | memoryview]) -> None:
-    """Writes a new file and waits until it is on the disk. Each block is let go before the next one is asked
-    for. Raises OSError."""
+    """Writes a new file and waits until it is on the disk. Each block is released before the next one is
+    requested. Raises OSError."""
     with path.open("wb") as file:
         for block in blocks:
             file.write(block)

@@ -1,4 +1,4 @@
-"""Values that are computed when they are first asked for."""
+"""Values that are computed on first use."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ T = TypeVar("T")
 
 class lazy(Generic[T]):  # noqa: N801 - a decorator
     """``functools.cached_property`` without its lock, which Python 3.12 has dropped too: the lock is most of
-    the cost of a small value, and planning computes tens of thousands of those. Two threads may both compute
-    the value; it has to be the same."""
+    the cost of a small value, and planning computes tens of thousands of them. Two threads may both compute
+    the value, so both must get the same one."""
 
     def __init__(self, compute: Callable[[Any], T]) -> None:
         self.compute, self.__doc__ = compute, compute.__doc__

@@ -1,4 +1,4 @@
-"""Least squares with bounds: of linear functions, and of others by Gauss-Newton steps."""
+"""Bounded least squares: for linear functions, and for others by Gauss-Newton steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 SWEEPS = 20_000
 HALVINGS = 12  # most halvings of a step that leads away from the minimum
 SETTLED = 1e-12  # relative to the largest figure
-STEP = float(np.log(1.05))  # change of an unknown that measures the slope
+STEP = float(np.log(1.05))  # factor on an unknown, from which the slope is measured
 
 
 def bounded_least_squares(
@@ -45,9 +45,10 @@ def fit_logs(
     steps: int,
 ) -> np.ndarray:
     """The logarithms of factors, between ``low`` and ``high``, that minimise the squared ``errors``, by
-    Gauss-Newton steps from 0, each within the bounds. A step that makes the sum larger, as where a larger
-    figure hides a smaller one, is halved until it does not: the result is never worse than 0. ``weight`` is
-    that of a logarithm's distance from 0, and decides where the errors hardly depend on a factor."""
+    Gauss-Newton steps from 0, each within the bounds. A step that makes the sum larger, as happens if a
+    larger figure hides a smaller one, is halved until it does not: the result is never worse than 0.
+    ``weight`` penalises the distance of each logarithm from 0, which decides if the errors hardly depend on a
+    factor."""
 
     def total(at: np.ndarray, own: np.ndarray) -> float:
         return float(own @ own + weight**2 * (at @ at))

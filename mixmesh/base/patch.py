@@ -1,4 +1,4 @@
-"""Attributes that are replaced, for a while or for good."""
+"""Replaces attributes, for a while or for good."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def put_on(owner: Any, name: str, value: Any) -> None:
 @contextmanager
 def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
     """A context in which ``value`` is the attribute ``name`` of an object, a class or a module."""
-    is_own = name in vars(owner)  # and not one of its class
+    is_own = name in vars(owner)  # rather than inherited from its class
     original = vars(owner).get(name)  # in a class: the method itself, not a bound one
     setattr(owner, name, value)
     try:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from .callers import line_of_script, warn
 
-AGAIN_S = 10.0  # a stage that lasts this long is reported again
+AGAIN_S = 10.0  # seconds after which a long stage is reported again
 Say = Callable[[str], None]
-_warned_of: set[str] = set()  # in this process
+_warned_of: set[str] = set()  # warnings that this process has printed
 
 
 def nothing(text: str) -> None:
@@ -22,7 +22,7 @@ def nothing(text: str) -> None:
 
 @dataclass(frozen=True)
 class Teller:
-    """``update`` is called at every small step, ``line`` prints a line that stays."""
+    """Reports progress: ``update`` is called at every small step, ``line`` prints a line that stays."""
 
     update: Say = nothing
     line: Say = nothing
@@ -33,8 +33,9 @@ class Teller:
 
 @contextmanager
 def telling(rank: int, doing: str) -> Iterator[Teller]:
-    """A teller of progress, on the first rank: on a terminal a line that changes; elsewhere a line for each
-    stage, and another every ``AGAIN_S`` seconds of a long one."""
+    """A context with a Teller on the first rank: on a terminal it shows a line that changes; elsewhere it
+    prints a line for each stage, and another every ``AGAIN_S`` seconds of a long one. Other ranks report
+    nothing."""
     if rank:
         yield Teller()
     elif sys.stderr.isatty():
@@ -50,7 +51,7 @@ def telling(rank: int, doing: str) -> Iterator[Teller]:
 
 
 def lines_of(doing: str, print_line: Say, clock: Callable[[], float] = time.monotonic) -> Say:
-    """A function that is called at every small step and prints few lines."""
+    """A function that may be called at every small step and prints only a few lines."""
     stage, told_at = "", clock()
 
     def say(text: str) -> None:

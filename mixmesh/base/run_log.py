@@ -60,7 +60,7 @@ _LINE = pydantic.TypeAdapter(_MarkLine | _StepLine)
 
 @dataclass(frozen=True)
 class LoggedStep:
-    """A step that was made: the last execution, if it was made several times."""
+    """A step that was made; if it was made several times, its last execution."""
 
     step: int
     loss: float | None
@@ -87,7 +87,7 @@ class RunLog:
     marks: tuple[Mark, ...]
 
     def of(self, event: str) -> tuple[Mark, ...]:
-        """The marks of a kind."""
+        """The marks of this kind."""
         return tuple(mark for mark in self.marks if mark.event == event)
 
 

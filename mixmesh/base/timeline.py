@@ -1,7 +1,7 @@
 """The timeline of one step on every rank, predicted or measured: its value, its file, and a comparison of
 two.
 
-Both kinds name their events alike, so that they can be compared:
+Predicted and measured timelines name their events alike, so that they can be compared:
 
     h                    the instruction whose result is %h; ``h grad`` its backward; ``h again`` its second
                          run, where its region is rematerialised
@@ -34,8 +34,9 @@ OUT, IN, INSIDE, BRIDGE, OWN = "out", "in", "inside", "bridge", "link"
 
 
 class Link(NamedTuple):  # the key of many tables
-    """A link that collectives share: the ``OUT`` or ``IN`` way of a machine's NIC, the ways ``INSIDE`` of it
-    or its host ``BRIDGE``, or one that some of its devices have of their ``OWN``, which has a ``number``."""
+    """A link that collectives share: the outgoing (``OUT``) or incoming (``IN``) direction of a machine's
+    NIC, the paths ``INSIDE`` the machine, its host ``BRIDGE``, or a separate link of some of its devices
+    (``OWN``), which has a ``number``."""
 
     way: str
     machine: int
@@ -88,12 +89,12 @@ def factors_name(result: str) -> str:
 
 
 def product_name(result: str) -> str:
-    """The name of the product of gathered factors, which is a weight's gradient."""
+    """The event name of the product of gathered factors, which is a weight's gradient."""
     return f"{result} factors product"
 
 
 def wgrad_name(result: str) -> str:
-    """The name of a weight's gradient that is split from the input's."""
+    """The event name of a weight's gradient that is split from the input's."""
     return f"{result} weight grad"
 
 
@@ -105,8 +106,8 @@ BUCKET = "gradients of "
 
 
 def bucket_name(params: Sequence[str], ranks: Sequence[int] = ()) -> str:
-    """The name of the all-reduce of these parameters' gradients, in any order. ``ranks`` are those that hold
-    the common part of several copies."""
+    """The event name of the all-reduce of these parameters' gradients; their order does not count. ``ranks``
+    are those that hold the common part of several copies."""
     first, *others = sorted(params)
     between = f" between {', '.join(map(str, ranks))}" if ranks else ""
     return f"{BUCKET}{first}" + (f" +{len(others)}" if others else "") + between
@@ -116,7 +117,8 @@ PARAMETERS = "parameters of "
 
 
 def parameters_name(params: Sequence[str]) -> str:
-    """The name of the gather of these parameters from their shard owners, in any order."""
+    """The event name of the gather of these parameters from their shard owners; their order does not
+    count."""
     return PARAMETERS + bucket_name(params).removeprefix(BUCKET)
 
 

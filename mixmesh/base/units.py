@@ -44,7 +44,7 @@ def in_gib(size_bytes: int) -> str:
 
 def _shortest(value: float, unit: Fraction, read: Callable[[Fraction], float]) -> str:
     exact = Fraction(value) / unit
-    for digits in range(1, 40):  # 17 identify a float
+    for digits in range(1, 40):  # 17 digits identify a float
         text = f"{_rounded(exact, digits):f}"
         if read(Fraction(text) * unit) == value:
             return text

@@ -32,7 +32,7 @@ class Saving:
         self._thread.start()
 
     def _run(self) -> None:
-        leave_device()  # an emulated device only computes: a GPU would not write files either
+        leave_device()  # the emulated device's quota is for computing: a GPU would not write files either
         try:
             self._path = self._write()
         except BaseException as error:
@@ -50,7 +50,7 @@ class Saving:
         return self._path
 
 
-_last: WeakKeyDictionary[nn.Module, Saving] = WeakKeyDictionary()  # by model
+_last: WeakKeyDictionary[nn.Module, Saving] = WeakKeyDictionary()  # each model's newest checkpoint
 
 
 def begin(
@@ -63,7 +63,7 @@ def begin(
 
 def finish(model: nn.Module) -> Mapping[str, Tensor]:
     """Waits for the checkpoint of ``model`` that is being written, and returns its buffers for reuse.
-    Collective. Raises that checkpoint's error."""
+    Collective. Raises the error of that checkpoint, if it failed."""
     last = _last.pop(model, None)
     if last is None:
         return {}
@@ -73,8 +73,8 @@ def finish(model: nn.Module) -> Mapping[str, Tensor]:
 
 @torch.no_grad()
 def staged(tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies ``tensors`` to host memory, pinned if they are on an accelerator; into ``buffers`` of the same
-    shape and dtype if there are any."""
+    """Copies ``tensors`` to host memory, pinned if they are on an accelerator; reusing ``buffers`` of the
+    same shape and dtype if there are any."""
     copies = {}
     for name, tensor in tensors.items():
         piece, buffer = plain(tensor), buffers.get(name)

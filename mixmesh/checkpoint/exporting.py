@@ -28,13 +28,13 @@ from .tensor_files import Part, copy_box
 from .values import decode
 
 DEFAULT_SHARD_BYTES = 50 * 10**9  # the default of save_pretrained in transformers 5
-METADATA = {"format": "pt"}  # without which transformers refuses a file
+METADATA = {"format": "pt"}  # transformers refuses a file without it
 Entries = Mapping[str, TensorEntry]
 
 
 @dataclass(frozen=True)
 class Exported:
-    """The exported checkpoint and its step, the files written, the number and size of their weights, and
+    """An exported checkpoint: its path and step, the files written, the number and size of their weights, and
     whether ``config.json`` is in their folder."""
 
     checkpoint: Path
@@ -55,17 +55,17 @@ def export(
     force: bool = False,
     progress: Callable[[str], object] = lambda text: None,
 ) -> Exported:
-    """Writes the weights of a checkpoint as safetensors. Not collective: one process does it.
+    """Writes the weights of a checkpoint as safetensors. Not collective: call it in one process.
 
-    ``checkpoint`` is a checkpoint, or a folder of them, of which the newest undamaged one is taken. ``to`` is
-    a folder, for ``model.safetensors`` with the model's ``config.json``, or the name of a file that ends in
-    ``.safetensors``. More than ``max_shard_bytes`` of weights become several files and an index. A tied
+    ``checkpoint`` is a checkpoint, or a folder of them, of which the newest undamaged one is exported. ``to``
+    is a folder, for ``model.safetensors`` with the model's ``config.json``, or the name of a file that ends
+    in ``.safetensors``. More than ``max_shard_bytes`` of weights become several files and an index. A tied
     weight is written once, by the first of its names. With ``optimizer`` its state is written too, as
     ``state.PARAMETER.KEY`` in ``optimizer.safetensors``, and its settings in ``optimizer.json``. ``config``
     holds texts by file name that replace the ``config.json`` in the checkpoint.
 
-    Files get their names when all of them are on the disk. Raises InputError for a damaged checkpoint, for
-    existing files unless ``force``, and if files cannot be written.
+    Files are renamed into place when all of them are on the disk. Raises InputError for a damaged checkpoint,
+    for existing files unless ``force``, and if files cannot be written.
     """
     target = Target.of(Path(to), force=force)
     path, manifest = good_checkpoint(Path(checkpoint))
@@ -119,7 +119,8 @@ def good_checkpoint(path: Path) -> tuple[Path, Manifest]:
 
 
 def entries_of(manifest: Manifest, kind: str, prefix: str) -> dict[str, TensorEntry]:
-    """The tensors of a checkpoint that are ``model:`` or ``optimizer:``, by their names in the files."""
+    """The model's or the optimizer's tensors in a checkpoint (``model:`` or ``optimizer:``), by their names
+    in the exported file."""
     entries = {}
     for full_name, entry in manifest.tensors.items():
         if full_name.startswith(kind):
@@ -129,7 +130,7 @@ def entries_of(manifest: Manifest, kind: str, prefix: str) -> dict[str, TensorEn
 
 
 def parts_of(entries: Entries) -> list[Part]:
-    """The tensors as they stand in a file."""
+    """The tensors as entries of a file."""
     return [Part(name, entry.dtype, entry.shape) for name, entry in sorted(entries.items())]
 
 
@@ -139,8 +140,8 @@ def kept_config(manifest: Manifest) -> dict[str, str]:
 
 
 def settings_text(kept: Mapping[str, Any]) -> str:
-    """An optimizer without the tensors of its state, as JSON: its class, its groups with the names of their
-    parameters, and plain values of its state by parameter."""
+    """Formats an optimizer without the tensors of its state as JSON: its class, its groups with the names of
+    their parameters, and plain values of its state by parameter."""
     groups = [{"params": group["params"], **decode(group["settings"])} for group in kept["groups"]]
     state = {name: {k: decode(v) for k, v in values.items()} for name, values in kept["state"].items()}
     told = {"class": kept["class"], "groups": groups, "state": state}

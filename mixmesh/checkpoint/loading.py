@@ -105,14 +105,14 @@ def newest_good(folder: Path, ranks: Ranks) -> tuple[Path, Manifest] | None:
             return path, manifest
         reasons.append(f"{path.name}: {reason}")
         if not ranks.rank:
-            warn(f"the checkpoint {path.name} is passed over: {reason}")
+            warn(f"the checkpoint {path.name} is skipped: {reason}")
     if reasons:
         raise InputError(
-            "no checkpoint can be gone on with",
+            "no checkpoint can be resumed",
             expected="one that is as it was written",
             got="; ".join(reasons[:3]) + (f"; and {len(reasons) - 3} more" if len(reasons) > 3 else ""),
             where=str(folder),
-            hint=("mixmesh run --fresh begins anew, and leaves them", "or another folder"),
+            hint=("mixmesh run --fresh starts over, and keeps them", "or another folder"),
         )
     return None
 
@@ -142,7 +142,7 @@ def decoded_states(manifest: Manifest, parts: dict[str, Any]) -> dict[str, Any]:
 
 
 def lacks(what: str) -> PlanError:
-    """The error for a part that a checkpoint has no state of."""
+    """The error for a checkpoint that has no state of a part that is to be loaded."""
     return PlanError(
         f"the checkpoint has no {what}",
         expected=f"one that was saved with a {what}",

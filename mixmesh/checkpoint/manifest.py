@@ -40,7 +40,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor: its position in the whole and its sizes, and the file with its bytes."""
+    """A box of a tensor: its position in the whole, its sizes, and the file that holds its bytes."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -75,7 +75,7 @@ class Manifest:
 
     def text(self) -> str:
         """The file's text: the content, and the digest of its one canonical form."""
-        # not asdict, which copies everything
+        # not asdict, which copies everything recursively
         files = {name: vars(entry) for name, entry in self.files.items()}
         tensors = {
             name: {**vars(entry), "pieces": [vars(piece) for piece in entry.pieces]}
@@ -109,7 +109,7 @@ class Manifest:
             raise Damaged(f"{MANIFEST} is not one of format {FORMAT}: {str(error)[:100]}") from None
         named = NAME.fullmatch(folder.name)
         if named is not None and int(named[2]) != manifest.step:
-            # whole copies of an older one's files would be trained on from as the newest
+            # files copied whole from an older checkpoint would pass as the newest one
             raise Damaged(f"{MANIFEST} is of step {manifest.step}, and the folder's name of step {named[2]}")
         return manifest
 
@@ -137,7 +137,7 @@ def _canonical(content: dict[str, Any]) -> str:
     return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-new_digest = xxhash.xxh3_128  # as fast as memory, because the training waits for it
+new_digest = xxhash.xxh3_128  # hashes as fast as memory is read, because the training waits for it
 
 
 def digest_of(data: bytes) -> str:
@@ -176,14 +176,14 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def number_of(path: Path) -> int:
-    """The number of a checkpoint, which orders checkpoints."""
+    """The number of a checkpoint; later checkpoints have larger ones."""
     match = NAME.fullmatch(path.name)
     assert match is not None
     return int(match[1])
 
 
 def next_name(folder: Path, step: int) -> str:
-    """The name of the next checkpoint, after all that are there."""
+    """The name of the next checkpoint: one more than all that are there."""
     newest = checkpoints_in(folder)[:1]
     serial = 1 + (number_of(newest[0]) if newest else 0)
     return f"{serial:06d}-step-{step}"

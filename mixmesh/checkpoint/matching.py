@@ -1,4 +1,5 @@
-"""Which tensor of a file of weights is which of a model: by name, strictly, or the files are refused."""
+"""Matches each tensor in a file of weights to one of the model, strictly by name; refuses files that do not
+match."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ class Own:
 
     @classmethod
     def all_of(cls, model: nn.Module) -> list[Own]:
-        """All that the ``state_dict`` of a model holds. Raises InputError for other state than tensors."""
+        """The tensors in the ``state_dict`` of a model. Raises InputError for state that is not a tensor."""
         names: dict[int, list[str]] = defaultdict(list)
         state = model.state_dict(keep_vars=True)
         for name, value in state.items():
@@ -50,7 +51,8 @@ class Own:
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """A tensor of a model, and the places of its values: several if a file holds a tied tensor twice."""
+    """A tensor of a model, and where its values are in the files: several places if a file holds a tied
+    tensor twice."""
 
     own: Own
     held: tuple[Held, ...]
@@ -99,8 +101,8 @@ def match(model: nn.Module, held: Mapping[str, Held], place: Path) -> list[Match
 
 
 def renaming(own: Collection[str], held: Collection[str]) -> Callable[[str], str]:
-    """A function from the files' names to the model's: unchanged, or with one prefix added to all of them or
-    removed from all of them, whichever makes most of them names of the model."""
+    """A function that maps the files' names to the model's: unchanged, or with one prefix added to all of
+    them or removed from all of them, whichever makes most of them names of the model."""
     counts = Counter({(0, ""): len({*own} & {*held})})  # 0: leaves names unchanged; preferred among equals
     for kind, whole, ends in ((1, own, {*held}), (2, held, {*own})):
         for name in whole:
@@ -113,7 +115,7 @@ def renaming(own: Collection[str], held: Collection[str]) -> Callable[[str], str
 
 
 def prefixes(name: str) -> Iterator[str]:
-    """``a.b.`` and ``a.`` of ``a.b.c``."""
+    """The prefixes of a name: ``a.b.`` and ``a.`` for ``a.b.c``."""
     for dot in re.finditer(r"\.", name):
         yield name[: dot.end()]
 
@@ -142,7 +144,7 @@ def holds(dtype: torch.dtype, other: torch.dtype) -> bool:
 
 
 def hints_for(original: nn.Module, place: Path) -> tuple[str, ...]:
-    """The hint for names that differ."""
+    """The hints for names that differ."""
     if not is_pretrained(original):
         return (
             "the model that the weights were saved of",

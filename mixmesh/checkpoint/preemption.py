@@ -1,4 +1,4 @@
-"""``mixmesh.checkpoint.Preemption``: a loop that is asked to stop, on whichever rank, stops on all."""
+"""``mixmesh.checkpoint.Preemption``: if any rank is asked to stop, the loop stops on all ranks."""
 
 from __future__ import annotations
 

@@ -24,15 +24,15 @@ from .signals import Signals
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 T = TypeVar("T")
 PURPOSE = "checkpoint"
-# errors that say that the folder was never one to write to
+# errors that mean that the folder cannot be written to at all
 WRONG_FOLDER = (
     errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EROFS, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG,
 )  # fmt: skip
 
 
 class FilesFailure(Exception):
-    """Files of a checkpoint could not be written or read, for instance because the disk is full: the same
-    error on all ranks."""
+    """Files of a checkpoint could not be written or read, for instance because the disk is full. Raised with
+    the same text on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ class Ranks:
         return self.comm
 
     def group(self, purpose: str = PURPOSE) -> dist.ProcessGroup | None:
-        """A separate group, known to the watch; None for a single rank. The first call is collective."""
+        """A separate process group, known to the watch; None for a single rank. The first call is
+        collective."""
         if self.is_alone:
             return None
         comm = self._joined
@@ -79,12 +80,12 @@ class Ranks:
         return comm.groups[purpose, comm.everyone]
 
     def meeting(self, what: str) -> AbstractContextManager:
-        """A context for a call in which all ranks meet. The watch knows of it, and names to all a rank that
-        fails or is elsewhere."""
+        """A context for a call in which all ranks meet. The watch knows of it: if a rank fails or is
+        elsewhere, it tells all the others which one."""
         return nullcontext() if self.is_alone else self._joined.call(what)
 
     def set_step(self, num_steps: int) -> None:
-        """Makes errors name the step, ``num_steps`` having been made in all."""
+        """Makes errors name the step; ``num_steps`` is the total number of steps made."""
         if self.comm is not None and self.comm.watch is not None:
             self.comm.watch.set_step(num_steps)
 
@@ -156,6 +157,6 @@ def _error_of(errors: dict[int, BaseException]) -> BaseException:
 
 
 def text_of(error: BaseException) -> str:
-    """An error in one line."""
+    """Formats an error in one line."""
     told: Any = getattr(error, "strerror", None) or error
     return " ".join(str(told).split())[:200]

@@ -1,4 +1,4 @@
-"""Checkpoints of ``mixmesh run``: when to write them, and from which to resume."""
+"""Checkpoints of ``mixmesh run``: when to write them, and which one to resume from."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Every:
 
     @classmethod
     def parse(cls, text: str) -> Every:
-        """``50`` are steps, ``600s`` seconds. Raises InputError for anything else."""
+        """Parses an interval: ``50`` means steps, ``600s`` seconds. Raises InputError for anything else."""
         parts = EVERY.fullmatch(text)
         if parts is None or not int(parts[1]):
             raise InputError(
@@ -101,21 +101,21 @@ class RunCheckpoints:
         self._initial, self._may_follow = initial, may_follow
         self._open = ExitStack()
         self._saved_step = -1
-        self._saving: tuple[int, Saving] | None = None  # the save under way, with its step
+        self._saving: tuple[int, Saving] | None = None  # the checkpoint being written, with its step
         self._has_room: bool | None = None  # whether all ranks have memory for copies
         self.held_s = 0.0  # seconds that checkpoints have held up the training
         self.first_step = 0  # how many were made before this start
         self.stopped_by = 0  # the number of the signal that ended the run
 
     def begin(self, trained: Trained, job: Any) -> tuple[Feed, int]:
-        """This rank's batches that remain, and the number of steps that were made before this start. Raises
-        InputError for data that cannot be gone on with."""
+        """This rank's remaining batches, and the number of steps that were made before this start. Raises
+        InputError for data from which a training cannot resume."""
         self._trained = trained
         self._most_devices = trained.model.comm.world_size  # the most of any start so far
         # compared before each checkpoint only, because comparing every batch takes a message
         self._loader = None if job.data is None else own_loader(job.data, self._plan, is_compared=False)
         if isinstance(self._loader, OwnIterator):
-            self._loader.state_dict()  # raises
+            self._loader.state_dict()  # raises its error now rather than at the first checkpoint
         if self._settings.is_fresh or not self._go_on():
             self._initial(trained.model)
         self._number = self._newest_number()  # number of the newest checkpoint that this training knows
@@ -129,12 +129,14 @@ class RunCheckpoints:
     def _go_on(self) -> bool:
         loaded = load(self._settings.folder, **self._parts())
         ranks = Ranks.of(self._model)
-        # machines count their restarts, each for itself
+        # every machine counts its own restarts
         restart = max(ranks.everyones(int(os.environ.get(RESTART_VARIABLE, "0"))))
         start = f"restart {restart}: " if restart else ""
         if loaded is None:
             if restart:
-                self._say(f"{start}{plural(ranks.world_size, 'device')}, no checkpoint yet: beginning anew")
+                self._say(
+                    f"{start}{plural(ranks.world_size, 'device')}, no checkpoint yet: starting from scratch"
+                )
             return False
         self.first_step = self._saved_step = loaded.step
         self._most_devices = max(ranks.world_size, loaded.extra.get(MOST_DEVICES, 0))
@@ -153,13 +155,13 @@ class RunCheckpoints:
         if self._loader is not None:
             batches = map(owned, Passes(_epochs(self._loader, self._epochs)))
             return Feed(batches, self._loader.follow, self._loader.num_ahead)
-        # one batch over and over: an epoch is a step
+        # a single batch that is repeated: every step is an epoch
         left = None if self._epochs is None else max(self._epochs - self.first_step, 0)
         return own_batches(job, self._plan, self._model.comm.rank, left, may_follow=self._may_follow)
 
     def after_step(self, num_steps: int) -> bool:
-        """Saves if it is time to, after ``num_steps`` steps in all. Returns whether the run is to stop
-        here."""
+        """Called after ``num_steps`` steps in all: saves if it is time to. Returns whether the run should
+        stop here."""
         started = time.monotonic()
         if num_steps - self.first_step <= COMPARED_STEPS:
             self._finish()
@@ -183,7 +185,7 @@ class RunCheckpoints:
             check_digests(Ranks.of(self._model).everyones(own), *HINTS)
 
     def _begin(self, num_steps: int) -> None:
-        """Saves during the training, or at once if memory has no room for copies."""
+        """Saves in the background, or before the training goes on if memory has no room for copies."""
         self._finish()
         self._check_data()
         self._check_alone()
@@ -255,7 +257,8 @@ class RunCheckpoints:
         return num_steps == self._saved_step
 
     def goes_on_from(self, earlier: RunCheckpoints) -> None:
-        """Takes over the steps, and the seconds of delay, of an ``earlier`` part of the same start."""
+        """Takes over the number of steps and the seconds of delay from an ``earlier`` part of the same
+        start."""
         self.first_step = earlier.first_step
         self.held_s += earlier.held_s
 
@@ -281,7 +284,8 @@ class RunCheckpoints:
         return OF_SIGNAL + self.stopped_by if self.stopped_by else 0
 
     def figures(self) -> dict[str, float]:
-        """The number of the first step of this start, and seconds that checkpoints held up the training."""
+        """The number of the first step of this start, and the seconds for which checkpoints held up the
+        training."""
         return {"first_step": self.first_step + 1, "checkpoint_s": self.held_s}
 
     def summary(self) -> str:

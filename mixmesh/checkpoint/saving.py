@@ -94,7 +94,7 @@ def save_async(
     parts = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
     with _begun("checkpoint.save_async", model, optimizer, step, parts, extra, keep) as begun:
         copies = background.staged(begun.content.tensors, begun.buffers)
-        begun.ranks.group()  # is made by the thread that trains
+        begun.ranks.group()  # a group is made by the thread that trains
     content = replace(begun.content, tensors=copies)
     write_it = partial(write, Path(folder), begun.ranks.unwatched, content, keep)
     return background.begin(uncompiled(model), begun.ranks, copies, write_it)
@@ -197,7 +197,7 @@ def write(folder: Path, ranks: Ranks, content: Content, keep: int | None) -> Pat
             warn(f"the checkpoint of step {content.manifest.step} could not be written ({failure}); {stays}")
         return None
     finally:
-        if writer.unfinished is not None:  # renamed by now, or of no use
+        if writer.unfinished is not None:  # has been renamed by now, or is of no use
             shutil.rmtree(writer.unfinished, ignore_errors=True)
     if keep is not None and not ranks.rank:
         remove_old(folder, writer.name, keep)
@@ -206,7 +206,8 @@ def write(folder: Path, ranks: Ranks, content: Content, keep: int | None) -> Pat
 
 def remove_old(folder: Path, newest: str, keep: int) -> None:
     """Removes all checkpoints up to ``newest`` except the last ``keep`` of them. Newer ones belong to another
-    training and do not count. Each is renamed first, so that no checkpoint is ever there in part."""
+    training and do not count. Each is renamed first, so that no folder ever looks like a checkpoint while it
+    is being removed."""
     own = [path for path in checkpoints_in(folder) if number_of(path) <= number_of(folder / newest)]
     for path in own[keep:]:
         removed = path.with_name(f"{REMOVED}{path.name}-{secrets.token_hex(4)}")
@@ -218,5 +219,5 @@ def remove_old(folder: Path, newest: str, keep: int) -> None:
 
 
 def warn(text: str) -> None:
-    """A warning for who looks at a training, on the standard error."""
+    """Prints a warning for the people who watch the training on standard error."""
     print(f"mixmesh: warning: {text}", file=sys.stderr, flush=True)

@@ -15,13 +15,15 @@ from types import TracebackType
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-SAME_S = 2.0  # a launcher passes on a signal that its processes have received too: both count as one
+# seconds within which a repeated signal counts as the same one: a launcher passes on signals that its
+# processes have received too
+SAME_S = 2.0
 OF_SIGNAL = 128  # added to a signal's number in the exit status of a process ended by it
 
 
 class Signals:
-    """A context in which ``number`` is that of the first signal that came; 0 before. Raises ValueError
-    outside of the main thread, the only one that gets signals."""
+    """A context in which ``number`` is the number of the first signal received, 0 before. Raises ValueError
+    outside of the main thread, which alone gets signals."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -42,7 +44,7 @@ class Signals:
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._handlers.items():
             signal.signal(number, self._unless_same(handler) if self.number else handler)
-        os.close(self._to)  # the thread reads the end
+        os.close(self._to)  # makes the thread's read return
         self._thread.join()
         os.close(self._from)
 
@@ -70,4 +72,4 @@ class Signals:
 
 
 def _ignore(_number: int, _frame: object) -> None:
-    """A handler in Python, so that the wakeup pipe is written to."""
+    """A signal handler that does nothing: Python writes to the wakeup pipe only for signals that have one."""

@@ -24,7 +24,8 @@ from .tensor_files import check_dtype
 from .values import decode, encode
 
 MODEL, OPTIMIZER = "model:", "optimizer:"
-KERNELS = ("fused", "foreach")  # options that do not change an optimizer's results: each start has its own
+# optimizer options that do not change its results: a resumed run keeps its own
+KERNELS = ("fused", "foreach")
 SHOWN = 3  # names in an error
 
 
@@ -47,7 +48,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def with_elements(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors that have elements, which are all that files hold anything of."""
+    """The tensors that have elements: files hold nothing of the others."""
     return {name: tensor for name, tensor in tensors.items() if tensor.numel()}
 
 
@@ -63,8 +64,8 @@ def entries_of_empty(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
 
 
 def own_model_tensors(model: nn.Module, rank: int) -> dict[str, Tensor]:
-    """The tensors of a model that this rank writes: not those for which another rank's values count, nor
-    empty ones."""
+    """The tensors of a model that this rank writes: neither those that another rank writes, nor empty
+    ones."""
     tensors = with_elements(model_tensors(model))
     runtime = getattr(model, "_runtime", None)
     if runtime is None:
@@ -86,7 +87,7 @@ class NamedOptimizer:
 
     @classmethod
     def of(cls, model: nn.Module, optimizer: optim.Optimizer, rank: int) -> NamedOptimizer:
-        """Raises InputError for an optimizer with parameters that are not the model's."""
+        """A NamedOptimizer. Raises InputError for an optimizer with parameters that are not the model's."""
         names = {id(p): name for name, p in model.named_parameters()}
         runtime = getattr(model, "_runtime", None)
         by_param = {} if runtime is None else runtime.by_param
@@ -134,7 +135,7 @@ class NamedOptimizer:
         return tensors, values
 
     def check(self, kept: dict[str, Any]) -> None:
-        """Raises PlanError if ``kept``, a checkpoint's optimizer, is a different one."""
+        """Raises PlanError if ``kept``, the optimizer in a checkpoint, is a different one."""
         if kept["class"] != type(self.optimizer).__name__:
             raise _other_optimizer(kept["class"], type(self.optimizer).__name__)
         theirs, own = [sorted(group["params"]) for group in kept["groups"]], list(map(sorted, self.names()))
@@ -167,7 +168,8 @@ class NamedOptimizer:
         return {name: entries for name, entries in state.items() if entries}
 
     def packed(self, state: Mapping[str, Mapping[str, Any]], kept: dict[str, Any]) -> dict[str, Any]:
-        """``state`` as the optimizer's ``load_state_dict`` takes it, with the settings that were kept."""
+        """``state`` in the form that the optimizer's ``load_state_dict`` expects, with the settings from the
+        checkpoint."""
         numbers = {name: n for n, name in enumerate(self.params)}
         groups = []
         for group, names, theirs in zip(self.optimizer.param_groups, self.names(), kept["groups"]):
@@ -185,7 +187,8 @@ class NamedOptimizer:
         for name, entries in state.items():
             own = self.optimizer.state[self.params[name]]
             for key, value in entries.items():
-                if isinstance(value, Tensor) and own[key].dtype != value.dtype:  # PyTorch gives it that of p
+                # load_state_dict has cast it to the dtype of p
+                if isinstance(value, Tensor) and own[key].dtype != value.dtype:
                     own[key] = plain(value).to(own[key].device)
 
 

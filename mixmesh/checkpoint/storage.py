@@ -143,7 +143,7 @@ class Writer(StorageWriter):
             text = self.plan.encode()
             write_to_disk(folder / PLAN, [text])
             files[PLAN] = FileEntry(len(text), digest_of(text))
-        tensors = dict(self.manifest.tensors)  # the empty ones
+        tensors = dict(self.manifest.tensors)  # entries of empty tensors
         for name, of in metadata.state_dict_metadata.items():
             assert isinstance(of, TensorStorageMetadata)
             dtype = DTYPE_NAME[of.properties.dtype]
@@ -179,7 +179,7 @@ def _joined(
     files: dict[str, FileEntry],
     tensors: dict[str, TensorEntry],
 ) -> Manifest:
-    """The manifest of all ranks."""
+    """The manifest, joined from the parts of all ranks."""
     optimizer = manifest.optimizer
     if optimizer is not None:
         state: dict[str, Any] = {}
@@ -205,7 +205,8 @@ def _tensor_data(item: WriteItem) -> TensorWriteData:
 
 
 def write_file(path: Path, items: list[WriteItem], planner: SavePlanner) -> tuple[list[Piece], FileEntry]:
-    """Writes the tensors of ``items`` one by one, as safetensors: where each is, and the file's entry."""
+    """Writes the tensors of ``items`` one by one as safetensors. Returns the place of each and the file's
+    entry."""
     parts = []
     for item in items:
         data = _tensor_data(item)

@@ -1,4 +1,4 @@
-"""The files of an export, written all or not at all, even if it is interrupted."""
+"""The files of an export: all are written or none, even if the export is interrupted."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Target:
 
     @classmethod
     def of(cls, to: Path, *, force: bool) -> Target:
-        """The target that ``to`` names, a folder or a safetensors file. Raises InputError if it cannot be
+        """The target named by ``to``, a folder or a safetensors file. Raises InputError if it cannot be
         written to, or if an export is already there and ``force`` is not set."""
         if to.suffix in SUFFIXES and to.suffix != SAFETENSORS:
             raise InputError(
@@ -60,7 +60,7 @@ class Target:
     def _check_not_there(self, paths: Sequence[Path]) -> None:
         if paths and not self.force:
             raise InputError(
-                "files that are there would be written over",
+                "existing files would be overwritten",
                 expected="none of these names",
                 got=", ".join(path.name for path in paths[:3]),
                 where=str(self.folder),
@@ -81,14 +81,14 @@ class Target:
             if not is_file:
                 self.folder.mkdir(parents=True, exist_ok=True)
             got = "" if self.folder.is_dir() else f"no such folder as {self.folder}"
-            got = got or ("" if os.access(self.folder, os.W_OK | os.X_OK) else "no right to write there")
+            got = got or ("" if os.access(self.folder, os.W_OK | os.X_OK) else "no permission to write there")
         except OSError as error:
             got = text_of(error)
         if got:
             raise InputError("the export cannot be written there", got=got, where=str(self.folder))
 
     def existing(self) -> list[Path]:
-        """The tensor files of an earlier export, those by which readers find the others first."""
+        """The tensor files of an earlier export, first those by which readers find the others."""
         stems = "|".join(map(re.escape, (self.stem, self.optimizer_stem)))
         entry = re.compile(rf"({stems})({re.escape(SAFETENSORS)}|{re.escape(SAFETENSORS + INDEX)})")
         other = re.compile(rf"({stems})-\d{{5}}-of-\d{{5}}{re.escape(SAFETENSORS)}")
@@ -110,7 +110,7 @@ class Target:
         unfinished = self.folder / f"{leftover}{secrets.token_hex(4)}"
         names: list[str] = []
         try:
-            for path in self.folder.glob(f"{leftover}*"):  # rests of interrupted saves
+            for path in self.folder.glob(f"{leftover}*"):  # leftovers of interrupted exports
                 shutil.rmtree(path, ignore_errors=True)
             unfinished.mkdir()
             for name, text in texts.items():
@@ -138,8 +138,8 @@ class Target:
 
 
 def shards_of(parts: Sequence[Part], max_shard_bytes: int) -> list[list[Part]]:
-    """The parts by file, in order, as huggingface_hub distributes them: a file ends before it would exceed
-    the limit, and a tensor that exceeds it alone has its own file."""
+    """The parts by file, in order, in the way of huggingface_hub: a file ends before it would exceed the
+    limit, and a tensor that exceeds it alone has its own file."""
     shards: list[list[Part]] = []
     current: list[Part] = []
     current_bytes = 0
@@ -163,14 +163,13 @@ def write_shards(
     metadata: Mapping[str, str],
     values_of: Callable[[Part], Tensor],
 ) -> list[str]:
-    """Writes one file, or several with an index. Returns their names, last that of the file which lists the
-    others."""
+    """Writes one file, or several with an index. Returns their names, the index last."""
     shards = shards_of(parts, max_shard_bytes)
     names = [f"{stem}-{n:05d}-of-{len(shards):05d}{SAFETENSORS}" for n in range(1, len(shards) + 1)]
     if len(shards) == 1:
         names = [f"{stem}{SAFETENSORS}"]
     for name, shard in zip(names, shards):
-        # as safetensors orders them, so that each begins at a multiple of its elements' size
+        # in safetensors' own order, in which each begins at a multiple of its element size
         ordered = sorted(shard, key=lambda part: (-TORCH_DTYPE[part.dtype].itemsize, part.name))
         write_to_disk(folder / name, _blocks(ordered, metadata, values_of))
     if len(shards) > 1:

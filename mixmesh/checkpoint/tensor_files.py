@@ -21,7 +21,7 @@ from ..errors import InputError
 from ..frontend.trace.dtypes import DTYPE_NAME, TORCH_DTYPE
 from .manifest import BLOCK_BYTES
 
-# the names that safetensors has for dtypes of program text
+# safetensors' names for the dtypes of program text
 SAFETENSORS = {name: name.upper() for name in DTYPE_NAME.values() if name != "c128"}
 SAFETENSORS |= {"f8e4m3": "F8_E4M3", "f8e5m2": "F8_E5M2"}
 ALIGNED_BYTES = 8  # safetensors pads its header to this
@@ -41,7 +41,7 @@ class Part:
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:
-    """Raises InputError for a tensor whose dtype safetensors has no name for."""
+    """Raises InputError for a tensor whose dtype safetensors cannot store."""
     if DTYPE_NAME.get(dtype) not in SAFETENSORS:
         raise InputError(
             f"{name} cannot be kept in a checkpoint", expected=", ".join(SAFETENSORS), got=str(dtype)
@@ -49,7 +49,7 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
 
 
 def head_of(parts: Sequence[Part], metadata: Mapping[str, str] | None = None) -> tuple[bytes, list[int]]:
-    """The head of a file that holds ``parts`` in this order, and the offset of each part in the file."""
+    """The header of a file that holds ``parts`` in this order, and the offset of each part in the file."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     begins, end = [], 0
     for part in parts:
@@ -104,8 +104,8 @@ def copy_box(
     dtype: torch.dtype,
     offsets: Sequence[int],
 ) -> None:
-    """Copies into ``target`` the box of its shape that begins at ``offsets``, a block of rows at a time; else
-    as ``read_box``."""
+    """Copies the box at ``offsets`` that has the shape of ``target`` into it, a block of rows at a time. The
+    other arguments and errors are those of ``read_box``."""
     if not target.ndim:
         target.copy_(read_box(path, first_byte, sizes, dtype, offsets, ()))
         return

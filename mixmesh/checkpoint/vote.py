@@ -1,5 +1,5 @@
-"""Votes on things that one rank notices and all must act on in the same step: a signal, or that it is time to
-save."""
+"""Votes on anything that one rank notices and all must act on in the same step: a signal, or that it is time
+to save."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Vote:
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
 
     def cast(self, first: int, second: int) -> tuple[int, int]:
-        """The largest numbers of any rank in the call before; 0 and 0 in the first call. For a single rank,
+        """The largest numbers of any rank in the previous call; 0 and 0 in the first call. A single rank gets
         its current numbers. Collective."""
         if self._group is None:
             return first, second

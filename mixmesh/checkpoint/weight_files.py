@@ -1,4 +1,5 @@
-"""Files of weights: one of safetensors, several with an index, or a folder that ``save_pretrained`` made."""
+"""Weight files: a single safetensors file, several with an index, or a folder that ``save_pretrained``
+made."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ class Held:
 
 
 def held_tensors(place: Path) -> dict[str, Held]:
-    """The tensors, by name, of a safetensors file, of an index of several, or of a folder with either,
-    without their values. Raises InputError for anything else, and for damaged files."""
+    """The tensors by name, without their values, in a safetensors file, in the files of an index, or in a
+    folder with either. Raises InputError for anything else, and for damaged files."""
     path = _entry(place)
     if path.suffix == SUFFIX:
         return tensors_in(path)
@@ -50,7 +51,7 @@ def held_tensors(place: Path) -> dict[str, Held]:
 
 
 def _entry(place: Path) -> Path:
-    """The file to begin with: of safetensors, or an index."""
+    """The file to begin with: a safetensors file, or an index."""
     if not place.exists():
         raise _unreadable(place, "no such file or folder")
     if place.is_dir():

@@ -53,7 +53,8 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
 
 
 def together(ranks: Ranks, make: Callable[[], T]) -> T:
-    """``make()`` of this rank, or on all ranks the error of the first one that has one. Collective."""
+    """Runs ``make()`` and returns its value; if it fails on any rank, all raise the error of the first such
+    rank. Collective."""
     results: list[T] = []
     error: MixmeshError | None = None
     try:

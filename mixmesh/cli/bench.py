@@ -19,7 +19,8 @@ SETTINGS = {"ignore_unknown_options": True, "help_option_names": []}
 
 def bench(
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="NAME [OPTIONS]", help="What python -m benchmarks takes.")
+        list[str] | None,
+        typer.Argument(metavar="NAME [OPTIONS]", help="The arguments of python -m benchmarks."),
     ] = None,
 ) -> int:
     """The project's own comparisons: the same as python -m benchmarks, in a checkout of the repository.

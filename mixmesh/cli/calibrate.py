@@ -32,7 +32,7 @@ def calibrate(
         ),
     ] = None,
     budget: Annotated[
-        float, typer.Option("--seconds", min=1, metavar="SECONDS", help="Measure for so long.")
+        float, typer.Option("--seconds", min=1, metavar="SECONDS", help="Measure for this long.")
     ] = 120,
     name: Annotated[
         str | None,
@@ -40,12 +40,16 @@ def calibrate(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="Write the device file here, not where it is read."),
+        typer.Option(
+            "--out",
+            metavar="FILE",
+            help="Write the device file here, instead of where device files are read.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure one device of a kind, nothing of a job: plans on clusters that have such devices then rest on
-    it. The device should be idle."""
+    """Measure one device of a kind, independent of any job: plans on clusters with such devices then use the
+    measurement. The device should be idle."""
     check_folder_of(out, "the device file")
     from ..measure.calibration import calibrate as measure
 
@@ -76,8 +80,8 @@ def device_named(kind: str | None) -> torch.device:
 
 @contextmanager
 def telling_steps() -> Iterator[Steps]:
-    """Callbacks that report progress on standard error: on a terminal a bar for each group, and for each
-    group one line with its result."""
+    """Callbacks that report progress on standard error: one line with the result of each group, and on a
+    terminal a bar while it is measured."""
     from ..measure.calibration import Steps
 
     if not sys.stderr.isatty():
@@ -107,7 +111,7 @@ def telling_steps() -> Iterator[Steps]:
 
 
 def described(calibration: Calibration) -> str:
-    """The fitted constants and the errors of the fit, for people."""
+    """Formats the fitted constants and the errors of the fit for people."""
     device = calibration.device
     lines = [f"{device.name} ({calibration.reported}), measured in {seconds(calibration.took_s)}"]
     header = (
@@ -135,7 +139,7 @@ def described(calibration: Calibration) -> str:
 
 
 def fit_cells(calibration: Calibration, fit: Fit) -> tuple[str, ...]:
-    """A row of the table; the constants are in the row of the forward pass."""
+    """A row of the table; the constants are shown only in the row of the forward pass."""
     rows = {(name, dtype): figures for name, dtype, *figures in calibration.device.efficiency}
     own = rows.get((fit.kernels, fit.dtype)) if fit.direction == "forward" else None
     constants = (f"{own[0]:.0%}", seconds(own[1])) if own else ("", "")

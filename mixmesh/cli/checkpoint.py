@@ -23,7 +23,7 @@ CheckpointFolder = Annotated[
     typer.Option(
         "--checkpoint",
         metavar="DIR",
-        help="Write checkpoints there, and go on from the newest good one that is there, up to --steps.",
+        help="Write checkpoints there, and resume from the newest good one, up to --steps.",
     ),
 ]
 CheckpointEvery = Annotated[
@@ -35,10 +35,11 @@ CheckpointEvery = Annotated[
     ),
 ]
 CheckpointKeep = Annotated[
-    int, typer.Option("--keep", min=1, metavar="K", help="How many checkpoints stay; older ones are removed.")
+    int,
+    typer.Option("--keep", min=1, metavar="K", help="How many checkpoints to keep; older ones are removed."),
 ]
 CheckpointFresh = Annotated[
-    bool, typer.Option("--fresh", help="Begin anew, whatever checkpoints there are; they count as older.")
+    bool, typer.Option("--fresh", help="Start over even if there are checkpoints; these then count as older.")
 ]
 
 
@@ -66,7 +67,7 @@ def checkpoint_settings(
 
 @contextmanager
 def checkpoint_stays(settings: Settings | None) -> Iterator[None]:
-    """Adds the checkpoint that another start can continue from to an error that no plan fits."""
+    """Adds a hint to an error that no plan fits: the checkpoint from which another start can continue."""
     try:
         yield
     except Infeasible as error:
@@ -89,9 +90,9 @@ def keeper_of(
     may_follow: bool,
     on_saved: Callable[[int], object],
 ) -> RunCheckpoints | None:
-    """The keeper of a run's checkpoints, or None. ``initial`` is called for a run without an earlier one;
-    ``may_follow``: another plan of the same form may follow during the run; ``on_saved`` gets the step of
-    every complete checkpoint."""
+    """The keeper of a run's checkpoints, or None. ``initial`` is called if there is no earlier checkpoint to
+    resume from; ``may_follow``: another plan of the same form may follow during the run; ``on_saved`` gets
+    the step of every complete checkpoint."""
     if settings is None:
         return None
     from ..checkpoint.run import RunCheckpoints

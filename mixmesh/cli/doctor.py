@@ -30,19 +30,20 @@ def doctor(
     job_option: Annotated[str | None, typer.Option("--job", metavar="JOB", help="The same as [JOB].")] = None,
     cluster: Annotated[
         Path | None,
-        typer.Option("--cluster", metavar="C.toml", help="Hold devices and links against this cluster file."),
+        typer.Option("--cluster", metavar="C.toml", help="Compare devices and links with this cluster file."),
     ] = None,
     plan: Annotated[
         Path | None,
         typer.Option(
-            "--plan", metavar="X.plan", help="Compare this plan's file, and hold devices against it."
+            "--plan", metavar="X.plan", help="Compare this plan file on all ranks, and their devices with it."
         ),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Only what takes a second or two: measure and train nothing.")
+        bool,
+        typer.Option("--quick", help="Only checks that take a second or two: measure and train nothing."),
     ] = False,
     timeout_s: Annotated[
-        float, typer.Option("--timeout", min=1, metavar="S", help="A rank is waited for so long.")
+        float, typer.Option("--timeout", min=1, metavar="S", help="Wait this long for a rank.")
     ] = 60.0,
     cache: CacheFolder = None,
     as_json: Json = False,
@@ -63,7 +64,7 @@ def doctor(
     elif ground.is_over:  # the first rank may be missing
         print("\n".join(wrong_lines(report)), file=sys.stderr, flush=True)
     ground.close()
-    if ground.is_abandoned:  # Python cannot exit while a thread is blocked in foreign code
+    if ground.is_abandoned:  # Python cannot exit while a thread is blocked in native code
         sys.stdout.flush()
         os._exit(1)
     if not report.ok:

@@ -21,7 +21,7 @@ from .show import PlanFile
 if TYPE_CHECKING:
     from ..explain import Alternative, Explanation, Overview, Unit
 
-SHOWN = 12  # instructions that use a tensor
+SHOWN = 12  # limit on the instructions listed that use a tensor
 
 
 def explain(
@@ -36,7 +36,7 @@ def explain(
     ] = None,
     profile: ProfileFile = None,
     all_layers: Annotated[
-        bool, typer.Option("--all-layers", help="Ask for the tensors in its place in all layers together.")
+        bool, typer.Option("--all-layers", help="Ask about the tensor's counterparts in all layers together.")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -67,8 +67,8 @@ def explain(
 
 
 def cluster_of(plan: Plan, path: Path, tensor: str | None, cluster: Path | None) -> Cluster:
-    """The cluster of a file, or else the preset that the plan was made for. Raises InputError without
-    either."""
+    """The cluster of a file, or else the preset for which the plan was made. Raises InputError if there is
+    neither."""
     if cluster is not None:
         return Cluster.load(cluster)
     for preset in map(Cluster.load, presets()):
@@ -169,7 +169,7 @@ def signed(value: float, text: Callable[[float], str]) -> str:
 
 
 def spread(differences: tuple[int, ...]) -> str:
-    """The smallest and the largest difference, or one of them if both have the same text."""
+    """The smallest and the largest difference, or one of them if both print alike."""
     ends = (signed(f(differences), size) for f in (min, max))
     return " to ".join(dict.fromkeys(ends))
 
@@ -186,7 +186,7 @@ def _details(a: Alternative) -> list[str]:
 
 
 def _line(i: Instruction, lines: list[str]) -> str:
-    """An instruction as it stands in the file, its comments included."""
+    """Formats an instruction as it stands in the file, its comments included."""
     text = lines[i.line - 1].strip() if 0 < i.line <= len(lines) else print_instruction(i)
     return re.sub(r"\s+#", "  #", text)
 

@@ -27,7 +27,9 @@ def export(
     to: Annotated[
         Path,
         typer.Option(
-            "--to", metavar="PLACE", help="A folder that from_pretrained will take, or a name.safetensors."
+            "--to",
+            metavar="PLACE",
+            help="A folder that from_pretrained can load, or a file NAME.safetensors.",
         ),
     ],
     max_shard_size: Annotated[
@@ -45,7 +47,7 @@ def export(
             help="Take config.json from a folder, a file, or a job's model, not from the checkpoint.",
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an export that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing export.")] = False,
     as_json: Json = False,
 ) -> None:
     """Write the weights of a checkpoint as safetensors, as save_pretrained of transformers does."""

@@ -58,7 +58,7 @@ def meet(timeout_s: float) -> bool:
 
 
 def check_kind(batch_norm: str | None, plan: Plan, path: Path) -> None:
-    """Raises InputError for a plan with another kind of batch norm than the option's."""
+    """Raises InputError for a plan whose kind of batch norm is not that of the option."""
     if batch_norm not in (None, plan.batch_norm):
         raise InputError(
             "the plan was made for another kind of batch norm",
@@ -70,8 +70,8 @@ def check_kind(batch_norm: str | None, plan: Plan, path: Path) -> None:
 
 
 def check_launch(job: str, path: Path, plan: Plan) -> int:
-    """Returns this process's rank. Raises InputError with a command to type outside of torchrun and the
-    testbed."""
+    """Returns this process's rank. Raises InputError, with a command to type, if neither torchrun nor the
+    testbed started this process."""
     world_size = plan.program.world_size
     if "RANK" not in os.environ:
         raise InputError(

@@ -24,9 +24,9 @@ from .output import seconds
 if TYPE_CHECKING:
     from ..lang.plan_file import Plan
 
-MOST_TOLD = 300  # letters of an error
-MOST_LAGS = 8  # ranks in the list of lags
-LAST_STEPS = 20  # steps whose median is the current speed
+MOST_TOLD = 300  # characters shown of an error
+MOST_LAGS = 8  # ranks listed with their lags
+LAST_STEPS = 20  # steps over which the current speed is a median
 PrintEvery = Annotated[
     int, typer.Option("--print-every", min=1, metavar="N", help="Without a terminal, a line every N steps.")
 ]
@@ -80,7 +80,7 @@ def check_targets(log: Path | None, folder: Path | None, timeout_s: float) -> No
 
 
 def summary_writer() -> Callable[..., Any]:
-    """PyTorch's writer for TensorBoard. Raises InputError if TensorBoard is not installed."""
+    """A PyTorch SummaryWriter for TensorBoard. Raises InputError if TensorBoard is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -91,10 +91,11 @@ def summary_writer() -> Callable[..., Any]:
 
 
 class _Log:
-    """A file of lines. If it cannot be written any more, as on a full disk, the training goes on without."""
+    """A file of lines. If it cannot be written any more, for instance because the disk is full, the training
+    goes on without it."""
 
     def __init__(self, path: Path) -> None:
-        # without a buffer, whose rest would be written again when the file is closed
+        # unbuffered: the rest of a buffer would be written again when the file is closed
         self._path, self._file = path, path.open("ab", buffering=0)
 
     def __enter__(self) -> _Log:
@@ -135,9 +136,9 @@ class Live:
         self._log = None if log is None else self._open.enter_context(_Log(log))
         self._board = None if folder is None else self._open.enter_context(summary_writer()(str(folder)))
         self._is_quiet = is_quiet
-        self._update: Callable[[Step], None] | None = None  # the bar's, when there is one
+        self._update: Callable[[Step], None] | None = None  # updates the bar, if there is one
         self._num_steps_made = 0
-        self._own_s: tuple[float, ...] = ()  # by rank, in the last window
+        self._own_s: tuple[float, ...] = ()  # seconds of each rank in the last window
 
     def mark(self, event: str, step: int, **facts: Any) -> None:
         """Logs an event after ``step`` steps in the file of JSON lines."""
@@ -154,7 +155,7 @@ class Live:
         self.mark(PLAN if cause else START, step, **facts)
 
     def follow(self, plan: Plan) -> None:
-        """Reports on another plan from now on."""
+        """Reports on another plan from here on."""
         self._plan = plan
 
     def saved(self, step: int) -> None:
@@ -220,7 +221,7 @@ class Live:
         return "  ".join(parts)
 
     def _show(self, step: Step) -> None:
-        """Shows a bar at the bottom of the terminal."""
+        """Shows a bar at the bottom of the terminal while training runs."""
         if self._update is None:
             self._update = self._start_bar()
         self._update(step)

@@ -11,20 +11,21 @@ from ..errors import InputError
 if TYPE_CHECKING:
     from ..runtime.finite import OnNan
 
-CHOICES = ("stop", "skip", "ignore")  # the values of ``OnNan``, which would import torch
+CHOICES = ("stop", "skip", "ignore")  # the values of ``OnNan``, whose module would import torch
 OnNanName = Annotated[
     str | None,
     typer.Option(
         "--on-nan",
         metavar="WHAT",
-        help="At a loss or gradients that are not finite: stop (as without it), skip the batch, or ignore.",
+        help="If a loss or gradients are not finite: stop (the default), skip the batch, or ignore.",
     ),
 ]
 AllowNan = Annotated[bool, typer.Option("--allow-nan", hidden=True, help="The same as --on-nan ignore.")]
 
 
 def on_nan_of(name: str | None, allow_nan: bool) -> OnNan:
-    """The choice that the options make. Raises InputError for another word, and for two that differ."""
+    """The choice made by the options. Raises InputError for an unknown word, and for two options that
+    contradict each other."""
     from ..runtime.finite import OnNan
 
     choice = name if name is not None else "ignore" if allow_nan else "stop"

@@ -40,7 +40,7 @@ SearchSeconds = Annotated[
         "--search-seconds",
         metavar="S",
         min=0,
-        help="How long heterog, tag and placed search (20 s). Given, auto asks all slow planners too.",
+        help="How long heterog, tag and placed search (20 s). If given, auto asks all slow planners too.",
     ),
 ]
 ExactSeconds = Annotated[
@@ -48,7 +48,7 @@ ExactSeconds = Annotated[
     typer.Option(
         "--exact",
         metavar="S",
-        help="Let HiGHS prove for S seconds at most how far from the cheapest the chosen program is.",
+        help="Let HiGHS prove, in up to S seconds, how far the chosen program is from the cheapest.",
     ),
 ]
 Unmeasured = Annotated[
@@ -56,7 +56,7 @@ Unmeasured = Annotated[
     typer.Option(
         "--unmeasured",
         metavar="NAME",
-        help=f"Count on what no GPU was measured to do: {', '.join(UNMEASURED)}; repeat.",
+        help=f"Count on a mechanism never measured on a GPU: {', '.join(UNMEASURED)}; repeatable.",
     ),
 ]
 BatchNorm = Annotated[
@@ -122,7 +122,7 @@ class PlanOptions:
 def plan_job(
     job: str, cluster: Cluster, options: PlanOptions, *, weights: bool = True
 ) -> tuple[Job, Traced, Plan]:
-    """Loads, traces and plans a job, after the checks that need little time."""
+    """Loads, traces and plans a job, after checks that take little time."""
     from ..api import load_profile, plan_traced
     from ..planner import check_limit, check_planner
 
@@ -218,14 +218,14 @@ def summary(plan: Plan, cluster: Cluster | None = None) -> str:
 
 
 def bound(plan: Plan) -> str:
-    """The sentence on the bound of a plan that has one."""
+    """A sentence about the bound of a plan; empty if it has none."""
     assert plan.bound_s is not None
     peaks = "" if plan.is_bound_measured else ", at the peaks of their figures"
     return f"no plan can be faster than {seconds(plan.bound_s)} (all devices computing all the time{peaks})"
 
 
 def recomputation(program: Program) -> str:
-    """The line about rematerialised computations; empty without any."""
+    """A line about rematerialised computations; empty without any."""
     parts = regions(program)
     if not parts:
         return ""
@@ -234,7 +234,7 @@ def recomputation(program: Program) -> str:
 
 
 def effort(plan: Plan) -> str:
-    """The line about the steps of planning with their times, and the gap that the search left."""
+    """A line about the steps of planning with their times, and the gap that the search left."""
     steps = ", ".join(f"{name} {seconds(spent)}" for name, spent in plan.timings_s.items())
     gap = "" if plan.gap is None else f"; at most {plan.gap:.1%} above the cheapest by the search's own cost"
     return f"{plan.states_expanded} states expanded; {steps}{gap}"

@@ -20,7 +20,7 @@ ProfileSeconds = Annotated[
         "--profile-seconds",
         min=0,
         metavar="S",
-        help="Without --plan: measure the job's operators and the links for about so long; 0 measures none.",
+        help="Without --plan: measure operators and links for about this long; 0 measures nothing.",
     ),
 ]
 CacheFolder = Annotated[
@@ -28,10 +28,12 @@ CacheFolder = Annotated[
     typer.Option(
         "--cache",
         metavar="DIR",
-        help="Where what was measured and planned is kept: $MIXMESH_CACHE, or ~/.cache/mixmesh.",
+        help="Where measurements and plans are kept: $MIXMESH_CACHE, or ~/.cache/mixmesh.",
     ),
 ]
-Fresh = Annotated[bool, typer.Option("--fresh-plan", help="Measure and plan again, whatever is kept.")]
+Fresh = Annotated[
+    bool, typer.Option("--fresh-plan", help="Measure and plan again, even if results are kept.")
+]
 
 
 @dataclass(frozen=True)

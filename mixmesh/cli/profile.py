@@ -23,7 +23,7 @@ def profile(
         Path | None, typer.Option("--cluster", metavar="C.toml", help="Inside the testbed: its own.")
     ] = None,
     budget: Annotated[
-        float, typer.Option("--budget", min=1, metavar="SECONDS", help="Measure for so long.")
+        float, typer.Option("--budget", min=1, metavar="SECONDS", help="Measure for this long.")
     ] = 60,
     micro_batches: Annotated[
         bool, typer.Option("--micro-batches", help="Confirm first how many samples each device can hold.")
@@ -114,8 +114,8 @@ def on_every_device(
 
 
 def check_launch(command: str, job: str, cluster: Cluster, path: Path | str, out: Path) -> int:
-    """Returns this process's rank. Raises InputError with a command to type outside of torchrun and the
-    testbed."""
+    """Returns this process's rank. Raises InputError, with a command to type, if neither torchrun nor the
+    testbed started this process."""
     world_size = cluster.world_size
     line = f"mixmesh {command} {job} --cluster {path} --out {out}"
     if os.environ.get("WORLD_SIZE") == str(world_size) and "RANK" in os.environ:

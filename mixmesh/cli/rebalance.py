@@ -24,12 +24,12 @@ Rebalance = Annotated[
     bool,
     typer.Option(
         "--rebalance/--no-rebalance",
-        help="On CPUs: change shares, or the plan, where a device gets slower or faster than planned.",
+        help="On CPUs: change shares, or the plan, if a device gets slower or faster than planned.",
     ),
 ]
 
 
-PLANNING = "tracing", "plan"  # the phases of a preparation that planning again repeats
+PLANNING = "tracing", "plan"  # the phases of a preparation that planning repeats
 
 
 def balancer_of(
@@ -43,9 +43,9 @@ def balancer_of(
 ) -> RunBalancer | None:
     """The balancer of a run; ``costs`` gives the first rank the cluster and its profile. Collective.
 
-    None if it is not wanted, if one device trains alone, and on GPUs, where a rank's own seconds are unknown;
-    also if the cluster is unknown, which the first rank then prints. ``plan_for`` plans again on the first
-    rank, together with the seconds that this takes; with it a plan of another form may follow.
+    None if it is turned off, if one device trains alone, and on GPUs, where a rank's own seconds are unknown;
+    also if the cluster is unknown, in which case the first rank prints a line. ``plan_for`` plans again on
+    the first rank, together with the seconds that this takes; with it a plan of another form may follow.
     """
     if not is_wanted or plan.program.world_size == 1:
         return None
@@ -62,7 +62,7 @@ def balancer_of(
         if is_first:
             print(f"mixmesh: {text}", file=sys.stderr, flush=True)
 
-    solvers: list[Solver] = []  # empty except on the first rank, which solves for all
+    solvers: list[Solver] = []  # empty on all ranks but the first, which solves for all
 
     def find() -> bool:
         cluster, profile = costs()

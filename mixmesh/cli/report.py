@@ -40,20 +40,21 @@ def report(
     profile: ProfileFile = None,
     measured: Annotated[
         Path | None,
-        typer.Option("--measured", metavar="T.json", help="A timeline of `mixmesh run --trace`, below."),
+        typer.Option(
+            "--measured", metavar="T.json", help="Also show this timeline of `mixmesh run --trace`."
+        ),
     ] = None,
     asks_what_if: Annotated[
         bool,
-        typer.Option("--what-if", help="Also plan for the cluster after each change, as mixmesh what-if."),
+        typer.Option("--what-if", help="Also plan for the cluster after each change, like mixmesh what-if."),
     ] = False,
     out: Annotated[Path, typer.Option("--out", metavar="R.html", help="Write the page here.")] = Path(
         "report.html"
     ),
     as_json: Json = False,
 ) -> None:
-    """Write a page to look at: of a plan the cluster, the step's timeline, why it is fast, the program; of a
-    training losses, throughput and what happened; of a bench its figures. One file, which asks no other host
-    for anything."""
+    """Write a page in a single file that needs no network. For a plan: the cluster, the step's timeline, why
+    it is fast, the program. For a training: losses, throughput and events. For a bench: its figures."""
     from ..api import load_profile
     from ..explain.report import bench_page, run_page, save_page
     from ..explain.report.recognise import EXPECTED, Bench, Run, recognise

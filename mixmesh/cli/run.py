@@ -34,13 +34,15 @@ def run(
     job: JobName,
     plan: Annotated[
         Path | None,
-        typer.Option("--plan", metavar="X.plan", help="From mixmesh plan --out; made at the start without."),
+        typer.Option(
+            "--plan", metavar="X.plan", help="From mixmesh plan --out; without one, the start makes it."
+        ),
     ] = None,
     steps: Annotated[
         int | None, typer.Option("--steps", min=1, help="Steps to train: 10, unless --epochs is given.")
     ] = None,
     epochs: Annotated[
-        int | None, typer.Option("--epochs", min=1, help="Train so many times on all of the job's data.")
+        int | None, typer.Option("--epochs", min=1, help="Train this many times on all of the job's data.")
     ] = None,
     save: Annotated[
         Path | None,
@@ -66,11 +68,11 @@ def run(
     ] = None,
     profile: ProfileFile = None,
     timeout_s: Annotated[
-        float, typer.Option("--timeout", min=1, metavar="S", help="A collective may take so long.")
+        float, typer.Option("--timeout", min=1, metavar="S", help="Time limit of a collective.")
     ] = 300.0,
     heartbeat_s: Annotated[
         float,
-        typer.Option("--heartbeat", min=1, metavar="S", help="A rank that is silent for so long is lost."),
+        typer.Option("--heartbeat", min=1, metavar="S", help="A rank silent for this long counts as lost."),
     ] = 20.0,
     profile_s: ProfileSeconds = 15.0,
     planner: PlannerName = "auto",
@@ -89,7 +91,7 @@ def run(
     weights: InitialWeights = None,
     is_rebalanced: Rebalance = True,
     compiles: Annotated[
-        bool, typer.Option("--compile", help="Compile what is between collectives by torch.compile.")
+        bool, typer.Option("--compile", help="Compile the operators between collectives.")
     ] = False,
     print_every: PrintEvery = 1,
     log: LogJson = None,

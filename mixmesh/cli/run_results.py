@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Results:
-    """The results of a training. ``is_stopped``: a signal has ended it."""
+    """The results of a training. ``is_stopped``: a signal ended it."""
 
     options: RunOptions
     trained: Trained
@@ -45,7 +45,7 @@ class Results:
         }
 
     def lines(self) -> list[str]:
-        """The same for people."""
+        """The lines that are printed for people."""
         report, keeper, save = self.trained.report, self.trained.keeper, self.options.save
         lines = [] if keeper is None else [keeper.summary()]
         if not report.losses:
@@ -69,7 +69,7 @@ class Results:
             return []
         written = f"timeline of one step written to {self.options.trace}"
         if self.compared is None:
-            return [written, "what was predicted of it needs the cluster: --cluster C.toml"]
+            return [written, "its prediction needs the cluster: --cluster C.toml"]
         return [written, comparison_table(self.compared)]
 
 

@@ -1,4 +1,4 @@
-"""The training of ``mixmesh run``: its start, its parts under one plan each, and their ends."""
+"""The training of ``mixmesh run``: its start, its parts (each under one plan), and their ends."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ..training.rebalance import OtherPlan, RunBalancer
     from ..training.rebalance.replan import PlanFor
 
-# for the first rank, which may be the only one that knows them
+# facts that may be known on the first rank only
 Costs = Callable[[], tuple[Cluster | None, Profile | None]]
 
 
@@ -67,7 +67,7 @@ class RunOptions:
 @dataclass(frozen=True)
 class Start:
     """The start of a run on this ``rank``: its plan and the costs that it was made from. ``replan`` plans
-    again, where devices change their speeds."""
+    again if devices change their speeds."""
 
     plan: Plan
     rank: int
@@ -87,7 +87,7 @@ def start_run(options: RunOptions) -> tuple[Start, Job | None]:
 
 
 def check_start(options: RunOptions, plan: Plan) -> None:
-    """Raises an error for a plan that is not valid, or is for another cluster than the testbed's."""
+    """Raises an error for a plan that is invalid, or that was made for another cluster than the testbed's."""
     from ..lang.check import check_program
 
     check_program(plan.program, str(options.plan or "the plan made at the start"))
@@ -111,14 +111,15 @@ class Trained:
 
     @property
     def following(self) -> OtherPlan | None:
-        """The plan of another form that follows; None after a signal, or without checkpoints."""
+        """The plan of another form under which the training continues; None after a signal, or without
+        checkpoints."""
         if self.balancer is None or self.keeper is None or self.keeper.stopped_by:
             return None
         return self.balancer.following
 
     @property
     def cause(self) -> str:
-        """The cause of the plan that follows, in words; "" if none does."""
+        """The reason, in words, for the plan that follows; "" if none does."""
         if self.following is None or self.balancer is None:
             return ""
         return self.balancer.decisions[-1].cause
@@ -155,7 +156,7 @@ def train_all(options: RunOptions, start: Start, jobs: list[Job], live: Live) ->
         following = trained.following
         if following is None or options.checkpoints is None:
             return trained
-        # the next part begins from the checkpoint of this moment
+        # the next part starts from this checkpoint
         start = replace(start, plan=following.plan, costs=costs_of(following))
         options = replace(options, checkpoints=replace(options.checkpoints, is_fresh=False))
         live.follow(start.plan)
@@ -244,7 +245,7 @@ def writer(path: Path | None) -> Callable[[ParallelModel], None]:
 
 
 def prediction_of(options: RunOptions, plan: Plan) -> tuple[Cluster | None, Timeline | None]:
-    """The cluster of a run whose step is traced, and the step that the plan predicts on it, if it is
+    """The cluster of a run that records a trace, and the step that the plan predicts on it, if the cluster is
     known."""
     described = None if options.trace is None else described_cluster(options.cluster)
     if described is None:
@@ -261,7 +262,7 @@ def described_cluster(path: Path | None) -> Cluster | None:
 
 
 def described_costs(cluster: Path | None, profile: Path | None) -> tuple[Cluster | None, Profile | None]:
-    """The cluster and its profile, each if there is a file for it."""
+    """The cluster and its profile; each is None without a file."""
     from ..api import load_profile
 
     return described_cluster(cluster), load_profile(profile)

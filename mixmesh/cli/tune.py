@@ -27,7 +27,7 @@ def tune(
     planner: PlannerName = "auto",
     profile: ProfileFile = None,
     count: Annotated[
-        int, typer.Option("--plans", min=1, help="How many plans of different kinds are tried.")
+        int, typer.Option("--plans", min=1, help="How many plans of different kinds to try.")
     ] = 5,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Turns of every plan.")] = 2,
     as_json: Json = False,

@@ -18,8 +18,8 @@ InitialWeights = Annotated[
     typer.Option(
         "--weights",
         metavar="FROM",
-        help="Begin with the weights of a .safetensors, of an index of several, or of a folder with these; "
-        "a checkpoint that is gone on with has its own.",
+        help="Start from the weights in a .safetensors file, in the files of an index, or in a folder with "
+        "either; ignored when a checkpoint is resumed.",
     ),
 ]
 

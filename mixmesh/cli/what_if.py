@@ -32,8 +32,8 @@ def what_if(
         typer.Option(
             "--swap",
             metavar="DEVICE",
-            help="Ask about this device of the catalogue in the place of one of each other type; repeat. "
-            "Without it, about the fastest that the cluster has.",
+            help="Ask about this device of the catalogue in place of one of each other type; repeatable. "
+            "Default: the fastest of the cluster.",
         ),
     ] = None,
     only: Annotated[
@@ -42,7 +42,7 @@ def what_if(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Rank what would change the step most: a device or a machine left out, faster links, another device,
+    """Rank changes by their effect on the step: a device or a machine left out, faster links, another device,
     more memory, twice the batch."""
     from ..explain.whatif import Change, answers, changes
     from ..explain.whatif.answers import advice, ranked

@@ -61,8 +61,8 @@ class CalibrationTable(Table):
 
 
 def read_calibration(path: Path) -> CalibrationTable:
-    """The tables of a device file. Raises ClusterError for one that cannot be read, or is not of the device
-    of its name."""
+    """The tables of a device file. Raises ClusterError for a file that cannot be read, or that is of another
+    device than its name says."""
     try:
         stat = path.stat()
         return _read(path, stat.st_mtime_ns, stat.st_size)
@@ -115,7 +115,7 @@ def calibration_of(name: str) -> DeviceTable | None:
 
 def with_calibration(table: DeviceTable) -> DeviceTable:
     """The table with the calibration of its device, if there is one, for keys that the table does not give
-    itself. A card of the catalogue that is emulated, or given its own rates, takes no calibration."""
+    itself. A card of the catalogue that is emulated, or has its own rates in the table, is not calibrated."""
     own = None if table.device is None else calibration_of(table.device)
     if own is None:
         return table

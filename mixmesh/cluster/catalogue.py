@@ -134,7 +134,7 @@ SUSTAINED: dict[str, tuple[float, str]] = {
 # words of a reported name that name the maker
 _MAKERS = {"NVIDIA", "TESLA", "GEFORCE", "AMD", "INSTINCT", "RADEON", "GENERATION"}
 _SIZE = re.compile(r"HBM\w*|(\d+)GB")
-_FORM = re.compile(r"SXM\d?|PCIE|OAM")  # distinguishes cards if the catalogue has a row for it
+_FORM = re.compile(r"SXM\d?|PCIE|OAM")  # a form distinguishes cards only if the catalogue has a row for it
 # reported and nominal sizes differ by ECC and by the driver's own memory
 _MEMORY_TOLERANCE = 0.12
 
@@ -152,13 +152,13 @@ def catalogue_row(reported_name: str, memory_bytes: int) -> CatalogueRow | None:
 
 
 def rows_named(name: str) -> tuple[CatalogueRow, ...]:
-    """The rows that a name may mean: the row of that name, or all rows of cards that PyTorch reports so,
+    """The rows that a name may mean: the row of that name, or all rows of cards with that name in PyTorch,
     which may have several sizes of memory."""
     if name in CATALOGUE:
         return (CATALOGUE[name],)
     words = _words(name)
     if words == _split(name):
-        return ()  # PyTorch's names say the maker
+        return ()  # PyTorch's names include the maker
     sizes = {int(size[1]) for w in words if (size := _SIZE.fullmatch(w)) and size[1]}
     rows = next((rows for rows in _rows_by_form(words) if rows), [])
     return tuple(row for row in rows if not sizes or row.memory_gib in sizes)

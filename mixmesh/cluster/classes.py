@@ -13,7 +13,7 @@ LOOKUP = "lookup"
 PRODUCTS = (PRODUCT, THIN, CONVOLUTION, DEPTHWISE, ATTENTION)
 MEMORY_BOUND = (ELEMENTWISE, REDUCTION, LOOKUP)
 F32, TF32, HALF = "f32", "tf32", "half"
-ANY = "any"  # for operators bound by memory, which go by bytes
+ANY = "any"  # dtype of memory-bound operators, whose time depends on bytes only
 ROWS = (
     *((name, dtype) for name in PRODUCTS for dtype in (F32, TF32, HALF)),
     *((n, ANY) for n in MEMORY_BOUND),

@@ -73,8 +73,8 @@ BRIDGE_GBIT_PER_S = Decimal(24)
 
 @dataclass(frozen=True)
 class DeviceLink:
-    """A link of some devices of a machine with each other, such as NVLink between two; ``devices`` are their
-    numbers within the machine. Each device has its own path onto it."""
+    """A separate link between some devices of a machine, such as an NVLink bridge between two; ``devices``
+    are their numbers within the machine. Each device has its own path onto it."""
 
     devices: tuple[int, ...]
     bytes_per_s: float
@@ -107,7 +107,7 @@ class Machine:
 
     @property
     def title(self) -> str:
-        """Its name in a sentence: ``machine a``; ``machine0`` where that is the name."""
+        """The machine's name in a sentence: ``machine a``, or just ``machine0``."""
         return self.name if self.name.startswith("machine") else f"machine {self.name}"
 
     @property
@@ -175,7 +175,7 @@ class Cluster:
 
     @lazy
     def devices(self) -> tuple[Device, ...]:
-        """All devices in rank order."""
+        """The devices of all machines in rank order."""
         return tuple(device for machine in self.machines for device in machine.devices)
 
     @property
@@ -208,8 +208,8 @@ class Cluster:
         return {}
 
     def by_machine(self, ranks: tuple[int, ...]) -> Mapping[int, tuple[int, ...]]:
-        """Ranks by the index of their machine, in their order. It is kept: planning asks thousands of times
-        for the same few groups."""
+        """Ranks by the index of their machine, in their order. Cached, because planning asks thousands of
+        times for the same few groups."""
         if ranks not in self._by_machine:
             parts: dict[int, list[int]] = {}
             for rank in ranks:
@@ -391,7 +391,7 @@ def _machine(table: MachineTable, index: int, network_gbit_per_s: Decimal) -> Ma
 
 
 def _check_types_agree(cluster: Cluster, tables: ClusterTable, where: str) -> None:
-    """A device's name is its type: measurements are kept by it, so two types may not share one."""
+    """Raises ClusterError if two types of devices share a name: measurements are kept by name."""
     keys = [
         f"machine[{m}].devices[{d}]"
         for m, machine in enumerate(tables.machine)
@@ -432,15 +432,15 @@ def _price_toml(machine: Machine) -> list[str]:
 
 
 def _without_defaults(facts: dict, owner: type[Cluster | Machine | Device], *names: str) -> None:
-    """Removes fields that files did not have at first, if they have their defaults, so that fingerprints stay
-    the same."""
+    """Removes fields that early files did not have if they have their defaults, so that fingerprints stay the
+    same."""
     for field in dataclasses.fields(owner):
         if field.name in names and facts[field.name] == field.default:
             del facts[field.name]
 
 
 def _as_floats(value):
-    """``1`` and ``1.0`` are the same figure."""
+    """Converts integers to floats, so that ``1`` and ``1.0`` are the same figure."""
     if isinstance(value, dict):
         return {key: _as_floats(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""One device of a cluster: its figures, from a table of the cluster file and the catalogue."""
+"""One device of a cluster: its figures, taken from a table of the cluster file and from the catalogue."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def device_of(table: DeviceTable) -> Device:
 
 
 def catalogue_device(name: str) -> Device:
-    """A card as the catalogue has it, whether it was calibrated or not."""
+    """A card with the figures of the catalogue, even if it was calibrated."""
     return plain_device_of(DeviceTable(device=name))
 
 
@@ -90,7 +90,8 @@ def plain_device_of(table: DeviceTable) -> Device:
         table.memory_gbyte_per_s, row and row.memory_gbyte_per_s, CPU_CORE_MEMORYGBYTE_PER_S * share
     )
     kind = first(table.kind, "gpu" if table.cpu_share is None else "cpu")
-    # the row of a card also gives other figures than rates, unless the card is emulated or has its own rates
+    # a card's row also gives figures other than rates; those do not apply if the card is emulated or has its
+    # own rates
     card = row if kind == "gpu" and table.tflop_per_s is None else None
     return Device(
         name=first(table.name, _default_name(row, table.cpu_share)),
@@ -113,7 +114,7 @@ def _default_name(row: CatalogueRow | None, cpu_share: Decimal | None) -> str:
 
 
 def measured_fields(table: DeviceTable) -> dict[str, Any]:
-    """The fields of a device that no datasheet has, as a table has them."""
+    """The fields of a device that no datasheet has, from a table."""
     efficiency = tuple(
         (name, dtype, float(share), si(ramp_us, MICRO), float(backward))
         for name, dtype, share, ramp_us, backward in table.efficiency or ()
@@ -130,7 +131,7 @@ def measured_fields(table: DeviceTable) -> dict[str, Any]:
 
 
 def calibrated_device(name: str) -> Device | None:
-    """The device of this name as it was calibrated here; None where it was not. Raises ClusterError."""
+    """The device of this name as calibrated on this machine; None if it was not. Raises ClusterError."""
     table = calibration_of(name)
     return None if table is None else device_of(table)
 
@@ -183,7 +184,7 @@ def device_pairs(device: Device) -> dict[str, str]:
 
 
 def first(*values):
-    """The first value that is there."""
+    """The first value that is not None."""
     return next(value for value in values if value is not None)
 
 

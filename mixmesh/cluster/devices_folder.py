@@ -8,13 +8,14 @@ import re
 from pathlib import Path
 
 VARIABLE = "MIXMESH_DEVICES"
-NONE = "none"  # the variable's word for: read no device file
+NONE = "none"  # value of the variable that turns device files off
 SUFFIX = ".toml"
 LONGEST_BYTES = 120  # longest name used unchanged as the file name: file systems allow 255
 
 
 def devices_folder() -> Path | None:
-    """``$MIXMESH_DEVICES``, or ``mixmesh/devices`` in the user's configuration; None for ``none``."""
+    """``$MIXMESH_DEVICES``, or ``mixmesh/devices`` in the user's configuration; None if the variable is
+    ``none``."""
     folder = os.environ.get(VARIABLE)
     if folder:
         return None if folder == NONE else Path(folder)

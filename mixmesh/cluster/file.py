@@ -270,7 +270,7 @@ def _toml_error(text: str, where: str, error: Exception) -> ClusterError:
 
 
 def _schema_error(error: ValidationError, where: str, schema: type[BaseModel]) -> ClusterError:
-    # a mistyped key also leaves the right one missing: speak of the mistyped one first
+    # a mistyped key also leaves the right one missing: report the mistyped one first
     problems = sorted(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
     first, more = problems[0], len(problems) - 1
     message, expected, hint = _explain(first, schema)
@@ -393,7 +393,8 @@ _EXPECTED = {
 
 
 def _keys_at(loc: tuple[int | str, ...], schema: type[BaseModel]) -> tuple[str, ...]:
-    """The keys of the table that a key is in: of the schema, or of the tables that its fields hold."""
+    """The keys that could stand in the place of a key: those of the schema, or of the tables that its fields
+    hold."""
     table = schema
     for name in (part for part in loc[:-1] if isinstance(part, str)):
         table = _table_within(table.model_fields[name].annotation)
@@ -420,7 +421,7 @@ def _closest(word: str, words: Iterable[str], num: int = 1) -> list[str]:
 
 
 def key_path(loc: tuple[int | str, ...]) -> str:
-    """``("machine", 1, "name")`` as ``machine[1].name``."""
+    """Formats a key for people: ``("machine", 1, "name")`` as ``machine[1].name``."""
     path = ""
     for part in loc:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part

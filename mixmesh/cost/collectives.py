@@ -27,9 +27,9 @@ __all__ = [
 # Elsewhere waking a thread takes some tens of microseconds, and NCCL's kernels wait without sleeping.
 EMULATED_HOP_S = 1e-3
 CPU_HOP_S = 5e-5
-MESSAGE_S = 5e-6  # a sender's time for each further simultaneous message: NCCL posts them in turn
+MESSAGE_S = 5e-6  # the sender's time for each further simultaneous message: NCCL posts them in turn
 NCCL_TREE_RATE = (
-    0.9  # share of the link's that NCCL's own model gives its trees (``busBw * .9``, src/graph/tuning.cc)
+    0.9  # share of a link's rate that NCCL's own model gives its trees (``busBw * .9``, src/graph/tuning.cc)
 )
 # Collectives of GPUs in several machines reach a share of the wire's rate. Over TCP, where the host's threads
 # move NCCL's bytes (NCCL_SOCKET_NTHREADS, NCCL_NSOCKS_PERTHREAD), published measurements have 0.7 to 0.85,
@@ -37,9 +37,9 @@ NCCL_TREE_RATE = (
 # RDMA 0.9 (nccl-tests on InfiniBand, as usually reported).
 RDMA_SHARE = 0.9
 TCP_SMALL_SHARE, TCP_LARGE_SHARE = 0.7, 0.85
-TCP_SHARE_OF_DOUBLING = 0.05  # loss of rate for each doubling of the machines beyond two
+TCP_SHARE_OF_DOUBLING = 0.05  # loss of rate for each doubling of the number of machines beyond two
 TCP_LARGE_BYTES = 2**24  # tensors of at least this size are large
-NCCL_MAX_SKEW = 2.0  # padding sends max/mean as much as needed; beyond this, one transfer per piece
+NCCL_MAX_SKEW = 2.0  # padding sends max/mean times as much as needed; beyond this, one transfer per piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class CollectiveFit:
     lines: tuple[tuple[float, float], ...] = ()
 
     def seconds(self, size_bytes: float, skew: float | None = None) -> float:
-        """The seconds of ``size_bytes``. The ``skew`` of the pieces matters only to measured collectives, not
-        here."""
+        """The seconds for ``size_bytes``. The ``skew`` of the pieces matters only to measured collectives,
+        not here."""
         if not self.lines:
             return self.latency_s + self.s_per_byte * size_bytes
         return min([latency_s + s_per_byte * size_bytes for latency_s, s_per_byte in self.lines])
@@ -65,12 +65,12 @@ class CollectiveFit:
         return self.lines or ((self.latency_s, self.s_per_byte),)
 
     def algorithm(self, size_bytes: float, skew: float | None = None) -> str | None:
-        """Nothing was measured: the runtime's own choice."""
+        """None, as nothing was measured: the runtime chooses."""
         return None
 
 
 def default_algorithm(collective: str, backend: str, skew: float = 1.0) -> str:
-    """The runtime's default algorithm for uneven pieces, of which more than one is not empty.
+    """The runtime's default algorithm for uneven pieces, at least two of which are not empty.
 
     These were fastest on gloo: one all_to_all, each piece sent to each rank. NCCL pads while the largest
     piece is at most twice the mean, and otherwise uses one broadcast per piece (grouped broadcasts of HAP,
@@ -86,7 +86,7 @@ def default_algorithm(collective: str, backend: str, skew: float = 1.0) -> str:
 
 
 def fastest_of(lines: Iterable[tuple[float, float]]) -> CollectiveFit:
-    """The fastest at every size of algorithms that are each (latency_s, s_per_byte)."""
+    """The fastest, at every size, of algorithms that are given as (latency_s, s_per_byte)."""
     kept: list[tuple[float, float]] = []
     for latency_s, s_per_byte in sorted(lines):
         if not kept or s_per_byte < kept[-1][1]:
@@ -102,8 +102,8 @@ def in_turn(stages: Iterable[CollectiveFit]) -> CollectiveFit:
 
 def ring_fit(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> CollectiveFit:
     """The estimate for ``collective`` over ``ranks`` from the links of the cluster: a ring, and between GPUs,
-    for sums of few bytes, trees. ``send`` is from the first of two ranks to the second. Between the GPUs of
-    several machines it has a share of the wire (``on_wire``)."""
+    for sums of few bytes, trees. ``send`` goes from the first of two ranks to the second. Between the GPUs of
+    several machines a collective reaches a share of the wire's rate (``on_wire``)."""
     n = len(ranks)
     if n < 2:
         return CollectiveFit(0.0, 0.0)
@@ -131,7 +131,7 @@ def on_wire(
 
 
 def _lines(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> list[tuple[float, float]]:
-    """Latency and seconds per byte of the algorithms, limited by the rate of a host bridge on the way."""
+    """Latency and seconds per byte of each algorithm, limited by the rate of a host bridge on the way."""
     name = "broadcast" if collective == "send" else collective
     bridge_s = bridge_s_per_byte(cluster, name, ranks)
     lines = _wire_lines(cluster, collective, ring_order(cluster, ranks))
@@ -139,7 +139,7 @@ def _lines(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> list[tu
 
 
 def _wire_lines(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> list[tuple[float, float]]:
-    """The same with each hop at the rate of its own link."""
+    """Like ``_lines``, with each hop at the rate of its own link."""
     n = len(ranks)
     slowest = min(cluster.bandwidth_between(a, b) for a, b in ring_of(ranks))
     through = through_s(cluster, ranks)
@@ -167,15 +167,15 @@ def _wire_lines(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> li
 
 
 def _sent_out(cluster: Cluster, ranks: tuple[int, ...]) -> dict[int, int]:
-    """The number of pieces that each machine's NIC sends, if each rank has one for each other rank."""
+    """For each machine, the number of pieces that its NIC sends if each rank has one for every other rank."""
     sizes = Counter(map(cluster.machine_index_of, ranks))
     return {m: count * (len(ranks) - count) for m, count in sizes.items()}
 
 
 def through_s(cluster: Cluster, ranks: tuple[int, ...]) -> float:
-    """Latency from the first rank through all others to the last. Between GPUs each hop has its own link's
-    latency, as in NCCL's model; between processes on CPUs, which wait for each other at each hop, every hop
-    has the slowest one's."""
+    """The latency of a path from the first rank through all others to the last. Between GPUs each hop has its
+    own link's latency, as in NCCL's model; between processes on CPUs, which wait for each other at each hop,
+    every hop has the slowest one's."""
     if on_gpus(cluster, ranks):
         return sum(cluster.latency_between(a, b) for a, b in itertools.pairwise(ranks))
     return (len(ranks) - 1) * slowest_hop_s(cluster, ranks)
@@ -209,10 +209,11 @@ def on_gpus(cluster: Cluster, ranks: tuple[int, ...]) -> bool:
 
 
 def level_fits(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> tuple[CollectiveFit, ...]:
-    """The stages of a collective by levels: between the leaders of machines, and to them, from them, or
+    """The stages of a hierarchical collective: between the leaders of machines, and to them, from them, or
     both."""
     parts = cluster.by_machine(ranks)
-    alike = {_alike_key(cluster, m, part): part for m, part in parts.items()}  # most machines are
+    # machines that are alike share one estimate
+    alike = {_alike_key(cluster, m, part): part for m, part in parts.items()}
     within = [ring_fit(cluster, "reduce", part) for part in alike.values()]
     inside = CollectiveFit(max(f.latency_s for f in within), max(f.s_per_byte for f in within))
     between = ring_fit(cluster, collective, tuple(part[0] for part in parts.values()))
@@ -220,14 +221,14 @@ def level_fits(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> tup
 
 
 def _alike_key(cluster: Cluster, m: int, part: tuple[int, ...]) -> tuple:
-    """All that the estimate of a collective between ranks of one machine depends on."""
+    """A key of everything that the estimate of a collective between ranks of one machine depends on."""
     first, devices = cluster.ranks_of(m)[0], cluster.devices
     places = tuple([(r - first, devices[r].kind, devices[r].cpu_share is None) for r in part])
     return cluster.machines[m].wiring, places
 
 
 def hop_s(cluster: Cluster, a: int, b: int) -> float:
-    """Seconds that the two processes take to pass something on, in addition to the wire."""
+    """Seconds that the two processes of a hop take to pass data on, in addition to the wire's."""
     kinds = {cluster.devices[r].kind for r in (a, b)}
     if "cpu" not in kinds:
         return 0.0

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 DATA = "data"
 GRADIENT = "gradient"
-UP, BETWEEN, DOWN = "gradient, up", "gradient, between", "gradient, down"  # sums by levels
-ACTIVATIONS, ACTIVATION_GRADIENTS = "activations", "gradients of activations"  # between stages
+UP, BETWEEN, DOWN = "gradient, up", "gradient, between", "gradient, down"  # hierarchical sums
+ACTIVATIONS, ACTIVATION_GRADIENTS = "activations", "gradients of activations"  # between pipeline stages
 LOSS_TOLD = "loss, told"
 
 
 @dataclass(frozen=True, slots=True)
 class Communicator:
-    """``ranks`` that communicate for a ``purpose``. With ``is_pairwise`` each of them also has a connection
-    to each other one, in addition to those of rings and trees."""
+    """``ranks`` that communicate for a ``purpose``. If ``is_pairwise``, each of them also has a connection to
+    every other one, in addition to those of rings and trees."""
 
     purpose: str
     ranks: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Seconds over share: the time that a device takes for a share of an operator's work."""
+"""The time that a device takes for a share of an operator's work: seconds as a curve over the share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..base.lazy import lazy
 
 AROUND = (0.75, 1.25)
-SMALLEST = 1e-4  # a share that few clusters have devices enough for
+SMALLEST = 1e-4  # few clusters have enough devices for a smaller share
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Curve:
         sxy = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, self.points))
         slope = max(sxy / sxx, 0.0) if sxx else 0.0
         offset = mean_y - slope * mean_x
-        if offset < 0:  # through the origin
+        if offset < 0:  # a line through the origin
             num = sum(w * x * y for w, (x, y) in zip(weights, self.points))
             return 0.0, num / sum(w * x * x for w, (x, _) in zip(weights, self.points))
         return offset, slope
@@ -60,14 +60,14 @@ class Curve:
         return tuple((share, seconds) for (share, _), seconds in zip(self.points, fitted))
 
     def at(self, share: float) -> float:
-        """Seconds for a share of the work; 0 for none."""
+        """Seconds for a share of the work; 0 for a share of 0."""
         if share <= 0:
             return 0.0
         points = self.rising
         if len(points) == 1 or share < points[0][0]:
             a, b = self.affine
             if share < points[0][0] and len(points) > 1:
-                # meet the first measured point, fall to the fixed cost
+                # from the first measured point down to the fixed cost
                 first_share, first = points[0]
                 return min(a, first) + (first - min(a, first)) * share / first_share
             return a + b * share
@@ -81,7 +81,7 @@ class Curve:
         """``(a, b)`` of the line ``a + b * share`` that approximates the curve near ``share``: through the
         seconds at ``AROUND`` times it. ``a`` may be negative if the curve bends upwards."""
         if len(self.points) == 2 or share <= 0:
-            return self.affine  # a line already, or nowhere
+            return self.affine  # it is a line already, or there is no slope to take
         low, high = (share * factor for factor in AROUND)
         slope = (self.at(high) - self.at(low)) / (high - low)
         return self.at(share) - slope * share, slope
@@ -95,8 +95,8 @@ class Curve:
 
     @lazy
     def least_s(self) -> float:
-        """The least seconds at which any share of the work is done, scaled to the whole. It is at a measured
-        share or at 1, because the curve is linear in between and costs something at share 0."""
+        """The least over all shares of the seconds for that share, scaled to the whole work. It is found at a
+        measured share or at 1, because the curve is linear in between and costs something at share 0."""
         shares = [share for share, _ in self.points if 0 < share < 1] if len(self.points) > 1 else []
         return min(self.at(share) / share for share in (*shares, 1.0))
 
@@ -115,7 +115,7 @@ def affine_curve(fixed_s: float, full_s: float) -> Curve:
 
 
 def issued_curve(issue_s: float, fixed_s: float, full_s: float) -> Curve:
-    """The curve ``max(issue_s, fixed_s + full_s * share)`` up to a share of 1: of a device that works while
+    """The curve ``max(issue_s, fixed_s + full_s * share)`` up to a share of 1, for a device that works while
     the next operators are issued to it."""
     knee = (issue_s - fixed_s) / full_s if full_s > 0 else math.inf
     if knee <= SMALLEST:

@@ -1,4 +1,4 @@
-"""Finds the size up to which one-shot sums, by one message between each two ranks, are faster."""
+"""Finds the size up to which one-shot sums, in which every rank sends to every other one, are faster."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .levels import MARGIN
 from .model import CostModel
 from .unmeasured import ONE_SHOT_SUMS
 
-SIZES_BYTES = tuple(2**n for n in range(8, 19))  # every rank holds all addends: not of large ones
+SIZES_BYTES = tuple(2**n for n in range(8, 19))  # no large sizes, because every rank holds all addends
 
 
 def best_direct_bytes(costs: CostModel) -> int:

@@ -1,9 +1,9 @@
 """Shares that kernels of GPUs reach of their device's peaks, by class of operator, dtype and size.
 
-A kernel takes its ``ramp_s`` and its work at ``share`` of the peak: of a product that takes t seconds at the
-peak it reaches ``share * t / (t + share * ramp_s)``, half of what a large one does where t is
-``share * ramp_s``. Figures are those of usual shapes in training and not the best that a library can do; they
-are fitted to no card. A cluster file may give a card's own (``efficiency``).
+A kernel takes its ``ramp_s`` plus the time of its work at ``share`` of the peak. So a product that would take
+t seconds at the peak reaches ``share * t / (t + share * ramp_s)`` of it, half as much as a large product if t
+is ``share * ramp_s``. Figures are for usual shapes in training, not the best that a library can do, and are
+fitted to no card. A cluster file may give a card's own (``efficiency``).
 
 Sources, by row:
 
@@ -77,8 +77,8 @@ CPU_PRODUCT, CPU_MEMORY_BOUND = Efficiency(CPU_EFFICIENCY, 0.0), Efficiency(1.0,
 
 
 def efficiency(name: str, dtype: str, device: Device) -> Efficiency:
-    """The efficiency of a class of operators on a device: its own from the cluster file or a calibration, or
-    else the usual one."""
+    """The efficiency of a class of operators on a device: the device's own, from the cluster file or a
+    calibration, or else the usual one."""
     for own_name, own_dtype, *figures in device.efficiency:
         if (own_name, own_dtype) == (name, dtype):
             return Efficiency(*figures)

@@ -1,4 +1,5 @@
-"""Collectives of a program: which one a change of placement is, between whom, and of how many bytes."""
+"""The collectives of a program: which collective a change of placement is, between which ranks, and how many
+bytes it moves."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from .model import CostModel
 from .names import DIRECT, LEVELLED
 from .resources import Link, Sent, link_s_per_byte, sent_s_per_byte
 
-# the redistribution that a redistribution's gradient is, by name
+# maps the name of a redistribution to that of its gradient
 ROOTED = {"all_gather": "broadcast", "reduce_scatter": "reduce"}
 DUAL_COLLECTIVE = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "move": "move"}
 
@@ -65,7 +66,7 @@ class Exchange:
 
     @property
     def performed(self) -> str:
-        """The collective that is performed."""
+        """The name of the collective that is actually performed."""
         if self.levelled:
             return LEVELLED[self.name]
         if self.direct:
@@ -79,11 +80,11 @@ class Exchange:
         return costs.collective(name, ranks).seconds(size_bytes)
 
     def as_measured(self, cluster: Cluster) -> tuple[str, tuple[int, ...], float]:
-        """The measured collective that takes as long: its name, ranks and bytes.
+        """The measured collective that is assumed to take as long: its name, ranks and bytes.
 
-        A collective sends equally much between all pairs, so the bytes are scaled to the load of the fullest
-        link. If some ranks only send and the others only receive, it is like one rank sending to another:
-        links that are full in both directions at once are slower.
+        A measured collective sends the same amount between all pairs, so the bytes are scaled to the load of
+        the fullest link. If some ranks only send and the others only receive, it is like one rank sending to
+        another: links that are full in both directions at once are slower.
         """
         if not self.sent:
             return self.performed, self.ranks, self.size_bytes
@@ -118,9 +119,10 @@ class Exchange:
 
 
 def exchange_of(program: Program, i: Instruction, *, backward: bool = False) -> Exchange | None:
-    """The collective that a redistribution issues forward, or in the backward pass; None if it is local.
+    """The collective that a redistribution issues in the forward or the backward pass; None if it is local.
 
-    The one step of the runtime's ``route`` between the two layouts that communicates: no route has more.
+    It is the one step that communicates in the runtime's ``route`` between the two layouts: no route has
+    more.
     """
     if not i.is_redistribution:
         return None
@@ -169,7 +171,8 @@ def sent_between(src: tuple[float, ...], dst: tuple[float, ...], same_dim: bool 
 def _meeting(
     src: Placement, held: tuple[int, ...], dst: Placement, wanted: tuple[int, ...]
 ) -> tuple[str, tuple[int, ...]]:
-    """The collective from ``src`` on the ranks ``held`` to ``dst`` on those ``wanted``, and who meets."""
+    """The collective from ``src`` on the ranks ``held`` to ``dst`` on the ranks ``wanted``, and the ranks
+    that take part in it."""
     everyone = tuple(sorted({*held, *wanted}))
     missing, leaving = set(wanted) - set(held), set(held) - set(wanted)
     match src, dst:
@@ -184,14 +187,14 @@ def _meeting(
         case ((Shard() | Partial()), Partial()):  # leaving ranks give their addends to a remaining one
             return "reduce", tuple(sorted({wanted[0], *leaving})) if leaving else ()
         case Replicate(), Partial() if len(missing) < len(wanted):
-            return "", ()  # a rank that holds it keeps it, the others hold zeros
+            return "", ()  # one rank that holds it keeps it, the others hold zeros
         case Replicate(), _:
             return "broadcast", tuple(sorted({held[0], *missing})) if missing else ()
     raise AssertionError(f"{src} -> {dst}")
 
 
 def is_cut_alike(program: Program, a: TensorType, b: TensorType) -> bool:
-    """Whether two types of a tensor put the same pieces on the same ranks."""
+    """Whether two types of a tensor put equal pieces on each rank."""
     if a.placement != b.placement or not isinstance(a.placement, Shard):
         return False
     size, unit = a.value.shape[a.placement.dim], a.placement.unit

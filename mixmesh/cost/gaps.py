@@ -31,7 +31,7 @@ def gaps(program: Program, costs: CostModel) -> Iterator[str]:
 
 
 def _foreign(costs: CostModel, profile: Profile) -> Iterator[str]:
-    """A profile of another cluster, or without some of this one's devices."""
+    """A line if the profile is of another cluster, or lacks some of this one's devices."""
     cluster = costs.cluster
     made_on = profile.provenance.get("cluster", cluster.fingerprint)
     missing = [d.name for d in costs.classes if device_key(d) not in profile.devices]
@@ -51,7 +51,7 @@ def _operators(program: Program, costs: CostModel, profile: Profile) -> Iterator
     estimated: dict[str, float] = {}  # operator -> seconds of the slowest call
     beyond: dict[int, tuple[float, str]] = {}  # instruction -> (times the measured range, text)
     estimated_calls = 0
-    # planning packs small sums itself, a few kilobytes: no profile of the model can hold that
+    # planning packs small sums itself, a few kilobytes, so no profile of the model has their sizes
     packing = {packed.cat.result for packed in packed_sums(program)}
     for n, i in enumerate(program.instructions):
         if not is_computation(i) or i.op in VIEWS or i.results[0] in packing:

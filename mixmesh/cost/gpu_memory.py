@@ -1,5 +1,5 @@
-"""Bytes of a GPU's memory other than the job's tensors, if no profile measured them: the memory of a process
-before any tensor, and the loss of the caching allocator.
+"""Estimates a GPU's memory other than the job's tensors, if no profile measured it: that of a process before
+any tensor, and the loss of the caching allocator.
 
 A plan that does not fit ends a training, while one that leaves some memory unused costs little, so figures
 are at the upper end. docs/decisions/0093-allocator-and-communicators.md has the reasoning and the
@@ -33,7 +33,7 @@ WORKSPACE_BYTES = (
     (re.compile(r"MI\d"), 128 * MIB),
     (re.compile(r"V100|P100|T4|A100|A800|A10|A30|A40|L4|RTXA|RTX[234]|RTX6000Ada|GTX|RX"), 8320 * 1024),
 )
-NEWER_WORKSPACE_BYTES = 32 * MIB  # Hopper and later, and cards that are not known
+NEWER_WORKSPACE_BYTES = 32 * MIB  # on Hopper and later, and on unknown cards
 
 
 def workspace_bytes(device_name: str) -> int:
@@ -54,11 +54,11 @@ PAIRWISE_BYTES = 14 * MIB  # a send and a receive to the same rank (NVIDIA/nccl 
 HOST_NETWORK_BYTES = 2 * MIB  # through a card that does not read it: buffers are in host memory
 SHARED_STEPS = 16  # the buffer for sends between machines, which every communicator has (NCCL's net.cc)
 RDMA_BYTES_PER_S = 3e9  # 25 Gbit/s: a slower network is taken for TCP, which does not read the GPU's memory
-MULTICAST_BYTES = 300 * MIB  # NVLink SHARP's own buffers, on machines with NVSwitch
+MULTICAST_BYTES = 300 * MIB  # buffers of NVLink SHARP, on machines with NVSwitch
 
 
 class Wires(NamedTuple):
-    """The wires of a machine as NCCL uses them, if its link has at least ``bytes_per_s``: the ``channels`` of
+    """NCCL's use of the links of a machine, if they have at least ``bytes_per_s``: the ``channels`` of
     collectives, those of sends to each rank, and the bytes of a step of a send within the machine."""
 
     bytes_per_s: float
@@ -69,14 +69,15 @@ class Wires(NamedTuple):
 
 # NCCL reports 24 channels on eight A100 or H100 (NVIDIA/nccl issues 964, 1685), 16 between machines (1453)
 WIRES = (
-    Wires(400e9, 32, 32, 512 * 1024),  # NVSwitch of Hopper
+    Wires(400e9, 32, 32, 512 * 1024),  # Hopper's NVSwitch
     Wires(65e9, 24, 32, 512 * 1024),  # NVLink
     Wires(0.0, 8, 4, 128 * 1024),  # PCIe, or through the host's memory
 )
-NETWORK_CHANNELS = 16  # between machines, where those inside are no fewer
+NETWORK_CHANNELS = 16  # at most, between machines
 NETWORK_PAIRWISE_CHANNELS = 2  # per rank, in communicators of several machines
 NETWORK_STEP_BYTES = 128 * 1024
-MOST_NEIGHBOURS, MOST_FAR_NEIGHBOURS = 2, 4  # in a ring and a tree, in a machine and in others
+# neighbours in a ring and a tree: all, and those in other machines
+MOST_NEIGHBOURS, MOST_FAR_NEIGHBOURS = 2, 4
 
 
 def communicator_bytes(cluster: Cluster, communicator: Communicator, rank: int) -> int:
@@ -148,7 +149,7 @@ def measured_bytes(
 # x
 GROWING_LOSS, FIXED_LOSS = 0.08, 0.32
 POOL_BYTES = 80 * MIB
-SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the first that is set counts
+SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the first one that is set counts
 
 
 def allocator_loss(environment: Mapping[str, str] = os.environ) -> float:

@@ -13,7 +13,7 @@ from ..lang.rules import Call
 from . import efficiency as e
 from .work import HALF, MEMORY_BOUND_OWN, VIEWS, call_flop, is_product, moved_bytes, product_size
 
-THIN_BELOW = 128  # a side of a product that fills no tile of a large kernel
+THIN_BELOW = 128  # a product with a side below this fills no tile of a large kernel
 CONVOLUTIONS = "aten.conv"
 ATTENTION = "aten.scaled_dot_product_attention"
 NORMS = frozenset(
@@ -48,8 +48,8 @@ PASSES = {**MEMORY_BOUND_OWN, "aten.masked_fill.Scalar": (2.0, 2.0), "aten.maske
 
 @dataclass(frozen=True)
 class Kernels:
-    """Kernels of a pass of an operator: their number, their constant seconds, and the seconds of the whole
-    work."""
+    """The kernels of one pass of an operator: their number, their constant seconds, and the seconds of the
+    whole work."""
 
     count: int
     ramp_s: float
@@ -84,7 +84,7 @@ def is_depthwise(call: Call) -> bool:
 
 
 def arithmetic(call: Call, device: Device, tf32: bool) -> str:
-    """The dtype that sets a product's rate. PyTorch by default lets convolutions and recurrent layers use
+    """The dtype whose rate a product reaches. PyTorch by default lets convolutions and recurrent layers use
     TF32 (``torch.backends.cudnn.allow_tf32``), but matrix products only on request (``tf32``)."""
     dtypes = {t.dtype for t in call.outputs}
     if not dtypes.isdisjoint(HALF):
@@ -123,8 +123,8 @@ def products(call: Call, grads: int, device: Device, tf32: bool) -> tuple[Kernel
 
 
 def fastest(name: str, dtype: str, device: Device) -> tuple[e.Efficiency, float]:
-    """The efficiency and the rate of a class of products. Where TF32 may be used and is no faster, as on many
-    GeForce cards, plain fp32 is."""
+    """The efficiency and the rate of a class of products. Plain fp32 if TF32 may be used but is no faster, as
+    on many GeForce cards."""
     allowed = (dtype, e.F32) if dtype == e.TF32 else (dtype,)
     rows = [(e.efficiency(name, d, device), e.peak_flop_per_s(name, d, device)) for d in allowed]
     candidates = ((row, row.share * peak * device.sustained) for row, peak in rows)
@@ -132,13 +132,13 @@ def fastest(name: str, dtype: str, device: Device) -> tuple[e.Efficiency, float]
 
 
 def passed_bytes(call: Call, grads: int) -> tuple[float, float]:
-    """Bytes that kernels bound by memory read and write forward and backward."""
+    """Bytes that memory-bound kernels read and write, forward and backward."""
     name, moved = base_name(call), moved_bytes(call)
     if call.op in PASSES:
         forward, backward = PASSES[call.op]
         return forward * moved, backward * moved
     if name in LOOKUPS:
-        # rows that are picked are read and written; their gradient is added to zeros of the whole table
+        # looked-up rows are read and written; their gradient is added to zeros of the whole table
         rows = sum(t.size_bytes for t in call.outputs)
         picked = 2 * rows + sum(t.size_bytes for t in call.inputs[1:])
         return picked, call.inputs[0].size_bytes + 3 * rows

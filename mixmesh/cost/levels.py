@@ -1,4 +1,4 @@
-"""Finds the sizes from which sums of gradients by levels pay off (``ir.levels``)."""
+"""Finds the sizes from which hierarchical sums of gradients pay off (``ir.levels``)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from .exchanges import Exchange
 from .model import CostModel
 
 SIZES_BYTES = tuple(2**n for n in range(12, 27, 2))
-MARGIN = 0.05  # share of its seconds that a faster sum must save: less is noise
+MARGIN = 0.05  # share of its seconds that a sum must save: less is noise
 
 
 def best_levels(costs: CostModel, ranks: Sequence[int] | None = None) -> Levels | None:
-    """Levels for the cluster's machines, with the size from which hierarchical sums between all ranks, or
+    """The levels of the cluster's machines, with the size from which hierarchical sums between all ranks, or
     between ``ranks``, are faster; None if even large ones are not."""
     cluster = costs.cluster
     everyone = tuple(range(cluster.world_size) if ranks is None else ranks)
@@ -31,5 +31,5 @@ def best_levels(costs: CostModel, ranks: Sequence[int] | None = None) -> Levels 
 
 
 def machine_sizes(cluster: Cluster) -> tuple[int, ...]:
-    """The devices of each machine, which are consecutive ranks."""
+    """The number of devices of each machine; those of a machine are consecutive ranks."""
     return tuple(len(cluster.ranks_of(m)) for m in range(len(cluster.machines)))

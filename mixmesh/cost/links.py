@@ -15,7 +15,7 @@ from ..cluster import Cluster
 from .collectives import CollectiveFit, ring_fit
 from .curve import Curve
 
-SAME_SKEW = 0.02  # pieces are whole rows: smaller differences of skews are ignored
+SAME_SKEW = 0.02  # pieces are whole rows, so smaller differences of skews are ignored
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class LinkMeasurement:
 def measurement_of_fit(
     collective: str, fit: CollectiveFit, sizes_bytes: tuple[float, float], source: str = ""
 ) -> LinkMeasurement:
-    """A line as the measurement of all ranks that it was fitted to, between the two sizes."""
+    """A fitted line as a measurement between all the ranks that it was fitted to, given at the two sizes."""
     points = tuple((float(size), fit.seconds(size)) for size in sizes_bytes)
     return LinkMeasurement(collective, "", (), points, source=source)
 
@@ -50,7 +50,7 @@ def measurement_of_fit(
 @dataclass(frozen=True)
 class Way:
     """One algorithm between one group of ranks: its curves by skew, ascending. Beyond the measured sizes a
-    byte takes at least ``link_s_per_byte``, as small sizes say nothing about large ones."""
+    byte takes at least ``link_s_per_byte``, because small sizes say nothing about large ones."""
 
     algorithm: str
     curves: tuple[tuple[float, Curve], ...]
@@ -59,7 +59,7 @@ class Way:
 
     @property
     def largest_bytes(self) -> float:
-        """The largest size that was measured with the most unequal pieces, as in training."""
+        """The largest size that was measured with the most unequal pieces, which are those of training."""
         return self.curves[-1][1].points[-1][0]
 
     def seconds(self, size_bytes: float, skew: float | None) -> float:
@@ -69,7 +69,7 @@ class Way:
         seconds = self._at(last, size_bytes)
         if skew is None or high - low < SAME_SKEW:
             return seconds
-        # even pieces may have been measured at fewer sizes: their saving there is assumed beyond
+        # if even pieces were measured at fewer sizes, their saving is assumed to stay the same beyond these
         common = min(size_bytes, last.points[-1][0], first.points[-1][0])
         saved = max(1 - first.at(common) / last.at(common), 0.0)
         return seconds * max(1 - saved * (high - skew) / (high - low), 1 - saved)
@@ -113,7 +113,7 @@ class MeasuredCollective:
 
     @property
     def is_measured(self) -> bool:
-        """Between these very ranks, and not estimated from another group."""
+        """Whether it was measured between these very ranks, rather than estimated from another group."""
         return any(way.is_measured for way in self.ways)
 
     @lazy
@@ -133,7 +133,7 @@ class MeasuredCollective:
     def _fastest(self, size_bytes: float, skew: float | None) -> tuple[float, str]:
         key = (size_bytes, skew)
         if key not in self._known:
-            # an algorithm that was measured as far as this, or as any: extrapolated ones cannot win
+            # only algorithms measured up to this size, or as far as any: extrapolation must not decide
             enough = min(size_bytes, self.largest_bytes)
             able = [way for way in self.ways if way.largest_bytes >= enough]
             self._known[key] = min((way.seconds(size_bytes, skew), way.algorithm) for way in able)
@@ -165,8 +165,8 @@ def measured_collective(
 def most_alike(
     cluster: Cluster, collective: str, ranks: tuple[int, ...], groups: list[tuple[int, ...]]
 ) -> tuple[int, ...]:
-    """The measured group whose links are most like those of ``ranks``: first by being inside one machine or
-    not, then by size, then by estimated seconds per byte."""
+    """The measured group whose links are most like those of ``ranks``: first by whether it is inside one
+    machine, then by size, then by estimated seconds per byte."""
     wanted = ring_fit(cluster, collective, ranks)
 
     def distance(group: tuple[int, ...]) -> tuple:

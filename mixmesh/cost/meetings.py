@@ -24,20 +24,20 @@ from .exchanges import exchange_of
 from .outline import is_factored, purpose_of
 from .sums import GradientSum, Summed, gradient_sums
 
-PAIRWISE = ("all_to_all",)  # collectives in which every rank sends to every other one
+PAIRWISE = ("all_to_all",)  # collectives in which every rank sends to every other rank
 
 
 def communicators(
     program: Program, samples: Samples | None = None, summed: tuple[Summed, ...] | None = None
 ) -> tuple[Communicator, ...]:
-    """The communicators of a program's step, in micro-steps of ``samples`` if there are any. Initial values
+    """The communicators of a program's step, in micro-batches of ``samples`` if there are any. Initial values
     and the loss go through a communicator of all ranks. ``summed`` are the program's ``order_of_sums``, if
     known."""
-    found: dict[tuple[str, tuple[int, ...]], bool] = {}
+    pairwise_by_key: dict[tuple[str, tuple[int, ...]], bool] = {}
     for purpose, ranks, is_pairwise in _meetings(program, samples, gradient_sums(program, order=summed)):
         if len(ranks) > 1:
-            found[purpose, ranks] = found.get((purpose, ranks), False) or is_pairwise
-    return tuple(Communicator(*key, is_pairwise) for key, is_pairwise in found.items())
+            pairwise_by_key[purpose, ranks] = pairwise_by_key.get((purpose, ranks), False) or is_pairwise
+    return tuple(Communicator(*key, is_pairwise) for key, is_pairwise in pairwise_by_key.items())
 
 
 _Meeting = tuple[str, tuple[int, ...], bool]
@@ -66,7 +66,7 @@ def _meetings(program: Program, samples: Samples | None, sums: Iterable[Gradient
 
 
 def _redistribution(program: Program, i: Instruction) -> Iterator[_Meeting]:
-    """A change of placement, and its gradient's."""
+    """The communicators of a change of placement and of its gradient."""
     purpose = purpose_of(program, i)
     passes = ((False, "algorithm"), (True, "gradient_algorithm"))
     for is_backward, attribute in passes[: 1 + (i.result in program.requires_grad)]:
@@ -77,7 +77,7 @@ def _redistribution(program: Program, i: Instruction) -> Iterator[_Meeting]:
 
 
 def _transfer(program: Program, i: Instruction) -> Iterator[_Meeting]:
-    """A value that goes to the next stage, and its gradient that comes back."""
+    """The communicators of a value that goes to the next stage, and of its gradient that comes back."""
     ranks = tuple(sorted({*program.participants(program.types[i.inputs[0]]), *program.participants(i.type)}))
     yield ACTIVATIONS, ranks, True
     if i.result in program.requires_grad:
@@ -85,7 +85,7 @@ def _transfer(program: Program, i: Instruction) -> Iterator[_Meeting]:
 
 
 def _levels(parts: Parts) -> Iterator[_Meeting]:
-    """A sum within machines, between them, and back."""
+    """The communicators of a hierarchical sum: within machines, between them, and back."""
     for part in parts:
         yield UP, part, False
         yield DOWN, part, False

@@ -1,6 +1,6 @@
-"""The costs of a micro-step: a rank takes a part of its samples, and the whole of everything else.
+"""The costs of a micro-batch: a rank takes a part of its samples, and the whole of everything else.
 
-In the program of a micro-step, tensors that are cut between samples have the scope of a micro-batch. So the
+In the program of a micro-batch, tensors that are cut between samples have the scope of a micro-batch. So the
 cut tells whether the *part* of its samples that a rank takes scales a tensor: it scales activations and the
 work on them, but neither stored parameters nor the batch.
 """
@@ -13,11 +13,13 @@ from dataclasses import dataclass, replace
 from ..lang.ir import Cut, Program, Samples, Scope, Shard, TensorType, micro_step_program
 from ..lang.plan_file import Schedule
 
-Part = Sequence[float | None] | None  # per rank, of its samples; None for a rank, or all, without micro-steps
+# for each rank, the part of its samples; None for a rank without micro-batches, or if there are none
+Part = Sequence[float | None] | None
 
 
 def costed_micro_step(program: Program, samples: Samples) -> Program:
-    """The part of ``program`` that runs in every micro-step; what is cut between samples has its scope."""
+    """The part of ``program`` that runs in every micro-batch; whatever is cut between samples has the scope
+    of one."""
 
     def scoped(name: str | None, t: TensorType) -> TensorType:
         is_cut = name in samples.values and isinstance(t.placement, Shard)
@@ -35,8 +37,8 @@ def costed_micro_step(program: Program, samples: Samples) -> Program:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A run of equal micro-steps. ``part`` is the part of its samples that each rank takes, None for a rank
-    that takes none of these steps. ``is_last`` marks the pass that all sums follow."""
+    """A run of equal micro-batches. ``part`` is the part of its samples that each rank takes, None for a rank
+    that runs none of these micro-batches. ``is_last`` marks the pass after which all sums are made."""
 
     part: tuple[float | None, ...]
     repeats: int
@@ -44,8 +46,8 @@ class Pass:
 
 
 def passes(schedule: Schedule) -> Iterator[Pass]:
-    """Yields the micro-steps of a step in order, equal ones together. Ranks with fewer micro-steps run theirs
-    first and skip the later ones, except the last, which all run together."""
+    """Yields the micro-batches of a step in order, equal ones together. Ranks with fewer micro-batches run
+    theirs first and skip the later ones, except the last, which all run together."""
     totals = [max(sum(sizes), 1) for sizes in schedule.sizes]
     earlier = [len(sizes) - 1 for sizes in schedule.sizes]
     num_passed = 0
@@ -60,12 +62,12 @@ def passes(schedule: Schedule) -> Iterator[Pass]:
 
 
 def largest_parts(schedule: Schedule) -> tuple[float, ...]:
-    """The largest part of its samples that each rank has in a micro-step."""
+    """For each rank, the largest part of its samples that it takes in one micro-batch."""
     return tuple(max(sizes) / max(sum(sizes), 1) for sizes in schedule.sizes)
 
 
 def scaled(shares: tuple[float, ...], cut: Cut, part: Part) -> tuple[float, ...]:
-    """``shares`` under a ``cut``, scaled to a micro-step with these parts of the samples."""
+    """``shares`` under a ``cut``, scaled to a micro-batch that takes these parts of the samples."""
     if part is None or cut.scope is Scope.STEP:
         return shares
     return tuple(share * (p or 0.0) for share, p in zip(shares, part))

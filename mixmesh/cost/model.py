@@ -34,17 +34,17 @@ CPU_PROCESS_BYTES = (340 * 2**20, 290 * 2**20)  # for `mixmesh run` with PyTorch
 # or its run, whichever is longer: measured layers (``python -m benchmarks layer-times``) do not add them up.
 # Issued kernels in a queue may hide a slow issue; this does not count on it.
 GPU_ISSUE_S = 30e-6
-BACKWARD_ISSUE = 0.5  # relative to the forward pass: here PyTorch issues kernels without Python
-VIEW_ISSUE = 0.1  # relative to a kernel: a view has none
+BACKWARD_ISSUE = 0.5  # relative to the forward pass; PyTorch issues backward kernels without Python
+VIEW_ISSUE = 0.1  # relative to a kernel: a view runs none
 CPU_LAUNCH_S = 4e-6  # dispatch of one operator on one full core
 # forward and backward seconds of memory-bound operators on a CPU, relative to reading their inputs and
 # writing their results once
 MEMORY_BOUND = (1.0, 1.5)
 ADAM_ACCESSES = 7  # per byte: reads weight, gradient and two moments; writes weight and moments
 SOURCES = PROFILE, CALIBRATION, ROOFLINE = "profile", "calibration", "roofline"
-# stands for collectives that were not measured: the computing thread joins, issues and cuts for them as well
+# used for collectives that were not measured: the computing thread joins, issues and cuts for them too
 MOST_USUAL = "all_reduce"
-CALL_PER_PIECE = ("broadcasts", "reduces")  # algorithms with a call for every rank of the group
+CALL_PER_PIECE = ("broadcasts", "reduces")  # algorithms that make one call for every rank of the group
 
 
 @dataclass(frozen=True)
@@ -101,12 +101,12 @@ class CostModel:
 
     @lazy
     def classes(self) -> tuple[Device, ...]:
-        """The distinct devices, in order of first appearance."""
+        """The distinct devices, by first appearance."""
         return tuple(dict.fromkeys(self.cluster.devices))
 
     @lazy
     def class_of(self) -> tuple[int, ...]:
-        """Rank to class."""
+        """For each rank, its class."""
         return tuple(self.classes.index(d) for d in self.cluster.devices)
 
     def op(self, call: Call, grads: int, device_class: int, cut: str = "") -> OpTime:
@@ -119,7 +119,7 @@ class CostModel:
         return self._ops[key]
 
     def least_op_s(self, call: Call, grads: int, device_class: int, *, parts: bool) -> float:
-        """The least seconds of all of ``call``, forward and backward, over all shares and cuts that were
+        """The least seconds for all of ``call``, forward and backward, over all shares and cuts that were
         measured on a device class; with ``parts`` also over estimates for a part of the batch, which no
         profile holds."""
         device = self.classes[device_class]
@@ -153,7 +153,8 @@ class CostModel:
         return self._estimated(call, grads, device)
 
     def measured_op(self, call: Call, device: Device) -> OpMeasurement | None:
-        """The measurement of an operator on a device, with as many samples or with others."""
+        """The measurement of an operator on a device, for the same number of samples or resized from
+        another."""
         profile = self._measured(device)
         if profile is None:
             return None
@@ -199,8 +200,8 @@ class CostModel:
         return self._issues[device]
 
     def _class_scale(self, device: Device, product: bool) -> float:
-        """Measured over estimated seconds of the same class of operators on this device, or of the other
-        class if none of this one was measured; 1 if neither was."""
+        """Measured over estimated seconds of operators of the same class on this device, or of the other
+        class if this one was not measured; 1 if neither was."""
         key = (device, product)
         if key not in self._scales:
             of_class = (self._measure_scale(device, kind) for kind in (product, not product))
@@ -221,7 +222,7 @@ class CostModel:
         return self._fits[key]
 
     def has_measured(self, name: str, ranks: tuple[int, ...]) -> bool:
-        """Whether the profile holds a collective between ``ranks`` on links of this cluster."""
+        """Whether the profile has a collective between ``ranks`` on the links of this cluster."""
         if self.profile is None or not self.profile.describes_links_of(self.cluster):
             return False
         return measured_collective(self.cluster, self.profile.collectives, name, ranks) is not None
@@ -232,14 +233,14 @@ class CostModel:
             return estimate
         measured = measured_collective(self.cluster, self.profile.collectives, name, ranks)
         if measured is None and name in USUAL:
-            # links measured by the library's own algorithm carry as much by others
+            # a link measured with the library's own algorithm carries other algorithms at the same rate
             flat, usual = self.collective(USUAL[name], ranks), ring_fit(self.cluster, USUAL[name], ranks)
             latency_s = estimate.latency_s * _ratio(flat.latency_s, usual.latency_s)
             return CollectiveFit(latency_s, estimate.s_per_byte * _ratio(flat.s_per_byte, usual.s_per_byte))
         return measured or estimate
 
     def sum_s_per_byte(self, ranks: tuple[int, ...]) -> float:
-        """Seconds of a byte of gradients that these ranks sum, flat or by levels."""
+        """Seconds that these ranks take to sum a byte of gradients, flat or hierarchically."""
         return min(self.collective(name, ranks).s_per_byte for name in ("all_reduce", LEVELLED["all_reduce"]))
 
     def optimizer_s(self, rank: int, size_bytes: float) -> float:
@@ -253,8 +254,8 @@ class CostModel:
         return ADAM_ACCESSES * size_bytes / memory_rate(device)
 
     def accumulation_s(self, rank: int, size_bytes: float) -> float:
-        """Seconds of adding gradients of ``size_bytes`` to those of earlier micro-steps: two values are read
-        and one is written, at the speed of memory-bound operators."""
+        """Seconds of adding gradients of ``size_bytes`` to those of earlier micro-batches: two values are
+        read and one is written, at the speed of memory-bound operators."""
         device = self.cluster.devices[rank]
         return 3 * size_bytes / memory_rate(device) * self._class_scale(device, product=False)
 
@@ -269,7 +270,7 @@ class CostModel:
         return (measured.rested_s, measured.rested_speed) if measured else (0.0, 1.0)
 
     def exchange_host_s(self, rank: int, name: str, ranks: tuple[int, ...], size_bytes: float) -> float:
-        """Seconds for which a collective over a total of ``size_bytes`` keeps the computing thread busy."""
+        """Seconds for which a collective over ``size_bytes`` in total keeps the computing thread busy."""
         return self.host_scale(rank) * self.exchange_alone_s(rank, name, ranks, size_bytes)
 
     def host_scale(self, rank: int) -> float:
@@ -277,8 +278,8 @@ class CostModel:
         return measured.host_scale if measured else 1.0
 
     def exchange_alone_s(self, rank: int, name: str, ranks: tuple[int, ...], size_bytes: float) -> float:
-        """The same while the device computes nothing else, as when collectives were measured: a part of their
-        seconds."""
+        """Like ``exchange_host_s`` while the device computes nothing else. Collectives were measured like
+        that, so these seconds are a part of theirs."""
         measured = self._measured(self.cluster.devices[rank])
         return 0.0 if measured is None else self._exchange_s(measured.host_s, name, ranks, size_bytes)
 
@@ -294,10 +295,10 @@ class CostModel:
     ) -> float:
         name = USUAL.get(name, name)
         algorithm = self.collective(name, ranks).algorithm(size_bytes)
-        known = known_s.get(host_key(name, algorithm)) or known_s.get(name) or known_s.get(MOST_USUAL)
-        if known is None:
+        line = known_s.get(host_key(name, algorithm)) or known_s.get(name) or known_s.get(MOST_USUAL)
+        if line is None:
             return 0.0
-        fixed, per_byte = known
+        fixed, per_byte = line
         if algorithm in CALL_PER_PIECE:
             fixed *= len(ranks) / self.cluster.world_size
         return fixed + per_byte * size_bytes
@@ -328,9 +329,9 @@ class CostModel:
     def memory_constants_bytes(
         self, communicators: Sequence[Communicator] | None = None, *, working: Collection[int] | None = None
     ) -> list[int]:
-        """``memory_constant_bytes`` of every rank; ranks that are not ``working`` are idle. Ranks of one
-        class hold the same if their machines are alike and they communicate with equally many ranks of their
-        own machine."""
+        """``memory_constant_bytes`` of every rank; ranks outside of ``working`` are idle. Ranks of one class
+        hold the same if their machines are alike and they communicate with equally many ranks of their own
+        machine."""
         world_size = self.cluster.world_size
         if communicators is None:
             communicators = gpu_memory.usual_communicators(world_size)
@@ -338,20 +339,21 @@ class CostModel:
         counts = [Counter([machine_of[rank] for rank in c.ranks]) for c in communicators]
         met = [{rank: each[machine_of[rank]] for rank in c.ranks} for c, each in zip(communicators, counts)]
         wirings = [machine.wiring for machine in self.cluster.machines]
-        known: dict[tuple, int] = {}
+        size_of: dict[tuple, int] = {}
         sizes = []
         for rank, machine in enumerate(machine_of):
             idle = working is not None and rank not in working
             near = tuple([near_of.get(rank, 0) for near_of in met])
             key = (self.class_of[rank], wirings[machine], idle, near)
-            if key not in known:
-                known[key] = self.memory_constant_bytes(rank, communicators, idle=idle)
-            sizes.append(known[key])
+            if key not in size_of:
+                size_of[key] = self.memory_constant_bytes(rank, communicators, idle=idle)
+            sizes.append(size_of[key])
         return sizes
 
 
 def usual_issue_s(device: Device) -> float:
-    """Seconds of issuing an operator without a profile: the device's own, or else the usual ones."""
+    """Seconds to issue an operator, assumed without a profile: the device's own figure, or else the usual
+    one."""
     if device.issue_s is not None:
         return device.issue_s
     return GPU_ISSUE_S if device.kind == "gpu" else CPU_LAUNCH_S / (device.cpu_share or 1)
@@ -378,7 +380,7 @@ def roofline_s(call: Call, device: Device) -> float:
 
 
 def memory_rate(device: Device) -> float:
-    """Bytes per second of operators bound by memory."""
+    """Bytes per second of memory-bound operators."""
     return device.memory_bytes_per_s * efficiency(ELEMENTWISE, ANY, device).share
 
 

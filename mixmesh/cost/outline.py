@@ -11,7 +11,7 @@ from .exchanges import Exchange, exchange_of
 
 
 class Outline:
-    """The facts of one program, each computed when it is first asked for."""
+    """The facts of one program, each computed on first use."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -32,7 +32,7 @@ class Outline:
 
     @lazy
     def flows(self) -> tuple[bool, ...]:
-        """Per instruction, whether the backward pass goes through it."""
+        """For each instruction, whether the backward pass goes through it."""
         grad = self.program.requires_grad
         return tuple(any(r in grad for r in i.results) for i in self.program.instructions)
 
@@ -40,19 +40,19 @@ class Outline:
     def exchanges(self) -> dict[tuple[str, bool], Exchange | None]:
         """Exchanges by the result of a redistribution, and by whether it is in the backward pass."""
         out: dict[tuple[str, bool], Exchange | None] = {}
-        known: dict[tuple[TensorType, TensorType], tuple[Exchange | None, Exchange | None]] = {}
+        both_by_ends: dict[tuple[TensorType, TensorType], tuple[Exchange | None, Exchange | None]] = {}
         by_identity: dict[tuple[int, int], tuple[Exchange | None, Exchange | None]] = {}
         types = self.program.types
         for i in self.program.instructions:
             if i.is_redistribution:
                 ends = types[i.inputs[0]], i.type
-                found = by_identity.get((id(ends[0]), id(ends[1])))
-                if found is None:
-                    if ends not in known:
+                both = by_identity.get((id(ends[0]), id(ends[1])))
+                if both is None:
+                    if ends not in both_by_ends:
                         forward = exchange_of(self.program, i, backward=False)
-                        known[ends] = forward, exchange_of(self.program, i, backward=True)
-                    found = by_identity[id(ends[0]), id(ends[1])] = known[ends]
-                out[i.result, False], out[i.result, True] = found
+                        both_by_ends[ends] = forward, exchange_of(self.program, i, backward=True)
+                    both = by_identity[id(ends[0]), id(ends[1])] = both_by_ends[ends]
+                out[i.result, False], out[i.result, True] = both
         return out
 
 
@@ -79,12 +79,13 @@ def is_synchronised(program: Program, i: Instruction) -> bool:
 
 
 def summed_params(program: Program) -> list[Instruction]:
-    """The parameters whose gradients are summed after the backward pass; of copies the first, for all."""
+    """The parameters whose gradients are summed after the backward pass; of a parameter's copies only the
+    first."""
     return [i for i in program.params if is_synchronised(program, i) and is_first(program, i)]
 
 
 def is_first(program: Program, param: Instruction) -> bool:
-    """Whether no earlier instruction loads the parameter."""
+    """Whether no earlier instruction loads the same parameter."""
     copies = program.copies.get(param.args[0])
     return copies is None or copies[0].result == param.result
 

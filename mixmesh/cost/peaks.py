@@ -1,7 +1,7 @@
-"""Lower bounds of kernels' seconds, by a device's own figures: its full arithmetic peak, its full memory
-rate, and nothing for issuing or starting kernels.
+"""Lower bounds of kernels' seconds from a device's own figures: its full arithmetic peak, its full memory
+rate, and no time to issue or start kernels.
 
-The cost model (``model``) plans with the usual shares of these, on which a lower bound must not rest.
+The cost model (``model``) plans with usual shares of these peaks, which would not give a lower bound.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .kernels import arithmetic
 from .work import call_flop, moved_bytes
 
 CONVOLUTIONS = "aten.conv"
-WINOGRAD = 4.0  # F(4x4, 3x3), which cuDNN has for fp32 and fp16, multiplies 4 times less
+WINOGRAD = 4.0  # F(4x4, 3x3), which cuDNN has for fp32 and fp16, needs 4 times fewer multiplications
 
 
 def peak_op_s(call: Call, grads: int, device: Device, *, tf32: bool = False) -> float:

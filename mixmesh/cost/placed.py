@@ -1,4 +1,5 @@
-"""Costs of the instructions of a program: the shares of work and times that simulator, LP and report read."""
+"""The costs of the instructions of a program: their shares of work and their times, for simulator, LP and
+reports."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ def op_time(program: Program, i: Instruction, costs: CostModel, device_class: in
 
 
 class Sheet(Outline):
-    """The costs of a program for any values of its ratios and buckets: made once, then read for many ratios.
-    The participating ranks must stay the same."""
+    """The cost table of a program for any values of its ratios and buckets: made once, then read for many
+    ratios. The participating ranks must stay the same."""
 
     def __init__(self, program: Program, costs: CostModel, table: Table | None = None) -> None:
         """``table`` is that of another sheet with the same computations, whatever its ranks and shard
@@ -58,12 +59,12 @@ class Sheet(Outline):
 
     @lazy
     def cuts(self) -> tuple[Cut, ...]:
-        """All ways in which works, and the optimizer's tensors, are cut."""
+        """All ways in which works and the optimizer's tensors are cut."""
         return tuple(dict.fromkeys((*(work.cut for work in self.works), *self.optimized)))
 
     @lazy
     def optimized(self) -> dict[Cut, int]:
-        """Bytes of trainable parameters, by how they are cut."""
+        """Bytes of trainable parameters, by their cut."""
         out: dict[Cut, int] = {}
         for i in self.program.params:
             if i.result in self.program.requires_grad:
@@ -73,7 +74,7 @@ class Sheet(Outline):
 
     @lazy
     def gradients(self) -> dict[Cut, int]:
-        """Bytes of the gradients that micro-steps add up, by how they are cut."""
+        """Bytes of the gradients that micro-batches add up, by their cut."""
         out: dict[Cut, int] = {}
         for i in self.program.params:
             if i.result in self.program.requires_grad:
@@ -81,7 +82,7 @@ class Sheet(Outline):
         return out
 
     def shares(self, cut: Cut, program: Program, part: Part = None) -> tuple[float, ...]:
-        """Shares under a ``cut``; in a micro-step ranks take this ``part`` of their samples."""
+        """Shares under a ``cut``; in a micro-batch ranks take this ``part`` of their samples."""
         return scaled(cut_shares(cut, program.ratio(cut.ratio), self.world_size), cut, part)
 
     def seconds(
@@ -89,7 +90,7 @@ class Sheet(Outline):
     ) -> PassSeconds:
         """Forward and backward seconds of every work on every rank, or on ``ranks``, under the ratios of
         ``program``. If not ``whole``, tensors are cut as if within elements. ``part`` is that of a
-        micro-step."""
+        micro-batch."""
         class_of = self.costs.class_of
         ranks = tuple(range(self.world_size) if ranks is None else ranks)
         ratios = tuple([program.ratio(name) for name in self.ratio_names])
@@ -100,13 +101,16 @@ class Sheet(Outline):
         for work in self.works:
             ratio = program.ratio(work.cut.ratio)
             shares = self.shares(work.cut, program, part) if whole or not work.cut.size else ratio
-            assert shares is not None  # a cut has a ratio
-            known: dict[tuple[int, float], tuple[float, float]] = {}
+            assert shares is not None  # tensors with a cut have a ratio
+            seconds_by_share: dict[tuple[int, float], tuple[float, float]] = {}
             for c, share in (pairs := [(class_of[rank], shares[rank]) for rank in ranks]):
-                if (c, share) not in known:
-                    known[c, share] = work.times[c].forward.at(share), work.times[c].backward.at(share)
-            forward.append(tuple([known[pair][0] for pair in pairs]))
-            backward.append(tuple([known[pair][1] for pair in pairs]))
+                if (c, share) not in seconds_by_share:
+                    seconds_by_share[c, share] = (
+                        work.times[c].forward.at(share),
+                        work.times[c].backward.at(share),
+                    )
+            forward.append(tuple([seconds_by_share[pair][0] for pair in pairs]))
+            backward.append(tuple([seconds_by_share[pair][1] for pair in pairs]))
         known_seconds = self.table.seconds
         if len(known_seconds) == KEPT_RATIOS:
             del known_seconds[next(iter(known_seconds))]
@@ -120,7 +124,7 @@ class Sheet(Outline):
         return [self.costs.optimizer_s(rank, size) for rank, size in zip(ranks, held)]
 
     def accumulation_s(self, program: Program, ranks: Sequence[int]) -> list[float]:
-        """Seconds in which ``ranks`` add the gradients of a micro-step to those of earlier micro-steps."""
+        """Seconds in which ``ranks`` add the gradients of a micro-batch to those of earlier ones."""
         held = self.held_bytes(self.gradients, program, ranks)
         return [self.costs.accumulation_s(rank, size) for rank, size in zip(ranks, held)]
 

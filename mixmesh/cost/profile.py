@@ -1,6 +1,6 @@
 """A measured profile: op times on each distinct device, and collectives on the real links.
 
-The file is JSON; ``Profile.load`` refuses anything else with the place that is wrong.
+The file is JSON; ``Profile.load`` refuses anything else and names the place that is wrong.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ T = TypeVar("T")
 if TYPE_CHECKING:
     _Collective = str
 else:
-    _Collective = Literal[COLLECTIVES]  # the words of a table
+    _Collective = Literal[COLLECTIVES]  # the collectives that a file may name
 FORMAT = 2
 EXPECTED = "the JSON file that `mixmesh profile` writes"
 AGAIN = "mixmesh profile JOB --cluster C.toml --out P.json"
-MAX_BYTES = 256 * 2**20  # limit of a file: it has one line per operator and kind of device
-FIRST_SIZES_BYTES = (2**12, 2**24)  # the lines of version 1 were fitted to these
-# limits far from any real device or link, and small enough that sums and products of them stay finite
+MAX_BYTES = 256 * 2**20  # limit on the size of a file, which has one line per operator and kind of device
+FIRST_SIZES_BYTES = (2**12, 2**24)  # sizes to which the lines of version 1 were fitted
+# limits far beyond any real device or link, yet small enough that sums and products of them stay finite
 _NotNegative = Annotated[float, pydantic.Field(ge=0, le=1e9, allow_inf_nan=False)]
 _Positive = Annotated[float, pydantic.Field(ge=1e-12, le=1e15, allow_inf_nan=False)]
 _Factor = Annotated[float, pydantic.Field(ge=1e-3, le=1e3, allow_inf_nan=False)]
@@ -80,7 +80,7 @@ class _Device(pydantic.BaseModel, extra="forbid"):
     memory_constant_bytes: _Count
     step_scale: _Factor = 1.0
     slowdown: float = pydantic.Field(default=0.0, ge=0, le=1)
-    exchange_s_per_byte: _NotNegative = 0.0  # older files: the value for any collective
+    exchange_s_per_byte: _NotNegative = 0.0  # older files: one value for all collectives
     host_s: dict[str, tuple[_NotNegative, _NotNegative]] = {}
     host_scale: _Factor = 1.0
     idle_constant_bytes: _Count | None = None
@@ -113,7 +113,7 @@ class _File(pydantic.BaseModel, extra="forbid"):
 
 
 class _FirstFile(pydantic.BaseModel, extra="forbid"):
-    """Version 1: a line per collective between all ranks."""
+    """A file of version 1: a line per collective between all ranks."""
 
     mixmesh_profile: Literal[1]
     provenance: dict[str, str | int | float | list[str]]
@@ -136,7 +136,7 @@ class OpMeasurement:
     cuts: dict[str, tuple[Curve, Curve]] = field(default_factory=dict)
 
     def curves(self, cut: str = "") -> tuple[Curve, Curve]:
-        """Forward and backward, where these inputs are cut if that was measured."""
+        """The forward and backward curves, for these cut inputs if that was measured."""
         return self.cuts.get(cut, (self.forward, self.backward))
 
 
@@ -144,19 +144,19 @@ class OpMeasurement:
 class DeviceProfile:
     """Measurements of one kind of device. ``ops`` maps ``op_key`` to the measurement of an operator.
 
-    ``step_scale`` is a whole measured step divided by the sum of its ops measured alone, which shows the
-    effect of caches and of the allocator on consecutive ops. ``slowdown`` is the extra time, per second of
-    computing, while a collective is under way. ``host_s`` maps ``host_key`` of a collective to the seconds
-    for which it occupies the computing thread (issuing, joining, copying), fixed and per byte of the whole
-    tensor, while nothing else is computed; while the device computes they are ``host_scale`` times as long.
-    ``beside_s`` is the same for communicating threads: a device with burst credit does not save up the CPU
-    time that they use.
+    ``step_scale`` is the time of a whole measured step divided by the sum of its ops measured alone; it
+    captures the effect of caches and of the allocator on consecutive ops. ``slowdown`` is the extra time, per
+    second of computing, while a collective is under way. ``host_s`` maps ``host_key`` of a collective to the
+    seconds for which it occupies the computing thread (issuing, joining, copying), fixed and per byte of the
+    whole tensor, while nothing else is computed; while the device computes they are ``host_scale`` times as
+    long. ``beside_s`` is the same for communicating threads: a device with burst credit does not save up the
+    CPU time that they use.
 
     ``memory_constant_bytes`` is the memory of a process besides tensors, ``idle_constant_bytes`` that of a
     process that computes nothing. On a GPU ``communicator_bytes`` are what a first sum and a first all_to_all
     between all ranks add to the memory of a process, and its constants then exclude them.
     ``largest_micro_batch`` is, by ZeRO stage, the largest number of samples that was seen to fit in a
-    micro-step with even owners; empty if that was not tried.
+    micro-batch with even shard owners; empty if that was not tried.
 
     After a rest the device works at ``rested_speed`` times its usual pace until it is ``rested_s`` ahead of
     it; each second of rest adds a second of lead, up to that limit.
@@ -188,7 +188,7 @@ class Profile:
     provenance: dict[str, str | int | float | list[str]] = field(default_factory=dict)
 
     def without_links(self) -> Profile:
-        """The profile of the devices without links, for links that were not measured."""
+        """The profile without its links, for a cluster whose links were not measured."""
         return replace(self, collectives=())
 
     @classmethod
@@ -309,7 +309,7 @@ class Profile:
 
 
 def _host_s_before(s_per_byte: float) -> dict[str, tuple[float, float]]:
-    """``host_s`` of files that knew one figure for all collectives."""
+    """``host_s`` from a file that has one figure for all collectives."""
     return {name: (0.0, s_per_byte) for name in COLLECTIVES} if s_per_byte else {}
 
 
@@ -377,7 +377,7 @@ def op_key(call: Call) -> str:
 
 
 def cut_inputs(placements: Iterable[Placement]) -> str:
-    """The cut inputs of a call: a digit for each, 1 if it is cut."""
+    """The cut inputs of a call, as a digit for each: 1 if it is cut."""
     return "".join(["1" if isinstance(p, Shard) else "0" for p in placements])
 
 

@@ -1,7 +1,7 @@
 """Measured operators at other sizes of the batch.
 
-If machines or stages are dealt their own samples, their programs have the model's operators over, say, 36 of
-its 64 samples. A profile has them over all 64, as curves over the share, which give the time for 36 too.
+If machines or stages get samples of their own, their programs run the model's operators on, say, 36 of its 64
+samples. A profile has the operators for all 64, as curves over the share, which also give the time for 36.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .curve import Curve
 from .profile import OpMeasurement
 
 NUMBER = re.compile(r"\d+")
-SAME_WORK = 0.01  # tolerance between multiply-adds and those that follow from the sizes
+SAME_WORK = 0.01  # relative tolerance between multiply-adds and those computed from the sizes
 
 
 class Measured:
@@ -61,8 +61,8 @@ def _times(numbers: tuple[int, ...], others: tuple[int, ...]) -> float | None:
 
 
 def resized(op: OpMeasurement, times: float) -> OpMeasurement:
-    """The operator over ``times`` as many samples. A share of it is ``times`` that share of the measured one;
-    with another input cut, a share's time grows or shrinks as the whole operator's does."""
+    """The operator over ``times`` as many samples. Its time at some share is that of the measured one at
+    ``times`` that share; if another input is cut, it scales as the whole operator's does."""
 
     def shrunk(curve: Curve) -> Curve:
         return Curve(tuple((share / times, seconds) for share, seconds in curve.points))

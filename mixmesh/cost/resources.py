@@ -18,7 +18,7 @@ from .names import DIRECT, FLAT
 
 
 def links_of(cluster: Cluster, ranks: tuple[int, ...]) -> frozenset[Link]:
-    """All that collectives between ``ranks`` may cross."""
+    """All links that collectives between ``ranks`` may cross."""
     parts = cluster.by_machine(ranks)
     inside = {
         way_of(cluster, a, b)
@@ -31,7 +31,7 @@ def links_of(cluster: Cluster, ranks: tuple[int, ...]) -> frozenset[Link]:
 
 
 def _every_pair(ranks: Sequence[int], cluster: Cluster, m: int) -> Iterable[tuple[int, int]]:
-    """Two ranks of a machine, once for each way that there may be between any two."""
+    """Pairs of ranks of a machine, one for each link that may join two of them."""
     if not cluster.machines[m].links:
         return [(ranks[0], ranks[1])]
     return [(a, b) for a in ranks for b in ranks if a < b]
@@ -91,7 +91,7 @@ def ring_order(cluster: Cluster, ranks: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _add(load: dict[Link, float], cluster: Cluster, a: int, b: int, share: float) -> None:
-    """Adds the load of one hop of a ring or a chain inside a machine."""
+    """Adds the load of one hop of a ring or chain inside a machine."""
     link = way_of(cluster, a, b)
     load[link] = load.get(link, 0.0) + share if link.way == BRIDGE else max(load.get(link, 0.0), share)
 
@@ -120,7 +120,8 @@ def _hops(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> dict[Lin
 
 
 def _by_levels(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> dict[Link, float]:
-    """All bytes to the first rank of each machine, between these, and back; or one way, between owners."""
+    """The loads of a hierarchical collective: all bytes to the first rank of each machine, between these, and
+    back; or one way, between owners."""
     by_machine = cluster.by_machine(ranks)
     ways = 2.0 if collective == "all_reduce" else 1.0
     load: dict[Link, float] = {}
@@ -133,7 +134,7 @@ def _by_levels(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> dic
 
 
 def _pairs(cluster: Cluster, ranks: tuple[int, ...], part: float) -> dict[Link, float]:
-    """The loads if each rank sends each other one the same part of the whole tensor."""
+    """The loads if each rank sends every other one the same part of the whole tensor."""
     n = len(ranks)
     load: dict[Link, float] = {}
     for m, mine in cluster.by_machine(ranks).items():
@@ -151,7 +152,7 @@ def _is_plain(cluster: Cluster, m: int) -> bool:
     return not cluster.machines[m].links and cluster.machines[m].bridge_bytes_per_s is None
 
 
-Sent = tuple[tuple[int, int, float], ...]  # from rank, to rank, share of the whole tensor
+Sent = tuple[tuple[int, int, float], ...]  # (from rank, to rank, share of the whole tensor)
 
 
 def sent_s_per_byte(cluster: Cluster, sent: Sent) -> dict[Link, float]:

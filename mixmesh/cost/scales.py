@@ -1,5 +1,5 @@
-"""Estimates for operators missing from a profile: measured over estimated seconds of their class, and the
-host's time to issue an operator.
+"""Scales for the estimates of operators that a profile lacks: measured over estimated seconds of their class,
+and the host's time to issue an operator.
 
 The seconds of a measured operator over its share are a line: its slope is the work, its constant the fixed
 time.
@@ -53,7 +53,7 @@ def cpu_work_s(flop: int, moved: float, device: Device, *, half: bool) -> float:
 
 def class_of_key(key: str, flop: int) -> str:
     """The class of a measured product (``kernels.class_of``), by the shapes in its name: its factors are the
-    last two inputs of two dims or more, and all that the second does not have is rows."""
+    last two inputs of two dims or more, and every dim that the second lacks counts as rows."""
     name = key.partition("(")[0]
     if name == ATTENTION:
         return e.ATTENTION
@@ -85,5 +85,5 @@ def issue_s(measured: DeviceProfile, usual_s: float) -> float:
 
 
 def real_kernels(measured: DeviceProfile) -> Iterator[OpMeasurement]:
-    """The measured operators that are no views."""
+    """The measured operators that are not views."""
     return (op for key, op in measured.ops.items() if key.partition("(")[0] not in VIEWS)

@@ -1,6 +1,6 @@
 """The buckets of gradients that are summed over ranks after they were computed, and their order.
 
-Both the runtime, which makes the sums, and the simulator, which times them, use this.
+The runtime, which makes the sums, and the simulator, which times them, both use it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .exchanges import Exchange
 from .outline import summed_params
 
 BUCKET_CAP_BYTES = 4 * 2**20
-# limit on the buffers of gradients that are on their way to or from their owners, not counting the newest
+# limit on the buffers of gradients on their way to or from shard owners, without the newest one
 IN_FLIGHT_BYTES = 32 * 2**20
 
 
@@ -35,7 +35,7 @@ IN_FLIGHT_BYTES = 32 * 2**20
 class GradientSum:
     """A bucket: parameters of one dtype whose gradients are summed together between ``ranks``. If they have
     owners, the sums go to these by the ratio ``owned``, in that ``stage`` of ZeRO; ``rooted`` if there is one
-    owner. For a parameter with copies it has one of the parameter's ``cells``."""
+    owner. A parameter with copies has one of its ``cells`` in a bucket."""
 
     params: tuple[Instruction, ...]
     ranks: tuple[int, ...]
@@ -43,9 +43,9 @@ class GradientSum:
     owned: str | None = None
     stage: int = 0
     rooted: bool = False
-    cells: tuple[Cell | None, ...] = ()  # by parameter; empty if none has copies
-    late: bool = False  # summed when all gradients that redistributions bring are there
-    parts: Parts = ()  # the ranks by machine, if they are summed by levels
+    cells: tuple[Cell | None, ...] = ()  # by parameter; empty if none of them has copies
+    late: bool = False  # summed once all gradients that redistributions bring have arrived
+    parts: Parts = ()  # the ranks by machine, if the sum is hierarchical
 
     @property
     def exchange(self) -> Exchange:
@@ -54,7 +54,7 @@ class GradientSum:
 
     @property
     def gather(self) -> Exchange:
-        """The gather of this bucket's stepped parameters from their owners."""
+        """The gather of this bucket's parameters from the owners that have stepped them."""
         return Exchange(
             "all_gather", self.size_bytes, self.ranks, rooted=self.rooted, levelled=bool(self.parts)
         )
@@ -66,7 +66,7 @@ def gradient_bytes(param: Instruction, cell: Cell | None) -> int:
 
 
 class SumKind(NamedTuple):
-    """The facts that must agree within a bucket. ``owned`` is the owners' ratio."""
+    """The facts that must agree within a bucket. ``owned`` is the ratio of shard owners."""
 
     dtype: str
     ranks: tuple[int, ...]
@@ -76,8 +76,8 @@ class SumKind(NamedTuple):
 
 class Summed(NamedTuple):
     """A parameter whose gradient is summed: its index among the program's parameters, its first use (or the
-    point of completion, if that is later: ``last_points``), and the kind of its sum. With copies it is the
-    first copy, once for every ``cell``."""
+    point at which its gradient is complete, if that is later: ``last_points``), and the kind of its sum. A
+    parameter with copies is represented by the first one, once for every ``cell``."""
 
     place: int
     first_use: float
@@ -91,22 +91,22 @@ def order_of_sums(program: Program) -> tuple[Summed, ...]:
     Gradients without a use come last."""
     used = last_points(program)
     places = {p.result: place for place, p in enumerate(program.params)}
-    found = []
+    sums = []
     for p in summed_params(program):
         place, first, dtype = places[p.result], used.get(p.result, NEVER), p.type.value.dtype
         if p.args[0] in program.copies:
             late = p.args[0] in program.late
             kinds = [(c, SumKind(dtype, c.ranks, None, 0)) for c in cells(program, p)]
-            found += [Summed(place, first, kind, c, late) for c, kind in kinds]
+            sums += [Summed(place, first, kind, c, late) for c, kind in kinds]
         else:
             kind = SumKind(dtype, program.participants(p.type), *_owners(program, p))
-            found.append(Summed(place, first, kind))
-    return tuple(sorted(found, key=lambda s: -s.first_use))
+            sums.append(Summed(place, first, kind))
+    return tuple(sorted(sums, key=lambda s: -s.first_use))
 
 
 def with_other_owners(program: Program, order: tuple[Summed, ...]) -> tuple[Summed, ...]:
-    """``order_of_sums`` of a program, made from ``order``, that of the same program with other owners."""
-    sums, params, owned_types = [], program.params, program.owned  # asked for thousands of times a second
+    """``order_of_sums`` of a program, derived from ``order``, that of the same program with other owners."""
+    sums, params, owned_types = [], program.params, program.owned  # runs thousands of times a second
     for s in order:
         if s.cell is None and (s.kind.owned is not None or params[s.place].result in owned_types):
             owned, stage = _owners(program, params[s.place])
@@ -142,7 +142,7 @@ def gradient_sums(
     params = program.params
     for s in order_of_sums(program) if order is None else order:
         number = numbers[s.place]
-        is_open = number is None  # and taken by first use
+        is_open = number is None  # and the bucket follows the order of first use
         if number is None:
             size = gradient_bytes(params[s.place], s.cell)
             index, held = filled.get(s.kind, (0, 0))
@@ -181,7 +181,7 @@ def gradient_sums(
 
 
 def parts_of(program: Program, size_bytes: int, ranks: tuple[int, ...], owned: str | None = None) -> Parts:
-    """The ranks by machine of a sum of ``size_bytes`` if it is hierarchical, else empty. A sum to owners is
+    """The ranks by machine if a sum of ``size_bytes`` is hierarchical, else empty. A sum to owners is
     hierarchical only if there are several owners, all of them leaders."""
     parts = () if program.levels is None else program.levels.parts(ranks, size_bytes)
     if not parts or owned is None:

@@ -1,4 +1,4 @@
-"""The works of a program: computations with equal costs, whichever ranks take part."""
+"""The works of a program: computations with equal costs, regardless of the ranks that take part."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def table_of(outline: Outline, costs: CostModel) -> Table:
     numbers: dict[tuple[int, Cut, str], int] = {}
 
     def number(times: int, cut: Cut, part: str, each: tuple[OpTime, ...]) -> int:
-        """The number of a work, given the time that ``each`` device class takes for it."""
+        """The number of a work; ``each`` is the time that each device class takes for it."""
         own = numbers.setdefault((times, cut, part), len(works))
         if own == len(works):
             works.append(Work(each, cut))
@@ -86,7 +86,8 @@ def table_of(outline: Outline, costs: CostModel) -> Table:
             gradient: int | None = None
             if apart:
                 rest, product = split_by_factors(program, i, times[at])
-                cut_too = cut if apart == "wgrad" else cut.whole  # factors are gathered whole
+                # the factors are gathered, so the work is not cut
+                cut_too = cut if apart == "wgrad" else cut.whole
                 own, gradient = number(at, cut, "own", rest), number(at, cut_too, apart, product)
             else:
                 own = number(at, cut, "", times[at])

@@ -1,5 +1,5 @@
-"""Warnings about TF32: a job that does without it on cards that have it, a profile of another
-setting."""
+"""Warnings about TF32: for a job that does not use it on cards that have it, and for a profile measured under
+another setting."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from .model import CostModel
 from .work import is_product
 
 SETTING = "torch.backends.cuda.matmul.allow_tf32"
-WORTH = 1.5  # peak relative to plain float32, below which TF32 saves nothing, as on GeForce cards
-PROFILED = "tf32"  # the key of a profile's provenance: "on" or "off"
+# ratio of the TF32 peak to that of plain float32 below which TF32 saves nothing, as on GeForce cards
+WORTH = 1.5
+PROFILED = "tf32"  # the key in a profile's provenance; its value is "on" or "off"
 
 
 def tf32_warnings(costs: CostModel, graph: Graph) -> tuple[str, ...]:
-    """Warnings of a plan with these costs."""
+    """The warnings of a plan made with these costs."""
     profiled = costs.profile.provenance.get(PROFILED) if costs.profile else None
     warnings = []
     if profiled is not None and (profiled == "on") != costs.tf32:
@@ -43,5 +44,5 @@ def has_float32_products(graph: Graph) -> bool:
 
 
 def state_of(is_on: bool) -> str:
-    """The word of a profile for the setting."""
+    """A profile's word for the setting."""
     return "on" if is_on else "off"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..lang.rules import RULES, Call, PatternMismatch, multiply_adds
 
-# operators that only make a new view of the same bytes
+# operators that only return a new view of the same bytes
 VIEWS = frozenset(
     f"aten.{op}"
     for op in (
@@ -31,7 +31,7 @@ def is_product(call: Call) -> bool:
 
 
 def call_flop(call: Call) -> int:
-    """Floating point operations of the whole call (2 per multiply-add); 0 if bound by memory."""
+    """Floating point operations of the whole call (2 per multiply-add); 0 if memory-bound."""
     rule = RULES.get(call.op)
     if rule is None or not rule.flops:
         return 0
@@ -61,8 +61,8 @@ class ProductSize:
 
 
 def product_size(call: Call) -> ProductSize | None:
-    """The sizes of a product of two tensors, by the factors in its rule: a factor of both that the result
-    lacks is contracted. None for other operators, and for shapes unknown to the rule."""
+    """The sizes of a product of two tensors, from the factors in its rule: a factor that both have and the
+    result lacks is contracted. None for other operators, and for shapes unknown to the rule."""
     rule = RULES.get(call.op)
     if rule is None or not rule.flops:
         return None

@@ -1,4 +1,5 @@
-"""Explains why a tensor is placed as it is: by every other placement, with the cheapest program that uses it.
+"""Explains why a tensor is placed as it is, by comparing every other placement and the cheapest program that
+uses it.
 
 names         the tensor that a user means, and its counterparts in other layers
 places        the search with the tensor's placement forced

@@ -64,7 +64,8 @@ class Question:
         self.view, self.costs = view, costs
         self.judge = Judge(plan, costs)
         self.planned = self.judge.planned()
-        self.at_once: dict[str, str] = {}  # by placement, why its program takes no micro-batches
+        # for each placement, the reason why its program takes no micro-batches
+        self.at_once: dict[str, str] = {}
 
     def alternatives(self) -> Iterator[Alternative]:
         """Yields an alternative for every placement on the tensor's ranks (R, S(d) for every dim, P), then
@@ -86,7 +87,7 @@ class Question:
                 rows.append(Alternative(view.text(placements), False, impossible=view.nothing))
             else:
                 rows.append(self._alternative(view.text(placements), candidate, own))
-        if not any(a.is_plan for a in rows):  # machines hold it with different placements
+        if not any(a.is_plan for a in rows):  # machines hold the tensor with different placements
             rows.insert(0, self._alternative(view.text(view.own), own, own, is_plan=True))
         yield from rows
         elsewhere: dict[str, list[Program]] = {}
@@ -126,13 +127,13 @@ class Question:
         """The best of some programs, or None without any."""
         judged = [self.judge.best(p) for p in dict.fromkeys(programs)]
         if judged and not any(j.fits for j in judged):
-            # if none fits in memory, try storing the other parameters in shards
+            # if none fits in memory, tries storing the other parameters in shards
             stored = (self.view.in_shards(j.program) for j in tuple(judged))
             judged += [self.judge.best(p) for p in stored if p is not None]
         best = min(judged, key=lambda j: j.key, default=None)
         if best is None:
             return None
-        # programs with micro-batches or several ratios gather no factors
+        # programs with micro-batches or several ratios use no gathered factors
         if isinstance(self.view, Flat) and not self.judge.accumulates:
             factored = best_factors(best.program, self.costs, lambda p: self.judge.best(p).key)
             if factored is not None:

@@ -12,7 +12,7 @@ from ..cost.outline import is_factored, is_resharded
 from ..cost.sums import gradient_bytes, gradient_sums
 from ..lang.ir import Instruction, Program, Ref, map_arguments
 
-HOW = ("bucket", "algorithm", "gradient_algorithm")  # attributes that follow from the rest
+HOW = ("bucket", "algorithm", "gradient_algorithm")  # attributes that follow from the rest of the program
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,9 @@ class Collective:
 
 
 def num_differing(a: Program, b: Program) -> int:
-    """The number of instructions that only one of the programs has, the larger of both numbers. The names of
-    values do not count if they hold the same tensor with the same placement, nor do buckets."""
+    """The number of instructions that only one of the programs has; the larger of the two numbers. Values
+    that hold the same tensor with the same placement count as equal whatever their names, and buckets do not
+    count."""
     one, two = Counter(_instructions(a)), Counter(_instructions(b))
     return max((one - two).total(), (two - one).total())
 
@@ -88,7 +89,7 @@ def collectives(program: Program, costs: CostModel) -> Iterator[Collective]:
             if exchange is not None:
                 yield collective(exchange, i.result, "backward")
         if is_factored(i) and len(ranks := program.participants(i.type)) > 1:
-            has_weight = i.inputs[1] in program.requires_grad  # otherwise only the bias gets a gradient
+            has_weight = i.inputs[1] in program.requires_grad  # otherwise only the bias has a gradient
             for value in (i.result, i.inputs[0])[: 1 + has_weight]:
                 size = program.types[value].value.size_bytes
                 yield collective(Exchange("all_gather", size, ranks), value, "backward")
@@ -110,7 +111,7 @@ def _gradient_collectives(
 
 
 def _tensors(program: Program) -> dict[str, str]:
-    """Maps each value to the tensor of the graph that it holds; a leaf has its path."""
+    """Maps each value to the tensor of the graph that it holds; a leaf is named by its path."""
     out: dict[str, str] = {}
     for i in program.instructions:
         for name in i.results:

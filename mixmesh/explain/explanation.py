@@ -12,9 +12,9 @@ SAME = 1e-6  # share of a step; smaller differences are rounding
 
 @dataclass(frozen=True)
 class Alternative:
-    """One placement of the tensor. If it holds only in a part of the plan, it names that: ``S(0)@r1`` under a
-    ratio, ``R@m0`` in a machine. ``program`` is None if no program has the placement; ``impossible`` says
-    why.
+    """One placement of the tensor. A placement that holds only in a part of the plan names that part:
+    ``S(0)@r1`` under a ratio, ``R@m0`` in a machine. ``program`` is None if no program has the placement;
+    ``impossible`` says why.
 
     ``difference_s`` compares with the plan's step. ``num_differing``, ``added``, ``removed`` and
     ``memory_difference_bytes`` (the peak of each rank) compare with the program of the plan's own placement.
@@ -40,7 +40,7 @@ class Explanation:
     ``tensors`` are the tensor itself, and its counterparts in other layers that were forced with it.
     ``maker`` and ``used`` are the instructions of the plan that make it and use it; for a tensor in several
     machines, ``maker`` is that of the first, and ``used`` begins with those of the others.
-    ``can_be_improved``: one of the programs is faster than the plan's, by more than rounding.
+    ``can_be_improved``: one of the programs is faster than the plan's by more than rounding errors.
     """
 
     tensors: tuple[str, ...]

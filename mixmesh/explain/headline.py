@@ -10,15 +10,15 @@ from ..cluster import Cluster, Device
 from ..lang.ir import Shard
 from ..lang.plan_file import Plan
 
-ROUNDING = 1e-6  # tolerance of sums of speeds
+ROUNDING = 1e-6  # tolerance for rounding when speeds are added up
 BASELINES = (("single", "the fastest device alone"), ("ddp-even", "DDP"))
 
 
 def headline(plan: Plan, cluster: Cluster) -> str:
     """Formats a plan's own predictions, and those of the baselines that fit, for people: ``3 devices in 2
     machines: hap, 22 / 7 / 3 samples, 118 ms, 1.4x of DDP``. Several devices are never reported as faster
-    than one by more than the sum of their speeds: a prediction beyond that has taken one of them at its
-    worst."""
+    than one of them by more than the sum of their speeds allows: a larger factor only means that the
+    prediction for the one device is its worst case."""
     devices = f"{plural(cluster.world_size, 'device')} in {plural(len(cluster.machines), 'machine')}"
     samples = samples_per_rank(plan)
     parts = [plan.planner]
@@ -37,12 +37,12 @@ def headline(plan: Plan, cluster: Cluster) -> str:
 
 
 def times_text(ratio: float) -> str:
-    """``1.4x``, ``120x``."""
+    """Formats a factor for people: ``1.4x``, ``120x``."""
     return f"{ratio:.2g}x" if ratio < 99.5 else f"{ratio:.0f}x"
 
 
 def floored(ratio: float) -> float:
-    """The largest number, at most ``ratio``, that ``times_text`` shows without rounding."""
+    """The largest number, at most ``ratio``, that ``times_text`` shows exactly."""
     digits = 1 if ratio < 10 else 0
     return floor(10**digits * ratio + ROUNDING) / 10**digits
 

@@ -61,7 +61,7 @@ class Judge:
         self.plan = plan
         self.task = Task(plan.program.graph, costs, plan.optimizer_states, lambda _: None)
         self.task.dtypes = plan.program.dtypes
-        # reductions use the plan's algorithms
+        # gradients are reduced by the plan's algorithms
         self.task.levels, self.task.direct_bytes = plan.program.levels, plan.program.direct_bytes
         self.accumulates = accumulates(plan.micro_batches)
 
@@ -73,7 +73,8 @@ class Judge:
 
     def best(self, program: Program) -> Judged:
         """Judges a program with its best buckets, and with those of the plan's shard owners, split weight
-        gradients and micro-batches that it supports; if it does not fit, with rematerialised regions."""
+        gradients and micro-batches that it supports; if it does not fit in memory, regions are
+        rematerialised."""
         candidate = self.in_micro_steps(self.as_planned(replace(program, dtypes=self.plan.program.dtypes)))
         if not candidate.fits:
             recompute = recomputed_within if is_joined(program) else recomputed
@@ -86,7 +87,7 @@ class Judge:
         return with_wgrads_of(self.plan.program, with_owners_of(self.plan.program, program))
 
     def ordered(self, judged: Judged) -> Judged:
-        """Puts the program into its fastest order, as planning does for plans without micro-batches."""
+        """Puts the program into its fastest order, as planning does to plans without micro-batches."""
         if self.accumulates:
             return judged
         return replace(judged, proposal=flat(self.task, ordered(self.task, judged.proposal, AMPLE)))

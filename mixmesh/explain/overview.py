@@ -41,8 +41,9 @@ class Unit:
     ratio.
 
     ``samples`` has one entry for each of ``ranks``, out of the whole batch; for a machine each entry is the
-    machine's whole number, because its own program cuts them. ``placements`` counts the parameters of each
-    placement; ``params`` are the first and the last. ``parameter_bytes`` is the most that a rank stores.
+    number of the whole machine, because its own program cuts the samples. ``placements`` counts the
+    parameters of each placement; ``params`` are the first and the last. ``parameter_bytes`` is the most that
+    a rank stores.
     """
 
     name: str
@@ -96,7 +97,7 @@ HOW = {
     "one program": "All ranks run one program; samples and tensors are cut by one ratio.",
     "machines": "Samples are dealt out between machines, each of which runs a program of its own; between "
     "them gradients are summed.",
-    "stages": "Samples go through stages one after the other, in micro-steps.",
+    "stages": "Samples go through stages one after the other, in micro-batches.",
     "groups": "Operators run under several ratios; between these values move.",
 }
 
@@ -208,17 +209,17 @@ def _about_sums(program: Program) -> Iterator[str]:
         yield "Gradients are summed within machines first, then between them."
     if program.direct_bytes:
         size = size_text(program.direct_bytes)
-        yield f"Values of up to {size} are summed by one message between each two ranks."
+        yield f"Values of up to {size} are summed in one shot: every rank sends to every other."
 
 
 def _about_passes(plan: Plan) -> Iterator[str]:
     program, micro_batches = plan.program, plan.micro_batches or ()
     most = max((m.steps for m in micro_batches), default=0)
     if plan.order is not None:
-        yield f"Micro-steps run in {plan.order} order: {most} of them."
+        yield f"Micro-batches run in {plan.order} order: {most} of them."
     elif most > 1:
         steps = ", ".join(str(m.steps) for m in micro_batches)
-        yield f"Ranks take their samples in {steps} micro-steps."
+        yield f"Ranks take their samples in {steps} micro-batches."
     if parts := regions(program):
         count, every = sum(map(len, parts.values())), sum(map(is_computation, program.instructions))
         yield f"The backward pass computes {count} of {every} operators again, in {len(parts)} regions."

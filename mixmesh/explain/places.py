@@ -21,8 +21,9 @@ from ..search.synthesis import Choices, NoProgram, Prices, Problem, emit, search
 from ..search.synthesis.choices import code_of
 from .reasons import why_not
 
-PRICES = (None, *GRADIENT_PRICES)  # for a second of gradient reductions; None is data parallelism
-Programs = dict[Hashable, Program]  # by price
+# the price of a second of gradient reductions; None stands for data parallelism
+PRICES = (None, *GRADIENT_PRICES)
+Programs = dict[Hashable, Program]  # one program per price
 ROWS = Shard(0)
 
 
@@ -58,7 +59,7 @@ class Place:
         search: Search,
     ) -> None:
         self.graph, self.ratio, self.settings = program.graph, ratio, search
-        # a value forced in only one layer makes that layer different, so nothing is folded
+        # a value forced in only one layer makes that layer differ, so repeated layers are not folded
         folded = len(names) > 1 and not search.fixed
         self.choices = Choices(self.graph, search.costs, folded=folded)
         ids = self.choices.ids
@@ -69,11 +70,12 @@ class Place:
         self.own = held_as(program, self.graph, names[0])
         self.kept = {ids[n]: code_of(held) for n, held in all_held(program).items() if n in ids}
         self.fixed = {ids[n]: self.kept[ids[n]] for n in search.fixed}
-        self._first = self  # the place that searches for all that share its results
+        self._first = self  # the place whose search results this and equal places share
         self._searched: dict[Placement, Programs] = {}
 
     def on(self, program: Program, ratio: Ratio) -> Place:
-        """The same tensors in an equal program on as many equal ranks: the search is the same."""
+        """The same tensors in an equal program on equally many equal ranks, for which the search is the
+        same."""
         twin = copy(self)
         twin.graph, twin.ratio, twin._searched = program.graph, ratio, {}
         return twin
@@ -88,7 +90,8 @@ class Place:
         return self.graph.producers[self.name].op == "param"
 
     def searched(self, placement: Placement) -> Programs:
-        """The cheapest program at each price, with this placement of the tensor; only prices with one."""
+        """The cheapest program at each price with this placement of the tensor; a price without a program is
+        left out."""
         if placement not in self._searched:
             first = self._first
             alike = self._search(placement) if first is self else first.searched(placement).items()
@@ -140,7 +143,7 @@ class Place:
         )
 
     def impossible(self, placement: Placement) -> str:
-        """The reason why no program has this placement."""
+        """The reason why no program has this placement; empty if one may."""
         ranks = support(self.ratio)
         if len(ranks) == 1 and placement != self.own:
             return f"rank {ranks[0]} works alone: there is nothing to share out"
@@ -150,7 +153,7 @@ class Place:
 
 
 def held_as(program: Program, graph: Graph, name: str) -> Placement:
-    """The placement, in whatever units, with which a program makes or loads a tensor of its graph."""
+    """The placement with which a program makes or loads a tensor of its graph, regardless of the unit."""
     node = graph.producers[name]
     if not node.is_leaf:
         return without_unit(program.types[name].placement)

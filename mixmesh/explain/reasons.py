@@ -1,4 +1,4 @@
-"""Reasons why no program has a certain placement of a value."""
+"""Finds the reasons why no program has a certain placement of a value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The answer in plain words."""
+"""Puts the answer into plain words."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from ..base.units import seconds_text, size_text
 from .changes import Collective
 from .explanation import SAME, Alternative
 
-SHOWN = 3  # kinds of collectives in a sentence
+SHOWN = 3  # kinds of collectives listed in a sentence
 
 
 def summary_of(alternatives: Sequence[Alternative], planned_s: float, num_tensors: int) -> str:
-    """Explains a placement by comparing it with the next best one: what that needs, and what it would
-    save."""
+    """Explains a placement by comparing it with the next best one: the changes that the other one needs, and
+    the seconds that it would save."""
     own = next(a for a in alternatives if a.is_plan)
     others = [a for a in alternatives if a.program is not None and not a.is_plan]
     out = []
@@ -71,7 +71,8 @@ PHASES = {
 
 
 def kinds(collectives: Iterable[Collective]) -> list[tuple[str, float]]:
-    """Groups collectives by name and phase: each group in words, with its seconds; the longest first."""
+    """Groups collectives by name and phase. Returns each group in words, with its seconds, the longest
+    first."""
     groups: dict[tuple[str, str], list[Collective]] = {}
     for c in collectives:
         groups.setdefault((c.name, c.phase), []).append(c)

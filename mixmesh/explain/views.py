@@ -1,4 +1,4 @@
-"""The question about a tensor for each of three kinds of plans.
+"""Asks the question about a tensor in the form that suits each of three kinds of plans.
 
 A plan over one ratio is searched as a whole. For a plan with several ratios (stages, segments, groups of
 operators), the search uses the ratio of the tensor's operator; operators under other ratios stay as they are,
@@ -44,10 +44,10 @@ class View(ABC):
     @property
     @abstractmethod
     def own(self) -> tuple[Placement, ...]:
-        """The plan's placement of the tensor, by place."""
+        """The plan's own placement of the tensor, by place."""
 
     def forced(self, placement: Placement) -> tuple[Placement, ...]:
-        """The placements to try for ``placement``: places where it is impossible keep their own."""
+        """The placements to force for ``placement``; a place where it is impossible keeps its own."""
         return tuple(placement if place.possible(placement) else place.own for place in self.places)
 
     def text(self, placements: Sequence[Placement]) -> str:
@@ -65,7 +65,7 @@ class View(ABC):
         """Yields whole programs with these placements: at every price, and stored in rows."""
 
     def in_shards(self, program: Program) -> Program | None:
-        """The program with all other parameters stored in shards; None if that is not tried."""
+        """The program with all other parameters stored in shards; None if that is not tried here."""
         return None
 
     def elsewhere(self) -> Iterator[tuple[str, Program]]:
@@ -77,8 +77,8 @@ class View(ABC):
 def view_of(
     program: Program, costs: CostModel, tensor: str, all_layers: bool, optimizer_states: OptimizerStates
 ) -> View:
-    """The view for the kind of a plan. Raises InputError for a tensor that is not there, and for a program
-    with copies that no planner makes."""
+    """Makes the view for this kind of plan. Raises InputError for a tensor that is not there, and for a
+    program with copies that no planner makes."""
     if is_joined(program):
         return Joined(program, costs, tensor, all_layers, optimizer_states)
     if program.copies:
@@ -142,7 +142,7 @@ class Lowered(View):
         self.places = (self.place,)
 
     def operators_of(self, name: str) -> list[str]:
-        """The operator that makes a value, or those that use a leaf."""
+        """The operator that makes a value, or for a leaf the operators that use it."""
         node = self.graph.producers[name]
         if not node.is_leaf:
             return [operator_name(node)]
@@ -189,13 +189,13 @@ class Lowered(View):
                     yield from self.held_so(placement, stored_by_owners(lowered, names, owners[0]))
 
     def held_so(self, placement: Placement, lowered: Program) -> Iterator[Program]:
-        """Yields the program, if the tensor has the placement after lowering."""
+        """Yields the program if the tensor still has the placement after lowering."""
         if all(held_as(lowered, self.graph, name) == placement for name in self.tensors):
             yield lowered
 
     def elsewhere(self) -> Iterator[tuple[str, Program]]:
-        """Yields programs with the operator moved alone, with all operators before or after it under its
-        ratio, and with both."""
+        """Yields programs with the operator moved alone, and with all operators under its ratio before it,
+        after it, or both."""
         plain = lifted(self.program)
         mine = [name for name, ratio in self.ratios.items() if ratio == self.ratio]
         asked = [o for name in self.tensors for o in self.operators_of(name) if o in mine]
@@ -262,7 +262,7 @@ class Joined(View):
         return tuple(place.own for place in self.places)
 
     def text(self, placements: Sequence[Placement]) -> str:
-        """The placement if it is the same in all machines, else that of each."""
+        """The placement in words: one if all machines have the same, else that of each."""
         if len(placements) == len(self.sets) and len(set(placements)) == 1:
             return str(placements[0])
         return ", ".join(f"{placement}@{member}" for member, placement in zip(self.members, placements))

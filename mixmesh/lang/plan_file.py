@@ -42,7 +42,8 @@ PIPELINE = "1f1b"  # the only order of a pipeline's micro-batches
 
 @dataclass(frozen=True)
 class PassResult:
-    """One pass of planning: the seconds that it spent, and the seconds of the plan's step that it saved."""
+    """The result of one pass of planning: the seconds that it took, and the seconds of the plan's step that
+    it saved."""
 
     name: str
     about: str
@@ -80,23 +81,22 @@ class Plan:
 
     - ``predicted_peak_memory_bytes``: one entry per rank.
     - ``cluster_fingerprint``, ``graph_fingerprint``: the devices and the model that the plan was made for.
-    - ``timings_s``: seconds of each step of planning.
-    - ``gap``: the most by which the program may cost more than the cheapest one, by the search's own costs
-      and as a share of it; None where that is not known.
-    - ``bound_s``: seconds that no plan for the job on these devices can beat; None where they are not known.
+    - ``timings_s``: seconds of each phase of planning.
+    - ``gap``: the most by which the program may cost more than the cheapest one, as a share, by the search's
+      own costs; None if that is unknown.
+    - ``bound_s``: seconds that no plan for the job on these devices can beat; None if they are unknown.
     - ``ideal_s``: seconds of all devices computing all the time, as the cost model estimates them.
-    - ``micro_batches``: per rank, how it accumulates gradients within a step; None where every rank takes its
+    - ``micro_batches``: per rank, how it accumulates gradients within a step; None if every rank takes its
       share at once. A chain of stages that accumulates is a pipeline: its ``order`` says so.
     - ``measured_step_s``: measured in a trial by ``mixmesh tune``; None without one.
     - ``arguments``: the arguments of the model's call by name, each "tensor" or the text of a constant; None
-      where they are not known.
-    - ``returned``: what the model returns, where it does not return the loss itself.
-    - ``devices``: the planned device of each rank; None where they are not known, and then a start compares
-      nothing.
+      if they are unknown.
+    - ``returned``: what the model returns, if that is not the loss itself.
+    - ``devices``: the planned device of each rank; None if they are unknown, and then no start compares them.
     - ``usable_bytes``: per rank, the memory that the plan may use, also with batches of other shapes; empty
-      where it is not known.
+      if it is unknown.
     - ``autocast``: the type of device and the dtype of the autocast context around the model's call, or None.
-    - ``optimizer_states``: what the memory of the job's optimizer was counted by.
+    - ``optimizer_states``: the tensors that were counted for the job's optimizer.
     - ``tf32``: matrix products of float32 may run in TF32, and costs and bounds count on it.
     - ``edited``: the program comes from a file and differs from what mixmesh wrote, so that its types may not
       be those of PyTorch.
@@ -131,8 +131,8 @@ class Plan:
     optimizer_states: OptimizerStates = ADAM
     edited: bool = field(default=False, compare=False)
     notes: dict[int, str] = field(default_factory=dict, compare=False, repr=False)
-    passes: tuple[PassResult, ...] = field(default=(), compare=False, repr=False)  # only of a new plan
-    text: str = field(default="", compare=False, repr=False)  # only of a plan from a file, which it is all of
+    passes: tuple[PassResult, ...] = field(default=(), compare=False, repr=False)  # known only for a new plan
+    text: str = field(default="", compare=False, repr=False)  # the whole file, if the plan was read from one
 
     @property
     def is_bound_measured(self) -> bool:
@@ -200,7 +200,7 @@ class Plan:
             )
         above, below = "\n".join(lines[:start]), "\n".join(lines[start:])
         header = read_header(above, where, FORMAT)
-        # blank lines keep the line numbers of the file
+        # blank lines, so that line numbers are those of the file
         program = parse_program("\n" * start + below, where)
         check_per_rank(header, above, where, program.world_size)
         edited = header.get("program_digest") != digest(below)
@@ -259,7 +259,7 @@ def _optional_values(plan: Plan, program_digest: str) -> tuple[tuple[str, object
             None if plan.optimizer_states == ADAM else plan.optimizer_states,
             "of a parameter: tensors kept, and of workspace",
         ),
-        # an edited program stays one when it is saved again
+        # an edited program counts as edited even after the plan is saved again
         ("program_digest", None if plan.edited else program_digest, "of the program below"),
         (
             "batch_norm",
@@ -336,7 +336,7 @@ def _from_header(header: dict[str, Any], program: Program, where: str, *, edited
         )
     if "order" in header and header["order"] != plan.order:
         raise PlanError(
-            "the plan's micro-steps cannot run in this order",
+            "the plan's micro-batches cannot run in this order",
             where=where,
             expected=f"order = {_toml(PIPELINE)} for a chain of stages with micro_batches, none for others",
             got=f"order = {json.dumps(header['order'])}"
@@ -381,7 +381,7 @@ def accumulation(plan: Plan) -> Samples | None:
         )
     if samples.meets and len(counts) > 1:
         raise PlanError(
-            "the ranks meet in every micro-step of this program, so all take as many",
+            "the ranks meet in every micro-batch of this program, so all take as many",
             expected="one number of steps, of all ranks that take part",
             got=", ".join(str(m.steps) for m in plan.micro_batches),
             hint="a number of steps of one's own needs ZeRO stage 0, 1 or 2",
@@ -400,8 +400,8 @@ def accumulates(micro_batches: tuple[MicroBatch, ...] | None) -> TypeGuard[tuple
 
 @dataclass(frozen=True)
 class Schedule:
-    """The samples of every micro-batch, per rank. ``scatters``: each of them sums the gradients of ZeRO stage
-    2, so that no whole gradient lives in between."""
+    """The samples of every micro-batch, per rank. If it ``scatters``, each micro-batch sums the gradients of
+    ZeRO stage 2, so that no whole gradient lives between micro-batches."""
 
     sizes: tuple[tuple[int, ...], ...]
     scatters: bool
@@ -410,9 +410,9 @@ class Schedule:
 def schedule(program: Program, micro_batches: tuple[MicroBatch, ...], samples: Samples) -> Schedule:
     """Returns the sizes of all micro-batches.
 
-    Where ranks meet in every micro-batch, all ranks run the same number, those without samples too; so they
-    do in ZeRO stage 2 if their numbers are equal anyway. Otherwise each rank runs only micro-batches with
-    samples, but at least one. A pipeline sums its gradients after all of its micro-batches.
+    If ranks meet in every micro-batch, all ranks run the same number, including those without samples; the
+    same holds for ZeRO stage 2 if their numbers are equal anyway. Otherwise each rank runs only micro-batches
+    with samples, but at least one. A pipeline sums its gradients after all of its micro-batches.
     """
     counts = {m.steps for m in micro_batches if m.steps}
     scattered = any(stage_of(i) == 2 and owned_type(program, i) is not None for i in program.params)

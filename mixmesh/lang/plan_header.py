@@ -16,8 +16,9 @@ from ..errors import PlanError
 from .ir.bounds import MAX_ELEMENTS, MAX_INTEGER, MAX_MICRO_STEPS
 from .plan_devices import is_row
 
-DEVICE_TYPES = ("cpu", "cuda", "xpu")  # that PyTorch casts on and has collectives for; cuda is ROCm's too
-SHOWN = 60  # characters of a value in an error
+# types of devices that PyTorch casts on and has collectives for; "cuda" stands for ROCm too
+DEVICE_TYPES = ("cpu", "cuda", "xpu")
+SHOWN = 60  # characters of a value that an error shows
 AGAIN = "mixmesh plan JOB --cluster C.toml --out X.plan"
 UNDO = (f"undo the edit, or plan again: {AGAIN}",)
 
@@ -173,7 +174,7 @@ def read_header(text: str, where: str, file_format: int) -> dict[str, Any]:
 
 def check_per_rank(header: dict[str, Any], text: str, where: str, world_size: int) -> None:
     """Raises PlanError for a list without one entry per rank. All but ``micro_batches`` may be empty, which
-    says that the values are not known."""
+    means that the values are unknown."""
     for key in PER_RANK:
         entries = header.get(key)
         least = world_size if key == "micro_batches" else 0
@@ -214,6 +215,6 @@ def _no_toml(text: str, where: str, error: Exception) -> PlanError:
 def _shown(value: Any) -> str:
     try:
         text = str(value)
-    except ValueError:  # a number of thousands of digits
+    except ValueError:  # a number with thousands of digits
         text = "a number of too many digits"
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."

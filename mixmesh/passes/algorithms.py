@@ -14,7 +14,7 @@ ATTRIBUTES = (("algorithm", False), ("gradient_algorithm", True))
 
 def with_algorithms(program: Program, costs: CostModel) -> Program:
     """``program`` with ``algorithm`` and ``gradient_algorithm`` on redistributions whose fastest measured
-    algorithm is not the runtime's own choice. Algorithms that the program already names stay."""
+    algorithm is not the runtime's own choice. Algorithms already named in the program stay."""
     return replace(program, instructions=tuple(_annotated(program, i, costs) for i in program.instructions))
 
 
@@ -52,7 +52,7 @@ def _better_algorithm(program: Program, i: Instruction, costs: CostModel, *, bac
 
 def skew_of(program: Program, i: Instruction, ranks: tuple[int, ...]) -> float | None:
     """The largest piece over the mean one in a gather or scatter between ``ranks``. None if nothing is cut,
-    or if one rank holds all of it, which makes it a broadcast."""
+    or if one rank holds everything, which makes it a broadcast."""
     cut = [t for t in (program.types[i.inputs[0]], i.type) if isinstance(t.placement, Shard)]
     if len(cut) != 1:
         return None

@@ -27,7 +27,7 @@ def bucketings(
     """The different buckets of ``with_buckets`` for these capacities. ``order`` is that of the program's
     sums, if it is already known: it does not depend on buckets."""
     params = program.params
-    kinds: dict[int, list[tuple]] = {}  # by place; parameters with copies have several
+    kinds: dict[int, list[tuple]] = {}  # for each place, the kinds; a parameter with copies has several
     for s in order_of_sums(program) if order is None else order:
         kinds.setdefault(s.place, []).append((s.kind.dtype, s.kind.ranks))
     gradients = [(params[place].type.value.size_bytes, tuple(kind)) for place, kind in kinds.items()]
@@ -41,7 +41,7 @@ def bucketings(
 
 
 def numbered(program: Program, buckets: Buckets) -> Program:
-    """``program`` with these bucket numbers on its parameters; a None leaves the parameter unchanged."""
+    """``program`` with these bucket numbers on its parameters; None leaves the parameter unchanged."""
     instructions = list(program.instructions)
     params = [n for n, i in enumerate(instructions) if i.op == "param"]
     for n, number in zip(params, buckets):
@@ -53,16 +53,16 @@ def numbered(program: Program, buckets: Buckets) -> Program:
 
 
 def merged(program: Program, costs: CostModel, ready_s: Mapping[str, float]) -> Program:
-    """``program`` with the buckets whose sums would end first, if each were on its own link.
+    """``program`` with the buckets whose sums would end earliest if each had a link of its own.
 
     ``ready_s`` is when each parameter's gradient is ready. Sums between one set of ranks follow each other in
     the order of readiness. With r_j the time when gradient j is ready, the best sums of the first j end at
 
-        end(j) = min over i < j of max(end(i), r_j) + seconds(bytes(i + 1, ..., j))
+    end(j) = min over i < j of max(end(i), r_j) + seconds(bytes(i + 1, ..., j))
 
     where the seconds are the least of some lines ``latency_s + s_per_byte * bytes``. This merges like MG-WFBP
     (Shi et al., INFOCOM'19), but exactly: a sum that waits longer for more gradients saves a latency. Among
-    equally good buckets, the fewest are taken.
+    equally good choices, the one with the fewest buckets is taken.
     """
     params = program.params
     kinds: dict[tuple, list[int]] = {}  # the places of parameters
@@ -71,7 +71,7 @@ def merged(program: Program, costs: CostModel, ready_s: Mapping[str, float]) -> 
     groups: list[tuple[float, list[int]]] = []
     for (_, ranks, owned, _), places in kinds.items():
         fit = costs.collective(_way(program, ranks, owned), ranks)
-        places.sort(key=lambda place: ready_s[params[place].result])  # stable
+        places.sort(key=lambda place: ready_s[params[place].result])  # the sort is stable
         sizes = [params[place].type.value.size_bytes for place in places]
         ready = [ready_s[params[place].result] for place in places]
         groups += [(ready[b - 1], places[a:b]) for a, b in _cuts(ready, sizes, fit.affine_lines)]
@@ -92,8 +92,8 @@ def _way(program: Program, ranks: tuple[int, ...], owned: str | None) -> str:
 def _cuts(
     ready: list[float], sizes: list[int], lines: Sequence[tuple[float, float]]
 ) -> list[tuple[int, int]]:
-    """The runs (begin, end) that make the last sum end first. A sum takes the least of these ``lines``, each
-    a latency in seconds and seconds per byte."""
+    """The runs (begin, end) for which the last sum ends earliest. A sum takes the least of these ``lines``,
+    each a latency in seconds and seconds per byte."""
     before = np.concatenate(([0.0], np.cumsum(sizes)))
     end = np.zeros(len(ready) + 1)
     begin = [0] * (len(ready) + 1)

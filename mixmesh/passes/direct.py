@@ -7,7 +7,8 @@ from ..lang.ir import Program
 
 
 def without_needless_directness(program: Program, sheet: Sheet) -> Program:
-    """The program without its limit for one-shot all-reduces if it has no such sums. ``sheet`` is its own."""
+    """The program without its limit for one-shot all-reduces if none of its sums is below the limit.
+    ``sheet`` is the program's cost table."""
     if not program.direct_bytes or any(e and e.direct for e in sheet.exchanges.values()):
         return program
     return program.changed(direct_bytes=0)

@@ -19,7 +19,7 @@ from ..lang.rules import call_of
 from ..step.kept import extra_bytes, kept
 
 Regions = tuple[tuple[int, ...], ...]
-MAX_LEVELS = 48  # limits of bytes held at a cut that are tried; equal layers have fewer
+MAX_LEVELS = 48  # limit on the tried limits of bytes held at a cut; equal layers need fewer
 
 
 def recomputed(program: Program) -> Program:
@@ -32,14 +32,14 @@ def recomputed(program: Program) -> Program:
         for n in reversed(region):
             rest = [m for m in chosen if m != n]
             if live.kept_bytes(region, rest) <= live.kept_bytes(region, chosen):
-                chosen = rest  # recomputing n would save nothing
+                chosen = rest  # rematerialising n would save nothing
         numbers |= dict.fromkeys(chosen, number)
     return with_regions(program, numbers)
 
 
 def divided(program: Program) -> Regions:
-    """Divides a program's computations into the regions that keep least, by an estimate: the bytes that cross
-    the ends of all regions, and those that the largest keeps inside."""
+    """Divides a program's computations into the regions that keep the fewest bytes, by an estimate: the bytes
+    that cross the ends of all regions, plus those that the largest region keeps inside."""
     return _Live(program).divided()
 
 
@@ -52,13 +52,13 @@ def can_run_again(program: Program, n: int, stale: frozenset[str]) -> bool:
 
 
 class _Live:
-    """Bytes of a program's activations held after each computation, for any reason."""
+    """Bytes of a program's activations that are held after each computation, for any reason."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         stale = updated_buffers(program)
         self.computations = [n for n in range(len(program.instructions)) if can_run_again(program, n, stale)]
-        self.root: dict[str, str] = {}  # by view, the value that it looks at
+        self.root: dict[str, str] = {}  # for each view, the value whose memory it shows
         self.activations: set[str] = set()
         self.last: dict[str, int] = {}  # last use of each value, and of a view's base
         last = self.last
@@ -116,7 +116,7 @@ class _Live:
         return min(estimates, key=lambda parts: (estimates[parts], len(parts)), default=())
 
     def cut(self, level: float) -> Regions:
-        """Regions that end at places where at most ``level`` bytes are held."""
+        """Regions that end where at most ``level`` bytes are held."""
         out: list[tuple[int, ...]] = []
         region: list[int] = []
         for n in self.computations:
@@ -147,8 +147,8 @@ class _Live:
         return sum(dict(pair for n in region for pair in self.keeps[n]).values())
 
     def earlier(self, parts: Regions) -> Regions:
-        """All but the last ones, which together keep no more than the largest of the others; the last in any
-        case."""
+        """All regions except the last ones, which together keep no more than the largest of the others; the
+        very last is always left out."""
         sizes = [self.inside(region) for region in parts]
         count = max(len(parts) - 1, 0)
         while count > 1 and sum(sizes[count - 1 :]) <= max(sizes[: count - 1]):
@@ -156,7 +156,7 @@ class _Live:
         return parts[:count]
 
     def estimate(self, parts: Regions) -> float:
-        """Unsharded bytes that are kept between the passes, and the most that a region keeps besides."""
+        """Unsharded bytes that are kept between the passes, and the most that a region keeps in addition."""
         crossing: set[str] = set()
         inside = [0.0]
         for members in parts:

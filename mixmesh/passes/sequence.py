@@ -58,8 +58,8 @@ def is_reduced(program: Program, i: Instruction) -> bool:
 
 
 def ratio_name(program: Program, t: TensorType) -> str | None:
-    """The ratio that cuts a value of this type: its own, or the first one in which every rank takes part;
-    None if there is none."""
+    """The ratio that would cut a value of this type: its own, or the first one in which every rank takes
+    part; None if there is none."""
     everyone = (name for name, ratio in program.ratios if all(share > 0 for share in ratio))
     return t.ratio or next(everyone, None)
 
@@ -84,7 +84,7 @@ def cut_operators(program: Program, reduced: Mapping[str, Instruction]) -> dict[
 
 
 def is_replicated(program: Program, i: Instruction) -> bool:
-    """Whether all ranks of one ratio compute ``i`` alike, and it has no attributes."""
+    """Whether all ranks of a ratio compute ``i`` alike, and it has no attributes."""
     if i.is_leaf or i.is_sink or i.is_redistribution or i.attrs:
         return False
     types = [*i.types, *(program.types[name] for name in i.inputs)]
@@ -93,8 +93,8 @@ def is_replicated(program: Program, i: Instruction) -> bool:
 
 
 def way_of(program: Program, i: Instruction, held: tuple[Placement | None, ...]) -> Cut | None:
-    """The placements of ``i`` on inputs that are ``held``, None for those still whole; None if it cannot be
-    computed so, or if not all of its results are then cut."""
+    """The placements of ``i`` if its inputs are ``held`` like this, None standing for one still whole. None
+    if it cannot be computed like that, or if not all of its results are then cut."""
     rule = RULES.get(i.op)
     if rule is None:
         return None
@@ -114,7 +114,7 @@ def way_of(program: Program, i: Instruction, held: tuple[Placement | None, ...])
 def placed(
     bound: Bound, terms: Iterable[tuple], bare: Iterable[Placement], step: int
 ) -> tuple[Placement, ...]:
-    """The placements of tensors with their units, where ``step`` of the factor that is cut stay together."""
+    """The placements of tensors with their units: ``step`` elements of the cut factor stay together."""
     return tuple(
         [
             replace(p, unit=step * bound.trailing(dims[p.dim])) if isinstance(p, Shard) else p
@@ -142,12 +142,15 @@ def fits(strategy: Strategy, held: tuple[Placement | None, ...]) -> bool:
 
 
 def without_costly_ends(program: Program, operators: Mapping[int, Cut]) -> dict[int, Cut]:
-    """The operators without those whose results, gathered for others, would be larger than the inputs
-    gathered in their place."""
+    """The operators without those whose gathered results would be larger than the inputs gathered instead."""
     kept = dict(operators)
-    made = {r for n in kept for r in program.instructions[n].results}
+    results_of_kept = {r for n in kept for r in program.instructions[n].results}
     outside = {
-        name for n, i in enumerate(program.instructions) if n not in kept for name in i.inputs if name in made
+        name
+        for n, i in enumerate(program.instructions)
+        if n not in kept
+        for name in i.inputs
+        if name in results_of_kept
     }
 
     def size_bytes(names: Iterable[str]) -> int:
@@ -170,17 +173,18 @@ class _Rewrite:
         self.program, self.operators = program, operators
         self.used = {*program.types}
         self.made = {r for n in operators for r in program.instructions[n].results}
-        self.wanted: dict[str, dict[Placement, None]] = {}  # by value, the placements in which it is used
+        # for each value, the placements in which it is used
+        self.wanted: dict[str, dict[Placement, None]] = {}
         for n, i in enumerate(program.instructions):
-            taken = operators[n].inputs if n in operators else (self.taken(i),) * len(i.inputs)
-            for name, p in zip(i.inputs, taken):
+            placements = operators[n].inputs if n in operators else (self.taken(i),) * len(i.inputs)
+            for name, p in zip(i.inputs, placements):
                 self.wanted.setdefault(name, {})[p] = None
         self.held: dict[tuple[str, Placement], str] = {}  # names of values in further placements
         self.pieces: dict[str, TensorType] = {}  # the types of the operators' results
 
     def taken(self, i: Instruction) -> Placement:
-        """The placement in which an outside instruction takes its inputs. A slice of an operator's result
-        takes it in its own placement, as pieces then go from rank to rank."""
+        """The placement in which an instruction outside of the operators takes its inputs. A slice of an
+        operator's result takes it in the slice's own placement, so that pieces go from rank to rank."""
         if i.op != "local_slice" or i.inputs[0] not in self.made:
             return REPLICATE
         is_alike = i.type.ratio == ratio_name(self.program, self.program.types[i.inputs[0]])
@@ -198,8 +202,8 @@ class _Rewrite:
                 yield using(i, [self.held.get((name, REPLICATE), name) for name in i.inputs])
 
     def operator(self, i: Instruction, way: Cut) -> Iterator[Instruction]:
-        """Yields slices of inputs that are whole, the operator on pieces, and gathers of results for users
-        that take them whole."""
+        """Yields the slices of inputs that are whole, the operator on pieces, and the gathers of results for
+        users that need them whole."""
         for name, p in zip(i.inputs, way.inputs):
             if isinstance(p, Shard) and name not in self.made and (name, p) not in self.held:
                 yield self.held_as(name, self.program.types[name], p)
@@ -226,7 +230,7 @@ class _Rewrite:
         return is_activation and len(wanted) == 1 and t.ratio == ratio_name(self.program, i.type)
 
     def entry(self, i: Instruction) -> Iterator[Instruction]:
-        """The pieces of a value, which is gathered from them if other instructions use it."""
+        """The pieces of a value, from which it is gathered if other instructions use it."""
         source = i.inputs[0]
         t = self.program.types[source]
         (p,) = (p for p in self.wanted[i.result] if isinstance(p, Shard))
@@ -240,7 +244,7 @@ class _Rewrite:
             yield Instruction(i.results, i.types, "all_gather", (Ref(pieces.result),))
 
     def recut(self, i: Instruction) -> Iterator[Instruction]:
-        """A slice of an operator's result, which is in pieces already."""
+        """A slice of an operator's result, which is already in pieces."""
         t = self.pieces[i.inputs[0]]
         if t.placement == i.type.placement:
             self.held[i.result, REPLICATE] = i.inputs[0]
@@ -249,7 +253,8 @@ class _Rewrite:
             yield Instruction(i.results, i.types, op, (Ref(i.inputs[0]),))
 
     def held_as(self, name: str, t: TensorType, p: Placement, value: str = "") -> Instruction:
-        """``name``, of type ``t``, held as ``p``: as a form of ``value``, if it is one of another."""
+        """The name of ``name``, of type ``t``, held as ``p``: a form of ``value``, if it is a form of another
+        value."""
         suffix = f"s{p.dim}" if isinstance(p, Shard) else "r"
         stem = f"{(value or name).removesuffix('.r')}.{suffix}"
         result, count = stem, 1
@@ -262,7 +267,7 @@ class _Rewrite:
         return Instruction((result,), (self.placed(t, p),), op, (Ref(name),))
 
     def placed(self, t: TensorType, p: Placement) -> TensorType:
-        """The type held as ``p``, under the ratio that it names, or the one that would cut it."""
+        """The type held as ``p`` under the ratio that it names, or under the one that would cut it."""
         ratio = ratio_name(self.program, t) if isinstance(p, Shard) else t.ratio
         return TensorType(t.value, p, ratio)
 

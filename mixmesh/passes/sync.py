@@ -22,15 +22,15 @@ from .zero import ownable, with_owners
 
 TRIED = 5000  # instructions in all tried programs together, which limits the time
 
-FEWEST = 3  # choices that are tried for any program
+FEWEST = 3  # number of choices that are tried for any program
 
-Choice = tuple[Ratio | None, ...]  # by bucket, the shares of its owners; None is an all_reduce
+Choice = tuple[Ratio | None, ...]  # for each bucket, the shares of its owners; None is an all_reduce
 
 
 def best_sync(
     program: Program, costs: CostModel, step_s: Callable[[Program], float], *, mixed: bool
 ) -> Program:
-    """The program with owners if that lowers ``step_s``. It must have its buckets, and no owners. Unless
+    """The program with owners if that lowers ``step_s``. It must have buckets, and no owners. Unless
     ``mixed``, all buckets are synchronised in one way."""
     can, buckets = ownable_buckets(program)
     if not buckets:
@@ -106,7 +106,7 @@ def ownable_buckets(program: Program) -> tuple[set[str], list[GradientSum]]:
 
 
 def owned_by(program: Program, can: set[str], buckets: list[GradientSum], choice: Choice) -> Program:
-    """The program with these owners of its buckets."""
+    """The program with these owners for its buckets."""
     chosen = [(s, shares) for s, shares in zip(buckets, choice) if shares is not None]
     return with_owners(
         program, {p.result: shares for s, shares in chosen for p in s.params if p.result in can}
@@ -114,7 +114,7 @@ def owned_by(program: Program, can: set[str], buckets: list[GradientSum], choice
 
 
 def alike(program: Program, costs: CostModel, buckets: list[GradientSum]) -> Iterator[Choice]:
-    """Owners for all buckets, a server for each in turn, one for all."""
+    """Owners for all buckets; a server for each bucket in turn; one server for all."""
     each = [list(options(program, costs, s)) for s in buckets]
     ways = range(1, max(map(len, each)))
     choices = [tuple(of[min(way, len(of) - 1)] for of in each) for way in ways]
@@ -124,8 +124,8 @@ def alike(program: Program, costs: CostModel, buckets: list[GradientSum]) -> Ite
 
 
 def options(program: Program, costs: CostModel, s: GradientSum) -> Iterator[Ratio | None]:
-    """Yields possible owners of a bucket: none, the leaders of machines if sums are hierarchical, all evenly,
-    all by their shares of the batch, one of each kind of device."""
+    """Yields the possible owners of a bucket: none, the leaders of machines if sums are hierarchical, all
+    ranks evenly, all ranks by their shares of the batch, and one device of each kind."""
     yield None
     parts = () if program.levels is None else program.levels.parts(s.ranks, s.size_bytes)
     if parts:

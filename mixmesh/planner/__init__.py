@@ -4,7 +4,7 @@
     finish      the passes on the plans that may become the fastest
     choose      the fastest that fits in every device's memory
 
-``Options`` are the requests for a plan; a ``Budget`` limits the time for planning.
+``Options`` hold what the caller asks of a plan; a ``Budget`` limits the time for planning.
 """
 
 from .make import make_plan, make_plans

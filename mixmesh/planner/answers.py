@@ -1,4 +1,4 @@
-"""The texts of a plan besides its program: why nothing fits, warnings, comments."""
+"""Texts that come with a plan: the reason why nothing fits, warnings, comments."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from .task import Task
 
 
 def check_memory(task: Task) -> None:
-    """Raises Infeasible if a device is too small for a process that holds no part of the model: then no
-    share, not even an empty one, would fit there."""
-    values = (Communicator(DATA, tuple(range(task.world_size))),)  # gives every rank the model's values
+    """Raises Infeasible if a device's memory is too small for a process that holds no part of the model: then
+    no share, not even an empty one, would fit there."""
+    # the communicator through which every rank gets the model's values
+    values = (Communicator(DATA, tuple(range(task.world_size))),)
     idle = task.costs.memory_constants_bytes(values[task.world_size == 1 :], working=())
     small = [rank for rank, size in enumerate(idle) if size > task.usable_bytes[rank]]
     if not small:
@@ -69,7 +70,7 @@ def infeasible(task: Task, proposals: list[Proposal]) -> Infeasible:
         )
     constant = closest.simulation.memory.constants(closest.program)[rank]
     hint = ("a smaller global batch in the job", f"a device with at least {size_text(over)} more memory")
-    if rank not in closest.program.working_ranks:  # it has to receive the initial values all the same
+    if rank not in closest.program.working_ranks:  # an idle rank still receives the initial values
         hint = (f"a cluster file without rank {rank}, which takes no part and is too small even so", hint[1])
     name, size = largest_tensor(closest.program, rank)
     return Infeasible(
@@ -122,7 +123,7 @@ def dtype_warnings(task: Task, program: Program) -> Iterator[str]:
 def notes_of(program: Program, sheet: Sheet) -> dict[int, str]:
     """Comments for the printed program: local sizes of inputs, times of operators and collectives."""
     costs, notes = sheet.costs, {}
-    slowest: dict[int, float] = {}  # by work
+    slowest: dict[int, float] = {}  # the longest seconds of each work
     for n, i in enumerate(program.instructions):
         if i.op == "input":
             shapes = [

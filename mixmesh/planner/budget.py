@@ -1,8 +1,8 @@
 """The limit on planning, as one value that is handed down.
 
-The unit is a *visit*: one instruction of a program, or one node of a graph, in a simulated step. Each look of
-the planner costs a number of steps, so larger programs get fewer trials. Visits are counted and not timed, so
-that a plan depends on the job and the cluster and not on how fast the planning machine is.
+The unit is a *visit*: one instruction of a program, or one node of a graph, in a simulated step. Everything
+that the planner tries costs a number of steps, so larger programs get fewer trials. Visits are counted and
+not timed, so that a plan depends on the job and the cluster and not on how fast the planning machine is.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class Budget:
 
 AUTO = Budget(6_000)  # for ``auto`` without a search: about a second for all decisions
 AMPLE = AUTO.ample  # for a single named planner, and for a search
-EACH = AUTO  # for each program that planners examine, whichever planner asks
-CARE_STEPS = 10  # steps for a look with care: up to 600 instructions within the budget of ``auto``
-SOME_STEPS = 3  # steps for any look at all: up to 2000 instructions
+EACH = AUTO  # for each program that a planner examines, whichever planner it is
+# steps that allow a thorough examination: up to 600 instructions within the budget of ``auto``
+CARE_STEPS = 10
+SOME_STEPS = 3  # steps that allow any examination at all: up to 2000 instructions

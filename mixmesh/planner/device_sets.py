@@ -15,7 +15,8 @@ from .task import Task
 
 Ranks = tuple[int, ...]
 
-MOST_SETS = 16  # up to this many sets of machines are all tried; otherwise the first 1, 2, 4, ... machines
+# up to this many sets of machines are all tried; otherwise only the first 1, 2, 4, ... machines
+MOST_SETS = 16
 
 
 def machine_sets(task: Task) -> list[Ranks]:
@@ -53,7 +54,7 @@ def _orders(task: Task, kinds: dict[tuple, list[Ranks]]) -> Iterator[list[Ranks]
 
 
 def _firsts(order: Sequence[Ranks]) -> Iterator[Sequence[Ranks]]:
-    """The first machine, the first two, four, …, all."""
+    """The first machine, the first two, four, …, all machines."""
     count = 1
     while count < len(order):
         yield order[:count]
@@ -62,8 +63,8 @@ def _firsts(order: Sequence[Ranks]) -> Iterator[Sequence[Ranks]]:
 
 
 def device_sets(task: Task) -> list[Ranks]:
-    """All devices, sets of machines, and these without the slowest class of devices, without the two slowest,
-    …: dropping is always legal."""
+    """All devices, sets of machines, and each of these without the slowest class of devices, without the two
+    slowest, …: leaving out devices is always legal."""
     class_of, shares = task.costs.class_of, task.proportional
     sets: dict[Ranks, None] = {}
     for ranks in (task.ranks, *machine_sets(task)):
@@ -78,14 +79,15 @@ def device_sets(task: Task) -> list[Ranks]:
 
 
 def sets_in_need(task: Task) -> list[Ranks]:
-    """For each class, all devices except those of the class: its memory may be too small."""
+    """For each class, all devices outside of it: the memory of its devices may be too small."""
     class_of = task.costs.class_of
     classes = dict.fromkeys(class_of[r] for r in task.ranks)
     return [tuple(r for r in task.ranks if class_of[r] != c) for c in classes if len(classes) > 1]
 
 
 def _unlike(task: Task, sets: Sequence[Ranks]) -> list[Ranks]:
-    """One of those sets that have as many devices of each class in machines with equal links."""
+    """One of each group of sets with the same number of devices of each class in machines with equal
+    links."""
     cluster, class_of = task.costs.cluster, task.costs.class_of
     unlike: dict[tuple, Ranks] = {}
     for ranks in sets:
@@ -115,5 +117,5 @@ def least_parallel_s(task: Task, ranks: Ranks) -> float:
 
 
 def busiest_link_s(task: Task, exchange: Exchange) -> float:
-    """Seconds of the exchange on the link that carries most of it."""
+    """Seconds of the exchange on the link that carries the most of it."""
     return max(exchange.link_s_per_byte(task.costs.cluster).values()) * exchange.size_bytes

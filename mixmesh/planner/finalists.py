@@ -11,13 +11,13 @@ from ..passes.buckets import bucketings, numbered
 from .proposal import BASELINES, Proposal
 from .task import Task
 
-WITHIN = 1.3  # plans slower than the chosen one by this factor are left out, except the best baseline
+WITHIN = 1.3  # plans slower than the chosen one by this factor are left out, except for the best baseline
 BUCKET_BYTES = (1e6, 4e6, 16e6, 64e6, 1e12)
 
 
 def finalists(task: Task, chosen: Proposal, count: int) -> list[Proposal]:
     """Up to ``count - 1`` proposals besides ``chosen``, the fastest by prediction first. The task must have
-    kept its ``kinds``. The best baseline that fits is among them, as the bar to beat."""
+    kept its ``kinds``. The best baseline that fits is among them, for comparison."""
     assert task.kinds is not None
     if chosen.micro_batches is None:
         for buckets in bucketings(chosen.program, BUCKET_BYTES, chosen.simulation.step.summed):

@@ -1,5 +1,5 @@
-"""The end of planning: finds the best ways to sum gradients, orders, buckets, and times at which weight
-gradients are computed."""
+"""The end of planning: finds the best ways to sum gradients, execution orders, buckets, and times to compute
+weight gradients."""
 
 from __future__ import annotations
 
@@ -16,21 +16,24 @@ from .planners import BY_NAME
 from .proposal import Proposal
 from .task import HOPEFUL, Task
 
-ALIKE = 1e-4  # relative difference of times below which one of two programs is finished
-FEW = 8  # proposals that are finished; those in micro-steps, which keep their order and sums, are not counted
-# share of the budget for a step of every further program: three of the largest, examined with care
+ALIKE = 1e-4  # relative difference of times below which only one of two programs is finished
+# number of proposals that are finished; those with micro-batches, which keep their order and sums, do not
+# count
+FEW = 8
+# share of the budget for a step of every further program: enough for three of the largest that are examined
+# thoroughly
 SHARE = 0.3
-# this many more are finished if they would be the fastest after gaining this much more than the largest gain
+# this many more are finished if they would become the fastest by gaining this much more than the largest gain
 # so far
 LIKELY_FEW, LIKELY_GAIN = 2, 0.95
-# relative to the fastest step so far: programs that were joined from several machines gain more
+# relative to the fastest step so far: programs joined from several machines gain more
 JOINED_HOPEFUL = 2.0
 
 
 def finish(task: Task, chosen: Proposal, every: Sequence[Proposal]) -> Proposal:
     """Finishes the proposals near ``chosen``, the fastest so far, and returns the fastest result. A last
-    resort with its micro-steps gains little; the others may gain more, and are tried where no search was made
-    for plans like it."""
+    resort with micro-batches gains little; the others may gain more, and are tried if no search for such
+    plans was made."""
     usual = [p for p in every if p.feasible and BY_NAME[p.planner].is_usual]
     is_usual = BY_NAME[chosen.planner].is_usual
     near: list[Proposal] = []
@@ -45,8 +48,8 @@ def finish(task: Task, chosen: Proposal, every: Sequence[Proposal]) -> Proposal:
 
 
 def finished_near(task: Task, proposals: Sequence[Proposal]) -> list[Proposal]:
-    """Finishes the fastest proposal and those near it that may overtake it. Of programs that are almost the
-    same, one is finished on each set of devices."""
+    """Finishes the fastest proposal and those near it that may overtake it. Among programs that are almost
+    the same, one is finished on each set of devices."""
     first = min(proposals, key=lambda p: p.key)
     unlike = [first]
     for proposal in sorted(proposals, key=lambda p: p.key):
@@ -90,9 +93,9 @@ def are_alike(one: Proposal, other: Proposal) -> bool:
 
 
 def by_turns_of_sets(bounded: Sequence[tuple[Proposal, float]]) -> list[tuple[Proposal, float]]:
-    """Proposals, each with its least seconds, by turns: one for each set of devices, then the next one for
-    each, because programs on one set may be almost the same. Those of a set are in the order of their
-    seconds."""
+    """Proposals, each with its least seconds, in turns: one for each set of devices, then the next one for
+    each, because programs on one set may be almost the same. Within a set they are sorted by their seconds.
+    """
     by_set: dict[tuple[tuple[int, ...], ...], list[tuple[Proposal, float]]] = {}
     for proposal, in_order_s in bounded:
         by_set.setdefault(supports(proposal.program), []).append((proposal, in_order_s))
@@ -101,8 +104,8 @@ def by_turns_of_sets(bounded: Sequence[tuple[Proposal, float]]) -> list[tuple[Pr
 
 
 def least_s(task: Task, proposal: Proposal) -> float:
-    """A rough lower bound of the step in its order, in seconds, with all gradients of a set of ranks in one
-    sum."""
+    """A rough lower bound, in seconds, of the step in its present order, with all gradients of a set of ranks
+    in one sum."""
     if proposal.micro_batches is not None:
         return proposal.timeline.step_s
     with task.timed("simulate"):

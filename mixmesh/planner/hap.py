@@ -26,36 +26,41 @@ from .tried import Tried
 
 SUM_EXP = "mixmesh.sum_exp"
 DDP_TUNED = "ddp-tuned"
-GRADIENT_PRICES = (0.0, 1.0, 0.3)  # prices of a second of gradient communication: all, none, much is hidden
+# price of a second of gradient communication: all counts, none counts, much is hidden
+GRADIENT_PRICES = (0.0, 1.0, 0.3)
 DATA_PARALLEL_ONLY = (None,)
-# least number of sets of devices to search; share of the budget for a step of each set
+# the least number of sets of devices to search; the share of the budget for a step of each set
 LEAST_SETS, SETS_SHARE = 2, 0.2834
 # factor for substitutes: a set whose memory is too small is replaced by another one
 MORE_SETS = 3
-FEW_SETS = 4  # with this many sets, some may be chosen for other reasons than their data parallelism
-WEIGHT = 1.01  # the search may return a program this much dearer than the cheapest
-MAX_STATES, MAX_STATES_PER_STEP = 50, 1.5  # together, before it keeps only the best few of every step
+FEW_SETS = 4  # if there are this many sets, some may be chosen for other reasons than their data parallelism
+WEIGHT = 1.01  # factor by which the program that a search returns may cost more than the cheapest
+# in all searches together, before a search keeps only the best few states of every step
+MAX_STATES, MAX_STATES_PER_STEP = 50, 1.5
 MAX_ROUNDS = 4
 SAME_RATIO = 0.025  # shares that differ by less lead to the same program
-# factor of the estimated least step on some devices: steps were found that are 6 % shorter
+# factor on the estimated least step on some devices: steps 6 % shorter than that were found
 ABOUT = 0.9
 LOST = 1.01  # a program whose step stays above the best one times this is dropped
 FAR = 1.05  # a program slower by this factor gets no other bucket sizes, shares or prices
 HOPELESS = 1.2  # if programs at both ends of the prices are slower by this factor, no price between is tried
-CLOSE = 1.1  # relative cost at which whole classes are tried too: they may still be faster than cut ones
+CLOSE = 1.1  # relative cost up to which whole classes are tried too: they may still be faster than cut ones
 CLASSES_STEPS = 5  # steps that a budget must pay for to try whole classes too: up to 1200 nodes
-SPARE = (0.0, 0.03, 0.1)  # share of a device's memory, left to rounding
-FULL = 0.9  # share of usable memory: a rank that holds less could have more samples
-BOUND_BY_MEMORY = 0.05  # share of the batch by which a rank's part would change if no rank lacked memory
+SPARE = (0.0, 0.03, 0.1)  # shares of a device's memory that are left free for rounding
+FULL = 0.9  # share of usable memory: a rank that holds less could take more samples
+# share of the batch: if a rank's part would change by more without memory limits, memory limits the shares
+BOUND_BY_MEMORY = 0.05
 
 
 def synthesised(task: Task) -> Iterator[Proposal]:
-    """Programs by search at several prices of gradients; data parallelism too, if not asked before."""
+    """Proposes programs found by search at several prices of gradients, and data parallelism unless it was
+    proposed before."""
     return Synthesis(task).proposals((None, *GRADIENT_PRICES))
 
 
 def tuned(task: Task) -> Iterator[Proposal]:
-    """Data parallelism with the best shares, on several sets of devices: the search has to beat it."""
+    """Proposes data parallelism with the best shares, on several sets of devices: the search has to beat
+    it."""
     return Synthesis(task, DDP_TUNED).proposals(DATA_PARALLEL_ONLY)
 
 
@@ -65,20 +70,20 @@ def most_states(problem: Problem) -> int:
 
 
 class Synthesis:
-    """Alternates between programs and shares for one task, on behalf of ``planner``. Programs that data
-    parallelism has already tried are not tried again."""
+    """Alternates between programs and shares for one task, on behalf of ``planner``. Programs that were
+    already tried for data parallelism are not tried again."""
 
     def __init__(self, task: Task, planner: str = "hap") -> None:
         self.task, self.planner = task, planner
         if DDP_TUNED not in task.proposed:
             task.tried = {}
-        self.paths: dict[float, Found] = {}  # by price, the last path found on any devices
+        self.paths: dict[float, Found] = {}  # for each price, the last path found on any devices
 
     def proposals(self, prices: Sequence[float | None]) -> Iterator[Proposal]:
         """Alternates between program and ratio, for several prices and sets of devices. The sets with the
         lowest bound for data parallelism come first, and sets that cannot beat the best plan are left out.
-        The bound ignores memory: if a set's memory is too small for its programs, another set that there was
-        no time for takes its place, preferably the set of all devices."""
+        The bound ignores memory: if a set's memory is too small for its programs, its place goes to another
+        set that was left out for lack of time, preferably that of all devices."""
         task, baseline = self.task, self.task.proposed.get(DDP_TUNED)
         best = None if baseline is None else (baseline.key, support(baseline.program.shares))
         sets = self.sets()
@@ -104,7 +109,7 @@ class Synthesis:
             yield from self.with_whole_classes(best[1])
 
     def sets(self) -> list[tuple[int, ...]]:
-        """Sets of devices, first those with the lowest bound for data parallelism."""
+        """Sets of devices, the lowest bound for data parallelism first."""
         tried = self.task.tried
 
         def hope(ranks: tuple[int, ...]) -> tuple[float, int]:
@@ -116,7 +121,7 @@ class Synthesis:
     def in_time(
         self, sets: Sequence[tuple[int, ...]], prices: Sequence[float | None]
     ) -> list[tuple[int, ...]]:
-        """The first sets that may be faster than the best plan, as many as there is time for. If that is more
+        """The first sets that may be faster than the best plan, as many as the time allows. If that is more
         than a few, they include all devices and the fastest machine alone, which a search may use even if
         data parallelism cannot."""
         task, most = self.task, self.most_sets(prices)
@@ -150,13 +155,13 @@ class Synthesis:
         return max(LEAST_SETS, int(self.task.budget.part(SETS_SHARE).steps(len(self.task.graph.nodes))))
 
     def on(self, ranks: tuple[int, ...], prices: Sequence[float | None], judged: bool) -> Iterator[Proposal]:
-        """Proposals for a set of devices. The first is ``judged`` however slow it is."""
+        """Proposals for a set of devices. The first one is ``judged`` however slow it is."""
         task, tried = self.task, self.task.tried.setdefault(ranks, Tried())
         for price in prices:
             if len(ranks) == 1 and price is not None:
                 continue  # nothing to communicate
             if price is not None and tried.same_at_both_ends:
-                continue  # the cheapest program at both ends is the cheapest in between
+                continue  # the cheapest program at both ends is also the cheapest in between
             if not judged and 0.0 in tried.by_price and min(tried.floors_s) > LOST * task.best_s:
                 return  # even with free gradients these devices are too slow, so no other price will help
             if len(tried.by_price) == 2 and min(tried.least_s, default=0.0) > HOPELESS * task.best_s:
@@ -168,8 +173,8 @@ class Synthesis:
                 yield proposal
 
     def with_whole_classes(self, ranks: tuple[int, ...]) -> Iterator[Proposal]:
-        """Programs with whole classes instead of one that cuts the classes of a loss: a gather of the head's
-        weight may hide, which prices do not show, while one of hidden states does not."""
+        """Programs with whole classes in place of one that cuts the classes of a loss: a gather of the head's
+        weight may be hidden, which prices do not show, while one of hidden states is not."""
         tried = self.task.tried.get(ranks, Tried())
         small = EACH.pays_for(CLASSES_STEPS, len(self.task.graph.nodes))
         for price, cost_s in [*tried.cutting_classes.items()][-1:] if small else ():
@@ -178,7 +183,7 @@ class Synthesis:
 
     @lazy
     def sums_of_samples(self) -> dict[int, int]:
-        """The sums over classes, as codes of the search: of whole rows, cut between samples."""
+        """The sums over classes, as codes of the search: sums over whole rows, cut between samples."""
         choices = self.task.choices
         return {choices.ids[n.result]: code_of(Shard(0)) for n in choices.steps if n.op == SUM_EXP}
 
@@ -193,11 +198,11 @@ class Synthesis:
     ) -> tuple[Program | None, int, float | None]:
         """The cheapest program under a ratio, with its identifying number and its gap; no program if its
         number is in ``seen``. Without a price for gradients it is data parallelism. With ``whole_s`` the
-        classes of a loss are whole, and a program that costs more seconds does not count."""
+        classes of a loss are whole, and a program that costs more seconds than that does not count."""
         if price is None:
             program = self.task.data_parallel(ratio)
             path = self.task.data_parallel_path(alone=len(support(ratio)) == 1)
-            assert path is not None  # it was just asked for
+            assert path is not None  # it has been asked for just now
             number = path.number
             if number in seen:
                 return None, number, None
@@ -251,7 +256,7 @@ class Synthesis:
             if turn == 0 and price is not None and whole_s is None:
                 tried.by_price[price] = number
             if program is None:
-                break  # another price or ratio led to the same program
+                break  # another price or ratio has led to the same program
             tried.seen.add(number)
             if cuts_classes(program):
                 tried.cutting_classes.setdefault(price, self.task.searched[shape_of(program)][1].cost_s)
@@ -259,7 +264,7 @@ class Synthesis:
             simulation = self.task.simulation(program)
             free, floor_s, least_s = self.bounds(program, ranks)
             if turn == 0 and tried.holds(floor_s, least_s):
-                break  # in effect the same program
+                break  # practically the same program
             tried.floors_s.append(floor_s)
             tried.least_s.append(least_s)
             if not judged and self.is_lost(free, simulation, least_s):
@@ -281,22 +286,22 @@ class Synthesis:
     def in_less_memory(
         self, made: Proposal, program: Program, ranks: tuple[int, ...], least_s: float
     ) -> Iterator[Proposal]:
-        """Forms of the program that hold less, if ``made``, the program under its best shares, does not fit
-        or its shares are limited by memory."""
+        """Forms of the program that hold less. Empty unless ``made``, the program under its best shares, does
+        not fit, or its shares are limited by memory."""
         if not made.feasible:
             yield from self.stored_sharded(program, ranks)
         if not made.feasible or self.bound_by_memory(made, ranks):
             yield from self.computed_again(program, ranks, least_s)
 
     def is_lost(self, program: Program, simulation: Simulation, least_s: float) -> bool:
-        """Whether a program whose step takes at least ``least_s`` with any buckets is not worth a closer
-        look. The look may pay for a small program: order may hide exchanges within its passes, owners may
-        hide reductions of its gradients, and gradients from factors may save some of these."""
+        """Whether a program whose step takes at least ``least_s`` with any buckets is not worth examining.
+        Examining a small program may pay: order may hide exchanges within its passes, owners may hide
+        reductions of its gradients, and gradients from factors may save some of these."""
         best_s = self.task.best_s
         if EACH.pays_for(CARE_STEPS, len(program.instructions)):
             saved_s = most_saved_s(program, self.task.costs)
             lost_s = far_s = HOPEFUL * (best_s + simulation.exchanged_s + saved_s)
-            # one bucket may have all of its gradients, and levels pay only where buckets follow each other
+            # one bucket may have all of its gradients, and levels pay only if buckets follow each other
             sums = [*product((USUAL_BYTES, SMALLER_BYTES[-1]), (True, False))]
         else:
             lost_s, far_s, sums = LOST * best_s, FAR * best_s, [(USUAL_BYTES, True)]
@@ -307,7 +312,7 @@ class Synthesis:
 
     def bounds(self, program: Program, ranks: tuple[int, ...]) -> tuple[Program, float, float]:
         """The program under the best shares without a limit on memory, and two lower bounds of its step under
-        these: without any sums, and with any buckets."""
+        these shares: without any sums, and with any buckets."""
         program = self.task.in_our_sums(self.planner, program)
         simulation = self.task.simulation(program)
         ratio = self.task.ratio(simulation, program, ranks, limited=False) or program.shares
@@ -316,7 +321,7 @@ class Synthesis:
             return free, *simulation.least_s(free)
 
     def improved(self, proposal: Proposal, *rows: Pass) -> Proposal:
-        """The proposal after some passes."""
+        """The proposal after the passes for a program that a search has just found."""
         for row in rows:
             proposal = row(self.task, proposal, self.task.budget)
         return proposal
@@ -332,9 +337,9 @@ class Synthesis:
         return max((abs(a - b) for a, b in pairs), default=0.0) > BOUND_BY_MEMORY
 
     def computed_again(self, program: Program, ranks: tuple[int, ...], least_s: float) -> Iterator[Proposal]:
-        """The same program with as few recomputed activations as fit in memory, and with parameters stored in
-        shards too if recomputation is not enough. Left out if ``least_s``, a bound without recomputation, is
-        slower than the best plan."""
+        """The same program with as few rematerialised activations as make it fit in memory, and also with
+        parameters stored in shards if that is not enough. Left out if ``least_s``, a bound without
+        rematerialisation, is slower than the best plan."""
         candidate = recomputed(program)
         if not regions(candidate) or least_s > LOST * self.task.best_s:
             return
@@ -347,8 +352,8 @@ class Synthesis:
                     return
 
     def fitting(self, program: Program, ranks: tuple[int, ...]) -> Proposal | None:
-        """The program under the LP's shares, with some more memory left free if rounding needs it; None if no
-        shares fit."""
+        """The program under the LP's shares, with a little more memory left free if rounding requires it;
+        None if no shares fit."""
         simulation, best = self.task.simulation(program), None
         for spare in SPARE:
             ratio = self.task.ratio(simulation, program, ranks, HEADROOM + spare)

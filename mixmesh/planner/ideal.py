@@ -1,24 +1,24 @@
 """A bound that no plan is faster than: all devices compute all the time, and nothing else takes any.
 
-Operator k would take device class c ``t_kc`` seconds for all of it, at the best that any share of it was
-measured to do there. Where it was not measured, these are the seconds at the whole peaks of the device's
-figures (``at_peaks``): published steps were faster than bounds at the usual share of them. Communication is
-free, nothing is computed twice, memory is no limit, and every operator is divided between the ``n_c`` devices
-of the classes as is best for the step:
+For all of operator k, device class c would take ``t_kc`` seconds, at the best rate measured there for any
+share of it. If it was not measured, these are the seconds at the full peaks of the device's figures
+(``at_peaks``): published steps were faster than bounds at the usual share of them. Communication is free,
+nothing is computed twice, memory is no limit, and every operator is divided between the ``n_c`` devices of
+each class in the way that is best for the step:
 
     minimise    T
     subject to  sum_k t_kc x_kc <= n_c T    for every class c
                 sum_c x_kc = 1              for every operator k
                 x_kc >= 0
 
-The work of the optimizer is one more k. A program computes every operator at least once, in shares that
-sum to 1 or more, a share x takes ``t_kc x`` at least, and no step is shorter than its busiest device works:
-this holds of any placement, pipeline or stage of ZeRO. The duals of the rows of classes are prices of a
-second, ``y_c`` with ``sum_c n_c y_c = 1``, and by weak duality ``sum_k min_c y_c t_kc`` is no more than T
-whatever the prices: what is returned is that sum, and rests on no tolerance of a solver.
+The optimizer's work counts as one more operator. A program computes every operator at least once, in shares
+that sum to 1 or more, a share x takes ``t_kc x`` at least, and no step is shorter than its busiest device
+works: this holds for any placement, pipeline or ZeRO stage. The duals of the rows of classes are prices of a
+second, ``y_c`` with ``sum_c n_c y_c = 1``, and by weak duality ``sum_k min_c y_c t_kc`` is at most T for any
+prices. That sum is returned, so the result does not depend on a solver's tolerance.
 
-For a device that rests (a measured ``rested_s``) this is about steps that follow each other: one alone may be
-shorter by what the device was ahead before it.
+For a device with burst credit (a measured ``rested_s``) the bound holds for steps that follow each other: a
+single step may be shorter by the credit saved before it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ..lang.optimizer_states import ADAM, OptimizerStates
 from ..lang.rules import Call, call_of
 from ..search.synthesis import Choices
 
-DIGITS = 4  # rows whose relative seconds agree to so many digits share one price
+DIGITS = 4  # rows whose relative seconds agree to this many digits share one price
 
 
 def ideal_s(seconds: np.ndarray, class_of: Sequence[int], ranks: Sequence[int]) -> float:
@@ -51,9 +51,9 @@ def ideal_s(seconds: np.ndarray, class_of: Sequence[int], ranks: Sequence[int]) 
 def seconds_by_class(
     choices: Choices, states: OptimizerStates = ADAM, *, at_peaks: bool = True
 ) -> np.ndarray:
-    """Seconds of everything that a step computes, whole, on each class of devices: a row for every kind of
-    operator, and one for the optimizer. Values that were not measured are those ``at_peaks`` of the devices,
-    or else the estimates of the cost model, which good kernels may undercut."""
+    """Seconds that each class of devices takes for the whole of everything that a step computes: a row for
+    every kind of operator, and one for the optimizer. Values that were not measured are computed ``at_peaks``
+    of the devices, or else estimated by the cost model, which good kernels may undercut."""
     return np.array([*operator_s(choices, at_peaks), optimizer_s(choices, states, at_peaks)])
 
 
@@ -119,7 +119,7 @@ def prices_of(seconds: np.ndarray, counts: np.ndarray) -> np.ndarray:
         key = np.round(row / row.sum(), DIGITS).tobytes()
         alike[key] = alike.get(key, 0.0) + row
     table = np.array(list(alike.values()))
-    # the fastest class alone would take 1, so that T is no matter for the solver's tolerances
+    # scaled so that the fastest class alone would take 1: T then suits the solver's tolerances
     table /= (table.sum(axis=0) / counts).min()
     rows, classes = table.shape
     h = quiet_solver()

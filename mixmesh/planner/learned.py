@@ -17,11 +17,12 @@ from .proposal import Proposal
 from .spaces import space_of
 from .task import HEADROOM, Task
 
-MAX_CALLS = 20_000  # calls of the estimate: more seconds are of no use on a small model
+MAX_CALLS = 20_000  # calls of the estimate: for a small model more seconds are of no use
 
 
 def tag(task: Task) -> Iterator[Proposal]:
-    """TAG: tree search, its choices weighed by a network that was trained on other models and clusters."""
+    """TAG: tree search whose choices are weighed by a network that was trained on other models and
+    clusters."""
     need_torch_geometric("tag")
     if task.world_size == 1:
         return  # there is only one placement

@@ -31,7 +31,7 @@ from .proved import proved
 from .task import Task
 from .whole import whole_batch_warnings
 
-COLLECTED_AFTER = 1_000_000  # new objects; planning makes many, all in use and without cycles
+COLLECTED_AFTER = 1_000_000  # number of new objects; planning makes many, all in use and without cycles
 Say = Callable[[str], None]
 
 
@@ -55,8 +55,9 @@ class Traced(Protocol):
 def make_plan(
     traced: Traced | Graph, cluster: Cluster, *, progress: Say | None = None, **options: Any
 ) -> Plan:
-    """The best plan for a model on a cluster; ``options`` are the fields of ``Options``, by name. With fewer
-    samples than devices, data parallelism leaves some out; tensor parallelism needs no samples to divide.
+    """The best plan for a model on a cluster; ``options`` are the fields of ``Options``, by name. If there
+    are fewer samples than devices, data parallelism leaves some devices out; tensor parallelism divides no
+    samples.
 
     Raises InputError for an unknown planner, Infeasible if nothing fits.
     """
@@ -78,10 +79,10 @@ def make_plans(
 
 @contextmanager
 def untouched() -> Iterator[None]:
-    """A context in which the garbage collector does not traverse older objects again and again, such as all
-    of PyTorch, nor the programs that planning keeps: together that took two thirds of the time."""
+    """A context in which the garbage collector does not repeatedly traverse older objects, such as all of
+    PyTorch, nor the programs that planning keeps: together that took two thirds of the time."""
     if gc.get_freeze_count():
-        yield  # the caller did
+        yield  # the caller has done this
         return
     thresholds = gc.get_threshold()
     gc.freeze()
@@ -89,7 +90,8 @@ def untouched() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.freeze()  # planning's objects are old by now: else the collector looks through them at once
+        # planning's objects count as old by now: otherwise the collector would traverse them at once
+        gc.freeze()
         gc.set_threshold(*thresholds)
         gc.unfreeze()
 
@@ -117,7 +119,7 @@ def plans_of(
 
     fitting = [p for p in task.proposed.values() if p.feasible and p is not chosen]
     instead = sorted(fitting, key=lambda p: p.key)
-    plans: dict[tuple, Plan] = {}  # kinds may come to the same program
+    plans: dict[tuple, Plan] = {}  # several kinds may lead to the same program
     for plan in offer((chosen, *others), instead, finished_plan):
         plans.setdefault((plan.program, plan.micro_batches), plan)
     return tuple(plans.values())
@@ -156,7 +158,7 @@ def plan_of(task: Task, proposal: Proposal, planning_s: float) -> Plan:
     for row in SPELLING:
         spelled = row(task, spelled, task.budget)
     program = replace(spelled.program, dtypes=task.dtypes)
-    # with micro-steps the simulation has only the cost table of a single one
+    # with micro-batches the simulation has only the cost table of a single one
     sheet = proposal.simulation.sheet if proposal.micro_batches is None else Sheet(program, task.costs)
     return Plan(
         program=program,

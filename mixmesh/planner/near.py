@@ -1,4 +1,4 @@
-"""The proposals near the fastest, with their gradients reduced in the fastest way of each."""
+"""Reduces the gradients of the proposals near the fastest, each in its fastest way."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .passes import REDUCTIONS
 from .proposal import Proposal
 from .task import HOPEFUL, Task
 
-# planners whose proposals are reduced at once, so that later ones must beat the result
+# planners whose proposals are reduced immediately, so that later ones must beat the result
 REDUCED_AT_ONCE = (DDP_TUNED, "hap")
 
 EXCHANGED = 0.05  # least share of the step in exchanges within its passes that is worth the time
-FEW, SHORT_FEW = 4, 1  # proposals of a planner that are tried; the latter within a short budget
+FEW, SHORT_FEW = 4, 1  # proposals of a planner that are tried; the latter if the budget is short
 
 
 def reduced_near(task: Task, proposals: Sequence[Proposal]) -> dict[str, Proposal]:
@@ -57,8 +57,8 @@ def reduced_near(task: Task, proposals: Sequence[Proposal]) -> dict[str, Proposa
 
 def budget_for(proposal: Proposal, budget: Budget) -> Budget:
     """The budget for the passes of one proposal. It is ample if the program is small enough to be finished
-    with care, or if it is of medium size and waits for exchanges within its forward and backward pass, as
-    with exact batch norm: much of that can be hidden."""
+    thoroughly, or if it is of medium size and waits for exchanges within its forward and backward pass, as
+    with exact batch norm: many of these waits can be hidden."""
     size = len(proposal.program.instructions)
     if budget.pays_for(CARE_STEPS, size):
         return budget.ample

@@ -1,4 +1,4 @@
-"""Offers only plans whose programs the checker accepts, since it checks them again before they run."""
+"""Offers only plans whose programs the checker accepts, because it checks them again before they run."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ from .planners import PLANNERS
 
 @dataclass(frozen=True)
 class Options:
-    """Requests for a plan. ``planner`` is a name in ``PLANNERS``, or ``auto`` for the best of them.
+    """What the caller asks of a plan. ``planner`` is a name in ``PLANNERS``, or ``auto`` for the best of
+    them.
 
     ``profile`` holds measured costs. ``optimizer_states`` are tensors per parameter, and ``whole_parameters``
     is for optimizers that cannot step parts of parameters (LAMB). ``search_s`` limits the open-ended planners

@@ -1,13 +1,13 @@
-"""Pipelines: chains of stages in micro-steps, found by an estimate and judged by the simulator.
+"""Pipelines: chains of stages in micro-batches, found by an estimate and judged by the simulator.
 
 A stage is a device, the equal devices of a machine or a whole machine. For every order of the machines, every
-set of the faster ones and every number of micro-steps, a dynamic programme over the groups of operators finds
-the borders between stages whose slowest stage or transfer is fastest, among those that fit. A step of m
-micro-steps is then estimated as one micro-step through all stages plus m - 1 times the slowest. With
-``BLOCKING_SENDS`` a stage takes the time to compute and to send.
+set of the faster ones and every number of micro-batches, a dynamic programme over the groups of operators
+finds the borders between stages for which the slowest stage or transfer is fastest, among those that fit. A
+step of m micro-batches is then estimated as one micro-batch through all stages plus m - 1 times the slowest.
+With ``BLOCKING_SENDS`` a stage takes the time to compute and to send.
 
-``hopeful`` is the part for which ``auto`` has time, after a search of placements: if the best plan is far
-from computing all the time, chains are estimated, and those that are faster than that plan are simulated.
+``hopeful`` does as much as ``auto`` has time for, after a search of placements: if devices compute far from
+all the time under the best plan, chains are estimated, and those faster than that plan are simulated.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from .proposal import Proposal
 from .spaces import space_of
 from .task import Task
 
-GROUPS = 96  # groups of operators, between which borders may be
+GROUPS = 96  # number of groups of operators, between which borders may be
 MOST_MICRO_STEPS = 96
-ORDERS = 40  # limit of tried orders of machines
+ORDERS = 40  # limit on the orders of machines that are tried
 MOST_STAGES = 16
-JUDGED = 4  # plans of each kind of stages that are simulated
-# plans of all kinds that are simulated, and steps of the graph that the budget must pay for: up to 300 nodes,
-# or up to 500
+JUDGED = 4  # number of plans of each kind of stages that are simulated
+# numbers of plans of all kinds that are simulated, and steps of the graph that the budget must pay for: up to
+# 300 nodes, or up to 500
 MOST_HOPEFUL, MOST_STEPS = 8, 20
 HOPEFUL, HOPEFUL_STEPS = 2, 12
-LEAST_STEPS = 6  # without these, no pipelines are looked for: up to 1000 nodes
+LEAST_STEPS = 6  # steps without which no pipelines are looked for: up to 1000 nodes
 MOST_DEVICES = 16
-WORTH = 1.15  # a best step below the bound of all plans times this has little to gain
-# times the best step: the estimate is about a tenth too low, and at times more than it should be
+WORTH = 1.15  # factor on the bound of all plans: a faster step has little to gain
+# factor on the best step: the estimate is about a tenth too low, and sometimes too high
 LIKELY, MOST_LIKELY = 0.9, 1.2
-APART = 1.3  # smallest factor between two numbers of micro-steps
+APART = 1.3  # smallest factor between two tried numbers of micro-batches
 FILLED = (1.0, 0.85, 0.7)  # shares of memory that the estimate may fill; less if the simulator refuses
 
 Ranks = tuple[int, ...]
@@ -52,12 +52,13 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Chain:
-    """Stages of ``shares`` (samples of a micro-batch per rank) with the groups up to each of ``ends``."""
+    """Stages with these ``shares`` (samples of a micro-batch per rank); each has the groups up to its entry
+    in ``ends``."""
 
     micro_steps: int
     shares: tuple[tuple[int, ...], ...]
     ends: tuple[int, ...]
-    step_s: float  # the estimate
+    step_s: float  # estimated
 
     def strategy(self) -> tuple[Placed, ...]:
         """One choice for each group."""
@@ -70,8 +71,8 @@ class Chain:
 
 
 def pipelines(task: Task, planner: str = "pipeline") -> Iterator[Proposal]:
-    """The best by estimate of every kind of stages, as the simulator sees them. None for a model that cannot
-    run in micro-steps."""
+    """The chains of every kind of stages with the best estimates, simulated. None for a model that cannot run
+    in micro-batches."""
     space = space_of(task, count=GROUPS)
     refused = False
     for part in FILLED:
@@ -91,15 +92,15 @@ def pipelines(task: Task, planner: str = "pipeline") -> Iterator[Proposal]:
 
 
 def hopeful(task: Task) -> Iterator[Proposal]:
-    """The chains that are faster than the best plan so far by more than the estimate is off, if there is
-    something to gain and not too much to plan."""
+    """The chains that are estimated as faster than the best plan so far by more than the error of the
+    estimate, if there is enough to gain and not too much to plan."""
     if least_pipeline_s(task) is None:
         return
     try:
         samples_of(with_whole_rows(task.data_parallel(task.proportional)))
     except PlanError as error:
         task.refused = str(error)
-        return  # no micro-steps
+        return  # no micro-batches
     space = space_of(task, count=GROUPS)
     with task.timed("pipelines"):
         small = EACH.pays_for(MOST_STEPS, len(task.graph.nodes))
@@ -122,7 +123,7 @@ def least_pipeline_s(task: Task) -> float | None:
 
 
 def judged(task: Task, space: Space, chain: Chain, planner: str = "pipeline") -> Proposal:
-    """Raises PlanError if the program cannot run in micro-steps."""
+    """Simulates a chain. Raises PlanError if its program cannot run in micro-batches."""
     with task.timed("lower"):
         program = with_whole_rows(space.lower(chain.strategy()))
     counts = samples_of(program).counts
@@ -147,8 +148,8 @@ def proposed(task: Task, space: Space, part: float = 1.0, below_s: float = float
 
 
 def spaced(chains: Sequence[Chain]) -> list[Chain]:
-    """The first chains whose numbers of micro-steps differ enough: the error of the estimate grows with that
-    number."""
+    """The first chains whose numbers of micro-batches differ enough from each other: the error of the
+    estimate grows with that number."""
     out: list[Chain] = []
     for chain in chains:
         near = (
@@ -198,7 +199,7 @@ def _kind(space: Space, ranks: Ranks) -> tuple:
 
 
 class _Estimate:
-    """Seconds and bytes of stages, by their first group and the one after their last."""
+    """Estimated seconds and bytes of stages, by their first group and the one after their last."""
 
     def __init__(self, task: Task, space: Space, part: float) -> None:
         self.task, self.space, self.costs = task, space, task.costs
@@ -207,10 +208,10 @@ class _Estimate:
         self.constant = task.costs.memory_constants_bytes()
         groups = space.groups
         classes = range(len(task.costs.classes))
-        # per class, the fixed seconds and the seconds for the whole batch
+        # for each class, the fixed seconds and the further seconds of the whole batch
         self.fixed = [_between([g.forward[c][0] + g.backward[c][0] for g in groups]) for c in classes]
         self.slope = [_between([g.forward[c][1] + g.backward[c][1] for g in groups]) for c in classes]
-        states = 2 + task.optimizer_states.kept  # the parameter and its gradient too
+        states = 2 + task.optimizer_states.kept  # includes the parameter and its gradient
         self.params = _between([g.param_bytes for g in groups])
         self.stored = self.params * states
         self.kept = _between([g.kept_bytes for g in groups])
@@ -235,8 +236,8 @@ class _Estimate:
         return self._shares[key]
 
     def stage(self, ranks: Ranks, size: int, flying: int) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds of a micro-batch on ``ranks`` for each pair of borders, and whether ``flying``
-        micro-batches fit there."""
+        """Seconds of a micro-batch on ``ranks`` for each pair of borders, and whether the memory for
+        ``flying`` micro-batches suffices there."""
         key = ranks, size, flying
         if key not in self._stages:
             count, counts = len(self.space.groups), self.shares(ranks, size)
@@ -278,7 +279,8 @@ class _Estimate:
         shares = [self.shares(ranks, size) for ranks in units]
         if any(not counts[r] for ranks, counts in zip(units, shares) for r in ranks):
             return None
-        # seconds of a transfer over the border before each stage: inputs cross that before the first group
+        # seconds of a transfer over the border before each stage: inputs have to cross the one before the
+        # first group
         border_s = [np.zeros(count + 1) for _ in (None, *units)]
         for n in range(1, len(units)):
             fixed, per_byte = self._link(units[n - 1], shares[n - 1], units[n], shares[n])
@@ -286,7 +288,7 @@ class _Estimate:
         seconds, costs = [], []
         for n, ranks in enumerate(units):
             stage_s, fits = self.stage(ranks, size, min(len(units) - n, micro_steps))
-            # gradients go back, activations go on
+            # gradients go back, activations go forward
             held_s = stage_s + border_s[n][:, None] + border_s[n + 1] if self.is_blocking else stage_s
             seconds.append(stage_s)
             costs.append(np.where(fits, np.maximum(held_s, border_s[n][:, None]), np.inf))
@@ -303,7 +305,7 @@ class _Estimate:
         return Chain(micro_steps, tuple(shares), ends, float(step_s))
 
     def _end_s(self, units: Sequence[Ranks], starts: Sequence[int], ends: Sequence[int]) -> float:
-        """Seconds for summing and stepping the gradients of the slowest stage, which nothing hides."""
+        """Seconds for summing and stepping the gradients of the slowest stage, which are not hidden."""
         longest = 0.0
         for ranks, start, end in zip(units, starts, ends):
             size = float(self.params[start, end])
@@ -328,7 +330,7 @@ class _Estimate:
 
 def borders(costs: Sequence[np.ndarray]) -> tuple[int, ...] | None:
     """The ends of the stages for which the largest cost is smallest: ``costs[s][a, b]`` is the cost of stage
-    s from a up to b, exclusive. None if every choice has infinite cost."""
+    s with the groups from a up to but not including b. None if every choice has infinite cost."""
     last = len(costs[0]) - 1
     best = np.full(last + 1, np.inf)
     best[0] = 0.0
@@ -347,13 +349,13 @@ def borders(costs: Sequence[np.ndarray]) -> tuple[int, ...] | None:
 
 
 def _between(values: Sequence[float]) -> np.ndarray:
-    """By (first, one after the last), their sum."""
+    """The sums of all ranges, by (first, one after the last)."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     return sums[None, :] - sums[:, None]
 
 
 def _largest(values: Sequence[float]) -> np.ndarray:
-    """By (first, one after the last), the largest."""
+    """The largest values of all ranges, by (first, one after the last)."""
     count = len(values)
     out = np.zeros((count + 1, count + 1))
     for a in range(count):

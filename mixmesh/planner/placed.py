@@ -1,4 +1,5 @@
-"""Op groups on devices: model parallelism, and a local search over all strategies of a ``Space``."""
+"""Places groups of operators on devices: model parallelism, and a local search over all strategies of a
+``Space``."""
 
 from __future__ import annotations
 
@@ -17,17 +18,18 @@ from .proposal import Proposal
 from .spaces import space_of
 from .task import Task
 
-FILLED = (1.0, 0.85, 0.7)  # shares of a device's memory that a cut by memory fills with the estimated bytes
-TIGHTENED = (1.0, 0.93, 0.85)  # shares of usable memory, for a search with estimates off by some per cent
+FILLED = (1.0, 0.85, 0.7)  # shares of a device's memory that a cut by memory fills with estimated bytes
+# shares of usable memory, for a search whose estimates are off by a few per cent
+TIGHTENED = (1.0, 0.93, 0.85)
 MAX_EVALUATIONS = 3000
 MAX_SIMULATIONS = 40
-JUDGED = 6  # strategies that the simulator judges after a search
-LONGEST = 12  # groups that one move of the search changes together
+JUDGED = 6  # number of strategies that are simulated after a search
+LONGEST = 12  # limit on the groups that one move of the search changes together
 
 
 def model_parallel(task: Task) -> Iterator[Proposal]:
     """Groups in order, cut once between each two units: devices, or sets of equal devices in a machine,
-    within which they run data parallel. Then the same in micro-steps."""
+    within which they run data parallel. Then the same in micro-batches."""
     space = space_of(task)
     for strategy in dict.fromkeys(cuts(space, task)):
         yield judged(task, "model-parallel", space, strategy)
@@ -35,7 +37,7 @@ def model_parallel(task: Task) -> Iterator[Proposal]:
 
 
 def judged(task: Task, planner: str, space: Space, strategy: Sequence[Action | Placed]) -> Proposal:
-    """A proposal of a strategy, with the simulator's word on it."""
+    """Simulates a strategy and returns it as a proposal."""
     with task.timed("lower"):
         program = space.lower(strategy)
     return task.best_buckets(planner, program)
@@ -58,7 +60,7 @@ def cuts(space: Space, task: Task) -> Iterator[Strategy]:
 
 
 def by_speed(space: Space, units: Sequence[tuple[int, ...]]) -> Strategy:
-    """Every unit gets groups whose seconds are in proportion to its speed."""
+    """Gives every unit groups whose seconds are in proportion to its speed."""
     placed = [Placed(space.shares(ranks)) for ranks in units]
     ends, total = [], 0.0
     for ranks in units:
@@ -77,7 +79,7 @@ def by_speed(space: Space, units: Sequence[tuple[int, ...]]) -> Strategy:
 def by_memory(
     space: Space, units: Sequence[tuple[int, ...]], estimate: Estimator, usable: Sequence[float]
 ) -> Strategy | None:
-    """Every unit gets groups until its memory is full; None if all are full before the end."""
+    """Gives every unit groups until its memory is full; None if all are full before the end."""
     left = iter(units)
     ranks = next(left)
     placed = Placed(space.shares(ranks))
@@ -135,8 +137,8 @@ def local_search(
     max_s: float = math.inf,
 ) -> Evaluator:
     """Changes runs of groups of the best strategy as long as the estimate improves. Begins with the best of
-    data parallelism, single devices and contiguous cuts. ``usable`` is memory by rank; by default everything
-    except the headroom."""
+    data parallelism, single devices and contiguous cuts. ``usable`` is each rank's memory; by default
+    everything except the headroom."""
     memory = tuple(usable or task.usable_bytes)
     evaluate = Evaluator(space, Measure(space, task.optimizer_states, memory, levels=task.levels))
     for strategy in (*cuts(space, task), *uniform(space)):
@@ -151,7 +153,7 @@ Move = Callable[[Space, Strategy, random.Random], Strategy]
 def climb(
     evaluate: Evaluator, moves: Sequence[Move], max_evaluations: int, max_s: float, draw: random.Random
 ) -> None:
-    """Moves drawn by chance from the best, each kept if it makes the strategy better."""
+    """Makes random moves from the best strategy; keeps each one that makes the strategy better."""
     started = time.perf_counter()
     best = evaluate.cheapest()
     least_s = evaluate(best).penalised[1]
@@ -181,7 +183,7 @@ def fitted(space: Space, k: int, placed: Placed) -> Placed:
 
 
 def replaced(space: Space, strategy: Strategy, draw: random.Random) -> Strategy:
-    """Some groups that follow each other with one other choice, of the space or in use already."""
+    """A run of groups with one other choice, taken from the space or from those in use."""
     first = draw.randrange(len(strategy))
     last = min(len(strategy), first + draw.randint(1, LONGEST))
     new = draw.choice((draw.choice(strategy), draw.choice(space.actions(first)).placed))
@@ -189,7 +191,7 @@ def replaced(space: Space, strategy: Strategy, draw: random.Random) -> Strategy:
 
 
 def shifted(space: Space, strategy: Strategy, draw: random.Random) -> Strategy:
-    """A sample from one rank to another, in all groups of one ratio."""
+    """A sample moved from one rank to another, in all groups of one ratio."""
     ratio = draw.choice(strategy).ratio
     counts = list(whole_counts(ratio, space.batch))
     giver, taker = draw.choice(support(ratio)), draw.choice(support(ratio))

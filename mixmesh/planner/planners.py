@@ -1,4 +1,4 @@
-"""The list of planners: their proposals, the cases in which ``auto`` asks them, and their requirements."""
+"""The list of planners: what they propose, when ``auto`` asks them, and what they need."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Propose = Callable[[Task], Iterator[Proposal]]
 
 
 class When(Enum):
-    """The cases in which ``auto`` asks a planner."""
+    """When ``auto`` asks a planner."""
 
     ALWAYS = "always"
     IN_NEED = "where nothing else fits, or with seconds to search"
@@ -30,9 +30,8 @@ class When(Enum):
 
 @dataclass(frozen=True)
 class OnSets:
-    """The way in which ``auto`` asks a planner for sets of machines. ``least_s`` is a rough lower bound of a
-    step on a set, or None if the set is not worth asking for; ``share`` of the budget goes to all sets
-    together."""
+    """How ``auto`` asks a planner for sets of machines. ``least_s`` is a rough lower bound of a step on a
+    set, or None if the set is not worth asking for; all sets together get ``share`` of the budget."""
 
     least_s: Callable[[Task], float | None]
     share: float
@@ -67,7 +66,7 @@ PIPELINE = Planner(
     pipelines,
     briefly=hopeful,
     on_sets=OnSets(least_pipeline_s, 0.0417),
-    needs="several devices, a model that can run in micro-steps, and a batch that they divide",
+    needs="several devices, a model that can run in micro-batches, and a batch that they divide",
 )
 # in the order in which they are asked: baselines first, as the others have to be faster
 ROWS = (

@@ -2,14 +2,14 @@
 
 For every stage and set of devices:
 
-    room        how many samples a device can hold in a micro-step, and how much owned state (``Room``)
+    room        how many samples a device can hold in a micro-batch, and how much owned state (``Room``)
     curves      seconds of a forward and backward pass over the size of the micro-batch, up to that
     allocate    micro-batch, accumulation and last micro-batch of each device (``mixmesh.zero.allocate``)
     owners      shares of owned state, in proportion to the optimizer's speed as far as memory allows
     judge       the simulator's judgement; the best stage is chosen
 
-If nothing fits, or only in several micro-steps, the same is tried with regions of the model recomputed in the
-backward pass (``recomputed``): larger micro-batches then fit, and fewer of them gather and sum less.
+If nothing fits, or only in several micro-batches, the same is tried with regions of the model rematerialised
+in the backward pass (``recomputed``): larger micro-batches then fit, and fewer of them gather and sum less.
 
 This departs from the paper, which takes the first stage that fits and divides owned state evenly.
 """
@@ -37,12 +37,13 @@ from .room import Room
 from .task import Task
 
 STAGES = (0, 1, 2, 3)
-HIDDEN = (1.0, 0.25)  # shares of the collectives' seconds that a micro-batch waits for
-SPARE = (0.0, 0.02, 0.06, 0.2)  # shares of a device's memory budget, left to rows that are not divided
+HIDDEN = (1.0, 0.25)  # shares of the collectives' seconds that a micro-batch is assumed to wait for
+# shares of a device's memory budget that are left free because rows are not divided
+SPARE = (0.0, 0.02, 0.06, 0.2)
 RESERVES = 16  # steps between giving all memory to samples and giving it to owned state first
-COMMON = 2  # the first stage whose devices share one count of micro-steps
-ONCE_S = 1e9  # seconds of collectives that make a second micro-step unthinkable
-AGAIN = 1.25  # computing with recomputed activations, in multiples of computing without: roughly
+COMMON = 2  # the first stage whose devices share one number of micro-batches
+ONCE_S = 1e9  # seconds of collectives that rule out a second micro-batch
+AGAIN = 1.25  # rough factor on the seconds of computing if activations are rematerialised
 GROWTH = 1.2  # factor between neighbouring micro-batches of a curve
 
 
@@ -53,7 +54,7 @@ def poplar(task: Task) -> Iterator[Proposal]:
     for ranks in (*sets, *sets_in_need(task)):
         if best_s < float("inf") and task.least_seconds(ranks) >= best_s:
             return  # slower sets will not help either
-        short = []  # ZeRO stages in which some rank cannot take its whole share at once for lack of memory
+        short = []  # ZeRO stages in which some rank lacks the memory to take its whole share at once
         for stage in STAGES:
             task.progress(f"planning: poplar, stage {stage}, {len(ranks)} devices")
             proposals = list(Staged(task, stage, ranks).proposals())
@@ -71,7 +72,7 @@ def poplar(task: Task) -> Iterator[Proposal]:
 
 
 def computed_again(task: Task, stage: int, ranks: tuple[int, ...], best_s: float) -> Iterator[Proposal]:
-    """The best with activations that are computed again, if it fits and is faster than ``best_s``."""
+    """The best with rematerialised activations, if it fits and is faster than ``best_s``."""
     program = recomputed(task.data_parallel(task.shares(ranks)))
     if not regions(program):
         return
@@ -83,8 +84,8 @@ def computed_again(task: Task, stage: int, ranks: tuple[int, ...], best_s: float
 
 
 class Staged:
-    """Data parallelism of some devices in a ZeRO stage; of ``plain``, if given and possibly faster than
-    ``best_s``."""
+    """Data parallelism on some devices in a ZeRO stage; made from ``plain``, if that is given and may be
+    faster than ``best_s``."""
 
     def __init__(
         self,
@@ -104,18 +105,18 @@ class Staged:
         self.passes_s: dict[tuple[int, int], float] = {}  # by class of devices and samples
 
     def proposals(self) -> Iterator[Proposal]:
-        """The best of several counts of micro-steps, and the step without any."""
+        """The best of several numbers of micro-batches, and the step without any."""
         if self.stage and self.owners is None:
-            return  # there is nothing to own
+            return  # nothing has an owner
         for samples in dict.fromkeys((samples_if_any(self.program), None)):
             memory = PeakMemory(self.task.costs, self.task.optimizer_states, samples)
             for spare in SPARE:
-                judged_plans = list(self.judged(spare, memory))
+                judged_plans = list(self.judge(spare, memory))
                 yield from judged_plans
                 if not judged_plans or any(p.feasible for p in judged_plans):
                     break
 
-    def judged(self, spare: float, memory: PeakMemory) -> Iterator[Proposal]:
+    def judge(self, spare: float, memory: PeakMemory) -> Iterator[Proposal]:
         accumulating = memory.samples is not None
         samples = memory.samples
         step = self.program if samples is None else costed_micro_step(self.program, samples)
@@ -127,7 +128,7 @@ class Staged:
         in_each_s = micro_step_s(simulation, self.program)
         seen: set = set()
         prices = [in_each_s * share for share in HIDDEN] if accumulating else [ONCE_S]
-        # in stages 0 and 1 every device may have its own count; a common one can allow larger micro-batches
+        # in stages 0 and 1 every device may have its own number; a common one can allow larger micro-batches
         counted = dict.fromkeys((self.stage, COMMON)) if accumulating else (COMMON,)
         for price_s, together in product(prices, counted):
             first = self.allocated(room, price_s, together, simulation)
@@ -152,7 +153,7 @@ class Staged:
             yield self.task.best_buckets("poplar", program, simulation, planned)
 
     def owned_as(self, program: Program, owners: Ratio | None) -> Program:
-        """``program`` with these shares of the owners, if it has any."""
+        """``program`` with these shares for the owners, if it has any."""
         if owners is None or self.owners is None:
             return program
         return with_ratio(program, self.owners, owners)
@@ -161,8 +162,8 @@ class Staged:
         self, room: Room, price_s: float, together: int, simulation: Simulation
     ) -> tuple[Allocation, Ratio | None] | None:
         """The allocation that leaves room for everything that is owned, with the shares of the owners; None
-        if there is no such allocation. It reserves as little of each device's memory as possible, the same
-        share on all."""
+        if there is none. It reserves as small a share of each device's memory as possible, the same on all.
+        """
         best = self.attempt(room, 1.0, price_s, together, simulation)
         low, high = -1, RESERVES
         while best is not None and self.owners is not None and low + 1 < high:
@@ -179,15 +180,15 @@ class Staged:
         if not able:
             return None
         curves = [self.curve(r, largest[r], simulation) for r in able]
-        found = allocate(curves, self.task.batch, stage=together, collective_s=price_s)
-        allocation = on_ranks(found, able, self.task.world_size)
+        on_able = allocate(curves, self.task.batch, stage=together, collective_s=price_s)
+        allocation = on_ranks(on_able, able, self.task.world_size)
         if self.owners is None:
             return allocation, None
         owners = room.owners(allocation.micro_batch)
         return None if owners is None else (allocation, owners)
 
     def confirmed(self, rank: int, samples: int) -> int:
-        """Limits ``samples`` to the largest micro-batch that was seen to run, if that was tried."""
+        """Limits ``samples`` to the largest micro-batch that was confirmed by running, if any was tried."""
         tried = None if self.again else self.task.costs.largest_micro_batch(rank, self.stage)
         return samples if tried is None else min(samples, tried)
 
@@ -203,8 +204,8 @@ class Staged:
 
 
 def samples_if_any(program: Program) -> Samples | None:
-    """The samples of a program; None if it cannot run in micro-steps, as a value of the whole batch depends
-    on parameters."""
+    """The samples of a program; None if it cannot run in micro-batches because a value of the whole batch
+    depends on parameters."""
     try:
         return samples_of(program)
     except PlanError:
@@ -212,14 +213,14 @@ def samples_if_any(program: Program) -> Samples | None:
 
 
 def micro_step_s(simulation: Simulation, program: Program) -> float:
-    """Seconds of the collectives of a micro-step."""
+    """Seconds of the collectives of a micro-batch."""
     calls = (*simulation.parts.forward.started, *simulation.parts.backward.started)
     scattered = simulation.sums(program, program.buckets, scattered=True)
     return sum(call.seconds for call in (*calls, *scattered.calls))
 
 
 def on_ranks(found: Allocation, ranks: Sequence[int], world_size: int) -> Allocation:
-    """An allocation to some ranks as one to all, the others without samples."""
+    """Extends an allocation to some ranks to all ranks; the others have no samples."""
 
     def spread(values: Sequence[int]) -> tuple[int, ...]:
         value_of = dict(zip(ranks, values))

@@ -23,9 +23,10 @@ class Proposal:
     timeline: Timeline
     feasible: bool
     simulation: Simulation = field(compare=False, repr=False)
-    gap: float | None = None  # how much dearer than the cheapest the search may have left it
+    gap: float | None = None  # share by which the search may have missed the cheapest program
     micro_batches: MicroBatches = None
-    gained_s: tuple[tuple[str, float], ...] = field(default=(), compare=False)  # by each pass, in their order
+    # for each pass, in their order
+    gained_s: tuple[tuple[str, float], ...] = field(default=(), compare=False)
 
     @property
     def key(self) -> tuple[bool, float]:
@@ -34,8 +35,8 @@ class Proposal:
     @lazy
     def kind(self) -> tuple:
         """The traits for which the simulator's error may differ: participating ranks, exchanges, the way and
-        the number of gradient sums (as a power of two), recomputation, split weight gradients,
-        micro-steps."""
+        the number of gradient sums (as a power of two), rematerialisation, split weight gradients,
+        micro-batches."""
         program = self.program
         sums = len({number for number in program.buckets if number is not None})
         return (
@@ -60,7 +61,7 @@ class Proposal:
 
 
 def ranks_of(program: Program) -> tuple[int, ...]:
-    """All ranks with a share of something; all ranks if there are no shares."""
+    """All ranks that have a share of something; all ranks if there are no shares."""
     sets = supports(program)
     if len(sets) < 2:
         return sets[0] if sets else tuple(range(program.world_size))

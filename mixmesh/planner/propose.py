@@ -1,4 +1,4 @@
-"""Proposals: the planners that are asked, on all devices and on sets of machines."""
+"""Collects proposals: from the planners that are asked, on all devices and on sets of machines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .proposal import Proposal
 from .task import Task
 from .two_level import machines_of
 
-LEADING = 4  # factor on the budget for sets of machines of a planner that leads on all of them
+LEADING = 4  # factor on the budget for sets of machines if the planner leads on all machines
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Asked:
     is_auto: bool
 
     def propose(self, row: Planner, task: Task) -> Propose:
-        """The proposals of a planner; only the most hopeful if the budget is short, or after a search that
-        has proposed something that fits."""
+        """The proposals of a planner; only the most hopeful ones if the budget is short, or after a search
+        that has proposed something that fits."""
         follows = not self.is_auto and self.rows[0].is_open_ended and row is not self.rows[0]
         is_brief = not self.budget.is_ample or (follows and task.best_s < float("inf"))
         return row.briefly if is_brief and row.briefly is not None else row.propose
@@ -61,7 +61,7 @@ def proposals_of(task: Task, asked: Asked) -> list[Proposal]:
     every: list[Proposal] = []
     to_reduce: list[Proposal] = []
     for row in (*asked.rows, *asked.in_need):
-        # a plan that fits only with activations that are computed again may be far from the best that fits
+        # a plan that fits only with rematerialised activations may be far from the best that fits
         if row in asked.in_need and any(p.feasible and not regions(p.program) for p in best.values()):
             continue
         task.progress(f"planning: {row.name}")

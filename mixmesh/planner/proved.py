@@ -12,7 +12,7 @@ from .passes import SHARES
 from .proposal import Proposal
 from .task import Task
 
-CHEAPER = 1e-6  # relative saving from which a program is examined
+CHEAPER = 1e-6  # relative saving from which another program is examined
 
 
 def proved(task: Task, proposal: Proposal, limit_s: float) -> Proposal:

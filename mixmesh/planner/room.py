@@ -2,10 +2,10 @@
 
 At every moment that can be the peak a rank holds
 
-    fixed + m * per_sample + z * owned <= usable
+fixed + m * per_sample + z * owned <= usable
 
-with m the samples of its micro-step and z its share of owned state; its samples of the batch are taken to be
-in proportion to its speed. Rows are not divided, so results are checked by the simulator.
+with m the samples of its micro-batch and z its share of owned state; its samples of the batch are assumed to
+be in proportion to its speed. Rows are not divided, so results are checked by the simulator.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .task import Task
 
 @dataclass(frozen=True)
 class _Moments:
-    """Bytes per moment of one rank. ``usable`` excludes the constant memory of the process."""
+    """Bytes held by one rank at every moment. ``usable`` excludes the constant memory of the process."""
 
     fixed: np.ndarray
     per_sample: np.ndarray
@@ -45,7 +45,7 @@ def _least(room: np.ndarray, slope: np.ndarray) -> float:
 
 
 class Room:
-    """Memory that a program leaves for samples, without micro-steps or in one of them, which starts with
+    """Memory that a program leaves for samples, without micro-batches or in one of them, which starts with
     gradients ``held``. ``owners`` is the name of the ratio of owned parameters, None in stage 0. A part
     ``spare`` of the memory is left free."""
 

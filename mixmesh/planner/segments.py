@@ -38,7 +38,7 @@ def segments(task: Task) -> Iterator[Proposal]:
     start = task.proposed.get("hap") or min(synthesised(task), key=lambda p: p.key, default=None)
     if start is not None:
         yield replace(start, planner="segments")
-    # hap's may have owners of gradients, by ratios that no strategy knows
+    # those of hap may have owners of gradients, by ratios that strategies do not have
     synthesis = () if start is None else (with_owners(start.program, {}),)
     for base in (space.program, *synthesis):
         for strategy in strategies:
@@ -71,7 +71,7 @@ class Chain:
         class_of = self.costs.class_of
         lines = [[np.add(g.forward[c], g.backward[c]) for c in class_of] for g in space.groups]
         self.sums = np.concatenate([np.zeros((1, len(class_of), 2)), np.cumsum(lines, axis=0)])
-        crossing = np.zeros(len(space.groups) + 1)  # bytes, there and back, that pass each border
+        crossing = np.zeros(len(space.groups) + 1)  # bytes, in both directions, that cross each border
         for v in space.grouping.values:
             crossing[v.source + 1 : max(v.targets) + 1] += v.size_bytes * (1 + v.gradient)
         self.crossing = crossing
@@ -82,7 +82,7 @@ class Chain:
         self._segments: dict[tuple[int, int], tuple[Ratio, float]] = {}
 
     def cheapest(self, most: int) -> Iterator[Segment]:
-        """The last segment of the cheapest chain of one, of two, up to ``most``."""
+        """For one segment, for two, and up to ``most``, the last segment of the cheapest chain."""
         ends = {(0, stop): self._segment(0, stop, None) for stop in self.borders}
         for count in range(most):
             if count:
@@ -112,7 +112,7 @@ class Chain:
 
 def balanced(fixed: np.ndarray, slope: np.ndarray) -> tuple[Ratio, float]:
     """Shares ``r`` that sum to 1 and minimise ``max over j of fixed_j + slope_j r_j``, and that minimum: the
-    LP of one stage in closed form. A device whose fixed work alone takes longer gets no share."""
+    LP of one phase in closed form. A device whose fixed work alone takes longer gets no share."""
     order = np.argsort(fixed)
     slope = np.maximum(slope, 1e-12)
     for count in range(len(order), 0, -1):

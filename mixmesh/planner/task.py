@@ -1,4 +1,4 @@
-"""One planning task, the context in which all planners propose, simulate and are judged."""
+"""The planning context: all planners of a task use it to make, simulate and judge programs."""
 
 from __future__ import annotations
 
@@ -48,20 +48,21 @@ from .tried import Tried
 
 HEADROOM = 0.05  # share of a device's memory that a plan leaves free
 USUAL_BYTES, SMALLER_BYTES, LARGER_BYTES = 16e6, (4e6, 1e6), (64e6,)  # sizes of buckets that are tried
-HOPEFUL = 1.15  # a program slower by no more than this may become the best by its sums, order and buckets
+# a program slower by at most this factor may become the best after choosing sums, order and buckets
+HOPEFUL = 1.15
 MUCH = 0.1  # share of the step that packed sums must save while programs are searched
 
 
 @dataclass
 class Progress:
-    """State that the views of a task on some of its ranks share, and that changes."""
+    """State that changes, shared by a task and its views on some of its ranks."""
 
     best_s: float = float("inf")
     states_expanded: int = 0
 
 
 class Task:
-    """A graph on a cluster: programs made once, simulated once, and judged by one measure."""
+    """A graph on a cluster: makes each program once, simulates it once, and judges all by one measure."""
 
     def __init__(
         self,
@@ -74,29 +75,27 @@ class Task:
     ) -> None:
         self.graph, self.costs, self.optimizer_states = graph, costs, optimizer_states
         self.progress, self.budget = progress, budget
-        self.whole_parameters = whole_parameters  # the optimizer cannot step a part of a parameter
+        self.whole_parameters = whole_parameters  # whether the optimizer cannot step a part of a parameter
         self.timings_s: dict[str, float] = {}
         self.pass_s: dict[str, float] = {}  # seconds spent, by the name of a pass
         self._inner_s: list[float] = []
         self.world_size = costs.cluster.world_size
         self.ranks = tuple(range(self.world_size))  # the ranks that may take part
-        self._seconds_among: dict[int, tuple[float, ...]] = {}  # by the number of devices
+        self._seconds_among: dict[int, tuple[float, ...]] = {}  # by number of devices
         # by ranks, so that all views of a task may share them
         self._shares: dict[tuple[int, ...], Ratio] = {}
         self._bounds_s: dict[tuple[int, ...], float] = {}
         self._ideals_s: dict[tuple[int, ...], float] = {}
         self._progress = Progress()
-        self._all_levels: tuple[Levels | None, ...] = ()  # only the given one, if any
+        self._all_levels: tuple[Levels | None, ...] = ()  # only the given levels, if any
         self._levels: dict[tuple[int, ...], Levels | None] = {}  # by ranks
-        self.proposed: dict[str, Proposal] = {}  # by planner that was asked, its best
-        self.kinds: dict[tuple, Proposal] | None = (
-            None  # where finalists are asked for: the best of each kind
-        )
+        self.proposed: dict[str, Proposal] = {}  # for each planner that was asked, its best proposal
+        self.kinds: dict[tuple, Proposal] | None = None  # if finalists are asked for, the best of each kind
         able = tuple(d.supports_bf16 or d.kind == "cpu" for d in costs.cluster.devices)
         self.dtypes = half_dtypes(graph, able)
         self._agreeing: dict[tuple[Body, tuple], bool] = {}
         self.tried: dict[tuple[int, ...], Tried] = {}  # by devices
-        self.summed: set[tuple] = set()  # keys of programs whose sums are in their best way
+        self.summed: set[tuple] = set()  # keys of programs whose gradients are summed in the best way
         self.refused = ""  # reason why a planner has no proposal
         # by whether there is only one rank: the path and its program
         self._data_parallel: dict[bool, tuple[Found, Program]] = {}
@@ -110,7 +109,7 @@ class Task:
 
     @contextmanager
     def timed(self, step: str) -> Iterator[None]:
-        """A context that adds its seconds to a step of planning, without those of steps inside it."""
+        """A context that adds its seconds to a phase of planning, without those of phases inside it."""
         started = time.perf_counter()
         self._inner_s.append(0.0)
         try:
@@ -122,7 +121,7 @@ class Task:
                 self._inner_s[-1] += spent
 
     def on(self, ranks: tuple[int, ...]) -> Task:
-        """The same task for some of its ranks; results are remembered for both."""
+        """The same task for some of its ranks; both share the results that are remembered."""
         if ranks == self.ranks:
             return self
         self.choices, self.seconds_by_class, self.peak_seconds_by_class  # noqa: B018 - the copy has them too
@@ -141,7 +140,7 @@ class Task:
 
     @property
     def states_expanded(self) -> int:
-        """The states that all searches have expanded so far."""
+        """The number of states that all searches have expanded so far."""
         return self._progress.states_expanded
 
     @states_expanded.setter
@@ -171,8 +170,8 @@ class Task:
 
     @property
     def ideal_s(self) -> float:
-        """Seconds of a step in which all devices compute all the time, by the cost model: a bound for every
-        simulated step."""
+        """Seconds of a step in which all devices compute all the time, according to the cost model: a bound
+        for every simulated step."""
         if self.ranks not in self._ideals_s:
             seconds = self.seconds_by_class
             self._ideals_s[self.ranks] = ideal_s(seconds, self.costs.class_of, self.ranks)
@@ -180,17 +179,19 @@ class Task:
 
     @lazy
     def peak_seconds_by_class(self) -> np.ndarray:
-        """Least seconds of all that a step computes, whole, on each class of devices."""
+        """The least seconds that each class of devices takes for the whole of everything that a step
+        computes."""
         return seconds_by_class(self.choices, self.optimizer_states)
 
     @lazy
     def seconds_by_class(self) -> np.ndarray:
-        """Estimated seconds of all that a step computes, whole, on each class of devices."""
+        """The estimated seconds that each class of devices takes for the whole of everything that a step
+        computes."""
         return seconds_by_class(self.choices, self.optimizer_states, at_peaks=False)
 
     @property
     def levels(self) -> Levels | None:
-        """The levels for summing gradients if that is faster than flat, else None."""
+        """The levels for summing gradients if hierarchical sums are faster than flat ones, else None."""
         return self.levels_on(self.ranks)
 
     @levels.setter
@@ -199,7 +200,7 @@ class Task:
         self._all_levels = (levels,)
 
     def levels_on(self, ranks: tuple[int, ...]) -> Levels | None:
-        """Those between some ranks."""
+        """The levels for sums between some ranks."""
         if self._all_levels:
             return self._all_levels[0]
         if ranks not in self._levels:
@@ -213,7 +214,7 @@ class Task:
 
     def in_our_sums(self, planner: str, program: Program) -> Program:
         """The program with hierarchical gradient sums and one-shot sums of small values. Baselines leave all
-        sums to the library, as others do."""
+        sums to the library, as other frameworks do."""
         usual = planner in BASELINES
         levels, most = (None, 0) if usual else (self.levels_on(ranks_of(program)), self.direct_bytes)
         if (program.levels, program.direct_bytes) == (levels, most):
@@ -227,13 +228,13 @@ class Task:
 
     @lazy
     def batch(self) -> int:
-        """Samples in the global batch: the grain of the shares (1000 if no input has a batch)."""
+        """Samples in the global batch, in which shares are counted (1000 if no input has a batch)."""
         sizes = [i.types[0].shape[0] for i in self.graph.batch_inputs if i.types[0].shape]
         return max(sizes, default=1000)
 
     @lazy
     def gradient_bytes(self) -> int:
-        """All gradients of a replicated model."""
+        """The bytes of all gradients of a replicated model."""
         graph = self.choices.fold.whole
         params = (n for n in graph.nodes if n.op == "param" and n.result in graph.requires_grad)
         return sum({n.args[0]: n.types[0].size_bytes for n in params}.values())
@@ -247,8 +248,8 @@ class Task:
         return self.costs.cluster.devices[rank].memory_bytes
 
     def data_parallel(self, ratio: Ratio) -> Program:
-        """The data-parallel program, the same for all shares, except that it converts nothing on a single
-        rank."""
+        """The data-parallel program, the same for all shares, except that on a single rank it converts
+        nothing."""
         alone = len(support(ratio)) == 1
         if alone not in self._data_parallel:
 
@@ -267,8 +268,8 @@ class Task:
         return None if path is None else path[0]
 
     def spell(self, problem: Problem, found: Found) -> Program:
-        """The program of a path. It has the same instructions for all ratios, except that it converts nothing
-        on a single rank. All types name the ratio (see ``without_needless_names``)."""
+        """The program of a path. It has the same instructions for all ratios, except that on a single rank it
+        converts nothing. All types name the ratio (see ``without_needless_names``)."""
         key = (len(support(problem.ratio)) == 1, found.number)
         if key not in self._programs:
             self._programs[key] = emit(problem, found, named=True)
@@ -276,7 +277,7 @@ class Task:
 
     def packed(self, program: Program) -> Program:
         """The program with the small sums of a level packed, if that saves much of the step; for smaller
-        savings an order of the program may be as good (``ordered``)."""
+        savings another order of the program may do as well (``ordered``)."""
         if program.body not in self._packed:
             groups = levels_of_sums(program, self.costs)
             grouped = coalesced(program, groups) if groups else None
@@ -296,14 +297,14 @@ class Task:
         return self._shares[ranks]
 
     def seconds_among(self, num_devices: int) -> tuple[float, ...]:
-        """Per rank, the seconds of an equal share of the work on ``num_devices`` devices."""
+        """For each rank, the seconds of an equal share of the work on ``num_devices`` devices."""
         if num_devices not in self._seconds_among:
             share = 1 / num_devices
             self._seconds_among[num_devices] = device_seconds(self.graph, self.costs, share, self.choices)
         return self._seconds_among[num_devices]
 
     def agrees(self, program: Program) -> bool:
-        """Whether ranks that compute in different dtypes never exchange values of these."""
+        """Whether ranks that compute in different dtypes never exchange values in these dtypes."""
         if not self.dtypes:
             return True
         key = (program.body, supports(program))
@@ -313,8 +314,8 @@ class Task:
         return self._agreeing[key]
 
     def parting(self, program: Program) -> str:
-        """The reason why a program conflicts with an optimizer that needs whole parameters in one place: it
-        cuts them, or spreads them over ranks, as pipelines do. Empty if it does neither."""
+        """The reason why a program conflicts with an optimizer that needs whole parameters in one place: the
+        program cuts them, or spreads them over ranks, as pipelines do. Empty if it does neither."""
         if not self.whole_parameters:
             return ""
         held = [owned_type(program, i) or i.type for i in program.params if i.result in program.requires_grad]
@@ -329,13 +330,13 @@ class Task:
         return 1 / sum(1 / (seconds[r] * len(ranks)) for r in ranks)
 
     def simulation(self, program: Program, *, accumulating: bool = False) -> Simulation:
-        """The simulation of a program, one for each set of ranks, for any ratio and micro-steps. The newest
-        are kept."""
+        """The simulation of a program, one for each set of ranks, for any ratio and micro-batches. The newest
+        ones are kept."""
         ranks = supports(program)
         way = accumulating, program.direct_bytes
         key = (program.body, ranks, way)
         if key not in self._simulations:
-            # all that does not depend on the ranks is known from the first such program
+            # everything that does not depend on the ranks is known from the first such program
             alike = (program.body, tuple(len(r) == 1 for r in ranks), way)
             first = self._first.get(alike)
             length = program.direct_bytes, len(program.body.computations)
@@ -386,8 +387,8 @@ class Task:
     def _by_buckets(
         self, program: Program, simulation: Simulation, micro_batches: MicroBatches, *, every: bool
     ) -> list[Buckets]:
-        """Buckets of several sizes, the fastest first: of ``every`` size, or of the usual one and then
-        smaller or larger ones for as long as they get faster."""
+        """Buckets of several sizes, the fastest first: of ``every`` size, or of the usual size and then
+        smaller or larger ones as long as they get faster."""
         tried: dict[Buckets, float] = {}
 
         def step_s(size_bytes: float) -> float:
@@ -409,7 +410,8 @@ class Task:
     def usual_s(
         self, planner: str, program: Program, size_bytes: float = USUAL_BYTES, *, levelled: bool = True
     ) -> float:
-        """Seconds of a step in buckets of the usual size, or of another; by levels where these pay."""
+        """Seconds of a step in buckets of the usual size, or of another; with hierarchical sums if these
+        pay."""
         program = self.in_our_sums(planner, program)
         program = program if levelled or program.levels is None else program.changed(levels=None)
         simulation = self.simulation(program)
@@ -426,10 +428,10 @@ class Task:
     ) -> Proposal:
         program = self.in_our_sums(planner, program)
         simulation = simulation or self.simulation(program)
-        # a bar is as high as it can be, and there is time for a small program
+        # thorough for a small program, so that the bar for the others is as high as it can be
         every = planner in BASELINES or EACH.pays_for(CARE_STEPS, len(program.instructions))
         variants = self._by_buckets(program, simulation, micro_batches, every=every)
-        # the fastest that fits; the memory of those behind it need not be known
+        # the fastest that fits; the memory of slower ones need not be known
         judged = []
         for buckets in variants:
             variant = numbered(program, buckets)
@@ -465,6 +467,6 @@ class Task:
         except Infeasible:
             return None
         if support(ratio) != ranks:
-            # the LP left a device out, which makes another set of devices, tried separately
+            # the LP has left a device out: that is another set of devices, which is tried separately
             ratio = make_ratio([max(s, 1 / self.batch) if r in ranks else 0 for r, s in enumerate(ratio)])
         return ratio

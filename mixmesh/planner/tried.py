@@ -16,13 +16,13 @@ class Tried:
     by_price: dict[float, int] = field(default_factory=dict)
     floors_s: list[float] = field(default_factory=list)
     least_s: list[float] = field(default_factory=list)
-    # cost of a program that cuts classes, by price (None without one)
+    # cost of a program that cuts classes, by price (None: without a price)
     cutting_classes: dict[float | None, float] = field(default_factory=dict)
 
-    roomy: bool = True  # no program that was tried needs more memory than there is
+    roomy: bool = True  # no tried program needs more memory than there is
 
     def holds(self, floor_s: float, least_s: float) -> bool:
-        """Whether a program with these times was tried, and would not do better by needing less memory."""
+        """Whether a program with these times was tried and would not do better if it needed less memory."""
         bounds = zip(self.floors_s, self.least_s)
         return self.roomy and any(isclose(floor_s, a) and isclose(least_s, b) for a, b in bounds)
 

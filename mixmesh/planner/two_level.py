@@ -34,13 +34,13 @@ from .passes.shares import whole_counts
 from .proposal import Proposal
 from .task import HEADROOM, Task
 
-# prices of a second of gradient sums within a machine: those between machines take longer, the more so
-# the thinner the link
+# prices of a second of gradient sums within a machine: sums between machines take longer, the more so the
+# slower the link
 PRICES = (8.0, TENSOR_PARALLEL.gradient_sync, 1.0)
 ROUNDS = 2  # rounds of dividing samples
-WORTH = 1.1  # a best step below the seconds of computing alone times this has little to gain
-# the same, if the budget does not pay for this many steps of the graph on each kind of machine: about two
-# seconds
+WORTH = 1.1  # factor on the seconds of computing alone: a faster best step has little to gain
+# the same factor if the budget does not pay for this many steps of the graph on each kind of machine: about
+# two seconds
 MUCH_WORTH, KIND_STEPS = 1.3, 3
 HOPELESS = 1.2  # a program slower than the best by this factor gets no other shares, prices or buckets
 MOST_MACHINES = 8
@@ -49,7 +49,7 @@ BUCKET_BYTES = 16e6  # bucket size of programs under comparison
 
 @dataclass(frozen=True)
 class Found:
-    """The program of a set of ranks for its part, and that set's predicted step."""
+    """The program that a set of ranks has for its part of the batch, and that set's predicted step."""
 
     set: Set
     step_s: float
@@ -61,7 +61,7 @@ def two_level(task: Task) -> Iterator[Proposal]:
 
 
 def machines_of(task: Task) -> list[tuple[int, ...]]:
-    """Ranks by machine."""
+    """The ranks of each machine."""
     cluster = task.costs.cluster
     mine = set(task.ranks)
     machines = (cluster.ranks_of(m) for m in range(len(cluster.machines)))
@@ -73,7 +73,7 @@ def has_levels(machines: list[tuple[int, ...]]) -> bool:
 
 
 def promising(task: Task) -> Iterator[Proposal]:
-    """Nothing too where two levels are not worth the time outside of a search."""
+    """Like ``two_level``, but proposes nothing if two levels are not worth the time outside of a search."""
     if least_two_level_s(task) is not None:
         yield from two_level(task)
 
@@ -91,8 +91,8 @@ def least_two_level_s(task: Task) -> float | None:
 
 
 def between_machines_s(task: Task, machines: Sequence[tuple[int, ...]]) -> float:
-    """Seconds for which all gradients occupy the busiest link between machines; they cross it whole, however
-    they are cut within machines."""
+    """Seconds for which all gradients occupy the busiest link between machines. They cross it whole,
+    regardless of how they are cut within machines."""
     one_of_each = tuple(ranks[0] for ranks in machines)
     return busiest_link_s(task, Exchange("all_reduce", task.gradient_bytes, one_of_each))
 
@@ -131,8 +131,8 @@ class TwoLevel:
                     return
 
     def with_fewest_regions(self, made: Proposal) -> Proposal:
-        """Drops regions as memory allows: first equally in all machines, then in the one that the others wait
-        for."""
+        """Drops rematerialised regions as memory allows: first equally in all machines, then in the one that
+        the others wait for."""
         made = REMATERIALISATION(self.task, made, self.task.budget)
         left = set(range(len(self.machines)))
         while left:
@@ -174,11 +174,12 @@ class TwoLevel:
         exchanges = [Exchange("all_reduce", self.task.gradient_bytes, ranks) for ranks in self.machines]
         within_s = max(busiest_link_s(self.task, e) for e in exchanges if len(e.ranks) > 1)
         between_s = between_machines_s(self.task, self.machines)
-        times = between_s / within_s if between_s and within_s else 1.0  # nothing is trained
+        # if nothing is trained there are no sums
+        times = between_s / within_s if between_s and within_s else 1.0
         return sorted(PRICES, key=lambda price: abs(log(price / times)))
 
     def dealt(self, price: float, speeds: list[float]) -> Iterator[Program]:
-        """Yields programs with samples in proportion to the machines' measured speeds."""
+        """Yields programs in which samples are dealt in proportion to the machines' measured speeds."""
         seen: set[tuple[int, ...]] = set()
         for _ in range(ROUNDS):
             counts = whole_counts(make_ratio(speeds), self.task.batch)
@@ -239,7 +240,8 @@ class TwoLevel:
         return program if ratio is None else program.with_shares(ratio)
 
     def fitting(self, inner: Task, program: Program, ranks: tuple[int, ...], spare: float) -> Program:
-        """The fastest form of a machine's program that fits; if none does, the one with the least memory."""
+        """The fastest form of a machine's program that fits; if none does, the one that needs the least
+        memory."""
         timeline = inner.simulation(program).run(program)
         if fits(inner, timeline, ranks, spare):
             return program
@@ -258,7 +260,7 @@ class TwoLevel:
 
 
 def regions_on(program: Program, ranks: tuple[int, ...]) -> list[int]:
-    """The numbers of the regions that run on some of ``ranks`` and nowhere else."""
+    """The numbers of the regions that run on some of ``ranks`` and on no others."""
     starts = {number: program.instructions[members[0]] for number, members in regions(program).items()}
     return [number for number, i in starts.items() if {*program.participants(i.types[0])} <= {*ranks}]
 
@@ -270,6 +272,6 @@ def fits(task: Task, timeline: Timeline, ranks: Iterable[int], spare: float = 0.
 
 
 def recomputed_within(program: Program) -> Program:
-    """A two-level program in which every machine recomputes all that it can."""
+    """A two-level program in which every machine rematerialises everything that it can."""
     sets, values = split(program)
     return join(program.name, [replace(s, program=recomputed(s.program)) for s in sets], values)

@@ -1,5 +1,5 @@
-"""Operators that a device computes for the whole batch although the batch is cut, because their rules allow
-nothing else."""
+"""Finds operators that a device computes for the whole batch although the batch is cut, because their rules
+allow nothing else."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def whole_batch_nodes(graph: Graph) -> tuple[Node, ...]:
     batch_size = min((graph.types[name].shape[0] for name in dims), default=0)
     weights = {n.result for n in graph.nodes if n.op in ("param", "buffer")}
     nodes = []
-    dims_of: dict[tuple, tuple[int | None, ...] | None] = {}  # memo for repeated layers
+    dims_of: dict[tuple, tuple[int | None, ...] | None] = {}  # remembers repeated layers
     for node in graph.nodes:
         if node.is_leaf or node.is_sink:
             continue
@@ -42,12 +42,14 @@ def whole_batch_nodes(graph: Graph) -> tuple[Node, ...]:
         key = (node.plain, *((graph.types[x], dims.get(x), x in weights) for x in node.inputs))
         if key not in dims_of:
             dims_of[key] = _sample_dims_of_results(node, graph, dims, weights)
-        made = dims_of[key]
-        if made is None:
+        result_dims = dims_of[key]
+        if result_dims is None:
             nodes.append(node)
             large = (t.shape and t.num_elements >= batch_size for t in node.types)
-            made = tuple(0 if is_large else None for is_large in large)
-        dims.update((r, dim) for r, dim in zip(node.results, made) if r is not None and dim is not None)
+            result_dims = tuple(0 if is_large else None for is_large in large)
+        dims.update(
+            (r, dim) for r, dim in zip(node.results, result_dims) if r is not None and dim is not None
+        )
     return tuple(nodes)
 
 
@@ -63,7 +65,7 @@ def _sample_dims_of_results(
     between = [s for s in strategies(rule, call) if _cuts_samples(s, call, node, dims, weights)]
     if not between:
         return None
-    # prefers one that keeps samples separate to one that sums over them
+    # prefers a strategy that keeps samples separate to one that sums over them
     best = max(between, key=lambda s: sum(isinstance(p, Shard) for p in (*s.outputs, *s.inputs)))
     return tuple(p.dim if isinstance(p, Shard) else None for p in best.outputs)
 
@@ -89,7 +91,7 @@ def _is_cut(program: Program, t: TensorType) -> bool:
 
 
 def _runs_whole(program: Program, node: Node) -> bool:
-    """Whether several ranks compute all of a node."""
+    """Whether several ranks each compute the whole of a node."""
     name = next((r for r in node.results if r is not None), None)
     maker = None if name is None else program.producers.get(name)
     if maker is None or maker.op != node.op:

@@ -1,1 +1,1 @@
-"""Layer 3: executing a program, in one process (``interpret``) or on torch.distributed."""
+"""Runs a program: in one process (``interpret``), or on torch.distributed."""

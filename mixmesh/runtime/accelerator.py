@@ -2,7 +2,7 @@
 ``cuda``), XPU, or a CPU, for which there is nothing to do.
 
 Uses ``torch.accelerator``, which covers all kinds of devices, and the device's own module
-(``torch.get_device_module``) for calls that it lacks. Streams and events are in ``streams``, random numbers
+(``torch.get_device_module``) for calls that this lacks. Streams and events are in ``streams``, random numbers
 in ``device_random``, casts in ``frontend.trace.autocast``, fused optimizers in ``frontend.job.optimizers``.
 """
 
@@ -15,11 +15,11 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
-HOST = ("cpu", "meta")  # devices whose work is done when a call returns
-HOST_BACKEND = "gloo"  # sends from host memory, to which every tensor is copied first
+HOST = ("cpu", "meta")  # types of devices whose work is done when a call returns
+HOST_BACKEND = "gloo"  # a backend that sends from host memory, to which every tensor is copied first
 TF32_CAPABILITY = (8, 0)  # Ampere
-UNNAMED_BACKEND = "undefined"  # PyTorch's, for a group with a backend for each type of device
-PRETENDED_BACKEND = "fake"  # PyTorch's, for one process as if all others were there
+UNNAMED_BACKEND = "undefined"  # PyTorch's name for a group with a backend for each type of device
+PRETENDED_BACKEND = "fake"  # PyTorch's backend for one process that behaves as if all others were there
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class CardFacts:
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether work is only issued to the device, which does it later, in its own streams."""
+    """Whether calls only issue work to the device, which does it later, in its own streams."""
     return device.type not in HOST
 
 
@@ -52,8 +52,8 @@ def device_backend(device: torch.device) -> str:
 
 
 def is_on_device(group: dist.ProcessGroup | None = None) -> bool:
-    """Whether the collectives of a group (by default the default group) run in a stream of the device: then
-    ``wait`` blocks the current stream rather than the thread."""
+    """Whether the collectives of a group (by default the default group) run in a stream of the device;
+    ``wait`` then blocks the current stream rather than the thread."""
     return backend_of(group) not in (HOST_BACKEND, PRETENDED_BACKEND)
 
 
@@ -82,8 +82,8 @@ def local_device() -> torch.device:
 
 
 def indexed(device: torch.device | str) -> torch.device:
-    """The device with its index: a thread cannot be set to ``cuda``, which also compares unequal to
-    ``cuda:0``. Under a launcher it is this process's own device, elsewhere the current one."""
+    """The device with its index. A thread's device cannot be set to plain ``cuda``, which also compares
+    unequal to ``cuda:0``. Under a launcher it is this process's own device, elsewhere the current one."""
     device = torch.device(device)
     if not is_accelerator(device) or device.index is not None:
         return device
@@ -100,7 +100,7 @@ def card_facts(device: torch.device) -> CardFacts:
 
 
 def device_name(device: torch.device) -> str:
-    """The device's name as the driver has it."""
+    """The driver's name for the device."""
     return card_facts(device).name if is_accelerator(device) else "a CPU"
 
 
@@ -114,14 +114,15 @@ def computes_bf16(device: torch.device) -> bool:
 
 
 def computes_tf32(device: torch.device) -> bool:
-    """Whether products of float32 may be computed in TF32: by NVIDIA's cards from Ampere on."""
+    """Whether products of float32 may be computed in TF32, which NVIDIA's cards from Ampere on can do."""
     if device.type != "cuda" or torch.version.hip:
         return False
     return torch.get_device_module(device).get_device_capability(device) >= TF32_CAPABILITY
 
 
 def reaches(device: torch.device, other: int) -> bool:
-    """Whether a device reads and writes the memory of the ``other``, by its index, without the host."""
+    """Whether a device reads and writes the memory of the ``other`` one, given by its index, without the
+    host."""
     module = torch.get_device_module(device)
     return hasattr(module, "can_device_access_peer") and module.can_device_access_peer(device, other)
 
@@ -141,8 +142,8 @@ def take(device: torch.device) -> None:
 
 
 def synchronize(device: torch.device | None = None) -> None:
-    """Waits until all that was issued to the device, without one the accelerator of the calling thread, is
-    done; on a CPU it is when it was called."""
+    """Waits until everything that was issued to the device has been done; by default to the accelerator of
+    the calling thread. Does nothing for a CPU, whose work is done when a call returns."""
     if device is None or is_accelerator(device):
         torch.accelerator.synchronize(device)
 
@@ -154,7 +155,7 @@ def empty_cache(device: torch.device) -> None:
 
 
 def begin_peak(device: torch.device) -> None:
-    """Makes peaks count from here on."""
+    """Makes memory peaks count from here on."""
     torch.zeros(1, device=device)  # there is no allocator before the first tensor
     torch.accelerator.memory.reset_peak_memory_stats(device)
 
@@ -172,7 +173,7 @@ def peak_held_bytes(device: torch.device) -> int:
 
 
 def outside_bytes(device: torch.device) -> int:
-    """Bytes of the card in use that are not of this process's allocator."""
+    """Bytes of the card in use that do not belong to this process's allocator."""
     free, total = torch.accelerator.memory.get_memory_info(device)
     return total - free - torch.accelerator.memory.memory_reserved(device)
 

@@ -22,13 +22,13 @@ from ..errors import CollectiveError, InputError, PlanError
 from ..lang.ir import Program, Shard, print_program
 from .versions import versions_text
 
-Facts = dict[str, str]  # by subject, a value short enough to show
+Facts = dict[str, str]  # values short enough to show, by subject
 
-COMPARED_STEPS = 3  # training steps whose batches are compared
-POLL_S = (0.005, 0.2)  # first and longest pause
+COMPARED_STEPS = 3  # number of training steps whose batches are compared
+POLL_S = (0.005, 0.2)  # first and longest pause between looks
 NOTICE_S = 10.0
 LAST_READ_S = 5.0  # longest wait for the other ranks to read why they are about to fail
-HASHED_BYTES = 64 * 2**20  # limit per tensor
+HASHED_BYTES = 64 * 2**20  # limit on the bytes hashed of a tensor
 HINTS = {
     "plan": "give every process the same plan file, or no --plan: then all get what rank 0 plans",
     "seed": "parallelize(..., seed=...) with one number on all ranks",
@@ -51,7 +51,7 @@ def facts_of_start(model: nn.Module, program: Program, header: str, seed: int) -
 
 
 def facts_of_model(model: nn.Module) -> Facts:
-    """The facts that are compared of a model: its class, settings and parameters, and its code."""
+    """The facts about a model that are compared: its class, settings and parameters, and its code."""
     tensors = [
         (n, tuple(p.shape), str(p.dtype), p.requires_grad, p.is_meta) for n, p in model.named_parameters()
     ]
@@ -76,7 +76,7 @@ class Round:
 
     def exchange(self, facts: Facts) -> list[Facts]:
         """The facts of all ranks, by rank. Collective; raises CollectiveError if a rank does not come in
-        time, or the process that holds the store has ended."""
+        time, or if the process that holds the store has ended."""
         store = self.store
         try:
             store.set(f"{self.key}/{self.rank}", json.dumps(facts))
@@ -118,7 +118,7 @@ class Round:
 
 
 def _wait_for_readers(store: dist.Store, were_read: str, world_size: int) -> None:
-    """Keeps rank 0, whose process may hold the store and may now end, until all ranks have read."""
+    """Keeps rank 0 waiting until all ranks have read: its process may hold the store and may end next."""
     deadline = time.monotonic() + LAST_READ_S
     while store.add(were_read, 0) < world_size and time.monotonic() < deadline:
         time.sleep(POLL_S[0])
@@ -155,15 +155,15 @@ def difference(values: Sequence[str]) -> str:
 
 
 def outliers(values: Sequence[str]) -> tuple[int, ...]:
-    """The ranks whose value differs from the most common one; of equally common values the lowest rank's
-    counts."""
+    """The ranks whose value differs from the most common one; among equally common values that of the lowest
+    rank counts."""
     groups = by_value(dict(enumerate(values)))
     usual = max(groups, key=lambda value: len(groups[value]))  # the lowest rank's group among equal ones
     return tuple(rank for rank, value in enumerate(values) if value != usual)
 
 
 def by_value(values: Mapping[int, str]) -> dict[str, list[int]]:
-    """Ranks grouped by their value, the value of the lowest rank first."""
+    """Groups ranks by their value; the group of the lowest rank comes first."""
     groups: dict[str, list[int]] = {}
     for rank in sorted(values):
         groups.setdefault(values[rank], []).append(rank)
@@ -171,8 +171,8 @@ def by_value(values: Mapping[int, str]) -> dict[str, list[int]]:
 
 
 def facts_of_batch(program: Program, tensors: Mapping[str, Tensor]) -> Facts:
-    """The values of inputs that this rank was given whole: ``= NAME`` if all ranks need the same value, ``|
-    NAME`` if each takes its own samples from it."""
+    """Facts about the inputs that this rank was given whole, under ``= NAME`` if all ranks need the same
+    value, and under ``| NAME`` if each takes its own samples from it."""
     facts = {}
     for i in program.batch_inputs:
         tensor = tensors.get(i.args[0])
@@ -183,7 +183,7 @@ def facts_of_batch(program: Program, tensors: Mapping[str, Tensor]) -> Facts:
 
 
 def facts_of_values(name: str, tensor: Tensor) -> Facts:
-    """The values of a tensor that every rank must have whole."""
+    """Facts about the values of a tensor that every rank must have whole."""
     return {f"= {name}": _values(tensor)}
 
 

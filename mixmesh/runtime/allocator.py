@@ -22,7 +22,7 @@ from pathlib import Path
 
 from ..step.memory.ledger import OWN_PIECE_BYTES
 
-KEPT_BYTES = 32 * 2**20  # kept at the end of the heap within a step
+KEPT_BYTES = 32 * 2**20  # bytes kept at the end of the heap within a step
 SLACK = 1.1  # factor above the held memory within which a process counts as unchanged
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
 
@@ -50,7 +50,7 @@ class HeapLimit:
     """
 
     def __init__(self, planned_bytes: int) -> None:
-        self.limit_bytes = planned_bytes  # 0 without a prediction: nothing is returned
+        self.limit_bytes = planned_bytes  # without a prediction it is 0, and nothing is returned
         self._has_just_trimmed = False
 
     def before_step(self) -> None:
@@ -69,7 +69,7 @@ class HeapLimit:
 
 
 def give_back() -> None:
-    """Returns the heap's free memory to the kernel, if the C library can."""
+    """Returns the heap's free memory to the kernel, if the C library supports that."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -1,4 +1,4 @@
-"""A rank's part of a batch: cut out of the global one, or checked if it is the part already."""
+"""A rank's part of a batch: cut from a whole batch, or checked if it already is the part."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def local_inputs(
 
 
 def input_words(name: str) -> str:
-    """An input as an error names it: by its argument's name, or by its place if it has none."""
+    """Names an input in an error: by its argument, or by its position if it has no name."""
     return f"input {int(name) + 1} of the model" if name.isdigit() else name
 
 
 def other_dtype(name: str, planned: torch.dtype, got: torch.dtype) -> InputError:
-    """The error for an input of another dtype than that of the first batch."""
+    """The error for an input whose dtype is not that of the first batch."""
     return InputError(
         f"{input_words(name)} has another dtype than planned",
         expected=f"{planned}, as in the first batch",

@@ -40,7 +40,7 @@ class Signature:
     def of(cls, model: nn.Module) -> Signature:
         try:
             parameters = inspect.signature(model.forward).parameters.values()
-        except (TypeError, ValueError):  # not written in Python
+        except (TypeError, ValueError):  # a function that is not written in Python
             return cls()
         kinds = {p.kind for p in parameters}
         named = {p.name: p.default for p in parameters if p.kind in (*POSITIONAL, Parameter.KEYWORD_ONLY)}
@@ -48,7 +48,8 @@ class Signature:
         return cls(positions, named, Parameter.VAR_POSITIONAL in kinds, Parameter.VAR_KEYWORD in kinds)
 
     def bind(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a call by name, or by position if they have no name. Raises InputError."""
+        """Binds the arguments of a call to their names, or to their positions if they have no name. Raises
+        InputError."""
         bound = {self.name_of(n): value for n, value in enumerate(args)}
         if len(args) > len(self.positions) and not self.more_positions:
             raise self._refusal(f"{len(args)} arguments by position")
@@ -64,7 +65,8 @@ class Signature:
         return self.positions[position] if position < len(self.positions) else str(position)
 
     def named(self, path: str) -> str:
-        """The path of a leaf in a batch, which may begin with a position, by name: ``0.key`` -> ``x.key``."""
+        """The path of a leaf in a batch, with a position at its start replaced by the name: ``0.key`` ->
+        ``x.key``."""
         first, dot, rest = path.partition(".")
         return self.name_of(int(first)) + dot + rest if first.isdigit() else path
 
@@ -122,7 +124,7 @@ class Calls:
         for name, leaf in leaves.items():
             text, planned_text = describe_argument(leaf), known.get(name)
             if planned_text is None and leaf is None:
-                continue  # same as not passed
+                continue  # equivalent to not passing it
             if planned_text == TENSOR and leaf is None:
                 if evaluates:
                     continue
@@ -130,12 +132,12 @@ class Calls:
             if planned_text is None and name in self.signature.names:
                 planned_text = describe_argument(
                     self.signature.names[name]
-                )  # its default, not passed when planned
+                )  # its default, which was not passed when planning
             if text != planned_text:
                 raise self._other(name, text, planned_text)
         for name, planned_text in known.items():
             if planned_text in (TENSOR, WORDS) or name in leaves:
-                continue  # missing tensors are reported where they are needed; words are never read
+                continue  # missing tensors are reported where they are needed; strings are never read
             default = self.signature.names.get(name, Parameter.empty)
             text = "nothing" if default is Parameter.empty else describe_argument(default)
             if text != planned_text:
@@ -144,7 +146,7 @@ class Calls:
     def _other(self, name: str, text: str, known: str | None) -> InputError:
         if known is None:
             return InputError(
-                f"the plan was made without the argument {name}, and would not look at it",
+                f"the plan was made without the argument {name}, and would ignore it",
                 expected=", ".join(self.known or ()) or "no arguments",
                 got=f"{name}={text}",
                 hint=(
@@ -154,9 +156,9 @@ class Calls:
             )
         argument = name.partition(".")[0]
         changing = f"a number that changes from call to call: {name}=torch.tensor(...), in the batch too"
-        if known[:1] in ("'", '"'):  # a word, as describe_argument has it
+        if known[:1] in ("'", '"'):  # a string, in the form of describe_argument
             changing = (
-                f"words that change from call to call: leave {argument} out of the call, or out of what "
+                f"strings that change from call to call: leave {argument} out of the call, or out of what "
                 "collate_fn returns; a program reads none"
             )
         return InputError(
@@ -190,7 +192,7 @@ def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_planned(model: nn.Module, batch: Mapping[str, Any] | tuple | list, program: Program) -> Any:
-    """A batch in the form that the program's inputs are named by: a tuple, or a dict."""
+    """A batch in the form after which the program's inputs are named: a tuple, or a dict."""
     names = [i.args[0].partition(".")[0] for i in program.batch_inputs]
     positions = Signature.of(model).positions
     by_position = any(name.isdigit() for name in names)

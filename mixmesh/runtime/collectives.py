@@ -1,7 +1,7 @@
 """Collectives on pieces of unequal size, each with several named algorithms. No autograd here.
 
-Everything is done on flat buffers in rank order. Copies travel as bytes, so that every dtype works; addends
-travel as numbers. A piece of size zero is legal everywhere and is never sent.
+All data is in flat buffers in rank order. Copies are sent as bytes, so that every dtype works; addends are
+sent as numbers. A piece of size zero is legal everywhere and is never sent.
 
 The best algorithm depends on sizes and links, so an instruction can name one (attribute ``algorithm``);
 otherwise ``cost.default_algorithm`` decides.
@@ -29,23 +29,24 @@ from .works import pairwise
 Sizes = Sequence[int]
 T = TypeVar("T")
 P = ParamSpec("P")
-# PyTorch 2.13's names of two collectives, and those before it
+# PyTorch 2.13's names for two collectives, and the older ones
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-PAIRWISE_BYTES = 2**17  # less is sent before anybody waits for it: then gloo's own all_to_all has less to do
+# fewer bytes are sent without anyone waiting: gloo's own all_to_all then has less to do
+PAIRWISE_BYTES = 2**17
 
 
 class Handle(Generic[T]):
-    """A collective on its way. ``wait`` may be called more than once."""
+    """A collective under way. ``wait`` may be called more than once."""
 
-    _result: T  # once ``_finish`` is None
+    _result: T  # set once ``_finish`` is None
 
     def __init__(self, channel: Channel | None, works: Sequence, finish: Callable[[], T]) -> None:
         self._channel, self._works = channel, works
         self._finish: Callable[[], T] | None = finish
 
     def is_ready(self) -> bool:
-        """Whether ``wait`` would return immediately. May be False for a handle that is ready."""
+        """True if ``wait`` returns at once; may be False for a handle that is ready."""
         return self._finish is None or (bool(self._works) and all(w.is_completed() for w in self._works))
 
     def wait(self) -> T:
@@ -77,7 +78,7 @@ def then(f: Callable[..., T], *handles: Handle) -> Handle[T]:
 
 
 class Collective(Generic[P]):
-    """A collective: a call waits for its result, and ``start`` gives a handle on it."""
+    """A collective: calling it waits for the result, and ``start`` returns a handle."""
 
     def __init__(self, start: Callable[P, Handle[Tensor]]) -> None:
         self.start = start
@@ -182,7 +183,7 @@ def _scatter_reduces(channel: Channel, flat: Tensor, counts: Sizes):
         for rank, piece in zip(channel.ranks, pieces)
         if piece.numel()
     ]
-    return works, lambda: pieces[channel.me].clone()  # lets go of the other pieces
+    return works, lambda: pieces[channel.me].clone()  # so that the other pieces can be freed
 
 
 def _scatter_list(channel: Channel, flat: Tensor, counts: Sizes):
@@ -312,13 +313,13 @@ def all_reduce(
 
 
 def _all_reduce_directly(channel: Channel, x: Tensor, op: str) -> Handle:
-    """One hop instead of two for every level of a tree or every rank of a ring. All ranks add in rank order,
-    so that all get the same result to the last bit."""
+    """Sums in one hop, instead of two for every level of a tree or for every rank of a ring. All ranks add in
+    rank order, so that all get the same result to the last bit."""
     n = len(channel.ranks)
     size_bytes = n * n * x.numel() * x.element_size()
 
     def added(addends: list[Tensor]) -> Tensor:
-        if op == "sum" and is_accelerator(addends[0].device):  # one kernel, which also adds in order
+        if op == "sum" and is_accelerator(addends[0].device):  # a single kernel, which also adds in order
             return torch.stack(addends).sum(0, dtype=x.dtype)
         return reduce_pairs(TWO_BY_TWO[op], addends)
 
@@ -331,8 +332,8 @@ def exchange(
     shapes: Sequence[tuple[int, ...]],
     size_bytes: int,
 ) -> Handle[list[Tensor]]:
-    """Sends ``sent[j]`` to the j-th rank of the channel, and returns what each of them sent here, in these
-    ``shapes``. ``size_bytes`` is the total over all ranks, which all of them know."""
+    """Sends ``sent[j]`` to the j-th rank of the channel, and returns the tensors, of these ``shapes``, that
+    each of them sent here. ``size_bytes`` is the total over all ranks, which all of them know."""
     dtype, width = sent[0].dtype, sent[0].element_size()
     flat = _stage(channel, torch.cat([piece.reshape(-1) for piece in sent]))
     counts = [math.prod(shape) for shape in shapes]
@@ -388,7 +389,8 @@ def all_to_all(
 
 @Collective
 def broadcast(channel: Channel, x: Tensor, src: int) -> Handle[Tensor]:
-    """``x`` of rank ``src`` of the world on every rank of the channel; written into ``x`` elsewhere."""
+    """The tensor ``x`` of rank ``src`` (a rank of the world) on every rank of the channel; on the others it
+    is written into ``x``."""
     if channel.alone or x.numel() == 0:
         return done(x)
     flat = _stage(channel, x.contiguous())
@@ -404,7 +406,7 @@ def broadcast(channel: Channel, x: Tensor, src: int) -> Handle[Tensor]:
 
 @Collective
 def reduce(channel: Channel, x: Tensor, dst: int) -> Handle[Tensor]:
-    """The sum over ranks, on rank ``dst`` of the world; elsewhere the result is meaningless."""
+    """The sum over ranks, on rank ``dst`` of the world; on other ranks the result is meaningless."""
     if channel.alone or x.numel() == 0:
         return done(x)
     buffer = _summable(channel, _stage(channel, x)).contiguous()
@@ -433,7 +435,7 @@ def _pick(table: dict, algorithm: str | None, channel: Channel, counts: Sizes, w
 
 
 def _is_pairwise(channel: Channel, size_bytes: int) -> bool:
-    """Whether ``size_bytes`` of all ranks are exchanged by sends and receives of each two."""
+    """Whether ``size_bytes`` of all ranks are exchanged by sends and receives between pairs."""
     return channel.backend == "gloo" and size_bytes >= PAIRWISE_BYTES
 
 
@@ -442,8 +444,8 @@ def _resize(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
 
 
 def flatten(x: Tensor) -> Tensor:
-    """The elements in rank order, consecutive in memory. Autograd may leave gradients expanded or strided,
-    and a tensor of at most one element counts as contiguous whatever its strides."""
+    """The elements in order, consecutive in memory. Autograd may leave gradients expanded or strided, and a
+    tensor of at most one element counts as contiguous whatever its strides."""
     whole = x.contiguous()
     return whole.as_strided((whole.numel(),), (1,))
 
@@ -462,7 +464,7 @@ def _unstage(channel: Channel, x: Tensor) -> Tensor:
 
 
 def _summable(channel: Channel, x: Tensor) -> Tensor:
-    """gloo cannot add some dtypes: they travel as wider ones."""
+    """Converts a dtype that gloo cannot add to a wider one."""
     if channel.backend == "gloo" and x.dtype in WIDER:
         return x.to(WIDER[x.dtype])
     return x

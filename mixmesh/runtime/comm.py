@@ -1,4 +1,4 @@
-"""This rank's view of the world: process groups, and failures that report their place."""
+"""This rank's view of the world: process groups, and failures that say where they occurred."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from .watch import BACKWARD, Watch
 from .works import begin_threads, end_threads
 
 LAST_TENSORS_S = 0.02  # a thread that waits for the interpreter gets it as soon as this one sleeps
-LEAST_S = 60.0  # ranks wait at least so long for each other at the start
+LEAST_S = 60.0  # ranks wait at least this long for each other at the start
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -109,7 +109,7 @@ class Comm:
         return comm
 
     def add(self, sets: Iterable[tuple[str, tuple[int, ...]]], backend: str | None = None) -> None:
-        """Makes the missing groups of these sets. Collective, in the same order on all ranks."""
+        """Makes the missing groups among these sets. Collective, in the same order on all ranks."""
         timeout = datetime.timedelta(seconds=self.timeout_s)
         others = {} if self.watch is None else open_sockets()
         for purpose, ranks in sets:
@@ -127,7 +127,8 @@ class Comm:
         return nullcontext() if self.watch is None else self.watch.call(kind)
 
     def begin_backward(self) -> None:
-        """Called inside a backward pass: it is a call until the pass is over, unless it is a part of one."""
+        """Called inside a backward pass: counts as a call until the pass is over, unless the pass is a part
+        of one."""
         if self.watch is not None and not self.watch.doing:
             self.watch.begin(BACKWARD)
             torch.autograd.Variable._execution_engine.queue_callback(self.watch.end)
@@ -140,7 +141,7 @@ class Comm:
                 raise error
 
     def close(self) -> None:
-        """Ends the groups and their threads. Collective; nothing of this program may be under way."""
+        """Ends the groups and their threads. Collective; no collective of this program may be under way."""
         for group in self.groups.values():
             if group is not None:
                 dist.destroy_process_group(group)
@@ -197,11 +198,11 @@ class Channel:
 
     @property
     def staged(self) -> bool:
-        """gloo between processes that share a GPU: tensors travel through host memory."""
+        """Whether tensors travel through host memory: with gloo between processes that share a GPU."""
         return is_accelerator(self.comm.device) and self.backend == HOST_BACKEND
 
     def start(self, call: Callable, *args, **kwargs) -> dist.Work | None:
-        """Starts a collective. For the watch, one of all ranks is always a call, regardless of what starts
+        """Starts a collective. For the watch, a collective of all ranks is always a call, whatever starts
         it."""
         if self.is_call and self.comm.watch is not None and len(self.ranks) == self.comm.world_size:
             self.comm.watch.meet(self.what)
@@ -264,9 +265,9 @@ def backend_for(device: torch.device) -> str:
 
 
 def initialise(world_size: int, device: torch.device, timeout_s: float) -> None:
-    """torch.distributed from the launcher's variables, unless it is initialised already."""
+    """Initialises torch.distributed from the launcher's variables, unless it is initialised already."""
     take(device)
-    # ranks find each other in more than a short time-out of collectives: they import PyTorch before
+    # ranks may take longer to find each other than a short time-out of collectives: they import PyTorch first
     timeout = datetime.timedelta(seconds=max(timeout_s, LEAST_S))
     if not dist.is_initialized():
         end_with_launcher()
@@ -297,12 +298,13 @@ def _initialise(world_size: int, device: torch.device, timeout: datetime.timedel
 
 @taking_part("the end of all ranks")
 def leave() -> None:
-    """Ends together: a rank that leaves early looks lost to the others."""
+    """Ends together with the others: a rank that leaves early looks lost to them."""
     wait_for_all("the end of all ranks")
     end_threads()
     dist.destroy_process_group()
     end_messages()
-    gc.collect()  # frees groups, with their threads, that are held in cycles by models that PyTorch wrapped
+    # frees groups, with their threads, that are held in cycles by models that PyTorch has wrapped
+    gc.collect()
 
 
 def release_last_tensors() -> None:

@@ -1,4 +1,4 @@
-"""Copies of many small tensors at a time: on a GPU each copy of its own would cost a launch."""
+"""Copies many small tensors at a time: on a GPU each separate copy would cost a launch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 def copies_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """New tensors with the same values."""
-    made = {name: torch.empty_like(x) for name, x in tensors.items()}
-    copy_all([*made.values()], [*tensors.values()])
-    return made
+    copies = {name: torch.empty_like(x) for name, x in tensors.items()}
+    copy_all([*copies.values()], [*tensors.values()])
+    return copies
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:

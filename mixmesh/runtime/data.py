@@ -1,7 +1,7 @@
-"""Feeding a program: every rank's share of a stream of global batches, cut or loaded.
+"""Feeds a program: every rank's share of a stream of global batches, either cut or loaded.
 
-``shard_batches`` cuts batches that every rank has loaded whole; ``plan_sampler`` lets a DataLoader load
-only the samples of its own rank.
+``shard_batches`` cuts batches that every rank has loaded whole; ``plan_sampler`` makes a DataLoader load only
+the samples of its own rank.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def shard_batches(
     Inputs that the program uses whole are passed whole, as are inputs that it does not use, and inputs of a
     pipeline, which are cut between the ranks of a stage micro-batch by micro-batch. A rank that takes no part
     in an input gets an empty tensor. From a batch of another size each rank gets its planned share, rounded
-    again, which may be no row. Raises InputError for a tuple whose names are unknown.
+    again, which may be no rows at all. Raises InputError for a tuple whose names are unknown.
     """
     return shard_batches_by(Followed(plan), batches, rank, device=device, model=model)
 
@@ -60,7 +60,7 @@ class Followed(Generic[T]):
         self._next = after, value
 
     def settle(self) -> None:
-        """Starts using the next value at once."""
+        """Makes the next value the current one immediately."""
         if self._next is not None:
             (_, self.value), self._next = self._next, None
 
@@ -102,8 +102,8 @@ def shard_batches_by(
     cuts_others: bool = False,
 ) -> Iterator[Any]:
     """``shard_batches`` by a plan that may be replaced by others of the same form. With ``cuts_others`` it
-    also cuts values that the program does not use, if they have a row or a word per sample, such as file
-    names, as a loader that loads only this rank's rows would."""
+    also cuts values that the program does not use, if they have a row or a string per sample, such as
+    file names, as a loader that loads only this rank's rows would."""
     plan = followed.value
     program = plan.program if isinstance(plan, Plan) else plan
     is_pipeline = isinstance(plan, Plan) and plan.order is not None
@@ -143,7 +143,7 @@ def shard_batches_by(
             got=type(batch).__name__,
         )
 
-    return map(cut, batches)  # no generator, whose frame would keep the whole batch
+    return map(cut, batches)  # not a generator, whose frame would keep the whole batch alive
 
 
 def _rows_of_samples(
@@ -182,10 +182,10 @@ def _like(batch: Any, shares: Any) -> Any:
         for name, share in shares.items():
             like[name] = share
         share_of = {id(batch[name]): share for name, share in shares.items()}
-    except Exception:  # a class may fail to be copied and changed in any way
+    except Exception:  # copying and changing an object of any class may fail in any way
         return shares
     attributes = getattr(like, "__dict__", {})
-    for name, value in attributes.items():  # a class with values as attributes: batch.x
+    for name, value in attributes.items():  # a class whose values are attributes: batch.x
         if isinstance(value, Tensor):
             attributes[name] = share_of.get(id(value), value)
     return like

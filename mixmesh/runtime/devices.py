@@ -1,5 +1,5 @@
-"""Are the ranks on the devices that were planned for? Machines started in another order than the cluster file
-has them, or other cards, train rightly but slowly, or run out of memory.
+"""Checks that the ranks are on the devices that were planned for. With machines started in another order than
+in the cluster file, or with other cards, training is right but slow, or runs out of memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..errors import PlanError
 from ..lang.plan_devices import PlannedDevice
 from .accelerator import card_facts, is_accelerator
 
-# share of a card's nominal memory that the driver and ECC keep, as the catalogue's own comparison allows
+# share of a card's nominal memory that driver and ECC keep, as the catalogue's own comparison allows
 MEMORY_TOLERANCE = 0.12
 
 
@@ -86,7 +86,7 @@ def _difference(rank: int, planned: Sequence[PlannedDevice], found: Sequence[Fou
 
 
 class Reported(Protocol):
-    """A device as its driver reports it."""
+    """A device in the words of its driver."""
 
     @property
     def name(self) -> str: ...
@@ -102,13 +102,13 @@ def may_be(name: str, found: Reported) -> bool:
     row = catalogue_row(found.name, found.memory_bytes)
     if row is not None:
         return row.name == name
-    model = name.rpartition("-")[0].upper()  # a form of the card that the catalogue does not have
+    model = name.rpartition("-")[0].upper()  # a form of the card that the catalogue lacks
     return model in re.sub(r"[\s\-_()]", "", found.name.upper())
 
 
 def _is_mixed(rank: int, planned: Sequence[PlannedDevice], found: Sequence[FoundDevice]) -> bool:
     """Whether a device with a name outside of the catalogue is mixed up with another: the first rank of that
-    name has another card, or another rank has a card of that name, as ``mixmesh detect`` names unknown
+    name has another card, or another rank has a card of that name, which ``mixmesh detect`` gives to unknown
     cards."""
     name, card = planned[rank].device, found[rank].name
     if _catalogue_name(name) in CATALOGUE:
@@ -129,7 +129,7 @@ def _is_moved(rank: int, planned: Sequence[PlannedDevice], found: Sequence[Found
     if next(f.host for p, f in zip(planned, found) if p.machine == plan.machine) != host:
         return True
     if {p.machine for p in planned} != {f.host for f in found}:
-        return False  # a file written by hand, with its own names
+        return False  # a file written by hand has its own names
     return host not in {p.machine for p in planned if p.like == plan.like}
 
 

@@ -1,11 +1,11 @@
 """Checks that the ranks holding a parameter whole still hold the same values.
 
-They all start from rank 0's, and get the same gradients. A script that changes weights or gradients by random
-numbers of each rank's own, or on one rank only, makes them different, and from then on the ranks silently
+They all start from rank 0's values, and get the same gradients. A script that changes weights or gradients by
+each rank's own random numbers, or on one rank only, makes them differ, and from then on the ranks silently
 train different models. So now and then they compare norms, which are quick to send.
 
-The optimizer's settings are compared too: a scheduler that follows a rank's own numbers sets other learning
-rates on every rank, which no norm shows for parameters that are cut.
+The optimizer's settings are compared too: a scheduler that depends on a rank's own numbers sets a different
+learning rate on every rank, which norms do not show for parameters that are cut.
 
 Devices may round differently, so values need not be equal to the bit. If n values differ at random by a share
 d of their size, their norms differ by about d / sqrt(n); so the difference of the norms times sqrt(n) is
@@ -29,11 +29,11 @@ from .layout import Layout
 from .shard_numbers import Off
 from .shards import Stored
 
-FIRST_CALLS = (2, 4, 8, 16, 32)  # forward passes of a training before which parameters are compared
+FIRST_CALLS = (2, 4, 8, 16, 32)  # forward passes in training before which parameters are compared
 EVERY = 64  # forward passes from one comparison to the next, after the first ones
 ORDERS = (1.0, 2.0)  # the orders of the norms
 SETTINGS = ("lr", "weight_decay", "momentum", "betas")  # optimizer settings that schedulers change
-SETTINGS_ROUNDING = 1e-6  # machines may have other functions of mathematics
+SETTINGS_ROUNDING = 1e-6  # mathematical functions may differ between machines
 # largest share by which values of a dtype may differ between devices that round differently
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
 HINTS = (
@@ -60,7 +60,7 @@ class Replica:
 
 class DriftWatch:
     """Compares the parameters of a model that several ranks hold whole. ``held`` are this rank's, by name,
-    and ``stored`` says who holds which."""
+    and ``stored`` says which ranks hold each parameter."""
 
     def __init__(self, comm: Comm, held: Mapping[str, Tensor], stored: Mapping[str, Stored]) -> None:
         self._comm = comm
@@ -77,14 +77,14 @@ class DriftWatch:
         self._alike_at = 0  # the last forward pass before which all ranks agreed
 
     def before_call(self) -> None:
-        """Compares if it is due before this forward pass of a training. Collective."""
+        """Called before a forward pass of a training: compares if it is due. Collective."""
         self.num_calls += 1
         if is_due(self.num_calls):
             self.check()
 
     def check(self) -> None:
-        """Raises InputError, on all ranks, if a parameter has other values on other ranks, or the optimizer
-        other settings. Collective."""
+        """Raises InputError, on all ranks, if a parameter has different values on some ranks, or the
+        optimizer different settings. Collective."""
         comm = self._comm
         if comm.world_size == 1 or not (self._replicas or self.optimizer):
             return
@@ -99,7 +99,7 @@ class DriftWatch:
         self._alike_at = self.num_calls
 
     def _compare_settings(self, settings: Tensor) -> None:
-        """``settings``: of all ranks, a row each."""
+        """Compares ``settings``, which have a row for each rank."""
         least, most = settings.min(0).values, settings.max(0).values
         is_other = most - least > SETTINGS_ROUNDING * most.abs()  # pretended ranks have NaN
         if not bool(is_other.any()):
@@ -132,7 +132,7 @@ class DriftWatch:
         return norms
 
     def _compare(self, replica: Replica, norms: Tensor) -> None:
-        """``norms``: of all ranks, a row each."""
+        """Compares ``norms``, which have a row for each rank."""
         of_holders = norms[list(replica.ranks)]
         for column, order in enumerate(ORDERS):
             values = of_holders[:, column].tolist()

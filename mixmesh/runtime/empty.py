@@ -18,7 +18,7 @@ LocalOp = Callable[..., tuple[torch.Tensor | None, ...]]
 
 
 def is_empty(local: LocalCall) -> bool:
-    """Whether a cut tensor of the call has no elements here, though it has some as a whole."""
+    """Whether a cut tensor of the call has no elements here, although the whole one has some."""
     held = [
         *zip(local.in_placements, local.in_shapes, local.call.inputs),
         *zip(local.out_placements, local.out_shapes, local.call.outputs),
@@ -50,7 +50,7 @@ def differentiable(t: torch.Tensor) -> bool:
 
 
 def empty_op(local: LocalCall, dtypes: list[torch.dtype], device: torch.device) -> LocalOp:
-    """A function of the local inputs that gives the results of an empty piece."""
+    """A function of the local inputs that returns the results of an empty piece."""
     addends = added_terms(local)
 
     def make():

@@ -165,10 +165,10 @@ class _Writer:
         self.bound["region"] = self._region
         self.factors = Factors()
         self.held: set[str] = set()
-        self.passing: set[str] = set()  # awaited by this rank although it holds no part of them
+        self.passing: set[str] = set()  # values awaited by this rank although it holds no part of them
         self.reshard = reshard_points(program)
         self.resharded = {name for names in self.reshard.values() for name in names}
-        self.records: set[str] = set()  # resharded values whose shards, to gather from again, are at hand
+        self.records: set[str] = set()  # resharded values whose shards are at hand, to gather from again
         self.pending: dict[str, str] = {}  # value -> code that awaits it
         self.segment: Segment | None = None  # the open segment; None if nothing is compiled
         self.segments: dict[str, str] = {}  # sources by name
@@ -202,7 +202,7 @@ class _Writer:
         loss = self.program.loss
         self._await([loss], None)
         t = self.program.types[loss]
-        # a loss that every rank holds counts once: its gradient is P, and the first rank keeps it
+        # a loss that every rank holds counts once: its gradient is P, and only the first rank keeps it
         counts = not isinstance(t.placement, Replicate) or self.rank == self.program.participants(t)[0]
         self._line(f"return {self._name(loss) if loss in self.held and counts else None}", None)
         return "\n".join(self.text) + "\n"
@@ -252,8 +252,8 @@ class _Writer:
             self._line(f"recorder.outside({self._name(name)})", i)
 
     def _look(self, i: Instruction) -> None:
-        """Shows the inspector the result of a leaf or a redistribution, which no operator of this rank
-        makes."""
+        """Shows the inspector the result of a leaf or a redistribution, because no operator of this rank
+        makes it."""
         if self.inspector is not None and (i.is_leaf or i.is_redistribution):
             if i.result in self.held and i.result not in self.pending:
                 self._line(f"inspector.note({i.result!r}, {self._name(i.result)})", i)
@@ -292,33 +292,39 @@ class _Writer:
             self._line(f"shown[{name!r}] = {self._name(value.name)}{graph}", i)
 
     def _local(self, n: int, i: Instruction) -> None:
-        op = plain = self._plain_operator(n, i)
-        used = [(r is not None) for r in i.results]
-        if self.recorder is not None and any(used):
+        plain = self._plain_operator(n, i)
+        used = [r for r in i.results if r is not None]
+        if used:
+            self._call(n, i, plain)
+        if self.region_ends.get(n) in self.open_regions:
+            self._line(f"del again{self.region_ends[n]}", None)
+        self.held.update(used)
+
+    def _call(self, n: int, i: Instruction, plain: Callable[..., tuple]) -> None:
+        """Writes the call of a local operator, with everything that looks at it."""
+        op = plain
+        if self.recorder is not None:
             op = self.recorder.timed(i, plain)
-        if self.inspector is not None and any(used):
+        if self.inspector is not None:
             op = self.inspector.checked(i, plain)
-        results = ", ".join(self._name(r) if r is not None else "_" for r in i.results)
+        results = [self._name(r) if r is not None else "_" for r in i.results]
         arguments = [*(["tokens"] if is_sfb(i) else []), *map(self._name, i.inputs)]
         call = f"op{n}"
         self.bound[call] = op
-        if any(used) and (number := region_of(i)) is not None:
+        if (number := region_of(i)) is not None:
             again = plain if self.recorder is None else self.recorder.timed_again(i, plain)
             self.bound[call] = Step(op, i.inputs, i.results, again)
             if number not in self.open_regions:
                 self.open_regions.add(number)
                 self._line(f"again{number} = region(keep)", i)
             call, arguments = f"again{number}.run", [call, *arguments]
-        if any(used) and self._can_be_compiled(i, call):
-            self._add_to_segment(i, call, results.split(", "), arguments)
-        elif any(used):
-            self._line(f"{results}, = {call}({', '.join(arguments)})", i)
-        if self.region_ends.get(n) in self.open_regions:
-            self._line(f"del again{self.region_ends[n]}", None)
-        self.held.update(r for r in i.results if r is not None)
+        if self._can_be_compiled(i, call):
+            self._add_to_segment(i, call, results, arguments)
+        else:
+            self._line(f"{', '.join(results)}, = {call}({', '.join(arguments)})", i)
 
     def _plain_operator(self, n: int, i: Instruction) -> Callable[..., tuple]:
-        """The local operator, before anything looks at it."""
+        """The local operator, without anything that inspects it."""
         if i.op == "aten.native_dropout" and not (self.training and i.args[2]):
             return _PASS[len(i.results)]
         if is_sfb(i):
@@ -371,22 +377,19 @@ class _Writer:
         if self.window is not None and source in self.held:
             move = local_move(self.program, i, self.rank, self.window)
             if move is not None:
-                if self._takes_part(i):
-                    self.bound[f"move{n}"] = move
-                    self._line(f"{self._name(i.result)}, = move{n}({self._name(source)})", i)
-                    self.held.add(i.result)
+                self._move_in_window(n, i, move)
                 return
         self.bound[f"move{n}"] = how
         argument = self._name(source) if source in self.held else "None"
         result = self._name(i.result)
         if i.result in self.program.requires_grad:
             self._line(f"{result} = move{n}.start({argument})", i)
-            # only of a sharded parameter: other gradients still have to pass the hooks that sum them
+            # only for a sharded parameter: other gradients still have to pass the hooks that sum them
             stored = self.program.producers[source].op == "param" and how.src.sizes
             sink = ", sink" if stored else ""
             self.pending[i.result] = f"{result}.finish(tokens{sink})"
             if i.result in self.resharded:
-                # by way of params: the piece's own name is forgotten by then
+                # through params: the piece's own name is forgotten by then
                 piece = f"params[{self.program.producers[source].args[0]!r}]"
                 piece = piece if source in self.held else "None"
                 record = f"{_record(i.result)} = keep.hold({result}, move{n}, {piece})"
@@ -399,6 +402,13 @@ class _Writer:
             self.held.add(i.result)
         else:
             self.passing.add(i.result)
+
+    def _move_in_window(self, n: int, i: Instruction, move: Callable[..., tuple]) -> None:
+        """Writes a redistribution that is local within a window of samples."""
+        if self._takes_part(i):
+            self.bound[f"move{n}"] = move
+            self._line(f"{self._name(i.result)}, = move{n}({self._name(i.inputs[0])})", i)
+            self.held.add(i.result)
 
     def _release(self, name: str, i: Instruction) -> None:
         if name in self.records:
@@ -429,7 +439,7 @@ _PASS: dict[int, Callable[..., tuple]] = {1: lambda x: (x,), 2: lambda x: (x, No
 
 
 def local_piece(whole: Tensor, held: Layout, rank: int) -> Tensor:
-    """The piece of a whole tensor that ``rank`` holds: a view, empty if it holds nothing."""
+    """The piece of a whole tensor that ``rank`` holds: a view, or an empty tensor if it holds nothing."""
     if isinstance(held.placement, Shard):
         return whole.narrow(held.dim, *held.piece(rank))
     return whole if rank in held.ranks else whole.new_empty(0)

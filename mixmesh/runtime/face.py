@@ -1,4 +1,5 @@
-"""The side of a parallel model that is the original's: classes, attributes, copies, and the whole module."""
+"""The part of a parallel model that looks like the original: classes, attributes, copies, and the whole
+module."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from .whole_model import Lending, copy_tensors, own_module
 
 @dataclass(frozen=True, eq=False)
 class LentPart:
-    """Finds a module of the user's own model while that is lent with whole weights; else None."""
+    """Finds a module of the user's own model while it is lent with whole weights; None otherwise."""
 
     runtime: Any
     name: str
@@ -38,11 +39,11 @@ class Face(nn.Module):
         """Takes on the modules and attributes of ``model``, with these tensors, by name, instead of its
         own."""
         original = own_module(model)
-        known: dict[nn.Module, nn.Module] = {original: self, model: self}
-        dress(self, original, known)
-        for name in model._modules.keys() - original._modules.keys():  # a loss with parameters
-            self._modules[name] = shell_of(model.get_submodule(name), known)
-        for its, shell in known.items():
+        shell_by_module: dict[nn.Module, nn.Module] = {original: self, model: self}
+        dress(self, original, shell_by_module)
+        for name in model._modules.keys() - original._modules.keys():  # modules of a loss with parameters
+            self._modules[name] = shell_of(model.get_submodule(name), shell_by_module)
+        for its, shell in shell_by_module.items():
             shell.__dict__["_stands_for"] = Original(original_of(its), self._is_watched)
         for kind, tensors in (("_parameters", params), ("_buffers", buffers)):
             for name, tensor in tensors.items():
@@ -56,8 +57,8 @@ class Face(nn.Module):
         return self._runtime.comm.rank > 0 or bool(self._runtime.forms.reads.of)
 
     def whole(self) -> AbstractContextManager[nn.Module]:
-        """The original module with whole weights, for the time of a ``with`` block: its class, attributes and
-        hooks are the user's own, and it runs at any batch size.
+        """The original module with whole weights, for the duration of a ``with`` block: its class, attributes
+        and hooks are the user's own, and it runs at any batch size.
 
         Collective at the beginning; every rank holds all of the model meanwhile. Weights that are changed
         within must be given back by ``load_full_state_dict``; raises InputError at the end if they were not,
@@ -84,12 +85,12 @@ class Face(nn.Module):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """Another parallel model with its own pieces, in the same layout and with the same groups.
+        """Makes another parallel model with pieces of its own, in the same layout and with the same groups.
         Collective; every rank holds the whole model meanwhile."""
         original = self._runtime.original
         with self.whole() as module:
             twin = copy.deepcopy(original)
-            if module is not own_module(original):  # has values of its own
+            if module is not own_module(original):  # the original has values of its own
                 copy_tensors(module, own_module(twin))
         copy_of_self = memo[id(self)] = self._runtime.again(twin)
         for mine, its in zip(self.parameters(), copy_of_self.parameters()):

@@ -1,4 +1,4 @@
-"""The answer of a run to a loss or gradients that are not finite."""
+"""Decides what a run does about a loss or gradients that are not finite."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from .shard_numbers import Off
 from .shard_tensor import ShardTensor, plain
 
 T = TypeVar("T")
-MOST_IN_A_ROW = 10  # steps that are left out
-LEAST_SCALE = 1.0  # lower limit of the scale of a loss; gradients that overflow even then have another cause
-SAID_EVERY = 100  # steps at most, that one was left out
+MOST_IN_A_ROW = 10  # number of consecutive steps that may be left out
+LEAST_SCALE = 1.0  # lower limit for the scale of a loss; gradients that overflow even then have another cause
+SAID_EVERY = 100  # a message about steps that were left out comes at most once in so many steps
 
 
 class OnNan(Enum):
-    """The answer to a loss or gradients that are not finite."""
+    """What to do about a loss or gradients that are not finite."""
 
-    STOP = "stop"  # an error, and the optimizer makes no step
-    SKIP = "skip"  # the batch is left out, on all ranks
-    IGNORE = "ignore"  # one warning, about the loss only
+    STOP = "stop"  # raises an error, and the optimizer makes no step
+    SKIP = "skip"  # leaves out the batch, on all ranks
+    IGNORE = "ignore"  # warns once, about the loss only
 
 
 class FiniteGuard:
@@ -68,7 +68,7 @@ class FiniteGuard:
             assert total is not None  # the model computes its loss
             self._total = total
         else:
-            # the forward pass writes these (statistics of batch norm)
+            # the forward pass writes to these (statistics of batch norm)
             written = [plain(b) for name, b in self._model.named_buffers() if name in self._updated]
             self._buffers = [(b, b.clone()) for b in written]
             local = call(self._model.forward_addend, batch)
@@ -162,7 +162,7 @@ class FiniteGuard:
 
 
 def call(function: Callable[..., T], batch: Any) -> T:
-    """``function`` of a batch, which is a dict or a sequence of arguments."""
+    """Calls ``function`` with a batch, which is a dict or a sequence of arguments."""
     return function(**batch) if isinstance(batch, Mapping) else function(*batch)
 
 
@@ -175,8 +175,8 @@ def gradients_of(params: Iterable[Tensor]) -> list[Tensor]:
 
 
 def may_be_spoilt(gradients: Iterable[Tensor]) -> Tensor:
-    """1 if a gradient has an element that is not finite, or if its sum of squares is too large for its dtype;
-    else 0. Reads each element once."""
+    """1 if a gradient has an element that is not finite, or a sum of squares too large for its dtype; else 0.
+    Reads each element once."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for gradient in gradients:
         by_dtype.setdefault(gradient.dtype, []).append(gradient)
@@ -207,5 +207,5 @@ def warn_of_loss(comm: Comm, step: int, loss: float, mine: Tensor) -> None:
 
 
 def warn(text: str) -> None:
-    """A warning on the standard error."""
+    """Prints a warning on standard error."""
     print(f"mixmesh: warning: {text}", file=sys.stderr, flush=True)

@@ -1,5 +1,5 @@
-"""Exchanges values between ranks, and waits until all ranks are there. The watch knows each exchange as a
-call of its own, or as a part of the call under way."""
+"""Exchanges values between ranks, and waits until all ranks are there. To the watch each exchange is a
+separate call, or a part of the call under way."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def from_first_rank(
             except MixmeshError as error:
                 box[1] = failure = error
             except Exception as error:
-                # the class may be unknown to pickle, or to the other ranks
+                # its class may be unknown to pickle, or to the other ranks
                 failure, box[1] = error, MixmeshError(f"rank 0 failed: {type(error).__name__}: {error}")
         with waiting():
             dist.broadcast_object_list(box, src=0, group=group or message_group())
@@ -77,8 +77,8 @@ def largest(x: torch.Tensor, what: str) -> torch.Tensor:
 
 @contextmanager
 def _exchange(what: str) -> Iterator[Callable[[], AbstractContextManager[None]]]:
-    """A call in which ranks exchange something. It yields a function whose context is to surround waiting:
-    that raises CollectiveError if a rank is lost meanwhile and the watch knows which."""
+    """A context for a call in which ranks exchange something. It yields a function that returns a context for
+    waiting: this raises CollectiveError if a rank is lost meanwhile and the watch knows which."""
     watch = running_watch()
     if watch is None or not watch.is_of_this_thread:
         yield nullcontext

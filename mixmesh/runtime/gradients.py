@@ -46,9 +46,9 @@ class Bucket:
     ranks: tuple[int, ...]
     owned: str | None = None
     stage: int = 0
-    cells: tuple[Cell | None, ...] = ()  # by name, the summed cell of a parameter with copies
-    late: bool = False  # summed when all gradients that redistributions bring are there
-    parts: Parts = ()  # the ranks by machine, if they are summed by levels
+    cells: tuple[Cell | None, ...] = ()  # for each name, the summed cell of a parameter with copies
+    late: bool = False  # summed once all gradients that redistributions bring have arrived
+    parts: Parts = ()  # the ranks by machine, if the sum is hierarchical
 
 
 def assign_buckets(program: Program) -> tuple[Bucket, ...]:
@@ -74,8 +74,9 @@ class Sums(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Gradients taken away from their parameters, and the parameters (``summed``) whose gradients are already
-    sums over ranks. The gradients of the buckets ``early`` are sums too once ``handles`` have finished."""
+    """Gradients that were taken from their parameters, and the parameters (``summed``) whose gradients are
+    already sums over ranks. Those of the buckets ``early`` also become sums, when ``handles`` have finished.
+    """
 
     gradients: list[tuple[Tensor, Tensor]]
     summed: set[int]
@@ -85,8 +86,8 @@ class Taken:
 
 @dataclass
 class _Progress:
-    """One backward pass: the gradients missing per bucket, and the progress in the fixed order. A bucket that
-    this pass does not sum has None."""
+    """The progress of one backward pass: the gradients missing per bucket, and the position in the fixed
+    order. A bucket that this pass does not sum has None."""
 
     missing: list[set[int] | None] = field(default_factory=list)
     next: int = 0
@@ -102,8 +103,8 @@ class GradientReducer:
     """Sums the gradients of this rank's parameters by hooks on them.
 
     ``params`` are the parameters in use, by name; the gradients of those in ``owned`` go to their owners.
-    ``on_sum`` is called in every pass that sums all. ``origins`` gives, for parameters with copies, where
-    this rank's piece begins in the whole.
+    ``on_sum`` is called in every pass that sums all gradients. ``origins`` gives, for parameters with copies,
+    where this rank's piece begins in the whole.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class GradientReducer:
         self._task = -1
         self._progress = _Progress()
         self._ready: dict[int, list[Callable[[Tensor], None]]] = {}  # by parameter, its hooks
-        self._first: dict[int, bool] = {}  # is this the rank that keeps an accumulated sum?
+        self._first: dict[int, bool] = {}  # whether this rank is the one that keeps an accumulated sum
         self._summed: set[int] = set()  # parameters whose .grad is a sum over ranks
         self._uses: dict[int, int] = {}  # gradients still expected, by parameter (``wgrad``)
         self._buckets: list[list[Tensor]] = []
@@ -143,16 +144,17 @@ class GradientReducer:
     def _add(
         self, bucket: Bucket, n: int, comm: Comm, params: Mapping[str, Tensor], by_whole: Mapping[int, Owned]
     ) -> None:
-        """Hooks on the members of bucket ``n``; ``by_whole`` are the owned parameters by id."""
+        """Puts hooks on the members of bucket ``n``; ``by_whole`` are the owned parameters by id."""
         by_param = dict(zip((id(params[name]) for name in bucket.names), bucket.cells))
-        members = list({id(params[name]): params[name] for name in bucket.names}.values())  # tied: once
+        # tied parameters count once
+        members = list({id(params[name]): params[name] for name in bucket.names}.values())
         members = [p for p in members if p.requires_grad and (id(p) not in self._first or by_param)]
         if not members:
             return
         index = len(self._buckets)
         if by_param:
             cells = [by_param[id(p)] for p in members]
-            self._cells[index] = [cell for cell in cells if cell is not None]  # all or none have one
+            self._cells[index] = [cell for cell in cells if cell is not None]  # either all have cells or none
         if bucket.owned is not None:
             self._groups[index] = [by_whole[id(p)] for p in members]
         kind = "all_reduce" if bucket.owned is None else "reduce_scatter"
@@ -170,8 +172,8 @@ class GradientReducer:
 
     @contextmanager
     def through(self, channel_of: Callable[[Channel, Bucket, int], Channel]):
-        """A context in which every bucket's sum goes through the channel that ``channel_of`` returns for its
-        own channel, the bucket and the bytes."""
+        """A context in which every bucket's sum goes through the channel that ``channel_of`` returns when
+        given the bucket's own channel, the bucket and the bytes."""
         before = self._channels
         sizes = [sum(p.numel() * p.element_size() for p in members) for members in self._buckets]
         for n, these in self._cells.items():
@@ -200,7 +202,7 @@ class GradientReducer:
             self.sums = before
 
     def take(self) -> Taken:
-        """The gradients of this rank, whose parameters have none afterwards."""
+        """Takes the gradients of this rank; the parameters have none afterwards."""
         progress, self._progress = self._progress, _Progress()
         removed = Taken(
             [(p, p.grad) for p in self._all if p.grad is not None],
@@ -220,7 +222,7 @@ class GradientReducer:
         self._summed.clear()
 
     def put_back(self, taken: Taken) -> None:
-        """Undoes ``take``, provided that nothing has accumulated since."""
+        """Undoes ``take``, provided that nothing has accumulated since then."""
         for p, gradient in taken.gradients:
             p.grad = gradient
         self._summed = taken.summed
@@ -248,7 +250,7 @@ class GradientReducer:
         progress = self._progress
         for handle in taken.handles:
             handle.wait()
-        for n in progress.whole:  # from another loss of this pass
+        for n in progress.whole:  # from another loss in this pass
             for p in self._buckets[n]:
                 self._summed.discard(id(p))
                 if p.grad is not None and not self._first[id(p)]:
@@ -288,7 +290,7 @@ class GradientReducer:
         return self.sums is Sums.ALL or (self.sums is Sums.EVERY_PASS and bucket.stage == 2)
 
     def sink(self, p: Tensor | None, handle: Handle, size_bytes: int) -> None:
-        """Takes a gradient that is on its way in buffers of ``size_bytes``, and adds those that have arrived
+        """Takes a gradient that is under way in buffers of ``size_bytes``, and adds those that have arrived
         meanwhile. Waits if the backward pass is faster than the network."""
         self._take(lambda gradient: add(p, gradient), handle, size_bytes)
 
@@ -312,11 +314,11 @@ class GradientReducer:
             self.arrived(p, make())
 
     def waiting(self, collective: str, p: Tensor, make: Callable[[], Tensor]) -> None:
-        """One that is made when the gradient of that redistribution has been ``sent``."""
+        """Takes a gradient to be made when the gradient of that redistribution has been ``sent``."""
         self._progress.waiting.setdefault(collective, []).append((p, make))
 
     def sent(self, collective: str) -> None:
-        """Makes the gradients that were waiting for this collective."""
+        """Makes the gradients that were waiting for this collective to start."""
         for p, make in self._progress.waiting.pop(collective, ()):
             self.arrived(p, make())
 
@@ -352,8 +354,8 @@ class GradientReducer:
         return ready
 
     def _start_ready(self, *, all_of_them: bool = False, late: bool = False) -> None:
-        """Starts buckets in their order, up to the first that still misses a gradient; the late ones, which
-        come last, only if ``late``."""
+        """Starts buckets in order, up to the first that still lacks a gradient. The late ones, which come
+        last, start only if ``late``."""
         progress = self._progress
         while progress.next < len(progress.missing):
             if self._own[progress.next].late and not late:
@@ -424,7 +426,7 @@ class GradientReducer:
     def _finish(self) -> None:
         progress = self._progress
         with torch.no_grad():
-            # nothing is left waiting here, unless only a part of the graph went back
+            # nothing is left waiting here, unless the pass covered only a part of the graph
             for p, make in (*chain(*progress.waiting.values()), *progress.postponed):
                 self.arrived(p, make())
         progress.waiting.clear()
@@ -459,5 +461,5 @@ def add(p: Tensor | None, gradient: Tensor | None) -> None:
 
 
 def wait_now(p: Tensor | None, handle: Handle, size_bytes: int = 0) -> None:
-    """A sink for callers without a reducer."""
+    """A sink for callers without a reducer: waits for the gradient and adds it."""
     add(p, handle.wait())

@@ -1,4 +1,4 @@
-"""Checks the conditions for calling a parallel model, before anything is computed."""
+"""Checks, before anything is computed, that a parallel model may be called."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ AGAIN = "plan again with the model as it is now, and parallelize that"
 
 
 class Tables:
-    """The parameters and children of a model's modules when they were last looked at. Comparing them with
-    what is there now takes a tenth of the time of asking the model for its parameters."""
+    """The parameters and children of a model's modules when they were last looked at. Comparing them with the
+    present ones takes a tenth of the time of asking the model for its parameters."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[Mapping[str, object], tuple]] = []
@@ -36,8 +36,8 @@ class Tables:
 
     def buffers(self) -> dict[str, Tensor]:
         """The buffers of the modules, by all of their names."""
-        found = ((name, table.get(key)) for name, table, key in self._buffers)
-        return {name: x for name, x in found if x is not None}
+        values = ((name, table.get(key)) for name, table, key in self._buffers)
+        return {name: x for name, x in values if x is not None}
 
     def are_as_seen(self) -> bool:
         return bool(self._seen) and all(

@@ -1,5 +1,5 @@
-"""Refuses hooks that were put on a parallel model after it was made: none of them would do there what it does
-on an ordinary model.
+"""Refuses hooks that were put on a parallel model after it was made: none of them would have its usual
+effect.
 
 A gradient hook would see one rank's addend before the sum, and the modules within a parallel model are never
 called: the program has their operators.
@@ -49,7 +49,8 @@ class HookWatch:
 
 
 def _hooks(held: Any, attributes: Any) -> list[tuple[Any, str]]:
-    """The hooks on a parameter or module, each with the attribute that it hangs by or its other name."""
+    """The hooks on a parameter or module, each with the attribute that holds it or with another name for
+    it."""
     kinds = attributes if isinstance(attributes, dict) else dict(zip(attributes, attributes))
     return [
         (hook, how)

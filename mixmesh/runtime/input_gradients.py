@@ -1,4 +1,4 @@
-"""Gradients of inputs: of a batch that the script made by another model, or asks the gradient of."""
+"""Gradients of inputs: for a batch that the script made with another model, or whose gradient it asks for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Wanted = tuple[str, ...]  # names of inputs whose gradient is wanted
 
 
 def wanted_gradients(program: Program, tensors: Mapping[str, Tensor]) -> Wanted:
-    """The inputs that a call asks the gradient of."""
+    """The inputs whose gradient a call needs."""
     if not torch.is_grad_enabled():
         return ()
     names = (i.args[0] for i in program.batch_inputs)
@@ -37,7 +37,7 @@ def with_input_gradients(program: Program, wanted: Wanted) -> Program:
 
 
 def no_gradient_in_micro_steps(wanted: Wanted) -> InputError:
-    """The error for plans that go backward before the script does."""
+    """The error for plans whose backward pass runs before the script's own ``backward``."""
     return InputError(
         "this plan runs in micro-batches, which give no gradient of an input",
         expected="inputs without requires_grad",

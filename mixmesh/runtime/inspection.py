@@ -11,12 +11,12 @@ from torch import Tensor
 from ..lang.ir import Instruction
 from .random import RandomPolicy
 
-Place = tuple[int, str]  # the micro-step, and the name of a value
+Place = tuple[int, str]  # (micro-batch, name of a value)
 
 
 @dataclass(frozen=True)
 class Counts:
-    """The number of elements of a tensor that are not finite."""
+    """The numbers of elements of a tensor that are not finite."""
 
     num_nan: int
     num_infinite: int
@@ -39,17 +39,18 @@ def is_spoilt(x: Any) -> bool:
     """Whether ``x`` is a tensor with an element that is not finite."""
     if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
         return False
-    x = x.detach().float() if x.dtype.itemsize == 1 else x.detach()  # float8 knows little
+    x = x.detach().float() if x.dtype.itemsize == 1 else x.detach()  # float8 lacks most operators
     return not bool(x.isfinite().all())
 
 
 @dataclass
 class Inspector:
-    """The findings of one rank in a pass. ``random`` knows the micro-step."""
+    """Notes the findings of one rank in a pass. ``random`` knows the current micro-batch."""
 
     random: RandomPolicy
     values: dict[Place, Counts] = field(default_factory=dict)
-    gradients: list[Place] = field(default_factory=list)  # places whose backward pass is the cause
+    # places whose backward pass makes a gradient that is not finite
+    gradients: list[Place] = field(default_factory=list)
 
     def note(self, name: str, x: Tensor) -> None:
         """Checks a value of the forward pass."""
@@ -57,7 +58,7 @@ class Inspector:
             self.values[self.random.micro_step, name] = counts
 
     def checked(self, i: Instruction, call: Callable[..., tuple]) -> Callable[..., tuple]:
-        """A local operator that is inspected in its forward pass and in its backward pass."""
+        """Wraps a local operator so that its forward pass and its backward pass are inspected."""
         name = next(r for r in i.results if r is not None)
 
         def run(*args):
@@ -79,7 +80,7 @@ class Inspector:
 
 
 def nodes_between(args: Iterable[Any], results: Iterable[Any]) -> list[Any]:
-    """Autograd's nodes that make ``results`` of ``args``."""
+    """Autograd's nodes between ``args`` and ``results``."""
     start_nodes = {a.grad_fn for a in args if isinstance(a, Tensor)}
     nodes: list[Any] = []
     waiting = [x.grad_fn for x in results if isinstance(x, Tensor)]

@@ -33,7 +33,7 @@ from .random import RandomPolicy
 from .recompute import Region, Step
 from .window import Window, local_move
 
-Values = list[Tensor | None]  # one per rank; None where the rank takes no part
+Values = list[Tensor | None]  # one per rank; None for a rank that takes no part
 Regions = dict[tuple[int, int], Region]  # by number and rank
 
 
@@ -48,7 +48,7 @@ class Outcome:
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """New values of updated buffers, which are whole."""
+        """The new values of updated buffers, whole."""
         return {name: next(v for v in values if v is not None) for name, values in self.updates.items()}
 
 
@@ -64,7 +64,7 @@ def interpret(
     """Runs a program. ``tensors`` holds whole parameters and buffers by name, ``batch`` whole inputs.
 
     ``loss.backward()`` then leaves whole gradients in the parameters, for any placement of them. In a
-    micro-step ranks see only their ``windows``, and ``given`` holds, by name, inputs that the ranks already
+    micro-batch ranks see only their ``windows``, and ``given`` holds, by name, inputs that the ranks already
     have.
     """
     random = random or RandomPolicy(exact=True)
@@ -79,7 +79,8 @@ def interpret(
     for n, i in enumerate(program.instructions):
         if i.op == "update":
             values = detached(env[i.inputs[0]])
-            before = updates.get(i.args[0], [None] * len(values))  # held by another set of ranks
+            # the buffer is held by another set of ranks
+            before = updates.get(i.args[0], [None] * len(values))
             updates[i.args[0]] = [old if v is None else v for v, old in zip(values, before)]
         elif i.op == "output":
             shown[i.args[0]] = detached(env[i.inputs[0]])
@@ -117,7 +118,7 @@ def leaf_value(i: Instruction, tensors, batch, device) -> Tensor:
 
 
 def cut_leaf(program: Program, i: Instruction, whole: Tensor, windows: Sequence[Window] | None) -> Values:
-    """The part of every rank of an input, parameter or buffer; in a micro-step of an input its samples."""
+    """Every rank's part of an input, parameter or buffer; for an input in a micro-batch, its samples."""
     if windows is not None and i.op == "input" and i.result in windows[0].samples.values:
         return cut_by_windows(whole, i.type, program, windows)
     return cut(whole, i.type, program)
@@ -126,13 +127,13 @@ def cut_leaf(program: Program, i: Instruction, whole: Tensor, windows: Sequence[
 def redistribute_in(
     program: Program, i: Instruction, values: Values, windows: Sequence[Window] | None
 ) -> Values:
-    """The part of every rank after a redistribution; in a micro-step if there are ``windows``."""
+    """Every rank's part after a redistribution; in a micro-batch if there are ``windows``."""
     moved = None if windows is None else move_in_windows(program, i, values, windows)
     return moved or redistribute(values, program.types[i.inputs[0]], i.type, program)
 
 
 def cut_by_windows(whole: Tensor, t: TensorType, program: Program, windows: Sequence[Window]) -> Values:
-    """Every rank's samples of an input in a micro-step."""
+    """Every rank's samples of an input in a micro-batch."""
     ranks, dim = set(program.participants(t)), t.shard.dim
     pieces = [whole.narrow(dim, w.start(t), w.length(t)) for w in windows]
     return [p if rank in ranks else None for rank, p in enumerate(pieces)]
@@ -141,8 +142,8 @@ def cut_by_windows(whole: Tensor, t: TensorType, program: Program, windows: Sequ
 def move_in_windows(
     program: Program, i: Instruction, values: Values, windows: Sequence[Window]
 ) -> Values | None:
-    """A redistribution that only moves samples to another stage, within micro-steps; None for any other,
-    which runs as usual."""
+    """The result of a redistribution that only moves samples to another stage, within micro-batches; None for
+    any other, which runs as usual."""
     ranks = set(program.participants(i.type))
     if i.result in windows[0].samples.transfers:
         dim = i.type.shard.dim
@@ -159,7 +160,7 @@ def move_in_windows(
 def run_everywhere(
     programs: Sequence[Program], n: int, env, device, random, again: Regions, windows=None
 ) -> None:
-    """An operator on every rank, of whose programs it is instruction ``n``."""
+    """Runs an operator on every rank; it is instruction ``n`` of their programs."""
     program, i = programs[0], programs[0].instructions[n]
     taking_part = set(program.participants(i.types[0]))
     per_rank: list[tuple[Tensor | None, ...]] = []
@@ -180,7 +181,7 @@ def run_everywhere(
             region = again.setdefault((number, rank), Region(place))
             per_rank.append(region.run(Step(run, i.inputs, i.results, run), *values))
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
-            raise failed(i, rank, error) from error  # kernels check more than types
+            raise failed(i, rank, error) from error  # kernels check more than the types
     for index, name in enumerate(i.results):
         if name is not None:
             env[name] = [results[index] for results in per_rank]
@@ -205,7 +206,7 @@ def cut(whole: Tensor, t: TensorType, program: Program) -> Values:
 
 
 def redistribute(values: Values, src: TensorType, dst: TensorType, program: Program) -> Values:
-    """The values of all ranks after ``src -> dst``, as tensor expressions over those before."""
+    """The values of all ranks after ``src -> dst``, as tensor expressions of the values before."""
     held = [(rank, v) for rank, v in enumerate(values) if v is not None]
     takers = program.participants(dst)
     match src.placement, dst.placement:
@@ -242,7 +243,7 @@ def redistribute(values: Values, src: TensorType, dst: TensorType, program: Prog
 
 
 def fold(addends: dict[int, Tensor], takers: tuple[int, ...], world_size: int) -> Values:
-    """Addends by rank, to be held by ``takers`` only: the other ranks' addends are added to the first
+    """Each rank's addend if only ``takers`` hold addends: those of the other ranks are added to the first
     taker's."""
     stays = {rank: v for rank, v in addends.items() if rank in takers}
     for v in [v for rank, v in addends.items() if rank not in takers]:

@@ -1,4 +1,4 @@
-"""Runs a plan's micro-steps with all ranks in one process: the definition of accumulation (see
+"""Runs a plan's micro-batches with all ranks in one process: the definition of accumulation (see
 ``interpret``)."""
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def interpret_step(
     *,
     random: RandomPolicy,
 ) -> Outcome:
-    """Like ``interpret``, for a step of several micro-steps; the loss is their total.
+    """Like ``interpret``, for a step of several micro-batches; the loss is their total.
 
-    Raises PlanError if the program cannot run in micro-steps.
+    Raises PlanError if the program cannot run in micro-batches.
     """
     if not accumulates(micro_batches):
         return interpret(program, tensors, batch, random=random)
@@ -53,14 +53,14 @@ def interpret_step(
 
 
 def _joined(pieces: Sequence[Tensor | None]) -> Tensor | None:
-    """The rows of a rank's micro-steps, one after the other."""
+    """The rows of a rank's micro-batches, one after the other."""
     held = [piece for piece in pieces if piece is not None]
     return torch.cat(held) if held else None
 
 
 def windows(samples: Samples, planned: Schedule, number: int, random: RandomPolicy) -> list[Window]:
-    """The samples of every rank's micro-step with this number; none for a rank that takes fewer
-    micro-steps."""
+    """The samples of every rank's micro-batch with this number; none for a rank that takes fewer
+    micro-batches."""
     out = []
     for rank, sizes in enumerate(planned.sizes):
         place = RandomPolicy(random.seed, exact=random.exact, by_shape=random.by_shape)

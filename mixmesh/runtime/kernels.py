@@ -1,7 +1,7 @@
 """Local kernels, for operators whose result on a shard is not that of the plain operator on the shard.
 
-A kernel looks at its site and returns a function of the local inputs, or None if the plain operator will do.
-Ranks with an empty piece run none of them (see ``empty``).
+For a site, a kernel returns a function of the local inputs, or None if the plain operator gives the right
+result. Ranks with an empty piece run none of them (see ``empty``).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Site:
     window: Window | None = None
 
     def span(self, t: TensorType) -> tuple[int, int]:
-        """First element and number of elements of this rank's piece of a sharded value. In a window, to be
-        asked when the operator runs."""
+        """The first element and the number of elements of this rank's piece of a sharded value. In a window
+        they may be asked for only while the operator runs."""
         if self.window is not None and self.window.samples.hold(self.instruction):
             return self.window.start(t), self.window.length(t)
         sizes = rank_sizes(t, self.program.ratio(t.ratio))
@@ -93,7 +93,7 @@ def drawing(site: Site) -> Callable[[Callable], Tensor]:
         elif random.exact:
             whole = draw(drawn_shape, random.generator(operator, 0, device))
             whole = whole.narrow(dim, start, full_shape[dim])
-        else:  # equal on all ranks that share a part of the batch, different on the others
+        else:  # equal on all ranks that share a part of the batch, different on others
             first = site.program.participants(i.types[0])[0]
             whole = draw(full_shape, random.generator(operator, first + 1, device))
         return whole.narrow(placement.dim, *site.span(i.types[0])) if sharded else whole
@@ -124,7 +124,7 @@ def dropout_kernel(site: Site) -> LocalOp:
 
 
 def bernoulli_kernel(site: Site) -> LocalOp:
-    """bernoulli(probabilities), from uniform numbers, so that a piece of the probabilities meets the same
+    """bernoulli(probabilities), drawn by uniform numbers, so that a piece of the probabilities meets the same
     piece of the numbers; bernoulli.p(like, p) draws as dropout does."""
     make = drawing(site)
 
@@ -140,7 +140,7 @@ def bernoulli_kernel(site: Site) -> LocalOp:
 
 
 def fill_kernel(draw: Callable):
-    """rand, randn and their kin of a given size or like another tensor."""
+    """Kernel of rand, randn and the like, with a given size or the shape of another tensor."""
 
     def kernel(site: Site) -> LocalOp:
         make = drawing(site)
@@ -155,9 +155,9 @@ def fill_kernel(draw: Callable):
 
 
 def seeded_kernel(site: Site) -> LocalOp:
-    """The kernel of an operator that draws in its own way and runs whole on every rank, from the process's
-    generator, seeded alike on all ranks. The number of its draw is a hash of its results' names, which are
-    the same in every part of a program."""
+    """The kernel of an operator that draws in its own way and runs whole on every rank: it draws from the
+    process's generator, seeded equally on all ranks. The number of its draw is a hash of its results' names,
+    which are the same in every part of a program."""
     plain, device = site.plain(), site.device
     operator = zlib.crc32(" ".join(r or "" for r in site.instruction.results).encode())
 
@@ -192,7 +192,8 @@ def arange_kernel(site: Site) -> LocalOp | None:
 
 
 def squeeze_kernel(site: Site) -> LocalOp:
-    """Squeezes the dims that are 1 in the whole tensor: a piece may have one element along a larger dim."""
+    """Squeezes the dims that are 1 in the whole tensor: a piece may have a single element along a larger
+    dim."""
     shape = site.local.out_shapes[0]
     return lambda x: (x.reshape(shape),)
 
@@ -210,13 +211,14 @@ def cut_table(site: Site, dim: int) -> Callable[[], tuple[int, int]] | None:
 
 
 def localize_ids(ids: Tensor, start: int, length: int) -> tuple[Tensor, Tensor]:
-    """(ids relative to this rank's first row and clamped to its rows, mask of the ids that are its own)."""
+    """Returns (ids relative to this rank's first row, clamped to its rows; mask of the ids that are its
+    own)."""
     local = ids - start
     return local.clamp(0, length - 1), (local >= 0) & (local < length)
 
 
 def embedding_kernel(site: Site) -> LocalOp | None:
-    """A look-up in a piece of the vocabulary: ids outside the piece give zeros, to be summed."""
+    """Looks up in a piece of the vocabulary: ids outside of the piece give zeros, to be summed over ranks."""
     span = cut_table(site, 0)
     if span is None:
         return None
@@ -225,7 +227,7 @@ def embedding_kernel(site: Site) -> LocalOp | None:
     def run(table, ids):
         local_ids, own = localize_ids(ids, *span())
         rows = torch.nn.functional.embedding(local_ids, table)
-        if padding_idx >= 0:  # the padding row is looked up but takes no gradient
+        if padding_idx >= 0:  # the padding row is looked up but gets no gradient
             rows = torch.where((ids == padding_idx).unsqueeze(-1), rows.detach(), rows)
         return (torch.where(own.unsqueeze(-1), rows, rows.new_zeros(())),)
 
@@ -246,7 +248,7 @@ def gather_kernel(site: Site) -> LocalOp | None:
 
 
 def index_kernel(site: Site) -> LocalOp | None:
-    """self[indices] with one index, and index_select: along one dim, which is cut."""
+    """self[indices] with one index, and index_select, along a cut dim."""
     call = site.local.call
     if call.op == "aten.index_select":
         dim = call.args[1] % len(site.local.in_shapes[0])
@@ -279,7 +281,7 @@ def sum_exp_kernel(site: Site) -> LocalOp | None:
 
 
 def cross_entropy_kernel(site: Site) -> LocalOp | None:
-    """The kernel that makes the addend of a piece of the classes to the loss; labels count from the first
+    """The kernel that computes the addend to the loss of a piece of the classes; labels count from the first
     class of all."""
     span = cut_table(site, 1)
     if span is None:
@@ -296,8 +298,8 @@ def cross_entropy_kernel(site: Site) -> LocalOp | None:
 
 
 def attention_kernel(site: Site) -> LocalOp | None:
-    """Causal attention of a part of the queries: each query sees the keys up to its own position among all
-    queries, so keys behind the last query are left out."""
+    """Causal attention of a part of the queries: each query attends to the keys up to its own position among
+    all queries, so keys behind the last query are left out."""
     call, placement = site.local.call, site.local.in_placements[0]
     queries = site.program.types[site.instruction.inputs[0]]
     is_cut = isinstance(placement, Shard) and placement.dim == len(queries.value.shape) - 2
@@ -319,7 +321,7 @@ def attention_kernel(site: Site) -> LocalOp | None:
 
 
 def experts_kernel(site: Site) -> LocalOp | None:
-    """The kernel that makes the addend of a piece of the experts to every token; ids count from the first
+    """The kernel that computes the addend of a piece of the experts to every token; ids count from the first
     expert of all."""
     call = site.local.call
     first_table = 1 + len(call.args[1]) + len(call.args[2])

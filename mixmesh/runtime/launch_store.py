@@ -1,4 +1,4 @@
-"""The store of a launch, free of anything that an earlier start has written.
+"""The store of a launch, without anything that an earlier start has written.
 
 torchrun keeps one store for all starts of its processes, and no machine can name the current start in a way
 that all others know: each counts its own restarts (https://github.com/pytorch/pytorch/issues/135712). Values
@@ -28,7 +28,7 @@ HINT = "with --nnodes MIN:MAX: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on ev
 
 
 def own_connection(store: dist.Store) -> dist.Store:
-    """A second connection to the same store: a thread that waits for an answer blocks the first."""
+    """A second connection to the same store, because a thread that waits for an answer blocks the first."""
     return store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
 
 
@@ -38,8 +38,8 @@ def is_of_launcher() -> bool:
 
 
 def open_store(timeout_s: float, *, serves: bool = False) -> dist.Store:
-    """The store of the launch, with what earlier starts have written: a connection to it, or the store itself
-    if this process ``serves`` it."""
+    """The store of the launch, including data of earlier starts: a connection to it, or the store itself if
+    this process ``serves`` it."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     timeout = timedelta(seconds=timeout_s)
     return dist.TCPStore(address, port, is_master=serves, timeout=timeout, wait_for_workers=False)
@@ -107,7 +107,7 @@ class _Meeting:
             self._wait([r for r in others if not numbers[r] or self._read(f"confirmed/{r}") != name])
 
     def follow(self) -> str:
-        """The name that the first rank has made of this rank's number, among others."""
+        """The name that the first rank has made from the numbers of all ranks, including this one's."""
         while True:
             self._write(f"number/{self._rank}", self._own)
             numbers = json.loads(self._read("numbers") or "[]")
@@ -127,7 +127,7 @@ class _Meeting:
         self._store.set(f"{KEY}/{key}", value)
 
     def _wait(self, missing: list[int]) -> None:
-        """Pauses a little, as the ranks that are ``missing`` may still come."""
+        """Pauses briefly, because the ranks that are ``missing`` may still come."""
         waited_s = time.monotonic() - self._started
         if waited_s > self._timeout_s:
             raise CollectiveError(

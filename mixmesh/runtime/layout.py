@@ -1,21 +1,20 @@
-"""The layout of a tensor, that is which rank holds which piece, and the steps that turn one layout into
-another.
+"""The layout of a tensor (which rank holds which piece), and the steps that turn one layout into another.
 
-A redistribution ``src -> dst`` may change the placement, the ratio and the set of ranks at once. It is
-a short list of primitive steps, each of which moves data between at most one set of ranks:
+A redistribution ``src -> dst`` may change the placement, the ratio and the set of ranks at once. It is a
+short list of primitive steps, each of which moves data between at most one set of ranks:
 
     gather      S -> R    every rank of either side receives all pieces
     scatter     P -> S    the addends are summed, each owner receives its piece (reduce_scatter)
     reduce      P -> R    the addends are summed everywhere (all_reduce)
-    exchange    S -> S    each pair of ranks passes on what the one has and the other needs (all_to_all)
+    exchange    S -> S    each rank sends every other one the elements that it needs (all_to_all)
     spread      R -> R    the first holder broadcasts to the ranks that have no copy
     fold        P -> P    ranks that leave give their addend to the first one that stays (reduce)
     slice       R -> S    local
     as_partial  R -> P    local: one rank keeps its copy, the others hold zeros
     pad         S -> P    local
 
-Communication costs nothing where one rank holds everything already: a gather from one owner *is* a
-broadcast, and its gradient a reduce, because pieces of size zero are never sent.
+Communication costs nothing where one rank holds everything already: a gather from one owner *is* a broadcast,
+and its gradient a reduce, because pieces of size zero are never sent.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class Step:
     kind: str
     src: Layout
     dst: Layout
-    ranks: tuple[int, ...] = ()  # that communicate; empty for a local step
+    ranks: tuple[int, ...] = ()  # the ranks that communicate; empty for a local step
 
 
 def layout(program: Program, t: TensorType) -> Layout:
@@ -93,7 +92,7 @@ def union(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted({*a, *b}))
 
 
-# steps that all ranks of both layouts meet in
+# steps in which all ranks of both layouts meet
 OF_EVERYONE = {
     (Shard, Replicate): "gather",
     (Partial, Shard): "scatter",
@@ -163,7 +162,7 @@ def meetings(program: Program) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def level_groups(parts: Parts) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The groups of a sum by levels, with their purposes."""
+    """The groups for a hierarchical sum, with their purposes."""
     for part in parts:
         if len(part) > 1:
             yield from ((UP, part), (DOWN, part))

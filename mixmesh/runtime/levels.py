@@ -24,13 +24,13 @@ from .comm import Comm
 from .streams import Moment, await_moment, issue_beside
 from .works import StagedWork, queue_of
 
-STAGES = 3  # at most: up, between, down
-Stage = Callable[[], Sequence[dist.Work]]  # begins the transfers of one
+STAGES = 3  # the most stages that a collective has: up, between, down
+Stage = Callable[[], Sequence[dist.Work]]  # starts the transfers of a stage
 
 
 class ByLevels:
-    """Collectives of a bucket by levels, each called like a function of ``torch.distributed``. If pieces have
-    owners, these are leaders, the ranks that represent their machines."""
+    """Hierarchical collectives of a bucket, each called like a function of ``torch.distributed``. If pieces
+    have owners, these are leaders, the ranks that represent their machines."""
 
     def __init__(self, comm: Comm, parts: Parts) -> None:
         mine = next(part for part in parts if comm.rank in part)
@@ -42,7 +42,7 @@ class ByLevels:
         self.between = comm.groups[BETWEEN, self.leaders]
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp, group: dist.ProcessGroup, async_op: bool):
-        """Sums ``x`` in place. ``group`` is the group of the flat sum, from which the backend is known."""
+        """Sums ``x`` in place. ``group`` is the group of the flat sum, which determines the backend."""
         if op != dist.ReduceOp.SUM:
             raise ValueError(f"levels sum, and do not {op}")
 
@@ -112,7 +112,7 @@ def _serve(stage: int, following: SimpleQueue | None, work: StagedWork) -> None:
 
 @dataclass(frozen=True)
 class StreamWork:
-    """A sum on its way on a stream of a GPU."""
+    """A sum under way on a stream of a GPU."""
 
     device: torch.device
     end: Moment
@@ -125,7 +125,7 @@ class StreamWork:
         def issue() -> None:
             for start in stages:
                 for work in start():
-                    work.wait()  # holds the stream, not the host
+                    work.wait()  # blocks the stream, not the host
                     works.append(work)
 
         end = issue_beside(device, x, issue)

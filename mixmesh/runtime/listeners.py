@@ -27,7 +27,7 @@ class Listeners:
         self._last: Handle = done(torch.empty(0))
 
     def tell(self, comm: Comm, known: Handle, what: str, purpose: str) -> Handle:
-        """A handle that gives every rank the working ranks' ``known``; on other ranks ``known`` only gives
+        """A handle that gives every rank the working ranks' ``known``; on other ranks ``known`` only provides
         shape and dtype. Collective in the group of this ``purpose``, and so is the handle's ``wait``."""
         if comm.rank not in self.told:
             return known

@@ -1,4 +1,5 @@
-"""Runs one instruction on one rank: the ATen operator on local shards, with its baked-in sizes made local.
+"""Runs one instruction on one rank: the ATen operator on local shards, with the sizes in its arguments made
+local.
 
 If the plain operator on the shards would not give the local result (a mean over a cut dim, a look-up in a
 piece of a vocabulary, random numbers), one of ``kernels`` takes its place; if a rank's piece is empty,
@@ -66,7 +67,7 @@ def local_op(
     random: RandomPolicy,
     window: Window | None = None,
 ) -> LocalOp:
-    """A function of the local inputs (in the order of ``i.inputs``) that gives the local results."""
+    """A function of the local inputs (in the order of ``i.inputs``) that returns the local results."""
     local = local_call(program, i, rank, window)
     if is_empty(local):
         return empty_op(local, [TORCH_DTYPE[t.dtype] for t in local.call.outputs], device)
@@ -77,7 +78,7 @@ def local_op(
 
 
 def plain_op(i: Instruction, local: LocalCall, device: torch.device) -> PlainOp:
-    """The ATen operator itself, its arguments made local by the rule's row."""
+    """The ATen operator itself, its arguments made local by the rule."""
     rule = RULES.get(i.op)
     args, kwargs = i.args, i.kwargs
     if rule is not None and rule.local is not None:
@@ -127,7 +128,7 @@ RETURNS_LIST = frozenset(
 
 
 class Slot(int):
-    """The place of a tensor in an argument template."""
+    """Marks the place of a tensor in an argument template."""
 
 
 def to_torch(arg: Arg):

@@ -1,4 +1,4 @@
-"""The message about a lost rank: which one, on which device, in which step, and what the others waited
+"""The message about a lost rank: which rank, on which device, in which step, and what the others waited
 for."""
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from ..errors import CollectiveError, MixmeshError
 
 
 class Waiting(NamedTuple):
-    """The call that a rank waits in, the time since when it waits, and the instruction with its place, if the
-    call is one. ``is_met`` is False for a rank that computes there and does not wait."""
+    """The call in which a rank waits, the time at which it began to wait, and the instruction with its place,
+    if the call is one. ``is_met`` is False for a rank that computes there and does not wait."""
 
     what: str
     since: float
@@ -26,7 +26,7 @@ class Waiting(NamedTuple):
 
 @dataclass(frozen=True)
 class Lost:
-    """A rank that was lost: ``how``, and its last ``word``."""
+    """A rank that was lost: ``how``, and the last ``word`` that it left."""
 
     rank: int
     how: str
@@ -59,8 +59,8 @@ class Position:
 
 
 def fields_of(error: MixmeshError, lost: Lost | None) -> dict[str, Any]:
-    """The fields of an error, for other ranks to read; with ``lost`` each of them adds what it waited for
-    itself."""
+    """The fields of an error, for other ranks to read; with ``lost`` each of these adds what it was waiting
+    for."""
     fields = {name: getattr(error, name) for name in ("message", "expected", "got", "where")}
     return {**fields, "hint": list(error.hint), "lost": None if lost is None else asdict(lost)}
 

@@ -22,8 +22,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_errors_named() -> Iterator[None]:
-    """Raises DeviceLost, which names the rank, its device, the step and the place of the failed allocation,
-    and informs the other ranks."""
+    """A context that turns a lack of memory into DeviceLost, which names the rank, its device, the step and
+    the place of the failed allocation, and informs the other ranks."""
     try:
         yield
     except Exception as error:
@@ -35,7 +35,7 @@ def memory_errors_named() -> Iterator[None]:
         lost = DeviceLost(
             f"{name} has run out of memory" + ("" if step is None else f" at step {step}"),
             got=" ".join(str(error).split())[:300] or type(error).__name__,
-            hint=("end what else takes memory of the device", "a smaller global batch"),
+            hint=("end other programs that use the device's memory", "a smaller global batch"),
         )
         if watch is not None:
             watch.leave(lost)

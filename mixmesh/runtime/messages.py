@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from .accelerator import HOST_BACKEND, is_on_device, synchronize
 
-# the default group, and that for its messages
+# the default group, and the group for its messages
 _made: list[tuple[dist.ProcessGroup | None, dist.ProcessGroup]] = []
 
 
@@ -29,7 +29,7 @@ def message_group() -> dist.ProcessGroup | None:
 
 
 def end_messages() -> None:
-    """Forgets the group, once the default one is destroyed."""
+    """Forgets the group, after the default one was destroyed."""
     _made.clear()
 
 

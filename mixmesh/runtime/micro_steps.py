@@ -1,7 +1,7 @@
-"""Accumulation within a step: a rank runs its samples in several micro-steps and sums gradients once at the
+"""Accumulation within a step: a rank runs its samples in several micro-batches and sums gradients once at the
 end.
 
-The forward call runs all micro-steps, and the backward passes of all but the last. ``backward`` of the
+The forward call runs all micro-batches, and the backward passes of all but the last. ``backward`` of the
 returned loss runs the last backward pass and sums the gradients, so the user's loop stays as it is. Since
 ``backward`` may come with another gradient than 1 (a loss that is divided, or scaled against underflow), the
 earlier passes start from the gradient of the step before, and their results are scaled by the quotient.
@@ -10,9 +10,9 @@ The stages of a pipeline run all their passes, even the last backward passes, wi
 ``pipeline``): stages wait for each other, so none may wait for the user's ``backward``. Sums of gradients
 start in the last passes, and are scaled when ``backward`` comes.
 
-If ranks only meet to sum gradients of replicated parameters, each takes its own number of micro-steps. If
-they meet in every micro-step (gathers of ZeRO stage 3) all take the same number, including ranks without
-samples. Stage 2 sums in every micro-step if all ranks take the same number, and otherwise once.
+If ranks only meet to sum gradients of replicated parameters, each takes its own number of micro-batches. If
+they meet in every micro-batch (gathers of ZeRO stage 3), all take the same number, including ranks without
+samples. ZeRO stage 2 sums in every micro-batch if all ranks take the same number, and otherwise once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .pipeline import Stage
 
 @dataclass(frozen=True)
 class MicroSteps:
-    """The micro-steps of this rank, of ``sizes`` samples each, beginning at ``first_sample`` of the batch.
+    """The micro-batches of this rank, of ``sizes`` samples each, beginning at ``first_sample`` of the batch.
     ``once`` runs before them and ``program`` in each. ``sums`` says which gradients the passes before the
     last one sum. ``stage`` is the rank's stage of a pipeline, if there is one."""
 
@@ -52,8 +52,8 @@ class MicroSteps:
 
     @classmethod
     def of(cls, plan: Plan | Program, rank: int) -> MicroSteps | None:
-        """The micro-steps of a plan on ``rank``; None for a plan without micro-batches. Raises PlanError like
-        ``accumulation``."""
+        """The micro-batches of a plan on ``rank``; None for a plan without micro-batches. Raises PlanError
+        like ``accumulation``."""
         if isinstance(plan, Program):
             return None
         samples = accumulation(plan)
@@ -76,7 +76,7 @@ class MicroSteps:
         return bool(self.samples.stages)
 
     def cut(self, inputs: Mapping[str, Tensor], start: int, size: int) -> dict[str, Tensor]:
-        """The samples of one micro-step, cut from this rank's inputs."""
+        """The samples of one micro-batch, cut from this rank's inputs."""
         out = dict(inputs)
         for i in self.program.instructions:
             if i.op == "input" and i.args[0] in out and isinstance(i.type.placement, Shard):
@@ -88,7 +88,7 @@ class MicroSteps:
 
 
 class Earlier:
-    """The gradients of all micro-steps but the last, or in a pipeline of all, waiting for ``backward``."""
+    """The gradients of all micro-batches but the last, or in a pipeline of all, waiting for ``backward``."""
 
     def __init__(self, reducer: GradientReducer, seed: Tensor) -> None:
         self._reducer = reducer
@@ -99,7 +99,7 @@ class Earlier:
     def deliver(self, gradient: Tensor) -> None:
         if self._taken is None:
             raise MixmeshError(
-                "the loss of a step in micro-steps has one backward pass",
+                "the loss of a step in micro-batches has one backward pass",
                 expected="no retain_graph=True and no second backward",
                 hint="call the model again, or plan without accumulation",
             )
@@ -111,5 +111,6 @@ class Earlier:
 
 @torch.no_grad()
 def next_seed(gradient: Tensor, before: Tensor) -> Tensor:
-    """The gradient that the next step's earlier passes start from: this one, if one can divide by it."""
+    """The gradient from which the next step's earlier passes start: this one, if it is possible to divide by
+    it."""
     return torch.where(torch.isfinite(gradient) & (gradient != 0), gradient, before)

@@ -36,14 +36,15 @@ HINT = (
 
 @dataclass
 class PlannedModel:
-    """The model that was handed to ``parallelize``, to be compared with its plan when a batch is there."""
+    """The model that was handed to ``parallelize``; it is compared with its plan at the first batch."""
 
     original: nn.Module
     plan: Plan
 
     def check(self, args: tuple, kwargs: Mapping[str, Any], comm: Comm) -> None:
-        """Raises PlanError on all ranks if the model computes something else than planned. Collective."""
-        group = comm.groups.get(("data", comm.everyone))  # none of one rank
+        """Raises PlanError on all ranks if the model computes anything other than what was planned.
+        Collective."""
+        group = comm.groups.get(("data", comm.everyone))  # a single rank has no group
         difference = from_first_rank(lambda: self._difference(args, kwargs), group)
         if difference is not None:
             raise difference
@@ -79,8 +80,8 @@ def batch_of_shapes(
     *,
     evaluates: bool = False,
 ) -> Any:
-    """The arguments of a call, passed as in planning, with tensors of other ``shapes``, by the names that
-    the program has for its inputs."""
+    """The arguments of a call in the form used in planning, with tensors of other ``shapes``, which are given
+    by the program's names for its inputs."""
     inputs = {i.args[0]: i.type.value for i in program.batch_inputs}
     whole = {
         id(t): torch.empty(shapes[name], dtype=TORCH_DTYPE[inputs[name].dtype], device=t.device)

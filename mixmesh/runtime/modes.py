@@ -1,21 +1,24 @@
-"""The training modes of a model's modules: a program is made for one mode of each."""
+"""The training modes of a model's modules: a program is made for one combination of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 from torch import nn
 
-Modes = tuple[bool, ...]  # whether each module of a model trains, in their order
+COMPILED = "._orig_mod"  # inserted by torch.compile into names of modules
+
+Modes = tuple[bool, ...]  # for each module of a model in their order, whether it is in training mode
 
 
 def modes_of(modules: Iterable[nn.Module]) -> Modes:
-    """The training mode of each of these modules."""
+    """The training modes of these modules."""
     return tuple([module.training for module in modules])
 
 
 def modes_by_name(model: nn.Module) -> dict[str, bool]:
-    """For each module of a model, by name, whether it is in training mode."""
+    """The training mode of each module of a model, by name."""
     return {name: module.training for name, module in model.named_modules()}
 
 
@@ -23,3 +26,21 @@ def set_modes(modules: Iterable[nn.Module], modes: Modes) -> None:
     """Sets the mode of each module without calling ``train()``, which models may override."""
     for module, mode in zip(modules, modes, strict=True):
         module.training = mode
+
+
+def set_modes_by_name(model: nn.Module, modes: Mapping[str, bool]) -> None:
+    """Sets the mode of each module of a model for whose name there is one, compiled or not."""
+    mode_of = {name.replace(COMPILED, ""): mode for name, mode in modes.items()}
+    for name, module in model.named_modules():
+        module.training = mode_of.get(name.replace(COMPILED, ""), module.training)
+
+
+@contextmanager
+def modes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """A context at whose end the modules train or evaluate as they did before."""
+    kept = tuple(modules)
+    modes = modes_of(kept)
+    try:
+        yield
+    finally:
+        set_modes(kept, modes)

@@ -24,7 +24,7 @@ from .shard_tensor import ShardTensor, shard
 
 @dataclass(frozen=True)
 class Inner:
-    """For each shown parameter the program's own tensor, and whether the program gives it a gradient."""
+    """For each shown parameter, the program's own tensor, and whether the program gives it a gradient."""
 
     shown: tuple[nn.Parameter, ...]
     inner: tuple[nn.Parameter, ...]
@@ -35,13 +35,13 @@ class Inner:
     def of(
         cls, pairs: Mapping[nn.Parameter, nn.Parameter], learning: set[int], reducer: GradientReducer
     ) -> Inner:
-        """``learning``: ids of the inner parameters through which a gradient reaches the loss."""
+        """``learning`` has the ids of the inner parameters through which a gradient reaches the loss."""
         learns = tuple(id(p) in learning for p in pairs.values())
         return cls(tuple(pairs), tuple(pairs.values()), learns, reducer)
 
     def root(self, made: Sequence[Tensor], given: Sequence[Given] = ()) -> tuple[Tensor, ...]:
-        """Roots results that were ``made`` from the inner parameters, and from the leaves of ``given``
-        inputs, in the shown parameters and the script's own inputs."""
+        """Connects results that were ``made`` from the inner parameters, and from the leaves of ``given``
+        inputs, to the shown parameters and the script's own inputs."""
         values, inputs = (x.detach() for x in made), (x.outer for x in given)
         with Off():
             return _Model.apply(self, [*made], given, len(made), *values, *inputs, *self.shown)
@@ -89,7 +89,7 @@ class _Model(torch.autograd.Function):
             )
         if not ctx.holder:
             raise MixmeshError(
-                "this loss went backward before, and what it needs for that was let go of",
+                "backward() was called on this loss before, and its graph was freed",
                 expected="one backward pass for each call of the model",
                 got="a second one",
                 hint="loss.backward(retain_graph=True) in all but the last",

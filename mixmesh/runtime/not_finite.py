@@ -2,9 +2,9 @@
 every value.
 
 A value that is not finite may do no harm: masks contain minus infinity, which a softmax turns into zeros. So
-the named instruction is the first one from which an unbroken chain of values that are not finite leads to the
-loss. Between ranks such a chain passes through collectives. If the loss is finite, it is the first
-instruction whose backward pass turns finite gradients into ones that are not.
+the instruction that is named is the first one from which an unbroken chain of values that are not finite
+leads to the loss. Such a chain may pass through collectives from rank to rank. If the loss is finite, it is
+the first instruction whose backward pass turns finite gradients into ones that are not.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .inspection import Counts, Inspector, Place
 from .parallel_model import ParallelModel
 from .shard_tensor import plain
 
-Held = tuple[int, str]  # the rank and the name
+Held = tuple[int, str]  # (rank, name)
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class NotFinite:
 
 @dataclass(frozen=True)
 class Findings:
-    """All that one rank has found; ``params`` by name, the counts of their gradients."""
+    """All that one rank has found; ``params`` has the counts of the parameters' gradients by name."""
 
     values: Mapping[Place, Counts]
     gradients: Sequence[Place]
@@ -65,7 +65,7 @@ def first_not_finite(model: nn.Module, *args: Any, **kwargs: Any) -> NotFinite |
     """
     if not isinstance(model, ParallelModel):
         raise InputError(
-            "only a parallel model can be looked at",
+            "only a parallel model can be inspected",
             expected="the model that mixmesh.prepare or parallelize returned",
             got=f"a {type(model).__name__}",
             hint="on one device: with torch.autograd.detect_anomaly(): ...",
@@ -80,7 +80,7 @@ def first_not_finite(model: nn.Module, *args: Any, **kwargs: Any) -> NotFinite |
                 local.backward()
         loss = model.sum_of_ranks(local.detach()).wait()
         findings = Findings(inspector.values, inspector.gradients, dict(_spoilt_gradients(model)))
-    assert run.summed is not None  # since the pass above
+    assert run.summed is not None  # the pass above has set it
     return earliest(run.summed, everyones(findings), bool(loss.isfinite()))
 
 
@@ -128,18 +128,18 @@ def earliest(program: Program, told: Sequence[Findings], is_loss_finite: bool) -
 
 
 def _first_value(program: Program, step: int, told: Sequence[Findings]) -> NotFinite | None:
-    """The first instruction of a micro-step from which values that are not finite lead to the loss."""
+    """The first instruction of a micro-batch from which values that are not finite lead to the loss."""
 
     def counts_of(held: Held) -> Counts | None:
         rank, name = held
-        # values computed once for all micro-batches are noted with the first
+        # values computed once for all micro-batches are noted with the first one
         return told[rank].values.get((step, name), told[rank].values.get((0, name)))
 
     def num_nan(held: Held) -> int:
         counts = counts_of(held)
         return 0 if counts is None else counts.num_nan
 
-    reached: dict[Held, list[Held]] = {}  # each value with the values it was made from
+    reached: dict[Held, list[Held]] = {}  # for each value, the values from which it was made
     waiting = [(rank, program.loss) for rank in range(len(told)) if (step, program.loss) in told[rank].values]
     while waiting:
         held = waiting.pop()
@@ -155,7 +155,7 @@ def _first_value(program: Program, step: int, told: Sequence[Findings]) -> NotFi
     in_order = sorted(reached, key=lambda held: (number_of[held[1]], held[0]))
     rank, name = next(held for held in in_order if not reached[held])
     got = f"rank {rank}: {counts_of((rank, name))} of %{name}"
-    if not num_nan((rank, name)):  # masks are infinite too: the first nan may be more helpful
+    if not num_nan((rank, name)):  # masks are infinite too, so the first nan may be more helpful
         later = next((held for held in in_order if num_nan(held)), None)
         if later is not None:
             got += f"; the first nan are of {_described(program.producers[later[1]])} on rank {later[0]}"
@@ -183,7 +183,7 @@ def _first_gradient(program: Program, told: Sequence[Findings]) -> NotFinite | N
 
 
 def _first_parameter(program: Program, told: Sequence[Findings]) -> NotFinite | None:
-    """A parameter whose gradient is not finite although no single operator makes it so."""
+    """A parameter whose gradient is not finite although no single operator is the cause."""
     for rank, of in enumerate(told):
         for name, counts in of.params.items():
             i = next((i for i in program.params if i.args[0] == name), None)

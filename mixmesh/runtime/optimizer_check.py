@@ -1,6 +1,6 @@
 """Checks that an optimizer can step the ranks' parts of the parameters. It does so when the optimizer is
-handed to ``parallelize`` or made from a parallel model's parameters, as an error in the first step comes too
-late.
+handed to ``parallelize`` or made from a parallel model's parameters, because an error in the first step would
+come too late.
 
 An optimizer that treats every element by itself can step pieces. Others need whole parameters: they can step
 if the same ranks hold all of them whole. If parameters are cut, the optimizer is tried on small shards that
@@ -28,7 +28,7 @@ from .shard_tensor import ShardTensor, shard
 from .shard_whole import Whole
 from .shards import Stored
 
-TRIAL_SIZE = 4  # size of every dim of the parameters that a step is tried on
+TRIAL_SIZE = 4  # size of every dim of the parameters in a trial step
 
 
 def check_optimizer(
@@ -51,9 +51,9 @@ def check_optimizer(
 
 
 def check_can_be_prepared(optimizer: Any) -> None:
-    """Raises InputError for an object that PyTorch's ``Optimizer.__init__`` has not made, such as a wrapper
-    of one."""
-    if optimizer is None or hasattr(optimizer, "_optimizer_step_pre_hooks"):  # made by Optimizer.__init__
+    """Raises InputError for an object that PyTorch's ``Optimizer.__init__`` has not initialised, such as a
+    wrapper of an optimizer."""
+    if optimizer is None or hasattr(optimizer, "_optimizer_step_pre_hooks"):  # set by Optimizer.__init__
         return
     kind = type(optimizer).__name__
     raise InputError(
@@ -82,8 +82,8 @@ def _holders(stored: Stored) -> tuple[int, ...] | None:
 
 
 def check_new_optimizers() -> None:
-    """Makes optimizers that are created from shards report at once if they cannot step them, where that can
-    be tried. An optimizer whose class sets further attributes after ``__init__`` reports it at its first
+    """Makes optimizers that are created from shards report at once if they cannot step them, as far as that
+    can be tried. An optimizer whose class sets further attributes after ``__init__`` reports it in its first
     step."""
     add = optim.Optimizer.add_param_group
     if hasattr(add, "checks_shards"):
@@ -101,14 +101,14 @@ def check_new_optimizers() -> None:
 
 
 def _fails_on_shards(optimizer: optim.Optimizer, dims: set[int]) -> bool:
-    """Whether a trial step of an optimizer like this one, without state, refuses shards. Any other error only
+    """Whether shards refuse a trial step of an optimizer like this one, without state. Any other error only
     means that the trial differs from the real optimizer."""
     trial = object.__new__(type(optimizer))
     groups = [
         {**group, "params": [_trial_shard(n) for n in sorted(dims)]} for group in optimizer.param_groups
     ]
     step = type(optimizer).step
-    step = getattr(step, "__wrapped__", step)  # without the hooks that all optimizers have
+    step = getattr(step, "__wrapped__", step)  # without the hooks that every optimizer has
     try:
         trial.__setstate__(
             {"defaults": dict(optimizer.defaults), "state": defaultdict(dict), "param_groups": groups}
@@ -122,7 +122,7 @@ def _fails_on_shards(optimizer: optim.Optimizer, dims: set[int]) -> bool:
 
 
 def _trial_shard(num_dims: int) -> Tensor:
-    """A shard with a gradient that one rank holds, and that needs no other rank."""
+    """A shard with a gradient that one rank holds, and which needs no other rank."""
     alone = Comm(rank=0, world_size=1, device=torch.device("cpu"), timeout_s=0.0, groups={})
     shape = (TRIAL_SIZE,) * num_dims
     whole = Whole(Stored("trial", shape, torch.float32, Layout(REPLICATE, (0,))), alone)

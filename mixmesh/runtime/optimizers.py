@@ -1,4 +1,5 @@
-"""A ready-made torch optimizer on shards: its parameters swapped in place, its state cut or collected."""
+"""A ready-made torch optimizer on shards: its parameters are swapped in place, its state is cut or
+collected."""
 
 from __future__ import annotations
 
@@ -21,8 +22,7 @@ from .shard_tensor import ShardTensor, plain, shard
 from .shards import Stored
 from .states import check_optimizer_state, numbered
 
-# scalar states of PyTorch's optimizers; all others have the shape of their parameter
-# either
+# scalar states of PyTorch's optimizers; all other states have the shape of their parameter
 NUMBERS = frozenset(("step", "mu_product", "eta", "mu"))
 
 
@@ -40,8 +40,8 @@ def fuse(optimizer: optim.Optimizer) -> bool:
 def put_on_shards(
     optimizer: optim.Optimizer, swapped: Mapping[Tensor, tuple[Tensor, Stored]], rank: int
 ) -> None:
-    """Turns the optimizer of a model into this rank's: its parameters are swapped, its steps fused if
-    possible, and gradients get the memory layout of their parameters."""
+    """Turns a model's optimizer into this rank's: its parameters are swapped, its steps fused if possible,
+    and gradients get the memory layout of their parameters."""
     swap_params(optimizer, swapped, rank)
     fuse(optimizer)
     optimizer.register_step_pre_hook(lambda o, *_: lay_out(o))
@@ -56,7 +56,7 @@ def lay_out(optimizer: optim.Optimizer) -> None:
             grad = p.grad
             if grad is not None and _is_otherwise(grad, p):
                 p.grad = _laid_out(grad, p)
-            if p.is_contiguous():  # and so is its state
+            if p.is_contiguous():  # so is its state
                 continue
             state = optimizer.state.get(p) or {}
             for key, value in state.items():
@@ -98,8 +98,8 @@ def swap_params(
 def step_on_pieces(optimizer: optim.Optimizer, holders: tuple[int, ...] | None, rank: int) -> None:
     """Makes an elementwise optimizer of torch.optim step on plain pieces, with the same result as on shards
     but some microseconds less per shard. Any other optimizer steps on plain tensors if ``holders`` have all
-    parameters whole: on those ranks as on a single device, on the others, which hold nothing, not at all.
-    Hooks and closures still see shards."""
+    parameters whole: on those ranks it steps as on a single device, on the others, which hold nothing, not at
+    all. Hooks and closures still see shards."""
     kind = type(optimizer)
     own = vars(optimizer).get("step")
     tracked = hasattr(own, "_wrapped_by_lr_sched")
@@ -108,18 +108,18 @@ def step_on_pieces(optimizer: optim.Optimizer, holders: tuple[int, ...] | None, 
     if not (by_element or holders) or (own is not None and not tracked) or kernel is None:
         return
     takes_part = by_element or rank in (holders or ())
-    # a step of the user's may use other tensors, such as the original's, whose use has to be refused
+    # a step of the user's own may use other tensors, such as the original's, and that has to be refused
     context = Off if kernel.__module__.startswith("torch.") else lambda: _AsPieces(optimizer)
 
     @wraps(kernel)
     def on_pieces(self, closure=None, **kwargs):
-        self._opt_called = True  # a learning rate scheduler looks for it
+        self._opt_called = True  # a learning rate scheduler checks this
         pieces = context()
         seeing = _seeing_shards(closure, pieces)
         with pieces:
             if takes_part:
-                given = () if seeing is None else (seeing,)  # some optimizers take no closure
-                return kernel(self, *given, **kwargs)
+                closures = () if seeing is None else (seeing,)  # some optimizers take no closure
+                return kernel(self, *closures, **kwargs)
             return None if seeing is None else seeing()
 
     step = optim.Optimizer.profile_hook_step(on_pieces)
@@ -129,7 +129,7 @@ def step_on_pieces(optimizer: optim.Optimizer, holders: tuple[int, ...] | None, 
 
 
 class _AsPieces:
-    """A context in which the parameters of an optimizer and their gradients are plain tensors of this rank's
+    """A context in which the parameters of an optimizer and their gradients are plain tensors: this rank's
     pieces."""
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
@@ -223,14 +223,14 @@ def params_of(optimizer: optim.Optimizer) -> list[Tensor]:
 
 
 def _cut(key: str, value: Any, stored: Stored, rank: int, device: torch.device) -> Any:
-    """The rank's piece of a state that is like its parameter."""
+    """The rank's piece of a state that has the shape of its parameter."""
     if not isinstance(value, Tensor) or tuple(value.shape) != stored.shape:
         return value
     return value if not value.ndim and key in NUMBERS else stored.piece(value, rank, device)
 
 
 def cut_state(state: Mapping[str, Any], p: Tensor, stored: Stored, comm: Comm) -> dict[str, Any]:
-    """The state of a whole parameter as an optimizer has it that steps this rank's ``p`` as a shard."""
+    """The state of a whole parameter in the form that an optimizer has for this rank's ``p`` as a shard."""
     pieces = {key: _cut(key, value, stored, comm.rank, comm.device) for key, value in state.items()}
     return {key: _shown(value, p) for key, value in pieces.items()} if isinstance(p, ShardTensor) else pieces
 
@@ -256,7 +256,7 @@ def _full_entries(
     """The whole state of every parameter by its number, made from this rank's state in ``mine``.
     Collective."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    outlines = everyones(mine, comm.groups.get(("data", comm.everyone)))  # no group of one rank
+    outlines = everyones(mine, comm.groups.get(("data", comm.everyone)))  # a single rank has no group
     state: dict[int, dict[str, Any]] = {}
     for n, p in enumerate(params):
         s = stored[p]

@@ -66,7 +66,7 @@ def take_over(x: Tensor, heir: Tensor) -> None:
         is_dense = torch.ops.aten.is_non_overlapping_and_dense(x)
         stride = x.stride() if is_dense else torch.empty(shape, device="meta").stride()
         x.grad = None
-        x.data = x.new_empty(0)  # before memory is asked for again
+        x.data = x.new_empty(0)  # frees it before more memory is requested
         x.data = _without_memory(shape, stride, x.dtype, device)
         is_parameter = isinstance(x, nn.Parameter)
         x.__class__ = TakenOver
@@ -77,11 +77,11 @@ def take_over(x: Tensor, heir: Tensor) -> None:
 
 
 def give_back(x: TakenOver) -> None:
-    """Makes ``x`` an ordinary tensor again, of any values."""
+    """Makes ``x`` an ordinary tensor again, with undefined values."""
     with _on_real_tensors():
         shape, stride = x.shape, x.stride()
         x.__class__ = x.was
-        for name in ("_is_param", "was", "heir"):  # they are pickled with the tensor
+        for name in ("_is_param", "was", "heir"):  # these would be pickled with the tensor
             x.__dict__.pop(name, None)
         x.data = torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device)
 
@@ -101,8 +101,8 @@ def traceable(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _on_real_tensors() -> Iterator[None]:
-    """A context that hides operations from a running trace, of another model for instance, which would record
-    them and replace memory by fake tensors."""
+    """A context that hides operations from a running trace (of another model, for instance), which would
+    record them and replace memory by fake tensors."""
     with torch._C.DisableTorchFunction(), dispatch._disable_current_modes(), torch.no_grad():
         yield
 

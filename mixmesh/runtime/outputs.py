@@ -64,8 +64,8 @@ class Output:
         return whole if name is None else whole[name]
 
     def everywhere(self) -> Output:
-        """The same output with the rows of all ranks. Collective if outputs are kept. As through this rank's
-        rows, a backward pass through them is refused."""
+        """The same output with the rows of all ranks. Collective if outputs are kept. A backward pass through
+        them is refused, as it is through this rank's rows."""
         if self._gather is None:
             return self
         return Output({**self._values, **self._gather(is_guarded=True)}, self._returned)
@@ -161,9 +161,9 @@ def _brief(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Kept:
-    """An output of the program on this rank. ``held`` describes how ranks show its rows; ``is_narrowed``
-    means that this rank holds all rows and shows only its own; ``flows`` that the original has a gradient
-    through it."""
+    """An output of the program on this rank. ``held`` describes how ranks show its rows. ``is_narrowed``
+    means that this rank holds all rows and shows only its own, and ``flows`` that a gradient flows through it
+    in the original model."""
 
     name: str
     held: Stored
@@ -180,7 +180,7 @@ class Kept:
         return cls(i.args[0], stored, narrowed, t.value.is_floating and i.inputs[0] in flowing)
 
     def shown(self, pieces: list[Tensor], comm: Comm) -> Tensor:
-        """The rows that this rank shows, with those of its micro-steps in order."""
+        """The rows that this rank shows, with those of its micro-batches in order."""
         layout = self.held.held
         if not pieces:
             shape = (0, *self.held.shape[1:]) if layout.sizes or self.held.shape else ()
@@ -217,7 +217,8 @@ class Returns:
         return cls(returned, kept, _own_rows(program, comm.rank))
 
     def without_loss(self) -> Returns:
-        """The same for a call without a loss. Raises InputError for a tuple, whose places are others then."""
+        """The same for a call without a loss. Raises InputError for a tuple, because its positions would
+        change."""
         if self.returned.is_tuple:
             raise InputError(
                 "a tuple has other places without the loss",
@@ -247,7 +248,8 @@ class Returns:
 
 
 def trees(values: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Tensors by path as the model nests them: ``hidden.0`` and ``hidden.1`` as a tuple ``hidden``."""
+    """Nests tensors given by path as the model does: ``hidden.0`` and ``hidden.1`` become a tuple
+    ``hidden``."""
     out: dict[str, Any] = {}
     for path, value in values.items():
         *folders, leaf = path.split(".")
@@ -271,7 +273,7 @@ def _own_rows(program: Program, rank: int) -> slice | None:
 
 
 def _descendants(program: Program) -> frozenset[str]:
-    """Values that are made of a trainable parameter."""
+    """Values that depend on a trainable parameter."""
     names: set[str] = set()
     for i in program.instructions:
         trains = i.op == "param" and dict(i.kwargs).get("trainable", True)
@@ -281,7 +283,8 @@ def _descendants(program: Program) -> frozenset[str]:
 
 
 def _guarded(value: Tensor, kept: Kept) -> Tensor:
-    """``value`` as the original's: it requires a gradient, and a backward pass through it is refused."""
+    """Stands for ``value`` in the original model: it requires a gradient, and a backward pass through it is
+    refused."""
     if not (kept.flows and torch.is_grad_enabled()):
         return value
     return _NoGradient.apply(value, torch.empty(0, requires_grad=True), kept.name)

@@ -25,8 +25,8 @@ from .outputs import Kept, Output, trees
 
 @dataclass(frozen=True)
 class Outside:
-    """The return value of a model without a loss: its outputs, in the form that the model ``returned`` them
-    in."""
+    """The return value of a model without a loss: its outputs, in the form in which the model ``returned``
+    them."""
 
     returned: Returned
     kept: tuple[Kept, ...]
@@ -49,8 +49,8 @@ class Outside:
         return [k.shown(shown.get(k.name, []), comm) for k in self.kept]
 
     def whole(self, pieces: Sequence[Tensor], comm: Comm, *, is_compared: bool) -> Any:
-        """All outputs, whole, in the form that the model returns. Collective. If ``is_compared``, gradients
-        that differ between ranks are refused."""
+        """All outputs, whole, in the form in which the model returns them. Collective. If ``is_compared``,
+        gradients that differ between ranks are refused."""
         values = {
             k.name: _Whole.apply(piece, k, comm, is_compared)
             for k, piece in zip(self.kept, pieces, strict=True)
@@ -66,7 +66,7 @@ class Outside:
 
 
 def _could_flow(program: Program) -> frozenset[str]:
-    """The values that would have a gradient if all outputs had one."""
+    """The values that would have a gradient if all outputs did."""
     marked = (replace(i, kwargs=(("grad", True),)) if i.op == "output" else i for i in program.instructions)
     return replace(program, instructions=tuple(marked)).requires_grad
 

@@ -56,19 +56,20 @@ Group = Sequence[Owned]
 
 
 def counts(group: Group, ranks: tuple[int, ...]) -> list[int]:
-    """Elements per rank in the buffer of a group."""
+    """The number of elements of each rank in the buffer of a group."""
     return [sum(o.count(rank) for o in group) for rank in ranks]
 
 
 def pack(group: Group, wholes: Sequence[Tensor], ranks: tuple[int, ...]) -> Tensor:
-    """Whole tensors of a group as one flat buffer, ordered by owner. May be a view of a single one."""
+    """Joins the whole tensors of a group into one flat buffer, ordered by owner. May be a view of a single
+    tensor."""
     if len(group) == 1 and wholes[0].is_contiguous():
         return wholes[0].view(-1)
     return torch.cat([o.rows(x, rank).reshape(-1) for rank in ranks for o, x in zip(group, wholes)])
 
 
 def cut(group: Group, flat: Tensor, rank: int) -> list[Tensor]:
-    """A rank's part of that buffer as its rows of every member."""
+    """Cuts a rank's part of that buffer into its rows of every member."""
     pieces = flat.split([o.count(rank) for o in group])
     return [p.view(o.held.shape(tuple(o.whole.shape), rank)) for o, p in zip(group, pieces)]
 
@@ -80,7 +81,7 @@ class WholeParams:
     """
 
     def __init__(self, comm: Comm, groups: Sequence[Group], parts: Sequence[Parts]) -> None:
-        """``parts``: of every group the ranks by machine, if it is gathered by levels."""
+        """Takes in ``parts``, for every group that is gathered hierarchically, the ranks by machine."""
         self._comm = comm
         self._groups = list(groups)
         self._index = {o.name: n for n, group in enumerate(self._groups) for o in group}
@@ -89,13 +90,13 @@ class WholeParams:
             for group in self._groups
         ]
         self._levels = [ByLevels(comm, of) if of else None for of in parts]
-        self._stale: deque[int] = deque()  # not started, in order
+        self._stale: deque[int] = deque()  # groups that have not started, in order
         self._flying: dict[int, Handle] = {}
 
     @contextmanager
     def through(self, channel_of: Callable[[Channel, Group], Channel]):
-        """A context in which every gather goes through the channel that ``channel_of`` returns for its own
-        channel and group."""
+        """A context in which every gather goes through the channel that ``channel_of`` returns when given the
+        gather's own channel and group."""
         before = self._channels
         self._channels = [channel_of(*of) for of in zip(before, self._groups)]
         try:
@@ -106,7 +107,7 @@ class WholeParams:
     def changed(self) -> None:
         """Marks all working copies as stale: owners have changed their rows, or are about to."""
         if len(self._stale) == len(self._groups):
-            return  # all are marked already
+            return  # all are already marked
         self.finish()
         self._stale.extend(range(len(self._groups)))
 
@@ -121,7 +122,7 @@ class WholeParams:
             self._start(self._stale.popleft())
 
     def wait(self, name: str) -> None:
-        """The working copy of parameter ``name`` is up to date after this."""
+        """Waits until the working copy of parameter ``name`` is up to date."""
         index = self._index[name]
         while index in self._stale:
             if self._bytes_under_way() >= IN_FLIGHT_BYTES:
@@ -132,8 +133,8 @@ class WholeParams:
             self.start()
 
     def finish(self) -> None:
-        """Brings all working copies up to date, also on a rank without samples: it uses none, but others wait
-        for its rows."""
+        """Brings all working copies up to date. A rank without samples, which uses none, must call it too:
+        others wait for its rows."""
         while self._stale or self._flying:
             self.start()
             self._land(next(iter(self._flying)))
@@ -160,7 +161,7 @@ class WholeParams:
 
 @dataclass(frozen=True, eq=False)
 class Awaited:
-    """A working copy in the form that the executor takes: awaited at its first use."""
+    """A working copy in the form that the executor takes: awaited on first use."""
 
     wholes: WholeParams
     name: str

@@ -54,8 +54,8 @@ __all__ = [
 
 
 def planned_bytes(plan: Any, comm: Comm) -> int:
-    """The memory that a plan predicts for this process; 0 without a prediction, and on a GPU, whose
-    allocator looks after itself."""
+    """The memory that a plan predicts for this process; 0 without a prediction, and on a GPU, whose allocator
+    needs no limit."""
     peaks = () if isinstance(plan, Program) else plan.predicted_peak_memory_bytes
     return peaks[comm.rank] if peaks and comm.device.type == "cpu" else 0
 
@@ -88,19 +88,19 @@ def parallelize(
     At the first call rank 0 traces the model once more, which takes as many seconds as in planning, and
     refuses a model that has changed since; ``check_model=False`` skips this. The model is traced again for
     every other shape of a batch, and to evaluate (``shapes``): ``kept_shapes`` such programs are kept. With
-    ``compile`` operators between collectives are compiled by ``torch.compile`` (``segments``) when a shape
-    first comes.
+    ``compile``, operators between collectives are compiled by ``torch.compile`` (``segments``) when a shape
+    first occurs.
 
-    For a model on the device meta no rank ever holds more than its pieces: ``checkpoint.load_weights`` or
-    ``load`` gives them values, and until then every use raises InputError.
+    If the model is on the device meta, no rank ever holds more than its pieces: ``checkpoint.load_weights``
+    or ``load`` gives them values, and until then every use raises InputError.
 
-    The first rank shows the plan's warnings, as warnings of the script's line. Raises PlanError if the model
+    The first rank shows the plan's warnings as warnings at the script's line. Raises PlanError if the model
     or the number of processes is not the plan's, InputError for an optimizer that cannot work on shards, or a
     model that is parallel already.
     """
     model = uncompiled(model)
     check_not_parallel(model, "parallelize")
-    reads_of(model).renew()  # the first call sees changes since it was planned
+    reads_of(model).renew()  # so that the first call notices changes since the model was planned
     program = plan if isinstance(plan, Program) else plan.program
     check_can_follow(model)
     watch = start_together(
@@ -148,7 +148,8 @@ def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def check_not_parallel(model: nn.Module, function: str) -> None:
-    """Raises InputError for a model that is parallel, or has one within it. ``function`` was given it."""
+    """Raises InputError for a model that is parallel, or contains one that is; the error names ``function``,
+    to which it was given."""
     if any(isinstance(module, ParallelModel) for module in model.modules()):
         raise wrapped_twice(function)
 
@@ -180,7 +181,7 @@ def _take(
         if not isinstance(whole, TakenOver):
             take_over(whole, shown)
     if comm.device.type == "cpu":
-        trim_heap()  # returns memory that setting up took
+        trim_heap()  # returns the memory that setting up took
     return parallel
 
 
@@ -194,7 +195,7 @@ def runtime_of(
     kept_shapes: int,
     compiles: bool = False,
 ) -> Runtime:
-    """All that runs ``plan`` on the tensors of ``model``, which are ``taken``."""
+    """Everything that runs ``plan`` on the tensors of ``model``, which are ``taken``."""
     program = plan if isinstance(plan, Program) else plan.program
     comm, stored, calls = taken.comm, taken.stored, Calls.of(model, plan)
     taken.params = params = {
@@ -256,7 +257,7 @@ def _adapt(
     optimizers.put_on_shards(optimizer, taken.swapped, comm.rank)
     optimizers.step_on_pieces(optimizer, holders, comm.rank)
     optimizers.show_shards(optimizer)
-    # by way of the runtime, whose parts are others after a change of shares
+    # looks up the runtime, whose parts change with the shares
     optimizers.also_drop(optimizer, lambda: runtime.drop_gradients())
     if runtime.owned:
 
@@ -270,8 +271,8 @@ def _adapt(
 
 def _groups(buckets: Sequence[Bucket], owned: Mapping[str, Owned]) -> tuple[list[list[Owned]], list[Parts]]:
     """The parameters that are gathered together, in the order of first use: the buckets of owned parameters,
-    starting with the last one that the backward pass completes. Also, for each, its ranks by machine, if it
-    is gathered by levels."""
+    starting with the last one that the backward pass completes. Also, for each bucket that is gathered
+    hierarchically, its ranks by machine."""
     groups, parts = [], []
     for bucket in reversed(buckets):
         members = list({id(owned[n]): owned[n] for n in bucket.names if n in owned}.values())
@@ -289,12 +290,12 @@ def full_optimizer_state_dict(model: ParallelModel, optimizer: torch.optim.Optim
 def load_full_optimizer_state_dict(
     model: ParallelModel, optimizer: torch.optim.Optimizer, state: dict[str, Any]
 ) -> None:
-    """Loads a state made by ``full_optimizer_state_dict``, or by the optimizer of a single device."""
+    """Loads a state made by ``full_optimizer_state_dict``, or by an optimizer on a single device."""
     optimizers.load_full_state(optimizer, model._runtime.by_param, state, model.comm)
 
 
 def _learning(program: Program) -> list[str]:
-    """Names of the parameters that get gradients."""
+    """The names of the parameters that get gradients."""
     return [p.args[0] for p in program.params if p.result in program.requires_grad]
 
 

@@ -48,7 +48,7 @@ class ParallelModel(Face):
     """
 
     _runtime: Runtime
-    _in_order: tuple[nn.Module, ...]  # its modules
+    _in_order: tuple[nn.Module, ...]  # all modules within it
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class ParallelModel(Face):
 
     @property
     def source(self) -> str:
-        """The code that this rank runs, as Python."""
+        """The Python code that this rank runs."""
         return code_of(self._runtime, self._runtime.forms.planned, training=self.training).source
 
     @never_compiled
@@ -95,14 +95,14 @@ class ParallelModel(Face):
         result = self._run(args, kwargs)
         if result.outside is not None:
             return self._whole_outputs(result, result.outside)
-        assert result.total is not None  # there is a loss
+        assert result.total is not None  # the model has a loss
         loss = self._shown(rooted(self._runtime, result.total.wait(), result), result)
         return loss if result.returns is None else result.returns(loss, result.shown, self.comm)
 
     def forward_local(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Handle | None]:
         """This rank's addend of the loss, to call ``backward`` on, and a handle whose ``wait()`` gives the
-        global loss (None for a model that computes none). Waits for other ranks only to agree on the batch,
-        and for collectives of the program."""
+        global loss (None for a model that computes none). Waits for other ranks only when they agree on the
+        batch, and in collectives of the program."""
         result = self._run(args, kwargs)
         return self._shown(rooted(self._runtime, result.value.clone(), result), result), result.total
 
@@ -119,7 +119,7 @@ class ParallelModel(Face):
             if self._runtime.before_call is not None:
                 args, kwargs = self._runtime.before_call(args, kwargs)
             self._hooks_seen.check(self)
-            with no_autocast():  # the program has the casts
+            with no_autocast():  # the program contains the casts
                 return self._pass(args, kwargs, sums=sums)
 
     def _pass(self, args, kwargs, *, sums: bool) -> Forward:
@@ -127,7 +127,7 @@ class ParallelModel(Face):
         if self.training:
             run.heap.before_step()
         tensors = run.calls.tensors(args, kwargs, evaluates=not self.training)
-        # report errors that this rank can detect alone before waiting for others
+        # errors that this rank can detect alone are reported before it waits for others
         wanted = wanted_gradients(run.program, tensors)
         form = run.forms.form(tensors, args, kwargs, modes=self.modes, wanted=wanted)
         steps = form.steps
@@ -143,7 +143,7 @@ class ParallelModel(Face):
         buffers = {name: plain(b) for name, b in run.guards.tables.buffers().items()}
         read = buffers
         if torch.is_grad_enabled():
-            # the forward pass ends with new values in place, and autograd may have saved the old ones
+            # the forward pass ends by putting new values in place, while autograd may have saved the old ones
             read = buffers | copies_of({name: buffers[name] for name in form.kept_buffers})
         run.random.step += 1
         run.wholes.start()
@@ -175,8 +175,8 @@ class ParallelModel(Face):
             run.drift.before_call()
 
     def sum_of_ranks(self, addend: Tensor) -> Handle:
-        """A handle on the sum of the addends of all ranks that computed the last batch: of the loss, or of
-        tensors of one shape and dtype. Collective."""
+        """A handle on the sum over all ranks that computed the last batch of their addends: those of the
+        loss, or of tensors of one shape and dtype. Collective."""
         form = self._runtime.summed
         assert form is not None  # a batch has run
         return self._runtime.loss_sum.start(self.comm, addend, form)
@@ -210,7 +210,8 @@ class ParallelModel(Face):
         return self._runtime.node.root([loss], done.given)[0] if loss.requires_grad else loss
 
     def _whole_outputs(self, done: Forward, outside: Outside) -> Any:
-        """The outputs of a model without a loss, whole on every rank, as the model returns them."""
+        """The outputs of a model without a loss, whole on every rank, in the form in which the model returns
+        them."""
         run = self._runtime
         pieces = rooted_pieces(run, outside.pieces(done.shown, run.comm), done)
         if torch.is_grad_enabled():
@@ -221,8 +222,8 @@ class ParallelModel(Face):
 
     def no_sync(self):
         """A context for gradient accumulation: backward passes within it leave the gradients of replicated
-        parameters unsummed, to be summed with those of the next pass outside. Until then ``p.grad`` does not
-        show them; ``zero_grad`` of the model or of the optimizer drops them."""
+        parameters unsummed; they are summed with those of the next pass outside. Until then ``p.grad`` does
+        not show them; ``zero_grad`` of the model or of the optimizer drops them."""
         return self._runtime.reducer.summing(Sums.NONE)
 
     @contextmanager
@@ -233,10 +234,11 @@ class ParallelModel(Face):
         run.comm, run.compiled, run.recorder = RecordedComm.of(run.comm, recorder), {}, recorder
         steps = run.forms.planned.steps
         for size in set(steps.sizes) if steps else (None,):
-            # not in the first step that is measured
+            # so that it does not happen in the first measured step
             code_of(run, run.forms.planned, size, training=self.training)
 
-        result_of = {p.args[0]: p.result for p in reversed(self.program.params)}  # the first of copies
+        # maps to the first of several copies
+        result_of = {p.args[0]: p.result for p in reversed(self.program.params)}
 
         def channel_of(channel, bucket, size_bytes):
             ranks = bucket.ranks if bucket.cells else ()
@@ -267,7 +269,8 @@ class ParallelModel(Face):
 
     @meets("clip_grad_norm_")
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """``torch.nn.utils.clip_grad_norm_`` of all parameters: gives the norm before. Collective."""
+        """Does the same as ``torch.nn.utils.clip_grad_norm_`` for all parameters; returns the norm before.
+        Collective."""
         return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
     def _is_whole_everywhere(self) -> bool:

@@ -1,4 +1,4 @@
-"""The forward passes of a rank: of a whole batch, of micro-steps, and of a stage of a pipeline."""
+"""The forward passes of a rank: of a whole batch, of micro-batches, and of a pipeline stage."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ from .window import Window
 @dataclass(frozen=True)
 class Forward:
     """The outcome of a forward pass: this rank's addend of the loss with its graph (``local``, None if it has
-    none) and the tokens, the addend's ``value``, the gradients of ``earlier`` micro-steps, the outputs
-    ``shown`` by name with a piece for every micro-step, the form in which the call ``returns`` them, and a
+    none) and the tokens, the addend's ``value``, the gradients of ``earlier`` micro-batches, the outputs
+    ``shown`` by name with a piece for every micro-batch, the form in which the call ``returns`` them, and a
     handle on the ``total`` of all ranks' addends. ``outside`` makes the return value of a model without a
     loss, and ``given`` are inputs with a gradient."""
 
@@ -60,7 +60,7 @@ class Forward:
 
 @dataclass
 class Runtime:
-    """Everything of a ParallelModel that is not a module: kept in one attribute, out of the way of the
+    """Everything of a ParallelModel that is not a module, kept in one attribute to stay out of the way of the
     model's own names."""
 
     program: Program
@@ -68,30 +68,31 @@ class Runtime:
     calls: Calls
     forms: Forms
     random: RandomPolicy
-    stored: Mapping[str, Stored]  # by every name
+    stored: Mapping[str, Stored]  # by every name of the tensor
     by_param: dict[Tensor, Stored]  # by the shown parameter
-    compiled: dict[tuple, RankProgram]  # by form, training, and the samples of a micro-step
-    owned: dict[str, Owned]  # by every name
+    compiled: dict[tuple, RankProgram]  # by form, training mode, and the samples of a micro-batch
+    owned: dict[str, Owned]  # by every name of the parameter
     wholes: WholeParams
-    seed: Tensor  # the last gradient of the loss
-    heap: HeapLimit  # this process may hold as much as planned
-    params: dict[str, nn.Parameter | Awaited]  # by every name, the tensors on which the program runs
+    seed: Tensor  # the gradient of the loss in the last backward pass
+    heap: HeapLimit  # lets this process hold as much memory as planned
+    params: dict[str, nn.Parameter | Awaited]  # the tensors on which the program runs, by every name
     reducer: GradientReducer
     loss_sum: LossSum
     node: Inner
     guards: Guards
-    original: nn.Module  # taken over
+    original: nn.Module  # the model that was taken over
     again: Callable[[nn.Module], nn.Module]  # makes another ParallelModel of a module with whole weights
     drift: DriftWatch
     unchecked: PlannedModel | None  # None after the first call
     recorder: Recorder | None = None
     inspector: Inspector | None = None
-    summed: Program | None = None  # for the batch that ran last
-    before_call: Callable[[tuple, Mapping], tuple[tuple, Mapping]] | None = None  # gives the arguments
-    num_zeroed: int = 0  # how often gradients were dropped by zero_grad
-    loans: WeakSet[Loan] = field(default_factory=WeakSet)  # the open loans
-    compiles: bool = False  # operators between collectives, by torch.compile
-    without_values: tuple[str, ...] = ()  # tensors of a model that was made on the device meta
+    summed: Program | None = None  # the program that ran last
+    # returns the arguments to use
+    before_call: Callable[[tuple, Mapping], tuple[tuple, Mapping]] | None = None
+    num_zeroed: int = 0  # number of times that zero_grad has dropped gradients
+    loans: WeakSet[Loan] = field(default_factory=WeakSet)  # open loans
+    compiles: bool = False  # whether operators between collectives are compiled
+    without_values: tuple[str, ...] = ()  # tensors of a model on the device meta that have no values yet
 
     @property
     def lent(self) -> nn.Module | None:
@@ -104,7 +105,7 @@ class Runtime:
         self.reducer.drop()
 
     def values_changed(self) -> None:
-        """Called after values of all parameters and buffers were written in place."""
+        """Called after the values of all parameters and buffers were written in place."""
         self.without_values = ()
         self.wholes.changed()
         for loan in self.loans:
@@ -119,9 +120,9 @@ class Runtime:
 def accumulate(
     run: Runtime, form: Form, params, buffers, inputs, *, training: bool
 ) -> tuple[Forward, dict[str, Tensor]]:
-    """All micro-steps, and the backward passes of all but the last (see ``micro_steps``)."""
+    """Runs all micro-batches, and the backward passes of all but the last (see ``micro_steps``)."""
     steps = form.steps
-    assert steps is not None  # checked by the caller
+    assert steps is not None  # the caller has checked this
     if steps.once is not None:
         with torch.no_grad():
             _, results, _ = code_of(run, form, once=True, training=training).run(params, buffers, inputs)
@@ -153,7 +154,7 @@ def accumulate(
         if learns and number + 1 < len(steps.sizes):
             with run.reducer.summing(steps.sums):
                 rooted(run, own, Forward(local, tokens, own)).backward(run.seed)
-            del local, tokens  # frees the rest of its graph before the next micro-step
+            del local, tokens  # frees the rest of its graph before the next micro-batch
         del part
     run.random.micro_step = 0
     earlier = None
@@ -173,10 +174,10 @@ def _pipeline(
     *,
     training: bool,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """All passes of this rank's stage, the last backward pass within ``last``: the value of its addend of
-    the loss, and new values of buffers."""
+    """Runs all passes of this rank's stage, the last backward pass within ``last``. Returns the value of its
+    addend of the loss, and new values of buffers."""
     steps = form.steps
-    assert steps is not None  # checked by the caller
+    assert steps is not None  # the caller has checked this
     size, count = steps.sizes[0], len(steps.sizes)
     value = zero(run, form)
     updated: dict[str, Tensor] = {}
@@ -204,8 +205,8 @@ def _pipeline(
 def code_of(
     run: Runtime, form: Form, size: int | None = None, *, once: bool = False, training: bool
 ) -> RankProgram:
-    """This rank's code for a micro-step of ``size`` samples (by default as many as the first one has), or for
-    the part of a program that runs ``once`` before its micro-steps. Compiled at the first use."""
+    """This rank's code for a micro-batch of ``size`` samples (by default as many as the first one has), or
+    for the part of a program that runs ``once`` before its micro-batches. Compiled on first use."""
     steps = form.steps
     if steps is not None and size is None and not once:
         size = steps.sizes[0]
@@ -234,18 +235,18 @@ def _part_of(form: Form, once: bool) -> Program:
         return form.program
     if not once:
         return form.steps.program
-    assert form.steps.once is not None  # checked by the caller
+    assert form.steps.once is not None  # the caller has checked this
     return form.steps.once
 
 
 def zero(run: Runtime, form: Form) -> Tensor:
-    """The addend of a rank without any."""
+    """The addend of a rank that computes none."""
     dtype = TORCH_DTYPE[form.program.types[form.program.loss].value.dtype]
     return torch.zeros((), dtype=dtype, device=run.comm.device)
 
 
 def rooted(run: Runtime, value: Tensor, done: Forward) -> Tensor:
-    """``value`` as a loss: its backward pass is that of this rank's addend."""
+    """A loss with this ``value`` whose backward pass is that of this rank's addend."""
     if not torch.is_grad_enabled():
         return value
     anchor = torch.empty(0, device=run.comm.device, requires_grad=True)

@@ -20,7 +20,7 @@ from .processes import LAUNCHER_VARIABLE, is_gone, is_stopped, process_place, pr
 
 @dataclass(frozen=True)
 class Seen:
-    """The state that a rank wrote last. ``calls`` holds its last calls by number, ``lines`` the lines of its
+    """The state that a rank wrote last. ``calls`` has its last calls by number, ``lines`` the lines of its
     script that made them."""
 
     beat: int
@@ -35,12 +35,12 @@ class Seen:
     ended: str = ""
     verdict: dict[str, Any] | None = None
     lines: dict[str, str] = field(default_factory=dict)
-    at: str = ""  # the current line of its script, outside of calls
-    failed_at: int = 0  # the number of the call that failed last
+    at: str = ""  # the current line of its script, when it is outside of calls
+    failed_at: int = 0  # the number of its last call that failed
 
 
 class Peers:
-    """The other ranks as this one has seen them. ``store_is_lost``: the store does not answer any more."""
+    """The other ranks as this one has seen them. ``store_is_lost``: the store no longer answers."""
 
     def __init__(
         self,
@@ -55,7 +55,8 @@ class Peers:
         self.store_is_lost = False
         self._rank = rank
         self._others = [r for r in range(world_size) if r != rank]
-        self._seen: dict[int, tuple[Seen, float]] = {}  # last state, and the time of its last new beat
+        # each rank's last state, and the time of its last new beat
+        self._seen: dict[int, tuple[Seen, float]] = {}
         self._gone: set[int] = set()
 
     def write(self, state: Seen) -> None:
@@ -117,12 +118,13 @@ class Peers:
         if is_here:
             return f"is stopped (by a signal), for {silent_s:.0f} s" if is_stopped(seen.pid) else ""
         if self.store_is_lost and rank:
-            return ""  # without the store no rank can be heard; checks rank 0, whose process holds it
+            # without the store no rank can be heard; only rank 0, whose process holds it, is checked
+            return ""
         return f"has not been heard of for {silent_s:.0f} s"
 
     def why_silent(self, rank: int, heartbeat_s: float) -> str:
-        """The same for a rank that nobody waits for yet: only after silence, because a rank that has reached
-        its end may be gone before its last message is read."""
+        """Like ``why_lost``, for a rank that nobody waits for yet: it counts as lost only after silence,
+        because a rank that has reached its end may be gone before its last message is read."""
         is_silent = self._clock.now_s - self._seen[rank][1] >= heartbeat_s
         return self.why_lost(rank, heartbeat_s) if is_silent else ""
 

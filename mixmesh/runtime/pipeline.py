@@ -1,11 +1,11 @@
-"""One rank's part in a pipeline: the micro-steps of its stage in 1F1B order (``ir.passes_of``).
+"""One rank's part in a pipeline: the micro-batches of its stage in 1F1B order (``ir.passes_of``).
 
-A value for another stage is sent when the forward pass of a micro-step ends, its gradient when the backward
-pass ends. No rank waits for its sends before the end of the step, and each posts its receives one micro-step
-ahead, so that values travel while the micro-step before is computed. Activations and gradients have separate
-groups, in each of which micro-steps follow in order, so no two stages can wait for each other.
+A value for another stage is sent when the forward pass of a micro-batch ends, its gradient when the backward
+pass ends. No rank waits for its sends before the end of the step, and each posts its receives one micro-batch
+ahead, so that values travel while the micro-batch before is computed. Activations and gradients have separate
+groups, in each of which micro-batches follow in order, so no two stages can wait for each other.
 
-The stages' passes run within the forward call. In the last backward pass the gradients of all micro-steps
+The stages' passes run within the forward call. In the last backward pass the gradients of all micro-batches
 begin to be summed between the ranks of a stage, and between stages that share a weight; then they wait for
 ``backward`` of the loss (see ``micro_steps``).
 """
@@ -35,10 +35,10 @@ from .layout import union
 
 @dataclass(frozen=True)
 class Transfer:
-    """One move between stages, the same in every micro-step: pieces of ``counts`` elements, per rank, along
+    """One move between stages, the same in every micro-batch: pieces of ``counts`` elements, per rank, along
     the cut dim."""
 
-    instruction: Instruction  # for a micro-batch
+    instruction: Instruction  # of a micro-batch
     sources: tuple[int, ...]
     targets: tuple[int, ...]
     counts: tuple[int, ...]
@@ -66,11 +66,11 @@ class Transfer:
         return union(self.sources, self.targets)
 
     def pass_on(self, comm: Comm, x: Tensor | None) -> Handle:
-        """Sends this rank's piece of the activations, or with None asks for it."""
+        """Sends this rank's piece of the activations, or requests it if ``x`` is None."""
         return self._exchange(comm, x, self.sources, self.targets, ACTIVATIONS, "")
 
     def give_back(self, comm: Comm, gradient: Tensor | None) -> Handle:
-        """The same of their gradient."""
+        """Does the same for the gradient of the activations."""
         return self._exchange(comm, gradient, self.targets, self.sources, ACTIVATION_GRADIENTS, "gradient")
 
     def _exchange(self, comm: Comm, x: Tensor | None, senders, receivers, purpose: str, part: str) -> Handle:
@@ -116,7 +116,7 @@ class Stage:
         last_backward: Callable[[], AbstractContextManager] = nullcontext,
         after_backward: Callable[[], object] = lambda: None,
     ) -> None:
-        """Runs all micro-steps. ``forward`` takes the number of a micro-step and the values from earlier
+        """Runs all micro-batches. ``forward`` takes the number of a micro-batch and the values from earlier
         stages; it returns this rank's addend of the loss, and the values for later stages by name. ``seed``
         is the loss's gradient; without it there are no backward passes. The last one runs within
         ``last_backward``."""
@@ -144,7 +144,7 @@ class Stage:
                 sent += [t.pass_on(comm, handed[t.name].detach()) for t in self.outgoing]
                 if learns:
                     kept[k] = _Kept(received, [handed[t.name] for t in returning], loss)
-                del received, by_key, loss, handed  # kept values go with their backward pass
+                del received, by_key, loss, handed  # kept values live until their backward pass
             while sent and sent[0].is_ready():
                 sent.popleft().wait()
         for handle in sent:
@@ -155,7 +155,7 @@ class Stage:
     ) -> list[Handle]:
         roots = [*zip(kept.sent, gradients)]
         if kept.loss is not None:
-            assert seed is not None  # without one there are no backward passes
+            assert seed is not None  # without a seed there are no backward passes
             roots.append((kept.loss, seed))
         roots = [(x, g) for x, g in roots if x.requires_grad]
         if roots:
@@ -166,7 +166,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class _Kept:
-    """Values that a forward pass leaves for the backward pass of its micro-step; ``sent`` have gradients."""
+    """Values that a forward pass leaves for the backward pass of its micro-batch; ``sent`` have gradients."""
 
     received: list[Tensor]
     sent: list[Tensor]
@@ -174,7 +174,7 @@ class _Kept:
 
 
 class _Ahead:
-    """The values received in every micro-step, requested one micro-step ahead."""
+    """The values received in every micro-batch, requested one micro-batch ahead."""
 
     def __init__(self, micro_steps: int, asked: Sequence[Callable[[], Handle]]) -> None:
         self._left, self._asked = micro_steps, asked
@@ -191,7 +191,7 @@ class _Ahead:
 
 
 def transfers(program: Program, samples: Samples, micro_steps: int) -> list[Transfer]:
-    """The transfers of every micro-step, without those made once per step before the first micro-step."""
+    """The transfers of every micro-batch, without those made once per step before the first one."""
     moves = transfers_of(micro_step_program(program, samples))
     return [Transfer.of(program, samples, i, micro_steps) for i in moves]
 
@@ -207,8 +207,9 @@ def groups(program: Program, samples: Samples) -> Iterator[tuple[str, tuple[int,
 def stage_inputs(
     program: Program, samples: Samples, tensors: Mapping[str, Tensor], comm: Comm, micro_steps: int
 ) -> dict[str, Tensor]:
-    """Like ``local_inputs``, with a rank's samples in the order of micro-steps, each of which is cut between
-    the ranks of the stage. Raises InputError for a part of a batch if it cannot tell whose part it is."""
+    """Like ``local_inputs``, with a rank's samples in the order of micro-batches, each of which is cut
+    between the ranks of the stage. Raises InputError for a part of a batch if it cannot tell whose part it
+    is."""
     out = {}
     for i in program.batch_inputs:
         ranks, name = program.participants(i.type), i.args[0]
@@ -219,7 +220,7 @@ def stage_inputs(
             out[name] = local_input(program, i, got, comm.rank, comm.device)
             continue
         local_input(program, i, got, comm.rank, None)
-        assert got is not None  # None was refused
+        assert got is not None  # None has been refused
         if tuple(got.shape) != i.type.value.shape:
             raise InputError(
                 f"{name} is a part of a batch, and a pipeline cuts every micro-batch between its ranks",

@@ -13,13 +13,13 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-LAUNCHER_VARIABLE = "TORCHELASTIC_RUN_ID"  # set in processes of torchrun
+LAUNCHER_VARIABLE = "TORCHELASTIC_RUN_ID"  # set in processes that torchrun started
 SIGNAL_OF_PARENTS_END = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
 
 
 @cache
 def process_place() -> str:
-    """A text that is equal for two processes if they see each other's ids; empty if unknown."""
+    """A text that is equal for two processes that see each other's ids; empty if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -28,7 +28,7 @@ def process_place() -> str:
 
 
 def process_state(pid: int) -> str:
-    """The letter that /proc gives: R, S, D, T (stopped), t (traced), Z (zombie); empty if there is none."""
+    """The state letter from /proc: R, S, D, T (stopped), t (traced), Z (zombie); empty if there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -55,7 +55,7 @@ def end_with_parent() -> None:
     if sys.platform == "linux":
         parent = os.getppid()
         ctypes.CDLL(None).prctl(SIGNAL_OF_PARENTS_END, signal.SIGTERM)
-        if os.getppid() != parent:  # it has ended just before
+        if os.getppid() != parent:  # the parent ended just before
             os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -72,8 +72,8 @@ def open_sockets() -> dict[int, int]:
 
 
 def shut(sockets: dict[int, int]) -> None:
-    """Shuts the sockets that are still the same as before, which wakes anyone waiting for them. Listening
-    sockets stay open, because gloo ends the process if accepting fails."""
+    """Shuts those of the sockets that are still the same as before, which wakes threads that wait for them.
+    Listening sockets stay open, because gloo ends the process if accepting fails."""
     now = open_sockets()
     for number, in_kernel in sockets.items():
         if now.get(number) != in_kernel:

@@ -5,8 +5,8 @@ j's shard is seeded with the shard's position, so no two ranks repeat each other
 instead draws the numbers of the whole tensor and keeps its piece, which makes a sharded run equal to the
 single device number for number, at the cost of drawing everything everywhere.
 
-Micro-steps draw like smaller shards: each from a generator of its own, or in exact mode its piece of the
-numbers of the whole step. Replicated values are the same in all micro-steps of a step.
+Micro-batches draw like smaller shards: each from a generator of its own, or in exact mode its piece of the
+numbers of the whole step. Replicated values are the same in all micro-batches of a step.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from contextlib import contextmanager
 
 import torch
 
-Place = tuple[int, int, int]  # the step, the micro-step, its first sample
+Place = tuple[int, int, int]  # (step, micro-batch, its first sample)
 
 
 class RandomPolicy:
     """Seeds for the random operators of one program: a function of (seed, step, operator, shard) and of the
-    micro-step, whose first sample of the batch is ``first_sample``.
+    micro-batch, which begins at ``first_sample`` of the batch.
 
     With ``by_shape`` numbers depend only on the kind and shape of the draw, not on step or operator, so that
     two programs that draw in different orders can be compared.
@@ -36,7 +36,7 @@ class RandomPolicy:
         self.first_sample = 0
 
     def go_on(self, step: int) -> None:
-        """Continues after ``step`` steps of an earlier process."""
+        """Continues after the ``step`` steps of an earlier process."""
         self.step = self.first_step = step
 
     @property
@@ -58,7 +58,7 @@ class RandomPolicy:
         if self.by_shape:
             return torch.Generator(device).manual_seed(self.seed)
         mixed = self.seed
-        # the first micro-step draws the same numbers as a step that has only one
+        # the first micro-batch draws the same numbers as a step that has only one
         later = (self.micro_step,) if shard and self.micro_step else ()
         for part in (self.step, operator, shard, *later):
             # splitmix64's finaliser: neighbouring counters give unrelated seeds

@@ -1,10 +1,11 @@
-"""Recomputes a region in the backward pass: its operators' saved tensors are not kept but made a second time.
+"""Rematerialises a region in the backward pass: its operators' saved tensors are not kept but made a second
+time.
 
 The forward pass builds autograd's graph as usual, so the order of the backward pass, its collectives and the
 hooks that sum gradients are the same as without regions. Only the tensors that a region's operators save are
 replaced by numbers. The first such number that the backward pass unpacks runs the region again from its kept
 inputs; the operators then save the same tensors in the same order (PyTorch's own non-reentrant checkpoints
-work like this). A region has computations of one rank only, and its random numbers depend on the step alone,
+work like this). A region has computations of one rank only, and its random numbers depend only on the step,
 so the second run repeats the first.
 """
 
@@ -26,7 +27,7 @@ from .reshard import Keeper
 @dataclass(frozen=True)
 class Step:
     """A computation of a region, with the program's names for its inputs and results. ``run`` runs it the
-    first time, ``again`` the second."""
+    first time, ``again`` the second time."""
 
     run: Callable[..., tuple]
     inputs: tuple[str, ...]
@@ -39,9 +40,10 @@ def at_once(run: Callable[[], None]) -> None:
 
 
 class Region:
-    """A region in one forward pass of one rank. It lives as long as something that it saved is asked for.
+    """A region in one forward pass of one rank. It lives as long as anything that it saved is needed.
 
-    ``around`` is given the second run to be run."""
+    ``around`` is called with the second run, which it must run.
+    """
 
     def __init__(
         self,
@@ -52,14 +54,14 @@ class Region:
         self._random, self._keep, self._around = random, keep or Keeper(), around
         self._place = random.place
         self._steps: list[Step] = []
-        self._last = 0  # step that saves something, counted from 1: later ones need not run again
-        self._inputs: dict[str, tuple[Any, bool]] = {}  # the keeper's note; takes a gradient?
+        self._last = 0  # the last step that saves something, counted from 1: later ones need not run again
+        self._inputs: dict[str, tuple[Any, bool]] = {}  # (the keeper's note, whether it takes a gradient)
         self._own: set[str] = set()
         self._num_saved = 0
-        self._made: dict[int, Tensor] = {}  # by number, until used
+        self._made: dict[int, Tensor] = {}  # made values by number, until they are used
 
     def run(self, step: Step, *values: Tensor) -> tuple:
-        """A computation of the forward pass."""
+        """Runs a computation in the forward pass."""
         if not torch.is_grad_enabled():
             return step.run(*values)
         for name, value in zip(step.inputs, values):

@@ -1,9 +1,10 @@
 """Measures a step: the work of this rank's compute and communication streams, as a ``Timeline``.
 
-A recording temporarily replaces a model's functions by the same ones with clocks around them; otherwise
-nothing is measured and nothing is paid. A collective lasts from its issue to its completion, which the future
-of its work reports. The backward pass has no call to put a clock around: an instruction gets the time from
-the moment autograd reaches its nodes until it reaches those of another. Waiting is charged to nothing.
+A recording temporarily replaces a model's functions by the same ones with clocks around them; without one,
+nothing is measured and nothing costs time. A collective lasts from its issue to its completion, which the
+future of its work reports. In the backward pass there is no call around which to put a clock: an instruction
+is charged with the time from when autograd reaches its nodes until it reaches those of another. Waiting is
+charged to nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from .first_rank import everyones
 from .messages import meet
 from .streams import Clock
 
-SYNCHRONISATIONS = 15  # between clocks: one barrier each
+SYNCHRONISATIONS = 15  # for synchronising the clocks: one barrier each
 PERIOD = "optimizer"  # a timeline lasts from one event of this name to the next
 
 
@@ -58,7 +59,7 @@ class Recorder:
         self.rank = comm.rank
         self._spans: list[_Span] = []
         self._backward: _Span | None = None  # for the instruction whose backward is running
-        self._without_future: dict[int, Callable[[], None]] = {}  # by the id of the work under way
+        self._without_future: dict[int, Callable[[], None]] = {}  # by the id of the work
 
     # computation
 
@@ -71,7 +72,7 @@ class Recorder:
         span.end = self.clock.now()
 
     def timed(self, i: Instruction, call: Callable[..., tuple]) -> Callable[..., tuple]:
-        """A local operator with clocks around its forward and its backward."""
+        """Puts clocks around a local operator, in its forward and its backward."""
         name = next(r for r in i.results if r is not None)
         grad = gradient_name(name)
 
@@ -81,14 +82,14 @@ class Recorder:
             passed = {id(a.grad_fn) for a in args if isinstance(a, Tensor)}
             nodes = {id(o.grad_fn): o.grad_fn for o in out if isinstance(o, Tensor) and o.grad_fn is not None}
             for key, node in nodes.items():
-                if key not in passed:  # otherwise the call returned its argument
+                if key not in passed:  # if the key was passed in, the call returned its argument
                     node.register_prehook(lambda _: self._enter(grad, i.op))
             return out
 
         return run
 
     def timed_again(self, i: Instruction, call: Callable[..., tuple]) -> Callable[..., tuple]:
-        """A local operator that runs again in the backward pass."""
+        """Puts a clock around a local operator that runs again in the backward pass."""
         name = repeated_name(next(r for r in i.results if r is not None))
 
         def run(*args):
@@ -99,7 +100,7 @@ class Recorder:
 
     @contextmanager
     def apart(self, i: Instruction) -> Iterator[None]:
-        """A weight's gradient, wherever in the backward pass that is."""
+        """Measures a weight's gradient, wherever in the backward pass it is made."""
         paused = self.leave()
         with self.span(wgrad_name(i.result), i.op):
             yield
@@ -107,7 +108,7 @@ class Recorder:
             self._enter(paused.name, paused.op)
 
     def outside(self, x: Tensor | None) -> None:
-        """Excludes the backward of the operation that made ``x`` from all instructions."""
+        """Charges the backward of the operation that made ``x`` to no instruction."""
         if x is not None and x.grad_fn is not None:
 
             def leave(_) -> None:
@@ -136,7 +137,7 @@ class Recorder:
             self._spans.append(self._backward)
 
     def leave(self) -> _Span | None:
-        """Ends the backward that is running, if one is, and gives it."""
+        """Ends the running backward, if there is one, and returns it."""
         left, self._backward = self._backward, None
         if left is not None:
             left.end = self.clock.now()
@@ -150,7 +151,8 @@ class Recorder:
             span = _Span("communication", channel.title(), channel.op, clock(), None, channel.size_bytes)
             channel.last[:] = [span]
             self._spans.append(span)
-        last = channel.last[0]  # one more transfer of the same collective, if that was the last that began
+        # one more transfer of the same collective, if that was the last one that began
+        last = channel.last[0]
         work = call()
         if work is None:
             return work
@@ -160,26 +162,28 @@ class Recorder:
 
         try:
             work.get_future().then(arrived)
-        except RuntimeError:  # gloo's reduce_scatter has none: it is there when it is awaited, at the latest
+        # gloo's reduce_scatter has none: it is complete when it is awaited, at the latest
+        except RuntimeError:
             self._without_future[id(work)] = arrived
         return work
 
     def finish(self, work: dist.Work, wait: Callable[[], None]) -> None:
-        """Awaits a work."""
+        """Waits for a work."""
         self.wait(wait)
         arrived = self._without_future.pop(id(work), None)
         if arrived is not None:
             arrived()
 
     def wait(self, finish: Callable[[], None]) -> None:
-        """While this rank waits, or runs a region again, it computes no instruction's backward."""
+        """Calls ``finish``, which waits, or runs a region again: its time is charged to no instruction's
+        backward."""
         paused = self.leave()
         finish()
         if paused is not None:
             self._enter(paused.name, paused.op)
 
     def events(self, offset_s: float) -> list[Event]:
-        """All that has ended, the clock set back by ``offset_s``."""
+        """All events that have ended, with the clock set back by ``offset_s``."""
         self.leave()
         seconds = lambda moment: self.clock.seconds(moment) - offset_s  # noqa: E731
         return [
@@ -223,7 +227,7 @@ class RecordedChannel(Channel):
     in_backward: str
     op: str
     size_bytes: int | None
-    last: list[_Span] = field(default_factory=list)  # its last activity, if any
+    last: list[_Span] = field(default_factory=list)  # the channel's last activity, if any
 
     def title(self) -> str:
         return self.name if torch._C._current_graph_task_id() == -1 else self.in_backward

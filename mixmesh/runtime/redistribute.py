@@ -6,7 +6,7 @@ one routine for both directions.
 Ranks may have different graphs around a redistribution: one that only sends has no output at all. Yet all
 must run the backward collectives, in the same order. Two things ensure it. Every differentiable
 redistribution returns, along with its result, an empty *token* that goes into the loss, so its backward runs
-on every rank that communicates. And of the nodes that are ready the autograd engine takes the one created
+on every rank that communicates. And among the nodes that are ready, the autograd engine takes the one created
 last; since all nodes above it in the graph are created later still, the backward collectives run in exactly
 the reverse order of the program on each rank.
 
@@ -40,8 +40,8 @@ from .layout import Layout, Step, layout, route
 
 @dataclass(frozen=True)
 class Redistribution:
-    """One redistribution as one rank performs it. ``forward``/``backward`` map local tensors; None stands
-    for a rank's tensor outside the layout."""
+    """One rank's part of a redistribution. ``forward`` and ``backward`` map local tensors; None is the tensor
+    of a rank outside of the layout."""
 
     comm: Comm
     instruction: Instruction | str
@@ -52,7 +52,7 @@ class Redistribution:
     algorithm: str | None = None
     gradient_algorithm: str | None = None
     direct: bool = False  # whether sums are one-shot
-    purpose: str = "data"  # the process group's
+    purpose: str = "data"  # the purpose of the process group
     sent: Callable[[], object] | None = None  # called when its gradient is on its way
 
     @lazy
@@ -67,11 +67,11 @@ class Redistribution:
         return self.comm.rank in self.src.ranks or self.comm.rank in self.dst.ranks
 
     def forward(self, x: Tensor | None) -> Tensor | None:
-        """Without autograd."""
+        """Runs the redistribution without autograd."""
         return self.begin(x).wait()
 
     def begin(self, x: Tensor | None) -> Handle[Tensor | None]:
-        """A handle on the result of ``forward``."""
+        """Starts the redistribution without autograd, and returns a handle on its result."""
         return self._along(route(self.src, self.dst), x, self.algorithm)
 
     def backward(self, gradient: Tensor | None) -> Handle:
@@ -81,7 +81,7 @@ class Redistribution:
         return self._along(steps, gradient, self.gradient_algorithm, "gradient")
 
     def start(self, x: Tensor | None) -> Pending:
-        """The beginning of a redistribution with autograd."""
+        """Starts the redistribution with autograd."""
         if torch.is_grad_enabled() and not self.communicates:
             return Pending(self, x, done(self._local(x)))
         handle = self.begin(None if x is None else x.detach())
@@ -91,8 +91,8 @@ class Redistribution:
         return Pending(self, x, handle, gradient, _Leave.apply(x, gradient))
 
     def apply(self, x: Tensor | None, tokens: list[Tensor]) -> Tensor | None:
-        """Starts and finishes without a pause, with autograd. Appends to ``tokens`` those that must go into
-        the loss."""
+        """Starts and finishes at once, with autograd. Appends to ``tokens`` those that must go into the
+        loss."""
         return self.start(x).finish(tokens)
 
     def _local(self, x: Tensor | None) -> Tensor | None:
@@ -128,7 +128,7 @@ class Redistribution:
             return done(None)
         match step.kind:
             case "slice":
-                assert x is not None  # ranks of the result hold it before
+                assert x is not None  # ranks of the result held it before
                 return done(x.narrow(dst.dim, *dst.piece(rank)))
             case "as_partial":
                 keeper = min(set(src.ranks) & set(dst.ranks))
@@ -141,7 +141,7 @@ class Redistribution:
                 return done(torch.nn.functional.pad(x, pads))
             case "fold":
                 return done(self._zeros(dst) if x is None else x)
-        return done(x)  # spread to ranks that hold it already
+        return done(x)  # spread to ranks that already hold it
 
     def _collective(self, step: Step, x: Tensor, algorithm: str | None, part: str) -> Handle[Tensor]:
         src, dst = step.src, step.dst
@@ -171,20 +171,20 @@ Sink = Callable[[Tensor | None, Handle, int], None]
 
 @dataclass(eq=False)
 class _Gradient:
-    """The gradient of a redistribution on its way back, between the two nodes of autograd that know it."""
+    """The gradient of a redistribution on its way back, shared by the two nodes of autograd that need it."""
 
     handle: Handle | None = None
 
     def wait(self) -> Tensor | None:
         handle, self.handle = self.handle, None
-        assert handle is not None  # the backward of the end has set it
+        assert handle is not None  # the backward of the end node has set it
         return handle.wait()
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A differentiable redistribution on its way. ``left`` is an empty tensor, the result of its start for
-    autograd, at which ``gradient`` is awaited; None if no gradient goes back there."""
+    """A differentiable redistribution under way. ``left`` is an empty tensor: to autograd, it is the result
+    of the start, and its backward awaits ``gradient``. None if no gradient goes back there."""
 
     how: Redistribution
     x: Tensor | None
@@ -260,7 +260,8 @@ class _Arrive(torch.autograd.Function):
 
 
 def bind(program: Program, instruction: Instruction, comm: Comm) -> Redistribution:
-    """The redistribution that an instruction asks for. Attributes: ``algorithm``, ``gradient_algorithm``."""
+    """The redistribution of an instruction. It uses the attributes ``algorithm`` and
+    ``gradient_algorithm``."""
     (name,) = instruction.inputs
     src = layout(program, program.types[name])
     dst = layout(program, instruction.type)
@@ -286,5 +287,6 @@ def bind(program: Program, instruction: Instruction, comm: Comm) -> Redistributi
 
 
 def between(comm: Comm, what: str, x_shape, dtype, src: Layout, dst: Layout) -> Redistribution:
-    """A redistribution that is no instruction of a program (of a parameter, into a checkpoint)."""
+    """A redistribution that is not an instruction of a program, for instance of a parameter into a
+    checkpoint."""
     return Redistribution(comm, what, tuple(x_shape), dtype, src, dst)

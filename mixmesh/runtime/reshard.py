@@ -44,7 +44,7 @@ class _Record:
 
 
 class Keeper:
-    """The gathered parameters of one forward pass that must not be saved."""
+    """The gathered parameters of one forward pass that autograd must not save."""
 
     def __init__(self) -> None:
         self._records: dict[int, _Record] = {}  # by the address of their memory, as long as they hold it
@@ -65,7 +65,7 @@ class Keeper:
             self._records.pop(record.address, None)
 
     def release(self, record: _Record, result: Tensor | None, tokens: list[Tensor]) -> Tensor | None:
-        """Before the backward of ``result`` it is gathered again."""
+        """Arranges that the parameter is gathered again before the backward of ``result``."""
         if not torch.is_grad_enabled():
             return result
         anchor = torch.empty(0, device=record.how.comm.device, requires_grad=True)
@@ -74,7 +74,7 @@ class Keeper:
         return result
 
     def note(self, x: Tensor) -> Any:
-        """A record to keep instead of a tensor; ``take`` makes it a tensor again."""
+        """A record to keep in place of a tensor; ``take`` turns it into a tensor again."""
         return self._pack(x)
 
     def take(self, note: Any) -> Tensor:

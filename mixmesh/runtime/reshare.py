@@ -1,4 +1,4 @@
-"""Gives a model in training new shares: the same program with other ratios, from one step to the next.
+"""Gives a model in training new shares: from one step to the next, the same program has other ratios.
 
 The pieces of parameters, buffers and optimizer state move from their old ranks to their new ones, one tensor
 at a time. All objects stay: the model, its parameters, the optimizer with its groups and hooks, and a
@@ -68,7 +68,7 @@ def moved_params(one: Program, two: Program) -> list[str]:
 @torch.no_grad()
 def change_shares(model: ParallelModel, optimizer: optim.Optimizer, plan: Plan) -> None:
     """Makes ``model`` and its ``optimizer`` continue under ``plan``, which has the same program with other
-    shares. Call it between two steps, when gradients were set to none. Collective.
+    shares. Call it between two steps, after gradients were set to None. Collective.
 
     Raises PlanError, before anything is changed, for a plan of another form (``why_other_form``), InputError
     while there are gradients, or while the whole model is lent.
@@ -108,7 +108,7 @@ def change_shares(model: ParallelModel, optimizer: optim.Optimizer, plan: Plan) 
 
 
 def check_idle(run: Runtime, optimizer: optim.Optimizer) -> None:
-    """Raises InputError if something is under way that knows the old shares."""
+    """Raises InputError if anything is under way that depends on the old shares."""
     shown = (*run.node.shown, *run.node.inner, *params_of(optimizer))
     under_way = ""
     if any(p.grad is not None for p in shown):
@@ -139,7 +139,7 @@ def _moved(comm: Comm, what: str, piece: Tensor, old: Stored, new: Stored) -> Te
         return piece
     how = between(comm, f"moving {what} to its new shares", old.shape, piece.dtype, old.held, new.held)
     moved = how.forward(piece.contiguous())
-    assert moved is not None  # why_other_form: the same ranks have shares as before
+    assert moved is not None  # why_other_form has checked that the same ranks have shares as before
     return moved
 
 
@@ -170,7 +170,7 @@ def _move_state(run: Runtime, optimizer: optim.Optimizer, stored: Mapping[str, S
     """Moves all optimizer states that have the shape of a parameter whose pieces move. A rank that had no
     piece, and so no state, gets the plain values of the others."""
     moving = [p for p in params_of(optimizer) if run.by_param[p].held != stored[run.by_param[p].name].held]
-    # also on ranks of another copy of a parameter: whether any moves is the same on all
+    # a rank of another copy of a parameter takes part too: whether anything moves is the same on all
     if not any(_differ(old, stored[name]) for name, old in run.stored.items()):
         return
     mine = {
@@ -204,7 +204,7 @@ def _differ(old: Stored, new: Stored) -> bool:
 
 
 def _outline(value: Any, p: Tensor) -> tuple[torch.dtype | None, Any]:
-    """The dtype of a state that is like its parameter; else None, and its value."""
+    """The dtype of a state that has the shape of its parameter; for any other state None and its value."""
     if isinstance(value, Tensor) and value.ndim and plain(value).shape == plain(p).shape:
         return value.dtype, None
     if isinstance(value, Tensor) and value.ndim:

@@ -17,7 +17,8 @@ SUFFIXES = (SAFETENSORS, ".pt", ".pth", ".bin")
 
 
 def check_file(path: Path) -> None:
-    """Raises InputError where weights cannot be written: before the training, not after it."""
+    """Raises InputError if weights cannot be written to the file: before the training rather than after
+    it."""
     if path.suffix not in SUFFIXES:
         raise InputError(
             "the name of a file of weights says its form",
@@ -37,7 +38,7 @@ def check_file(path: Path) -> None:
 def save_weights(state: Mapping[str, Tensor], path: Path) -> None:
     """Writes a ``state_dict`` as safetensors or as ``torch.save`` does, depending on the suffix of the name.
     An existing file stays until everything is written. A tensor with two names is written twice in
-    safetensors, whose readers know no ties. Raises InputError if the file cannot be written."""
+    safetensors, whose readers have no ties. Raises InputError if the file cannot be written."""
     from safetensors import SafetensorError
 
     try:
@@ -53,7 +54,8 @@ def save_weights(state: Mapping[str, Tensor], path: Path) -> None:
                 save_file(parts, partial)
             else:
                 torch.save(dict(state), partial)
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch.save says a full disk by RuntimeError
+    # torch.save reports a full disk by a RuntimeError
+    except (OSError, RuntimeError, SafetensorError) as error:
         raise InputError(
             "the weights could not be written",
             got=str(error).strip().partition("\n")[0],

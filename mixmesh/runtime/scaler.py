@@ -1,9 +1,9 @@
-"""A GradScaler whose ranks agree on whether a step is skipped.
+"""A GradScaler whose ranks agree on whether to skip a step.
 
-If parameters are cut, only one rank sees that a gradient overflowed. The others would step, and continue with
-another scale, so that the losses of one step would be scaled differently. Gradients of cut parameters are
-shards, for which ranks always agree on whether they are finite (``shard_tensor``). This scaler also agrees on
-gradients that are whole on every rank, which would differ between ranks only by a fault.
+If parameters are cut, only one rank may see that a gradient overflowed. The others would step, and continue
+with another scale, so that the losses of one step would be scaled differently. Gradients of cut parameters
+are shards, for which ranks always agree on whether they are finite (``shard_tensor``). This scaler also
+agrees on gradients that are whole on every rank, which would differ between ranks only because of a fault.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .first_rank import largest
 class GradScaler(torch.amp.GradScaler):
     """A ``torch.amp.GradScaler`` for models that ``parallelize`` returned. ``step`` is collective."""
 
-    has_overflowed = False  # whether a gradient of the last step did, on any rank
+    has_overflowed = False  # whether a gradient of the last step overflowed, on any rank
 
     def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16) -> dict[torch.device, Tensor]:
         inf_by_device = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)

@@ -17,14 +17,14 @@ import torch
 
 from ..errors import InputError
 
-SMALL = 2  # operators: fewer are not worth a call of compiled code
+SMALL = 2  # with fewer operators, calling compiled code does not pay
 
 
 @dataclass
 class Segment:
-    """Operators that follow each other. ``lines`` call them one by one. ``made`` are the values defined
-    within the segment and still needed at its end, ``used`` those from before it, and ``dropped`` those of
-    ``used`` that are forgotten within it, in the order of their first mention."""
+    """Consecutive operators. ``lines`` call them one by one. ``made`` are the values defined within the
+    segment and still needed at its end, ``used`` those from before it, and ``dropped`` those of ``used`` that
+    are dropped within it, in the order of their first mention."""
 
     lines: list[str] = field(default_factory=list)
     num_operators: int = 0
@@ -35,7 +35,7 @@ class Segment:
     _defined: set[str] = field(default_factory=set)
 
     def add(self, call: str, results: Sequence[str], arguments: Sequence[str]) -> None:
-        """One operator; a result that nobody uses is ``_``."""
+        """Adds one operator; a result that is not used is ``_``."""
         self.lines.append(f"{', '.join(results)}, = {call}({', '.join(arguments)})")
         self.num_operators += 1
         self.used.update((name, None) for name in arguments if name not in self._defined)
@@ -44,7 +44,7 @@ class Segment:
         self.made.update((name, None) for name in kept)
 
     def drop(self, names: Sequence[str]) -> None:
-        """These values are not needed any more."""
+        """Notes that these values are no longer needed."""
         for name in names:
             if name in self._defined:
                 del self.made[name]
@@ -53,7 +53,7 @@ class Segment:
                 self.dropped[name] = None
 
     def source(self, name: str) -> str:
-        """The segment as a function of this name."""
+        """The segment's code as a function of this name."""
         body = "".join(f"    {line}\n" for line in self.lines)
         return f"def {name}({', '.join(self.used)}):\n{body}    return ({_tuple(self.made)})\n"
 
@@ -67,12 +67,12 @@ def _tuple(names) -> str:
 
 
 def compiled(function: Callable) -> Callable:
-    """A segment by TorchInductor, for the shapes that it is called with."""
+    """The segment compiled by TorchInductor, for the shapes with which it is called."""
     return torch.compile(function, dynamic=False)
 
 
 def check_can_compile(device: torch.device) -> None:
-    """Raises InputError where ``torch.compile`` has no compiler to call."""
+    """Raises InputError if ``torch.compile`` has no compiler to call."""
     if device.type != "cpu":
         return
     from torch._inductor.cpp_builder import get_cpp_compiler

@@ -40,7 +40,7 @@ def summed_by_sfb(program: Program, param: str) -> bool:
 
 
 class Factor:
-    """A factor that ``users`` products of one backward pass need; the first one gathers it."""
+    """A factor that ``users`` products of one backward pass need; the first of them gathers it."""
 
     def __init__(self) -> None:
         self.users = 0
@@ -54,7 +54,7 @@ class Factor:
 
 
 class Factors:
-    """The factors of the forward pass that is running, by the tensor itself."""
+    """The factors of the running forward pass, by the tensor itself."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[weakref.ref[Tensor], weakref.ref[Factor]]] = {}
@@ -98,7 +98,7 @@ def sfb_op(
     def run(tokens: list[Tensor], x_local: Tensor, weight: Tensor, bias: Tensor | None = None):
         if not torch.is_grad_enabled():
             return (torch.nn.functional.linear(x_local, weight, bias),)
-        # the parameters go around autograd: their gradients arrive later, through the sink
+        # the parameters bypass autograd: their gradients arrive later, through the sink
         needs_grad = weight.requires_grad or (bias is not None and bias.requires_grad)
         anchor = torch.empty(0, device=x_local.device, requires_grad=needs_grad)
         factor = factors.of(i.inputs[0], x_local) if weight.requires_grad else None

@@ -1,4 +1,4 @@
-"""Pieces of a tensor as ``torch.distributed.checkpoint`` writes and reads them, of any sizes."""
+"""Writes and reads pieces of a tensor, of any sizes, with ``torch.distributed.checkpoint``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-Piece = tuple[tuple[int, ...], Tensor]  # origin in the whole tensor, and values
+Piece = tuple[tuple[int, ...], Tensor]  # (origin in the whole tensor, values)
 
 
 def chunks(piece: Piece) -> list[ChunkStorageMetadata]:
@@ -19,7 +19,7 @@ def chunks(piece: Piece) -> list[ChunkStorageMetadata]:
 
 
 def write_items(name: str, shape: torch.Size, piece: Piece) -> list[WriteItem]:
-    """The items that this rank writes of the tensor ``name``, of the whole shape ``shape``."""
+    """The items that this rank writes for the tensor ``name``, whose whole shape is ``shape``."""
     properties = TensorProperties.create_from_tensor(piece[1])
     return [
         WriteItem(

@@ -20,15 +20,15 @@ from .comm import Comm
 
 Off = torch._C.DisableTorchFunctionSubclass
 
-# by kind: the function from all ranks' numbers (dim 0) to the whole's; the neutral number of a rank without a
-# piece
+# for each kind: the function that combines all ranks' numbers (along dim 0); the neutral number for a rank
+# without a piece
 COMBINE: dict[str, tuple[Callable[[Tensor, float], Tensor], float]] = {
     "sum": (lambda x, _: x.sum(0), 0.0),
     "norm": (lambda x, order: torch.linalg.vector_norm(x, order, dim=0), 0.0),
     "max": (lambda x, _: x.amax(0), -math.inf),
     "min": (lambda x, _: x.amin(0), math.inf),
 }
-# facts about a number known without asking the other ranks
+# facts about a number that are known without asking the other ranks
 _OWN = frozenset(("to", "float", "double", "detach", "clone", "cpu", "cuda", "reshape", "view"))
 _GETTERS = frozenset(("device", "dtype", "shape", "ndim", "requires_grad", "is_cuda", "is_meta", "layout"))
 
@@ -61,7 +61,8 @@ class ShardNumber(torch.Tensor):
 def number(
     mine: Tensor | None, comm: Comm, kind: str, *, order: float = 2.0, row: int, dtype: torch.dtype
 ) -> ShardNumber:
-    """A number of the whole, made from that of this rank's piece (None if it does not count)."""
+    """A number of the whole tensor, made from the number of this rank's piece (None if that does not
+    count)."""
     if mine is None:
         wide = dtype if dtype.is_floating_point else torch.float64  # integers have no infinity
         mine = torch.full((), COMBINE[kind][1], dtype=wide, device=comm.device)
@@ -70,7 +71,7 @@ def number(
 
 def _number(x: Tensor, comm: Comm, kind: str, order: float, row: int) -> ShardNumber:
     with Off():
-        x = x.view_as(x)  # a new object, whose class may be changed
+        x = x.view_as(x)  # a new object, so that its class can be changed
     x.__class__ = ShardNumber
     assert isinstance(x, ShardNumber)
     x.comm, x.kind, x.order, x.row, x.answer = comm, kind, order, row, None
@@ -78,7 +79,7 @@ def _number(x: Tensor, comm: Comm, kind: str, order: float, row: int) -> ShardNu
 
 
 def known(tree: Any) -> Any:
-    """The arguments with every piece's number replaced by the whole's. Collective if there are any."""
+    """The arguments with every piece's number replaced by that of the whole. Collective if there are any."""
     leaves, spec = pytree.tree_flatten(tree)
     asked = list({id(x): x for x in leaves if isinstance(x, ShardNumber)}.values())
     if not asked:
@@ -102,7 +103,7 @@ def _ask(numbers: Sequence[ShardNumber]) -> None:
 
 
 class _Everyones(torch.autograd.Function):
-    """Gathers all ranks' numbers, one row each. A replica contributes nothing, and takes the gradient of the
+    """Gathers all ranks' numbers, one row each. A replica contributes nothing, and gets the gradient of the
     rank that represents it. The backward needs no communication, as the rest of the graph is the same on all
     ranks."""
 

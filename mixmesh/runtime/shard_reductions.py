@@ -54,7 +54,7 @@ def _norm(x: ShardBase, order: float, dtype: torch.dtype | None) -> ShardNumber:
 
 
 def _sum(x: ShardBase, over: int | None, dtype: torch.dtype | None) -> ShardNumber:
-    """The sum, or the mean: a sum of parts ``over`` the number of all elements."""
+    """The sum; or the mean, a sum of parts ``over`` the number of all elements."""
 
     def part(piece: Tensor) -> Tensor:
         own = piece.sum(dtype=dtype)
@@ -78,7 +78,7 @@ def _extreme(func: Callable, name: str, x: ShardBase) -> ShardNumber:
 def _number(
     kind: str, part: Callable[[Tensor], Tensor], x: ShardBase, dtype: torch.dtype, order: float = 2.0
 ) -> ShardNumber:
-    """The number of all pieces by ``kind``, ``part`` being that of one."""
+    """The number of all pieces by ``kind``, combined from ``part``, that of one piece."""
     whole, stored = x.whole, x.whole.stored
     if stored.copies and torch.is_grad_enabled() and x.requires_grad:
         raise refusal(f"{kind} with a gradient", whole, "of which ranks hold copies that overlap")

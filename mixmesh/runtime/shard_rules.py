@@ -69,13 +69,13 @@ DUNDERS = {
     "__invert__": "bitwise_not", "__mod__": "remainder", "__floordiv__": "floor_divide",
     "__rfloordiv__": "floor_divide", "__iand__": "bitwise_and_", "__ior__": "bitwise_or_",
 }  # fmt: skip
-# getters for which neither the piece nor the whole would be the expected result
+# getters that nobody would expect to give either the piece or the whole
 REFUSED_GETTERS = frozenset(("T", "H", "mT", "mH", "real", "imag"))
 
 
 @lru_cache(maxsize=4096)
 def rule_of(name: str) -> Rule:
-    """The rule of the function (or operator, ``mul.Tensor``) of this name."""
+    """The rule for the function or operator (``mul.Tensor``) of this name."""
     name = name.partition(".")[0]
     name = DUNDERS.get(name, name)
     if name in SIZES:

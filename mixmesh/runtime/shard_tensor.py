@@ -54,7 +54,7 @@ class ShardTensor(ShardBase):
         with comm.call(f"full_tensor of {stored.name}"):
             return stored.whole(self.to_local(), comm)
 
-    # how torch.distributed.checkpoint asks for pieces; only who uses it waits for its import
+    # torch.distributed.checkpoint asks for pieces like this; imported only when it is used
 
     def __create_write_items__(self, name: str, _tensor: Any) -> list:
         from . import shard_files
@@ -65,7 +65,7 @@ class ShardTensor(ShardBase):
     def __create_chunk_list__(self) -> list:
         from . import shard_files
 
-        _written(self)  # pieces that are asked for by chunks will be loaded
+        _written(self)  # pieces that are requested by chunks are about to be loaded
         return shard_files.chunks(self._piece())
 
     def __get_tensor_shard__(self, _index: Any) -> Tensor:
@@ -78,7 +78,7 @@ class ShardTensor(ShardBase):
 
 
 def shard(piece: Tensor, whole: Whole, *, is_parameter: bool = False, requires_grad: bool = False) -> Tensor:
-    """A plain tensor as the shard that it is: another object, the same memory."""
+    """The shard for a plain tensor: another object with the same memory."""
     out = torch.Tensor._make_subclass(ShardTensor, piece.detach(), requires_grad)
     out.whole = whole
     if is_parameter:
@@ -184,7 +184,7 @@ def _elementwise(func: Callable, rule: Rule, args: tuple, kwargs: dict) -> Any:
 
 
 def is_whole(x: Any, beside: ShardTensor) -> bool:
-    """Whether a plain tensor used together with a shard has the shape of the whole, on every rank."""
+    """Whether a plain tensor that is used together with a shard has the shape of the whole, on every rank."""
     stored = beside.whole.stored
     return not isinstance(x, ShardTensor) and x.ndim > 0 and tuple(x.shape) == stored.shape
 
@@ -200,7 +200,7 @@ def _is_of_whole(rule: Rule, target: Any, tensors: Iterable[Tensor]) -> bool:
 
 
 def _cut_like(first: ShardTensor, x: Tensor) -> Tensor:
-    """Cuts a whole tensor like a shard; returns any other tensor unchanged."""
+    """Cuts a whole tensor in the way of a shard; returns any other tensor unchanged."""
     return _piece_of(first, x, "elements") if is_whole(x, first) else x
 
 
@@ -307,7 +307,7 @@ def _deepcopy(_func: Callable, args: tuple, _kwargs: dict) -> Tensor:
 
 
 def _new_empty(func: Callable, args: tuple, kwargs: dict) -> Tensor:
-    """An empty tensor of the whole's shape becomes a shard that has the values: code that stages checkpoints
+    """Turns an empty tensor of the whole's shape into a shard with the values: code that stages checkpoints
     expects them."""
     x = args[0]
     size = kwargs.get("size", args[1] if len(args) > 1 else None)
@@ -319,8 +319,8 @@ def _new_empty(func: Callable, args: tuple, kwargs: dict) -> Tensor:
 
 
 def _new_plain(func: Callable, args: tuple, kwargs: dict) -> Tensor:
-    """A plain tensor with only the shard's dtype and device: scripts make states of recurrent networks from
-    any parameter."""
+    """A plain tensor that has only the shard's dtype and device: scripts make states of recurrent networks
+    from any parameter."""
     return func(args[0].as_subclass(Tensor), *args[1:], **kwargs)
 
 
@@ -336,7 +336,7 @@ def _unscale(func: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def _grad(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """``torch.autograd.grad``, by the edges of the graph that shards stand at. Hooks still see shards."""
+    """Like ``torch.autograd.grad``, from the edges of the graph where shards are. Hooks still see shards."""
 
     def edge(x: Any) -> Any:
         return torch.autograd.graph.get_gradient_edge(x) if isinstance(x, ShardTensor) else x
@@ -370,7 +370,7 @@ _SPECIAL: dict[str, Callable] = {
     "__format__": _show,
     "__reduce_ex__": _refuse_pickling,
     "__deepcopy__": _deepcopy,
-    "data_ptr": lambda func, args, kwargs: 0,  # as for a DTensor: the whole has no memory
+    "data_ptr": lambda func, args, kwargs: 0,  # as for a DTensor, because the whole has no memory
     "new_empty": _new_empty,
     **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_tensor"), _new_plain),
     "_amp_foreach_non_finite_check_and_unscale_": _unscale,

@@ -1,4 +1,4 @@
-"""The tensors of a model as one rank holds them: pieces in, whole tensors out."""
+"""The tensors of a model as one rank stores them: cuts them into pieces, and makes them whole again."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Stored:
     dtype: torch.dtype
     held: Layout
     copies: tuple[Layout, ...] = ()  # all layouts of a tensor with copies; ``held`` is one of them
-    counting: int | None = None  # the rank whose tensor counts, if each has its own
+    counting: int | None = None  # the rank whose tensor counts, if ranks have different ones
 
     def at(self, rank: int) -> Stored:
         """The same storage, with the copy that ``rank`` holds."""
@@ -63,7 +63,7 @@ class Stored:
 
     @property
     def num_pieces(self) -> int:
-        """Ranks with a piece that is less than the whole (0 if none is)."""
+        """The number of ranks whose piece is less than the whole (0 if nothing is cut)."""
         pieces = [size for size in self.held.sizes if size]
         return len(pieces) if len(pieces) > 1 else 0
 
@@ -104,7 +104,7 @@ class Stored:
 
 
 def stored_tensors(program: Program, model: nn.Module) -> dict[str, Stored]:
-    """Every parameter and buffer of a model by every name it has. An owned parameter is stored as its owners
+    """Every parameter and buffer of a model by each of its names. An owned parameter is stored as its owners
     hold it; a buffer that is updated but never read is on the ranks that update it; tensors that the program
     does not use are whole everywhere.
 
@@ -202,7 +202,8 @@ def agree(tensors: Iterable[Tensor], comm: Comm) -> None:
     if channel.alone:
         return
     group: list[Tensor] = []
-    copies: list[tuple[Tensor, Tensor]] = []  # tensors in another order than their bytes, with these
+    # tensors whose memory order is not that of their bytes, with these bytes
+    copies: list[tuple[Tensor, Tensor]] = []
     size = 0
 
     def send() -> None:
@@ -218,7 +219,7 @@ def agree(tensors: Iterable[Tensor], comm: Comm) -> None:
     for t in tensors:
         t = t.detach()
         own = flat_bytes(t)
-        for part in own.split(BROADCAST_BYTES):  # no device has to hold a large tensor whole
+        for part in own.split(BROADCAST_BYTES):  # so that no device has to hold a large tensor whole
             group.append(part)
             size += part.numel()
             if size >= BROADCAST_BYTES:

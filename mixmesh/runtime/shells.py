@@ -25,7 +25,7 @@ from ..frontend.trace.compiled import DYNAMO
 WHOLE_HINT = "with model.whole() as m: ...  # the original's class with whole weights, on every rank"
 # instance attributes that every module has for itself, or that would run the original
 _OWN = frozenset({*nn.Module().__dict__, "forward", "__call__", "_compiled_call_impl", "_orig_mod"})
-# modules of a parallel model take these from nn.Module, not from the original: their names and values must be
+# a parallel model's modules take these from nn.Module rather than from the original: names and values must be
 # the program's
 _OF_STATES = ("get_extra_state", "set_extra_state", "_save_to_state_dict", "_load_from_state_dict")
 _OF_THE_WHOLE = (
@@ -34,7 +34,7 @@ _OF_THE_WHOLE = (
     *_OF_STATES,
 )  # fmt: skip
 _REFUSED = ("generate", "save_pretrained", "push_to_hub")
-NUMBERS = (bool, int, float, str)  # and words
+NUMBERS = (bool, int, float, str)  # and strings
 NOTHING = object()
 
 
@@ -75,8 +75,9 @@ class Original:
 
 
 def check_attribute(module: nn.Module, name: str, value: Any) -> None:
-    """Sets a new number or word on the original too: every call compares the ones that a forward pass reads,
-    and traces again. Raises InputError for any other new value: the program was planned with the old one."""
+    """Sets a new number or string on the original too: every call compares those that a forward pass reads,
+    and traces again if one differs. Raises InputError for any other new value, as the program was planned
+    with the old one."""
     planned, original = module.__dict__.get("_planned_attributes", {}), module.__dict__.get("_stands_for")
     of_class = NOTHING if original is None else _of_class(type(original.module), name)
     before = planned.get(name, of_class)
@@ -101,8 +102,8 @@ def check_attribute(module: nn.Module, name: str, value: Any) -> None:
 
 
 def _of_class(kind: type, name: str) -> Any:
-    """A value that a class of the user's has for all its modules; NOTHING for methods, properties and names
-    of every module."""
+    """A value that a class of the user has for all its modules; NOTHING for methods, properties, and names
+    that every module has."""
     value = inspect.getattr_static(kind, name, NOTHING)
     return NOTHING if hasattr(nn.Module, name) or hasattr(type(value), "__get__") else value
 
@@ -112,7 +113,7 @@ def _is_equal(value: Any, other: Any) -> bool:
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """The instance attributes of a module that are no tensors, and that no module has for itself."""
+    """The instance attributes of a module that are not tensors, and that not every module has."""
     return {
         name: value
         for name, value in module.__dict__.items()
@@ -122,7 +123,7 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
 
 def shell_of(original: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module:
     """A shell of a module and of all modules within it, without tensors. Modules in ``known`` already have
-    theirs."""
+    one."""
     if original not in known:
         kind: type = type(original)
         shell: nn.Module = nn.Module.__new__(_class_of(kind))
@@ -148,7 +149,7 @@ def dress(shell: nn.Module, original: nn.Module, known: dict[nn.Module, nn.Modul
 
 
 def _is_free(shell: nn.Module, name: str) -> bool:
-    """Whether an attribute of the original conflicts with none of a parallel model's."""
+    """Whether an attribute of the original conflicts with no attribute of a parallel model."""
     kind: type = type(shell)
     return isinstance(shell, Shell) or name not in _reserved(kind)
 
@@ -162,7 +163,7 @@ def _reserved(kind: type) -> frozenset[str]:
 
 @lru_cache
 def _class_of(original: type) -> type:
-    if issubclass(original, Shell):  # a copy's class
+    if issubclass(original, Shell):  # the class of a copy
         return original
     return _derived(Shell, original, {name: getattr(nn.Module, name) for name in _OF_STATES})
 
@@ -182,7 +183,7 @@ def _derived(base: type, original: type, extra: dict[str, Any]) -> type:
             return types.new_class(
                 original.__name__, (base, original), exec_body=lambda ns: ns.update(members)
             )
-        except TypeError:  # a class that cannot be derived from so
+        except TypeError:  # a class from which one cannot derive in this way
             pass
     return type(original.__name__, (base,), members)
 

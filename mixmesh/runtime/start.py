@@ -75,8 +75,8 @@ class Planned:
 
 
 def compare_first(model: nn.Module) -> None:
-    """Raises PlanError on all ranks if their versions or models differ: one small message, before anything is
-    measured or planned for them. Collective."""
+    """Raises PlanError on all ranks if their versions or models differ: takes one small message, before
+    anything is measured or planned. Collective."""
     check_facts(list(everyones({"versions": versions_text(), **facts_of_model(model)})))
 
 
@@ -123,7 +123,7 @@ def stand_in_for_meta(model: nn.Module) -> list[str]:
             zero = torch.zeros((), dtype=x.dtype).expand(x.shape)
             is_parameter = isinstance(x, nn.Parameter)
             other = nn.Parameter(zero, requires_grad=x.requires_grad) if is_parameter else zero
-            torch.utils.swap_tensors(x, other)  # the same object: optimizers hold it
+            torch.utils.swap_tensors(x, other)  # the same object, because optimizers hold it
     return names
 
 
@@ -151,7 +151,8 @@ def check_no_meta(tensors: Sequence[tuple[str, Tensor]], what: str = "model") ->
 
 
 def meets(kind: str, unless: Callable[[Any], bool] = lambda model: False) -> Callable:
-    """Decorates a method of a parallel model in which ranks meet, so that the watch knows of the call."""
+    """Decorates a method of a parallel model in which all ranks take part, so that the watch knows of the
+    call."""
 
     def decorate(method: Callable) -> Callable:
         @functools.wraps(method)

@@ -1,5 +1,5 @@
-"""Checks that a state belongs to this model, or to its optimizer, before any of it is loaded: a file may be
-of another model, of another optimizer, or damaged."""
+"""Checks that a state belongs to this model, or to its optimizer, before any of it is loaded: a file may
+belong to another model or optimizer, or be damaged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .shard_numbers import Off
 from .shard_tensor import ShardTensor
 from .shards import Stored
 
-SHOWN, SHOWN_CHARACTERS = 3, 200  # names in an error, and of another error
+SHOWN, SHOWN_CHARACTERS = 3, 200  # names listed in an error; characters shown of another error
 
 
 def check_model_state(state: Any, stored: Mapping[str, Stored]) -> None:
@@ -82,8 +82,8 @@ def _check_entries(optimizer: optim.Optimizer, p: Tensor, entries: Mapping[str, 
 
 
 def _try(optimizer: optim.Optimizer, state: dict[Tensor, dict], groups: list[dict]) -> None:
-    """Loads the state into another optimizer of the class, because a failure would leave this one half
-    changed."""
+    """Loads the state into another optimizer of the same class first, because a failure would leave this one
+    half changed."""
     other = object.__new__(type(optimizer))
     groups = [{**g, "params": own["params"]} for g, own in zip(groups, optimizer.param_groups)]
     try:

@@ -17,8 +17,8 @@ from .accelerator import is_accelerator, synchronize
 
 
 def copied(x: Tensor, device: torch.device) -> Tensor:
-    """``x`` on the device. From pinned host memory the copy is only issued, and runs in the current stream
-    before anything issued there later; PyTorch keeps ``x`` until then."""
+    """Copies ``x`` to the device. From pinned host memory the copy is only issued, and runs in the current
+    stream before anything issued there later; PyTorch keeps ``x`` until then."""
     return x.to(device, non_blocking=True)
 
 
@@ -62,7 +62,7 @@ def await_moment(device: torch.device, moment: Moment) -> None:
 
 
 class Clock:
-    """Moments of this rank: of the host, or on an accelerator of the stream that is current."""
+    """Reads the time on this rank: that of the host, or on an accelerator that of the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -73,11 +73,12 @@ class Clock:
         self._base_s = time.perf_counter()
 
     def now(self) -> float | Moment:
-        """The moment, which ``seconds`` reads once the device has reached it."""
+        """The present moment, which ``seconds`` converts once the device has reached it."""
         return time.perf_counter() if self._base is None else self._event()
 
     def seconds(self, moment: float | Moment) -> float:
-        """On the scale of ``time.perf_counter``. The device must have reached the moment."""
+        """The seconds of a moment, on the scale of ``time.perf_counter``. The device must have reached the
+        moment."""
         if isinstance(moment, float):
             return moment
         assert self._base is not None

@@ -62,7 +62,7 @@ class Taken:
             shown = _parameter(_shared(whole, stored, comm, is_owned=bool(stage)))
             mine = nn.Parameter(plain(shown).detach(), requires_grad=whole.requires_grad)
         else:
-            # a rank that does not use it holds none of its rows, and no elements
+            # a rank that does not use it holds neither rows nor elements of it
             held = replace(stored, held=used_as) if comm.rank in used_as.ranks else stored
             piece = held.piece(whole, comm.rank, comm.device)
             mine = nn.Parameter(piece, requires_grad=whole.requires_grad)
@@ -83,7 +83,7 @@ class Taken:
     def _again(
         self, name: str, shown: nn.Parameter, before: Before, stored: Stored, used_as: Layout, stage: int
     ) -> nn.Parameter:
-        """Moves a shown parameter to its new piece. Returns the tensor on which the program runs, a new one
+        """Gives a shown parameter its new piece. Returns the tensor on which the program runs: a new one,
         because the old one has the hooks that sum gradients."""
         rank = self.comm.rank
         if stage and rank in used_as.ranks:
@@ -154,7 +154,7 @@ def _show(mine: nn.Parameter, stored: Stored, comm: Comm, written) -> nn.Paramet
 
 def _shared(whole: TakenOver, stored: Stored, comm: Comm, *, is_owned: bool) -> Tensor:
     """The tensor that another parallel model shows for the same original. Raises InputError if this model
-    would hold it differently: there would then be two, trained separately."""
+    would hold it differently, because there would then be two tensors, trained separately."""
     shown = whole.heir()
     if isinstance(shown, ShardTensor):
         alike = shown.whole.stored.held == stored.held and shown.whole.written is None

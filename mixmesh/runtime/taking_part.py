@@ -1,4 +1,4 @@
-"""Marks stretches of a process in which it only takes part in a training."""
+"""Marks stretches of a process during which it only takes part in a training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from ..errors import CollectiveError
 
-_stretches: list[str] = []  # the stretches of this process, the innermost last
+_stretches: list[str] = []  # stretches that are under way in this process, the innermost last
 
 
 @contextmanager

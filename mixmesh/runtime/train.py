@@ -36,9 +36,10 @@ from .scaler import GradScaler, unscaled_text, with_agreement
 from .taking_part import taking_part
 from .verdicts import END_OF_DATA
 
-WARMUP_STEPS = 2  # not counted in the median: allocators and connections fill
-RECORDED_STEPS = 3  # after the warm-up
-OF_WORKER = "in DataLoader worker process"  # as PyTorch begins the error of a worker, with its traceback
+WARMUP_STEPS = 2  # steps that the median leaves out, while allocators and connections fill
+RECORDED_STEPS = 3  # number of recorded steps after the warm-up
+# PyTorch's error for a worker begins like this, and contains its traceback
+OF_WORKER = "in DataLoader worker process"
 FRAME = re.compile(r'File "([^"]+)", line ([0-9]+), in .*\n\s*(.*)')
 Span = Callable[[str], AbstractContextManager]
 
@@ -59,10 +60,10 @@ class Keeper(Protocol):
         """This rank's batches, and the number of steps made before this start."""
 
     def after_step(self, num_steps: int) -> bool:
-        """Called after ``num_steps`` steps in all; returns whether the training is to stop."""
+        """Called after ``num_steps`` steps in all; returns whether the training should stop."""
 
     def save_now(self, num_steps: int) -> bool:
-        """Keeps the state after ``num_steps`` steps: whether that could be done."""
+        """Keeps the state after ``num_steps`` steps; returns whether that was possible."""
 
     def end(self, num_steps: int) -> None:
         """Called after the last step."""
@@ -76,11 +77,11 @@ class Balancer(Protocol):
 
     def after_step(self, num_steps: int, step_s: float, own_s: float) -> bool:
         """Called after ``num_steps`` steps in all. The last took ``step_s`` seconds without loading its
-        batch, of which this rank spent ``own_s`` not waiting for others. Returns True if the training is to
-        stop here, to continue under another plan from its kept state."""
+        batch, of which this rank spent ``own_s`` not waiting for others. Returns True if the training should
+        stop here and continue from its kept state under another plan."""
 
     def stay(self) -> None:
-        """Called if it cannot stop, because its state could not be kept."""
+        """Called if the training cannot stop, because its state could not be kept."""
 
     def end(self) -> None:
         """Called after the last step."""
@@ -117,7 +118,7 @@ class RunReport:
 
 
 def endless(batches: Iterable | None, batch: Any, epochs: int | None = None) -> Iterator[Any]:
-    """Repeats ``batches``, or ``batch`` if there are none, without end or for ``epochs`` epochs."""
+    """Repeats ``batches``, or ``batch`` if there are none, forever or for ``epochs`` epochs."""
     times = () if epochs is None else (epochs,)
     if batches is None:
         return itertools.repeat(batch, *times)
@@ -127,9 +128,9 @@ def endless(batches: Iterable | None, batch: Any, epochs: int | None = None) -> 
 
 
 class Passes(Iterator[Any]):
-    """The batches of one pass over data after the other. Two passes in a row without a batch are the end: one
-    may be the rest of an epoch that was read before, but data that gives no more would be asked forever. A
-    class, as a generator's frame would keep each batch alive."""
+    """The batches of consecutive passes over data. Two passes in a row without a batch are the end: one may
+    be the rest of an epoch that was read before, but data that has no more would be asked forever. It is a
+    class, because a generator's frame would keep each batch alive."""
 
     def __init__(self, passes: Iterable[Iterable]) -> None:
         self._passes = iter(passes)
@@ -157,7 +158,7 @@ def next_batch(batches: Iterator[Any], comm: Comm) -> Any:
 
 
 def place_of(error: BaseException) -> str:
-    """The file and line that raised an error, the last outside of libraries if there is one."""
+    """The file and line where an error was raised: the last one outside of libraries if there is one."""
     frames = [(f.filename, f.lineno, f.line) for f in traceback.extract_tb(error.__traceback__)]
     if OF_WORKER in str(error):
         frames = FRAME.findall(str(error)) or frames
@@ -179,8 +180,8 @@ def first_line(error: BaseException) -> str:
 
 
 class ComparesFirst:
-    """Compares the first whole batches of all ranks: ranks whose data is in another order would train on
-    other samples. Collective."""
+    """Compares the first whole batches of all ranks, because ranks whose data is in another order would train
+    on other samples. Collective."""
 
     def __init__(self, model: ParallelModel) -> None:
         self._model, self._num_left = model, COMPARED_STEPS
@@ -214,7 +215,7 @@ def own_batches(
 
 
 def owned(batch: Any) -> Any:
-    """The batch with copies of tensors that are pieces of larger ones."""
+    """The batch, with copies of tensors that are pieces of larger ones."""
 
     def copied(t: Any) -> Any:
         part = isinstance(t, torch.Tensor) and t.untyped_storage().nbytes() > t.nbytes
@@ -227,7 +228,7 @@ def owned(batch: Any) -> Any:
 
 @contextmanager
 def failures_of(part: str, *, expected: str = "") -> Iterator[None]:
-    """A context in which what a ``part`` of the job raises becomes a JobError with the user's line."""
+    """A context in which an error raised by a ``part`` of the job becomes a JobError with the user's line."""
     try:
         yield
     except MixmeshError:
@@ -356,7 +357,7 @@ def train(
         check_model=check_model,
         compile=compile,
     )
-    assert optimizer is not None  # parallelize returns the given one
+    assert optimizer is not None  # parallelize returns an optimizer if it is given one
     parallel.check_planned(job.batch)
     comm = parallel.comm
     scheduler, step_scheduler = scheduler_of(job, optimizer)
@@ -388,7 +389,7 @@ def train(
         loaded, waited_s = time.perf_counter(), comm.waits.time_s
         guard.backward(batch)
         may_step = guard.may_step(number + 1, batch)
-        del batch  # before the next one is loaded
+        del batch  # freed before the next one is loaded
         if recording is not None:
             span = recording.before_optimizer(number - first)
         with span("optimizer"):
@@ -433,12 +434,12 @@ class _Recording:
         self._span: Span = nullcontext
 
     def before_optimizer(self, number: int) -> Span:
-        """The spans to measure by from here on."""
+        """The spans by which to measure from here on."""
         if number == WARMUP_STEPS - 1:
             self._recorder = Recorder(self._parallel.comm)
             self._open.enter_context(self._parallel.recorded(self._recorder))
             self._span = self._recorder.span
-            wait_for_all("the first recorded step")  # no rank compiles while others measure
+            wait_for_all("the first recorded step")  # so that no rank compiles while others measure
         return self._span
 
     def after_optimizer(self, number: int) -> Span:

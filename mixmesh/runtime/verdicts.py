@@ -1,4 +1,4 @@
-"""Conclusions that follow from the states of all ranks alone: different calls, late ranks."""
+"""Conclusions that follow from the states of all ranks alone: ranks in different calls, late ranks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ..errors import CollectiveError
 from .agreement import by_value
 from .peers import Seen
 
-END_OF_DATA = "the end of the data"  # the name of a call
-START_OF_EPOCH = "the start of an epoch"  # the name of another call
+END_OF_DATA = "the end of the data"  # names of calls
+START_OF_EPOCH = "the start of an epoch"  # names of calls
 HINTS = {
     END_OF_DATA: "data of as many batches on every rank",
     START_OF_EPOCH: "leave the loop over a loader after the same batch on every rank",
@@ -24,8 +24,8 @@ def different_calls(
     states: Mapping[int, Seen],
     what: str,
 ) -> CollectiveError | None:
-    """The error for the first call whose kind differs between ranks; None if there is none. ``own_calls`` are
-    the calls of ``rank`` by number, which waits in ``what``, and ``own_lines`` the lines of its script."""
+    """The error for the first call whose kind differs between ranks; None if there is none. ``rank`` waits in
+    ``what``; ``own_calls`` are its calls by number, and ``own_lines`` the lines of its script."""
     for number, kind in sorted(own_calls.items()):
         kinds = {rank: kind}
         kinds |= {r: s.calls[str(number)] for r, s in states.items() if str(number) in s.calls}

@@ -4,11 +4,11 @@ Once a second a thread of every rank writes the rank's current call of mixmesh i
 ``torch.distributed``, and reads the other ranks' entries. A rank that waits long in a collective then learns
 why:
 
-- the others are in another call (one rank alone evaluates or saves), or had other input:
+- the others are in another call (only one rank evaluates or saves), or got other input:
   an error on all ranks;
 - a rank has failed or ended: an error, with its reason;
 - a rank has been silent for ``heartbeat_s`` and its process is stopped or gone: an error. A process on this
-  machine that still runs is not taken for lost, as its thread may be waiting for the interpreter's lock;
+  machine that still runs does not count as lost, as its thread may be waiting for the interpreter's lock;
 - a rank is between two calls (it writes a file): a notice, and the wait goes on up to the time-out.
 
 A rank that is silent for ``heartbeat_s`` ends the others even if they do not wait for it: in a call that
@@ -50,8 +50,9 @@ BEAT_S = 1.0
 STUCK_S = 5.0  # seconds in one collective after which the other ranks are checked
 NOTICE_S = 10.0
 MISSED_S = 3.0
-GRACE_S = 5.0  # for a process to end by itself after the watch has found that a rank is lost
-HEARD_S = 3.0  # for the others to read why the process that holds the store ends: two beats, and one to spare
+GRACE_S = 5.0  # seconds for a process to end itself after the watch has found that a rank is lost
+# seconds for the others to read why the process that holds the store ends: two beats, and one to spare
+HEARD_S = 3.0
 KEPT_CALLS = 16  # latest calls of each rank that are compared
 STDERR = 2
 BACKWARD = "backward"  # a call that begins within a backward pass, and ends with it
@@ -69,22 +70,24 @@ class Watch:
         self.number, self.doing, self.since = 0, "", time.monotonic()
         self.waiting: Waiting | None = None
         self.position = Position()
-        self._counted: Callable[[], Any] = lambda: None  # the optimizer whose steps count, while it exists
+        # the optimizer whose steps are counted, while it exists
+        self._counted: Callable[[], Any] = lambda: None
         self.on_lost: Callable[[Lost, Position], object] = lambda lost, position: None
-        self.is_told_to_stop: Callable[[], bool] = lambda: False  # whether a noted signal asks to stop
+        # whether a signal has asked the process to stop
+        self.is_told_to_stop: Callable[[], bool] = lambda: False
         self._calls: dict[int, str] = {}
         self._lines: dict[int, str] = {}  # lines of the script, by number of the call
         self._thread = threading.get_ident()  # the thread that computes
         self._failed = self._ended = ""
-        self._failed_at = 0  # the number of the last call that has failed here
+        self._failed_at = 0  # the number of the last call that has failed on this rank
         self._verdict: CollectiveError | None = None
         self._lost: Lost | None = None  # the rank that the verdict is about
         self._decided_at = 0.0
         self._noticed = self._asked = False
         self._beat = 0
         self._over = threading.Event()
-        self._write()  # before any exchange: ranks that have met can be checked
-        self._asked_at: float | None = None  # while the store has not answered
+        self._write()  # written before any exchange, so that ranks that have met can be checked
+        self._asked_at: float | None = None  # since when the store has not answered
         self._threads = [
             threading.Thread(target=run, name=f"mixmesh {name}", daemon=True)
             for name, run in (("tells", self._tell), ("watches", self._watch))
@@ -110,7 +113,7 @@ class Watch:
         self.begin(kind)
         try:
             yield
-        except BaseException as error:  # an interrupt, or a CheckpointException, which is no Exception
+        except BaseException as error:  # an interrupt, or a CheckpointException, which is not an Exception
             self.fail(error)
             raise
         finally:
@@ -167,7 +170,7 @@ class Watch:
             optimizer.register_step_post_hook(lambda *_: self._next_step())
 
     def step_is_left_out(self) -> None:
-        """Counts a step that the optimizer does not make."""
+        """Counts a step that the optimizer leaves out."""
         self._next_step()
 
     def _next_step(self) -> None:
@@ -175,7 +178,7 @@ class Watch:
             self.set_step(self.position.step)
 
     def set_step(self, num_steps: int) -> None:
-        """Notes that ``num_steps`` have been made in all."""
+        """Notes that ``num_steps`` steps have been made in all."""
         self.position = replace(self.position, step=num_steps + 1)
 
     def raise_verdict(self) -> None:
@@ -223,7 +226,8 @@ class Watch:
         return min(BEAT_S, self.heartbeat_s / 4) * max(1.0, self.world_size / 64)
 
     def _tell(self) -> None:
-        """Writes and reads; a store whose process is stopped does not answer."""
+        """Writes this rank's state and reads those of the others; a store whose process is stopped does not
+        answer."""
         while not self._peers.store_is_lost:
             self._asked_at = self._clock.now_s
             self._write()
@@ -253,8 +257,7 @@ class Watch:
 
     @staticmethod
     def _end_process(verdict: CollectiveError) -> None:
-        """The last resort if the process has not ended by itself. Takes no lock that another thread may
-        hold."""
+        """Ends the process, as a last resort. Takes no lock that another thread may hold."""
         os.write(STDERR, f"{type(verdict).__name__}: {verdict}\n".encode())
         os._exit(verdict.exit_status)
 
@@ -297,7 +300,7 @@ class Watch:
     def _find_gone(self, states: dict[int, Seen], waiting: Waiting) -> Lost | None:
         """A rank that has announced that it does not come to the call that this one waits in."""
         for rank, seen in states.items():
-            # its script may have caught the error, and be in the next call already
+            # its script may have caught the error and be in the next call by now
             is_over = seen.number > self.number or not seen.doing
             if seen.failed and seen.failed_at == self.number and is_over:
                 return Lost(rank, "has failed", seen.failed)
@@ -307,7 +310,7 @@ class Watch:
 
     def _judge_stuck(self, states: dict[int, Seen], waiting: Waiting) -> None:
         """Finds the reason why this rank has waited for long, or why its collective has failed."""
-        # if a connection has failed, a rank of another machine that misses some beats is the lost one
+        # if a connection has failed, a rank of another machine that misses some beats counts as the lost one
         silent_s = min(self.heartbeat_s, MISSED_S) if self._asked else self.heartbeat_s
         for rank in states:
             if how := self._peers.why_lost(rank, silent_s):
@@ -348,7 +351,7 @@ class Watch:
         if not self._is_taking_part:
             text = f"mixmesh: {error.message}; the next call on this rank raises it"
             print(text, file=sys.stderr, flush=True)
-        # even if this rank waits for nothing: its checkpoint thread may be waiting in its own group
+        # even if this rank waits for nothing: its checkpoint thread may be waiting in a group of its own
         shut(self.sockets)
 
 
@@ -362,7 +365,8 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"
 
 
-_of_process: list[tuple[object, Watch]] = []  # the watch and its default group; empty before the first
+# the watch and the default group of this process; empty before the first
+_of_process: list[tuple[object, Watch]] = []
 
 
 @contextmanager
@@ -397,7 +401,7 @@ def watch_of_process(heartbeat_s: float, timeout_s: float) -> Watch | None:
         _of_process.pop()[1].close()
     store = dist.distributed_c10d._get_default_store()
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    if is_of_launcher():  # the group may be one that the script has made
+    if is_of_launcher():  # the script may have made the group itself
         store = store_of_start(store, rank, world_size, timeout_s)
     try:
         watch = Watch(store, rank, world_size, heartbeat_s)

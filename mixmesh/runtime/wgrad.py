@@ -26,13 +26,14 @@ LocalOp = Callable[..., tuple[Tensor]]
 
 
 class Receiver(Protocol):
-    """Takes the gradients of parameters."""
+    """Receives the gradients of parameters."""
 
     def expects(self, p: Tensor, uses: int) -> None:
         """Announces ``uses`` more uses of a parameter (or, negative, fewer) that will bring it a gradient."""
 
     def arrived(self, p: Tensor, gradient: Tensor) -> None:
-        """One of a use that is no longer expected: the parameter's is complete if no other use is."""
+        """Takes the gradient of one use, which is then no longer expected: if no other use is either, the
+        parameter's gradient is complete."""
 
     def postponed(self, p: Tensor, make: Callable[[], Tensor]) -> None:
         """Takes a gradient to be made after the rest of the backward pass."""
@@ -41,7 +42,7 @@ class Receiver(Protocol):
         """Takes a gradient to be made when that redistribution's gradient is on its way."""
 
     def sent(self, collective: str) -> None:
-        """The gradient of that redistribution is on its way."""
+        """Called when the gradient of that redistribution is on its way."""
 
 
 class AtOnce:
@@ -132,8 +133,8 @@ def wgrad_op(
     around: Callable[[], AbstractContextManager] = nullcontext,
     beside: str | None = None,
 ) -> LocalOp:
-    """The local operator of an instruction with ``wgrad``, made from ``plain``, the operator without it. The
-    weight gradient is made within ``around()``, and ``beside`` names the redistribution whose gradient it
+    """The local operator of an instruction with ``wgrad``; ``plain`` is the operator without that attribute.
+    The weight gradient is made within ``around()``, and ``beside`` names the redistribution whose gradient it
     overlaps, if any."""
     gradients = Linear() if i.op == "aten.linear" else Convolution.of(local)
     later = receiver.postponed if wgrad_of(i) == "last" else None
@@ -158,7 +159,8 @@ class _How:
     plain: LocalOp
     gradients: Linear | Convolution
     receiver: Receiver
-    later: Callable[[Tensor, Callable[[], Tensor]], None] | None  # takes the gradients that are made later
+    # a function that takes gradients to be made later
+    later: Callable[[Tensor, Callable[[], Tensor]], None] | None
     around: Callable[[], AbstractContextManager]
 
 

@@ -1,7 +1,7 @@
 """The user's own module with whole weights, lent for a while: to evaluate, generate, export.
 
-It is the very object that ``parallelize`` took over, with its class, its hooks and its attributes. Afterwards
-it is empty again, so that it is never stale.
+This is the very object that ``parallelize`` took over, with its class, hooks and attributes. Afterwards it is
+empty again, so that it is never out of date.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .shard_numbers import Off
 from .shard_tensor import plain
 from .shards import Stored
 
-# by name of a parameter, whether it wants a gradient: in the original, and in the parallel model
+# for each parameter by name, whether it requires a gradient: in the original, and in the parallel model
 Learning = dict[str, tuple[bool, bool]]
 
-WITHOUT_LOSS = "_without_loss"  # the attribute in which a model wrapped with a loss keeps the bare one
+WITHOUT_LOSS = "_without_loss"  # the attribute in which a model wrapped with a loss keeps the bare model
 IS_LENT = "_is_lent"  # set in such a model while it runs without its loss
 
 
@@ -102,7 +102,7 @@ class _WholeParts(AbstractContextManager):
 
 
 def own_module(model: nn.Module) -> nn.Module:
-    """The user's module within one that computes a loss of its outputs; any other itself."""
+    """The user's module within a module that computes a loss of its outputs; any other module itself."""
     model = uncompiled(model)
     return model.__dict__.get(WITHOUT_LOSS, model)
 
@@ -147,8 +147,8 @@ def give_learning(learning: Learning, lent: Mapping[str, Tensor], shown: Mapping
 
 @dataclass(eq=False)
 class Loan:
-    """A module that has whole weights for a while. ``known`` marks its ``tensors``, by name, as they are in
-    the parallel model; ``learning`` says which of them required gradients before and now."""
+    """A module that has whole weights for a while. ``known`` has marks of its ``tensors``, by name, as they
+    are in the parallel model; ``learning`` says which of them required gradients before and now."""
 
     module: nn.Module
     tensors: dict[str, Tensor]
@@ -182,7 +182,7 @@ class Lending(AbstractContextManager):
     def __init__(self, original: nn.Module, parallel: nn.Module, run: Any) -> None:
         self._original, self._parallel, self._run = original, parallel, run
         self._loan: Loan | None = None
-        self._is_empty = False  # the original is, before it is lent
+        self._is_empty = False  # whether the original was empty before it was lent
         self._modes: dict[nn.Module, bool] = {}
 
     def __enter__(self) -> nn.Module:
@@ -193,7 +193,7 @@ class Lending(AbstractContextManager):
         own = own_module(original)
         self._is_empty = all(isinstance(x, TakenOver) for x in _tensors(own).values())
         module = own if self._is_empty else copy.deepcopy(own)
-        # includes the tensors of a loss that learns; a copy may be made of it
+        # includes the tensors of a loss with parameters; a copy may be made of it
         loan = self._loan = Loan(module, _tensors(original if self._is_empty else module))
         self._modes = {m: m.training for m in module.modules()}
         for name, x in loan.tensors.items():

@@ -1,4 +1,4 @@
-"""Collectives of several parts, each as a ``torch.distributed.Work``."""
+"""Collectives made of several parts, each as a ``torch.distributed.Work``."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ class Waits(Protocol):
 
 Stage = Callable[[], Sequence[Waits]]
 
-END_S = 2.0  # for which the end of a process waits for exchanges that may never end
-WATCHING = 4  # exchanges that threads wait for at the same time; later ones end later for their callers
+END_S = 2.0  # seconds that the end of a process waits for exchanges that may never end
+# exchanges that threads wait for at the same time; for later ones, callers are told later that they have
+# ended
+WATCHING = 4
 
 
 class StagedWork:
@@ -35,7 +37,7 @@ class StagedWork:
         self.stages = stages
         self.done: torch.futures.Future[Any] = torch.futures.Future()
         self.over = threading.Event()  # set after the callbacks of the future have run
-        # only the text of the error: the exception itself would keep the frames it passed through alive
+        # only the text of the error: the exception itself would keep alive the frames that it passed through
         self.error: str | None = None
 
     def advance(self, stage: int) -> None:
@@ -85,7 +87,7 @@ class Posted:
 
     def post(self) -> None:
         try:
-            assert self._post is not None  # it is posted once
+            assert self._post is not None  # it is posted only once
             self._works = self._post()
         except Exception as error:
             self._error = str(error)
@@ -124,7 +126,8 @@ class PairwiseWork:
         return self._watch().get_future()
 
     def __del__(self) -> None:
-        """gloo forgets a receive that nobody holds, and then reads no further from that peer."""
+        """Makes another thread wait: gloo forgets a receive that nobody holds, and then reads no further from
+        that peer."""
         if self._posted is not None and not sys.is_finalizing():
             self._watch()
 
@@ -150,9 +153,9 @@ def pairwise(
     do so, one waits for the other, and only one direction of the link is in use (gloo's own all_to_all and
     broadcasts take up to twice as long for this reason, depending on how threads happen to run).
 
-    A separate thread posts both: a sender holds the connection and copies what it takes into it, and a
-    computing thread that is stopped meanwhile, its CPU quota used up, would also hold up everything that the
-    peer sends here.
+    A separate thread posts both: a sender holds the connection while it copies its data into it, and a
+    computing thread that is stopped at that time because its CPU quota is used up would also hold up
+    everything that the peer sends here.
     """
     me, count, tag = dist.get_rank(group), len(sent), _next_tag(group)
     received[me].copy_(sent[me])
@@ -192,7 +195,7 @@ def _watching() -> SimpleQueue:
 
 def begin_threads() -> None:
     """Starts the threads that exchanges need, now rather than at the first exchange: a thread inherits the
-    limits (CPU time, cores) of the one that starts it, and the computing thread may get others later."""
+    limits (CPU time, cores) of the thread that starts it, and the computing thread's may change later."""
     _posting()
     _watching()
 
@@ -201,13 +204,13 @@ _threads: list[tuple[SimpleQueue, threading.Thread]] = []
 
 
 def queue_of(threads: int, name: str, serve: Callable) -> SimpleQueue:
-    """A queue of works that ``threads`` threads ``serve``, each the next one, until ``end_threads``."""
+    """A queue of works, which ``threads`` threads ``serve`` in turn until ``end_threads``."""
     queue: SimpleQueue = SimpleQueue()
 
     def run() -> None:
         while (work := queue.get()) is not None:
             serve(work)
-            del work  # and who waited for it, if it failed: not remembered until the next one comes
+            del work  # so that neither the work nor its waiter is kept alive until the next one comes
 
     for n in range(threads):
         thread = threading.Thread(target=run, name=f"mixmesh {name} {n}", daemon=True)

@@ -1,4 +1,4 @@
-"""Baselines in the same language: one device, DDP even and proportional, FSDP, tensor parallel."""
+"""Baselines in the form of programs: one device, DDP even and proportional, FSDP, tensor parallel."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def data_parallel(
     choices: Choices | None = None,
     spell: Callable[[Problem, Found], Program] = emit,
 ) -> Program:
-    """Every rank runs the model on its share of the batch; parameters are replicated. ``spell`` makes the
-    program of the path."""
+    """The program in which every rank runs the model on its share of the batch, and parameters are
+    replicated. ``spell`` makes the program of the path."""
     problem = Problem(
         graph,
         costs,
@@ -47,7 +47,8 @@ def tensor_parallel(
     units: Units | None = None,
     choices: Choices | None = None,
 ) -> Program:
-    """Parameters are cut as their products are (Megatron: Shoeybi et al., 2019); activations travel."""
+    """The program in which parameters are cut along with their products (Megatron: Shoeybi et al., 2019), and
+    activations travel."""
     problem = Problem(graph, costs, ratio, prices=TENSOR_PARALLEL, units=units, choices=choices)
     return emit(problem, search(problem, weight=1.05, max_states=2_000))
 
@@ -73,8 +74,8 @@ def fully_sharded(program: Program, params: Collection[str] | None = None) -> Pr
 def device_seconds(
     graph: Graph, costs: CostModel, share: float = 1.0, choices: Choices | None = None
 ) -> tuple[float, ...]:
-    """Per rank, the seconds of ``share`` of a step's work, without communication and optimizer. ``choices``
-    of the graph are reused if given."""
+    """For each rank, the seconds of ``share`` of a step's work, without communication and optimizer.
+    ``choices`` of the graph are reused if given."""
     choices = choices or Choices(graph, costs)
     counts: dict[int, float] = {}
     for kind, weight in zip(choices.kind_of_step, choices.fold.weights):
@@ -88,7 +89,7 @@ def device_seconds(
 
 
 def proportional_ratio(graph: Graph, costs: CostModel) -> Ratio:
-    """Shares of all devices in proportion to the speeds at which they run equal shares of this model."""
+    """Shares of all devices in proportion to the speeds with which they run equal shares of this model."""
     world_size = costs.cluster.world_size
     return ratio_of_speeds(device_seconds(graph, costs, 1 / world_size), range(world_size))
 

@@ -1,4 +1,4 @@
-"""Evaluates strategies for all searches: each once, at the fidelity that the search asks for."""
+"""Evaluates strategies for all searches: each once, at the fidelity that the search requests."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ..simulator import Timeline, simulate
 from .placement import Action, Estimate, Estimator, Placed, Space
 from .ratios import usable_bytes
 
-EXCESS = 10.0  # penalty for missing memory: a tenth of the memory doubles the cost
+EXCESS = 10.0  # penalty for lacking memory: a tenth of the memory doubles the cost
 
-Actions = tuple[Action, ...]  # one per group, in the order of the groups
-Strategy = tuple[Placed, ...]  # the placements that actions come down to
+Actions = tuple[Action, ...]  # one for each group, in the order of the groups
+Strategy = tuple[Placed, ...]  # the placements to which actions lead
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ Judge = Callable[[Strategy], Outcome]
 
 
 class Fidelity(Enum):
-    """The precision with which a strategy is judged: by the estimate of its groups, or as a whole simulated
-    program."""
+    """The precision with which a strategy is judged: by an estimate of its groups, or by simulating it as a
+    whole program."""
 
     GROUPS = "groups"
     SIMULATED = "simulated"
@@ -60,7 +60,7 @@ class Fidelity(Enum):
 
 @dataclass(frozen=True)
 class Measure:
-    """A judge of strategies at a fidelity. ``usable`` are the bytes of each rank's memory that a strategy may
+    """Judges strategies at a fidelity. ``usable`` are the bytes of each rank's memory that a strategy may
     fill; ``levels`` are the levels of gradient sums, for estimates."""
 
     space: Space
@@ -85,7 +85,7 @@ class Measure:
 def measure_with(
     space: Space, optimizer_states: OptimizerStates, headroom: float, fidelity: Fidelity = Fidelity.GROUPS
 ) -> Measure:
-    """The judge that leaves ``headroom``, a part of every device's memory, free."""
+    """A judge that leaves ``headroom``, a part of every device's memory, free."""
     usable = tuple(
         usable_bytes(space.costs, rank, headroom) for rank in range(space.costs.cluster.world_size)
     )
@@ -94,8 +94,8 @@ def measure_with(
 
 @dataclass
 class Evaluator:
-    """A judge with a memory. ``calls`` counts different strategies, ``improved`` has (calls, outcome) at
-    every new best; the search ends when a budget is spent."""
+    """A judge that remembers its results. ``calls`` counts different strategies, ``improved`` has (calls,
+    outcome) at every new best; the search ends when a budget is spent."""
 
     space: Space
     judge: Judge
@@ -126,15 +126,16 @@ class Evaluator:
 
     @property
     def judged(self) -> tuple[Strategy, ...]:
-        """All that were judged, in order."""
+        """All strategies that were judged, in order."""
         return tuple(self._known)
 
     def ranked(self) -> list[Strategy]:
-        """All that were judged, the best first."""
+        """All strategies that were judged, the best first."""
         return sorted(self._known, key=lambda key: self._known[key].key)
 
     def least_penalised(self, count: int) -> list[Strategy]:
-        """The ``count`` best strategies judged: those that fit first, then by ``Outcome.penalised``."""
+        """The ``count`` best strategies that were judged: those that fit first, then by
+        ``Outcome.penalised``."""
         return sorted(self._known, key=lambda key: self._known[key].penalised)[:count]
 
     def cheapest(self) -> Strategy:

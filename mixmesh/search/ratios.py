@@ -46,7 +46,7 @@ SAME_SHARE = 0.005
 
 @dataclass(frozen=True)
 class LinearProgram:
-    """``min c x`` subject to ``lower <= A x <= upper`` and ``x >= 0``; rows are named for messages."""
+    """``min c x`` subject to ``lower <= A x <= upper`` and ``x >= 0``; rows have names for messages."""
 
     c: np.ndarray
     A: np.ndarray
@@ -60,7 +60,6 @@ class Solution:
     """``x`` with its certificate: ``row_dual`` y and ``reduced_cost`` c - A'y."""
 
     x: np.ndarray
-    objective: float
     row_dual: np.ndarray
     reduced_cost: np.ndarray
 
@@ -91,15 +90,15 @@ def phases(
         line[1 if cut.size else 0] = [costs.optimizer_s(rank, size_bytes) for rank in ranks]
     lines = np.concatenate(_lines(sheet, program, ranks))
     out: list[Phase | None] = []
-    known: dict[tuple[bool, bytes], Phase | None] = {}
+    phase_by_works: dict[tuple[bool, bytes], Phase | None] = {}
     for n, works in enumerate(works_of_phases(step)):
         key = (n == 0, works.tobytes())
-        if key not in known:
+        if key not in phase_by_works:
             parts = lines[works] if n else np.concatenate((optimizer, lines[works]))
-            # one after the other, as repeated additions round
+            # added one after the other, so that it rounds like repeated additions
             total = np.add.accumulate(parts)[-1] if len(parts) else parts
-            known[key] = Phase(*total) if total.any() else None
-        out.append(known[key])
+            phase_by_works[key] = Phase(*total) if total.any() else None
+        out.append(phase_by_works[key])
     return tuple(phase for phase in out if phase is not None)
 
 
@@ -160,7 +159,7 @@ def ratio_program(
     limited: bool = True,
     every: tuple[Phase, ...] | None = None,
 ) -> LinearProgram:
-    """The LP above, without memory rows unless it is ``limited``. Variables are the share of a rank of each
+    """The LP above, with memory rows only if it is ``limited``. The variables are the share of a rank of each
     class, then the phase times. Rows are named after the first rank of their class. ``every`` passes the
     phases of the program, if they are known."""
     classes = equal_ranks(costs, ranks)
@@ -181,9 +180,9 @@ def ratio_program(
 
     def memory_rows():
         kinds = [costs.cluster.devices[rank].kind for rank in firsts]
-        known = memory or PeakMemory(costs, optimizer_states)
-        constants = known.constants(program, ranks)
-        moments = {kind: known.of(program, kind).envelope() for kind in dict.fromkeys(kinds)}
+        peaks = memory or PeakMemory(costs, optimizer_states)
+        constants = peaks.constants(program, ranks)
+        moments = {kind: peaks.of(program, kind).envelope() for kind in dict.fromkeys(kinds)}
         for column, (rank, kind) in enumerate(zip(firsts, kinds)):
             for number, held in enumerate(moments[kind]):
                 slope = sum(size_bytes for cut, size_bytes in held.items() if cut.size)
@@ -208,7 +207,7 @@ def ratio_program(
 
 
 def equal_ranks(costs: CostModel, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """``ranks`` by class of equal devices."""
+    """The ranks among ``ranks``, grouped by classes of equal devices."""
     classes: dict[int, list[int]] = {}
     for rank in ranks:
         classes.setdefault(costs.class_of[rank], []).append(rank)
@@ -238,7 +237,7 @@ def solve(lp: LinearProgram) -> Solution:
         )
     solution = h.getSolution()
     x = np.array(solution.col_value)
-    return Solution(x, float(lp.c @ x), np.array(solution.row_dual), np.array(solution.col_dual))
+    return Solution(x, np.array(solution.row_dual), np.array(solution.col_dual))
 
 
 def optimal_ratio(
@@ -273,11 +272,11 @@ def optimal_ratio(
             limited=limited,
             every=every,
         )
-        found = [0.0] * program.world_size
+        shares = [0.0] * program.world_size
         for equal, share in zip(classes, solve(lp).x):
             for rank in equal:
-                found[rank] = max(float(share), 0.0)
-        return make_ratio(found)
+                shares[rank] = max(float(share), 0.0)
+        return make_ratio(shares)
 
     def surely_fits(ratio: Ratio) -> bool:
         most = memory.at_most(program.with_shares(ratio))

@@ -17,10 +17,9 @@ class Channels:
         """``rests`` has, for each rank, its burst credit in seconds and its speed while that lasts."""
         self.costs, self.rests = costs, rests
         self.numbers: dict[tuple[str, tuple[int, ...]], int] = {}  # by purpose and ranks
-        self.rivals: list[
-            list[tuple[int, frozenset[int]]]
-        ] = []  # per channel: others, and the links they share
-        self.crossed: list[frozenset[int]] = []  # per channel: links
+        # for each channel, other channels and the links that both use
+        self.rivals: list[list[tuple[int, frozenset[int]]]] = []
+        self.crossed: list[frozenset[int]] = []  # for each channel, the links that it crosses
         self.links: dict[Link, int] = {}
         self._calls: dict[tuple[str, Exchange], Call] = {}
         self._s_per_byte: dict[tuple, dict[Link, float]] = {}
@@ -36,14 +35,14 @@ class Channels:
         if kind not in self._s_per_byte:
             self._s_per_byte[kind] = exchange.link_s_per_byte(self.costs.cluster)
         name, ranks, size_bytes = exchange.performed, exchange.ranks, exchange.size_bytes
-        class_of = self.costs.class_of  # devices of one class spend as long
+        class_of = self.costs.class_of  # devices of one class spend equally long
         each = {class_of[r]: r for r in ranks}.items()
         alone = max((self.costs.exchange_alone_s(r, name, ranks, size_bytes) for _, r in each), default=0.0)
         # seconds that the computing threads spend on it are counted there
         lag_s = exchange.lag_s(self.costs)
         seconds = max(exchange.seconds(self.costs) - lag_s - alone, 0.0)
-        # no longer than the collective itself, which may have been measured faster than the cluster file
-        # allows
+        # at most as long as the collective itself, which may have been measured as faster than the cluster
+        # file allows
         links = [(link, min(s * size_bytes, seconds)) for link, s in self._s_per_byte[kind].items()]
         host = {c: self.costs.exchange_host_s(r, name, ranks, size_bytes) / 2 for c, r in each}
         # a device that computes while gradients travel gains no burst credit that this could use up

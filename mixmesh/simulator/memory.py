@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from ..base.timeline import Timeline
 from ..step.memory import BEFORE
 
-Moments = Sequence[tuple[str, int]]  # the name of an event, and the bytes that are held then
+Moments = Sequence[tuple[str, int]]  # (the name of an event, the bytes that are held then)
 
 
 @dataclass(frozen=True)
 class MemoryCourse:
-    """The memory of one rank: the most bytes before the first step, and ``points`` of (seconds, bytes) in the
-    order of time. The bytes of a point are held until the next point."""
+    """The memory of one rank over time: the most bytes held before the first step, and ``points`` of
+    (seconds, bytes) in the order of time. The bytes of a point are held until the next point."""
 
     before_bytes: int
     points: tuple[tuple[float, int], ...]
@@ -57,5 +57,5 @@ def points_of(moments: Moments, starts_s: dict[str, list[float]], number: int) -
         if event in times_s:
             time_s = times_s[event]
         elif event in starts_s:
-            continue  # its event is rarer than ``number``
+            continue  # the event occurs fewer than ``number`` times
         yield time_s, size_bytes

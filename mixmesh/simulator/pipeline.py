@@ -159,8 +159,8 @@ class _Clocks:
             self.run.work(total)
 
     def _last_backward(self, stage: int) -> None:
-        """A backward pass in which every rank of the stage starts all-reduces as soon as its gradients are
-        complete, and the others at the end."""
+        """Runs a backward pass in which every rank of the stage starts each all-reduce as soon as its
+        gradients are complete, and the remaining ones at the end."""
         run, timed, (_, table) = self.run, self.pipeline.backward.timed, self.work[stage, True]
         mine = {*self.pipeline.stages[stage]}
         busy = iter((timed.counts @ np.array(table).reshape(len(table), -1)).tolist())

@@ -45,28 +45,30 @@ class Run:
         network = parts.network
         rests = [network.rests[r] for r in alike.firsts]
         self.most_credit_s = [s for s, _ in rests]
-        self.burst_s = [1 / speed for _, speed in rests]  # seconds for a second of usual work, with credit
+        # real seconds for a second of usual work, while there is credit
+        self.burst_s = [1 / speed for _, speed in rests]
         self.has_credit = any(self.most_credit_s)
         self.first_credit_s = list(credit_s) or [0.0] * count
         self.usual_clock = [-credit for credit in self.first_credit_s]
         self.busy = [0.0] * count
-        self.under_way = [0.0] * count  # the end of the last collective of each kind
-        self.kinds = [alike.of(ranks) for _, ranks in network.numbers]  # kinds of ranks on each channel
+        self.under_way = [0.0] * count  # the end of each kind's last collective
+        self.kinds = [alike.of(ranks) for _, ranks in network.numbers]  # the kinds of ranks on each channel
         self.slowdown = [parts.slowdown[r] for r in alike.firsts]
         self.slowed = [(k, s) for k, s in enumerate(self.slowdown) if s > 0]
         self.free = [0.0] * len(network.numbers)  # the end of the last collective on each channel
         self.carrying = [0.0] * len(network.numbers)  # the time until which each channel occupies links
         self.served = [0.0] * len(network.links)  # the time at which each link has carried all its traffic
-        self.link_busy_s = [0.0] * len(network.links)  # counted with events
-        self.ready: dict[str, tuple[float, Call]] = {}  # results that are not awaited yet
-        self.arriving: list[tuple[float, Call, int, str]] = []  # gradients that are accepted at the end
+        self.link_busy_s = [0.0] * len(network.links)  # counted only in a run with events
+        self.ready: dict[str, tuple[float, Call]] = {}  # results that are not yet awaited
+        # gradients that are accepted at the end of the pass
+        self.arriving: list[tuple[float, Call, int, str]] = []
         self.communication = 0.0
         self.turn_s = 0.0  # the time at which the first rank ends its forward pass
         self.events: list[Event] = []
-        self.active = [True] * count  # the kinds that run this micro-batch
+        self.active = [True] * count  # kinds that run this micro-batch
         self.has_gradients = [False] * count
         self.gathers, self.gather_of = sums.gathers, sums.reductions.gather_of
-        self.gathered: list[tuple[float, Call, set[int]]] = []  # with the kinds that have not awaited it
+        self.gathered: list[tuple[float, Call, set[int]]] = []  # with the kinds that have not yet awaited it
         self.landed = 0  # the number of gathers that any kind has awaited
         self.fetched = 0  # the number of gathers that all kinds have awaited
         self.begin(sums)

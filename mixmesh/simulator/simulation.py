@@ -28,7 +28,7 @@ from .sums import NO_SUMS, Sums, sums_of
 from .timed import Parts, TimedPass, time_pass
 from .values import Call, MicroBatches, Seconds
 
-MAX_STEPS = 5  # steps simulated until burst credit is the same at the end as at the beginning
+MAX_STEPS = 5  # limit on the steps simulated until burst credit is the same at the end as at the beginning
 
 
 def simulate(
@@ -64,7 +64,7 @@ class Simulation:
 
     def on(self, program: Program) -> Simulation:
         """The simulation of the same instructions on other ranks, reusing what does not depend on them. If
-        several ranks take part there, several must here."""
+        several ranks take part in either, several must take part in the other."""
         samples = None if self.samples is None else samples_of(program)
         own = program if samples is None else costed_micro_step(program, samples)
         sheet = Sheet(own, self.costs, self.sheet.table)
@@ -77,7 +77,7 @@ class Simulation:
     def _prepare(
         self, program: Program, step: Step[Sheet], memory: PeakMemory, timed: Parts | None = None
     ) -> None:
-        """``timed`` are the passes of the same instructions on other ranks."""
+        """Prepares the passes; ``timed`` are the passes of the same instructions on other ranks."""
         self.step, self.memory, self.sheet = step, memory, step.outline
         self.costs, self.samples, self.program = memory.costs, memory.samples, self.sheet.program
         rests = [self.costs.rest(r) for r in range(program.world_size)]
@@ -103,7 +103,7 @@ class Simulation:
             self.pipeline = Pipeline(self.parts, self.samples)
 
     def _once_per_step(self, program: Program) -> tuple[Sheet, TimedPass] | None:
-        """The part of the step that comes once before all micro-batches."""
+        """Runs the part of the step that comes once, before all micro-batches."""
         once = None if self.samples is None else once_program(program, self.samples)
         if once is None:
             return None
@@ -289,8 +289,8 @@ class Simulation:
         return run
 
     def _turn(self, program: Program, whole: bool, credit_s: Sequence[float]) -> tuple[Run, Seconds]:
-        """A step up to its backward pass, and the seconds of the backward pass. The last result is kept,
-        because it is the same for all buckets, which planning tries one after another."""
+        """Runs a step up to its backward pass; also returns the seconds of the backward pass. The last result
+        is kept, because it is the same for all buckets, which planning tries one after another."""
         key = (program.ratios, whole, tuple(credit_s))
         if self._last_turn is None or self._last_turn[0] != key:
             self._check_pattern(program)
@@ -306,8 +306,8 @@ class Simulation:
             raise ValueError("other ranks take part, or other ones communicate: make another Simulation")
 
     def _kinds(self, program: Program, whole: bool, planned: Schedule | None) -> Iterable[Hashable]:
-        """Per rank, all that its clock depends on: its device, its shares of all values, the channels that it
-        is on, and its micro-batches."""
+        """For each rank, everything on which its clock depends: its device, its shares of all values, the
+        channels that it is on, and its micro-batches."""
         ratios = [ratio for _, ratio in program.ratios]
         if whole:
             # a value held whole tells whether a rank participates
@@ -320,7 +320,8 @@ class Simulation:
 
     @lazy
     def _met(self) -> list[int]:
-        """Per rank, a number for the set of channels that it is on; all channels exist after ``__init__``."""
+        """For each rank, a number for the set of channels that it is on; all channels exist after
+        ``__init__``."""
         groups = dict.fromkeys(ranks for _, ranks in self.network.numbers)
         return Alike(membership(groups, self.sheet.world_size)).kind_of
 
@@ -335,8 +336,8 @@ class Simulation:
         return self._sums[key]
 
     def _loss(self, program: Program) -> Call | None:
-        """The all-reduce of the loss over all computing ranks, for the user: every step has one, although it
-        is no instruction."""
+        """The all-reduce of the loss over all computing ranks, whose result the user sees: every step has
+        one, although it is not an instruction."""
         if len(program.working_ranks) < 2:
             return None
         width = 8 if program.types[program.loss].value.dtype == "f64" else 4

@@ -36,7 +36,7 @@ class TimedPass:
 
     @property
     def started(self) -> tuple[Call, ...]:
-        """The calls that the pass starts, in order and repeated."""
+        """The calls that the pass starts, in order, including repeated ones."""
         starts = (segment.end for segment in self.segments if isinstance(segment.end, Start))
         return tuple(self.calls[start.number] for start in starts)
 

@@ -1,6 +1,6 @@
 """One training step as a value: its events, in order, on each rank.
 
-The order is that of the runtime, where autograd runs the backward pass. The simulator times these events;
+The order is that of the runtime, in which autograd runs the backward pass. The simulator times these events;
 making them needs no costs.
 """
 

@@ -1,4 +1,4 @@
-"""Parameters that are gathered again in the backward pass (ZeRO-3)."""
+"""Finds parameters that are gathered again in the backward pass (ZeRO-3)."""
 
 from __future__ import annotations
 

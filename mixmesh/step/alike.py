@@ -1,4 +1,4 @@
-"""Ranks that are alike."""
+"""Groups ranks that do the same."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Alike:
         for rank, kind in enumerate(self.kind_of):
             if firsts[kind] < 0:
                 firsts[kind] = rank
-        self.firsts = tuple(firsts)  # by kind, its first rank
+        self.firsts = tuple(firsts)  # for each kind, its first rank
         self._kinds: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def of(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         """The kinds of some ranks."""
-        kinds = self._kinds.get(ranks)  # once: the hash of many ranks takes long
+        kinds = self._kinds.get(ranks)  # only once: hashing many ranks takes long
         if kinds is None:
             kinds = self._kinds[ranks] = tuple(dict.fromkeys([self.kind_of[r] for r in ranks]))
         return kinds
@@ -32,7 +32,7 @@ class Alike:
 
 
 def membership(groups: Iterable[tuple[int, ...]], world_size: int) -> list[tuple[int, ...]]:
-    """Per rank, which of some groups it is in."""
+    """For each rank, the groups in which it is."""
     groups_of: list[list[int]] = [[] for _ in range(world_size)]
     for number, ranks in enumerate(groups):
         for r in ranks:

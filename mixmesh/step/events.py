@@ -1,4 +1,4 @@
-"""Events of a pass, in the order in which every rank that has a part in them issues them."""
+"""The events of a pass, in the order in which every rank that takes part in them issues them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..base.timeline import gradient_name, product_name, repeated_name, wgrad_na
 from ..cost.exchanges import Exchange
 from ..lang.ir import Program
 
-# the parts of an instruction that a step computes, and how the event is named after the result
+# the parts of an instruction that a step computes, and functions that name their events after the result
 FORWARD, BACKWARD, REPEATED, WEIGHT, PRODUCT = "forward", "backward", "repeated", "weight", "product"
 NAMES: dict[str, Callable[[str], str]] = {
     FORWARD: str,
@@ -23,7 +23,7 @@ NAMES: dict[str, Callable[[str], str]] = {
 }
 
 
-LOCAL = -1  # stands for a collective's number
+LOCAL = -1  # in place of a collective's number
 
 
 class Compute(NamedTuple):  # made by the thousand, in a third of a frozen dataclass's time
@@ -57,7 +57,7 @@ class Start(NamedTuple):
 
 
 class Await(NamedTuple):
-    """Waits for a value: the result of the start with this ``value``."""
+    """Waits for a value, the result of the start with this ``value``."""
 
     name: str
     part: str
@@ -65,13 +65,13 @@ class Await(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """Gradients are complete at this ``point``: on some ranks (``Step.ready``)."""
+    """Marks gradients that are complete at this ``point``: on some ranks only (``Step.ready``)."""
 
     point: float
 
 
 class Use(NamedTuple):
-    """A parameter that its owner stepped has to be up to date: it is used from here on."""
+    """Marks that a parameter stepped by its owner is used from here on, and so has to be up to date."""
 
     name: str
 
@@ -88,7 +88,7 @@ Event = Compute | End | Sink
 
 
 class Segment(NamedTuple):
-    """Computations that nothing interrupts, and the event behind them."""
+    """Computations that nothing interrupts, and the event after them."""
 
     computes: tuple[Compute, ...]
     end: End | None
@@ -96,7 +96,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Script:
-    """Events in order, which name no ranks."""
+    """Events in order, without naming ranks."""
 
     events: tuple[Event, ...]
 
@@ -106,7 +106,7 @@ class Script:
         out: list[Segment] = []
         computes: list[Compute] = []
         add = computes.append
-        local: set[str] = set()  # values that ranks need not wait for
+        local: set[str] = set()  # values for which ranks need not wait
         for event in self.events:
             if isinstance(event, Compute):
                 add(event)
@@ -150,7 +150,7 @@ class Pass:
         return Pass(program, Script(events), self.exchanges)
 
     def name_of(self, compute: Compute) -> tuple[str, str]:
-        """The name of a computation in a timeline, and its operator."""
+        """The name that a computation has in a timeline, and its operator."""
         i = self.program.instructions[compute.at]
         result = next((r for r in i.results if r is not None), i.op)
         return NAMES[compute.part](result), i.op

@@ -1,4 +1,5 @@
-"""The values that PyTorch's operators keep for their backward pass, and their memory besides results.
+"""The values that PyTorch's operators keep for their backward pass, and the memory that they use besides
+results.
 
 One row per operator, after PyTorch's derivatives.yaml and the CPU kernels. An operator without a row keeps
 its inputs, the usual maximum.
@@ -17,9 +18,9 @@ from ..lang.rules import Call
 class Row:
     """The memory of an operator. ``keeps`` names inputs and results: ``inputs``, ``result``, ``first``,
     ``rest``, ``tables``, ``factors`` (an input whose partner takes a gradient). Sizes are multiples of the
-    first result's bytes: ``extra`` is kept as well, ``forward`` and ``backward`` are temporary. ``passes``:
-    the gradient of an input is the result's own, if the shapes agree. ``strided``: the result has the input's
-    layout."""
+    first result's bytes: ``extra`` is kept as well, ``forward`` and ``backward`` are temporary. If it
+    ``passes``, the gradient of an input is that of the result itself, provided that the shapes agree. If it
+    is ``strided``, the result has the input's layout."""
 
     keeps: str = "inputs"
     extra: float = 0.0
@@ -61,14 +62,14 @@ ROWS: dict[str, Row] = {
     "mixmesh.sum_exp": Row(""),
     "mixmesh.cross_entropy": Row("inputs"),
     "mixmesh.experts": Row("tables"),
-    # the mask is a byte per element, drawn as numbers; the product with it comes before the scaling
+    # the mask has a byte per element and is drawn as numbers; the product with it comes before the scaling
     "aten.native_dropout": Row("", extra=0.25, forward=1.0, backward=1.0),
-    # positions of the largest, in eight bytes
+    # positions of the largest elements, eight bytes each
     **_rows("max_pool2d max_pool1d max_pool3d", Row("first", extra=2.0)),
     **_rows("avg_pool2d avg_pool1d adaptive_avg_pool2d adaptive_avg_pool1d", Row("first")),
 }  # fmt: skip
 INPUTS = Row("inputs")
-CONVOLUTION = Row("factors", forward=1.0, backward=1.0)  # oneDNN's layout of the result, or its gradient
+CONVOLUTION = Row("factors", forward=1.0, backward=1.0)  # the result, or its gradient, in oneDNN's layout
 CONVOLUTIONS = ("aten.conv1d", "aten.conv2d", "aten.conv3d", "aten.conv_transpose")
 
 
@@ -80,8 +81,8 @@ def row_of(call: Call) -> Row:
 
 
 def kept(call: Call, takes_gradient: tuple[bool, ...]) -> Iterator[tuple[str, int]]:
-    """Yields the values of a call that autograd keeps: ("input" or "result", position). ``takes_gradient`` is
-    per input."""
+    """Yields the values of a call that autograd keeps, as ("input" or "result", position). ``takes_gradient``
+    has an entry per input."""
     last = len(call.inputs) - 1
     match row_of(call).keeps:
         case "inputs":
@@ -126,7 +127,7 @@ def extra_bytes(call: Call) -> float:
 
 def forward_bytes(call: Call) -> float:
     """Temporaries of the forward pass."""
-    if call.op == "mixmesh.experts":  # the results of its choices for a token, before they are summed
+    if call.op == "mixmesh.experts":  # the results of a token's choices, before they are summed
         return _choices(call) * call.outputs[0].size_bytes
     return row_of(call).forward * call.outputs[0].size_bytes
 

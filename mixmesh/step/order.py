@@ -77,7 +77,7 @@ def forward_pass(outline: Outline, owned: Collection[str] | None = None) -> Pass
     the parameters that an owner stepped; by default the program's."""
     program, writer = outline.program, Writer(outline)
     events, computes = writer.events, computes_of(FORWARD, len(program.instructions))
-    arriving: dict[int, dict[str, int]] = {}  # redistributions by the index at which they are awaited
+    arriving: dict[int, dict[str, int]] = {}  # redistributions, by the index at which they are awaited
     owned = program.owned if owned is None else owned
     used = {outline.uses[name][0] for name in owned if name in outline.uses}  # first uses
     for n, i in enumerate(program.instructions):
@@ -106,7 +106,7 @@ def forward_pass(outline: Outline, owned: Collection[str] | None = None) -> Pass
 
 
 def _awaited_at(outline: Outline, i: Instruction, n: int) -> int:
-    """The point at which the runtime waits for a redistribution, and makes autograd's node for it: its first
+    """The point at which the runtime waits for a redistribution and creates autograd's node for it: its first
     use. The loss is awaited at the end, and unused values immediately (as in ``ir.returned``)."""
     end = len(outline.program.instructions) if i.result == outline.program.loss else n
     return outline.uses.get(i.result, (end,))[0]
@@ -139,9 +139,9 @@ class _Backward(Writer):
         # products with split weight gradients
         self.weights = frozenset(n for n in self.program.wgrads if not self._is_factored(n))
         self.places = {i.result: n for n, i in enumerate(self.program.instructions) if i.is_redistribution}
-        self.returning: set[str] = set()  # values that go back to a place that is still to come
-        self.gathered: set[str] = set()  # factors
-        self.coming: set[str] = set()  # values that are gathered again, and not awaited yet
+        self.returning: set[str] = set()  # values whose gradients go to a place that is still to come
+        self.gathered: set[str] = set()  # factors whose gathers have started
+        self.coming: set[str] = set()  # values that are gathered again but not awaited yet
 
     def _is_factored(self, n: int) -> bool:
         return is_factored(self.program.instructions[n])
@@ -149,7 +149,8 @@ class _Backward(Writer):
     def write(self) -> None:
         program = self.program
         again, moved = gathers_again(program), returned(program)
-        overlapped: dict[str, list[int]] = {}  # products, by the collective that travels meanwhile
+        # for each collective, the products that are computed while it travels
+        overlapped: dict[str, list[int]] = {}
         for n, at in beside_points(program).items():
             overlapped.setdefault(at.collective, []).append(n)
         for n in range(len(program.instructions), -1, -1):
@@ -177,7 +178,7 @@ class _Backward(Writer):
         self.coming.add(gather.result)
 
     def _compute(self, n: int, i: Instruction, region: Repeat | None) -> None:
-        """Computes the gradients of an instruction's inputs, after its own has come back, its region has run
+        """Computes the gradients of an instruction's inputs, after its own has arrived, its region has run
         again, and everything that autograd kept has arrived."""
         if i.is_redistribution and i.result in self.returning:
             self.events.append(Await(gradient_name(i.result), BACKWARD, n))
@@ -236,7 +237,7 @@ class _Backward(Writer):
         product = Compute(PRODUCT, n) if i.inputs[1] in program.requires_grad else None
         needed = [i.type]
         if product is not None and i.inputs[0] not in self.gathered:
-            self.gathered.add(i.inputs[0])  # the first product that needs it gathers it for all
+            self.gathered.add(i.inputs[0])  # the first product that needs the factor gathers it for all
             needed.append(program.types[i.inputs[0]])
         for k, factor in enumerate(needed, 1):
             exchange = Exchange("all_gather", factor.value.size_bytes, ranks)

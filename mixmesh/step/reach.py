@@ -1,8 +1,8 @@
-"""The ranks on which gradients arrive, and the uses of parameters through views.
+"""Finds the ranks on which gradients arrive, and the uses of parameters through views.
 
-If only one rank's copy of a replicated value counts (``as_partial``), the others get no gradient for it or
-for its inputs, and zeros pass none. A redistribution in which no rank sends anything is a view to autograd:
-its source's gradient comes when the view's does.
+If only one rank's copy of a replicated value counts (``as_partial``), the other ranks get no gradient for it
+or for its inputs, and zeros pass none. A redistribution in which no rank sends anything is a view to
+autograd: its source's gradient comes when the view's does.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _may_lose(outline: Outline) -> bool:
 
 
 def _may_lose_in(outline: Outline, i: Instruction) -> bool:
-    """Whether a redistribution leaves out some ranks, which do not all continue with the value they hold."""
+    """Whether a redistribution leaves out some ranks that do not all continue with the value they hold."""
     program = outline.program
     source, target = program.types[i.inputs[0]], i.type
     before, after = {*program.participants(source)}, {*program.participants(target)}
@@ -105,8 +105,8 @@ def _kept(program: Program, i: Instruction, name: str) -> set[int]:
 
 
 def _passed(outline: Outline, i: Instruction, name: str, here: set[int]) -> set[int]:
-    """The ranks on which an instruction whose results have gradients ``here`` gives one to an input. In a
-    redistribution, ranks without a gradient send zeros."""
+    """The ranks on which an instruction gives a gradient to an input if its results have gradients ``here``.
+    In a redistribution, ranks without a gradient send zeros."""
     kept = _kept(outline.program, i, name)
     return (here & kept) | (
         _meeting(outline, i) & {*outline.program.participants(outline.program.types[name])}
@@ -134,8 +134,8 @@ def uses_of(outline: Outline, name: str) -> Iterator[tuple[int, str]]:
 
 
 def taking(outline: Outline, n: int, name: str, on: Mapping[str, Ranks]) -> set[int]:
-    """The ranks on which the backward of instruction ``n`` gives its input ``name`` a gradient; ``on`` is of
-    ``reach``."""
+    """The ranks on which the backward of instruction ``n`` gives its input ``name`` a gradient; ``on`` is the
+    result of ``reach``."""
     program = outline.program
     i = program.instructions[n]
     here: set[int] = set()

@@ -39,10 +39,11 @@ class Readiness:
 
 
 def ready_points(program: Program, outline: Outline, later: Mapping[int, float]) -> dict[str, Points]:
-    """For each parameter whose gradient is summed: where in the backward pass it is complete, by ranks.
+    """For each parameter whose gradient is summed: the points of the backward pass at which it is complete,
+    by ranks.
 
     A point is the instruction whose backward completes it, or the point at which a weight gradient is
-    computed ``later`` (``weight_points``). A rank that does not use a parameter is in none: it sends its
+    computed ``later`` (``weight_points``). A rank that does not use a parameter has no point: it sends its
     zeros when its pass ends.
     """
     out: dict[str, Points] = {}

@@ -1,4 +1,4 @@
-"""Reductions of gradients under a program's buckets, and gathers of parameters stepped by owners."""
+"""Reductions of gradients under a program's buckets, and gathers of parameters that owners have stepped."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class Reductions:
 
     names: tuple[str, ...] = ()
     exchanges: tuple[Exchange, ...] = ()
-    issues: Issues = field(default_factory=dict)  # by point: (reduction, ranks)
+    issues: Issues = field(default_factory=dict)  # for each point, (reduction, ranks)
     gathers: tuple[tuple[str, Exchange], ...] = ()
-    gather_of: Mapping[str, int] = field(default_factory=dict)  # by owned parameter
+    gather_of: Mapping[str, int] = field(default_factory=dict)  # for each owned parameter, its gather
     late: frozenset[int] = frozenset()  # those that wait for gradients from redistributions
-    plain: frozenset[int] = frozenset()  # reductions of whole gradients, for all ranks
+    plain: frozenset[int] = frozenset()  # reductions of whole gradients, by all ranks
 
 
 def reductions_of(sums: tuple[GradientSum, ...], ready: Readiness) -> Reductions:
     """The reductions of these buckets. Every rank starts them in their order, each when it is complete."""
     alike, complete = ready.alike, ready.by_kind
     issues: dict[float, list[tuple[int, tuple[int, ...]]]] = {}
-    passed: dict[int, float] = {}  # by kind of rank: where it started its last one
+    passed: dict[int, float] = {}  # for each kind of rank, where it started its last one
     for k, s in enumerate(sums):
         by_point: dict[float, list[int]] = {}
         points = [complete[p.result] for p in s.params]

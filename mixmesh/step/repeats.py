@@ -1,4 +1,4 @@
-"""Regions that are computed again, as the backward pass meets them."""
+"""Regions that run again, in the order in which the backward pass meets them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .kept import extra_bytes, kept
 
 @dataclass(frozen=True)
 class Repeat:
-    """A region that runs again: right before the backward of instruction ``at`` its ``members``, the last of
-    which is ``at``, are recomputed from ``inputs``, which are kept until the backward of ``first``."""
+    """A region that runs again: its ``members``, the last of which is ``at``, are recomputed from ``inputs``
+    right before the backward of instruction ``at``. The inputs are kept until the backward of ``first``."""
 
     at: int
     first: int
@@ -52,5 +52,5 @@ def kept_inputs(program: Program, i: Instruction) -> set[str]:
 
 
 def _kept(program: Program, i: Instruction) -> Iterator[tuple[str, int]]:
-    """Like ``kept``, for a computation that a gradient passes through."""
+    """Like ``kept``, for a computation through which a gradient passes."""
     return kept(call_of(i, program.types), tuple(name in program.requires_grad for name in i.inputs))

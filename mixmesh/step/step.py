@@ -25,10 +25,10 @@ class Step(Generic[Facts]):
     ranks must stay the same.
 
     ``summed`` are the parameters whose gradients are summed, in the order in which their sums start;
-    ``ready`` says where each is complete, and ``completes`` where the gradient of every such parameter's
-    value is, including copies. ``later`` are the computations, by index, whose weight gradient comes after
-    their input's, with the point of its computation. ``repeats`` are the regions that run again. ``outline``
-    are the facts of the program, with or without costs, from which the step was made.
+    ``ready`` says where each gradient is complete, and ``completes`` says the same for the value of every
+    such parameter, including copies. ``later`` are the computations, by index, whose weight gradient comes
+    after their input's, each with the point at which it is computed. ``repeats`` are the regions that run
+    again. ``outline`` are the facts of the program, with or without costs, from which the step was made.
     """
 
     program: Program

@@ -64,7 +64,7 @@ def _line(order: Pass, event: Event, sums: Reductions) -> str:
 
 
 def _reductions(sums: Reductions, point: float, *, late: bool = False) -> Iterator[str]:
-    """Reductions that begin at a point, on those ranks whose part is complete there."""
+    """The reductions that begin at a point, on those ranks whose part is complete there."""
     for number, ranks in sums.issues.get(point, ()):
         if (number in sums.late) != late:
             continue

@@ -1,4 +1,4 @@
-"""The works of a step's computations in a cost table."""
+"""Looks up the works of a step's computations in a cost table."""
 
 from __future__ import annotations
 

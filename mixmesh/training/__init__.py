@@ -1,1 +1,1 @@
-"""The parts that a person's own script meets: prepare, integrations, shares that follow devices."""
+"""The parts that a user's own script calls: prepare, integrations, shares that follow devices."""

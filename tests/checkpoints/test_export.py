@@ -210,7 +210,7 @@ def test_what_is_there_stays_unless_it_is_forced(run, tmp_path):
     before = contents(tmp_path)
     assert "model.safetensors.index.json" in before and "optimizer-00001-of-00003.safetensors" in before
     for folder in (run, run / "none"):  # before the checkpoint is looked for
-        with pytest.raises(InputError, match="would be written over") as refused:
+        with pytest.raises(InputError, match="would be overwritten") as refused:
             checkpoint.export(folder, tmp_path)
         assert "--force" in str(refused.value)
     assert contents(tmp_path) == before
@@ -219,7 +219,7 @@ def test_what_is_there_stays_unless_it_is_forced(run, tmp_path):
     config = tmp_path / "configured"
     config.mkdir()
     (config / "config.json").write_text('{"a": 1}')
-    with pytest.raises(InputError, match="would be written over"):
+    with pytest.raises(InputError, match="would be overwritten"):
         checkpoint.export(run, config, config={"config.json": "{}"})
     assert checkpoint.export(run, config).has_config and (config / "config.json").read_text() == '{"a": 1}'
 
@@ -287,7 +287,7 @@ def test_a_damaged_checkpoint_is_refused_or_passed_over(run, tmp_path, capsys):
     assert status == 2 and "another checksum" in error and f"mixmesh export {tmp_path / 'run'}" in error
     assert not contents(tmp_path / "out")
     assert checkpoint.export(tmp_path / "run", tmp_path / "out").step == 1
-    assert "passed over" in capsys.readouterr().err
+    assert "is skipped" in capsys.readouterr().err
     for place, message in ((tmp_path / "none", "no such folder"), (tmp_path / "out", "without any")):
         with pytest.raises(InputError, match=message):
             checkpoint.export(place, tmp_path / "again")

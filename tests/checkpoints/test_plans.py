@@ -320,7 +320,7 @@ def check_a_file_that_is_damaged_for_one_rank_is_passed_over_by_all(_) -> None:
     if dist.get_rank() == 0:
         (folder / "000001-step-1" / "manifest.json").unlink()
     dist.barrier()
-    with pytest.raises(InputError, match="no checkpoint can be gone on with"):
+    with pytest.raises(InputError, match="no checkpoint can be resumed"):
         checkpoint.load(folder, model=model, optimizer=optimizer)
     assert checkpoint.load(folder / "none", model=model) is None
 

@@ -408,7 +408,7 @@ def check_a_disk_that_is_full_ends_no_run(_) -> None:
 
 
 def check_an_iterator_is_refused(_) -> None:
-    with pytest.raises(InputError, match="an iterator of batches cannot be gone on with"):
+    with pytest.raises(InputError, match="an iterator of batches cannot be resumed"):
         losses_of(shared_folder(), data=iter([rows(8)] * 9), steps=2)
 
 

@@ -90,11 +90,11 @@ def batch(step: int = 0) -> dict[str, torch.Tensor]:
 
 
 def zero_plan(graph: Graph, stage: int) -> Plan:
-    """Ranks of 6, 3, 2 and 1 samples, in two micro-steps each."""
+    """Ranks of 6, 3, 2 and 1 samples, in two micro-batches each."""
     plain = data_parallel(graph, COSTS, even_ratio(WORLD))
     uneven = with_ratio(plain, plain.ratios[0][0], make_ratio([6, 3, 2, 1]))
     program = with_stage(with_whole_rows(uneven), stage, make_ratio([1, 1, 0, 2]))
-    samples_of(program)  # raises PlanError for one that cannot run in micro-steps
+    samples_of(program)  # raises PlanError for one that cannot run in micro-batches
     rows = [(3, 2, 3), (2, 2, 1), (1, 2, 1), (1, 2, 0)]
     return make_plan(program, COSTS.cluster, micro_batches=tuple(MicroBatch(*row) for row in rows))
 
@@ -112,7 +112,7 @@ PLANS = {
 
 
 def plans(graph: Graph) -> Iterator[Plan]:
-    """Those that can run in micro-steps."""
+    """Those that can run in micro-batches."""
     for make in PLANS.values():
         try:
             yield replace(make(graph), graph_fingerprint=graph.fingerprint)

@@ -205,7 +205,7 @@ def run_case(case_seed: int) -> str:
                 found = checkpoint.load(folder, **training.parts())
             except InputError as error:
                 found = None
-                if whole or not has_any or "no checkpoint can be gone on with" not in str(error):
+                if whole or not has_any or "no checkpoint can be resumed" not in str(error):
                     raise Wrong(f"refused after {told}: {error}") from None
         if found is None:
             if whole or not same(before, training.state()):

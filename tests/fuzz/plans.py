@@ -51,7 +51,7 @@ def random_cluster(rng: random.Random) -> Cluster:
 
 
 def skewed(plan: Plan, rng: random.Random) -> Iterator[Plan]:
-    """The plan's program by other shares, where it has one ratio, is in no micro-steps, and stays a
+    """The plan's program by other shares, where it has one ratio, is in no micro-batches, and stays a
     program."""
     program = plan.program
     choices = SKEWED.get(program.world_size, ())

@@ -157,7 +157,7 @@ def check_ranks_want_the_same_gradients(_) -> None:
 
 
 def check_micro_steps_are_refused(_) -> None:
-    with pytest.raises(PlanError, match="gradient that comes when all micro-steps are over"):
+    with pytest.raises(PlanError, match="gradient that comes when all micro-batches are over"):
         parallel("micro_steps", nn.Linear(6, 5).double(), (drawn(0),))
 
 

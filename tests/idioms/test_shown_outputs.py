@@ -75,7 +75,7 @@ def parallel(kind: str, model: nn.Module, outputs: tuple, optimizer=None):
 def check_outputs_are_those_of_one_device(_) -> None:
     for kind in KINDS:
         single = Words()
-        numbers = () if kind == "micro_steps" else ("accuracy",)  # one of all samples, not of a micro-step's
+        numbers = () if kind == "micro_steps" else ("accuracy",)  # one of all samples, not of a micro-batch's
         model, _ = parallel(kind, Words(), ("logits", "hidden", *numbers))
         for n, training in itertools.product(range(2), (True, False)):
             want = single(**batch(n))
@@ -135,7 +135,7 @@ def check_training_is_as_on_one_device(_) -> None:
 
 
 def check_a_metric_that_micro_steps_cannot_give_is_refused(_) -> None:
-    with pytest.raises(PlanError, match="micro-steps cannot run"):
+    with pytest.raises(PlanError, match="micro-batches cannot run"):
         parallel("micro_steps", Words(), ("accuracy",))
 
 

@@ -157,7 +157,7 @@ TERMS = Terms(120, 20, (1.9, 1.0, 1.0), (0.5, 0.3, 0.2), (0.35, 0.39, 0.26), 0.2
 def test_a_decision_says_its_numbers():
     text = decide(TERMS, LEAST_GAIN).text()
     assert text == (
-        "step 120: beside the others device 0 takes 1.90x of what was planned for 20 steps; "
+        "step 120: compared with the others, device 0 takes 1.90x as long as planned for 20 steps; "
         "shares 50/30/20 -> 35/39/26 %, step 210 ms -> 160 ms predicted, "
         "880 steps left, pause 400 ms: applied"
     )

@@ -11,7 +11,7 @@ from mixmesh.explain.report.pair import differences, side_by_side
 from mixmesh.explain.report.recognise import Bench, Run
 
 WHY = "has ended without a message: it was killed, perhaps for taking too much memory"
-CAUSE = "beside the others device 2 takes 1.90x of what was planned"
+CAUSE = "compared with the others, device 2 takes 1.90x as long as planned"
 LOG = "".join(
     [
         mark_line("start", 0, 1.0, world_size=2),

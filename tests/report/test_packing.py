@@ -52,7 +52,7 @@ def test_all_events_are_there():
 
 
 def test_a_page_of_24_layers_on_8_devices(tmp_path, capsys):
-    """BERT-Large is planned as a pipeline of 32 micro-steps there: 33 thousand events."""
+    """BERT-Large is planned as a pipeline of 32 micro-batches there: 33 thousand events."""
     plan, page = tmp_path / "x.plan", tmp_path / "r.html"
     assert execute(["plan", "workload:bert-large:32", "--cluster", "hap-8", "--out", str(plan)]) == 0
     bound = re.search(r"no plan can be faster than (.+?) \(all devices", capsys.readouterr().out)[1]

@@ -49,11 +49,11 @@ def test_a_folder_of_checkpoints(tmp_path):
     page = run_page([run])
     assert page.sentences == [
         "6 steps, loss 2.9 to 2.4; a step takes 200 ms (median).",
-        "100 ms were predicted (2.00x), and 25% of what no plan can pass is reached.",
+        "100 ms were predicted (2.00x), and 25% of the rate that no plan can exceed was reached.",
         "It was started again from step 2; 2 steps were made twice.",
         "1 checkpoint, the newest after step 2.",
         "Shares followed the devices' speeds after step 6.",
-        "At last rank 1 worked longest, 50 ms a step more than the first to be done.",
+        "At the end rank 1 worked longest, 50 ms a step more than the fastest.",
     ]
     text = page_text(page)
     assert "2 steps made again" in text and "still there" in text and "@@" not in text
@@ -66,7 +66,7 @@ def test_faults_and_plans_are_marked_with_their_cause(tmp_path):
     four = {"world_size": 4, "planner": "hap", "predicted_step_s": 0.1}
     three = {"world_size": 3, "planner": "ddp-tuned", "predicted_step_s": 0.12}
     why = "has ended without a message: no sign of life"
-    cause = "beside the others device 2 takes 1.90x of what was planned"
+    cause = "compared with the others, device 2 takes 1.90x as long as planned"
     lines = [mark_line("start", 0, 1.0, **four)]
     lines += [step_line(n, 3.0, 0.2, 160, 1.0) for n in range(1, 4)]
     lines += [mark_line("fault", 3, 1.0, rank=1, device='T4-16GB of machine "b"', why=why)] * 2

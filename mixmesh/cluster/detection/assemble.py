@@ -14,9 +14,9 @@ from .inventory import FoundDevice, Inventory
 from .links import Link, Links
 from .speed import Speed
 
-SAME_SPEED = 0.12  # relative: measured speeds of equal devices differ by as much from run to run
-SIGNIFICANT = 3  # digits of a measured figure
-ALONE = Link(12.5e9, 10e-6)  # for a machine of one device: nothing goes over its inner link
+SAME_SPEED = 0.12  # relative: equal devices differ by as much from one measurement to the next
+SIGNIFICANT = 3  # significant digits of a measured figure
+ALONE = Link(12.5e9, 10e-6)  # for a machine of one device, which does not use its inner link
 
 
 def calibrations_of(inventory: Inventory) -> dict[str, Device]:
@@ -32,8 +32,8 @@ def assemble(
     links: Links,
     calibrations: Mapping[str, Device] = MappingProxyType({}),
 ) -> Cluster:
-    """The cluster. Devices of one name are of one type and have the same figures: measured devices with
-    similar speeds share those of the slowest. Cards with ``calibrations`` have those."""
+    """The cluster. Devices with one name are of one type and have the same figures: measured devices with
+    similar speeds get those of the slowest. Cards with ``calibrations`` have those."""
     machines = []
     devices = typed_devices(inventory, speeds, calibrations)
     nics = nic_rates(links, len(inventory.machines))
@@ -71,7 +71,7 @@ def typed_devices(
     inventory: Inventory, speeds: tuple[Speed | None, ...], calibrations: Mapping[str, Device]
 ) -> list[Device]:
     """The devices in rank order, equal ones under one name."""
-    kinds: list[list[int]] = []  # ranks of a type, the fastest type first
+    kinds: list[list[int]] = []  # the ranks of each type, the fastest type first
     fastest_first = sorted(range(len(speeds)), key=lambda rank: -speed_of(inventory, speeds, rank))
     for rank in fastest_first:
         same = (ranks for ranks in kinds if are_equal(inventory, speeds, ranks[0], rank))
@@ -123,7 +123,7 @@ def base_name(found: FoundDevice) -> str:
 def merged_device(
     name: str, inventory: Inventory, speeds: tuple[Speed | None, ...], ranks: list[int]
 ) -> Device:
-    """The common type of the devices of ``ranks``, with the speed of the slowest of them."""
+    """The common type of the devices of ``ranks``, which has the speed of the slowest of them."""
     first_device = inventory.devices[ranks[0]]
     memory_bytes = si_bytes(memory_gib(inventory, ranks[0]))
     if first_device.row is not None:
@@ -157,5 +157,5 @@ def memory_gib(inventory: Inventory, rank: int) -> float:
 
 
 def rounded(value: float, unit: Fraction = ONE) -> float:
-    """A measured figure, to the digits that mean something in the unit of the cluster file."""
+    """A measured figure, rounded to its significant digits in the unit of the cluster file."""
     return si(float(f"{value / float(unit):.{SIGNIFICANT}g}"), unit)

@@ -1,4 +1,4 @@
-"""Files that an earlier start wrote: the detected cluster, profiles and plans, by fingerprint."""
+"""The cache of results from earlier starts: the detected cluster, profiles and plans, by fingerprint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def default_folder() -> Path:
 
 
 def key_of(*parts: object) -> str:
-    """16 hex digits that stand for all ``parts``, each taken as text."""
+    """16 hex digits that identify all ``parts``, each taken as text."""
     text = "\0".join(map(str, parts))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -38,7 +38,7 @@ class Cache:
     folder: Path | None
 
     def load(self, name: str, read: Callable[[Path], T]) -> T | None:
-        """The value in a file, as ``read`` reads it; None if there is no such file or it is spoiled."""
+        """The value in a file, read by ``read``; None if there is no such file or it is damaged."""
         path = None if self.folder is None else self.folder / name
         if path is None or not path.is_file():
             return None
@@ -55,7 +55,7 @@ class Cache:
         return []
 
     def save(self, name: str, write: Callable[[Path], object]) -> None:
-        """Lets ``write`` write a file, completely or not at all."""
+        """Makes ``write`` write a file, completely or not at all."""
         if self.folder is None:
             return
         path = self.folder / name

@@ -24,7 +24,7 @@ from ...runtime.first_rank import everyones
 from ..catalogue import CatalogueRow, catalogue_row
 
 CGROUPS = Path("/sys/fs/cgroup")
-NO_LIMIT_BYTES = 2**60  # cgroup v1 writes a number near 2**63 for none
+NO_LIMIT_BYTES = 2**60  # cgroup v1 reports a number near 2**63 if there is no limit
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class FoundDevice:
 
     @property
     def row(self) -> CatalogueRow | None:
-        """The device's row of the catalogue, if it has one."""
+        """The catalogue's row of the device, if it has one."""
         return catalogue_row(self.name, self.memory_bytes) if self.kind == "gpu" else None
 
 
@@ -56,8 +56,8 @@ class Inventory:
 
     @property
     def fingerprint(self) -> str:
-        """12 hex digits of all that is known before any measurement. A pool of memory counts by its ranks, as
-        its name may belong to this start alone, like that of a job's cgroup."""
+        """12 hex digits of everything that is known before any measurement. Only the ranks of a memory pool
+        count and not its name, which may be new at every start, like that of a job's cgroup."""
         pools = [device.memory_pool for device in self.devices]
         rows = [{**asdict(d), "memory_pool": pools.index(d.memory_pool)} for d in self.devices]
         facts = json.dumps(rows, sort_keys=True)

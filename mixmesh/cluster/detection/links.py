@@ -1,4 +1,5 @@
-"""Rates and latencies of the links inside each machine and between machines, by messages of two ranks."""
+"""Measures rates and latencies of the links inside each machine and between machines, by messages between two
+ranks."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ PING_BYTES = 8
 NUM_PINGS = 20
 FIRST_BYTES = 2**18
 LARGEST_BYTES = 2**26
-LONG_ENOUGH_S = 0.05  # a message this long gives the rate: latency is a small part of it
-MOST_PAIRS = 28  # pairs of machines: above that, each machine is measured against the next ones only
+LONG_ENOUGH_S = 0.05  # seconds from which a message gives the rate: latency is a small part of it
+MOST_PAIRS = 28  # pairs of machines: beyond that, each machine is measured with the next few only
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def exchange(rank_a: int, rank_b: int, device: torch.device) -> Link:
     """The link as measured by ``rank_a``: half a round trip of a few bytes, then messages that double in
     size. ``rank_a`` decides when to stop, because two ranks might decide differently by their own clocks."""
     is_first = dist.get_rank() == rank_a
-    # gloo only sends host memory, so training gets the rate through that
+    # gloo only sends host memory, so training reaches this rate
     where = device if is_on_device() else torch.device("cpu")
     ping = torch.zeros(PING_BYTES, dtype=torch.uint8, device=where)
     peer = rank_b if is_first else rank_a

@@ -1,4 +1,5 @@
-"""The speed of a device that is not in the catalogue: products of matrices, and copies of memory."""
+"""Measures the speed of a device that is not in the catalogue, by products of matrices and copies of
+memory."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch
 from ...measure.profiler.meter import Meter
 from ...runtime.accelerator import is_accelerator
 
-MEASURED_S = 0.4  # for each figure: several periods of a CPU quota
+MEASURED_S = 0.4  # seconds for each figure: several periods of a CPU quota
 CPU_SIZES = {"products": 512, "copied_bytes": 2**25}
 GPU_SIZES = {"products": 4096, "copied_bytes": 2**28}
 
@@ -33,7 +34,7 @@ def measure_speed(device: torch.device) -> Speed:
     flop = 2 * sizes["products"] ** 3
     full = run_s(product(device, torch.float32, sizes["products"]), device)
     half = full
-    if is_accelerator(device):  # a CPU computes halves no faster, or far slower
+    if is_accelerator(device):  # on a CPU half precision is no faster, or far slower
         half = run_s(product(device, torch.float16, sizes["products"]), device)
     source = torch.zeros(sizes["copied_bytes"] // 4, device=device)
     target = torch.empty_like(source)
@@ -42,7 +43,7 @@ def measure_speed(device: torch.device) -> Speed:
 
 
 def product(device: torch.device, dtype: torch.dtype, size: int) -> Callable[[], object]:
-    """A product of two square matrices."""
+    """Multiplies two square matrices."""
     a = torch.randn(size, size, device=device).to(dtype)
     b, out = a.T.contiguous(), torch.empty_like(a)
     return lambda: torch.mm(a, b, out=out)

@@ -12,8 +12,8 @@ from .page import Page, asset, filled, section_html, table_html
 from .recognise import Bench
 
 Row = dict[str, str | float | bool]
-LIKED = ("speedup", "times", "step_s", "total_s", "best_s")  # figures that are drawn at first
-SAME = 0.02  # share of a figure: less is no difference
+LIKED = ("speedup", "times", "step_s", "total_s", "best_s")  # figures that are drawn first, by preference
+SAME = 0.02  # share of a figure: smaller differences do not count
 CHANGED = 5  # number of rows in the summary
 
 
@@ -110,7 +110,7 @@ def differences(
     labels: Sequence[Sequence[str]],
     figures: Sequence[str],
 ) -> list[str]:
-    """The differences of two results by the figure that is drawn at first, in words."""
+    """The differences of two results in the figure that is drawn first, in words."""
     one, two = (dict(zip(own, rows)) for own, rows in zip(labels, flat))
     figure = figures[0]
     pairs: list[tuple[str, float, float]] = []

@@ -1,4 +1,4 @@
-"""The other plans that were considered, each with why it is slower, in words."""
+"""The other plans that were considered, each with the reason why it is slower, in words."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .drawing import busiest_link, device_name
 from .parts import OTHERS, WAITS, Bounds, Parts, kinds_of
 
 EVENLY = "ddp-even"
-LONG_S = 10.0  # seconds of planning: from there on only baselines are planned once more
+LONG_S = 10.0  # seconds of planning beyond which only baselines are planned once more
 SAME = 0.005  # share of a step: smaller differences are not reported
 TOLD = 0.2  # share of a difference: smaller parts of it are not mentioned
 WHOLE = 0.9  # share of a difference: a part this large is mentioned alone
@@ -28,8 +28,8 @@ WHOLE = 0.9  # share of a difference: a part this large is mentioned alone
 
 @dataclass(frozen=True)
 class Remade:
-    """A candidate planned again, with everything that happens in its step. If it does not fit, ``lacks`` is
-    (rank, bytes needed, bytes usable)."""
+    """A candidate planned again, with all events of its step. If it does not fit, ``lacks`` is (rank, bytes
+    needed, bytes usable)."""
 
     timeline: Timeline
     parts: Parts
@@ -48,8 +48,8 @@ class Rival:
 
 
 def rivals_of(plan: Plan, cluster: Cluster, parts: Parts, profile: Profile | None) -> tuple[Rival, ...]:
-    """The other candidates of ``plan``, and data parallelism with equal parts: those that fit first, then by
-    their steps. ``parts`` are those of the plan's own step."""
+    """The other candidates of ``plan``, and data parallelism with equal parts, sorted by whether they fit and
+    by their steps. ``parts`` are those of the plan's own step."""
     considered = {c.planner: c for c in plan.candidates if c.planner != plan.planner}
     if plan.planner != EVENLY and cluster.world_size > 1:
         considered.setdefault(EVENLY, Candidate(EVENLY, True, 0.0))
@@ -74,7 +74,7 @@ def is_quick(plan: Plan, name: str) -> bool:
 
 
 def remake(plan: Plan, cluster: Cluster, name: str, profile: Profile | None, bounds: Bounds) -> Remade | None:
-    """The plan of one planner, also one that does not fit; None if it has none."""
+    """The plan of one planner, even if it does not fit; None if it has none."""
     costs, graph = CostModel(cluster, profile, tf32=plan.tf32), plan.program.graph
     states = plan.optimizer_states
     try:
@@ -82,7 +82,7 @@ def remake(plan: Plan, cluster: Cluster, name: str, profile: Profile | None, bou
             graph, cluster, planner=name, profile=profile, tf32=plan.tf32, optimizer_states=states
         )
         program, micro_batches = remade.program, remade.micro_batches
-    except MixmeshError:  # it does not fit: proposes it anyway
+    except MixmeshError:  # it does not fit: take its proposal anyway
         proposals = list(BY_NAME[name].propose(Task(graph, costs, states, lambda _: None)))
         if not proposals:
             return None
@@ -119,7 +119,7 @@ def why_not(step_s: float, fits: bool, remade: Remade | None, best: Parts, clust
 
 
 def why_slower(more_s: float, remade: Remade, best: Parts, cluster: Cluster) -> str:
-    """The parts of a step that make most of a difference, in words that follow its seconds."""
+    """The parts of a step that account for most of a difference, in words that follow its seconds."""
     parts = remade.parts
     name, whole_s = device_name(cluster, parts.busiest), remade.timeline.compute_s[parts.busiest]
     reasons = [(parts.busy_s - best.busy_s, f"as {name} computes for {seconds_text(whole_s)}")]

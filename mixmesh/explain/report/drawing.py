@@ -1,4 +1,4 @@
-"""The cluster drawn: machines with their devices, and links with how busy they are."""
+"""Draws the cluster: machines with their devices, and how busy each link is."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def device_html(cluster: Cluster, rank: int, plan: Plan, timeline: Timeline, sam
 
 
 def micro_text(plan: Plan, rank: int) -> str:
-    """The micro-batches of a rank: `` in 4 micro-batches``."""
+    """The micro-batches of a rank, in words: `` in 4 micro-batches``."""
     if plan.micro_batches is None or plan.micro_batches[rank].steps < 2:
         return ""
     return f", in {plan.micro_batches[rank].steps} micro-batches of {plan.micro_batches[rank].micro_batch}"
@@ -109,5 +109,5 @@ def link_html(text: str, busy: float) -> str:
 
 
 def meter_html(share: float) -> str:
-    """A bar that shows a share. Hidden from screen readers, as the text beside it says the same."""
+    """A bar that shows a share. Hidden from screen readers, because the text beside it says the same."""
     return f'<span class="meter" aria-hidden="true"><span style="width:{min(share, 1):.1%}"></span></span>'

@@ -1,4 +1,4 @@
-"""A timeline that ``mixmesh run --trace`` or ``mixmesh simulate --trace`` has written, read back."""
+"""Reads back a timeline that ``mixmesh run --trace`` or ``mixmesh simulate --trace`` has written."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class _Trace(pydantic.BaseModel):
 
 
 def read_trace(path: str | Path, world_size: int) -> Timeline:
-    """The timeline in a trace of ``world_size`` ranks. Raises InputError for another file, or other ranks."""
+    """The timeline in a trace of ``world_size`` ranks. Raises InputError for any other file, or for other
+    ranks."""
     try:
         recorded = _Trace.model_validate_json(read_text(path, MAX_BYTES))
     except OSError as error:

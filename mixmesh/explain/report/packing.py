@@ -56,12 +56,12 @@ def packed_timeline(timeline: Timeline, critical: Sequence[int], kind_of: KindOf
 
 
 def zigzag(number: int) -> int:
-    """0, -1, 1, -2, 2 as 0, 1, 2, 3, 4."""
+    """Encodes 0, -1, 1, -2, 2 as 0, 1, 2, 3, 4."""
     return 2 * number if number >= 0 else -2 * number - 1
 
 
 def leb128(number: int) -> bytes:
-    """A number of 0 or more, seven bits a byte, the low ones first."""
+    """Encodes a number of 0 or more, seven bits a byte, the low ones first."""
     out = bytearray()
     while number > LOW:
         out.append(number & LOW | MORE)

@@ -1,4 +1,5 @@
-"""A page: words, sections, a script with the data that it draws, and all that it needs, in one file."""
+"""A page in one file: words, sections, a script with the data that it draws, and everything else that it
+needs."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def asset(name: str) -> str:
 
 
 def filled(template: str, content: dict[str, str]) -> str:
-    """A template with ``@@NAME@@`` replaced; replacements are not expanded again."""
+    """Fills in the ``@@NAME@@`` of a template; what is filled in is not expanded again."""
     pieces = template.split("@@")
     return "".join(content[piece] if n % 2 else piece for n, piece in enumerate(pieces))
 
@@ -96,5 +97,5 @@ def section_html(name: str, title: str, content: str) -> str:
 
 
 def script_json(value: Any) -> str:
-    """JSON for use in a script element: nothing in it ends the element."""
+    """JSON for use in a script element, escaped so that nothing in it ends the element."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

@@ -8,7 +8,7 @@ from .page import section_html, table_html
 from .parts import WAITS
 
 SAME = 0.01  # share of a step
-MOST_TOLD = 4  # ranks whose samples differ
+MOST_TOLD = 4  # ranks listed whose samples differ
 TOLD = 0.2  # share of a difference: smaller parts of it are not mentioned
 
 
@@ -38,7 +38,7 @@ def step_words(one: Facts, two: Facts) -> str:
 
 
 def share_words(one: Facts, two: Facts) -> list[str]:
-    """The ranks whose samples differ."""
+    """Names the ranks whose samples differ."""
     if len(one.samples) != len(two.samples):
         return [f"{one.name} is for {len(one.samples)} devices, {two.name} for {len(two.samples)}."]
     moved = sorted(

@@ -57,7 +57,7 @@ def waits(timeline: Timeline, rank: int, kind_of: KindOf) -> dict[str, float]:
 
 
 def gaps(spans: Iterable[tuple[float, float]], end_s: float) -> Iterator[tuple[float, float]]:
-    """The rest of the time from 0 to ``end_s`` outside of ``spans``."""
+    """The gaps between ``spans`` in the time from 0 to ``end_s``."""
     at_s = 0.0
     for start_s, until_s in sorted(spans):
         if start_s > at_s:
@@ -85,7 +85,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts whose sum is a step: the bound; the time added by kernels below the devices' peaks, which
+    """The parts that add up to a step: the bound; the time added by kernels below the devices' peaks, which
     gives the ideal; the busiest device's recomputation, and its other computing beyond the ideal; and the
     seconds that it waits for each of ``WAITS``."""
 
@@ -97,10 +97,10 @@ class Parts:
 
     @classmethod
     def of(cls, timeline: Timeline, bounds: Bounds, kind_of: KindOf) -> Parts:
-        """The parts of a timeline with events."""
+        """The parts of the step in a timeline that has events."""
         busiest = busiest_rank(timeline.compute_s)
         busy_s = timeline.compute_s[busiest]
-        # no step is shorter than the ideal but by rounding
+        # no step is shorter than the ideal, except by rounding
         ideal_s = min(bounds.ideal_s, busy_s)
         bounds = replace(bounds, ideal_s=ideal_s, bound_s=min(bounds.bound_s, ideal_s))
         repeated_s = sum(
@@ -117,7 +117,7 @@ class Parts:
 
     @property
     def exposed_s(self) -> float:
-        """Seconds of waiting that no computing of the busiest device hides."""
+        """Seconds of waiting that the busiest device's computing does not hide."""
         return sum(self.waits_s)
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ...base.timeline import Event
 
-SAME_S = 1e-9  # closer moments count as one
+SAME_S = 1e-9  # moments closer than this count as one
 
 
 def critical_path(events: Sequence[Event]) -> list[int]:

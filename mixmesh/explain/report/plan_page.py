@@ -92,7 +92,7 @@ def bounds_html(parts: Parts) -> str:
 
 def what_if_html(facts: Facts) -> str:
     asked = facts.what_if
-    assert asked is not None  # checked by the caller
+    assert asked is not None  # the caller has checked this
     told = (
         "Each row is the fastest plan for the cluster after one change, as predicted. "
         f"{len(asked.answers)} plans were made in {seconds_text(asked.took_s)}. Twice the batch has no row: "
@@ -111,7 +111,7 @@ def page_object(shown: Sequence[Facts]) -> dict[str, Any]:
 
 
 def variant(facts: Facts) -> dict[str, Any]:
-    """All that is drawn of one plan."""
+    """All data of one plan that is drawn."""
     plan, timeline, measured = facts.plan, facts.timeline, facts.measured
     return {
         "name": facts.name,
@@ -147,7 +147,7 @@ def rank_object(facts: Facts, rank: int) -> dict[str, Any]:
 
 
 def thinned(course: MemoryCourse, step_s: float) -> list[tuple[float, int]]:
-    """The most that is held in each of ``MOMENTS`` parts of the step, which loses no peak."""
+    """The largest value in each of ``MOMENTS`` parts of the step, so that no peak is lost."""
     most: dict[int, int] = {}
     held = 0
     points = iter([*course.points, (math.inf, 0)])
@@ -181,7 +181,8 @@ def candidates(facts: Facts) -> list[dict[str, Any]]:
 
 
 def what_if_rows(facts: Facts) -> list[list[Any]]:
-    """Change, step, seconds of a sample, times the samples per second, planner, price of a million."""
+    """Rows of a table: change, step, seconds of a sample, factor on the samples per second, planner, price of
+    a million."""
     if facts.what_if is None:
         return []
     now, *rest = facts.what_if.answers

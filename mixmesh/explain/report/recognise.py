@@ -1,4 +1,4 @@
-"""The kind of a file or a folder, by its content: a plan, a training, the results of a bench."""
+"""Recognises a file or a folder by its content: a plan, a training, or the results of a bench."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...base.files import read_text
-from ...base.run_log import MAX_BYTES, RUN_LOG, RunLog, parse_log
+from ...base.run_log import MAX_BYTES, RUN_LOG, RunLog, parse_log, read_log
 from ...errors import InputError
 from ...lang.plan_file import Plan
 
@@ -77,8 +77,7 @@ def run_of_folder(folder: Path) -> Run:
     if not log.is_file():
         got = f"{len(kept)} checkpoints and no {RUN_LOG}" if kept else "a folder without checkpoints"
         raise unknown(folder, got)
-    run = parse_log(read_text(log, MAX_BYTES), str(log))
-    return Run(folder.name or str(folder), run, tuple(sorted(kept)))
+    return Run(folder.name or str(folder), read_log(log), tuple(sorted(kept)))
 
 
 def bench_of(text: str, name: str) -> Bench | None:

@@ -11,7 +11,7 @@ from ...base.units import number_text, plural, seconds_text
 from .page import Page, asset, filled, section_html, table_html
 from .recognise import Run
 
-WARM_UP_STEPS = 2  # after a start: allocators and connections fill
+WARM_UP_STEPS = 2  # after every start, while allocators and connections fill
 POINTS = 4000  # points of a curve
 NAMES = {
     START: "start",
@@ -23,7 +23,7 @@ NAMES = {
 }
 CHANGES = {PLAN: "Training went on with another plan", SHARES: "Shares followed the devices' speeds"}
 SAME = 0.01  # share of a step
-MOST_TOLD = 3  # faults
+MOST_TOLD = 3  # faults told in words
 
 
 def run_page(runs: Sequence[Run]) -> Page:
@@ -71,8 +71,8 @@ def usual_step_s(log: RunLog) -> float | None:
 
 
 def sentences(run: Run) -> list[str]:
-    """The training in a few sentences: its progress and speed, its problems, and the rank that others wait
-    for."""
+    """The training in a few sentences: its progress and speed, its problems, and the rank that the others
+    wait for."""
     log = run.log
     if not log.steps:
         return ["No step was made."]
@@ -93,12 +93,15 @@ def progress_texts(log: RunLog) -> Iterator[str]:
     predicted_s = planned[-1].facts.get("predicted_step_s") if planned else None
     if predicted_s:
         bound_s = planned[-1].facts.get("bound_s")
-        share = f", and {bound_s / step_s:.0%} of what no plan can pass is reached" if bound_s else ""
+        share = (
+            f", and {bound_s / step_s:.0%} of the rate that no plan can exceed was reached" if bound_s else ""
+        )
         yield f"{seconds_text(predicted_s)} were predicted ({step_s / predicted_s:.2f}x){share}."
 
 
 def interruption_texts(log: RunLog) -> Iterator[str]:
-    """The faults and the starts after them; or that there was none, and no stop by a signal."""
+    """Describes the faults and the starts after them, or says that there was neither a fault nor a stop by a
+    signal."""
     faults, stops = log.of(FAULT), log.of(STOP)
     again = [mark for mark in log.of(START) if mark.step or mark.num_undone]
     yield from (f"{fault_text(mark)}." for mark in faults[-MOST_TOLD:])
@@ -129,13 +132,13 @@ def stop_texts(log: RunLog) -> Iterator[str]:
 
 
 def slowest_text(own_s: Sequence[float]) -> str:
-    """Names the rank that others wait for, by its own seconds of a step."""
+    """Names the rank that the others wait for, judging by its own seconds of a step."""
     slowest = max(range(len(own_s)), key=own_s.__getitem__)
     behind_s = own_s[slowest] - min(own_s)
     if behind_s < SAME * own_s[slowest]:
-        return "At last all ranks worked equally long on a step."
-    more = f"{seconds_text(behind_s)} a step more than the first to be done"
-    return f"At last rank {slowest} worked longest, {more}."
+        return "At the end all ranks worked equally long on a step."
+    more = f"{seconds_text(behind_s)} a step more than the fastest"
+    return f"At the end rank {slowest} worked longest, {more}."
 
 
 def differences(one: Run, two: Run) -> list[str]:
@@ -165,15 +168,15 @@ def rank_text(facts: dict[str, Any]) -> str:
 def fault_text(mark: Mark) -> str:
     """``After step 20 rank 1 (cpu-35) was lost: it is stopped (by a signal), for 20 s``."""
     who = rank_text(mark.facts)
-    why = mark.facts.get("why", "for no reason that is known")
+    why = mark.facts.get("why", "for an unknown reason")
     why = f"it {why}" if why.startswith(("has ", "is ")) else why
     return f"After step {mark.step} {f'{who} was lost' if who else 'an error ended it'}: {why}"
 
 
 def mark_rows(run: Run) -> list[tuple[str, str, str]]:
-    """The table of what happened: after which step, what, and details."""
+    """The rows of a table of events: after which step, what happened, and details."""
     kept, rows = set(run.kept_steps), []
-    before: dict[str, Any] = {}  # the facts of the plan until then
+    before: dict[str, Any] = {}  # what is known of the plan so far
     for mark in run.log.marks:
         if mark.event in NAMES:
             rows.append((str(mark.step), NAMES[mark.event], more(mark, kept, before)))
@@ -197,7 +200,7 @@ def more(mark: Mark, kept: set[int], before: dict[str, Any]) -> str:
 
 
 def plan_texts(facts: dict[str, Any], before: dict[str, Any]) -> Iterator[str]:
-    """The devices of a plan, its planner and its step, each with that of the plan ``before`` if it
+    """The devices of a plan, its planner and its step, each compared with the plan ``before`` if it
     differs."""
     shown = (
         ("world_size", lambda count: plural(count, "device")),
@@ -212,7 +215,7 @@ def plan_texts(facts: dict[str, Any], before: dict[str, Any]) -> Iterator[str]:
 
 
 def run_object(run: Run) -> dict[str, Any]:
-    """All that is drawn of a training; of more than ``POINTS`` steps, means of several."""
+    """All data of a training that is drawn; beyond ``POINTS`` steps, each point is the mean of several."""
     steps = run.log.steps
     every = -(-len(steps) // POINTS) or 1
     chunks = [steps[n : n + every] for n in range(0, len(steps), every)]

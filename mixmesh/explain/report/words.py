@@ -9,7 +9,7 @@ from .drawing import device_name
 from .facts import FASTER_LINKS, Facts
 from .parts import busiest_rank
 
-BUSY = 0.9  # share of the step: a device busy for longer sets the pace, otherwise the waits do
+BUSY = 0.9  # share of the step: a device that is busy for longer sets the pace, otherwise the waits do
 SAME = 0.01  # share of a step
 
 
@@ -20,7 +20,7 @@ def sentences(facts: Facts) -> list[str]:
 
 
 def pace(facts: Facts) -> str:
-    """The thing that the step waits for: a device, or links."""
+    """Names what the step waits for: a device, or links."""
     compute_s, step_s = facts.timeline.compute_s, facts.timeline.step_s
     rank = busiest_rank(compute_s)
     busy = f"computes for {compute_s[rank] / step_s:.0%} of the step of {seconds_text(step_s)}"
@@ -34,7 +34,7 @@ def pace(facts: Facts) -> str:
 
 
 def why(facts: Facts) -> str:
-    """The reason why the plan is faster than data parallelism with equal parts, based on the part of the step
+    """The reason why the plan is faster than data parallelism with equal parts, given by the part of the step
     in which it gains most; empty for one device, and for a plan that is not compared."""
     rival = facts.evenly
     if rival is None or rival.remade is None:
@@ -59,7 +59,7 @@ def why(facts: Facts) -> str:
 
 
 def links(facts: Facts) -> str:
-    """The gain of the same program from faster links; empty for one device."""
+    """Says how much faster links would make the same program; empty for one device."""
     if facts.faster_s is None:
         return ""
     saved, step = 1 - facts.faster_s / facts.timeline.step_s, seconds_text(facts.faster_s)

@@ -47,7 +47,7 @@ class Answer:
 
     @property
     def epoch_price(self) -> float | None:
-        """The price of the job's data once, in the currency of the cluster file."""
+        """The price of one epoch of the job's data, in the currency of the cluster file."""
         if self.sample_price is None or self.epoch_samples is None:
             return None
         return self.epoch_samples * self.sample_price
@@ -99,7 +99,7 @@ def ranked(found: Sequence[Answer]) -> list[Answer]:
 
 
 def advice(found: Sequence[Answer]) -> list[str]:
-    """The conclusions in a few sentences: the largest gain, machines and devices without benefit, and the
+    """The conclusions in a few sentences: the largest gain, machines and devices that do not help, and the
     cheapest answer."""
     now, *rest = found
     if not math.isfinite(now.step_s):
@@ -115,7 +115,7 @@ def advice(found: Sequence[Answer]) -> list[str]:
         lines.append(f"none of these changes brings more than {WORTH:.0%}")
     useless = [a for a in rest if a.change.kind in LEFT_OUT and a.speedup(now) >= 1 - WORTH]
     machines = [a for a in useless if a.change.kind == "machine"]
-    # for a machine without benefit its devices need not be listed
+    # devices of a machine that does not help need not be listed
     lines += [f"training is as fast {answer.change.text}" for answer in machines or useless]
     priced = [(a.sample_price, a) for a in (now, *rest) if a.sample_price is not None]
     if len(priced) > 1 and now.sample_price is not None:

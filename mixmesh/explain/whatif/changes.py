@@ -12,7 +12,7 @@ from ...cluster.devices_folder import device_file
 from ...cluster.toml import toml_string
 from ...errors import InputError
 
-CARDS_GBIT_PER_S = (10, 25, 100)  # rates of cards on the market; the next faster one is tried
+CARDS_GBIT_PER_S = (10, 25, 100)  # rates of network cards on the market; the next faster one is tried
 FASTER = 2  # factor by which links are made faster
 MORE_MEMORY = 2  # factor by which devices get more memory
 
@@ -57,7 +57,7 @@ def _speed(device: Device) -> tuple[float, float]:
 
 
 def without_devices(cluster: Cluster, others: Sequence[Device]) -> Iterator[Change]:
-    """A device less, once for each type in each machine that has several devices."""
+    """One device less, once for each type in each machine that has several devices."""
     for index, machine in enumerate(cluster.machines):
         for device in dict.fromkeys(machine.devices):
             if len(machine.devices) > 1:
@@ -69,7 +69,7 @@ def without_devices(cluster: Cluster, others: Sequence[Device]) -> Iterator[Chan
 
 
 def without_machines(cluster: Cluster, others: Sequence[Device]) -> Iterator[Change]:
-    """A machine less."""
+    """One machine less."""
     if len(cluster.machines) == 1:
         return
     for index, machine in enumerate(cluster.machines):
@@ -79,7 +79,7 @@ def without_machines(cluster: Cluster, others: Sequence[Device]) -> Iterator[Cha
 
 
 def faster_network(cluster: Cluster, others: Sequence[Device]) -> Iterator[Change]:
-    """Links between machines twice as fast, and cards of the next speed that is sold."""
+    """Links between machines twice as fast, and network cards of the next speed on the market."""
     if len(cluster.machines) == 1:
         return
     slowest = min(cluster.bandwidth_bytes_per_s, *(m.nic_bytes_per_s for m in cluster.machines))
@@ -151,7 +151,7 @@ def _with_machine(cluster: Cluster, index: int, machine: Machine) -> Cluster:
 
 
 def _with_network_of(cluster: Cluster, bytes_per_s: float) -> Cluster:
-    """The network and every machine's card at least so fast."""
+    """A cluster whose network, and every machine's card, is at least as fast as this."""
     machines = tuple(
         replace(m, nic_bytes_per_s=max(bytes_per_s, m.nic_bytes_per_s)) for m in cluster.machines
     )

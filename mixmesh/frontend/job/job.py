@@ -18,8 +18,8 @@ class Job:
     the same for all samples. ``optimizer`` maps parameters to a ``torch.optim`` optimizer; ``data`` is an
     iterable of batches like ``batch``. ``scheduler`` maps the optimizer to a learning rate scheduler, which
     is stepped after each of the optimizer's steps. ``scaler`` is a ``torch.amp.GradScaler``, for a model in
-    float16: the loss is scaled, and all ranks leave a step out whose gradients overflow. ``outputs`` names
-    what the parallel model returns in addition to the loss, from what the model returns (``("logits",)``, or
+    float16: the loss is scaled, and all ranks skip a step whose gradients overflow. ``outputs`` names what
+    the parallel model returns in addition to the loss, from what the model returns (``("logits",)``, or
     ``(1,)`` for a tuple).
     """
 
@@ -43,7 +43,7 @@ def batch_size(batch: Mapping[str, Any] | tuple) -> int | None:
 
 def samples_of_data(data: Any) -> int | None:
     """Samples in an epoch of a job's data: those that the sampler of a DataLoader draws, or all rows of a
-    list of batches. None if the length of the data is unknown, as of an iterator; nothing is read."""
+    list of batches. None if the length of the data is unknown, as for an iterator. Nothing is read."""
     from torch.utils.data import DataLoader, IterableDataset
 
     if isinstance(data, list | tuple):
@@ -57,5 +57,5 @@ def samples_of_data(data: Any) -> int | None:
         if data.drop_last and data.batch_size is not None:
             return len(data) * data.batch_size
         return len(drawn) if data.batch_size is not None else None
-    except TypeError:  # a dataset or a sampler without a length
+    except TypeError:  # the data set or the sampler has no length
         return None

@@ -91,10 +91,10 @@ def _similar_files(path: Path) -> tuple[str, ...]:
 def _import(path: Path) -> ModuleType:
     # the name contains the path, so that two files called job.py are two modules
     name = f"mixmesh_job_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
-    # an explicit loader also reads files that do not end in .py
+    # an explicit loader also reads files whose names do not end in .py
     loader = importlib.machinery.SourceFileLoader(name, str(path.resolve()))
     spec = importlib.util.spec_from_file_location(name, path.resolve(), loader=loader)
-    assert spec is not None  # there is a loader
+    assert spec is not None  # a file with a loader has one in its spec
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look it up there
     try:
@@ -117,7 +117,7 @@ def _import(path: Path) -> ModuleType:
 
 @contextmanager
 def _importing_beside(path: Path) -> Iterator[None]:
-    """A context in which the job may import the files next to its own."""
+    """A context in which the job may import files in its own folder."""
     folder = str(path.resolve().parent)
     sys.path.insert(0, folder)
     try:
@@ -160,7 +160,7 @@ def _needs_arguments(function: Callable) -> bool:
         inspect.signature(function).bind()
     except TypeError:
         return True
-    except ValueError:  # no signature is known
+    except ValueError:  # it has no known signature
         return False
     return False
 
@@ -184,7 +184,7 @@ def _place(function: Callable, path: Path) -> str:
 
 
 def _place_in(error: BaseException, path: Path) -> str:
-    """The last line in the user's folder of the error's traceback, with its text."""
+    """The last line of the error's traceback that is in the user's folder, with its text."""
     folder = str(path.resolve().parent) + os.sep
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.filename.startswith(folder) and "site-packages" not in frame.filename:

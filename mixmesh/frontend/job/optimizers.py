@@ -13,7 +13,7 @@ from .pieces import steps_alike_in_pieces
 
 def optimizer_states(optimizer: Callable[[Iterable], Any] | None) -> OptimizerStates:
     """The tensors of state per parameter (2 for Adam, 0 for plain SGD), and the workspace of a step. An
-    optimizer that fails on a probe is treated like an Adam that is not fused."""
+    optimizer that fails on a probe is treated like an unfused Adam."""
     import torch
 
     if optimizer is None:
@@ -25,7 +25,7 @@ def optimizer_states(optimizer: Callable[[Iterable], Any] | None) -> OptimizerSt
         p.grad = torch.ones_like(p)
         on_sample.step()
         kept = sum(isinstance(s, torch.Tensor) and s.shape == p.shape for s in on_sample.state[p].values())
-    except Exception:  # the user's own function, on parameters that are not the model's
+    except Exception:  # the user's own function may fail on parameters that are not the model's
         kept, is_fused = 2, False
     return OptimizerStates(kept, 0 if is_fused else _workspace(kept))
 
@@ -36,7 +36,7 @@ def _workspace(kept: int) -> int:
     return 2 if kept > 1 else 1
 
 
-# optimizers with a fused kernel that ``fuse`` may turn on later; Adagrad needs it when it is constructed
+# optimizers with a fused kernel that ``fuse`` may turn on later; Adagrad must be constructed with it
 FUSED = ("SGD", "Adam", "AdamW")
 
 
@@ -50,7 +50,7 @@ def can_be_fused(optimizer: Any) -> bool:
     if type(optimizer) not in [getattr(torch.optim, name) for name in FUSED] or optimizer.state:
         return False
     for group in groups:
-        # False would be the user's choice, None is not
+        # False would be the user's choice, None means no choice
         free = all(group.get(name, False) is None for name in ("fused", "foreach"))
         if not free or group.get("differentiable") or group.get("capturable"):
             return False
@@ -70,8 +70,8 @@ def is_elementwise(optimizer: Any) -> bool:
     its own ``step`` does not count, regardless of its base classes."""
     import torch
 
-    known = [unwrap(getattr(torch.optim, name).step) for name in ELEMENTWISE]
-    return isinstance(optimizer, torch.optim.Optimizer) and unwrap(type(optimizer).step) in known
+    elementwise_steps = [unwrap(getattr(torch.optim, name).step) for name in ELEMENTWISE]
+    return isinstance(optimizer, torch.optim.Optimizer) and unwrap(type(optimizer).step) in elementwise_steps
 
 
 def can_step_pieces(optimizer: Any) -> bool:
@@ -116,7 +116,7 @@ def needs_whole_parameters(optimizer: Callable[[Iterable], Any] | None) -> bool:
         return False
     try:
         on_sample = optimizer([torch.nn.Parameter(torch.zeros(4, 4))])
-    except Exception:  # the user's own function, on parameters that are not the model's
+    except Exception:  # the user's own function may fail on parameters that are not the model's
         return False
     check_supported(on_sample)
     return not can_step_pieces(on_sample)

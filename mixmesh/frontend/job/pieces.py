@@ -14,22 +14,22 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 STEPS = 3
-TOLERANCE = 1e-10  # relative: vectorised kernels round the ends of a tensor differently
-MOST_OF_A_DIM = 256  # sizes above are cut to it: Adafactor's factored moments begin at 32 or 128
+TOLERANCE = 1e-10  # relative: vectorised kernels round the end of a tensor differently
+MOST_OF_A_DIM = 256  # larger sizes are reduced to it: Adafactor's factored moments begin at 32 or 128
 MOST_ELEMENTS = 2**16
-MOST_TENSORS = 8  # the number of tensors of different shapes to try
+MOST_TENSORS = 8  # limit on the tensors of different shapes that are tried
 SEED = 5
 
 
 def steps_alike_in_pieces(optimizer: Any) -> bool:
     """Whether copies of an optimizer that step pieces of parameters give the same result as one that steps
-    them whole. False if that cannot be tried: the optimizer cannot be copied, has hooks, or needs a
+    them whole. False if that cannot be tried because the optimizer cannot be copied, has hooks, or needs a
     closure."""
     if type(optimizer).__module__.startswith("torch."):
-        return False  # PyTorch's optimizers are known
+        return False  # PyTorch's own optimizers are known without a trial
     try:
         return _is_alike(optimizer)
-    except Exception:  # the user's own code, on tensors that are not the model's
+    except Exception:  # the user's own code may fail on tensors that are not the model's
         return False
 
 
@@ -58,8 +58,8 @@ def _is_alike_cut(
     whole: Sequence[Any],
     dim: int,
 ) -> bool:
-    """Whether tensors that are cut along ``dim`` give the same results as the ``whole`` ones in every
-    group."""
+    """Whether steps of tensors cut along ``dim`` give the same results as those of the ``whole`` tensors in
+    every group."""
     import torch
 
     cut = [[_cut(x, dim) for x in row] for row in (values, *gradients)]
@@ -83,7 +83,8 @@ def _has_hooks(optimizer: Any) -> bool:
 
 
 def _shapes(params: Sequence[Any]) -> Iterator[tuple[int, ...]]:
-    """Yields shapes like those of the parameters that have dims, a vector and a square matrix, each once."""
+    """Yields shapes like those of the parameters that have dims, then a vector and a square matrix, each
+    shape once."""
     shapes = dict.fromkeys(_bounded(tuple(p.shape)) for p in params if p.ndim and p.numel() > 1)
     by_dims: dict[int, int] = {}
     for shape in sorted(shapes, key=_num_elements, reverse=True):
@@ -128,7 +129,7 @@ def _stepped(
         group["params"][:] = [torch.nn.Parameter(x.clone()) for x in values]
         each.append(group["params"])
     step = type(trial).step
-    step = step.__wrapped__ if hasattr(step, "hooked") else step  # without the hooks of all optimizers
+    step = step.__wrapped__ if hasattr(step, "hooked") else step  # without the hooks that every optimizer has
     for row in gradients:
         for mine in each:
             for p, g in zip(mine, row):
@@ -138,7 +139,7 @@ def _stepped(
 
 
 def _copy(optimizer: Any, params: Sequence[Any]) -> tuple[Any, list[dict]]:
-    """A copy of an optimizer, and its groups, without parameters and their state."""
+    """A copy of an optimizer without parameters and their state, and its groups."""
     memo: dict[int, Any] = {id(p): None for p in params}
     held = {key: x for key, x in vars(optimizer).items() if key not in ("state", "step", "zero_grad")}
     trial = object.__new__(type(optimizer))

@@ -186,7 +186,7 @@ def trace(
 
 
 def depends_on_batch(graph: Graph) -> bool:
-    """Whether the loss depends on any input."""
+    """Whether the loss depends on any input of the graph."""
     dependent = {n.result for n in graph.batch_inputs}
     for node in graph.nodes:
         if not dependent.isdisjoint(node.inputs):
@@ -195,7 +195,8 @@ def depends_on_batch(graph: Graph) -> bool:
 
 
 def mark_outputs(graph: Graph, *, is_outside: bool) -> Graph:
-    """Marks the outputs whose rows are samples, and those with a gradient if the loss ``is_outside``."""
+    """Marks the outputs whose rows are samples, and those that need a gradient because the loss
+    ``is_outside``."""
     rows = values_with_rows(graph)
     flowing = graph.requires_grad if is_outside else frozenset()
 
@@ -258,4 +259,4 @@ def _warnings(graph: Graph) -> Iterator[str]:
         yield f"parameter {name} gets no gradient: the loss does not depend on it"
 
 
-MANY = 3  # names of parameters that are worth a line each
+MANY = 3  # more parameters than this share one line

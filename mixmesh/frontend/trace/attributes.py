@@ -1,8 +1,8 @@
-"""Attributes that a model's forward pass replaces: state that a program cannot update.
+"""Finds attributes that a model's forward pass replaces: state that a program cannot update.
 
-Export takes their values at the time of tracing, with which every step would begin. A buffer that is updated
-in place becomes part of the program. A tensor that is replaced is refused if the forward pass reads the old
-one, or if a checkpoint would save it; a replaced number gets a warning.
+Export takes their values at the time of tracing, so every step would begin with these. A buffer that is
+updated in place becomes part of the program. A tensor that is replaced is refused if the forward pass reads
+the old one, or if a checkpoint would save it; a replaced number gets a warning.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Replaced:
     place: Place
 
 
-Key = tuple[str, str]  # path of a module, name of its attribute
+Key = tuple[str, str]  # (path of a module, name of its attribute)
 
 
 class Attributes:
@@ -45,8 +45,8 @@ class Attributes:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Watches a forward pass that runs within it, and then puts back the tensors that it replaced: the
-        new ones are of no use outside of the export."""
+        """A context for a forward pass: notes which tensors it replaces and then puts the old ones back,
+        because the new ones are of no use outside of the export."""
         modules = dict(self._model.named_modules())
         before = dict(_held(modules))
         yield
@@ -67,7 +67,7 @@ def _held(modules: Mapping[str, nn.Module]) -> Iterator[tuple[Key, tuple[Any, ..
 
 
 def _replaced(modules: Mapping[str, nn.Module], before: Mapping[Key, tuple[Any, ...]]) -> Iterator[Replaced]:
-    """Yields the attributes that have changed; new attributes do not count."""
+    """Yields the attributes that have changed; newly added attributes do not count."""
     for (path, name), value in _held(modules):
         was = before.get((path, name), value)
         if len(was) != len(value) or not all(map(_same, was, value)):

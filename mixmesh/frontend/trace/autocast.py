@@ -12,8 +12,8 @@ from torch import nn
 from ...errors import InputError
 from .dtypes import DTYPE_NAME, TORCH_DTYPE
 
-Autocast = tuple[str, str]  # a type of devices and the name of a dtype: ("cuda", "bf16")
-# that a context may be in effect for: a type that this PyTorch has no kernels for may be named, too
+Autocast = tuple[str, str]  # (type of device, name of a dtype), such as ("cuda", "bf16")
+# types of devices whose contexts are examined, even ones for which this PyTorch has no kernels
 DEVICES = tuple(
     dict.fromkeys(("cpu", "cuda", getattr(torch.accelerator.current_accelerator(), "type", "cpu")))
 )
@@ -73,7 +73,7 @@ def under(autocast: Autocast | None) -> Any:
 
 @contextmanager
 def no_autocast() -> Iterator[None]:
-    """A context in which nothing is cast, even if the caller's context casts."""
+    """A context in which nothing is cast, even inside a context of the caller's."""
     with ExitStack() as stack:
         for device in DEVICES:
             if torch.is_autocast_enabled(device):
@@ -82,7 +82,7 @@ def no_autocast() -> Iterator[None]:
 
 
 def autocast_text(autocast: Autocast | None) -> str:
-    """The code that makes a context."""
+    """The code of an expression that makes a context."""
     if autocast is None:
         return "no autocast"
     device, dtype = autocast

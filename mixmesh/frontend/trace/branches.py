@@ -21,7 +21,7 @@ from .locate import is_users
 
 _DISTRIBUTIONS = os.path.dirname(torch.distributions.__file__)
 T = TypeVar("T")
-Site = tuple[CodeType, int]  # the function and the line of a branch
+Site = tuple[CodeType, int]  # (function, line) of a branch
 
 
 class Undecided(Exception):
@@ -33,8 +33,8 @@ class Undecided(Exception):
 
 
 class Paths(TorchFunctionMode):
-    """A context, for the forward pass alone, that follows ``branch_of`` at each branch on a value,
-    leaves those with None to PyTorch, and reports the others as Undecided."""
+    """A context, for the forward pass alone, that follows ``branch_of`` at each branch on a value: it leaves
+    a branch marked None to PyTorch, and reports an unknown one as Undecided."""
 
     def __init__(self, branch_of: Mapping[Site, bool | None]) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Paths(TorchFunctionMode):
             raise Undecided(site) from error
         if isinstance(value, bool) or site in self.branch_of:
             return value
-        raise Undecided(site)  # item() gave a number that is known only at run time
+        raise Undecided(site)  # item() returned a number that is known only at run time
 
 
 def _site() -> Site:
@@ -86,7 +86,7 @@ def past_checks(export: Callable[[Paths], T]) -> T:
 def _other_than_raising(
     export: Callable[[Paths], object], branch_of: Mapping[Site, bool | None], site: Site
 ) -> bool | None:
-    """The remaining path at ``site`` if the other one only raises; None if neither does."""
+    """The other path at ``site`` if one of the two only raises an error; None if neither does."""
     for path in (True, False):
         try:
             export(Paths({**branch_of, site: path}))

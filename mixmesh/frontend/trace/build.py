@@ -20,7 +20,7 @@ from .locate import Place
 from .schema import normalise, on_meta, overload
 
 Rule = Callable[["Builder", Node], "tuple[Ref | None, ...] | None"]
-NOWHERE = Node((), (), "")  # stands for the replaced node before there is one
+NOWHERE = Node((), (), "")  # used until the place of the replaced node is known
 
 
 class Builder:
@@ -65,7 +65,7 @@ class Builder:
         return self.types[ref.name]
 
     def begin(self, node: Node) -> None:
-        """Begins the replacement of a node, which gives later ones their place."""
+        """Begins the replacement of a node; nodes built from here on have its place."""
         self._replaced = node
 
     def _infer(self, op: str, args: tuple[Arg, ...], kwargs: dict[str, Arg]) -> Any:

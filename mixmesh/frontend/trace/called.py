@@ -1,6 +1,6 @@
-"""The functions that a forward pass or a loss may call, so far as their code names them, and the outside
-values that they read: variables of a module, attributes of a script's own module or class (``config.alpha``,
-``CFG.alpha``).
+"""Finds the functions that a forward pass or a loss may call, as far as their code names them, and the
+outside values that they read: variables of a module, attributes of a script's own module or class
+(``config.alpha``, ``CFG.alpha``).
 
 A program runs none of this code, so these values are compared before every call. Only the script's own code
 counts: libraries have many variables and rarely change them.
@@ -20,7 +20,7 @@ from torch import nn
 
 from ...base.callers import is_script
 
-MOST_FUNCTIONS = 512  # further ones are not followed
+MOST_FUNCTIONS = 512  # limit on the functions that are followed
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Names:
 
 
 def functions_of(module: nn.Module) -> Iterator[tuple[FunctionType, type | None]]:
-    """Yields the functions that the forward pass of a module itself may run, each with the class whose
+    """Yields the functions that the forward pass of this very module may run, each with the class whose
     methods it calls: its ``forward``, those of its base classes, and functions among its attributes."""
     patched = vars(module).get("forward")
     if patched is not None:
@@ -47,7 +47,7 @@ def functions_of(module: nn.Module) -> Iterator[tuple[FunctionType, type | None]
 
 
 def plain_functions(function: Any) -> Iterator[tuple[FunctionType, type | None]]:
-    """Yields the function within a callable, with the class whose methods it calls."""
+    """Yields the function behind a callable, with the class whose methods it calls."""
     if isinstance(function, partial):
         yield from plain_functions(function.func)
     elif isinstance(function, MethodType):
@@ -61,7 +61,8 @@ def plain_functions(function: Any) -> Iterator[tuple[FunctionType, type | None]]
 
 
 def all_called(first: Iterable[tuple[FunctionType, type | None]]) -> list[FunctionType]:
-    """The given functions that are the script's own code, and the functions that they may call by name."""
+    """Those of the given functions that are the script's own code, and the functions that they may call by
+    name."""
     waiting, called = list(first), dict[int, FunctionType]()
     while waiting and len(called) < MOST_FUNCTIONS:
         function, owner = waiting.pop()
@@ -92,12 +93,12 @@ def _cells(function: FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
-        except ValueError:  # it is empty
+        except ValueError:  # the cell is empty
             continue
 
 
 def _functions_alone(value: Any) -> Iterator[tuple[FunctionType, type | None]]:
-    """Like ``plain_functions``, but yields nothing for modules, which are watched as parts of the model."""
+    """Like ``plain_functions``, but yields nothing for modules: they are watched as parts of the model."""
     if isinstance(value, FunctionType | MethodType | partial):
         yield from plain_functions(value)
 
@@ -112,7 +113,7 @@ def is_own(value: ModuleType | type) -> bool:
 
 @lru_cache(maxsize=4096)
 def names_in(code: CodeType) -> Names:
-    """The names that code, and code within it, reads."""
+    """The names that a piece of code, including code nested in it, reads."""
     of_globals: dict[str, None] = {}
     attributes: set[str] = set()
     for step in dis.get_instructions(code):

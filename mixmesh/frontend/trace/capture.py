@@ -49,11 +49,11 @@ from .stopped_writes import check_stopped_writes
 from .synced_norms import synced_norms_as_plain
 from .words import Unread, is_words
 
-WRAPPED = "model."  # before the model's names in the exported program
+WRAPPED = "model."  # prefix of the model's names in the exported program
 
 
 class LossSource(Enum):
-    """The origin of the loss of a traced call."""
+    """Says where the loss of a traced call comes from."""
 
     RETURNED = "the model returns it"
     OPTIONAL = "the model returns it, or None, in a call that is not trained on"
@@ -63,7 +63,8 @@ class LossSource(Enum):
 
 @dataclass(frozen=True)
 class Request:
-    """The parts of a call to trace: its further ``outputs``, its context, its loss's origin."""
+    """The details of a call to trace: its further ``outputs``, its autocast context, and the source of its
+    loss."""
 
     outputs: Collection[str | int] = ()
     autocast: Autocast | None = None
@@ -113,7 +114,7 @@ class Batch:
 
     @property
     def arguments(self) -> tuple[tuple[str, str], ...]:
-        """All leaves by name, each described (``describe_argument``)."""
+        """All leaves by name, each with its description (``describe_argument``)."""
         return tuple((name, describe_argument(leaf)) for name, leaf in zip(self.names, self.leaves))
 
     @property
@@ -135,7 +136,7 @@ class Batch:
 
 
 def key_text(key: Any) -> str:
-    """The text, in the name of an input, of one step of its path in the batch."""
+    """One step of an input's path in the batch, as text for its name."""
     match key:
         case pytree.MappingKey():
             return str(key.key)
@@ -223,7 +224,7 @@ class LossAndOutputs(nn.Module):
 
 def loss_of(output: Any) -> Any:
     """The loss in a model's return value: the value itself, its "loss" entry or ``loss`` attribute, or the
-    only floating-point scalar of a tuple. None if there is no loss."""
+    only floating-point scalar in a tuple. None if there is no loss."""
     if isinstance(output, torch.Tensor):
         return output
     if isinstance(output, Mapping):
@@ -317,8 +318,9 @@ def _export(wrapper: LossAndOutputs, tensors: tuple[torch.Tensor, ...], paths: P
 
 
 def beside(model: nn.Module, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """The tensors of a batch on the device of the model, if it is on one: a loader's are on the host, and
-    those of a call on the device of a rank, whose model may have been planned on the host."""
+    """The tensors of a batch, moved to the device of the model if it has one: tensors from a loader are on
+    the host, and those of a call are on a rank's device, while the model may have been planned on the host.
+    """
     devices = {x.device for x in (*model.parameters(), *model.buffers()) if not x.is_meta}
     if len(devices) != 1:
         return tensors
@@ -351,7 +353,7 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-LEAKED = "fake tensor in the exported program"  # PyTorch's message for a value that it lost sight of
+LEAKED = "fake tensor in the exported program"  # PyTorch's message for a value that it has lost track of
 CALL_ONCE = "call the model once on this batch without mixmesh"
 TRACED_OTHERWISE = "if that works, its code does something else while it is traced: give it masks, or none"
 BRANCH_HINT = (
@@ -417,7 +419,8 @@ def explain(error: Exception, model: nn.Module) -> TraceError:
 
 
 def _of_a_tensor_not_followed(text: str, model: nn.Module) -> TraceError:
-    """PyTorch names the module that such a tensor was found in, but no line."""
+    """The error for a tensor that export does not follow. PyTorch names the module in which it found the
+    tensor, but no line."""
     path = re.search(r"model attribute: ([\w.]+)\.lifted_tensor", text)
     name = path[1].removeprefix("model").removeprefix(".") if path else ""
     module = dict(model.named_modules()).get(name, model)
@@ -434,7 +437,7 @@ def _of_a_tensor_not_followed(text: str, model: nn.Module) -> TraceError:
 
 
 def _buffers_of_one_memory(model: nn.Module) -> tuple[str, str] | None:
-    """The names of the first two buffers that share memory, if there are any."""
+    """The names of the first two buffers that share memory; None if no two do."""
     names: dict[int, str] = {}
     for name, buffer in model.named_buffers(remove_duplicate=False):
         first = names.setdefault(buffer.untyped_storage()._cdata, name)

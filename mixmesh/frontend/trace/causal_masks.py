@@ -15,7 +15,7 @@ from ...base.patch import patched
 
 
 def masks_as_given() -> AbstractContextManager[None]:
-    """A context in which no mask is read: it is causal only if ``is_causal`` says so."""
+    """A context in which no mask is examined: it counts as causal only if ``is_causal`` says so."""
 
     def is_causal_mask(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
         return is_causal is True

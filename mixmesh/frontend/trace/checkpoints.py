@@ -21,7 +21,7 @@ from ...lang.ir import Graph
 from .locate import Place
 
 _NUMBER = re.compile(r'File "<checkpoint (\d+)>"')
-_DISABLED = "__dynamo_disable"  # torch runs this in place of a function that it does not compile
+_DISABLED = "__dynamo_disable"  # torch calls this instead of a function that it does not compile
 
 
 def region_of_stack(text: str | None) -> int | None:
@@ -40,7 +40,7 @@ def regions_kept() -> Iterator[None]:
         is_reentrant = kwargs.get("use_reentrant") is not False
         kwargs = {k: v for k, v in kwargs.items() if k not in OPTIONS}
         if is_reentrant and not any(map(_has_gradient, args)):
-            with torch.no_grad():  # as on one device, where backward does not reach the function
+            with torch.no_grad():  # as on one device, where the backward pass does not reach the function
                 return function(*args, **kwargs)
         code = compile("def run(function, args, kwargs): return function(*args, **kwargs)",
                        f"<checkpoint {next(numbers)}>", "exec")  # fmt: skip
@@ -48,7 +48,7 @@ def regions_kept() -> Iterator[None]:
         exec(code, names)
         return names["run"](function, args, kwargs)
 
-    # models hold references to the function itself, so the one that it calls is replaced
+    # models refer to the function itself, so the function that it calls is replaced
     original = vars(checkpoints.checkpoint)["__wrapped__"]
     before = getattr(original, _DISABLED, None)
     setattr(original, _DISABLED, checkpoint)
@@ -63,8 +63,8 @@ def _has_gradient(x: Any) -> bool:
 
 
 def check_updates(graph: Graph) -> None:
-    """Raises TraceError for a region that updates a buffer: autograd runs it again, so a single device does
-    that twice in a step with a backward pass, and once in one without."""
+    """Raises TraceError for a region that updates a buffer: autograd runs the region again, so a single
+    device makes the update twice in a step with a backward pass, and once in a step without."""
     producers = {r: n for n in graph.nodes for r in n.results if r is not None}
     flowing = {n.region for r, n in producers.items() if r in graph.requires_grad}
     for node in graph.nodes:

@@ -41,7 +41,7 @@ def never_compiled(function: F) -> F:
 
 
 def warn_if_compiled() -> None:
-    """Warns if code that ``torch.compile`` has compiled is the caller."""
+    """Warns if the caller is code that ``torch.compile`` has compiled."""
     if is_within_compiled():
         warn(f"torch.compile changes nothing here: {REASON}")
 

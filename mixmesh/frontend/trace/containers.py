@@ -1,8 +1,8 @@
-"""Numbers in a module's dicts, lists and objects, such as a configuration, that a forward pass reads.
+"""Finds numbers in a module's dicts, lists and objects, such as a configuration, that a forward pass reads.
 
-A dict or a list does not show when it is read. So its numbers count if their keys follow its name in the
-code, and all of them count if the code uses it in any other way. An object's class is patched to report each
-read while the forward pass runs.
+Reads of a dict or a list cannot be observed. So a number in one counts if its key follows the dict's name in
+the code, and all of its numbers count if the code uses it in any other way. An object's class is patched to
+report each read while the forward pass runs.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from torch import Tensor, nn
 
 SIMPLE = (bool, int, float, str, type(None))
 MOST_ITEMS = 256  # larger dicts and lists are not examined
-DEPTH = 3  # how far dicts and lists are followed that stand in each other
-# libraries whose objects are no configurations: they count the steps of a training
+DEPTH = 3  # levels of dicts and lists within each other that are examined
+# libraries whose objects are not configurations: their numbers count the steps of a training
 _NO_CONFIGURATIONS = frozenset(
     "torch mixmesh lightning pytorch_lightning lightning_fabric torchmetrics".split()
 )
-_HEAP, _IMMUTABLE = 1 << 9, 1 << 8  # flags of a class: made by Python code, and not to be changed
+_HEAP, _IMMUTABLE = 1 << 9, 1 << 8  # flags of a class: it was made by Python code; it must not be changed
 Find = Callable[[], Any]
-Note = Callable[[str, Find, Any], None]  # (path, function that gives the current value, old value)
+# a function that notes (path, function that returns the current value, old value)
+Note = Callable[[str, Find, Any], None]
 
 
 class Gone:
-    """Stands for a value whose holder is no more."""
+    """Stands for a value whose holder no longer exists."""
 
 
 GONE = Gone()
@@ -41,7 +42,7 @@ GONE = Gone()
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys of a dict that some code reads: any if ``has_all``."""
+    """The keys of a dict that some code reads; any key if ``has_all``."""
 
     names: frozenset[Any] = frozenset()
     has_all: bool = False
@@ -62,8 +63,8 @@ def keys_read_by_class(kind: type, name: str) -> Keys:
 
 
 def keys_read(name: str, *functions: FunctionType) -> Keys:
-    """The keys that functions read from what they call ``name``: those that follow it in brackets, or all
-    keys if it is used in any other way first."""
+    """The keys that functions read from a value that they call ``name``: those in brackets behind the name,
+    or all keys if it is used in any other way first."""
     each = [_keys_in(code, name) for f in functions for code in _codes(f.__code__)]
     return Keys(frozenset().union(*(keys.names for keys in each)), any(keys.has_all for keys in each))
 
@@ -101,7 +102,7 @@ def is_container(value: Any) -> bool:
 
 
 def is_plain_object(value: Any) -> bool:
-    """Whether a value is an object that only holds other values, of a class of the script or of a library."""
+    """Whether a value is an object of a class of the script or of a library that only holds other values."""
     kind = type(value)
     if not kind.__flags__ & _HEAP or kind.__flags__ & _IMMUTABLE or callable(value):
         return False
@@ -114,8 +115,8 @@ def is_plain_object(value: Any) -> bool:
 def numbers_in(
     path: str, find: Find, value: Any, keys: Keys, depth: int = DEPTH
 ) -> Iterator[tuple[str, Find, Any]]:
-    """Yields the path, a function to find it, and the value of each number or word in a dict or a list, and
-    each object in them as such. A list of numbers counts as one value."""
+    """Yields path, function that finds it, and value for each number or string in a dict or a list, and for
+    each object in them. A list of numbers counts as one value."""
     if type(value) in SIMPLE or is_plain_object(value):
         yield path, find, value
     elif not depth or not is_container(value):
@@ -140,12 +141,13 @@ class ObjectWatch:
 
     def __init__(self, note: Note) -> None:
         self._note = note
-        self._places: dict[int, tuple[str, Find, Any]] = {}  # by id, the object so that it stays the only one
-        self._patched: dict[Any, Any] = {}  # by class, its own method before it was patched
+        # by id; holds the object, so that its id stays its own
+        self._places: dict[int, tuple[str, Find, Any]] = {}
+        self._patched: dict[Any, Any] = {}  # by class, the class's own method before it was patched
         self._is_noting = False
 
     def show(self, path: str, find: Find, value: Any) -> None:
-        """Watches an object, which has this path."""
+        """Watches an object that is found at this path."""
         if id(value) in self._places:
             return
         self._places[id(value)] = path, find, value
@@ -175,7 +177,7 @@ class ObjectWatch:
             self.note(*each)
 
     def note(self, path: str, find: Find, value: Any) -> None:
-        """Notes a number, or watches an object."""
+        """Notes a number; starts to watch an object."""
         if is_plain_object(value):
             self.show(path, find, value)
         else:
@@ -205,7 +207,7 @@ def find_in_object(holder: Find, name: str) -> Find:
         of = holder()
         try:
             own = object.__getattribute__(of, "__dict__")
-        except AttributeError:  # slots
+        except AttributeError:  # a class with slots
             return getattr(of, name, GONE)
         return own[name] if name in own else getattr(of, name, GONE)
 

@@ -23,11 +23,12 @@ from .schema import op_name
 from .stand_ins import without_values
 
 MAX_CONST_ELEMENTS = 65536
-WRAPPED = "model."  # the prefix that LossAndOutputs gives to names
+WRAPPED = "model."  # the prefix that LossAndOutputs adds to names
 
 
 def convert(captured: Capture, model: nn.Module, name: str) -> Graph:
-    """Converts the program in its own order: leaves first, updates of buffers and outputs last."""
+    """Converts the program in its own order, but leaves come first, and updates of buffers and outputs
+    last."""
     return _Converter(captured, model).graph(name)
 
 
@@ -36,8 +37,8 @@ def graph_name(model: nn.Module) -> str:
 
 
 def nodes_of_checks(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that check a value, as ``torch._check(mask.sum() == n)`` does, with those that read it for
-    them alone: numbers that no result depends on."""
+    """The nodes that check a value, as ``torch._check(mask.sum() == n)`` does, and those that compute numbers
+    only for them: no result depends on any of these."""
     checks: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         value = node.meta.get("val")
@@ -62,7 +63,7 @@ class Names:
         self.used = set(used)
 
     def new(self, wanted: str) -> str:
-        """Returns ``wanted``, or else a name that begins with it, and reserves it."""
+        """Reserves and returns ``wanted`` if it is free, or else a new name that begins with it."""
         base = re.sub(r"[^A-Za-z0-9_.]", "_", wanted) or "value"
         name, n = base, 0
         while name in self.used:
@@ -73,8 +74,8 @@ class Names:
 
 
 class _Converter:
-    """Builds the nodes. ``single`` maps fx nodes to the names of their values; ``several`` maps those with
-    several values, among which unused ones are None."""
+    """Builds the nodes. ``single`` maps fx nodes to the names of their values; ``several`` maps fx nodes with
+    several values to a name for each, None for unused ones."""
 
     def __init__(self, captured: Capture, model: nn.Module) -> None:
         self.program = captured.program
@@ -91,7 +92,7 @@ class _Converter:
         parameters = dict(model.named_parameters(remove_duplicate=False))
         buffers = dict(model.named_buffers(remove_duplicate=False))
         self.tensors = parameters | buffers
-        # a tensor that is held under several names has the first
+        # a tensor with several names is called by the first
         self.first_name: dict[int, str] = {}
         for name, tensor in self.tensors.items():
             self.first_name.setdefault(id(tensor), name)
@@ -137,7 +138,7 @@ class _Converter:
                 raise TraceError(f"the model needs {spec.kind.name.lower()} {spec.target}, not a tensor")
         value = node.meta["val"]
         if not isinstance(value, torch.Tensor):
-            return  # a constant of the batch
+            return  # a constant in the batch
         if (op, key) not in self.leaf_of:
             self.leaf_of[op, key] = self.names.new(key)
             args = (self.constant(target),) if op == "const" else (key,)
@@ -177,7 +178,7 @@ class _Converter:
         elif isinstance(value, tuple | list):
             results = self.several[node] = self.names_of_several(node, len(value))
             types = tuple(self.type(v, node) for v in value)
-        elif value is not None:  # assertions give None
+        elif value is not None:  # assertions have None as their result
             self.refuse(
                 node,
                 f"{op_name(node.target)} reads a tensor's value",
@@ -195,7 +196,7 @@ class _Converter:
 
     def names_of_several(self, node: fx.Node, count: int) -> tuple[str | None, ...]:
         picks = [u for u in node.users if u.target is operator.getitem]
-        whole = len(picks) < len(node.users)  # an operator takes the list itself
+        whole = len(picks) < len(node.users)  # an operator reads the list as a whole
         used = {_index(u) % count for u in picks if u.users}
         one = len(used) == 1 and not whole
         return tuple(
@@ -216,7 +217,7 @@ class _Converter:
             case None | torch.device() | torch.layout() | torch.memory_format():
                 return None
             case float() if arg != arg:
-                return math.nan  # always this object, so that nodes with it compare equal
+                return math.nan  # one object for all, so that nodes with it compare equal
             case bool() | int() | float() | str():
                 return arg
             case tuple() | list():

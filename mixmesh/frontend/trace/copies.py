@@ -20,7 +20,7 @@ class _Link:
     taken: dict[str, Any]
 
 
-_LINKS: dict[int, _Link] = {}  # by id: some modules compare by their tensors
+_LINKS: dict[int, _Link] = {}  # by id, because some modules compare by their tensors
 
 
 def stand_for(copy: nn.Module, original: nn.Module) -> None:
@@ -31,7 +31,7 @@ def stand_for(copy: nn.Module, original: nn.Module) -> None:
 
 
 def original_of(module: nn.Module) -> nn.Module:
-    """The module that a copy stands for; any other module itself."""
+    """The module that a copy stands for; a module that is no copy itself."""
     link = _LINKS.get(id(module))
     original = None if link is None else link.original()
     return module if original is None else original

@@ -1,9 +1,9 @@
-"""Decomposition of an exported program, at the cost of the operators that it has.
+"""Decomposes an exported program in a time that depends only on the operators in it.
 
 PyTorch marks every composite operator of every library, some 500, so that those without a decomposition stay
 whole. For a small model this is three quarters of a trace. Here only the operators of the program's graphs
-are marked. An operator that none of them has is met only inside a composite that cannot stay whole, and is
-decomposed with it.
+are marked. Any other operator can appear only inside a composite that cannot stay whole, and is decomposed
+with it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def decomposed(program: ExportedProgram, table: Mapping[Any, Callable]) -> Expor
 
 @contextmanager
 def _marks_composites_of(program: ExportedProgram) -> Iterator[None]:
-    if not hasattr(exported_program, COLLECT):  # a later PyTorch, which marks them in another way
+    if not hasattr(exported_program, COLLECT):  # a later PyTorch marks them in another way
         yield
         return
     graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]

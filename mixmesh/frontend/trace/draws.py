@@ -9,7 +9,7 @@ from .build import Builder, Rule
 from .dtypes import TORCH_DTYPE
 from .schema import bound
 
-MAX_SPAN = 2**53  # the integers that a uniform number in f64 can distinguish
+MAX_SPAN = 2**53  # the number of integers that a uniform number in f64 can distinguish
 
 
 def randint(b: Builder, node: Node) -> tuple[Ref] | None:
@@ -50,8 +50,9 @@ def exponential(b: Builder, node: Node) -> tuple[Ref]:
 
 
 def multinomial(b: Builder, node: Node) -> tuple[Ref]:
-    """Draws classes by their weights: the class with the largest weight / exponential. The classes with the
-    largest few are a draw without replacement; with replacement, every draw has exponentials of its own."""
+    """Draws classes by their weights: takes the class with the largest weight / exponential. Taking the
+    classes with the largest few is a draw without replacement; with replacement, every draw has exponentials
+    of its own."""
     arg = bound(node)
     weights, count = arg["self"], arg["num_samples"]
     if arg["replacement"] and count > 1:

@@ -48,7 +48,8 @@ def exact_functions() -> AbstractContextManager[None]:
     original = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: Function, *args: Any, **kwargs: Any) -> Any:
-        if cls.__module__.startswith("torch._library"):  # an operator that is registered with a gradient
+        # an operator that is registered together with its gradient
+        if cls.__module__.startswith("torch._library"):
             return original.__func__(cls, *args, **kwargs)
         if kwargs or not _backward_is_autograd(cls, original.__func__, args):
             raise refusal(cls)
@@ -70,7 +71,7 @@ def refusal(cls: type) -> TraceError:
 
 
 def _forward(cls: Function, args: tuple) -> Any:
-    """Runs the forward with ordinary autograd."""
+    """Runs the forward with autograd's own derivative."""
     if cls.setup_context is not torch.autograd.Function.setup_context:
         return cls.forward(*args)
     return cls.forward(_Context(tuple(_differentiable(a) for a in args)), *args)
@@ -81,14 +82,15 @@ def _differentiable(x: Any) -> bool:
 
 
 def _backward_is_autograd(cls: Function, apply: Any, args: tuple) -> bool:
-    """Whether both gradients agree at random points, small and large, in float64."""
+    """Whether the backward and autograd give equal gradients at random points, small and large, in
+    float64."""
     if not any(map(_differentiable, args)):
         return False
     try:
-        # real tensors, outside of the export and its fake tensors
+        # real tensors, outside of the export's fake tensors
         with dispatch._disable_current_modes(), torch._C.DisableTorchFunction(), torch.enable_grad():
             return all(_agree(cls, apply, args, size, grad) for size in SCALES for grad in SCALES)
-    except Exception:  # it does not run on a probe, so nothing is known
+    except Exception:  # it does not run on a probe, so nothing can be said
         return False
 
 

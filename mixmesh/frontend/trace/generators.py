@@ -62,11 +62,11 @@ class Draws:
 
     @contextmanager
     def by_torch_alone(self) -> Iterator[None]:
-        """A context for the forward pass. Raises TraceError afterwards if it has drawn, unless from a
-        generator of the process that it had seeded."""
+        """A context for the forward pass. Raises TraceError afterwards if it has drawn numbers, unless from a
+        generator of the process that it had seeded before."""
         states = states_of(OF_PROCESS)
         for generator in OF_PROCESS:
-            generator.seed()  # at random, so that any state which the pass sets is another
+            generator.seed()  # to a random state, so that any state that the pass sets differs from it
         before = self._marks()
         try:
             with self._seeding(random, 0, before), self._seeding(np.random, 1, before):
@@ -82,8 +82,8 @@ class Draws:
         return [marks_of([each]) for each in self._generators]
 
     def _seeding(self, module: Any, number: int, before: list[str]) -> AbstractContextManager[None]:
-        """A context in which the seeding of a generator of the process by a number is noted, if nothing was
-        drawn from it before."""
+        """A context that notes whether the pass seeds a generator of the process by a number before it draws
+        anything from it."""
         seed_generator, name, generator = module.seed, self._names[number], self._generators[number]
 
         def seed(*args: Any, **kwargs: Any) -> None:

@@ -70,14 +70,14 @@ def place_of_hook(hook: Any) -> Place:
 
 
 def _function(hook: Any) -> Any:
-    hook = getattr(hook, "func", hook)  # for a functools.partial
+    hook = getattr(hook, "func", hook)  # unwraps a functools.partial
     return hook if hasattr(hook, "__code__") or hasattr(hook, "__func__") else type(hook).__call__
 
 
 @contextmanager
 def hooks_traced(model: nn.Module) -> Iterator[None]:
-    """A context in which TraceError is raised if the forward pass puts a hook on a gradient, or if a forward
-    hook changes nothing or collects."""
+    """A context that raises TraceError if the forward pass puts a hook on a gradient, or if a forward hook
+    changes nothing or collects values."""
     check_gradient_hooks(model)
     held = [
         (hooks, key) for m in model.modules() for at in FORWARD for hooks in [getattr(m, at)] for key in hooks
@@ -109,7 +109,7 @@ def _refusal_of(method: str) -> Callable[..., Any]:
 
 
 def _observed(hook: Any) -> Any:
-    """Wraps a hook so that it raises TraceError if it changes no tensor, or collects."""
+    """Wraps a hook so that it raises TraceError if it changes no tensor, or collects values."""
     if _function(hook).__module__.startswith(FOR_THE_FORWARD):
         return hook
 

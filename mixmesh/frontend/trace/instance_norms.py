@@ -22,7 +22,7 @@ DEFAULTS = {"running_mean": None, "running_var": None, "use_input_stats": True, 
 
 
 def _with_updates(function: Callable) -> Callable:
-    """``function`` with its update of running statistics written out."""
+    """Wraps ``function`` so that its update of running statistics is written out."""
 
     def instance_norm(*args: Any, **kwargs: Any) -> Any:
         call = DEFAULTS | dict(zip(ARGUMENTS[function].split(), args)) | kwargs

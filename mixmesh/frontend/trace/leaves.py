@@ -13,12 +13,13 @@ from ...errors import TraceError
 from .words import WORDS, is_words
 
 TENSOR = "tensor"
-# values that a plan records as text, so that a later call with another value is refused
+# types of values that a plan records as text, so that a later call with another value is refused
 BY_TEXT = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 
 
 def describe_argument(value: Any) -> str:
-    """A leaf of a call as a plan records it: a tensor, a constant by its value, or a thing by its type."""
+    """A leaf of a call as a plan records it: "tensor", the value of a constant, or the type of anything
+    else."""
     if isinstance(value, torch.Tensor):
         return TENSOR
     if is_words(value):
@@ -35,7 +36,7 @@ def check_leaf(name: str, value: Any) -> None:
         return
     raise TraceError(
         f"{name} of the batch holds a value that a program would keep as it was in the first batch",
-        expected="tensors, numbers and words in lists, tuples and dicts",
+        expected="tensors, numbers and strings in lists, tuples and dicts",
         got=f"{type(value).__module__}.{type(value).__qualname__}",
         hint=instead_of(value),
     )

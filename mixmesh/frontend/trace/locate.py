@@ -16,6 +16,7 @@ import torch
 from torch.fx import proxy
 from torch.fx.proxy import TracerBase
 
+from ...base.callers import shown_path
 from ...base.files import PACKAGE
 from ...base.patch import patched
 
@@ -23,7 +24,7 @@ Frame = tuple[str, int, str]  # file, line, function
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)(?:, in (\S+))?')
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _OURS = str(PACKAGE) + os.sep
-# our files that replace functions of torch during tracing: their frames lie inside of the model's
+# our files that replace functions of torch during tracing: their frames lie within the model's
 _WITHIN = tuple(
     os.path.join(_OURS, "frontend", "trace", name)
     for name in (
@@ -36,7 +37,7 @@ _STDLIB = os.path.abspath(sysconfig.get_paths()["stdlib"]) + os.sep
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A line of code: its ``location`` as printed ("model.py:41"), and its text as ``source`` if known."""
+    """A line of code: its printed ``location`` ("model.py:41"), and its text as ``source`` if known."""
 
     location: str = ""
     source: str = ""
@@ -47,7 +48,8 @@ class Place:
 
 
 def place_of_stack(text: str | None) -> Place:
-    """The innermost frame in a stack trace that is the user's, or else a library's, but never torch's."""
+    """The innermost frame in a stack trace that belongs to the user, or else to a library, but never to
+    torch."""
     return _pick(_frames_in(text or ""))
 
 
@@ -71,13 +73,13 @@ def place_of_error(error: BaseException) -> Place:
 
 
 def place_of_function(function: object) -> Place:
-    """The place where a function of the user's is defined."""
+    """The place where a function of the user is defined."""
     code = getattr(function, "__code__", None)
     return _pick([(code.co_filename, code.co_firstlineno, code.co_name)]) if code else Place()
 
 
 def _inside_model(frames: list[Frame]) -> list[Frame]:
-    """The frames after our call of the model, without those of the caller of ``trace``."""
+    """The frames inside our call of the model, without those of the caller of ``trace``."""
     frames = [f for f in frames if f[0] not in _WITHIN]
     while frames and frames[-1][0].startswith(_OURS):
         frames = frames[:-1]
@@ -101,7 +103,8 @@ def _pick(frames: Iterable[Frame]) -> Place:
 
 
 def is_users(file: str) -> bool:
-    """Whether a file is neither torch's nor ours: the model's own, or that of a library that it uses."""
+    """Whether a file belongs neither to torch nor to mixmesh: the model's own file, or one of a library that
+    it uses."""
     return not file.startswith(("<", _TORCH, _OURS))
 
 
@@ -141,7 +144,5 @@ class _ModelFrames:
 
 
 def _place(path: str, line: int) -> Place:
-    here = os.getcwd() + os.sep
-    inside = path.startswith(here) and "site-packages" not in path
-    shown = path[len(here) :] if inside else os.path.basename(path)
-    return Place(f"{shown}:{line}", linecache.getline(path, line).strip(), "site-packages" not in path)
+    source = linecache.getline(path, line).strip()
+    return Place(f"{shown_path(path)}:{line}", source, "site-packages" not in path)

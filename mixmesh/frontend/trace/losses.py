@@ -7,7 +7,7 @@ from .build import Builder, Rule
 from .schema import bound, changed
 
 NONE, MEAN, SUM = 0, 1, 2  # at::Reduction
-MANY_CLASSES = 1024  # from this many on, a row's f32 sum has less than 0.2 % of the bytes of its logits
+MANY_CLASSES = 1024  # with at least this many, a row's f32 sum has less than 0.2 % of the bytes of its logits
 HALF = frozenset({"bf16", "f16", "f8e4m3", "f8e5m2"})
 
 
@@ -44,7 +44,7 @@ def cross_entropy(b: Builder, node: Node) -> tuple[Ref] | None:
 
 
 def _has_many_classes(b: Builder, arg: dict) -> bool:
-    """Whether cutting the classes may pay; all labels have the same weight then."""
+    """Whether cutting the classes may pay; all labels then have the same weight."""
     shape = b.type(arg["self"]).shape
     labels = not b.type(arg["target"]).is_floating
     return len(shape) > 1 and shape[1] >= MANY_CLASSES and labels and arg["weight"] is None
@@ -78,7 +78,7 @@ def counted(b: Builder, target: Ref, weight: Ref | None, ignore_index: int, dtyp
     valid = b("aten.ne.Scalar", target, ignore_index)
     if weight is None:
         return b("aten._to_copy", b("aten.sum", valid), dtype=DType(dtype))
-    # the ignored target may lie outside of the classes: look up class 0 instead, and drop the result
+    # the ignored target may lie outside of the classes: class 0 is looked up instead, and the result dropped
     safe = b("aten.masked_fill.Scalar", target, b("aten.logical_not", valid), 0)
     table = b("aten.view", weight, (*b.type(weight).shape, 1))
     looked_up = b("aten.squeeze.dim", b("aten.embedding", table, safe), -1)

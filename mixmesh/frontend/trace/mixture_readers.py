@@ -1,5 +1,5 @@
-"""Readers of the operators in a mixture of experts. Each returns the facts about a node's results, or None
-for a node of another kind."""
+"""Functions that read the operators in a mixture of experts. Each returns the facts about a node's results,
+or None for a node of another kind."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ Facts = tuple[Held, ...] | None
 
 
 def read_node(region: Region, node: Node) -> Facts:
-    """The facts about the results of a node that reads values of the region; None if no reader knows it."""
+    """The facts about the results of a node that reads values of the region; None if no reader recognises
+    it."""
     for read in (_read_positions, _read_rows, _read_products, _read_end, _read_row_operator):
         held = read(region, node)
         if held is not None:
@@ -45,7 +46,7 @@ def kinds_of(region: Region, node: Node) -> list[str]:
 
 
 def _only_kind(region: Region, node: Node) -> str:
-    """The kind of the input of a node with a single one, else ""."""
+    """The kind of a node's input if it has only one, else ""."""
     kinds = kinds_of(region, node)
     return kinds[0] if len(kinds) == 1 else ""
 
@@ -333,7 +334,7 @@ def _read_row_operator(region: Region, node: Node) -> Facts:
 
 
 def _is_by_row(region: Region, call: Call, node: Node) -> bool:
-    """Whether a call does not depend on the position of a row or on the number of rows."""
+    """Whether a call depends neither on the position of a row nor on the number of rows."""
     rule = RULES.get(call.op)
     if rule is None or draws_numbers(call.op) or call.op == "aten.squeeze":
         return False
@@ -396,6 +397,6 @@ def _text(region: Region, arg: Arg, names: dict[str, str]) -> str:
         case float() if arg in (float("inf"), -float("inf")):
             return "inf" if arg > 0 else "-inf"
         case float() if not abs(arg) <= LARGEST["f16"]:
-            # program checks for such a device do not look into a body
+            # a program's checks for such a device do not look into a body
             raise NoMixture(f"{arg}, which a device without bf16 could not hold")
     return repr(arg)

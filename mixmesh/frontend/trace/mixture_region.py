@@ -1,4 +1,4 @@
-"""A mixture of experts while it is read: facts about its values, and the text of its experts' body."""
+"""A mixture of experts while it is being read: facts about its values, and the text of its experts' body."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SORTED, ROWS, BY_TOKEN = "sorted", "rows", "by token"
 
 
 class NoMixture(Exception):
-    """The region is no mixture of experts, or none that can be read."""
+    """The region is not a mixture of experts, or not one that can be read."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Held:
 
 @dataclass
 class Region:
-    """A mixture while it is read. ``facts`` are those about its values; ``inputs`` are its groups of tensors,
+    """A mixture while it is being read. ``facts`` are about its values; ``inputs`` are its groups of tensors,
     by their prefix in the body."""
 
     graph: Graph
@@ -48,7 +48,7 @@ class Region:
         return self.graph.types[self.ids].shape[0]
 
     def input(self, prefix: str, value: str) -> str:
-        """The name in the body of a tensor from outside."""
+        """The name in the body for a tensor from outside."""
         if value in self.facts:
             raise NoMixture("a value of the region is used as one from outside")
         names = self.inputs[prefix]
@@ -57,7 +57,7 @@ class Region:
         return f"{prefix}{names.index(value)}"
 
     def step(self, count: int, text: str) -> list[str]:
-        """Appends an assignment of ``count`` values, and returns their names."""
+        """Appends an assignment of ``count`` values to the body, and returns their names."""
         names = [f"v{len(self.body)}"] if count == 1 else [f"v{len(self.body)}_{n}" for n in range(count)]
         self.body.append(f"{', '.join(names)} = {text}")
         return names

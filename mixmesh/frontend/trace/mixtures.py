@@ -25,7 +25,7 @@ SORTS = ("aten.sort", "aten.sort.stable")
 
 
 def mixtures_as_operators(graph: Graph) -> Graph:
-    """Puts each mixture of experts that can be read into one operator."""
+    """Replaces each mixture of experts that can be read by one operator."""
     region_of: dict[int, Region] = {}
     for ids in dict.fromkeys(_ids_of_mixtures(graph)):
         try:
@@ -102,7 +102,7 @@ def _others(region: Region, node: Node) -> bool:
 
 
 def _check(region: Region) -> None:
-    """Raises NoMixture for a region without an end."""
+    """Raises NoMixture for a region whose end was not found."""
     if not region.result or not region.num_experts or not region.inputs["x"]:
         raise NoMixture("no sum over the choices of tokens")
     if not any("@" in step for step in region.body):

@@ -17,7 +17,7 @@ def batch_norm(b: Builder, node: Node) -> tuple[Ref | None, ...] | None:
     """
     arg = bound(node)
     if any(r is not None for r in node.results[1:3]):
-        return None  # the saved statistics are used
+        return None  # it uses the saved statistics
     if not arg.get("training", "no_training" not in node.op):
         return (_with_fixed_statistics(b, arg), *[None] * (len(node.results) - 1))
     x = arg["input"]
@@ -36,7 +36,7 @@ def local_batch_norm(b: Builder, node: Node) -> tuple[Ref | None, ...] | None:
     torch.nn.BatchNorm2d does under DistributedDataParallel)."""
     arg = bound(node)
     if any(r is not None for r in node.results[1:3]):
-        return None  # the saved statistics are used
+        return None  # it uses the saved statistics
     if not arg.get("training", "no_training" not in node.op):
         return batch_norm(b, node)
     running = (arg.get("running_mean"), arg.get("running_var"))
@@ -48,7 +48,8 @@ def local_batch_norm(b: Builder, node: Node) -> tuple[Ref | None, ...] | None:
 
 
 def _results(node: Node, y: Ref, *statistics: Ref) -> tuple[Ref | None, ...]:
-    """Pads the results to the number that the node has: the second and third are saved statistics."""
+    """Pads the results to the number that the node has: the second and third are statistics saved for the
+    backward pass."""
     return (y, None, None, *statistics, *[None] * len(node.results))[: len(node.results)]
 
 
@@ -58,7 +59,7 @@ def _updates(
     """Returns ``statistics``, the new values of the ``running`` ones, after correcting the node's types."""
     for result, old in zip(node.results[3:5], running):
         if result is not None:
-            b.types[result] = b.type(old)  # export gives f32 for a half module, whose buffers are half
+            b.types[result] = b.type(old)  # export has f32 here for a half module, whose buffers are half
     return statistics
 
 
@@ -93,7 +94,7 @@ _NAMES = (
     "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training",
     "_batch_norm_with_update_functional", "_batch_norm_no_update", "cudnn_batch_norm",
 )  # fmt: skip
-NORM_RULES: dict[str, dict[str, Rule]] = {  # by the kind of statistics
+NORM_RULES: dict[str, dict[str, Rule]] = {  # by the kind of statistics, "exact" or "local"
     EXACT: {f"aten.{name}": batch_norm for name in _NAMES},
     LOCAL: {f"aten.{name}": local_batch_norm for name in _NAMES},
 }

@@ -16,7 +16,7 @@ from ...errors import TraceError
 from ...lang.ir import Graph, Node, Shard, batch_size_of
 from ...lang.rules import RULES, call_of, strategies
 
-NOTHING = "?"  # follows the name of an output that was None
+NOTHING = "?"  # suffix of the name of an output that was None
 
 
 def named_tensors(output: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -30,8 +30,8 @@ def named_tensors(output: Any, path: str = "") -> Iterator[tuple[str, torch.Tens
 
 
 def parts_of(output: Any, *, top: bool = True) -> Iterator[tuple[Any, Any]]:
-    """Yields the names and values in a part of a model's return value. An object without items gives its
-    attributes, but only at the ``top``."""
+    """Yields the names and values in a part of a model's return value. For an object without items these are
+    its attributes, but only at the ``top``."""
     if isinstance(output, Mapping) or hasattr(output, "items"):
         yield from output.items()
     elif isinstance(output, tuple) and hasattr(output, "_fields"):
@@ -116,7 +116,7 @@ def values_with_rows(graph: Graph) -> frozenset[str]:
 
 
 def _ties(graph: Graph, node: Node) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """The (position, dim) of the inputs and results that are cut, for each way to cut an operator."""
+    """For each way to cut an operator, the (position, dim) of the inputs and results that are cut."""
     rule = RULES.get(node.op)
     if rule is None:
         return ()

@@ -23,14 +23,14 @@ from .called import is_own, names_in
 
 GENERATORS = torch.Generator, random.Random, np.random.Generator, np.random.RandomState
 OF_PROCESS = random._inst, np.random.mtrand._rand  # type: ignore[attr-defined]
-MOST = 20_000  # objects that are visited
-MOST_ITEMS = 1000  # larger collections may be the data
+MOST = 20_000  # limit on the objects visited
+MOST_ITEMS = 1000  # larger collections may be the data itself, and are not searched
 _BUILTIN = types.BuiltinMethodType
 _PLAIN = (torch.Tensor, np.ndarray, str, bytes, int, float, complex, type(None))
 
 
 def generators_in(*roots: Any) -> list[Any]:
-    """The generators that ``roots`` lead to, nearest first, without the process's own."""
+    """The generators that ``roots`` lead to, the nearest first, without those of the process."""
     of_process = {id(g) for g in (torch.default_generator, *OF_PROCESS)}
     waiting, visited = deque(roots), dict[int, Any]()
     generators = []
@@ -115,7 +115,7 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
-        except ValueError:  # it is empty
+        except ValueError:  # the cell is empty
             continue
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()

@@ -10,13 +10,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-DEPTH = 3  # levels of containers within each other
-MOST = 2000  # objects that are visited
+DEPTH = 3  # levels of containers within each other that are followed
+MOST = 2000  # limit on the objects visited
 PLAIN = (int, float, complex, str, bytes, bool, type(None))
 CLOSED = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, Tensor)
-OF_MODULES = ("_parameters", "_buffers", "_modules")  # their changes are detected in another way
+# tables of a module: changes of these are detected in another way
+OF_MODULES = ("_parameters", "_buffers", "_modules")
 
-Reached = dict[str, Any]  # by the expression that leads there
+Reached = dict[str, Any]  # objects, by the expression that leads to each
 
 
 def reach(function: Any, hook: Any, module: nn.Module) -> Reached:
@@ -48,7 +49,7 @@ def _roots(function: Any, hook: Any) -> Iterator[tuple[str, Any]]:
         for name, cell in zip(code.co_freevars, function.__closure__ or ()):
             try:
                 yield name, cell.cell_contents
-            except ValueError:  # not assigned yet
+            except ValueError:  # the variable is not assigned yet
                 continue
         for name in code.co_names:
             if name in function.__globals__:
@@ -58,7 +59,7 @@ def _roots(function: Any, hook: Any) -> Iterator[tuple[str, Any]]:
     if (owner := getattr(hook, "__self__", None)) is not None:
         yield "self", owner
     elif not isinstance(hook, types.FunctionType):
-        yield "self", hook  # an object that is called, or a functools.partial
+        yield "self", hook  # an object with __call__, or a functools.partial
         yield "arguments", (getattr(hook, "args", ()), getattr(hook, "keywords", {}))
 
 

@@ -1,5 +1,5 @@
-"""Values that a forward pass reads and that become constants of a program: numbers and words of modules, and
-tensors that are neither parameters nor buffers of the model.
+"""Values that a forward pass reads and that become constants of a program: numbers and strings of modules,
+and tensors that are neither parameters nor buffers of the model.
 
 At every call the first rank compares them with their current values. Only values that were read count: a
 module is free to count and note things that its forward pass does not use.
@@ -40,20 +40,20 @@ _OF_EVERY_MODULE = frozenset(
     {"training", "call_super_init", "dump_patches", "_version", "_compiled_call_impl"}
 )
 _TABLES = frozenset({"__dict__", *vars(nn.Module())})
-_OF_EXPORT = ("_tensor_constant", "_param_constant")  # the names that it gives to constants
+_OF_EXPORT = ("_tensor_constant", "_param_constant")  # the names that export gives to constants
 Key = tuple[int, str]  # id of the holder of a value, and the value's name there
 
 
 @dataclass(frozen=True)
 class Number:
-    """A number or a word as it was read. ``find`` gives the current value in its place."""
+    """A number or a string with the value that was read. ``find`` returns the current value in its place."""
 
     path: str
     find: Find
     value: Any
 
     def mark(self) -> str:
-        """A description of how it has changed; empty if it has not."""
+        """Describes how the value has changed; empty if it has not."""
         now = self.find()
         is_same = now is self.value or (type(now) is type(self.value) and now == self.value)
         return "" if is_same or now is GONE else f"{now!r}, was {self.value!r}"
@@ -65,7 +65,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Constant:
-    """A tensor of which a program holds a copy. ``find`` returns the tensor that is in its place now."""
+    """A tensor of which a program holds a copy. ``find`` returns the tensor now in its place."""
 
     path: str
     find: Find
@@ -73,7 +73,7 @@ class Constant:
     version: int
 
     def mark(self) -> str:
-        """A description of how it has changed; empty if it has not."""
+        """Describes how the tensor has changed; empty if it has not."""
         now = self.find()
         if not _is_real(self.tensor):
             return "the weight of a model that is parallel by now"
@@ -89,8 +89,8 @@ class Constant:
 
 @dataclass
 class Reads:
-    """The values that forward passes of a model read, each as it was at the first read. A separate object,
-    because export undoes assignments to modules."""
+    """The values that forward passes of a model have read, each as it was when it was first read. A separate
+    object, because export undoes assignments to modules."""
 
     of: dict[Key, Number | Constant] = field(default_factory=dict)
     places: dict[int, tuple[str, Find]] = field(default_factory=dict)  # by the id of a tensor
@@ -101,7 +101,7 @@ class Reads:
         return tuple((path, mark) for path, mark in marks if mark)
 
     def renew(self) -> None:
-        """Replaces the values that were read by the current ones."""
+        """Replaces the old values by the current ones."""
         self.of = {key: value.renewed() for key, value in self.of.items()}
 
     def keep(self, key: Key, value: Number | Constant) -> None:
@@ -125,7 +125,7 @@ class Reads:
 
 
 _READ: weakref.WeakKeyDictionary[nn.Module, Reads] = weakref.WeakKeyDictionary()
-_passes: list[_Pass] = []  # passes under way, the innermost last
+_passes: list[_Pass] = []  # running forward passes, the innermost last
 
 
 def reads_of(model: nn.Module) -> Reads:
@@ -142,14 +142,14 @@ class _Pass:
             for path, module in model.named_modules()
             for each in (module, original_of(module))
         }
-        self._held: list[Any] = []  # so that no other object has the id of one that was noted
+        self._held: list[Any] = []  # keeps objects alive, so that no other object gets the id of a noted one
         self.noted: dict[Key, Number | Constant] = {}
         self.objects = ObjectWatch(self._note_inner)
         self._containers: set[Key] = set()
         self.places: dict[int, tuple[str, Find]] = {}  # by the id of a tensor that may be read
 
     def _place(self, module: nn.Module, attributes: Mapping[str, Any]) -> tuple[str, nn.Module | None]:
-        """The path of a module, and the script's own module; None for one outside of the model."""
+        """The path of a module, and the script's own module; None for a module outside of the model."""
         if id(attributes) in self._modules:
             return self._modules[id(attributes)]
         original = original_of(module)
@@ -166,7 +166,7 @@ class _Pass:
         if true_module is not None and isinstance(value, Tensor) and not is_own:
             return  # an input of the program
         if is_metric(true_module if true_module is not None else module):
-            return  # a metric only counts its inputs, and the program has no part in that
+            return  # a metric only counts its inputs, and no program contains it
         self._held.append(attributes)
         find = _find_attribute(weakref.ref(true_module if true_module is not None else module), name)
         self._note(key, f"{path}.{name}".lstrip("."), find, value)
@@ -195,9 +195,8 @@ class _Pass:
         self.noted.setdefault((0, path), Number(path, find, value))
 
     def functions(self, first: Iterable[tuple[FunctionType, type | None]], sure: Iterable[Any] = ()) -> None:
-        """Notes the outside numbers read by functions and by those that they call, and the tensors read by
-        functions that are ``sure`` to run. Other tensors are noted if the program turns out to contain
-        them."""
+        """Notes the outside numbers that functions, and those that they call, read, and the tensors that
+        functions ``sure`` to run read. Other tensors are noted if the program turns out to contain them."""
         certain = {id(function) for function in sure}
         for function in all_called(first):
             is_sure = id(function) in certain
@@ -325,7 +324,7 @@ def _find_in_cell(cell: Any) -> Find:
     def find() -> Any:
         try:
             return cell.cell_contents
-        except ValueError:  # it is empty
+        except ValueError:  # the cell is empty
             return GONE
 
     return find

@@ -33,7 +33,7 @@ def layers(b: Builder, node: Node) -> tuple[Ref | None, ...] | None:
 
 
 def _dropout(b: Builder, x: Ref, p: float, batch_first: bool) -> Ref:
-    """Dropout that draws its numbers with time first, as PyTorch does."""
+    """Applies dropout that draws its numbers with time first, as PyTorch does."""
     if not batch_first:
         return b("aten.native_dropout", x, p, True)
     dropped = b("aten.native_dropout", b("aten.transpose.int", x, 0, 1), p, True)

@@ -1,4 +1,4 @@
-"""Functions of PyTorch that are exported as others which compute the same."""
+"""Replaces functions of PyTorch during an export by others that compute the same."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ STAND_INS: dict[Callable, Callable] = {F.gaussian_nll_loss: gaussian_nll_loss, *
 
 
 class ReplacedFunctions(TorchFunctionMode):
-    """A context in which the functions in ``STAND_INS`` are replaced, whichever way a model reached them."""
+    """A context in which the functions in ``STAND_INS`` are replaced, under every name by which a model may
+    have imported them."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         return STAND_INS.get(func, func)(*args, **(kwargs or {}))

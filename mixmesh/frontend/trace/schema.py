@@ -48,8 +48,8 @@ def overload(op: str) -> torch._ops.OpOverload:
 
 
 def _is_computation(schema: torch._C.FunctionSchema) -> bool:
-    """Whether an operator has no side effects. One with strings but no tensors among its arguments would read
-    a file."""
+    """Whether an operator has no side effects. An operator with strings but no tensors among its arguments
+    would read a file."""
     kinds = [str(a.type) for a in schema.arguments]
     return not schema.is_mutable and ("str" not in kinds or any("Tensor" in kind for kind in kinds))
 
@@ -61,7 +61,7 @@ def ctc_loss_on_meta(
     return log_probs.new_empty(log_probs.shape[1:2] if reduction == 0 else ())
 
 
-# operators without a kernel for meta tensors in PyTorch
+# operators for which PyTorch has no kernel on meta tensors
 ON_META = {"aten.ctc_loss.Tensor": ctc_loss_on_meta}
 
 
@@ -79,7 +79,7 @@ def op_name(target: torch._ops.OpOverload) -> str:
 
 
 def bound(node: Node) -> dict[str, Arg]:
-    """The arguments of ``node`` by their names in the schema, defaults included."""
+    """The arguments of ``node`` by their names in the schema, including defaults."""
     out: dict[str, Arg] = {}
     named = dict(node.kwargs)
     for position, argument in enumerate(overload(node.op)._schema.arguments):
@@ -91,7 +91,7 @@ def bound(node: Node) -> dict[str, Arg]:
 
 
 def changed(node: Node, **changes: Arg) -> tuple[tuple[Arg, ...], dict[str, Arg]]:
-    """The positional and keyword arguments of ``node`` with some of them changed."""
+    """The positional and keyword arguments of ``node`` after some of them were changed."""
     arguments = bound(node) | changes
     schema = overload(node.op)._schema.arguments
     args = tuple(arguments[a.name] for a in schema if not a.kwarg_only)

@@ -20,7 +20,7 @@ from .locate import place_of_stack
 
 aten = torch.ops.aten
 SELECT = (aten.masked_select.default, aten.index.Tensor)
-# export adds these for a length that it does not know
+# operators that export adds for a length that it does not know
 SIZES = (
     aten.sym_size.int, aten._assert_scalar.default, aten.sym_constrain_range_for_size.default,
     aten.sym_constrain_range.default,
@@ -55,7 +55,7 @@ def _is_known(targets: fx.Node) -> bool:
 
 
 def _selected(targets: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The rows and the mask that targets were selected with, or None."""
+    """The rows and the mask with which targets were selected, or None."""
     if targets.target not in SELECT:
         return None
     rows, mask = targets.args[:2]
@@ -71,7 +71,7 @@ def _selected(targets: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _counts(lengths: object, mask: fx.Node) -> bool:
-    """Whether lengths are the numbers of targets that each row of a mask selects."""
+    """Whether lengths are the numbers of targets that a mask selects in each row."""
     if not isinstance(lengths, fx.Node) or lengths.target is not aten.sum.dim_IntList:
         return False
     source, dims, *others = lengths.args
@@ -79,7 +79,7 @@ def _counts(lengths: object, mask: fx.Node) -> bool:
 
 
 def _selected_first(graph: fx.Graph, rows: fx.Node, mask: fx.Node) -> fx.Node:
-    """Builds the rows with their selected values first."""
+    """Builds the rows with their selected values moved to the front."""
 
     def call(op: OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
         new = graph.call_function(op, args, kwargs)
@@ -93,7 +93,7 @@ def _selected_first(graph: fx.Graph, rows: fx.Node, mask: fx.Node) -> fx.Node:
 
 
 def _erase(selected: fx.Node) -> None:
-    """Erases a value that is not used any more, with the nodes about its length."""
+    """Erases a value that is no longer used, together with the nodes about its length."""
     users = [selected]
     for node in users:
         users += [user for user in node.users if user not in users]

@@ -88,8 +88,8 @@ def _factory(node: Node) -> Node:
 
 
 def eps_written_out(graph: Graph) -> Graph:
-    """Gives RMS norms without an eps that of their dtype: verification runs a graph in another one, and it
-    must stay the same function."""
+    """Gives RMS norms without an eps the default of their dtype: verification runs a graph in another dtype,
+    and it must stay the same function."""
     return rewrite(graph, {"aten.rms_norm": _rms_norm})
 
 
@@ -98,7 +98,7 @@ def _rms_norm(b: Builder, node: Node) -> tuple[Ref] | None:
     if arg["eps"] is not None:
         return None
     x = arg["input"]
-    wide = torch.promote_types(TORCH_DTYPE[b.type(x).dtype], torch.float32)  # as torch.nn.RMSNorm says
+    wide = torch.promote_types(TORCH_DTYPE[b.type(x).dtype], torch.float32)  # as in torch.nn.RMSNorm
     return (b(node.op, x, arg["normalized_shape"], arg["weight"], torch.finfo(wide).eps),)
 
 
@@ -174,7 +174,7 @@ IDENTITY_RULES: dict[str, Rule] = {
 
 
 def drop_useless_detach(graph: Graph) -> Graph:
-    """Drops a ``detach`` of a value without a gradient, as from ``no_grad`` around a mask."""
+    """Drops a ``detach`` of a value without a gradient, for instance from ``no_grad`` around a mask."""
     flowing: set[str] = set()
     for node in graph.nodes:
         trainable = node.op == "param" and dict(node.kwargs).get("trainable", True)
@@ -212,8 +212,8 @@ def leaves_at_first_use(graph: Graph) -> Graph:
 
 
 def updates_at_once(graph: Graph) -> Graph:
-    """Moves each update of a buffer directly after the node of its new value, and so into its layer: repeated
-    layers with updates then stay alike."""
+    """Moves each update of a buffer directly after the node that makes its new value, and so into its layer,
+    so that repeated layers with updates stay alike."""
     waiting: dict[str, list[Node]] = {}
     for node in graph.nodes:
         if node.op == "update":

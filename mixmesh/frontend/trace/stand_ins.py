@@ -21,14 +21,14 @@ from ...errors import TraceError
 @contextmanager
 def meta_on_device(model: nn.Module, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
     """A context that gives the tensors for an export. These are ``tensors`` themselves if neither they nor
-    ``model`` are on ``meta``. Otherwise they are fake ones on the device of the others, and within the
-    context so are the model's tensors on ``meta``."""
+    ``model`` are on ``meta``. Otherwise those on ``meta``, and within the context also the model's, are
+    replaced by fake ones on the device of the others."""
     every = (*model.parameters(), *model.buffers(), *tensors)
     if not any(x.is_meta for x in every):
         yield tuple(tensors)
         return
     device = next((x.device for x in every if not x.is_meta), torch.device("cpu"))
-    # like export's own; a new one for each export, as it numbers the sizes that depend on values
+    # like export's own mode; a new one for each export, because it numbers the sizes that depend on values
     shapes = ShapeEnv(tracked_fakes=[], prefer_deferred_runtime_asserts_over_guards=False, trace_asserts=True)
     mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True, export=True)
 
@@ -38,7 +38,7 @@ def meta_on_device(model: nn.Module, tensors: Sequence[Tensor]) -> Iterator[tupl
         stand_in = FakeTensor(mode, x.detach(), device)
         return nn.Parameter(stand_in, x.requires_grad) if isinstance(x, nn.Parameter) else stand_in
 
-    stand_in_of: dict[int, Tensor] = {}  # by the original, which modules may share
+    stand_in_of: dict[int, Tensor] = {}  # by the original tensor, which modules may share
     held = list(_held(model))
     try:
         for table, name, x in held:

@@ -28,14 +28,14 @@ def check_stopped_writes(module: fx.GraphModule) -> None:
 
 @dataclass(frozen=True)
 class _Seen:
-    """The values through which a gradient ``flows``; ``outside`` maps each placeholder of a block to the
-    value that it stands for."""
+    """The values seen so far. ``flows`` are those through which a gradient flows; ``outside`` maps each
+    placeholder of a block to the value that it stands for."""
 
     flows: set[fx.Node]
     outside: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def same_memory(self, node: fx.Node) -> list[fx.Node]:
-        """``node`` and the values that it is a view of, up to one whose gradient was stopped."""
+        """``node`` and the values that it is a view of, up to the first whose gradient was stopped."""
         chain = [node]
         while chain[-1].target is not DETACH:
             last = chain[-1]

@@ -1,7 +1,7 @@
 """Export of ``nn.SyncBatchNorm``, as in scripts for DistributedDataParallel.
 
-Its statistics are those of the whole batch, like those of every planned batch norm. It would ask the other
-ranks for theirs, but only one rank exports.
+Its statistics are those of the whole batch, as for every planned batch norm. It would exchange them with the
+other ranks, but only one rank exports.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks of programs (is this one valid?) and of plans (do they belong to this cluster and this model?).
+"""Checks programs (is this one valid?) and plans (do they belong to this cluster and this model?).
 
 A program that a person has edited is checked before anything runs. Invariants of a valid program:
 
@@ -37,5 +37,5 @@ def check_program(program: Program, where: str = "") -> None:
     from .types import check_types  # imports torch
 
     check_names(program, where)
-    check_types(program, where)  # before placements: a wrong shape fits no rule either
+    check_types(program, where)  # first, because a wrong shape fits no rule either
     check_placements_only(program, where)

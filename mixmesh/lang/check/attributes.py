@@ -1,4 +1,4 @@
-"""The attributes that an instruction may have: a table with the values that each allows."""
+"""The attributes that an instruction may have: a table with the values that each attribute allows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .failure import Fail
 
 class Attribute(NamedTuple):
     """The values that an attribute allows: a test of the value alone, the same in words, and a test of the
-    value together with its instruction."""
+    value and its instruction."""
 
     is_value: Callable[[Any], bool]
     expected: str
@@ -34,7 +34,8 @@ def _are_sizes(value: Any) -> bool:
 
 
 def _is_part_of(i: Instruction, drawn: tuple[int, ...]) -> bool:
-    """Whether an operator that draws may give a part, cut along one dim, of the drawn tensor."""
+    """Whether a random operator may have this attribute: it gives a part, cut along one dim, of the drawn
+    tensor."""
     _, dim, start, *whole = drawn
     shape = i.types[0].value.shape
     if i.op not in DRAWS or len(whole) != len(shape) or dim >= max(len(shape), 1):
@@ -46,7 +47,7 @@ def _is_part_of(i: Instruction, drawn: tuple[int, ...]) -> bool:
 COUNT = Attribute(_is_count, f"a whole number from 0 to {MAX_INSTRUCTIONS}")
 FLAG = Attribute(lambda value: isinstance(value, bool), "true or false")
 TEXT = Attribute(lambda value: isinstance(value, str), 'a string, such as "padded"')
-ELSEWHERE = Attribute(lambda value: True, "")  # checked together with other facts, in its own module
+ELSEWHERE = Attribute(lambda value: True, "")  # checked together with other facts, in a separate module
 
 ATTRIBUTES: dict[str, Attribute] = {
     "algorithm": TEXT,

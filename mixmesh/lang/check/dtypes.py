@@ -1,4 +1,4 @@
-"""Checks of the ranks' own dtypes."""
+"""Checks the ranks' own dtypes."""
 
 from __future__ import annotations
 

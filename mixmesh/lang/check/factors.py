@@ -1,4 +1,4 @@
-"""Checks of weight gradients that are computed from gathered factors (``sfb``)."""
+"""Checks weight gradients that are computed from gathered factors (``sfb``)."""
 
 from __future__ import annotations
 

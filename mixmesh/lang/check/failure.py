@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ...errors import VerificationError
 from ..ir import Instruction, Program, print_instruction
 
-# makes the error for one instruction from a message and optionally the expected, the actual, and hints
+# makes an instruction's error from a message and optionally the expected value, the actual value, and hints
 Fail = Callable[..., VerificationError]
 
 

@@ -1,4 +1,4 @@
-"""Checks of outputs besides the loss, which ranks show whole or by the rows of their own samples."""
+"""Checks outputs besides the loss, which ranks show whole or by the rows of their own samples."""
 
 from __future__ import annotations
 

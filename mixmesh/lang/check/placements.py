@@ -1,4 +1,4 @@
-"""Checks of the names, placements and ratios of a program."""
+"""Checks the names, placements and ratios of a program."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from .outputs import check_output
 from .recomputed import check_region
 from .wgrads import check_wgrad
 
-SHOWN = 8  # strategies listed in a message
+SHOWN = 8  # strategies listed in an error
 
 
 def check_names(program: Program, where: str = "") -> None:
@@ -73,11 +73,12 @@ def check_placements(program: Program, where: str = "") -> None:
 
 
 def check_placements_only(program: Program, where: str = "") -> None:
-    """Like ``check_placements``, for a program whose names were checked before."""
+    """Like ``check_placements``, for a program whose names have already been checked."""
     check_dtypes(program, where)
     stale = updated_buffers(program)
     able = frozenset(separable(program) if any(map(wgrad_of, program.instructions)) else ())
-    allowed: set[tuple] = set()  # calls without the names of their values: repeated layers make equal ones
+    # allowed calls, without the names of their values: repeated layers make equal ones
+    allowed: set[tuple] = set()
     for n, i in enumerate(program.instructions):
         fail = partial(invalid, program, i, where)
         check_region(i, stale, fail)
@@ -258,7 +259,7 @@ def _check_operator(program: Program, i: Instruction, fail: Fail) -> None:
     except PatternMismatch as error:
         raise fail(f"the shapes do not fit {i.op}: {error}") from None
     except (TypeError, ValueError, LookupError, AttributeError) as error:
-        # rules expect arguments as PyTorch's exporter writes them, but edited text may hold anything
+        # rules expect arguments in the form that PyTorch's exporter writes, but edited text may hold anything
         raise fail(f"the arguments do not fit {i.op}: {error}") from error
     if strategy is None:
         got = f"{_signature(ins)} -> {_signature(outs)}"
@@ -266,7 +267,7 @@ def _check_operator(program: Program, i: Instruction, fail: Fail) -> None:
 
 
 def _check_agreement(program: Program, placed: list[tuple[str, TensorType]], fail: Fail) -> None:
-    """All values of an operator are held by one set of ranks, and cut in one way."""
+    """Checks that one set of ranks holds all values of an operator, and that they are cut in one way."""
     for (name, t), (other, u) in zip(placed, placed[1:]):
         if program.participants(t) != program.participants(u):
             got = f"{name} on ranks {_ranks(program, t)}, {other} on ranks {_ranks(program, u)}"

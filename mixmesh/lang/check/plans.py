@@ -50,7 +50,7 @@ def _calibration_hint(cluster: Cluster) -> tuple[str, ...]:
 
 def _check_graph(plan: Plan, graph: Graph, where: str) -> None:
     if plan.graph_fingerprint and plan.graph_fingerprint == graph.fingerprint:
-        _check_leaves(plan, graph, where)  # an edit may have changed them all the same
+        _check_leaves(plan, graph, where)  # an edit may have changed the leaves nevertheless
         return
     differences = list(_differences(plan.program.graph, graph))
     if not differences:

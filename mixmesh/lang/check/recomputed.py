@@ -1,4 +1,4 @@
-"""Checks of regions that the backward pass rematerialises."""
+"""Checks regions that the backward pass rematerialises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of a program's types: runs every operator on meta tensors at global shapes and compares."""
+"""Checks a program's types: runs every operator on meta tensors at global shapes and compares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of split weight gradients (``wgrad``)."""
+"""Checks split weight gradients (``wgrad``)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from .failure import Fail
 
 
 def check_wgrad(i: Instruction, able: bool, fail: Fail) -> None:
-    """Raises VerificationError for a ``wgrad`` that is unknown, or on an instruction that is not ``able`` to
-    split its gradient."""
+    """Raises VerificationError for an unknown value of ``wgrad``, or for one on an instruction that is not
+    ``able`` to split its gradient."""
     when = wgrad_of(i)
     if when is None:
         return

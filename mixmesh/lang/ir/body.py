@@ -10,10 +10,12 @@ from .graph import Graph, Node, Ref, gradient_flow, map_arguments
 from .instruction import Instruction
 from .types import TensorType, ValueType
 
-Buckets = tuple[int | None, ...]  # per parameter, the number of the bucket that its gradient is summed in
+# for each parameter, the number of the bucket in which its gradient is summed
+Buckets = tuple[int | None, ...]
 
 
-@dataclass(frozen=True, eq=False)  # one object, however attributes and ratios change
+# one object stays the same however attributes and ratios change, so it serves as a key
+@dataclass(frozen=True, eq=False)
 class Values:
     """The facts that depend neither on attributes nor on the order of ``instructions``."""
 
@@ -29,10 +31,10 @@ class Values:
         return gradient_flow(self.instructions, self.loss, {k: t.value for k, t in self.types.items()})
 
 
-@dataclass(frozen=True, eq=False)  # one object for each tuple of instructions, so it is its own key
+@dataclass(frozen=True, eq=False)  # one object for each tuple of instructions, so it serves as a key
 class Body:
-    """The instructions shared by programs that differ only in their ratios and ways of summing. ``values`` is
-    shared by all bodies that differ only in attributes."""
+    """The instructions that are shared by programs which differ only in their ratios and in how they sum.
+    ``values`` is shared by all bodies that differ only in attributes."""
 
     name: str
     instructions: tuple[Instruction, ...]
@@ -81,7 +83,7 @@ class Body:
         ``copies``)."""
         loads: dict[str, list[Instruction]] = {}
         if len({i.args[0] for i in self.params}) == len(self.params):
-            return {}  # nearly always; asked of every program that planning makes
+            return {}  # the usual case; every program that planning makes is asked
         for i in self.params:
             loads.setdefault(i.args[0], []).append(i)
         return {name: tuple(every) for name, every in loads.items() if len(every) > 1}

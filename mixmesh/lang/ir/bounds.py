@@ -8,7 +8,7 @@ from __future__ import annotations
 MAX_RANKS = 65_536
 MAX_INSTRUCTIONS = 100_000
 MAX_TEXT_BYTES = 64 * 2**20
-MAX_DEPTH = 8  # lists within lists; arguments of operators have two
+MAX_DEPTH = 8  # levels of lists within lists; the arguments of operators have two
 MAX_DIMS = 64  # as in PyTorch
 MAX_INTEGER = 2**63 - 1  # as in operators
 MAX_ELEMENTS = 2**48  # in one tensor: sizes in bytes stay exact in floating point

@@ -1,10 +1,10 @@
-"""Copies of a parameter, which several sets of ranks hold, each with a placement of its own.
+"""Copies of a parameter: several sets of ranks hold it, each with a placement of its own.
 
 If several ``param`` instructions load one parameter, each loads a copy for other ranks, as R or in shards
 under a ratio of its own, and the gradients of all copies are summed. For the sum, the common part of two
-copies is cut into *cells*, boxes of the tensor that the same ranks hold. Say two machines cut 12 rows between
-two and three devices, in rows 0-6, 6-12 and 0-4, 4-8, 8-12: there are four cells, 0-4, 4-6, 6-8 and 8-12, and
-two ranks sum each.
+copies is cut into *cells*, boxes of the tensor that the same ranks hold. For example, if two machines cut 12
+rows between two and three devices, as 0-6, 6-12 and 0-4, 4-8, 8-12, then there are four cells, 0-4, 4-6, 6-8
+and 8-12, and two ranks sum each.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Box = tuple[tuple[int, int], ...]  # per dim, the first element and the number o
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Boxes of one tensor held by exactly these ``ranks``. ``keeper`` is the rank that counts where the boxes
-    must be counted once: it holds the first copy."""
+    """Boxes of one tensor held by exactly these ``ranks``. If the boxes must be counted once, that of
+    ``keeper`` counts, a rank that holds the first copy."""
 
     ranks: tuple[int, ...]
     keeper: int
@@ -55,7 +55,7 @@ def _cells_under(
 
 
 def piece(program: Program, param: Instruction, rank: int) -> Box:
-    """Returns the box of a parameter that ``rank``, one of its participants, holds."""
+    """The box of a parameter that ``rank``, one of its participants, holds."""
     t = param.type
     box = [(0, size) for size in t.value.shape]
     if isinstance(t.placement, Shard):

@@ -15,8 +15,9 @@ from .instruction import Instruction
 from .program import Program
 from .types import ValueType
 
-STAND_INS = {"bf16": ("bf16", "f16")}  # dtypes of the same size, so that costs and memory stay the same
-COMPUTES = ("const", "fill", "full", "Scalar", "clamp")  # operators that compute with whole numbers
+STAND_INS = {"bf16": ("bf16", "f16")}  # dtypes of the same size, so that costs and memory do not change
+# operators whose whole-number arguments are computed with
+COMPUTES = ("const", "fill", "full", "Scalar", "clamp")
 LARGEST = {"bf16": 3.3895313892515355e38, "f16": 65504.0}
 
 

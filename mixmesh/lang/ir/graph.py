@@ -83,7 +83,7 @@ def map_arguments(args: Args, kwargs: Kwargs, fn: Callable[[Ref], Arg]) -> tuple
 
 
 def with_inputs(args: Args, kwargs: Kwargs, names: Iterable[str]) -> tuple[Args, Kwargs]:
-    """The arguments with other inputs, by position: every use, in order, is of the next of ``names``."""
+    """The arguments with other inputs: the uses, in order, are replaced by the next of ``names``."""
     left = iter(names)
     return map_arguments(args, kwargs, lambda _: Ref(next(left)))
 
@@ -97,7 +97,8 @@ def with_names(operation: AnyOperation, names: Mapping[str, str]) -> AnyOperatio
 
 
 def nameless(arg: Arg) -> Arg:
-    """An argument without the names of values, for comparisons; types distinguish 1, 1.0 and True."""
+    """An argument without the names of values, for comparisons. Values carry their types, so that 1, 1.0 and
+    True differ."""
     if isinstance(arg, Ref):
         return "%"
     if isinstance(arg, tuple):
@@ -126,7 +127,7 @@ class Node:
 
     @lazy
     def inputs(self) -> tuple[str, ...]:
-        """The names of the values used, in order of appearance, repeated uses included."""
+        """The names of the used values, in order of appearance, including repeated uses."""
         return tuple(r.name for r in refs((self.args, tuple(v for _, v in self.kwargs))))
 
     @lazy
@@ -179,7 +180,7 @@ class Graph:
 
     @lazy
     def fingerprint(self) -> str:
-        """12 hex digits that stand for all that the graph computes."""
+        """12 hex digits that identify the computation of the graph."""
         text = "\n".join(repr((n.results, n.types, n.op, n.args, n.kwargs)) for n in self.nodes)
         return hashlib.sha256((text + self.loss).encode()).hexdigest()[:12]
 
@@ -207,12 +208,13 @@ NOT_DIFFERENTIABLE = frozenset(
 
 
 def has_gradient(node: Operation) -> bool:
-    """Whether an input gets a gradient, or an output has one."""
+    """Whether an input is given a gradient, or an output has one."""
     return bool(dict(node.kwargs).get("grad", False)) if node.kwargs else False
 
 
 def begins_gradient(node: Operation) -> bool:
-    """Whether the value of a leaf needs a gradient: a trainable parameter, or an input with ``grad=true``."""
+    """Whether a gradient is wanted for the value of a leaf: a trainable parameter, or an input with
+    ``grad=true``."""
     if node.op == "param":
         return dict(node.kwargs).get("trainable", True)
     return node.op == "input" and has_gradient(node)
@@ -231,7 +233,7 @@ def gradient_flow(nodes: Iterable[Operation], loss: str, types: Mapping[str, Val
             down.update([r for r in node.results if r is not None and types[r].is_floating])
     for node in reversed(nodes):
         for r in node.results:
-            if r in up and r in down:  # comparisons and the like are not in ``down``
+            if r in up and r in down:  # ``down`` lacks the results of comparisons and the like
                 up.update(node.inputs)
                 break
     return frozenset(down & up)

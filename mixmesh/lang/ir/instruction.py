@@ -9,7 +9,7 @@ from .graph import LEAVES, SINKS, Arg, Ref, nameless, refs
 from .placement import Partial, Placement, Replicate, Shard
 from .types import TensorType
 
-# the names of redistributions; which one it is follows from the two placements
+# the names of redistributions; the two placements determine which one it is
 REDISTRIBUTIONS = (
     "all_gather", "reduce_scatter", "all_reduce", "all_to_all",
     "local_slice", "as_partial", "pad_partial", "move",
@@ -40,7 +40,7 @@ def redistribution(src: Placement, dst: Placement) -> str:
 
 @dataclass(frozen=True)  # no slots: ``lazy`` values are kept
 class Instruction:
-    """One line of a program: as ``Node``, with placed types and attributes.
+    """One line of a program: a ``Node`` with placed types and attributes.
 
     ``attrs`` say how something is computed, never what: the algorithm of a collective, the gradient bucket of
     a parameter, ``sfb`` for a weight gradient computed from gathered factors, ``wgrad`` for a split one (see
@@ -62,7 +62,7 @@ class Instruction:
     def inputs(self) -> tuple[str, ...]:
         names = []
         for arg in (*self.args, *[v for _, v in self.kwargs]):
-            if isinstance(arg, Ref):  # nearly always: a generator would cost much of planning's time
+            if isinstance(arg, Ref):  # the usual case: a generator would take up much of planning's time
                 names.append(arg.name)
             elif isinstance(arg, tuple):
                 names += [r.name for r in refs(arg)]

@@ -16,7 +16,7 @@ Parts = tuple[tuple[int, ...], ...]  # ranks by machine
 @dataclass(frozen=True, slots=True)
 class Levels:
     """``sizes`` are the numbers of consecutive ranks of each machine. All-reduces of less than
-    ``least_bytes`` stay flat: they are mostly latency, which a hierarchical one pays three times."""
+    ``least_bytes`` stay flat: their time is mostly latency, which a hierarchical one has three times."""
 
     sizes: tuple[int, ...]
     least_bytes: int = 0

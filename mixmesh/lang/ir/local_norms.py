@@ -1,4 +1,4 @@
-"""Batch norm with statistics of each rank's own samples, as a model has it under DistributedDataParallel.
+"""Batch norm with statistics of each rank's own samples, as under DistributedDataParallel.
 
 ``exact`` batch norm is two operators with an all-reduce in between, and equals the single device. ``local``
 batch norm is ``LOCAL_NORM``: a rank normalises its samples by their own mean and variance. Its running
@@ -39,7 +39,7 @@ def batch_norm_of(source: Program | Graph) -> str:
 
 @dataclass(frozen=True)
 class LonelyNorm:
-    """A batch norm for which a rank has fewer than two values per channel, too few for statistics."""
+    """A batch norm on a rank with fewer than two values per channel, which are too few for statistics."""
 
     instruction: Instruction
     rank: int

@@ -46,8 +46,8 @@ def outputs_of(program: Program) -> dict[str, Instruction]:
 
 
 def batch_size_of(inputs: Iterable[ValueType]) -> int:
-    """The size of dim 0 that most inputs of a batch have; of equally frequent sizes the first, 0 without
-    any."""
+    """The size of dim 0 that most inputs of a batch have; among equally frequent sizes the first; 0 if there
+    are none."""
     sizes = Counter(t.shape[0] for t in inputs if t.shape)
     return max(sizes, key=sizes.__getitem__, default=0)
 
@@ -59,7 +59,7 @@ def dealt_rows(program: Program) -> tuple[int, ...] | None:
     cuts = set()
     for t in inputs:
         if t.value.shape[0] != batch_size:
-            continue  # all samples share it: a mask, a table
+            continue  # shared by all samples: a mask, a table
         if not isinstance(t.placement, Shard) or t.placement.dim:
             return None
         cuts.add(rank_sizes(t, program.ratio(t.ratio)))
@@ -84,8 +84,8 @@ def held_rows(program: Program, i: Instruction) -> tuple[int, ...] | None:
 def with_rows_as_dealt(program: Program) -> Program:
     """The program in which every rank holds its part of the outputs.
 
-    Rows that are not cut like the inputs are gathered, and values without rows are moved to all ranks, also
-    to those without samples. Returns the same object if nothing has to change.
+    Rows that are not cut like the inputs are gathered, and values without rows are moved to all ranks,
+    including those without samples. Returns the same object if nothing has to change.
     """
     instructions: list[Instruction] = []
     for i in program.instructions:

@@ -18,8 +18,8 @@ STAGES = (1, 2)
 def owned_type(program: Program, param: Instruction) -> TensorType | None:
     """The type of a parameter's gradient and optimizer state if it differs from the parameter's own.
 
-    None for a parameter without owners, or without need for them: it gets no gradient, or a single rank holds
-    it.
+    None for a parameter without owners, and for one that needs none because it gets no gradient or a single
+    rank holds it.
     """
     return program.owned.get(param.result)
 

@@ -11,7 +11,8 @@ from .program import Program
 
 
 class PackedSum(NamedTuple):
-    """The three instructions of a packed sum: they concatenate the addends, sum, and split the result."""
+    """The three instructions of a packed sum, which concatenate the addends, sum them, and split the
+    result."""
 
     cat: Instruction
     sum: Instruction

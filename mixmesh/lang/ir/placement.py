@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 
-Ratio = tuple[float, ...]  # world_size shares that sum to 1
+Ratio = tuple[float, ...]  # world_size shares that add up to 1
 
 RATIO_DIGITS = 6
 
 
 class Scope(IntEnum):  # an int is hashed fast
-    """The samples that a rank's share is taken of: its own in the whole step, or its own in one micro-batch.
-    Only what costs read of a micro-batch has the latter (``cost.micro_steps``); programs as text do not."""
+    """The samples to which a rank's share refers: its own in the whole step, or its own in one micro-batch.
+    Only the cost model uses the latter, for the program of a micro-batch (``cost.micro_steps``); program text
+    does not have it."""
 
     STEP = 0
     MICRO_BATCH = 1
@@ -50,7 +51,7 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Every rank holds an addend of the whole shape (or a candidate, for ``max``)."""
+    """Every rank holds an addend of the full shape (or a candidate, for ``max``)."""
 
     op: str = "sum"
 
@@ -110,7 +111,7 @@ def support(ratio: Ratio) -> tuple[int, ...]:
 
 @lru_cache(maxsize=65536)
 def shard_sizes(size: int, ratio: Ratio, unit: int = 1) -> tuple[int, ...]:
-    """The elements of each rank: ``size`` cut in units by ``ratio``, rounded by largest remainder.
+    """The number of elements of each rank: ``size`` cut in units by ``ratio``, rounded by largest remainder.
 
     Ties go to the lower rank. A rank with a share of zero gets none. Raises ValueError if ``unit`` does not
     divide ``size``.
@@ -118,7 +119,7 @@ def shard_sizes(size: int, ratio: Ratio, unit: int = 1) -> tuple[int, ...]:
     if size % unit:
         raise ValueError(f"a dim of {size} cannot be cut in units of {unit}")
     num_units = size // unit
-    # 0.333333 must be worth a third: tolerate the rounding of the ratio itself
+    # 0.333333 must count as a third: tolerate the rounding of the ratio itself
     exact = [num_units * share for share in ratio]
     near = [round(x) if abs(x - round(x)) <= num_units * 10**-RATIO_DIGITS else x for x in exact]
     floors = [math.floor(x) for x in near]

@@ -21,9 +21,9 @@ from .types import TensorType, local_shape, participants
 @dataclass(frozen=True)
 class Program:
     """Instructions in order, with the ratios that their types name. ``loss`` is held as P(sum). ``dtypes``
-    gives, for a dtype, the one in which each rank computes it (see ``dtypes``). ``levels``: gradients are
-    summed within machines first. ``direct_bytes``: the largest value summed by each rank sending its addend
-    to each other one."""
+    gives, for a dtype, the one in which each rank computes it (see ``dtypes``). With ``levels``, gradients
+    are summed hierarchically. ``direct_bytes`` is the size of the largest value that is summed in one shot,
+    every rank sending its addend to every other one."""
 
     name: str
     world_size: int
@@ -51,8 +51,8 @@ class Program:
 
     @property
     def main_ratio(self) -> str:
-        """The name of the first ratio, by which a program over one ratio cuts all that it computes. Those
-        behind it are of what is stored."""
+        """The name of the first ratio, by which a program over one ratio cuts all that it computes. Later
+        ratios cut what is stored."""
         return self.ratios[0][0]
 
     @property
@@ -74,7 +74,8 @@ class Program:
         return self.ratio_of[t.ratio]
 
     def sums_directly(self, size_bytes: int) -> bool:
-        """Whether a redistribution sums ``size_bytes`` by each rank sending its addend to each other one."""
+        """Whether a redistribution sums ``size_bytes`` in one shot, every rank sending its addend to every
+        other one."""
         return size_bytes <= self.direct_bytes
 
     @lazy
@@ -107,7 +108,7 @@ class Program:
 
     @lazy
     def owned(self) -> dict[str, TensorType]:
-        """The types of the gradients of owned parameters, by result (see ``ownership``)."""
+        """The types of the gradients of owned parameters, by the parameter's result (see ``ownership``)."""
         return {
             i.result: TensorType(i.type.value, Shard(0), ratio)
             for i in self.params
@@ -127,7 +128,7 @@ class Program:
 
     @lazy
     def late(self) -> frozenset[str]:
-        """Names of parameters with copies whose gradients come, at least in part, from redistributions: these
+        """Names of parameters with copies whose gradients come, at least in part, from redistributions; they
         are complete only at the end of the backward pass."""
         users = [i for i in self.instructions if i.is_redistribution] if self.copies else []
         brought = {name for i in users for name in i.inputs}
@@ -158,7 +159,7 @@ class Program:
 
     @lazy
     def _taking_part(self) -> dict[str | None, tuple[int, ...]]:
-        """By ratio, the ranks that take part; None stands for all ranks."""
+        """For each ratio, the ranks that take part; None as a ratio stands for all ranks."""
         unnamed: dict[str | None, tuple[int, ...]] = {None: participants(None, self.world_size)}
         return unnamed | {name: participants(ratio, self.world_size) for name, ratio in self.ratios}
 

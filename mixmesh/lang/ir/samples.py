@@ -41,7 +41,7 @@ RANDOM = (
     "aten.poisson.", "aten.binomial", "cauchy", "geometric", "_standard_gamma", "_sample_dirichlet",
 )  # fmt: skip
 # operators of RANDOM that can draw the same numbers again, and in parts: their numbers follow from the step
-# and from the operator's own number among the draws
+# and from the operator's position among the draws
 DRAWS = (
     "aten.native_dropout", "aten.bernoulli", "aten.bernoulli.p",
     "aten.rand", "aten.randn", "aten.rand_like", "aten.randn_like",
@@ -62,10 +62,10 @@ def draws_once(op: str) -> bool:
 class Samples:
     """The samples of a program. ``counts`` are the samples of each rank.
 
-    ``values`` hold samples: shards cut between them, and addends of sums over them. ``once`` are computed
-    once per step. ``meets``: micro-batches have collectives, so all ranks run the same number of them. A
-    pipeline also has the ranks of its ``stages``, in order, and ``transfers``, values that come from an
-    earlier stage.
+    ``values`` hold samples: shards cut between them, and addends of sums over them. Values in ``once`` are
+    computed once per step. If it ``meets``, micro-batches have collectives, so all ranks run the same number
+    of them. A pipeline also has the ranks of its ``stages``, in order, and ``transfers``, values that come
+    from an earlier stage.
     """
 
     batch_size: int
@@ -81,7 +81,7 @@ class Samples:
         return any(name in self.values for name in (*i.inputs, *i.results))
 
     def stage_of(self, rank: int) -> int | None:
-        """The number of a rank's stage; None outside of all, or without stages."""
+        """The number of a rank's stage; None for a rank outside of all stages, or without stages."""
         return next((n for n, ranks in enumerate(self.stages) if rank in ranks), None)
 
     def offset(self, rank: int) -> int:
@@ -91,11 +91,11 @@ class Samples:
         return sum(self.counts[r] for r in stage if r < rank)
 
     def first_sample(self, rank: int, start: int, micro_steps: int) -> int:
-        """The position in the batch of the micro-batch after ``start`` samples of a rank. A pipeline takes
-        consecutive samples of the batch, so that a micro-batch is the same in all stages."""
+        """The position in the batch at which the micro-batch after ``start`` samples of a rank begins. A
+        pipeline takes consecutive samples of the batch, so that a micro-batch is the same in all stages."""
         if not self.stages:
             return self.offset(rank) + start
-        before = start * micro_steps // max(self.counts[rank], 1)  # micro-batches
+        before = start * micro_steps // max(self.counts[rank], 1)  # the number of micro-batches before it
         return before * self.batch_size // micro_steps + self.offset(rank) // micro_steps
 
 
@@ -122,7 +122,7 @@ def samples_of(program: Program) -> Samples:
     seeds, values = _cut_between_samples(program, flow.fixed, flow.moved)
     if not seeds:
         raise PlanError(
-            "no input is cut between ranks, so there are no samples to take in micro-steps",
+            "no input is cut between ranks, so there are no samples to take in micro-batches",
             expected="an input held as S(0)",
             hint="plan without accumulation",
         )
@@ -178,17 +178,17 @@ def _role(flow: _Flow, i: Instruction, values: Collection[str]) -> Role:
             raise _refusal(program, i, "moves what holds no samples to another stage")
         return Role.SAMPLES
     if is_cut_without_samples(program, i, values):
-        raise _refusal(program, i, "is cut between samples before micro-steps take theirs")
+        raise _refusal(program, i, "is cut between samples before micro-batches take theirs")
     if is_local:
         return Role.SAMPLES if source in values else Role.LOCAL
     if source not in values and not in_stages:
         return Role.MEETING
     if i.result not in flow.fixed:
         if source in values:
-            raise _refusal(program, i, "needs the samples of all micro-steps, and depends on parameters")
+            raise _refusal(program, i, "needs the samples of all micro-batches, and depends on parameters")
         raise _refusal(program, i, "moves what depends on parameters, and holds no samples")
     if source in values and in_stages and isinstance(program.types[source].placement, Shard):
-        raise _refusal(program, i, "puts samples together, whose order is that of micro-steps")
+        raise _refusal(program, i, "puts samples together, whose order is that of micro-batches")
     return Role.ONCE
 
 
@@ -204,7 +204,7 @@ def _check_computation(flow: _Flow, i: Instruction, values: Collection[str]) -> 
         if flow.stages or i.inputs[0] not in values:
             raise _refusal(flow.program, i, "shows what is no row of each sample, or rows of a stage")
         if has_gradient(i):
-            raise _refusal(flow.program, i, "has a gradient that comes when all micro-steps are over")
+            raise _refusal(flow.program, i, "has a gradient that comes when all micro-batches are over")
     if is_cut_without_samples(flow.program, i, values):
         raise _refusal(flow.program, i, "is cut between samples, and is none")
 
@@ -275,11 +275,9 @@ def _cut_between_samples(
     inputs that are cut along dim 0, and all these shards."""
     shards = {name for name, t in program.types.items() if isinstance(t.placement, Shard)}
     ties = _Ties()
-    from_inputs: set[str] = set()
+    from_inputs = _from_inputs(program)
     seeds: list[str] = []
     for i in program.instructions:
-        if i.op == "input" or not from_inputs.isdisjoint(i.inputs):
-            from_inputs.update(r for r in i.results if r is not None)
         if i.op == "input" or i.is_redistribution:
             if i.result in shards and i.result in from_inputs and i.result in fixed:
                 seeds.append(i.result)
@@ -290,6 +288,15 @@ def _cut_between_samples(
     roots = {ties.root(name) for name in seeds}
     leading = [name for name in seeds if program.types[name].shard.dim == 0]
     return leading, {name for name in shards if ties.root(name) in roots}
+
+
+def _from_inputs(program: Program) -> set[str]:
+    """The inputs and all values that depend on one."""
+    names: set[str] = set()
+    for i in program.instructions:
+        if i.op == "input" or not names.isdisjoint(i.inputs):
+            names.update(r for r in i.results if r is not None)
+    return names
 
 
 class _Ties:
@@ -323,7 +330,7 @@ def local_kind(program: Program, i: Instruction) -> str:
 
 
 def _counts_of_stages(program: Program, moved: frozenset[str], batch_size: int) -> tuple[int, ...]:
-    """The samples of each rank; every stage holds the whole batch."""
+    """The number of samples of each rank; every stage has the whole batch."""
     counts = [0] * program.world_size
     for name in moved:
         for t in (program.types[name], program.types[program.producers[name].inputs[0]]):
@@ -356,10 +363,11 @@ def _check_cut(
 
 def _refusal(program: Program, i: Instruction, why: str) -> PlanError:
     maker = i
-    while not maker.location and maker.inputs:  # a redistribution has the line of the value that it moves
+    # a redistribution has no line of its own, so the line of the moved value is shown
+    while not maker.location and maker.inputs:
         maker = program.producers[maker.inputs[0]]
     return PlanError(
-        f"micro-steps cannot run this program: {i.op} {why}",
+        f"micro-batches cannot run this program: {i.op} {why}",
         where=f"{print_instruction(i)}  {maker.location}".rstrip(),
         expected="data parallelism or a chain of stages, and no value of the whole batch that depends on "
         "parameters",

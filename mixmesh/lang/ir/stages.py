@@ -22,7 +22,7 @@ Ranks = tuple[int, ...]
 def transfers_of(program: Program) -> Iterator[Instruction]:
     """Yields the instructions that move shards between disjoint sets of ranks."""
     for i in program.instructions:
-        if i.op == "move" and len(i.inputs) == len(i.types) == 1:  # checks refuse any other move
+        if i.op == "move" and len(i.inputs) == len(i.types) == 1:  # checks refuse other moves
             source = program.types[i.inputs[0]]
             if _is_cut(source) and _is_cut(i.type):
                 if not {*program.participants(source)} & {*program.participants(i.type)}:
@@ -64,8 +64,7 @@ def stages_of(program: Program) -> tuple[Ranks, ...]:
 
 
 def passes_of(stage: int, stages: int, micro_steps: int) -> tuple[tuple[bool, int], ...]:
-    """The passes of one of ``stages``, in order: each is whether it is a backward pass, and its
-    micro-batch."""
+    """The passes of one of ``stages``, in order, as pairs of (whether it is a backward pass, micro-batch)."""
     warm = min(stages - stage, micro_steps)
     out = [(False, k) for k in range(warm)]
     for k in range(micro_steps):
@@ -76,7 +75,7 @@ def passes_of(stage: int, stages: int, micro_steps: int) -> tuple[tuple[bool, in
 
 
 def in_flight(stage: int, stages: int, micro_steps: int) -> int:
-    """The most micro-batches whose activations a stage keeps at a time."""
+    """The largest number of micro-batches whose activations a stage keeps at a time."""
     return min(stages - stage, micro_steps)
 
 
@@ -86,7 +85,7 @@ def _text(ranks: Ranks) -> str:
 
 def _refusal(i: Instruction | None, why: str) -> PlanError:
     return PlanError(
-        f"micro-steps cannot run this program: {why}",
+        f"micro-batches cannot run this program: {why}",
         where="" if i is None else f"{print_instruction(i)}  {i.location}".rstrip(),
         expected="data parallelism, or a chain of stages with ranks of their own and no way back",
         hint="plan without accumulation",

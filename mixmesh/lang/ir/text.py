@@ -40,8 +40,8 @@ def parse_program(text: str, where: str = "<program>") -> Program:
 class _Parser(Tokens):
     def __init__(self, text: str, where: str) -> None:
         super().__init__(text, where)
-        self.depth = 0  # lists within lists
-        self.known_types: dict[TensorType, TensorType] = {}  # one object for equal ones
+        self.depth = 0  # levels of lists within lists
+        self.known_types: dict[TensorType, TensorType] = {}  # equal types share one object
 
     def program(self) -> Program:
         self.take("name", "program")
@@ -62,7 +62,7 @@ class _Parser(Tokens):
         levels = self.levels(world_size) if self.accept("levels") else None
         direct_bytes = self.direct() if self.accept("direct") else 0
         instructions: list[Instruction] = []
-        line_of: dict[str, int] = {}  # by value, the line that defines it
+        line_of: dict[str, int] = {}  # for each value, the line that defines it
         while not self.sees("return"):
             if len(instructions) == bounds.MAX_INSTRUCTIONS:
                 self.fail(self.token[2], "too many instructions", f"at most {bounds.MAX_INSTRUCTIONS}")

@@ -1,4 +1,5 @@
-"""The tokens of program text, read one by one; errors show the line with a caret under the place."""
+"""The tokens of program text, read one by one; errors show the line with a caret under the place of the
+error."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from ...errors import ParseError
 from . import bounds
 
 T = TypeVar("T")
-Place = tuple[int, int]  # line and column, from 1
-Token = tuple[str, str, Place]  # kind, text, place
-SHOWN_BEFORE, SHOWN_AFTER = 150, 50  # characters of a long line around a place
+Place = tuple[int, int]  # (line, column), counted from 1
+Token = tuple[str, str, Place]  # (kind, text, place)
+SHOWN_BEFORE, SHOWN_AFTER = 150, 50  # characters of a long line that an error shows around the place
 
 _TOKEN = re.compile(
     r"""(?P<skip>[ \t]+|\#[^\n]*)
@@ -104,10 +105,10 @@ class Tokens:
 
     def convert(self, text: str, place: Place) -> int | float:
         if text.endswith("nan"):
-            return math.nan  # always this object, so that programs with it compare equal
+            return math.nan  # one object for all, so that programs with it compare equal
         if not re.fullmatch(r"-?[0-9]+", text):
             return float(text)
-        # the length first: Python refuses to convert thousands of digits
+        # checks the length first: Python refuses to convert thousands of digits
         if len(text) > 20 or not -bounds.MAX_INTEGER - 1 <= int(text) <= bounds.MAX_INTEGER:
             self.fail(place, "the number is too large", f"at most {bounds.MAX_INTEGER}")
         return int(text)

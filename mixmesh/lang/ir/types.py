@@ -19,8 +19,8 @@ FLOATING = frozenset({"f64", "f32", "bf16", "f16", "f8e4m3", "f8e5m2", "c64", "c
 
 
 class Cut(NamedTuple):  # the key of many tables: hashed in a fraction of a frozen dataclass's time
-    """The facts that decide how much of a value each rank holds: the size and unit of the dim that is cut, 0
-    and 1 of a value held whole, the name of the ratio, and what its shares are shares of."""
+    """The facts that decide how much of a value each rank holds: the size and unit of the cut dim (0 and 1
+    for a value held whole), the name of the ratio, and the samples to which its shares refer."""
 
     size: int
     unit: int
@@ -29,19 +29,19 @@ class Cut(NamedTuple):  # the key of many tables: hashed in a fraction of a froz
 
     @property
     def whole(self) -> Cut:
-        """The same ranks, each with the whole."""
+        """A value that the same ranks hold, each the whole of it."""
         return Cut(0, 1, self.ratio, self.scope)
 
     @property
     def of_step(self) -> Cut:
-        """The same of all samples of a step."""
+        """The cut with shares of all samples of a step."""
         return Cut(self.size, self.unit, self.ratio)
 
 
 EVERYWHERE = Cut(0, 1, None)  # whole on every rank
 
 
-@dataclass(frozen=True)  # no slots: ``lazy`` values are kept
+@dataclass(frozen=True)  # no slots, because ``lazy`` values are stored in the instance
 class ValueType:
     """The logical type of a value: dtype and global shape, without a placement."""
 
@@ -69,8 +69,8 @@ class TensorType:
     """A value type with its placement and the name of the ratio that cuts it.
 
     ``ratio`` also decides the participants: ranks whose share is zero hold no part of the tensor. It may be
-    None only if nothing is sharded, and then every rank participates. ``scope`` says what its shares are
-    shares of.
+    None only if nothing is sharded, and then every rank participates. ``scope`` says to which samples its
+    shares refer.
     """
 
     value: ValueType
@@ -80,7 +80,7 @@ class TensorType:
 
     @property
     def shard(self) -> Shard:
-        """The placement of a type that is known to be cut. Raises TypeError for another."""
+        """The placement of a type that is known to be cut. Raises TypeError for one that is not."""
         if not isinstance(self.placement, Shard):
             raise TypeError(f"{self} is not cut")
         return self.placement
@@ -97,8 +97,8 @@ class TensorType:
 
 
 def rank_sizes(t: TensorType, ratio: Ratio | None) -> tuple[int, ...]:
-    """The elements of the cut dim that each rank holds; ``ratio`` is the one that ``t`` names. Raises
-    TypeError for a type that is not cut, ValueError without a ratio."""
+    """The number of elements of the cut dim that each rank holds; ``ratio`` is the one that ``t`` names.
+    Raises TypeError for a type that is not cut, ValueError without a ratio."""
     shard = t.shard
     if ratio is None:
         raise ValueError(f"{t} has no ratio")
@@ -125,5 +125,5 @@ def local_bytes(value: ValueType, placement: Placement, ratio: Ratio | None, ran
 
 
 def participants(ratio: Ratio | None, world_size: int) -> tuple[int, ...]:
-    """The ranks that hold something of a tensor under ``ratio``: all of them without one."""
+    """The ranks that hold something of a tensor under ``ratio``; without one, all ranks."""
     return tuple(range(world_size)) if ratio is None else support(ratio)

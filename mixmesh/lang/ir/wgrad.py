@@ -1,4 +1,4 @@
-"""Split weight gradients: when in the backward pass the gradient of a weight is computed.
+"""Split weight gradients: they decide when in the backward pass the gradient of a weight is computed.
 
 The backward pass of ``y = linear(x, w)`` has two products: the gradient of x (dgrad), which the preceding
 layers wait for, and the gradient of w (wgrad), which only its all-reduce waits for. PyTorch computes both
@@ -27,7 +27,7 @@ from .recompute import region_of
 
 WGRADS = ("first", "last", "beside")
 PRODUCTS = ("aten.linear", "aten.conv1d", "aten.conv2d", "aten.conv3d")
-NEVER = -(10**9)  # a point after the end of every backward pass
+NEVER = -(10**9)  # a point behind the end of every backward pass
 
 
 def wgrad_of(i: Instruction) -> str | None:
@@ -66,7 +66,7 @@ def beside_points(program: Program) -> dict[int, Beside]:
             waiting.append(n)
         if n not in sent or not waiting:
             continue
-        # takes the last collective with all ranks of the product; those that started earlier overlap as well
+        # takes the last collective in which all ranks of the product take part; earlier ones still overlap
         carries: dict[str, list[int]] = {i.result: [] for i in sent[n]}
         for product in waiting:
             ranks = {*program.participants(program.instructions[product].type)}
@@ -81,9 +81,9 @@ def beside_points(program: Program) -> dict[int, Beside]:
 
 
 def returned(program: Program) -> dict[int, list[Instruction]]:
-    """The redistributions whose gradients the backward pass sends, in order, by the index of the instruction
-    whose backward comes before. That is the first instruction that uses the result: the forward pass waits
-    for it there, and autograd runs in reverse. The loss has the index of the end."""
+    """The redistributions whose gradients the backward pass sends, in order, each with the index of the
+    instruction before whose backward it is sent. That is the first instruction that uses the result: the
+    forward pass waits for it there, and autograd runs in reverse. The loss has the index of the end."""
     out: dict[int, list[Instruction]] = {}
     first: dict[str, int] = {}
     for n, i in enumerate(program.instructions):
@@ -157,7 +157,7 @@ def _fits(program: Program, i: Instruction, users: Counter[str]) -> bool:
         {x, params[0]} <= program.requires_grad
         and all(program.producers[name].op == "param" and users[name] == 1 for name in params)
         and not isinstance(program.types[x].placement, Partial)
-        # without a batch dim (x of [k], or [c, h, w]) the products are others
+        # without a batch dim (x is [k], or [c, h, w]) these products have another form
         and len(program.types[x].value.shape) >= len(program.types[params[0]].value.shape)
     )
 

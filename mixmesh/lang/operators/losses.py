@@ -24,7 +24,7 @@ NONE, SUM = 0, 2  # at::Reduction
 # up to these logarithms a sum is stored as its exponential; a sum over ranks can be e^10 times its largest
 # addend
 EDGE, EDGE_OF_PART = 600.0, 590.0
-GPU_PIECE_BYTES = 2**27  # for a GPU: few pieces, as each costs some launches
+GPU_PIECE_BYTES = 2**27  # for a GPU: only a few pieces, because each costs some launches
 
 
 def _check(x: Tensor, *of_rows: Tensor) -> None:
@@ -52,7 +52,7 @@ def _log_sums(x: Tensor) -> Tensor:
     """The logarithms of the sums of exponentials over dim 1: f64 [N, ...]."""
     rows = _pieces(x)
     work = x.new_empty((min(rows, len(x)), *x.shape[1:]), dtype=wide(x))
-    if not x.is_cuda:  # a piece stays in the cache between its passes
+    if not x.is_cuda:  # on a CPU a piece stays in the cache between its passes
         parts = [_top_and_total(piece, work) for piece in x.split(rows)]
         top = torch.cat([top for top, _ in parts])
         totals = [total for _, total in parts]

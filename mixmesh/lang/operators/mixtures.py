@@ -32,7 +32,7 @@ PRODUCT, PRODUCT_OF_TRANSPOSED, ENTRY = "@", "@ mT", "[e]"
 
 @dataclass(frozen=True)
 class Value:
-    """A use of a value, by name."""
+    """A use of a value, by its name."""
 
     name: str
 
@@ -162,7 +162,7 @@ def _sort(ids: Tensor, first: int, num_held: int, num_experts: int) -> _Rows:
     the ``num_experts``."""
     if ids.is_meta:
         return _Rows(ids, ids, None)
-    # counted on the host, which slices the rows of each expert
+    # counts are on the host, which slices the rows of each expert
     counts = torch.bincount(ids.clamp(-1, num_experts) + 1, minlength=num_experts + 2).tolist()
     if counts[0] or counts[-1]:
         raise IndexError(f"a token chose an expert that is none of {num_experts}")
@@ -255,7 +255,7 @@ def experts_of_part(ids: Tensor, operands: Operands, body: str, first: int, num_
     choices = num_choices // num_tokens
     rows = _sort(ids, first, tables[0].shape[0], num_experts)
     out = run_body(body, rows, choices, operands)
-    # put in order and then summed, as models do: a GPU's index_add sums in random order
+    # put in order and then summed, as models do: index_add on a GPU sums in random order
     back = out.new_zeros((num_choices, *out.shape[1:])).index_copy(0, rows.order, out)
     return back.view(num_tokens, choices, *out.shape[1:]).sum(1)
 

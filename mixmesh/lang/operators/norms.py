@@ -37,23 +37,23 @@ def has_gpu_kernels(x: Tensor) -> bool:
     return x.is_cuda
 
 
-STATISTICS = "_mixmesh_statistics"  # on moments: what was computed of them
+STATISTICS = "_mixmesh_statistics"  # attribute of moments: what has been computed from them
 
 
 @torch.no_grad()
 def _statistics(moments: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The mean and the biased variance [2, C], computed in f64, and the same in ``dtype``. Two operators ask
-    for those of the same moments, which a GPU computes once, as every small kernel costs it a launch."""
+    """The mean and the biased variance [2, C], computed in f64, and the same in ``dtype``. Two operators need
+    those of the same moments; they are computed once, because every small kernel costs a GPU a launch."""
     keeps = has_gpu_kernels(moments) and not moments.is_inference()
     now = (count, moments._version, dtype) if keeps else None
-    known, made = getattr(moments, STATISTICS, (None, None))
-    if made is None or known != now:
+    version, statistics = getattr(moments, STATISTICS, (None, None))
+    if statistics is None or version != now:
         exact = moments.detach() / count
         exact[1].addcmul_(exact[0], exact[0], value=-1).clamp_(min=0)
-        made = exact, exact.to(dtype)
+        statistics = exact, exact.to(dtype)
         if keeps:
-            setattr(moments, STATISTICS, (now, made))
-    return made
+            setattr(moments, STATISTICS, (now, statistics))
+    return statistics
 
 
 def _sums(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,15 +95,15 @@ def _scaled(
 # --- one gradient of x instead of two on a GPU ---------------------------------------------------------
 
 
-LINK = "_mixmesh_moments"  # on the data whose moments were summed
-MOST_COUNTED = 2**31 - 1  # values of a channel, which the kernel counts in 32 bits
+LINK = "_mixmesh_moments"  # attribute of the data whose moments were summed
+MOST_COUNTED = 2**31 - 1  # values per channel, which the kernel counts in 32 bits
 
 
 class _Link:
     """Joins the backward passes of the two operators on the same data. Each has a gradient of it, which would
     be two tensors to write and to add. Instead ``normalise`` sends the sums of its gradient through the
-    all-reduce, as the gradient of the moments, and ``moments`` computes the whole gradient from what
-    ``passed``, as PyTorch's SyncBatchNorm does. Only if the moments have a single use."""
+    all-reduce, as the gradient of the moments, and ``moments`` computes the whole gradient from the tensors
+    in ``passed``, as PyTorch's SyncBatchNorm does. Used only if the moments have a single use."""
 
     def __init__(self) -> None:
         self.uses = 0
@@ -178,7 +178,7 @@ class _Normalise(torch.autograd.Function):
             # PyTorch 2.13's CPU kernel errs where x and grad have different memory formats
             grad, x = grad.contiguous(), x.contiguous()
         dtype = wide(x)
-        # a GPU's kernel returns no sums without a weight
+        # without a weight a GPU's kernel returns no sums
         weight = torch.ones_like(near[0]) if weight is None else weight.to(dtype)
         link = ctx.link
         is_joined = link is not None and link.uses == 1 and all(ctx.needs_input_grad[:2])
@@ -235,7 +235,7 @@ def running_statistics(
     unbiased = count / max(count - 1, 1)
     with torch.no_grad():
         if has_gpu_kernels(moments) and mean.dtype == var.dtype == torch.float32:
-            # in f32, as its own batch norm moves them
+            # updated in f32, as by PyTorch's own batch norm
             now, biased = _statistics(moments, count, mean.dtype)[1]
             return torch.lerp(mean, now, momentum), torch.lerp(var, biased * unbiased, momentum)
         now, biased = _statistics(moments, count, torch.float64)[0]

@@ -19,7 +19,7 @@ SPACE_WHOLE = Rule(s.space_whole)
 RESAMPLED = Rule(s.space_whole, linear="first")
 
 
-ALL = 99  # the position of a missing argument: such a reduction is over all dims
+ALL = 99  # stands for a missing argument: the reduction is then over all dims
 
 
 def if_zero(position: int, name: str, group: tuple[int, ...] = (0,)) -> Callable[[Call], Linear]:
@@ -33,7 +33,8 @@ def if_zero(position: int, name: str, group: tuple[int, ...] = (0,)) -> Callable
 
 
 def terms(call: Call) -> Linear:
-    """A sum of two tensors is linear in both together. A number is not: every rank would add it."""
+    """The groups of linear inputs of a sum: two tensors are linear together. A number is not: every rank
+    would add it."""
     return ((0, 1),) if len(call.inputs) == 2 else ()
 
 
@@ -83,7 +84,7 @@ RESAMPLERS = """
     _upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa _upsample_bicubic2d_aa.vec
     reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d
 """.split()
-# reductions whose dims must be whole, with the position of the argument that names these
+# reductions whose dims must be whole, each with the position of the argument that names these dims
 WHOLE_DIMS = {
     "amax": 1, "amin": 1, "max": ALL, "min": ALL, "any": ALL, "all": ALL, "any.dim": 1, "all.dim": 1,
     "any.dims": 1, "all.dims": 1, "max.dim": 1, "min.dim": 1, "argmax": 1, "argmin": 1, "logsumexp": 1,

@@ -10,15 +10,16 @@ from .rule import Call
 
 
 def embedding(call: Call) -> str:
-    """embedding(weight, ids): a piece of the vocabulary gives a partial sum (the local kernel masks)."""
+    """embedding(weight, ids): a piece of the vocabulary gives a partial sum (the local kernel masks the other
+    ids)."""
     if not call.arg(3, "scale_grad_by_freq", False):
         return "v d, ... -> ... d"
-    ids = " ".join(f"x{k}!" for k in range(s.rank_of(call, 1)))  # counted over all ids
+    ids = " ".join(f"x{k}!" for k in range(s.rank_of(call, 1)))  # frequencies are counted over all ids
     return f"v! d, {ids} -> {ids} d"
 
 
 def gather(call: Call) -> str:
-    """gather(self, dim, index): the index may be cut, or the dim that it picks from."""
+    """gather(self, dim, index): either the index or the dim that it picks from may be cut."""
     rank = s.rank_of(call)
     dim = s.wrap(call.arg(1, "dim"), rank)
     pairs = list(zip(call.inputs[0].shape, call.inputs[1].shape))
@@ -113,7 +114,7 @@ def scatter(*, adds: bool = False) -> Callable[[Call], str]:
 
 
 def _written(call: Call) -> str:
-    """The dims of a tensor that is written along dim ``x``."""
+    """The dims of a tensor that is written to along dim ``x``."""
     rank = s.rank_of(call)
     dim = s.wrap(call.arg(1, "dim"), rank)
     return " ".join("x!" if i == dim else f"d{i}" for i in range(rank))

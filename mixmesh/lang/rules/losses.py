@@ -91,7 +91,7 @@ def instance_norm(call: Call) -> str:
     """instance_norm(x, weight, bias, mean, var, use_input_stats): samples and channels are free; in
     evaluation by running statistics all dims are, in training with them only channels."""
     is_fixed = call.args[5] is False
-    samples = "n" if is_fixed or call.args[3] is None else "n!"  # they are means over the samples
+    samples = "n" if is_fixed or call.args[3] is None else "n!"  # statistics are means over samples
     rest = " ".join(f"h{i}" if is_fixed else f"h{i}!" for i in range(s.rank_of(call) - 2))
     affine = ", c" * (len(call.inputs) - 1)
     return f"{samples} c {rest}{affine} -> {samples} c {rest}"
@@ -135,7 +135,7 @@ def row_loss(index: int) -> Callable[[Call], str]:
         rows = [f"n{i}!" if reduction == MEAN else f"n{i}" for i in range(rank - 1)]
         terms = [" ".join([*rows, "c!"] if len(t.shape) == rank else rows) for t in call.inputs]
         if call.op == "aten.multi_margin_loss" and len(call.inputs) > 2:
-            terms[2] = "c!"  # weights of the classes
+            terms[2] = "c!"  # class weights
         return ", ".join(terms) + " -> " + (" ".join(rows) if reduction == NONE else "")
 
     return rule
@@ -153,12 +153,13 @@ def cross_entropy(call: Call) -> str:
     samples = ([f"n{mark}"] if s.rank_of(call) > 1 else []) + spatial
     logits = [*samples[:1], "c!", *spatial] if s.rank_of(call) > 1 else ["c!"]
     out = " ".join(samples) if reduction == NONE else ""
-    target = logits if call.inputs[1].shape == call.inputs[0].shape else samples  # or probabilities
+    # the target may also be probabilities
+    target = logits if call.inputs[1].shape == call.inputs[0].shape else samples
     return f"{' '.join(logits)}, {' '.join(target)}, c! -> {out}"
 
 
 def _rows(call: Call) -> str:
-    """The dims of logits [N, C, ...] without their classes."""
+    """The dims of logits [N, C, ...] other than that of the classes."""
     return " ".join(["n", *(f"x{i}" for i in range(s.rank_of(call) - 2))])
 
 
@@ -235,7 +236,7 @@ def recurrent(states: int) -> Callable[[Call], str]:
 
     def rule(call: Call) -> str:
         batch_first = call.args[8]
-        if call.args[6] and call.args[5]:  # dropout between the layers, in training
+        if call.args[6] and call.args[5]:  # training with dropout between the layers
             x, n = "t! n! i!", "n!"
         else:
             x, n = ("n t! i!" if batch_first else "t! n i!"), "n"

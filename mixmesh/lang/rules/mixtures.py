@@ -18,13 +18,13 @@ def groups_of(call: Call) -> dict[str, int]:
 
 
 def count_experts(call: Call) -> int:
-    """The number of experts of a mixture; ids are below it."""
+    """The number of experts of a mixture; ids are less than it."""
     return call.inputs[1 + len(call.args[1]) + len(call.args[2])].shape[0]
 
 
 def experts(call: Call) -> tuple[str, dict[str, int]]:
-    """experts(ids, tokens, values, tables, whole, dtypes, body, kept_bytes): either tokens may be cut, each
-    together with its choices, or experts, with a partial sum as the result."""
+    """experts(ids, tokens, values, tables, whole, dtypes, body, kept_bytes): either the tokens may be cut,
+    each together with its choices, or the experts, with a partial sum as the result."""
     heads = {"tokens": "t", "values": "(t c)", "tables": "e", "whole": ""}
     terms = ["(t c)"]
     at = 1

@@ -19,7 +19,7 @@ from functools import cache
 
 _TERM = re.compile(r"\(([^)]*)\)|(\.\.\.)|([A-Za-z_]\w*!?|1)")
 
-Dim = tuple[str, ...]  # factors of one tensor dim, leading first; () for a dim without any
+Dim = tuple[str, ...]  # factors of one tensor dim, the leading one first; () for a dim without any
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Term:
 class Pattern:
     inputs: tuple[Term, ...]
     outputs: tuple[Term, ...]
-    whole: frozenset[str]  # factors marked with !
+    whole: frozenset[str]  # the factors marked with !
 
 
 @cache
@@ -83,12 +83,12 @@ class Bound:
     additive: frozenset[int]
 
     def trailing(self, dim: Dim) -> int:
-        """The elements of a dim for one step of its leading factor."""
+        """The number of elements of a dim per step of its leading factor."""
         return math.prod(self.sizes[f] for f in dim[1:])
 
     def shardable(self) -> tuple[str, ...]:
-        """The factors that may be sharded: not whole, longer than 1, and leading in every dim that has
-        them."""
+        """The factors that may be sharded: those not marked whole, longer than 1, and leading in every dim
+        that has them."""
         out = []
         for factor, size in self.sizes.items():
             if size <= 1 or factor in self.whole:
@@ -112,7 +112,7 @@ def bind(
     """Assigns a size to every factor. Extra input terms at the end are optional inputs that are absent.
 
     ``sizes`` has those of factors within compound dims that the shapes leave open. Raises PatternMismatch. A
-    factor behind another one in a compound dim is whole, even if the size of the one before it is 1: the row
+    factor behind another one in a compound dim is whole, even if the size of the one before it is 1: the rule
     does not say what an operator does with a part of a window, a patch or a repetition.
     """
     terms = pattern.inputs
@@ -144,7 +144,7 @@ def _factor_sizes(pairs: list[tuple[Dim, int]], sizes: dict[str, int]) -> dict[s
     for dim, n in pairs:
         if len(dim) == 1:
             size_of[dim[0]] = max(n, size_of.get(dim[0], 0))
-    for _ in range(2):  # a compound dim with one unknown factor gives that factor
+    for _ in range(2):  # a compound dim with only one unknown factor determines that factor
         for dim, n in pairs:
             unknown = [f for f in dim if f not in size_of]
             if len(unknown) == 1 and n:

@@ -24,7 +24,7 @@ def cdist(call: Call) -> str:
 
 
 def with_addend(product: str) -> Callable[[Call], str]:
-    """addmm, baddbmm, addmv: adds a term that may be broadcast to a product."""
+    """addmm, baddbmm, addmv: adds a term, which may be broadcast, to a product."""
     out = product.split("->")[1].split()
 
     def rule(call: Call) -> str:
@@ -35,7 +35,8 @@ def with_addend(product: str) -> Callable[[Call], str]:
 
 
 def einsum(call: Call) -> str:
-    """The equation is the rule. A letter twice in one term (a diagonal) must be whole."""
+    """einsum(equation, *tensors): the equation is the rule. A letter that occurs twice in one term (a
+    diagonal) must be whole."""
     equation = call.args[0].replace(" ", "")
     left, arrow, right = equation.partition("->")
     terms = left.split(",")

@@ -39,7 +39,7 @@ class Call:
 
 
 Linear = str | tuple[tuple[int, ...], ...]
-Arguments = tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]  # positional, by name
+Arguments = tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]  # (positional, by name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ def strategies(rule: Rule, call: Call) -> tuple[Strategy, ...]:
     try:
         bound = rule.bound(call)
     except PatternMismatch:
-        return tuple(out)  # shapes that the row does not cover run replicated
+        return tuple(out)  # shapes that the rule does not cover run replicated
     for factor in bound.shardable():
         strategy = shard_strategy(bound, factor, rule.own)
         if strategy is not None and sums_are_floating(strategy, call):
@@ -187,7 +187,8 @@ def shard_strategy(bound: Bound, factor: str, own: tuple[int, ...] = ()) -> Stra
     )
     partial = any(isinstance(p, Partial) for p in outputs)
     if partial and any(isinstance(p, Shard) for p in outputs):
-        return None  # one output whole-sum, another sharded: no operator here needs it
+        # the sum of one output would be whole, while another is sharded: no operator here needs that
+        return None
     inputs = tuple(
         _place(dims, factor) or (PARTIAL if partial and i in bound.additive else REPLICATE)
         for i, dims in enumerate(bound.inputs)
@@ -196,7 +197,8 @@ def shard_strategy(bound: Bound, factor: str, own: tuple[int, ...] = ()) -> Stra
 
 
 def sums_are_floating(strategy: Strategy, call: Call) -> bool:
-    """A partial sum of booleans has no meaning; integers may be summed."""
+    """Whether all partial sums are floating-point. A partial sum of booleans has no meaning; integers may be
+    summed."""
     return not any(
         isinstance(p, Partial) and t.dtype == "bool" for p, t in zip(strategy.outputs, call.outputs)
     )
@@ -247,8 +249,8 @@ def fill_in_units(
     inputs: tuple[Placement, ...],
     outputs: Sequence[Placement | None],
 ) -> list[Placement]:
-    """The placements of all results; in ``outputs``, None stands for one that is not known. Its unit follows
-    from those of the inputs and the other results."""
+    """The placements of all results, with units; None in ``outputs`` stands for an unknown placement. Its
+    unit follows from those of the inputs and the other results."""
     if rule is None or not strategy.is_sharded:
         return [explicit or bare for explicit, bare in zip(outputs, strategy.outputs)]
     bound = rule.bound(call)

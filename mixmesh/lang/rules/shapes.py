@@ -23,12 +23,12 @@ def wrap(dim: int, rank: int) -> int:
 
 
 def same(call: Call) -> str:
-    """Elementwise, with broadcasting."""
+    """The rule of an elementwise operator, with broadcasting."""
     return ", ".join(["..."] * len(call.inputs)) + " -> " + ", ".join(["..."] * len(call.outputs))
 
 
 def fixed_dims(call: Call, dims: Iterable[int]) -> str:
-    """All inputs and outputs have one shape, and ``dims`` are whole."""
+    """The rule of an operator whose inputs and outputs have one shape, and whose ``dims`` must be whole."""
     rank = rank_of(call)
     whole = {wrap(d, rank) for d in dims}
     text = " ".join(f"d{i}!" if i in whole else f"d{i}" for i in range(rank))
@@ -36,7 +36,7 @@ def fixed_dims(call: Call, dims: Iterable[int]) -> str:
 
 
 def along(index: int, name: str = "dim", default: int = -1) -> Callable[[Call], str]:
-    """A rule for an operator that needs one dim (argument ``index``) whole."""
+    """The rule of an operator that needs one dim (argument ``index``) whole."""
 
     def rule(call: Call) -> str:
         return fixed_dims(call, (call.arg(index, name, default),))
@@ -93,7 +93,7 @@ def view(call: Call) -> tuple[str, dict[str, int]]:
     sizes: dict[str, int] = {}
     i = j = 0
     a = b = 1  # the remainders of the sizes of the current dims
-    whole = False  # the two sides have no common divisor: until they meet again, no dim can be cut
+    whole = False  # the two sides have no common divisor: no dim can be cut until they meet again
 
     def emit(size: int, *places: list[str]) -> None:
         name = f"f{len(sizes)}"
@@ -296,7 +296,7 @@ def pool(call: Call) -> tuple[str, dict[str, int]]:
 
     def of(position: int, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
         value = call.arg(position, name, default) or default
-        value = (value,) if isinstance(value, int) else value  # an int comes from edited text
+        value = (value,) if isinstance(value, int) else value  # edited text may have an int here
         return value * spatial if len(value) == 1 else value
 
     kernel = of(1, "kernel_size", ())
@@ -352,12 +352,13 @@ def transformed(default: tuple[int, ...] = ()) -> Callable[[Call], str]:
 
 
 def aminmax(call: Call) -> str:
-    """aminmax(self, *, dim, keepdim): as ``amax``, of one dim or all."""
+    """aminmax(self, *, dim, keepdim): like ``amax``, over one dim or all."""
     return reduce_dims(len(call.args), contract=False)(call)
 
 
 def matrices(call: Call) -> str:
-    """Operators that map each matrix to a matrix, a vector or a number: the last two dims are whole."""
+    """The rule of operators that map each matrix to a matrix, a vector or a number: the last two dims are
+    whole."""
     batch = rank_of(call) - 2
     outs = []
     for n, t in enumerate(call.outputs):

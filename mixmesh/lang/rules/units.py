@@ -34,7 +34,7 @@ def shard_units(graph: Graph, rules: dict[str, Rule]) -> Units:
                 size = graph.types[name].shape[dim]
                 unit = step * trailing
                 if size % unit:
-                    unit = size  # no common cut: the dim stays whole
+                    unit = size  # no common unit: the dim stays whole
                 if units[name][dim] != unit and units[name][dim] != size:
                     units[name][dim] = unit
                     changed = True

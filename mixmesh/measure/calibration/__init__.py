@@ -31,20 +31,20 @@ from .timing import Bench, measure_group, measure_optimizer, tf32_set
 
 __all__ = ["Measured", "Steps", "calibrate"]
 
-MEASURING = 0.92  # share of the time after which measuring ends: then the constants are fitted
-HEATING = 0.08  # share of the time for which a GPU first computes, so that its clocks are as under load
+MEASURING = 0.92  # share of the time after which measuring ends and fitting begins
+HEATING = 0.08  # share of the time for which a GPU computes first, so that its clocks are as under load
 OPTIMIZER_SHARE = 0.1
 LEAST_S = 1.0  # least seconds for the first group
-PROCESS_S = 20.0  # least seconds for a separate process whose memory is measured on a CPU
-HALF_ON_CPU_S = 60.0  # least seconds, as many CPUs are slow at it
-MOST_CONTEXT_BYTES = 3 * 2**30  # more must belong to other processes on the card
+PROCESS_S = 20.0  # least seconds for a separate process that measures memory on a CPU
+HALF_ON_CPU_S = 60.0  # least seconds for half precision, which many CPUs compute slowly
+MOST_CONTEXT_BYTES = 3 * 2**30  # a larger context must include other processes on the card
 MEMORY, HEAT, OPTIMIZER = "memory of a process", "computing, for clocks as under load", "optimizer"
 
 
 @dataclass(frozen=True)
 class Steps:
-    """The callbacks of a calibration: ``begin(name, num)`` of a group with ``num`` samples, ``step(number,
-    text)`` before each of them, ``end(number, text)`` after ``number`` samples, with the group's result."""
+    """The callbacks of a calibration: ``begin(name, num)`` before a group of ``num`` samples, ``step(number,
+    text)`` before each of them, ``end(number, text)`` with the group's result after ``number`` samples."""
 
     begin: Callable[[str, int], object] = lambda name, num: None
     step: Callable[[int, str], object] = lambda number, text: None
@@ -53,8 +53,8 @@ class Steps:
 
 @dataclass(frozen=True)
 class Measured:
-    """A calibration with its measurements: the timings of kernels, (bytes of parameters, seconds) of
-    optimizer steps, and ``plain``, the device without a calibration."""
+    """A calibration with its measurements: the timings of kernels and the (bytes of parameters, seconds) of
+    optimizer steps. ``plain`` is the device without a calibration."""
 
     calibration: Calibration
     plain: Device
@@ -71,9 +71,9 @@ def calibrate(
     steps = steps or Steps()
     started = time.perf_counter()
     steady_heap()  # as in training
-    found = read_device(device)
-    context = measure_memory(device, seconds, steps)  # before anything else is loaded
-    plain = plain_device(device, found, name)
+    facts = read_device(device)
+    context = measure_memory(device, seconds, steps)  # first, before anything else is loaded
+    plain = plain_device(device, facts, name)
     if is_accelerator(device):
         heat(device, started + HEATING * seconds + 2.0, steps)
     bench = Bench.of(device, plain)
@@ -96,7 +96,7 @@ def calibrate(
     calibration = Calibration(
         replace(fitted, **context, calibrated=now.date().isoformat()),
         now.date().isoformat(),
-        reported_name(found),
+        reported_name(facts),
         torch.__version__,
         round(time.perf_counter() - started, 1),
         (*fits_of(fitted, plain, timings), *of_optimizer),
@@ -105,7 +105,7 @@ def calibrate(
 
 
 def measure_groups(bench: Bench, every: Sequence[Group], until: float, steps: Steps) -> list[Timing]:
-    """Timings of all groups; each has its share of the time that is left, and leaves the rest to others."""
+    """Timings of all groups; each gets its share of the time that is left, and leaves the rest to others."""
     timings: list[Timing] = []
     for number, group in enumerate(every):
         left_s = max(until - time.perf_counter(), 0.0)
@@ -163,7 +163,7 @@ def tf32_flop_per_s(device: torch.device) -> float:
 
 
 def heat(device: torch.device, until: float, steps: Steps) -> None:
-    """Makes a GPU compute until that time, because its initial speed may be higher than its sustained
+    """Keeps a GPU computing until that time, because its initial speed may be higher than its sustained
     speed."""
     steps.begin(HEAT, 1)
     work = product(device, torch.float32, GPU_SIZES["products"])
@@ -193,5 +193,5 @@ def measure_memory(device: torch.device, seconds: float, steps: Steps) -> dict[s
 
 
 def reported_name(found: FoundDevice) -> str:
-    """PyTorch's or the system's name of the device, of a CPU with its threads."""
+    """PyTorch's or the system's name for the device; for a CPU with the number of threads."""
     return found.name if found.kind == "gpu" else f"{found.name}, {plural(found.num_threads, 'thread')}"

@@ -35,15 +35,16 @@ from ...cost.model import ADAM_ACCESSES
 from .samples import SMALL, Row, Timing
 
 STEPS = 12
-USUAL_WEIGHT = 0.02  # weight of a logarithm's distance from its start: decides where samples do not
+# weight of a constant's distance from its start, on a log scale: decides if the samples do not
+USUAL_WEIGHT = 0.02
 LEAST_SHARE, MOST_SHARE = 1e-3, 2.0  # shares of a peak; one above 1 raises the peak (``with_peaks_above``)
 RAMP_S = (1e-8, 2e-3)
-BACKWARD = (0.1, 10.0)  # bounds, relative to the usual factor
+BACKWARD = (0.1, 10.0)  # bounds on the factor, relative to the usual one
 ISSUE_S = (1e-7, 1e-3)
-CPU_RAMP_S = 1e-6  # the start of a CPU's fit
-DIGITS = 4  # significant ones of a fitted constant
+CPU_RAMP_S = 1e-6  # where the fit begins on a CPU
+DIGITS = 4  # significant digits of a fitted constant
 OPTIMIZER = "optimizer"
-Predictions = Sequence[tuple[float, float]]  # predicted and measured seconds
+Predictions = Sequence[tuple[float, float]]  # (predicted, measured) seconds
 RATES = {F32: "flop_per_s", TF32: "tf32_flop_per_s", HALF: "half_flop_per_s", ANY: "memory_bytes_per_s"}
 
 
@@ -53,13 +54,13 @@ def fit_device(plain: Device, timings: Sequence[Timing]) -> Device:
     small = [t for t in timings if t.sample.kernels == SMALL]
     device = fit_issue(device, small)
     rows = dict.fromkeys(t.sample.row for t in timings if t.sample.kernels != SMALL)
-    # memory-bound classes first, as products move bytes at their rate; TF32 after float32, as the faster one
-    # counts
+    # memory-bound classes first, because products move bytes at their rate; TF32 after float32, because the
+    # faster one counts
     order = [(name, dtype) for dtype in (ANY, F32, TF32, HALF) for name in (*MEMORY_BOUND, *PRODUCTS)]
     for row in order:
         if row in rows:
             device = fit_row(device, row, [t for t in timings if t.sample.row == row])
-    if device.kind == "cpu":  # small kernels there have a ramp too, known only now
+    if device.kind == "cpu":  # small kernels on a CPU have a ramp too, which is known only now
         device = fit_issue(device, small)
     return with_peaks_above(device)
 
@@ -99,7 +100,7 @@ def fit_row(device: Device, row: Row, timings: Sequence[Timing]) -> Device:
 
 def start_share(device: Device, row: Row, timings: Sequence[Timing]) -> float:
     """The share of the peak that the largest kernel reached. This is the arithmetic peak even for kernels
-    limited by memory, because above that the errors would have slope 0."""
+    limited by memory, because from a larger start the errors would not depend on the share."""
     largest = max(timings, key=lambda t: t.forward_s)
     call, (name, dtype) = largest.sample.call, row
     if dtype == ANY:
@@ -111,7 +112,8 @@ def start_share(device: Device, row: Row, timings: Sequence[Timing]) -> float:
 
 
 def bounds(*pairs: tuple[tuple[float, float], float]) -> tuple[np.ndarray, np.ndarray]:
-    """Logarithms of the least and the greatest of some constants over where each starts."""
+    """Bounds for the fit of some constants: the logarithms of the least and the greatest value over the
+    start."""
     low, high = np.array([[math.log(end / start) for end in ends] for ends, start in pairs]).T
     return np.minimum(low, 0.0), np.maximum(high, 0.0)
 
@@ -119,7 +121,8 @@ def bounds(*pairs: tuple[tuple[float, float], float]) -> tuple[np.ndarray, np.nd
 def fitted(
     with_logs: Callable[[np.ndarray], Device], timings: Sequence[Timing], low: np.ndarray, high: np.ndarray
 ) -> Device:
-    """The device whose predictions of the timings are nearest, between these logarithms of its constants."""
+    """The device whose predictions are nearest to the timings, with the logarithms of its constants within
+    these bounds."""
 
     def errors(logs: np.ndarray) -> np.ndarray:
         return np.log([predicted / measured for predicted, measured in pairs(with_logs(logs), timings)])
@@ -128,9 +131,8 @@ def fitted(
 
 
 def with_row(device: Device, row: Row, own: Efficiency) -> Device:
-    """The device with one more row. A row for convolutions in TF32 also bounds the one in plain float32,
-    which the cost model would otherwise assume to be faster on cards whose TF32 is slow
-    (``cost.kernels.fastest``)."""
+    """The device with one more row. A row for convolutions in TF32 also limits the one in plain float32,
+    which the cost model would otherwise prefer on cards whose TF32 is slow (``cost.kernels.fastest``)."""
     rows = {r[:2]: r[2:] for r in device.efficiency}
     rows[row] = own.share, own.ramp_s, own.backward
     name, dtype = row
@@ -142,10 +144,10 @@ def with_row(device: Device, row: Row, own: Efficiency) -> Device:
 
 
 def with_peaks_above(device: Device) -> Device:
-    """The device with peaks that no class of kernels exceeds, and shares relative to these: a card may run
-    above its datasheet's clock, and bounds of plans rest on peaks (``cost.peaks``). On a GPU some
-    convolutions with windows are faster than their multiply-adds (Winograd): they raise no peak, and their
-    share is at most 1."""
+    """The device with peaks so high that no class of kernels exceeds them, and shares relative to these: a
+    card may run above its datasheet's clock, and the bounds of plans rely on peaks (``cost.peaks``). On a GPU
+    some convolutions with windows are faster than their multiply-adds (Winograd): they raise no peak, and
+    their share is at most 1."""
     raising = {*PRODUCTS, *MEMORY_BOUND} - ({CONVOLUTION} if device.kind == "gpu" else set())
     for dtype, field in RATES.items():
         rows = [r for r in device.efficiency if (F32 if r[0] == DEPTHWISE else r[1]) == dtype]
@@ -160,7 +162,8 @@ def with_peaks_above(device: Device) -> Device:
 
 
 def best_share(row: tuple[str, str, float, float, float]) -> float:
-    """The share of the peak that a row reaches in each pass: products are repeated for two gradients."""
+    """The larger share of the peak that a row reaches in either pass: products are repeated for two
+    gradients."""
     name, _, share, _, backward = row
     if name not in PRODUCTS:
         return share
@@ -199,7 +202,7 @@ def passes(
 
 
 def relative_errors(predictions: Predictions) -> list[float]:
-    """The difference of a predicted and a measured time, relative to the shorter one: half as long is as
+    """The difference of a predicted and a measured time, relative to the shorter one: half as long counts as
     wrong as twice as long, which is an error of 1."""
     return [max(predicted / measured, measured / predicted) - 1 for predicted, measured in predictions]
 
@@ -250,5 +253,5 @@ def fit_optimizer(device: Device, steps: Sequence[tuple[float, float]]) -> tuple
 
 
 def rounded(value: float) -> float:
-    """A fitted figure, to the digits that mean something."""
+    """A fitted figure, rounded to its significant digits."""
     return float(f"{value:.{DIGITS}g}")

@@ -44,8 +44,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Sample:
-    """A kernel to measure. ``element`` is the dtype of its tensors; ``chained``: measured as one of many in
-    a row, each on the result of the one before."""
+    """A kernel to measure. ``element`` is the dtype of its tensors. A ``chained`` kernel is measured as one
+    of many in a row, each on the result of the one before."""
 
     kernels: str
     dtype: str
@@ -59,7 +59,7 @@ class Sample:
 
     @lazy
     def program(self) -> Program:
-        """A program of this one instruction."""
+        """A program with only this instruction."""
         lines = [
             f'  %{name} = input("{name}") : {"i64" if name in self.shape.ids else self.element}{list(size)} R'
             for name, size in self.shape.inputs

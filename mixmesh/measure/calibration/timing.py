@@ -1,4 +1,4 @@
-"""Seconds of samples on one device, as many as a time allows."""
+"""Measures the seconds of samples on one device, as many as the time allows."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from ..profiler.operators import example, time_op
 from .fit import costs_of
 from .samples import SMALL, SMALL_SHAPES, Group, Row, Sample, Timing
 
-CHAIN = 32  # kernels in a row, whose mean is taken
-TOLD = 3.0  # kernels longer than the call of the backward pass times this are timed by the clock
-RUNS = 5  # runs of a sample in each direction, with the first one
-FLOOR_S = 0.02  # seconds of measuring a sample, however short its kernel
-COPIES = 5  # copies of inputs and outputs that a sample takes
-MEMORY_SHARE = 0.4  # the share of the device's memory that a sample may take
-CPU_MOST_BYTES = 2**26  # bytes of a sample on a CPU: larger tensors are new pages each time, written first
+CHAIN = 32  # number of kernels in a row, whose mean is taken
+TOLD = 3.0  # kernels longer than this many times the call of the backward pass are timed by the clock
+RUNS = 5  # runs of a sample in each direction, including the first one
+FLOOR_S = 0.02  # least seconds to measure a sample, however short its kernel
+COPIES = 5  # copies of its inputs and outputs that a sample needs
+MEMORY_SHARE = 0.4  # largest share of the device's memory for a sample
+# limit on the bytes of a sample on a CPU: larger tensors are new pages each time, which are zeroed first
+CPU_MOST_BYTES = 2**26
 OPTIMIZER_BYTES = (2**20, 2**23, 2**25, 2**27, 2**29)
-PARAMETERS = 8  # tensors that an optimizer's step is over
+PARAMETERS = 8  # number of tensors that an optimizer steps
 OPTIMIZER_COPIES = 6  # parameter, gradient, two moments and temporaries
 
 
@@ -46,8 +47,9 @@ def tf32_set(is_on: bool) -> Iterator[None]:
 
 @dataclass
 class Bench:
-    """A device and its meter. ``plain`` has its figures without a calibration, which predict how many samples
-    there is time for; ``call_s`` is the cost of one call of the backward pass without its kernels."""
+    """A device and its meter. ``plain`` has its figures without a calibration, from which the number of
+    samples that the time allows is predicted; ``call_s`` is the cost of one call of the backward pass without
+    its kernels."""
 
     device: torch.device
     plain: Device
@@ -65,17 +67,17 @@ class Bench:
         return bench
 
     def plain_s(self, sample: Sample) -> float:
-        """Seconds for both directions of a sample by the figures of ``plain``."""
+        """Seconds for both directions of a sample, from the figures of ``plain``."""
         costs = costs_of(self.plain, tf32=sample.dtype == TF32)
         op = costs.op(sample.call, sample.num_gradients, 0)
         return op.forward.at(1.0) + op.backward.at(1.0)
 
     def predicted_s(self, sample: Sample) -> float:
-        """The same, by its row's pace so far."""
+        """Seconds for both directions of a sample, corrected by its row's pace so far."""
         return self.plain_s(sample) * self.pace.get(sample.row, 1.0)
 
     def needed_s(self, sample: Sample) -> float:
-        """Seconds that measuring a sample takes."""
+        """Seconds that it takes to measure a sample."""
         return FLOOR_S + RUNS * self.predicted_s(sample) * (CHAIN if sample.chained else 1)
 
     def has_room(self, sample: Sample) -> bool:
@@ -94,7 +96,7 @@ class Bench:
             empty_cache(self.device)
             return None
         took_s = timing.forward_s + (timing.backward_s or 0.0)
-        # on a busy machine wall-clock time is more telling than a thread's own
+        # on a busy machine the wall-clock time says more than the thread's own time
         run_s = (time.perf_counter() - started - FLOOR_S) / RUNS / (CHAIN if sample.chained else 1)
         self.pace[sample.row] = max(took_s / predicted_s, run_s / predicted_s)
         return timing
@@ -103,12 +105,12 @@ class Bench:
         forward_s, backward_s = time_op(sample.program, self.meter, self.device)
         if backward_s < TOLD * self.call_s:
             return Timing(sample, forward_s, None)
-        if not is_accelerator(self.device):  # a CPU computes during the call
+        if not is_accelerator(self.device):  # a CPU computes while the call runs
             backward_s -= self.call_s
         return Timing(sample, forward_s, backward_s)
 
     def _chained(self, sample: Sample) -> Timing:
-        """The timing of one kernel among many in a row, which share the call of the backward pass."""
+        """Measures one kernel among many in a row, which share the call of the backward pass."""
         body = sample.program.instructions[-1]
         run = local_op(sample.program, body, 0, self.device, RandomPolicy())
         first, *others = ((i.type.value.dtype, i.type.value.shape) for i in sample.program.instructions[:-1])
@@ -134,10 +136,10 @@ class Bench:
 def measure_group(
     bench: Bench, group: Group, until: float, progress: Callable[[int, Sample], object]
 ) -> list[Timing]:
-    """Timings of a group's samples until ``until``, a time of ``time.perf_counter``. Rows take turns: each
-    starts with its smallest sample, which gives the row's pace, then takes the largest for which there is
-    time, then those in between. ``progress`` is called with the number of samples measured and the next
-    one."""
+    """Timings of a group's samples, measured until the time ``until`` of ``time.perf_counter``. Rows take
+    turns: each starts with its smallest sample, which gives the row's pace, then takes the largest for which
+    there is time, then those in between. ``progress`` is called with the number of samples measured and the
+    next one."""
     timings: list[Timing] = []
     rows = group.rows
     left = {row: [s for s in samples if bench.has_room(s)] for row, samples in rows.items()}
@@ -192,5 +194,5 @@ def optimizer_step_s(bench: Bench, size_bytes: int) -> float:
         p.grad = torch.zeros_like(p)
     optimizer = torch.optim.AdamW(params)
     fuse(optimizer)
-    optimizer.step()  # makes the states
+    optimizer.step()  # creates the states
     return bench.meter.best(optimizer.step)

@@ -1,5 +1,5 @@
-"""The checks of what cards report: clocks, power limits, and which cards reach each other. Without a GPU each
-of them reports its absence."""
+"""Checks the reports of cards: clocks, power limits, and which cards reach each other. Without a GPU each
+check reports that there is none."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .ground import Ground, Note
 ABSENT = "not there"
 FULL_POWER = 0.95  # share of the default power limit below which a card is slower than its datasheet
 NO_GPU = "not there: no rank has a GPU"
-COPIED = 2**20  # numbers, enough for a copy of several packets
+COPIED = 2**20  # numbers in a copy, enough for several packets
 
 
 def clocks_and_power(ground: Ground) -> str | Note:
-    """Clocks and limits of power of all cards: a lowered limit makes a card slower than is planned."""
+    """Clocks and power limits of all cards: a lowered limit makes a card slower than planned."""
 
     def make() -> dict | None:
         card = card_of(ground.device) if is_accelerator(ground.device) else None
@@ -61,7 +61,7 @@ def clock_text(card: Card | None) -> str:
 
 
 def power_text(card: Card | None) -> str:
-    """A card's power limit, with its default."""
+    """A card's current and default power limit."""
     if card is None or card.power_limit_w is None:
         return ABSENT
     default_text = "" if card.default_power_w is None else f" of {card.default_power_w:.0f}"
@@ -106,14 +106,14 @@ def peer_to_peer(ground: Ground) -> str | Note:
 
 
 def reach_text(peers: list[int] | None) -> str:
-    """The cards that one card reaches: its row of the matrix."""
+    """Names the cards that one card reaches: its row of the matrix."""
     if peers is None:
         return ABSENT
     return " ".join(map(str, peers)) or "none"
 
 
 def is_copied(source: torch.device, target: torch.device) -> bool:
-    """Whether numbers arrive unchanged."""
+    """Whether numbers arrive unchanged at the other card."""
     sent = torch.arange(COPIED, device=source, dtype=torch.int32)
     there = sent.to(target)
     synchronize(source)

@@ -45,7 +45,7 @@ def read_cards() -> tuple[Card, ...]:
 
 
 def cards_of(text: str) -> tuple[Card, ...]:
-    """The cards of a table in CSV whose columns are ``FIELDS``."""
+    """The cards in a CSV table whose columns are ``FIELDS``."""
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
     return tuple(
         Card(uuid, driver, *map(number, figures))
@@ -54,7 +54,7 @@ def cards_of(text: str) -> tuple[Card, ...]:
 
 
 def number(cell: str) -> float | None:
-    """The number of a cell; None for ``[N/A]`` and its like."""
+    """The number in a cell; None for ``[N/A]`` and the like."""
     try:
         return float(cell)
     except ValueError:

@@ -31,14 +31,14 @@ from .reach import Address, Listener, call_all, own_host
 
 SHARED_FOLDER = Path("/dev/shm")
 LEAST_SHARED_BYTES = 128 * 2**20  # containers have 64 MiB by default, which a loader's workers soon fill
-LEAST_CACHE_BYTES = 64 * 2**20  # profiles and plans are of some MiB at most
+LEAST_CACHE_BYTES = 64 * 2**20  # profiles and plans have a few MiB at most
 
 
 def rendezvous(ground: Ground) -> str:
-    """All ranks of the launch are there."""
+    """Checks that all ranks of the launch are there."""
 
     def make() -> list[str | int]:
-        place = process_place().split(" ")[0]  # changes when a machine restarts, as it names the boot
+        place = process_place().split(" ")[0]  # the machine's boot id, which changes when it restarts
         return [socket.gethostname(), os.environ.get("GROUP_RANK", ""), place, process_place(), os.getpid()]
 
     told = ground.meeting.gather("the rendezvous", make)
@@ -62,11 +62,12 @@ def rendezvous(ground: Ground) -> str:
 
 
 def devices(ground: Ground) -> str:
-    """Every rank has a device that computes, and all ranks can talk by one backend."""
+    """Checks that every rank has a device that computes, and that one backend serves all ranks."""
 
     def make() -> list[Any]:
         ones = torch.ones(2, 2, device=ground.device)
-        if float((ones @ ones).sum()) != 8:  # a build of PyTorch without this card's kernels raises here
+        # raises an error if this build of PyTorch has no kernels for the card
+        if float((ones @ ones).sum()) != 8:
             raise InputError("the device computes a product of ones wrongly", got=str(ground.device))
         return [asdict(read_device(ground.device)), ground.backend]
 
@@ -123,7 +124,7 @@ def reachability(ground: Ground) -> str:
 
 
 def unreached(ground: Ground, told: list[Any], lost: list[tuple[int, int, str]]) -> CollectiveError:
-    """The first of the connections that failed: from rank, to rank, and why."""
+    """The first of the connections that failed: (from rank, to rank, reason)."""
     a, b, wrong = lost[0]
     others = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
     return CollectiveError(
@@ -139,7 +140,7 @@ def unreached(ground: Ground, told: list[Any], lost: list[tuple[int, int, str]])
 
 
 def collectives(ground: Ground) -> str:
-    """A sum over all ranks is right, in the backend that training uses."""
+    """Checks that a sum over all ranks is right, in the backend that training uses."""
     meeting = ground.meeting
 
     def make() -> list[float]:
@@ -196,7 +197,7 @@ def leave_group(ground: Ground) -> None:
 
 
 def shared_memory(ground: Ground) -> str:
-    """The workers of loaders have room to pass batches on."""
+    """Checks that the workers of loaders have enough shared memory to pass batches on."""
 
     def make() -> int | None:
         return shutil.disk_usage(SHARED_FOLDER).free if SHARED_FOLDER.is_dir() else None

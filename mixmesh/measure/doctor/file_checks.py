@@ -1,4 +1,4 @@
-"""The checks of a training's files, the cluster file and the plan, against the devices found."""
+"""Checks a training's files, the cluster file and the plan, against the devices found."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from ...runtime import devices
 from ...runtime.agreement import difference, outliers
 from .ground import Ground
 
-# share of a processor's memory that its kernel keeps, and of a card's that its driver keeps: both report less
+# share of a processor's memory that its kernel keeps, and of a card's that its driver keeps, so that both
+# report less
 MEMORY_TOLERANCE = devices.MEMORY_TOLERANCE
 
 
 @dataclass(frozen=True)
 class Misfit:
-    """A rank whose device is not as a file has it."""
+    """A rank whose device is not the one in a file."""
 
     rank: int
     expected: str
@@ -36,7 +37,7 @@ class Misfit:
 def cluster_file(ground: Ground) -> str:
     """Checks that the devices are those of the cluster file, in number, names and memory."""
     path = ground.asked.cluster_file
-    assert path is not None  # else this check is left out
+    assert path is not None  # otherwise this check is left out
     text, _ = read_alike(ground, "cluster file", path, told_of_cluster)
     cluster = Cluster.parse(text, str(path))
     check_world(ground, cluster.world_size, path)
@@ -48,10 +49,10 @@ def cluster_file(ground: Ground) -> str:
 
 
 def plan_file(ground: Ground) -> str:
-    """All ranks have the same plan; it belongs to this cluster file, if one is given, and it fits the
-    devices."""
+    """Checks that all ranks have the same plan, that it belongs to the cluster file, if one is given, and
+    that it fits the devices."""
     path = ground.asked.plan_file
-    assert path is not None  # else this check is left out
+    assert path is not None  # otherwise this check is left out
     text, without = read_alike(ground, "plan", path, told_of_plan)
     plan = Plan.parse(text, str(path))
     check_world(ground, plan.program.world_size, path)
@@ -66,7 +67,7 @@ def plan_file(ground: Ground) -> str:
 
 
 def plan_of_job(ground: Ground) -> str:
-    """The plan was made for the job's model."""
+    """Checks that the plan was made for the job's model."""
 
     def make() -> str:
         if ground.meeting.rank == 0:
@@ -82,18 +83,18 @@ def plan_of_job(ground: Ground) -> str:
     return "the plan is for this model and batch"
 
 
-Told = tuple[str, str]  # (text of a file, its meaning: equal for two files that mean the same)
+Told = tuple[str, str]  # (text of a file, a form of it that is equal for two files with the same meaning)
 
 
 def told_of_cluster(path: Path) -> Told:
-    """A cluster file, written out, and its digest."""
+    """The text of a cluster file, and a digest of its meaning."""
     text = Cluster.load(path).to_toml()
     return text, f"digest {digest(text)}"
 
 
 def told_of_plan(path: Path) -> Told:
-    """A plan file, and a digest of the parts that the start of a training compares, without the seconds of
-    its planning."""
+    """The text of a plan file, and a digest of the parts that the start of a training compares, without the
+    seconds of planning."""
     plan = Plan.load(path)
     compared = plan.micro_batches, plan.devices, plan.predicted_peak_memory_bytes
     fingerprint = digest(print_program(plan.program) + repr(compared))
@@ -143,7 +144,7 @@ def check_world(ground: Ground, planned: int, path: Path) -> None:
 
 
 def misfits(planned: Sequence[PlannedDevice], inventory: Inventory) -> list[Misfit]:
-    """The ranks with another kind of device than planned, another card, or less memory."""
+    """The ranks whose device is of another kind than planned, is another card, or has less memory."""
     wrong = []
     for rank, (plan, device) in enumerate(zip(planned, inventory.devices)):
         memory_bytes = inventory.memory_bytes(rank)

@@ -1,4 +1,4 @@
-"""The findings that checks share, and the texts that they have in common."""
+"""The findings that checks share, and texts that several of them use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ LATER_S = 30.0
 
 @dataclass(frozen=True)
 class Asked:
-    """The files to check the ranks against. ``is_quick`` leaves out checks that exchange much, or train."""
+    """The files against which ranks are checked. ``is_quick`` leaves out checks that exchange much data, or
+    train."""
 
     job_name: str | None = None
     cluster_file: Path | None = None
@@ -29,7 +30,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Note:
-    """A finding worth knowing that is no fault, with what to do about it and its ranks."""
+    """A finding that is worth knowing but not a fault, with a hint and the ranks concerned."""
 
     found: str
     hint: tuple[str, ...] = ()
@@ -41,8 +42,8 @@ class Ground:
 
     ``columns`` are the figures of every rank, by name: the table of ranks."""
 
-    job: Job  # once its code was loaded
-    plan: Plan  # once its file was read
+    job: Job  # set once its code is loaded
+    plan: Plan  # set once its file is read
 
     def __init__(
         self,
@@ -64,14 +65,15 @@ class Ground:
 
     @property
     def meeting(self) -> Meeting:
-        """The meeting of all ranks, opened when it is first asked for."""
+        """The meeting of all ranks, opened on first use."""
         if self._meeting is None:
             self._meeting = Meeting.open(self.timeout_s)
         return self._meeting
 
     @property
     def group_timeout_s(self) -> float:
-        """The time-out of process groups: later than the limit of a phase, as NCCL ends the process at it."""
+        """The time-out of process groups: longer than the limit of a phase, because NCCL ends the process
+        when it is reached."""
         return 2 * self.timeout_s + LATER_S
 
     def take_device(self) -> None:
@@ -85,12 +87,12 @@ class Ground:
 
     @property
     def is_over(self) -> bool:
-        """Whether not all ranks have met, or the meeting has ended."""
+        """Whether some ranks have not come to the meeting, or it has ended."""
         return self._meeting is None or self._meeting.is_over
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether a thread of this process waits in a collective that will not end."""
+        """Whether a thread of this process waits in a collective that will never end."""
         return self._meeting is not None and self._meeting.is_abandoned
 
     def end(self) -> None:
@@ -99,12 +101,12 @@ class Ground:
             self._meeting.end()
 
     def close(self) -> None:
-        """Leaves together with the others."""
+        """Leaves the meeting together with the others."""
         if self._meeting is not None:
             self._meeting.close()
 
 
 def count(number: int, noun: str) -> str:
-    """A number with its noun: ``1 rank``, ``2 ranks``, ``3 batches``."""
+    """Formats a number with its noun: ``1 rank``, ``2 ranks``, ``3 batches``."""
     plural = "es" if noun.endswith("ch") else "s"
     return f"{number} {noun}{plural if number != 1 else ''}"

@@ -1,4 +1,4 @@
-"""The checks of a job: its files, its model and its first batches are the same on all ranks."""
+"""Checks that a job's files, its model and its first batches are the same on all ranks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .ground import Ground, count
 
 
 def job_code(ground: Ground) -> str:
-    """The files that the job was loaded from are the same on all ranks."""
+    """Checks that the files from which the job was loaded are the same on all ranks."""
 
     job_name = ground.asked.job_name
-    assert job_name is not None  # else this check is left out
+    assert job_name is not None  # otherwise this check is left out
 
     def make() -> dict[str, str]:
         ground.job = load_job(job_name)
@@ -44,14 +44,14 @@ def job_code(ground: Ground) -> str:
 
 
 def files_of(path: Path) -> dict[str, str]:
-    """The digests of all files that were imported from the folder of a job or below it, by name."""
+    """For each file that was imported from the folder of a job or below it, its digest, by name."""
     folder = path.resolve().parent
     files = {path.resolve()}
     for module in list(sys.modules.values()):
         name = getattr(module, "__file__", None)
         if name and name.endswith(".py") and "site-packages" not in name:
             files.add(Path(name).resolve())
-    # mixmesh's own are left out: their digest is among the versions
+    # mixmesh's own files are left out: their digest is among the versions
     return {
         str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()[:12]
         for file in sorted(files)
@@ -60,7 +60,7 @@ def files_of(path: Path) -> dict[str, str]:
 
 
 def model(ground: Ground) -> str:
-    """All ranks have made the same model: its parameters, settings and code."""
+    """Checks that all ranks have made the same model: its parameters, settings and code."""
     told = ground.meeting.gather("the comparison of models", lambda: facts_of_model(ground.job.model))
     check_facts(told)
     size = sum(p.numel() for p in ground.job.model.parameters())
@@ -68,7 +68,7 @@ def model(ground: Ground) -> str:
 
 
 def data(ground: Ground) -> str:
-    """The example batch and the first batches of the job's data are the same on all ranks."""
+    """Checks that the example batch and the first batches of the job's data are the same on all ranks."""
 
     def make() -> list[str]:
         batches: Iterable[Any] = () if ground.job.data is None else islice(ground.job.data, COMPARED_STEPS)

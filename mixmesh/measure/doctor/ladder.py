@@ -25,8 +25,8 @@ from .ground import Ground, count
 from .meeting import Meeting
 
 SAMPLES_PER_RANK, LENGTH, WORDS, WIDTH = 6, 4, 24, 16
-ENOUGH_DEVICES = 3  # for every kind of plan
-SEARCH_S = 0.3  # for open-ended planners
+ENOUGH_DEVICES = 3  # number of devices with which every kind of plan is possible
+SEARCH_S = 0.3  # seconds for open-ended planners
 # devices so slow relative to their links that it pays to cut even a small model
 SLOW_FLOP_PER_S, FAST_LINK_BYTES_PER_S, MEMORY_BYTES = 1e6, 1e12, 2**30
 
@@ -37,7 +37,7 @@ NEEDY = tuple(row.name for row in ROWS if row.needs)
 
 
 class Small(nn.Module):
-    """A block of a transformer in miniature."""
+    """A transformer block in miniature."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Small(nn.Module):
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, words: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss of the next words."""
+        """The mean loss of predicting the next words."""
         x = self.embedding(words)
         q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
         x = x + functional.scaled_dot_product_attention(q, k, v)
@@ -97,7 +97,7 @@ def ladder(ground: Ground) -> str:
 
 
 def one_device(device: torch.device, world_size: int, is_first: bool) -> Step:
-    """The step on one device, in float64. All ranks draw the same numbers."""
+    """The step on one device, in float64. All ranks draw the same random numbers."""
     generator = torch.Generator().manual_seed(0)
     size = (SAMPLES_PER_RANK * world_size, LENGTH)
     batch = {key: torch.randint(WORDS, size, generator=generator) for key in ("words", "targets")}
@@ -116,8 +116,8 @@ def one_device(device: torch.device, world_size: int, is_first: bool) -> Step:
 
 
 def made_up(machines: Sequence[Sequence[int]]) -> Cluster:
-    """A cluster of as many devices as there are ranks, each slower than the one before. One machine counts as
-    two, so that all kinds of plans are tried."""
+    """An invented cluster with as many devices as there are ranks, each slower than the one before. One
+    machine counts as two, so that all kinds of plans are tried."""
     if len(machines) == 1 and len(machines[0]) > 1:
         ranks = machines[0]
         machines = ranks[: (len(ranks) + 1) // 2], ranks[(len(ranks) + 1) // 2 :]
@@ -130,7 +130,7 @@ def made_up(machines: Sequence[Sequence[int]]) -> Cluster:
 
 
 def slow_device(rank: int) -> Device:
-    """A device so slow that all other times are negligible."""
+    """A device so slow that everything other than its computing takes negligible time."""
     rate = SLOW_FLOP_PER_S / (1 + rank / 2)
     return Device(f"device {rank}", rate, MEMORY_BYTES, rate, kind="cpu")
 
@@ -154,7 +154,7 @@ def plan_of_first(meeting: Meeting, traced: Traced | None, cluster: Cluster, pla
 
 
 def errors_of(step: Step, plan: Plan, ground: Ground) -> tuple[float, str]:
-    """The largest relative error of loss and gradients in a step under ``plan``, and its place.
+    """The largest relative error of loss and gradients in a step under ``plan``, and where it occurs.
     Collective."""
     model = Small().double()
     model.load_state_dict(step.state)

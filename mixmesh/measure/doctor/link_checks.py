@@ -1,5 +1,5 @@
-"""The check of links: the interface that each machine is reached by, and the rates of links as measured,
-against the cluster file."""
+"""Checks links: finds the interface by which each machine is reached, and compares measured rates with the
+cluster file."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .ground import Ground, count
 # Tolerated ratio between a file's rate and the measured one, in either direction. Rates of one link differ by
 # a fifth from run to run, and gloo reaches 0.7 to 0.85 of a wire's rate.
 LEAST_SHARE = 0.6
-TRIES = 3  # measurements of a link that seems too slow: another process may have used it
+TRIES = 3  # measurements of a link that seems too slow, because another process may have used it
 
 
 @dataclass(frozen=True)
 class WrongRate:
-    """A rate of the file that the link does not have: the machine's place in the file, and the key."""
+    """A rate in the file that the link does not have: the machine's place in the file, and the key."""
 
     machine: int
     key: str
@@ -32,13 +32,13 @@ class WrongRate:
     measured: float
 
     def line(self, cluster: Cluster) -> str:
-        """The line that the file should have."""
+        """The line that the file should have instead."""
         name = cluster.machines[self.machine].name
         return f'{self.key} = {gbit(self.measured)} for machine "{name}" in the file, if that is right'
 
 
 def links(ground: Ground) -> str:
-    """Links are as fast as the cluster file says; without a file, reports how fast they are."""
+    """Checks that links are as fast as the cluster file says; without a file, reports how fast they are."""
     cluster = ground.cluster
     machines = ground.inventory.machines if cluster is None else ranks_by_machine(cluster)
 
@@ -78,13 +78,13 @@ def flat(found: Links) -> list[tuple[tuple[int, ...], Link]]:
 
 
 def links_of(rows: Sequence[Sequence]) -> Links:
-    """The links in the rows that a rank reported."""
+    """The links in the rows that a rank has reported."""
     inside = {row[0]: Link(**row[1]) for row in rows if len(row) == 2}
     return Links(inside, {(row[0], row[1]): Link(**row[2]) for row in rows if len(row) == 3})
 
 
 def faster(one: Links, other: Links) -> Links:
-    """The faster measurement of each link."""
+    """For each link, the faster of two measurements."""
 
     def best(a: dict, b: dict) -> dict:
         return {key: max(a[key], b[key], key=lambda link: link.bytes_per_s) for key in a}
@@ -108,7 +108,8 @@ def wrong_rates(cluster: Cluster, found: Links) -> list[WrongRate]:
         own = min(cluster.machines[index].nic_bytes_per_s, cluster.bandwidth_bytes_per_s)
         if bytes_per_s < LEAST_SHARE * expected:
             wrong.append(WrongRate(index, "nic_gbit_per_s", expected, bytes_per_s))
-        elif bytes_per_s > own / LEAST_SHARE:  # else the figure is the partner's, and is reported there
+        # otherwise the partner's figure is wrong, and is reported there
+        elif bytes_per_s > own / LEAST_SHARE:
             wrong.append(WrongRate(index, "nic_gbit_per_s", own, bytes_per_s))
     return wrong
 
@@ -161,7 +162,7 @@ def rate_column(machines: Sequence[Sequence[int]], found: Links) -> list[str]:
 
 
 def gbit(bytes_per_s: float) -> str:
-    """A rate in Gbit/s, to the digits that mean something."""
+    """A rate in Gbit/s, rounded to the digits that mean something."""
     return in_unit(rounded(bytes_per_s, GBIT), GBIT)
 
 

@@ -21,7 +21,7 @@ from ...runtime.comm import RANK_VARIABLES
 from ...runtime.processes import is_gone, is_stopped, process_place
 
 POLL_S = 0.02
-LAST_WORDS_S = 5.0  # wait at the end for the first rank's output and the others' last reads
+LAST_WORDS_S = 5.0  # seconds to wait at the end for the first rank's output and the others' last reads
 PREFIX = "mixmesh/measure/doctor"
 
 
@@ -61,7 +61,8 @@ class Meeting:
         return self._exchange(what, self._run(what, make, lambda: False))
 
     def gather_here(self, what: str, make: Callable[[], Any]) -> list[Any]:
-        """Like ``gather``, but ``make`` calls code of the user: in the main thread, as in training."""
+        """Like ``gather``, for a ``make`` that calls the user's code: it runs in the main thread, as in
+        training."""
 
         def limited() -> Any:
             with alarm(what, self.timeout_s):
@@ -82,11 +83,11 @@ class Meeting:
         """Ends every wait of this rank soon, because its launcher is ending all ranks after one has failed.
         May be called by a signal handler."""
         self._ends_at = time.monotonic() + LAST_WORDS_S / 2
-        if signal.getitimer(signal.ITIMER_REAL)[0] > LAST_WORDS_S / 2:  # in code of the user
+        if signal.getitimer(signal.ITIMER_REAL)[0] > LAST_WORDS_S / 2:  # the user's code is running
             signal.setitimer(signal.ITIMER_REAL, LAST_WORDS_S / 2)
 
     def _run(self, what: str, make: Callable[[], Any], is_vain: Callable[[], bool]) -> dict[str, str]:
-        """The outcome of ``make``, run in a separate thread; empty if waiting for it is in vain."""
+        """The outcome of ``make``, run in a separate thread; empty if waiting for it is pointless."""
         outcomes: list[dict[str, str]] = []
         thread = threading.Thread(target=lambda: outcomes.append(outcome_of(make)), daemon=True)
         thread.start()
@@ -107,7 +108,7 @@ class Meeting:
     def _exchange(self, what: str, outcome: dict[str, str]) -> list[Any]:
         self._number += 1
         key = f"{PREFIX}/{self._number}"
-        # a late rank has used up its time: the others have come by now, if they come at all
+        # a late rank has used up its time: all others have come by now, if they come at all
         limit_s = LAST_WORDS_S if "late" in outcome else self.timeout_s + LAST_WORDS_S
         check = lambda: self._check_alive(what)  # noqa: E731
         try:
@@ -157,7 +158,7 @@ class Meeting:
 
 
 def open_store(rank: int, timeout_s: float) -> dist.Store:
-    """The store of the launch: torchrun's own, or else one that the first rank serves."""
+    """The store of the launch: torchrun's own, or else a store that the first rank serves."""
     serves = rank == 0 and not launch_store.is_of_launcher()
     place = f"{os.environ['MASTER_ADDR']} port {os.environ['MASTER_PORT']}"
     try:
@@ -210,14 +211,14 @@ def alarm(what: str, limit_s: float) -> Iterator[None]:
 
 
 def outcome_of(make: Callable[[], Any]) -> dict[str, str]:
-    """The value that ``make`` returns, or the error that it raises, as text."""
+    """The value that ``make`` returns as text, or the error that it raises as text."""
     try:
         return {"value": json.dumps(make())}
     except MixmeshError as error:
         fields = {"expected": error.expected, "got": error.got, "where": error.where, "hint": error.hint}
         text = json.dumps({"message": error.message, "ranks": error.ranks, **fields})
         return {"error": text, "late": "yes"} if isinstance(error, Late) else {"error": text}
-    except (Exception, SystemExit) as error:  # the user's own code, or a driver: of any kind
+    except (Exception, SystemExit) as error:  # errors of the user's code, or of a driver, may be of any kind
         return {"error": json.dumps({"message": f"{type(error).__name__}: {first_line(error)}"})}
 
 

@@ -43,23 +43,24 @@ class Listener:
         threading.Thread(target=self._answer, name="mixmesh answers", daemon=True).start()
 
     def _answer(self) -> None:
-        with suppress(OSError):  # closed
+        with suppress(OSError):  # already closed
             while True:
                 connection, _ = self._socket.accept()
                 with connection, suppress(OSError):
                     connection.sendall(self._token)
 
     def close(self) -> None:
-        """Closes the socket and ends the thread, which closing alone would leave in accept()."""
+        """Closes the socket and ends the thread, which would stay in accept() if the socket were only
+        closed."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 
 def own_host(backend: str) -> str:
-    """The address at which ``backend`` is called in this process. gloo takes the interface of
+    """The address at which other processes reach ``backend`` in this one. gloo takes the interface of
     ``GLOO_SOCKET_IFNAME``, else the address of the host's name, else the loopback (createDefaultDevice of
-    PyTorch's ProcessGroupGloo). NCCL picks an interface by itself; the one that leads to the store is taken.
+    PyTorch's ProcessGroupGloo). NCCL picks an interface itself; the one that leads to the store is assumed.
     Raises InputError for an interface that does not exist."""
     if backend != HOST_BACKEND:
         return host_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
@@ -92,17 +93,17 @@ def interface_host(name: str) -> str:
 
 
 def host_towards(other: str) -> str:
-    """This machine's address on the way to ``other``."""
+    """This machine's address on the route to ``other``."""
     with suppress(OSError):
         family, kind, protocol, _, place = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as way:
-            way.connect(place)  # a datagram socket: this sends nothing
+            way.connect(place)  # connecting a datagram socket sends nothing
             return way.getsockname()[0]
     return "127.0.0.1"
 
 
 def call(address: Address, timeout_s: float = CONNECT_S) -> tuple[float, str]:
-    """(seconds until ``address`` answered, error); the error is empty if it was reached."""
+    """Returns (seconds until ``address`` answered, error); the error is empty if it answered."""
     started = time.perf_counter()
     try:
         with socket.create_connection((address.host, address.port), timeout_s) as connection:
@@ -114,6 +115,6 @@ def call(address: Address, timeout_s: float = CONNECT_S) -> tuple[float, str]:
 
 
 def call_all(addresses: dict[int, Address], timeout_s: float = CONNECT_S) -> dict[int, tuple[float, str]]:
-    """``call`` for each address, all at the same time."""
+    """Calls all addresses at the same time; the results are like those of ``call``."""
     with ThreadPoolExecutor(max(1, len(addresses))) as pool:
         return dict(zip(addresses, pool.map(lambda a: call(a, timeout_s), addresses.values())))

@@ -16,7 +16,7 @@ from .ground import Asked, Ground, Note
 
 Status = Literal["ok", "note", "wrong", "not tried"]
 
-# name, names of the checks that must pass first, and the function
+# (name, names of the checks that must pass first, function)
 Row = tuple[str, tuple[str, ...], Callable[[Ground], str | Note]]
 ALWAYS: tuple[Row, ...] = (
     ("rendezvous", (), checks.rendezvous),
@@ -62,7 +62,8 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """All checks in order, the devices of all ranks if known, and the figures of all ranks by name."""
+    """The report: all checks in order, the devices of all ranks if known, and the figures of all ranks by
+    name."""
 
     checks: tuple[Check, ...]
     devices: tuple[FoundDevice, ...]
@@ -76,7 +77,8 @@ class Report:
 
     @property
     def time_s(self) -> float:
-        """Seconds of all checks from when all ranks were there: the first one waits for the last to start."""
+        """Seconds of all checks, counted from the moment when all ranks had arrived: the first check waits
+        for the last rank to start."""
         return sum(check.time_s for check in self.checks[1:])
 
     def verdict(self, rank: int) -> str:
@@ -109,7 +111,7 @@ def examine(ground: Ground) -> Report:
 
 
 def rows_of(asked: Asked) -> tuple[Row, ...]:
-    """The checks that were asked for, in their order."""
+    """The requested checks, in their order."""
     with_job, with_plan = asked.job_name is not None, asked.plan_file is not None
     return (
         *ALWAYS,

@@ -17,13 +17,13 @@ from .ground import Ground, count
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 COLUMNS = 5
-WIDE = 2**16  # columns of the pieces that gloo exchanges by sends of each two
+WIDE = 2**16  # columns so wide that gloo exchanges the pieces by sends between pairs
 Case = tuple[str, Callable[[], Tensor], Tensor]  # (name, collective, expected result)
 
 
 def uneven(ground: Ground) -> str:
-    """Gathers, scattered sums, exchanges, broadcasts, and sends are right with pieces of other sizes on every
-    rank."""
+    """Checks gathers, scattered sums, exchanges, broadcasts and sends whose pieces have a different size on
+    every rank."""
 
     def make() -> list:
         world_size = ground.meeting.world_size
@@ -57,7 +57,7 @@ def uneven(ground: Ground) -> str:
 
 
 def cases(comm: Comm) -> Iterator[Case]:
-    """All cases, in one order on all ranks."""
+    """All cases, in the same order on all ranks."""
     for sizes in sizes_of(comm.world_size):
         for dtype in DTYPES:
             yield from gathers(comm, sizes, dtype)
@@ -67,7 +67,7 @@ def cases(comm: Comm) -> Iterator[Case]:
 
 
 def sizes_of(world_size: int) -> tuple[list[int], ...]:
-    """Rows of each rank: more on each next one, and none on the first one."""
+    """The number of rows of each rank: more on each next rank, and none on the first."""
     return [rank + 1 for rank in range(world_size)], [3 * rank for rank in range(world_size - 1)] + [4]
 
 
@@ -123,7 +123,7 @@ def exchanges(comm: Comm) -> Iterator[Case]:
 
 
 def sends(comm: Comm) -> Iterator[Case]:
-    """Around the ring, more rows from each next rank."""
+    """Sends around the ring; each next rank sends more rows."""
     if comm.world_size == 1:
         return
     before, after = (comm.rank - 1) % comm.world_size, (comm.rank + 1) % comm.world_size
@@ -133,7 +133,7 @@ def sends(comm: Comm) -> Iterator[Case]:
     def run() -> Tensor:
         sent = numbers(comm, comm.rank + 1, COLUMNS, torch.float32, comm.rank).to(where)
         received = torch.empty(before + 1, COLUMNS, device=where)
-        # together: NCCL's sends and receives wait for each other unless they are one group
+        # in one call: NCCL's sends and receives wait for each other unless they form one group
         pairs = [
             dist.P2POp(dist.irecv, received, before, channel.group),
             dist.P2POp(dist.isend, sent, after, channel.group),
@@ -146,6 +146,6 @@ def sends(comm: Comm) -> Iterator[Case]:
 
 
 def text_of(value: Tensor) -> str:
-    """A tensor's form and first numbers."""
+    """Describes a tensor by its form and first numbers."""
     first = ", ".join(f"{x:g}" for x in value.flatten()[:4].tolist())
     return f"{list(value.shape)} on {value.device.type}: {first}, ..."

@@ -1,4 +1,4 @@
-"""The check that all ranks have the same versions."""
+"""Checks that all ranks have the same versions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .cards import driver_version
 from .ground import Ground
 
 ABSENT = "not there"
-# without a GPU only the CUDA version that PyTorch was built for is compared
+# without a GPU, only the CUDA version for which PyTorch was built is compared
 ONLY_WITH_GPU = ("driver", "NCCL")
 
 
@@ -32,7 +32,7 @@ def version_facts(device: torch.device) -> dict[str, str]:
 
 
 def versions(ground: Ground) -> str:
-    """PyTorch, CUDA, the driver, NCCL, Python and mixmesh are the same on all ranks."""
+    """Checks that PyTorch, CUDA, the driver, NCCL, Python and mixmesh are the same on all ranks."""
     told = ground.meeting.gather("the comparison of versions", lambda: version_facts(ground.device))
     for name in told[0]:
         ground.columns[name] = [facts[name] for facts in told]
@@ -67,7 +67,7 @@ def _refusal(ground: Ground, differing: list[str]) -> PlanError:
 
 
 def _hint(name: str, wanted: str, hosts: list[str]) -> tuple[str, ...]:
-    """The commands that mend a version on these hosts."""
+    """The commands that install the right version on these hosts."""
     where = f" (on {', '.join(hosts)})" if hosts else ""
     if name in ("torch", "CUDA", "NCCL"):
         number, _, build = str(wanted if name == "torch" else torch.__version__).partition("+")

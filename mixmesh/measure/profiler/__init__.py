@@ -58,11 +58,11 @@ def profile(
 ) -> Profile:
     """The profile of ``job`` on the cluster of which this process is a rank. Collective.
 
-    Every rank measures its own device at the same time, as in training; of equal devices the median counts.
-    The budget is wall-clock time (``limit``): what was not reached in time is estimated, and the operators
-    among it are named in the provenance. ``kept_process`` knows what an earlier profile measured of a process
-    without tensors. If ``program`` is given, the job's data parallelism with even shares, each device's
-    largest micro-batches are confirmed first, outside the budget; ``torch.distributed`` must not be
+    Every rank measures its own device at the same time, as in training; among equal devices the median
+    counts. The budget is wall-clock time (``limit``): anything not measured in time is estimated, and the
+    provenance names the operators concerned. ``kept_process`` knows what an earlier profile measured of a
+    process without tensors. If ``program`` is given, the job's data parallelism with even shares, each
+    device's largest micro-batches are confirmed first, outside the budget; ``torch.distributed`` must not be
     initialised then. For a job that ``compiles``, whole steps are those of the compiled model, also outside
     the budget; raises InputError if there is no compiler. Whole steps call the model under ``autocast``, as
     its graph was traced.
@@ -91,10 +91,10 @@ def profile(
     share = likely_share(cluster, comm.rank)
     if largest is not None:
         size = batch_size(job.batch)
-        assert size is not None  # micro-batches were cut from it
+        assert size is not None  # micro-batches were cut from a batch with a size
         share = min(share, max(largest.samples[0], 1) / size)
     progress("operators")
-    # slower links than expected must not cost the operators all of their time
+    # links that are slower than expected must not use up the operators' time
     deadline = time.perf_counter() + max(limit.left_s(OPERATORS), budget_s * OPERATORS_LEAST)
     shares = shares_to_measure(share, comm.world_size)
     declared = cluster.devices[comm.rank]
@@ -109,7 +109,7 @@ def profile(
         steps = 1.0, CostModel(cluster).optimizer_s(comm.rank, 1.0)
         skipped.append("whole steps, for which there is no memory, or there are no values")
     scale, optimizer_s = steps
-    # under a quota the thread's CPU seconds become real ones as the operators' do
+    # under a quota, the thread's CPU seconds are converted to real ones, like those of the operators
     host_scale = scale if meter.emulated else 1.0
     if largest is not None and largest.excess_bytes is not None:
         working = round(idle + max(largest.excess_bytes, 0))
@@ -194,7 +194,8 @@ def confirmed(
     device: torch.device | str | None,
     progress: Callable[[str], None],
 ) -> Largest:
-    """The largest micro-batches of this process's device, none above the largest share that is measured."""
+    """The largest micro-batches confirmed on this process's device, up to the largest share that is
+    measured."""
     rank = int(os.environ.get("RANK", "0"))
     share = likely_share(cluster, rank)
     return largest_micro_batches(
@@ -230,11 +231,11 @@ def constant_memory(
 
 
 def merge(profiles: list[DeviceProfile]) -> DeviceProfile:
-    """Merges the profiles of equal devices into the middle one by the time of a whole step; of two, the
-    slower, for which the other waits."""
+    """Merges the profiles of equal devices into the one with the median step time; for two devices into that
+    of the slower, for which the other waits."""
     return sorted(profiles, key=lambda p: p.step_scale)[len(profiles) // 2]
 
 
 def likely_share(cluster: Cluster, rank: int) -> float:
-    """The share of a batch that goes by the declared speeds."""
+    """A device's share of the batch if shares follow the declared speeds."""
     return cluster.devices[rank].flop_per_s / sum(d.flop_per_s for d in cluster.devices)

@@ -1,5 +1,5 @@
-"""Runs work that may run out of memory in a child process, where that is a result and not the end of the
-job."""
+"""Runs work that may run out of memory in a child process, so that running out is a result and does not end
+the job."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ NO_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memo
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a piece of work: its ``value``, or the ``error`` that ended it, which may have been
-    that memory ran out."""
+    """The outcome of a piece of work: its ``value``, or the ``error`` that ended it, possibly because memory
+    ran out."""
 
     value: Any = None
     error: str = ""
@@ -38,8 +38,8 @@ class Outcome:
 
 
 def attempt_on(device: torch.device, work: Callable[[], Any], timeout_s: float) -> Outcome:
-    """Does the work in a way that survives running out of the device's memory: CUDA's allocator raises an
-    error, while a process over its memory limit is killed."""
+    """Does the work so that running out of the device's memory is survived: CUDA's allocator raises an error,
+    while a process over its memory limit is killed."""
     if device.type == "cpu":
         return in_child(work, timeout_s)
     outcome = attempt(work)
@@ -67,8 +67,8 @@ def in_child(work: Callable[[], Any], timeout_s: float) -> Outcome:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    # Linux starts the child's largest resident size at this process's: free memory in its heap would hide as
-    # much of the child's
+    # Linux starts the child's peak resident size at this process's size: free memory in its heap would hide
+    # as much of the child's
     gc.collect()
     give_back()
     parent = os.getpid()
@@ -79,7 +79,7 @@ def in_child(work: Callable[[], Any], timeout_s: float) -> Outcome:
         _work_and_leave(work, write_end, parent)
     os.close(write_end)
     with os.fdopen(read_end, "rb") as pipe:
-        # it writes at its end, and closes by ending
+        # the child writes at its end, and closes the pipe by ending
         in_time = bool(select.select([pipe], [], [], timeout_s)[0])
         if not in_time:
             os.kill(pid, signal.SIGKILL)
@@ -100,7 +100,7 @@ def _work_and_leave(work: Callable[[], Any], write_end: int, parent: int) -> NoR
     try:
         die_with(parent)
         _go_first()
-        torch.set_num_threads(1)  # OpenMP's threads are the parent's
+        torch.set_num_threads(1)  # OpenMP's threads belong to the parent
         outcome = attempt(work)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -108,7 +108,7 @@ def _work_and_leave(work: Callable[[], Any], write_end: int, parent: int) -> NoR
             pickle.dump(outcome, pipe)
         status = 0
     finally:
-        os._exit(status)  # without the parent's handlers
+        os._exit(status)  # exits without running the parent's handlers
 
 
 def _go_first() -> None:

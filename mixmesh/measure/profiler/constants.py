@@ -17,7 +17,7 @@ from ...runtime import collectives
 from ...runtime.accelerator import allocated_bytes, outside_bytes, synchronize
 from ...runtime.comm import Channel
 
-SMALL_COUNT, LARGE_COUNT = 2**8, 2**21  # numbers in an exchange
+SMALL_COUNT, LARGE_COUNT = 2**8, 2**21  # numbers per exchange
 
 # imports of ``mixmesh run``, a process group, and every library once: the matrix products and convolutions
 # bring in their kernels with the first call
@@ -57,9 +57,9 @@ os._exit(0)  # threads of process groups can end a process that is leaving with 
 
 
 class ProcessMemory(NamedTuple):
-    """Bytes that a process holds before any tensor of a job: when it computes nothing, when it computes, and
-    what its first sum and its first all-to-all added in one communicator of all ranks. ``communicator`` is
-    empty if that takes no device memory."""
+    """Bytes that a process holds before any tensor of a job: while it computes nothing, and once it computes;
+    and the bytes added by its first sum and its first all-to-all in a communicator of all ranks.
+    ``communicator`` is empty if that takes no device memory."""
 
     idle: int
     working: int
@@ -68,15 +68,14 @@ class ProcessMemory(NamedTuple):
 
 @dataclass(frozen=True)
 class KeptProcess:
-    """The ``process_memory`` that an earlier profile has left on this machine, and the way to keep a new
-    one."""
+    """The ``process_memory`` that an earlier profile left on this machine, and a way to keep a new one."""
 
     load: Callable[[], ProcessMemory | None]
     save: Callable[[ProcessMemory], object]
 
 
 def own_process_memory(most_s: float, kept: KeptProcess | None = None) -> ProcessMemory | None:
-    """``process_memory``, kept or measured; None if it takes more than ``most_s`` seconds."""
+    """Returns ``process_memory``, kept or measured; None if measuring takes more than ``most_s`` seconds."""
     if kept is not None and (before := kept.load()) is not None:
         return before
     try:
@@ -117,8 +116,8 @@ def gpu_process_memory(channel: Channel) -> ProcessMemory:
     """The memory of a process on this card. Collective; the channel must not have been used before.
 
     The context, the kernels and workspaces that products, convolutions and attention bring with them, forward
-    and backward, and the buffers of a communicator. What other processes hold of the card counts too: who
-    shares it has less.
+    and backward, and the buffers of a communicator. Memory of other processes on the card counts too: a rank
+    that shares a card has less of it.
     """
     device = channel.comm.device
     workspace_bytes = allocated_bytes(device)
@@ -142,7 +141,7 @@ def own_card_memory(device: torch.device) -> ProcessMemory:
 
 
 def _added(device: torch.device, work: Callable[[], object]) -> int:
-    """The bytes outside of the allocator that ``work`` leaves behind."""
+    """The bytes outside of the allocator by which ``work`` increases the memory."""
     before = outside_bytes(device)
     work()
     synchronize(device)
@@ -150,7 +149,7 @@ def _added(device: torch.device, work: Callable[[], object]) -> int:
 
 
 def _sum(channel: Channel) -> None:
-    """Sums and gathers of a few numbers and of many: each protocol and each algorithm connects at its first
+    """Makes sums and gathers of a few numbers and of many: each protocol and algorithm connects on first
     use."""
     for count in (SMALL_COUNT, LARGE_COUNT) if not channel.alone else ():
         x = torch.zeros(count, device=channel.comm.device)
@@ -159,7 +158,7 @@ def _sum(channel: Channel) -> None:
 
 
 def _exchange(channel: Channel) -> None:
-    """Pieces of one size between all pairs."""
+    """Exchanges pieces of one size between all pairs."""
     if not channel.alone:
         pieces = [torch.zeros(LARGE_COUNT, device=channel.comm.device) for _ in channel.ranks]
         shapes = [(LARGE_COUNT,)] * len(pieces)
@@ -167,7 +166,7 @@ def _exchange(channel: Channel) -> None:
 
 
 def use_kernels(device: torch.device) -> None:
-    """A product, a convolution and attention, forward and backward, which leave no tensor."""
+    """Runs a product, a convolution and attention, forward and backward, and leaves no tensor."""
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.randn(4, 2, 64, 64, device=device, dtype=dtype, requires_grad=True)
         weight = torch.randn(2, 2, 3, 3, device=device, dtype=dtype, requires_grad=True)

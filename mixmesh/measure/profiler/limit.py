@@ -15,9 +15,9 @@ import torch
 from ...runtime.comm import Comm
 from ...runtime.first_rank import largest
 
-# shares of the budget by which each part has to be finished; unused time goes to the next part
+# shares of the budget by which each part has to be finished; the next part gets unused time
 PROCESS, LINKS, BESIDE, REST, OPERATORS, STEPS = 0.35, 0.5, 0.6, 0.7, 0.85, 1.0
-OPERATORS_LEAST = 0.15  # share of the budget that operators have in any case
+OPERATORS_LEAST = 0.15  # share of the budget that operators get in any case
 
 
 def agreed(comm: Comm, values: Sequence[float]) -> list[float]:
@@ -37,11 +37,11 @@ class Limit:
 
     @classmethod
     def of(cls, comm: Comm, budget_s: float) -> Limit:
-        """A limit of ``budget_s`` seconds from now."""
+        """A limit that ends ``budget_s`` seconds from now."""
         return cls(comm, budget_s, time.perf_counter())
 
     def left_s(self, share: float = 1.0) -> float:
-        """The seconds until this share of the time is over, by this rank's clock; 0 when it is."""
+        """The seconds until this share of the time is over, by this rank's clock; 0 once it is."""
         return max(self.started + share * self.budget_s - time.perf_counter(), 0.0)
 
     def is_past(self, share: float) -> bool:

@@ -1,9 +1,9 @@
-"""Times of collectives on the real links: every algorithm, between all ranks and between the groups that
+"""Measures collectives on the real links: every algorithm, between all ranks and between the groups that
 distinguish links, at sizes from kilobytes to tens of megabytes.
 
 Cheap cases are measured first, and those that training needs most count as cheap, so that a lack of time
-costs the large sizes of rare groups. All ranks decide alike, because they decide by times on which they
-agreed.
+costs the large sizes of rare groups. All ranks make the same decisions, because they decide by times on which
+they have agreed.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from .meter import Meter
 SIZES_BYTES = (2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**25)
 RARE_SIZES_BYTES = (2**12, 2**18, 2**20, 2**22, 2**24)
 DIRECT_SIZES_BYTES = (2**10, 2**12, 2**14, 2**16, 2**18)  # for sums that are fast only while small
-SURE_BYTES = 2**20  # sizes up to this that training needs most are measured at any budget
-BUCKET_BYTES = 2**22  # up to this it comes before all else, while most of the budget is left
+SURE_BYTES = 2**20  # sizes up to this are measured with any budget for the cases that training needs most
+BUCKET_BYTES = 2**22  # sizes up to this come before all others, while most of the budget is left
 BUCKET_SHARE = 0.7
-WIDTH = 64  # floats in a row of the tensors that are moved
-MEMORY_SHARE = 1 / 32  # share of the smallest device that a tensor may take: some algorithms hold several
+WIDTH = 64  # floats per row of the tensors that are moved
+MEMORY_SHARE = 1 / 32  # share of the smallest device's memory for a tensor: some algorithms hold several
 QUICK_S, LONG_S, SLOW_S = 0.02, 0.3, 1.0  # the shorter a run, the more often it is repeated
-# weights of a case's seconds when the cheapest is chosen: training's own collectives come far first
+# weights of a case's seconds when the cheapest is chosen: training's own collectives come far ahead
 VITAL, OTHER, EVEN, PAIR, MACHINE = 1.0, 8.0, 12.0, 20.0, 40.0
 ALGORITHMS = {
     "all_gather": tuple(collectives.ALL_GATHER),
     "reduce_scatter": tuple(collectives.REDUCE_SCATTER),
 }
-BY_SKEW = ("all_gather", "reduce_scatter")  # cost more where pieces are unequal, by some algorithms
+BY_SKEW = ("all_gather", "reduce_scatter")  # some algorithms for these cost more if pieces are unequal
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ class _Progress:
         return self.case.sizes_bytes[len(self.points)]
 
     def expected_s(self, cluster: Cluster) -> float:
-        """Expected seconds of one run at the next size: the last size's, plus what the links need for the
-        rest."""
+        """Expected seconds of one run at the next size: those of the last size, plus the time that the links
+        need for the additional bytes."""
         fit = ring_fit(cluster, self.case.collective, self.case.ranks)
         if not self.points:
             return fit.seconds(self.next_bytes)
@@ -124,7 +124,7 @@ def level_parts(cluster: Cluster) -> Parts:
 
 
 def link_cases(cluster: Cluster, backend: str) -> list[Case]:
-    """Every curve to measure, what training needs most first."""
+    """Every curve to measure, starting with those that training needs most."""
     cases = []
     for ranks in link_groups(cluster):
         everyone = len(ranks) == cluster.world_size
@@ -136,13 +136,13 @@ def link_cases(cluster: Cluster, backend: str) -> list[Case]:
         if everyone and level_parts(cluster):
             cases.append(Case(LEVELLED["all_reduce"], "", ranks, declared, VITAL))
         if len(ranks) == 2 or not across:
-            # between machines, stages of a pipeline use it
+            # pipeline stages between machines use it
             cases.append(Case("send", "", ranks[:2], declared[:2], VITAL if across else MACHINE))
     return cases
 
 
 def _cases_of(ranks: tuple[int, ...], declared: tuple[float, ...], rest: float, backend: str) -> list[Case]:
-    """The collectives among some ranks, of urgency ``rest``, except those that training needs most."""
+    """The collectives among some ranks, of urgency ``rest`` except for those that training needs most."""
     everyone = rest == OTHER
     cases = []
     for collective in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce"):
@@ -164,11 +164,11 @@ def measure_links(
     most_s: float = math.inf,
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[LinkMeasurement, ...]:
-    """The curves of ``link_cases`` so far as ``budget_s`` allows. Those that training needs most are measured
-    in any case, but by one run each after ``most_s``. Collective; ``comm`` has ``link_sets``."""
+    """The curves of ``link_cases`` as far as ``budget_s`` allows. Those that training needs most are measured
+    in any case, but with a single run each after ``most_s``. Collective; ``comm`` has ``link_sets``."""
     if comm.world_size < 2:
         return ()
-    # each rank has its own clock, but all must run each collective equally often: the last one decides
+    # each rank has its own clock, but all must run each collective equally often: the slowest one decides
     most_s = -agreed(comm, [-most_s])[0]
     backend = comm.channel(comm.everyone, "profile").backend
     largest = min(d.memory_bytes for d in cluster.devices) * MEMORY_SHARE
@@ -195,8 +195,8 @@ def measure_links(
 
 
 def urgency(p: _Progress, early: bool) -> int:
-    """The urgency, smallest first: cases that are measured in any case, cases for buckets of gradients, the
-    rest."""
+    """The urgency of a case, the most urgent first: cases that are measured in any case, cases for buckets of
+    gradients, the rest."""
     if is_sure(p):
         return 0
     return 1 if early and p.case.is_vital and p.next_bytes <= BUCKET_BYTES else 2
@@ -244,7 +244,7 @@ def measure(
     repeats = 0 if is_short else repeats
     times = [timed(comm, run) for _ in range(repeats)]
     *times, elapsed = agreed(comm, [*times, time.perf_counter() - started])
-    if repeats < 3:  # too long for a run that is thrown away
+    if repeats < 3:  # too long for an extra run that is thrown away
         times.append(first)
     return statistics.median(times), elapsed, len(times)
 
@@ -260,7 +260,7 @@ def prepared(comm: Comm, channel: Channel, case: Case, rows: int, parts: Parts =
     """This rank's part of the collective, on a tensor of ``rows`` rows."""
     me, name = case.ranks.index(comm.rank), case.algorithm or None
     sizes = shard_sizes(rows, make_ratio(case.shares))
-    straight = case.collective == "send" and channel.staged  # gloo sends no tensor of a GPU
+    straight = case.collective == "send" and channel.staged  # gloo cannot send a GPU's tensor
     whole = torch.zeros(rows, WIDTH, device="cpu" if straight else comm.device)
     piece = whole[: sizes[me]].clone()
     match case.collective:

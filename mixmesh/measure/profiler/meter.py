@@ -1,4 +1,4 @@
-"""Seconds of a piece of work on one device."""
+"""Measures the seconds of a piece of work on one device."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 from ...runtime.accelerator import synchronize
 
 REPEATS = 3
-LONG_S = 0.02  # longer work is measured once after its first run, as the clock is exact enough
+LONG_S = 0.02  # longer work is measured once after its first run, because the clock is exact enough
 
 
 class Meter:
-    """Seconds of a piece of work on one device."""
+    """Measures the seconds of a piece of work on one device."""
 
     def __init__(self, device: torch.device, *, emulated: bool) -> None:
         self.device, self.emulated = device, emulated
 
     def once(self, work: Callable[[], object]) -> float:
-        """Seconds of ``work``: CPU time of the thread under a quota, wall-clock time otherwise."""
+        """Seconds of one run of ``work``: CPU time of the thread under a quota, wall-clock time otherwise."""
         synchronize(self.device)
         clock = time.thread_time if self.emulated else time.perf_counter
         started = clock()
@@ -37,7 +37,7 @@ class Meter:
         between: Callable[[], object] | None = None,
     ) -> float:
         """The median of a few runs after a first one. Short work is repeated until it is long enough for the
-        clock; with something to do ``between`` runs, each run is timed separately."""
+        clock; if something has to be done ``between`` runs, each run is timed separately."""
         first = self.once(work)
         if between is not None:
             times = []

@@ -1,5 +1,5 @@
-"""The largest micro-batch of a device in each ZeRO stage: predicted by the memory model, confirmed by running
-it.
+"""Finds the largest micro-batch of a device in each ZeRO stage: predicts it by the memory model, and confirms
+it by running it.
 
 A rank's part of a step is *rehearsed*: its very program runs on its own device, with real tensors and
 pretended collectives, so that shards, gathered parameters, buckets, accumulated gradients and the optimizer's
@@ -37,23 +37,23 @@ from .children import Outcome, attempt_on
 from .steps import tensors_of
 
 STAGES = (0, 1, 2, 3)
-MAX_PASSES = 4  # limit for a stage
-ENOUGH = 1.1  # a micro-batch that might be only this much larger is not worth another pass
+MAX_PASSES = 4  # limit on the passes per stage
+ENOUGH = 1.1  # another pass is not worth it if the micro-batch can grow by this factor at most
 HEADROOM = 0.05  # share of a device's memory that is left free, as the planner leaves it
-LACKED = 0.1  # share of the room, by a pass that ran out of memory
-STEPS = 3  # in a pass: on a CPU the heap grows with the first ones
+LACKED = 0.1  # assumed excess of a pass that ran out of memory, as a share of the room
+STEPS = 3  # steps in a pass: on a CPU the heap grows during the first ones
 PASS_S = 180.0
 
 
 @dataclass(frozen=True)
 class Largest:
-    """``samples`` per stage, 0 if not even one was confirmed. ``excess_bytes`` is how much the last pass that
-    fitted held above the memory model's count for an idle process and tensors; None if none fitted."""
+    """``samples`` per stage, 0 if not even one was confirmed. ``excess_bytes`` is by how much the last pass
+    that fitted exceeded the memory model's count for an idle process and tensors; None if none fitted."""
 
     samples: tuple[int, ...]
     excess_bytes: float | None
     passes: int
-    out_of_memory: int  # passes
+    out_of_memory: int  # the number of passes
 
 
 def largest_micro_batches(
@@ -86,7 +86,7 @@ def largest_micro_batches(
     for stage in STAGES:
         plan_of = Plans(program, costs, rank, stage, optimizer_states, largest_share)
         if samples and samples[-1] == plan_of.most:
-            samples.append(plan_of.most)  # a higher stage holds no more
+            samples.append(plan_of.most)  # a higher stage holds no more than this one
             continue
 
         def run(size: int, plan_of: Plans = plan_of) -> Outcome:
@@ -104,7 +104,7 @@ class Search:
     def __init__(self, room_bytes: float) -> None:
         self.room_bytes = room_bytes
         self.passes = self.out_of_memory = 0
-        self.excess_bytes: float | None = None  # measured less predicted, at the last pass that fitted
+        self.excess_bytes: float | None = None  # measured less predicted bytes, in the last pass that fitted
 
     def largest(self, predicted: Callable[[int], float], most: int, run: Callable[[int], Outcome]) -> int:
         """Searches for the largest size that fits. ``predicted`` gives bytes that rise with the size; ``run``
@@ -125,7 +125,7 @@ class Search:
                 fits, fits_bytes = size, value
                 self.excess_bytes = error = value - predicted(size)
             else:
-                # one that was killed is taken to have lacked little
+                # assumes that a trial killed for memory exceeded it only slightly
                 exceeds = size, value or self.room_bytes * (1 + LACKED)
             if exceeds is None:
                 size = largest_within(predicted, self.room_bytes - error, most)
@@ -136,7 +136,7 @@ class Search:
         return fits
 
     def measured(self, run: Callable[[int], Outcome], size: int) -> float | None:
-        """The bytes of a pass; None if memory ran out. Raises MixmeshError if it failed otherwise."""
+        """The bytes of a pass; None if it ran out of memory. Raises MixmeshError if it failed otherwise."""
         outcome = run(size)
         self.passes += 1
         if outcome.done:
@@ -181,9 +181,10 @@ class Plans:
         world_size = program.world_size
         self.program = with_stage(with_whole_rows(program), stage, even_ratio(world_size))
         self.batch = next(i.types[0].shape[0] for i in program.graph.batch_inputs if i.types[0].shape)
-        self.most = min(math.ceil(largest_share * self.batch), self.batch - (world_size - 1))  # all take part
+        # if all devices take part
+        self.most = min(math.ceil(largest_share * self.batch), self.batch - (world_size - 1))
         self.samples = samples_of(self.program)
-        # memory is folded separately for a micro-step and for a whole step
+        # memory is folded separately for a micro-batch and for a whole step
         self.in_micro_steps = PeakMemory(costs, optimizer_states, self.samples)
         self.at_once = PeakMemory(costs, optimizer_states)
 
@@ -247,7 +248,7 @@ def rehearse(job: Any, plan: Plan, rank: int, device: torch.device) -> int:
 
 
 def train(job: Any, plan: Plan, rank: int, device: torch.device) -> None:
-    """A few steps as ``runtime.train`` makes them."""
+    """Makes a few steps in the way of ``runtime.train``."""
     optimizer = (job.optimizer or default_optimizer)(job.model.parameters())
     model, optimizer = parallelize(job.model, optimizer, plan, device=device, check_model=False)
     batch = owned(next(shard_batches([job.batch], plan.program, rank)))
@@ -263,7 +264,7 @@ def train(job: Any, plan: Plan, rank: int, device: torch.device) -> None:
 def written_tensors() -> Iterator[None]:
     """A context that fills the results of pretended collectives: memory counts only once it is written to."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about operators that are not deterministic
+        warnings.simplefilter("ignore")  # warns that operators are not deterministic
         before = torch.are_deterministic_algorithms_enabled()
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:

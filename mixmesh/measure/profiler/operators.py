@@ -1,4 +1,4 @@
-"""Times of a job's distinct operators, forward and backward, on shards of a few sizes."""
+"""Measures a job's distinct operators, forward and backward, on shards of a few sizes."""
 
 from __future__ import annotations
 
@@ -33,16 +33,17 @@ from ...runtime.local import local_op
 from ...runtime.random import RandomPolicy
 from .meter import Meter
 
-LESS, MORE = 0.5, 1.6  # relative to the device's likely share
-LEAST = 1 / 16  # part of the likely share: a small micro-batch
-EVICTED_BYTES = 8 * 2**20  # written before each run of an operator: about what the rest of a pass touches
+LESS, MORE = 0.5, 1.6  # factors on the device's likely share
+LEAST = 1 / 16  # factor on the likely share for a small micro-batch
+# bytes written before each run of an operator: about as many as the rest of a pass touches
+EVICTED_BYTES = 8 * 2**20
 EMBEDDING = "aten.embedding"
-COPIES = 5  # copies of inputs and outputs that an operator needs, with gradients and temporaries
-FILLED = 0.9  # share of a device's memory
+COPIES = 5  # copies of inputs and outputs that an operator needs, including gradients and temporaries
+FILLED = 0.9  # share of a device's memory that may be filled
 
 
 def shares_to_measure(likely: float, world_size: int) -> tuple[float, ...]:
-    """Around the likely share, and up to an even one."""
+    """The shares to measure: around the likely share, and up to an even one."""
     return tuple(min(s, 1.0) for s in (likely * LESS, likely, max(likely * MORE, 1 / world_size)))
 
 
@@ -71,7 +72,8 @@ def measure_ops(
             measurements[key] = measurement
         else:
             skipped.append(node.op)
-    # then, while there is time, micro-batches: a line through larger shares does not give their cost
+    # then, while there is time, shares as small as micro-batches: a line through larger shares does not give
+    # their cost
     least = shares[0] / LESS * LEAST
     for number, (key, (node, call)) in enumerate(order):
         if time.perf_counter() > deadline:
@@ -79,7 +81,7 @@ def measure_ops(
         if key in measurements:
             progress(f"operators on a micro-batch {number + 1}/{len(order)}: {node.op}")
             measurements[key] = with_share(measurements[key], bench, node, call, least)
-    # then products whose weight is cut, each a little
+    # then, a little at a time, products whose weight is cut
     weighted = [
         (key, node, call) for key, (node, call) in order if key in measurements and has_weight(graph, node)
     ]
@@ -101,7 +103,8 @@ class Bench:
     meter: Meter
     device: torch.device
     memory_bytes: float
-    deadline: float = math.inf  # in ``time.perf_counter``; then only one share of an operator is measured
+    # time of ``time.perf_counter`` after which only one share of an operator is measured
+    deadline: float = math.inf
 
     def has_room(self, size_bytes: float) -> bool:
         """Whether the process can take ``size_bytes`` more. A GPU's allocator would raise an error; a process
@@ -115,16 +118,16 @@ class Bench:
 
 
 def share_bytes(call: Call, strategy: Strategy | None, share: float) -> float:
-    """Bytes of a call's inputs and outputs if a rank has this share of what is cut."""
+    """The bytes of a call's inputs and outputs if a rank has this share of each cut tensor."""
     types = (*call.inputs, *call.outputs)
     placements = (*strategy.inputs, *strategy.outputs) if strategy else (REPLICATE,) * len(types)
     return sum(t.size_bytes * (share if isinstance(p, Shard) else 1) for t, p in zip(types, placements))
 
 
 def by_weight(graph: Graph, device: Device) -> list[tuple[str, tuple[Node, Call]]]:
-    """The distinct operators, each with one of its nodes, by the estimated seconds of all its nodes in a
-    step, the most first. But the first product and the first other operator come before all, because
-    unmeasured operators are estimated from them."""
+    """The distinct operators, each with one of its nodes, sorted by the estimated seconds of all its nodes in
+    a step, the longest first. But the first product and the first other operator come before all others,
+    because unmeasured operators are estimated from them."""
     distinct: dict[str, tuple[Node, Call]] = {}
     seconds: defaultdict[str, float] = defaultdict(float)
     for node in graph.nodes:
@@ -138,7 +141,7 @@ def by_weight(graph: Graph, device: Device) -> list[tuple[str, tuple[Node, Call]
 
 
 def has_weight(graph: Graph, node: Node) -> bool:
-    """Whether a node is a product with a parameter, or a view of one."""
+    """Whether a node is a product with a parameter, or with a view of one."""
     rule = RULES.get(node.op)
     if rule is None or not rule.flops:
         return False
@@ -159,8 +162,9 @@ def measure_op(bench: Bench, node: Node, call: Call, shares: Sequence[float]) ->
 
 
 def with_share(known: OpMeasurement, bench: Bench, node: Node, call: Call, share: float) -> OpMeasurement:
-    """Measured at a smaller share, too, if that has whole elements. Few samples do little work on a weight,
-    which then has to come from memory as in training: a loop over one operator would find it in the cache."""
+    """The measurement extended by a smaller share, if that has whole elements. Few samples do little work on
+    a weight, which then has to come from memory as in training: a loop over one operator would find it in the
+    cache."""
     strategy = next(iter(sharded(call)), None)
     if strategy is None:
         return known
@@ -189,7 +193,7 @@ def measure_cuts(
 
 
 def sharded(call: Call) -> list[Strategy]:
-    """All ways to cut a call, first those that cut the batch, if it has one."""
+    """All ways to cut a call, starting with that which cuts the batch, if it has one."""
     rule = RULES.get(call.op)
     options = [o for o in strategies(rule, call) if o.is_sharded] if rule else []
     return sorted(options, key=lambda o: Shard(0) not in o.inputs[:1] and Shard(0) not in o.outputs)
@@ -205,8 +209,8 @@ def measure_curves(
     evict: bool = False,
 ) -> tuple[Curve, Curve] | None:
     """Seconds of the forward and the backward over the share; None if the operator cannot run on made-up
-    values, or there is no memory for it: then it is estimated by its class. With ``evict``, measured with
-    cold caches."""
+    values, or memory does not suffice; it is then estimated by its class. ``evict`` makes caches cold before
+    each run."""
     forward: list[tuple[float, float]] = []
     backward: list[tuple[float, float]] = []
     for target in shares if strategy is not None else (1.0,):
@@ -264,13 +268,13 @@ def time_op(
         (n for i in program.instructions[:-1] for n in i.type.value.shape if i.type.value.is_floating and n),
         default=2,
     )
-    if body.op == EXPERTS:  # all are chosen equally often
+    if body.op == EXPERTS:  # so that all experts are chosen equally often
         smallest = count_experts(call_of(body, program.types))
     shapes = {
         i.result: local_shape(i.type.value, i.type.placement, program.ratio(i.type.ratio), 0)
         for i in program.instructions[:-1]
     }
-    if body.op == EMBEDDING:  # all rows of the table, of which a few would stay in a cache
+    if body.op == EMBEDDING:  # so that all rows of the table are used; a few would stay in a cache
         table = shapes[body.inputs[0]]
         smallest = table[0] if table else smallest
     tensor_of: dict[str, torch.Tensor] = {}

@@ -24,16 +24,16 @@ from .limit import BESIDE, Limit
 from .links import ALGORITHMS, EVEN, Case, prepared, rows_of
 from .meter import Meter
 
-WINDOW_S = 0.3  # for computing alone, and about as long during communication
+WINDOW_S = 0.3  # seconds of computing alone, and about as long during communication
 ROUNDS = 3
 BUCKET_BYTES = (2**12, 2**22)
-PIECE_BYTES = (2**12, 2**16)  # a few milliseconds each on a slow link
+PIECE_BYTES = (2**12, 2**16)  # sizes that take a few milliseconds on a slow link
 BESIDE_BYTES = (2**12, 2**21)
-BESIDE_S = 0.06  # limit for a collective of the larger size
+BESIDE_S = 0.06  # limit on the seconds of a collective of the larger size
 REPEATS = 5
-MAX_SUMS = 64  # one after the other, at most
+MAX_SUMS = 64  # limit on the sums made one after the other
 PIECES = 16  # gradients in a bucket
-SIDE = 160  # size of the matrices that are multiplied meanwhile
+SIDE = 160  # side of the square matrices that are multiplied meanwhile
 
 
 def measure_overlap(
@@ -41,14 +41,14 @@ def measure_overlap(
 ) -> tuple[float, dict[str, tuple[float, float]], dict[str, tuple[float, float]]]:
     """``slowdown``, ``host_s`` and ``beside_s`` of ``DeviceProfile``.
 
-    The slow-down is between 0 and 1: the share by which work takes longer during collectives. What there is
-    no time for, by ``limit``, is not measured and counts as 0. Collective.
+    The slow-down is between 0 and 1: the share by which work takes longer during collectives. Anything for
+    which ``limit`` leaves no time is not measured and counts as 0. Collective.
     """
     if comm.world_size < 2 or is_over(limit):
         return 0.0, {}, {}
     channel = comm.channel(comm.everyone, "profile of all_reduce beside computing")
     lines = {"all_reduce": line(BUCKET_BYTES, lambda size: bucket_s(channel, meter, size))}
-    # before the many lines below: gradients are summed beside computing in every plan
+    # before the many lines below, because every plan sums gradients beside computing
     slowed = 0.0 if is_over(limit) else slowdown(comm, channel, links)
     beside = {}
     if comm.device.type == "cpu":
@@ -72,7 +72,7 @@ def measure_overlap(
 
 
 def is_over(limit: Limit | None) -> bool:
-    """Whether there is no time left for this. Collective."""
+    """Whether no time is left for this. Collective."""
     return limit is not None and limit.is_past(BESIDE)
 
 
@@ -105,7 +105,7 @@ def are_ready(handles: Sequence[Handle]) -> bool:
 
 
 def window(links: tuple[LinkMeasurement, ...], world_size: int) -> tuple[int, int]:
-    """The bytes of an all_reduce between all ranks, and how many of them fill the window."""
+    """The bytes of an all_reduce between all ranks, and the number of them that fills the window."""
     curve = all_reduce_curve(links, world_size)
     fitting = [p for p in curve.points if p[0] <= BUCKET_BYTES[1] and p[1] <= WINDOW_S]
     size, seconds = max(fitting, default=curve.points[0])
@@ -119,7 +119,7 @@ def all_reduce_curve(links: tuple[LinkMeasurement, ...], world_size: int) -> Cur
 def largest_bytes(
     links: tuple[LinkMeasurement, ...], world_size: int, between: tuple[int, int], seconds: float
 ) -> int:
-    """The most bytes that an all_reduce between all ranks finishes in time."""
+    """The largest size in bytes at which an all_reduce between all ranks ends in time."""
     least, most = between
     size = most
     while size > 4 * least and all_reduce_curve(links, world_size).at(size) > seconds:
@@ -139,7 +139,8 @@ def piece_of_work(device: torch.device) -> Callable[[], object]:
 
 
 def per_second(work: Callable[[], object], is_over: Callable[[], bool]) -> float:
-    """How often ``work`` runs per second, until it is over; 0 if that is immediately."""
+    """The number of times per second that ``work`` runs until the time is over; 0 if it is over
+    immediately."""
     started, count = time.perf_counter(), 0
     while not is_over():
         work()
@@ -148,7 +149,7 @@ def per_second(work: Callable[[], object], is_over: Callable[[], bool]) -> float
 
 
 def line(sizes_bytes: tuple[int, int], seconds: Callable[[int], float]) -> tuple[float, float]:
-    """``(fixed, per_byte)`` through the seconds at two sizes."""
+    """The line ``(fixed, per_byte)`` through the seconds at two sizes."""
     few, many = sizes_bytes
     small, large = seconds(few), seconds(many)
     per_byte = max(large - small, 0.0) / (many - few)
@@ -156,8 +157,8 @@ def line(sizes_bytes: tuple[int, int], seconds: Callable[[int], float]) -> tuple
 
 
 def bucket_s(channel: Channel, meter: Meter, size_bytes: int) -> float:
-    """Seconds of the computing thread to join a bucket of gradients, issue its sum, take it and cut it up
-    again, as the runtime's ``gradients`` does it."""
+    """Seconds that the computing thread takes to join a bucket of gradients, issue its sum, receive it and
+    cut it up again, as in the runtime's ``gradients``."""
     device = meter.device
     pieces = [torch.zeros(size_bytes // 4 // PIECES, device=device) for _ in range(PIECES)]
     clock = time.thread_time if device.type == "cpu" else time.perf_counter
@@ -200,5 +201,5 @@ def exchange_s(comm: Comm, channel: Channel, case: Case, size_bytes: int, *, oth
 
     once()
     times_s = [once() for _ in range(REPEATS)]
-    # the time of other threads is a difference of two clocks, and never less than they need
+    # the time of other threads is a difference of two clocks, and never negative
     return min(times_s) if others else statistics.median(times_s)

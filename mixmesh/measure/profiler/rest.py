@@ -25,10 +25,10 @@ from .overlap import piece_of_work
 
 REST_S = 0.05
 MOST_REST = 1.4  # longest rest over the shortest: rounds must not start in step with a quota's periods
-WATCHED_S = 0.16  # after a rest: in the second half the device is at its usual pace
+WATCHED_S = 0.16  # seconds watched after a rest: in the second half the device is at its usual pace
 ROUNDS, LEAST_ROUNDS = 15, 5
 STEPS = 320  # steps that are watched
-NOISE = 1.1  # a device no faster than this after a rest is taken for one that does not profit from it
+NOISE = 1.1  # a device that is no faster than this after a rest counts as one that does not profit from it
 
 
 def measure_rest(device: torch.device, limit: Limit | None = None) -> tuple[float, float]:
@@ -47,7 +47,7 @@ def measure_rest(device: torch.device, limit: Limit | None = None) -> tuple[floa
 
 
 def times_of(unit: Callable[[], object], seconds: float) -> list[float]:
-    """The time at which each unit was done, since the start."""
+    """The time, since the start, at which each unit of work was done."""
     started, times = time.perf_counter(), [0.0]
     while times[-1] < seconds:
         unit()
@@ -58,8 +58,8 @@ def times_of(unit: Callable[[], object], seconds: float) -> list[float]:
 def rested(rounds: list[list[float]]) -> tuple[float, float]:
     """The lead in seconds, and the speed, relative to the usual one, at which its first half is gained.
 
-    The rounds' mean counts, since a quota comes in periods. The line through the work done in the second half
-    is the usual pace; the lead is where that line reaches zero work, as time before the start.
+    The mean of the rounds counts, because a quota comes in periods. The line through the work done in the
+    second half is the usual pace; the lead is the time before the start at which that line reaches zero work.
     """
     grid = np.linspace(0.0, WATCHED_S, STEPS + 1)[1:]
     mean_counts = np.mean([np.searchsorted(times, grid, side="right") for times in rounds], axis=0)

@@ -1,4 +1,4 @@
-"""Times of whole local steps, which tie the operators' times to real seconds."""
+"""Measures whole local steps, which relate the operators' times to real seconds."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from .children import Outcome, attempt_on
 from .limit import STEPS, Limit
 from .meter import REPEATS, Meter
 
-FACTORS = (1.0, 0.6)  # relative to the device's likely share
-TRIAL_S = 60.0  # limit for a first step
+FACTORS = (1.0, 0.6)  # factors on the device's likely share
+TRIAL_S = 60.0  # limit on the seconds of a first step
 LEAST_STEPS, FEW_STEPS = 6, 2
 
 
@@ -42,19 +42,20 @@ def measure_steps(
     autocast: Autocast | None = None,
 ) -> tuple[float, float] | None:
     """Real seconds of a local step over the sum of its operators' in ``costs``, and optimizer seconds per
-    byte. None if the device has no memory for steps of the whole model, or if the model has no values, so
+    byte. None if the device lacks the memory for steps of the whole model, or if the model has no values, so
     that no rank ever holds all of it.
 
     Collective: all ranks run steps for equally long at the same time, as in training, so that a fast device
-    is measured while the slow ones are busy too. Every batch is tried first where running out of memory can
-    be survived, and halved if it does. After ``limit`` only one batch is run a few times. With ``compiles``
-    the compiled model is measured with one batch, outside of any limit, as it is compiled for each size of a
-    batch.
+    is measured while the slow ones are busy too. Every batch is tried first in a way that survives running
+    out of memory, and halved if memory runs out. After ``limit`` only one batch is run a few times. With
+    ``compiles`` the compiled model is measured with one batch, outside of any limit, as it is compiled for
+    each size of a batch.
 
     Under a quota an optimizer's step of some milliseconds falls within a burst or meets a pause of many times
     its length. Its CPU seconds do not, and are converted to real ones as those of operators are.
     """
-    if any(p.is_meta for p in job.model.parameters()):  # equal on all ranks, which have compared their models
+    # the same on all ranks, which have compared their models
+    if any(p.is_meta for p in job.model.parameters()):
         return None
     device = meter.device
     clock = Meter(device, emulated=False)
@@ -81,7 +82,7 @@ def measure_steps(
         optimizer.zero_grad()
 
     def optimizer_step_s(batch: Any) -> float:
-        backward(batch)  # as in training: on zeros in new memory the step takes twice as long
+        backward(batch)  # as in training: in new memory, which is zeroed first, the step takes twice as long
         took_s = meter.once(optimizer.step)
         optimizer.zero_grad()
         return took_s
@@ -96,7 +97,8 @@ def measure_steps(
 
     def both(count: int) -> None:
         optimize()
-        backward(part(count), model)  # not compiled, as a compiler's own processes do not survive in a child
+        # not compiled, because a compiler's own processes do not survive in a child
+        backward(part(count), model)
         optimizer.zero_grad()
 
     scales, optimizer_s = [], []
@@ -109,7 +111,7 @@ def measure_steps(
             rows,
         )
         if not count:
-            meet()  # like the ranks that measure
+            meet()  # at the same time as the ranks that measure
             continue
         batch = part(count)
         step(batch)
@@ -144,8 +146,8 @@ def fitting_count(tried: Callable[[int], Outcome], count: int, rows: int) -> int
 def mean_s(clock: Meter, step: Callable[[], object], budget_s: float, until: float = math.inf) -> float:
     """Mean seconds of a step, from about ``budget_s`` seconds and at least ``LEAST_STEPS`` steps, or
     ``FEW_STEPS`` after the moment ``until``. The first step does not count, as the device has rested before
-    it; nor do the fastest and the slowest of several. Steps begin anywhere in a quota's periods, so the mean
-    is right, while the median of a few is one of two or three values."""
+    it; nor do the fastest and the slowest of several. Steps begin anywhere in a quota's periods, so their
+    mean is right, while a median of a few steps can only be one of two or three values."""
     step()
     started = time.perf_counter()
     times: list[float] = []

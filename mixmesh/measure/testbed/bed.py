@@ -55,16 +55,17 @@ class Bed(ABC):
 
     @abstractmethod
     def _entering(self, rank: int) -> Callable[[], None]:
-        """The function that a rank's process calls before it runs its program."""
+        """The function that a rank's process calls before it starts its program."""
 
     @abstractmethod
     def _entering_machine(self, machine: int | None) -> Callable[[], None]:
-        """The function that a launcher's process calls before it runs its program; None is the place outside
-        of all machines."""
+        """The function that a launcher's process calls before it starts its program; None stands for the
+        place outside of all machines."""
 
     @abstractmethod
     def address(self, machine: int | None) -> str:
-        """The address of a machine for the others; None is the place outside of all machines."""
+        """The address of a machine as seen by the others; None stands for the place outside of all
+        machines."""
 
     @abstractmethod
     def _result(self, number: int, rank: Rank) -> RankResult: ...
@@ -105,14 +106,14 @@ class Bed(ABC):
 
     def __exit__(self, *_: object) -> None:
         in_main = threading.current_thread() is threading.main_thread()
-        # a second Ctrl-C must not stop the clean-up
+        # so that a second Ctrl-C does not stop the clean-up
         held = {s: signal.signal(s, signal.SIG_IGN) for s in (signal.SIGINT, *_ENDING)} if in_main else {}
         try:
             self._processes.close()
             self._close()
         finally:
             for number, handler in (held | self._handlers).items():
-                if handler is not None:  # None: a handler that Python did not install
+                if handler is not None:  # None stands for a handler that Python did not install
                     signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _catch_signals(self) -> None:
@@ -178,7 +179,7 @@ class Bed(ABC):
         }
 
     def poll(self, timeout_s: float = 0.0) -> bool:
-        """Passes on output for this long. Returns whether ranks still run."""
+        """Passes on output for this many seconds. Returns whether any rank still runs."""
         deadline = time.monotonic() + timeout_s
         while self._processes.running:
             left_s = deadline - time.monotonic()
@@ -194,7 +195,7 @@ class Bed(ABC):
         instead.
         """
         late: list[int] = []
-        stop_s: float | None = None  # when the remaining ranks get a signal
+        stop_s: float | None = None  # the time at which the remaining ranks get a signal
         sent: signal.Signals | None = None
         while self._processes.running:
             self._processes.poll(POLL_S)

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from .device import COMPUTE_VARIABLE, FREE_VARIABLE, MEMORY_PEAK_VARIABLE
 from .system import read, read_table, write
 
-# Short enough for collectives, long enough for operators; 5, 10 and 100 ms gave the same rates. With 5 ms a
+# short enough for collectives, long enough for operators; 5, 10 and 100 ms gave the same rates. With 5 ms a
 # rank that waits for a collective catches up less: docs/decisions/0049-burst-credit.md.
 PERIOD_US = 20_000
 TAKEN_MARGIN_BYTES = 2**19
-MIN_QUOTA_US = 1_000  # the kernel's own limit
+MIN_QUOTA_US = 1_000  # the kernel's limit
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class Audit:
 
 
 def quota_us(share: float) -> tuple[int, int]:
-    """Quota and period; a small share gets a longer period, as the kernel wants at least 1 ms of quota."""
+    """The quota and the period; a small share gets a longer period, because the kernel requires a quota of at
+    least 1 ms."""
     period = min(1_000_000, max(PERIOD_US, round(MIN_QUOTA_US / share)))
     return max(MIN_QUOTA_US, round(share * period)), period
 
@@ -63,21 +64,22 @@ class Cgroups(ABC):
 
     @abstractmethod
     def memory_limit_bytes(self, rank: int) -> int:
-        """The limit of the rank's device, as ``set_memory`` wrote it."""
+        """The limit of the rank's device, as written by ``set_memory``."""
 
     def take_memory(self, rank: int) -> None:
-        """Lowers the limit to current use plus a margin; a lower limit stays."""
+        """Lowers the limit to the current use plus a margin; a limit that is already lower stays."""
         size_bytes = self.memory_bytes(rank) + TAKEN_MARGIN_BYTES
         if size_bytes < self.memory_limit_bytes(rank):
             try:
                 self.set_memory(rank, size_bytes)
             except OSError as error:
-                if error.errno != errno.EBUSY:  # version 1, where more is held by now
+                if error.errno != errno.EBUSY:  # version 1, if more is held by now
                     raise
 
     @abstractmethod
     def join_files(self, rank: int) -> tuple[str, ...]:
-        """A process that writes "0" to each is in the rank's free cgroup and counted for it."""
+        """The files through which a process joins the rank's free cgroup and its account, by writing "0" to
+        each."""
 
     @abstractmethod
     def worker_env(self, rank: int) -> dict[str, str]: ...
@@ -93,7 +95,7 @@ class CgroupsV1(Cgroups):
     version = 1
 
     def __init__(self, mounts: dict[str, str], bed: str, world_size: int) -> None:
-        # cpu and cpuacct are often one hierarchy, and then one path
+        # cpu and cpuacct are often one hierarchy, with a single path
         self._cpu, self._account, self._memory = (f"{mounts[c]}/{bed}" for c in ("cpu", "cpuacct", "memory"))
         self._world_size = world_size
 
@@ -123,7 +125,8 @@ class CgroupsV1(Cgroups):
         path = f"{self._memory}/r{rank}"
         limits = [f"{path}/memory.limit_in_bytes"]
         with_swap = f"{path}/memory.memsw.limit_in_bytes"
-        if os.path.exists(with_swap):  # no swap beyond it; never below the first limit, not for a moment
+        # no swap beyond the limit, which must never be below the first one, not even for a moment
+        if os.path.exists(with_swap):
             limits.insert(int(size_bytes <= int(read(with_swap))), with_swap)
         for limit in limits:
             write(limit, size_bytes)

@@ -18,9 +18,9 @@ from ...errors import TestbedUnavailable
 
 COMPUTE_VARIABLE = "MIXMESH_COMPUTE_TASKS"
 FREE_VARIABLE = "MIXMESH_FREE_TASKS"
-EMULATED_VARIABLE = "MIXMESH_EMULATED"  # describes the emulation: another cluster has another value
+EMULATED_VARIABLE = "MIXMESH_EMULATED"  # describes the emulation: it has another value for another cluster
 MEMORY_PEAK_VARIABLE = "MIXMESH_MEMORY_PEAK_FILE"
-JOIN_VARIABLE = "MIXMESH_JOIN_FILES"  # files of a device, for ranks started by a launcher inside of a machine
+JOIN_VARIABLE = "MIXMESH_JOIN_FILES"  # files of a device, for ranks started by a launcher inside a machine
 
 
 def join_device() -> bool:
@@ -45,7 +45,8 @@ def leave_device() -> bool:
 
 
 def device_memory_peak_bytes() -> int | None:
-    """The most memory this rank's device has held, start-up of the interpreter included; None outside."""
+    """The most memory that this rank's device has held, including the start-up of the interpreter; None
+    outside of the testbed."""
     path = os.environ.get(MEMORY_PEAK_VARIABLE)
     if not path:
         return None

@@ -30,7 +30,7 @@ from .result import RankResult
 from .system import BOOT_ID, CommandFailed, enter_machine, mount_memory, start_time
 
 MASTER_PORT = 29500  # free in a new namespace, and below the range of outgoing connections
-MAX_LOAD = 0.8  # share of all cores; beyond it, devices steal from each other
+MAX_LOAD = 0.8  # share of all cores; beyond it, devices take time from each other
 
 
 class Testbed(Bed):
@@ -59,7 +59,7 @@ class Testbed(Bed):
             bed, pid, start_time(pid) or "", tuple(self._network.namespaces), tuple(self._cgroups.paths())
         )
         try:
-            self._journal.save()  # before anything in it is created
+            self._journal.save()  # saved before anything in it is created
             self._journal.hosts_path.write_text(self._hosts())
             for machine in range(len(self.cluster.machines)):
                 self._journal.boot_path(machine).write_text(f"{uuid.uuid4()}\n")

@@ -31,7 +31,7 @@ class Journal:
     pid: int
     start_time: str
     namespaces: tuple[str, ...]
-    cgroups: tuple[str, ...]  # parents first
+    cgroups: tuple[str, ...]  # each parent before its children
 
     def save(self) -> None:
         directory().mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ class Journal:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the launcher has ended; its id may belong to another process now."""
+        """Whether the launcher has ended; its process id may belong to another process by now."""
         return start_time(self.pid) != self.start_time
 
 
@@ -135,7 +135,8 @@ def _remove_cgroup(path: str) -> bool:
 
 
 def _members(path: str) -> list[int]:
-    # a threaded cgroup of version 2 refuses to read the first file; a signal may go to a thread's id as well
+    # a threaded cgroup of version 2 does not allow reading the first file; a thread's id serves for a signal
+    # as well
     for name in ("cgroup.procs", "cgroup.threads"):
         try:
             return [pid for pid in map(int, read(f"{path}/{name}").split()) if pid not in (0, os.getpid())]

@@ -11,7 +11,7 @@ import os
 
 from .system import command
 
-LIMIT_BYTES = 64_000_000  # a queue so large that senders wait and no packets are lost
+LIMIT_BYTES = 64_000_000  # so large a queue that senders wait and no packets are lost
 MTU = 1500
 OUTSIDE = "10.77.254.254"  # the address outside of all machines, which no fault of a machine affects
 
@@ -81,7 +81,7 @@ class Network:
         command("ip", "-n", self._machines[machine], "link", "set", "eth0", "up" if is_up else "down")
 
     def _sysctl(self, namespace: str, key: str, value: object) -> None:
-        # a kernel without the setting is fine
+        # a kernel without this setting needs nothing
         script = f"test ! -e /proc/sys/{key} || echo {value} > /proc/sys/{key}"
         command("ip", "netns", "exec", namespace, "sh", "-c", script, check=False)
 

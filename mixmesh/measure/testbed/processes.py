@@ -1,4 +1,4 @@
-"""The ranks as child processes: passes on their output and waits for their ends, without a thread."""
+"""Runs the ranks as child processes: passes on their output and waits for their ends, without a thread."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def print_output(rank: int, stream: str, text: str) -> None:
 
 @dataclass
 class Rank:
-    """One child. ``returncode`` is None while it runs."""
+    """One child process. ``returncode`` is None while it runs."""
 
     process: subprocess.Popen[bytes]
     returncode: int | None = None
@@ -155,7 +155,7 @@ class Processes:
 
     @staticmethod
     def _reap(rank: Rank) -> None:
-        # wait4, not Popen.poll, as it also returns the usage of the process
+        # wait4 rather than Popen.poll, because it also returns the process's use of resources
         pid, status, usage = os.wait4(rank.process.pid, os.WNOHANG)
         if pid:
             rank.returncode = rank.process.returncode = os.waitstatus_to_exitcode(status)

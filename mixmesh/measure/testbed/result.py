@@ -14,8 +14,8 @@ Emulation = Literal["quota", "none"]
 
 @dataclass(frozen=True)
 class RankResult:
-    """The end of one rank. ``returncode`` is negative for a signal, as in ``subprocess``;
-    ``ended_by_launcher``: the launcher ended it because another one failed, or the time was up."""
+    """The end of one rank. ``returncode`` is negative for a signal, as in ``subprocess``. If
+    ``ended_by_launcher``, the launcher ended it because another one failed, or because the time was up."""
 
     rank: int
     returncode: int

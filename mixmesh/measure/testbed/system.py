@@ -1,4 +1,4 @@
-"""The system calls and commands of the testbed."""
+"""System calls and commands that the testbed uses."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def read_table(path: str) -> dict[str, int]:
 def start_time(pid: int) -> str | None:
     """The start of a process, in ticks since boot: together with its id it identifies a process."""
     try:
-        # the second field, the name in parentheses, may contain anything
+        # the second field, the name in parentheses, may contain any character
         return read(f"/proc/{pid}/stat").rsplit(")", 1)[1].split()[19]
     except (FileNotFoundError, ProcessLookupError):
         return None
@@ -69,11 +69,11 @@ def call(function: Callable[..., int], *arguments: object) -> None:
 
 
 def die_with(parent: int) -> None:
-    """Makes the calling child process be killed when the parent's thread that started it ends."""
+    """Makes the calling child process get killed when the parent's thread that started it ends."""
     if sys.platform != "linux":
         return
     call(libc.prctl, PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the call above
+    if os.getppid() != parent:  # the parent ended before the call above
         os._exit(97)
 
 
@@ -90,7 +90,7 @@ def unmount(path: Path) -> None:
 
 def enter_machine(namespace_fd: int, host_name: bytes, hosts_file: bytes, boot_file: bytes) -> None:
     """Moves the calling child process into a machine, with its network, host name, ``/etc/hosts``, and its
-    own boot id: ranks must not notice that processes of other machines are visible."""
+    own boot id: ranks must not find out that they can see the processes of other machines."""
     call(libc.setns, namespace_fd, CLONE_NEWNET)
     call(libc.unshare, CLONE_NEWUTS | CLONE_NEWNS)
     call(libc.sethostname, host_name, len(host_name))

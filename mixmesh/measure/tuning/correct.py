@@ -1,4 +1,4 @@
-"""Corrects a profile by the times that devices took for a plan."""
+"""Corrects a profile by the times that devices took under a plan."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ...base.timeline import Timeline
 from ...cluster import Cluster
 from ...cost import DeviceProfile, Profile, device_key
 
-IDLE = 0.05  # share of a step; a rank that computes for less does not count
-LARGEST = 4.0  # factor, either way; a larger one has other causes than computing
+IDLE = 0.05  # share of a step; a rank that computes for a smaller one does not count
+LARGEST = 4.0  # limit on the factor, either way; a larger one has other causes than computing
 
 
 def device_factors(cluster: Cluster, steps: Iterable[tuple[Timeline, Timeline]]) -> dict[str, float]:
     """The measured seconds of computing in a step over the predicted ones, by ``device_key``. ``steps`` are
-    pairs of a predicted and a measured step, of one or several plans, whose median counts; of equal devices
-    the slowest counts. Devices that did not compute are left out."""
+    pairs of a predicted and a measured step under one or several plans; their median counts. Among equal
+    devices the slowest counts. Devices that did not compute are left out."""
     ratios_of: dict[str, list[float]] = {}
     for predicted, measured in steps:
         of_plan: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Finds the plan that is fastest when it is tried."""
+"""Finds the plan that is fastest when tried."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from ..testbed import leave_device
 from .correct import corrected, device_factors
 from .trials import Load, Trial, hopeful, one_round, same
 
-PLANNING_TIMEOUT_S = 3600.0  # limit of the others' wait for the first rank
+PLANNING_TIMEOUT_S = 3600.0  # seconds that the others wait for the first rank
 MARGIN = 0.03  # relative difference that two turns of one plan may have
-CORRECTED_COUNT = 2  # plans from the corrected profile that are tried
+CORRECTED_COUNT = 2  # number of plans from the corrected profile that are tried
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ def tune(
     progress: Callable[[str], None] = lambda _: None,
 ) -> Tuned:
     """Tries up to ``count`` plans of different kinds on the cluster that this process is a rank of, each in
-    up to ``rounds`` turns, and two more from the profile as the first turns have corrected it. Collective.
+    up to ``rounds`` turns, and two more from the profile corrected by the first turns. Collective.
 
-    ``load`` makes a new job for every turn. Errors of planning are raised on all ranks; CollectiveError is,
-    if no plan could train.
+    ``load`` makes a new job for every turn. Errors of planning are raised on all ranks, and so is
+    CollectiveError if no plan could train.
     """
     leave_device()
     initialise(cluster.world_size, default_device(), PLANNING_TIMEOUT_S)
@@ -76,7 +76,7 @@ def tune(
 
 def fastest(trials: Sequence[Trial]) -> Trial:
     """The trial with the shortest step among those with the most turns. The first trial, which has the best
-    prediction, wins unless another is faster by more than turns of one plan may differ. Raises
+    prediction, wins unless another is faster by more than two turns of one plan may differ. Raises
     CollectiveError if none could train."""
     able = [t for t in trials if not t.failed]
     if able:
@@ -95,7 +95,7 @@ def fastest(trials: Sequence[Trial]) -> Trial:
 
 def factors(cluster: Cluster, profile: Profile, trials: Sequence[Trial]) -> dict[str, float]:
     """For every device, the factor by which it computes slower than in the profile (``device_factors``)."""
-    tf32 = any(t.plan.tf32 for t in trials)  # the job's setting
+    tf32 = any(t.plan.tf32 for t in trials)  # the setting of the job
     costs = CostModel(cluster, profile, tf32=tf32)
     steps = [
         (simulate(t.plan.program, costs, micro_batches=t.plan.micro_batches), t.timeline)
@@ -116,7 +116,7 @@ class _Planning:
         planned: tuple[Plan, ...] = ()
         message: list[Any] = [None]
         if dist.get_rank() == 0:
-            leave_device()  # a device's quota is for training
+            leave_device()  # the device's quota is for training only
             try:
                 planned = self._make(profile, count)
                 message = [list(map(str, planned))]

@@ -23,12 +23,13 @@ from ...runtime.recording import typical
 from ...runtime.train import RECORDED_STEPS, WARMUP_STEPS, RunReport, train
 from ..testbed import enter_device, leave_device
 
-TURN_S = 2.0  # the predicted seconds of the steps of a turn that count
+TURN_S = 2.0  # predicted seconds of the counted steps in a turn
 LEAST_STEPS, MOST_STEPS = 3, 12
 # the first steps of every turn do not count: some are slower, and in the first round some are recorded
 UNCOUNTED_STEPS = WARMUP_STEPS + RECORDED_STEPS
-KEPT_WITHIN = (1.15, 1.07)  # slowest trials kept, relative to the fastest: first and later rounds
-PATIENCE = 40  # the timeout of a trial's collectives, in predicted steps
+# how much slower than the fastest a trial may be to stay: in the first round, in later ones
+KEPT_WITHIN = (1.15, 1.07)
+PATIENCE = 40  # time-out of a trial's collectives, in predicted steps
 OUT_OF_MEMORY = "out of memory"
 LEAST_TIMEOUT_S, MOST_TIMEOUT_S = 60.0, 300.0
 
@@ -47,11 +48,11 @@ class Trial:
 
     @property
     def step_s(self) -> float:
-        """The median of the turns; infinite without any."""
+        """The median of the turns; infinite without any turn."""
         return statistics.median(self.turns_s) if self.turns_s and not self.failed else float("inf")
 
     def after(self, outcome: RunReport | str) -> Trial:
-        """The trial after one more turn."""
+        """The trial with one more turn."""
         if isinstance(outcome, str):
             return replace(self, failed=outcome)
         step = typical(outcome.timelines) if outcome.timelines else self.timeline
@@ -71,7 +72,7 @@ def one_round(
 
 
 def hopeful(trials: Sequence[Trial], rounds_before: int) -> list[int]:
-    """The indices of the trials that are close to the fastest after ``rounds_before`` rounds."""
+    """The indices of the trials that are still close to the fastest after ``rounds_before`` rounds."""
     within = KEPT_WITHIN[min(rounds_before, len(KEPT_WITHIN)) - 1]
     least_s = min(t.step_s for t in trials)
     return [n for n, t in enumerate(trials) if not t.failed and t.step_s <= within * least_s]
@@ -80,14 +81,14 @@ def hopeful(trials: Sequence[Trial], rounds_before: int) -> list[int]:
 def turn(load: Load, plan: Plan, *, record: bool = False) -> RunReport | str:
     """Trains some steps of a job from its beginning. Returns the report, or the reason why a rank could not
     train."""
-    leave_device()  # the threads of new process groups must not be throttled
+    leave_device()  # so that the threads of new process groups are not throttled
     expected_s = max(plan.predicted_step_s, 1e-3)
     steps = UNCOUNTED_STEPS + max(LEAST_STEPS, min(MOST_STEPS, round(TURN_S / expected_s)))
     timeout_s = max(LEAST_TIMEOUT_S, min(MOST_TIMEOUT_S, PATIENCE * expected_s))
     failure = ""
     report: RunReport | None = None
     try:
-        # without a watch, as a rank that fails a trial continues with the next after fewer collectives
+        # without a watch, because a rank that fails a trial goes on to the next after fewer collectives
         report = train(
             load(),
             plan,
@@ -99,7 +100,7 @@ def turn(load: Load, plan: Plan, *, record: bool = False) -> RunReport | str:
         )
     except torch.OutOfMemoryError:
         failure = OUT_OF_MEMORY
-    except MixmeshError as error:  # in the program, or in a collective that another rank never reached
+    except MixmeshError as error:  # raised by the program, or by a collective that another rank never reached
         failure = OUT_OF_MEMORY if isinstance(error.__cause__, torch.OutOfMemoryError) else str(error)
     gc.collect()  # frees the model before the next one is made
     empty_cache(default_device())
@@ -112,7 +113,7 @@ def turn(load: Load, plan: Plan, *, record: bool = False) -> RunReport | str:
 
 
 def kind_text(plan: Plan) -> str:
-    """Words that distinguish a plan from the other trials."""
+    """Words that distinguish a plan from those of the other trials."""
     program = plan.program
     sums = len({number for number in program.buckets if number is not None})
     moved = sum(i.is_redistribution for i in program.instructions)

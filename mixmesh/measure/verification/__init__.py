@@ -51,7 +51,7 @@ class VerifyReport:
 
     - ``ok``: in float64 the losses, gradients, buffers and outputs of all steps equal the module's, and the
       optimizer updates every parameter as on one device (``max_update_error``).
-    - ``max_loss_error``, ``max_gradient_error``: those of the first step in the model's own precision;
+    - ``max_loss_error``, ``max_gradient_error``: errors of the first step in the model's own precision;
       ``max_rounding_error`` is the error of the module's own gradients there, compared with float64.
     - ``worst``: the name of the gradient, buffer or update with the largest error.
     - ``differs_in``: the cause of a difference: "trace" if the graph is not equal to the module, "plan" if
@@ -148,7 +148,7 @@ class _Exact:
 
 @dataclass(frozen=True)
 class _Runs:
-    """The runs of one verification."""
+    """The runs that one verification needs."""
 
     model: nn.Module
     batch: Batch
@@ -162,7 +162,7 @@ class _Runs:
         return sizes_of_norms(self.traced.graph, self.program)
 
     def exact(self, steps: int, make: OptimizerOf) -> tuple[_Exact, Outcome]:
-        """Compares in float64; also returns the module's outcome of the first step."""
+        """Compares in float64. Also returns the module's outcome of the first step."""
         params, buffers = _widened(self.params), _widened(self.buffers)
         reference = Reference(self.model, self.batch, wide=True, autocast=self.traced.autocast)
         optimizers = Optimizers(self.model, self.program, params, make)
@@ -191,7 +191,7 @@ class _Runs:
 
     def own(self, exact: Outcome) -> tuple[Difference, Difference]:
         """Compares the plan with the module in the model's own precision, and the module with ``exact``. The
-        latter is empty for a model that draws numbers, which differ in another dtype."""
+        latter is empty for a model that draws random numbers, because they differ in another dtype."""
         with norms_of_pieces(self.own_samples):
             reference = Reference(self.model, self.batch, wide=False, autocast=self.traced.autocast)
             want = reference.run(self.params, self.buffers)
@@ -202,7 +202,7 @@ class _Runs:
 
     @property
     def params(self) -> dict[str, Tensor]:
-        """The parameters by the first name of each, as in the graph."""
+        """The parameters, each by the first of its names, as in the graph."""
         return dict(self.model.named_parameters())
 
     @property

@@ -52,7 +52,8 @@ def larger(a: Difference, b: Difference) -> Difference:
 
 
 def compare(got: Outcome, want: Outcome) -> Difference:
-    """The errors of ``got``: of gradients on either side, of all buffers, and of its outputs."""
+    """The errors of ``got``: of all gradients that either side has, of all buffers, and of the outputs of
+    ``got``."""
     errors: dict[str, float] = {}
     floor = max(GRADIENT_FLOOR * _largest_of(want.gradients), _resolution(want))
     for name in {**want.gradients, **got.gradients}:
@@ -70,7 +71,7 @@ def compare(got: Outcome, want: Outcome) -> Difference:
 
 def relative_error(a: Tensor | None, b: Tensor | None, floor: float) -> float:
     """The largest difference of entries, relative to the largest entry of ``b`` or to ``floor``, whichever is
-    more. None counts as zeros."""
+    larger. None counts as zeros."""
     if a is None:
         if b is None:
             return 0.0

@@ -2,8 +2,8 @@
 
 So two runs draw the same numbers even if they draw them in another order, or one of them draws numbers that
 it does not use, and a module with dropout can be compared with a program to the last digit. Programs draw
-such numbers by a ``RandomPolicy`` with ``by_shape``; here are the operators that modules call, as in
-``trace.draws``.
+such numbers by a ``RandomPolicy`` with ``by_shape``; this module handles the operators that modules call, as
+``trace.draws`` does.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class DrawsAlike(TorchDispatchMode):
 
 
 def draw_alike(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Runs an operator; if it draws numbers, they depend on the shape."""
+    """Runs an operator; the random numbers that it draws depend on the shape."""
     if func in DRAWS:
         return DRAWS[func](*args, **{k: v for k, v in kwargs.items() if k != "generator"})
     if not draws_numbers(str(func)):

@@ -1,4 +1,4 @@
-"""The user's own module on one device, which a plan is compared with."""
+"""The user's own module on one device, with which a plan is compared."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Reference:
         return Outcome(value, gradients, buffers, {n: exact(x).detach() for n, x in shown.items()})
 
     def _put(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-        """Replaces all parameters and buffers by values, under every name of each."""
+        """Replaces all parameters and buffers by these values, under every name of each."""
         for held, values in (("_parameters", params), ("_buffers", buffers)):
             copy_of: dict[int, Tensor] = {}
             for prefix, module in list(self._model.named_modules(remove_duplicate=False)):
@@ -67,7 +67,7 @@ class Reference:
                         copy_of[id(old)] = self._copy(name, old, values)
                     getattr(module, held)[leaf] = copy_of[id(old)]
             for module in self._model.modules():
-                if isinstance(module, nn.RNNBase):  # it keeps its weights in a list too
+                if isinstance(module, nn.RNNBase):  # it also keeps its weights in a list
                     names = module._flat_weights_names
                     module._flat_weights = [getattr(module, n, None) for n in names]
 
@@ -97,7 +97,7 @@ def copy_of(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def _compared(wide: bool) -> Iterator[None]:
-    """A context in which attention and other operators run by kernels that every dtype has."""
+    """A context in which attention and other operators run on kernels that exist for every dtype."""
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(before and not wide)
     try:

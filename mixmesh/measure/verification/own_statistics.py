@@ -19,7 +19,7 @@ from ...errors import VerificationError
 from ...frontend.trace.build import Builder, rewrite
 from ...lang.ir import LOCAL_NORM, Graph, Node, Program, Ref, local_norms, own_samples
 
-Sizes = tuple[int, ...]  # the numbers of samples that are normalised together, in the order of the batch
+Sizes = tuple[int, ...]  # numbers of samples that are normalised together, in the order of the batch
 
 
 def sizes_of_norms(graph: Graph, program: Program) -> list[Sizes]:
@@ -41,7 +41,7 @@ def sizes_of_norms(graph: Graph, program: Program) -> list[Sizes]:
 
 
 def cut_norms(graph: Graph, sizes: Sequence[Sizes]) -> Graph:
-    """Cuts every local batch norm of a graph into pieces, with the sizes of each in order."""
+    """Cuts every local batch norm of a graph into pieces of the sizes given for it, in order."""
     left = iter(sizes)
 
     def by_pieces(b: Builder, node: Node) -> tuple[Ref | None, ...]:

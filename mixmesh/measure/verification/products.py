@@ -1,4 +1,4 @@
-"""Products in float64 that PyTorch has only for narrow dtypes."""
+"""Products in float64 that PyTorch has only for narrower dtypes."""
 
 from __future__ import annotations
 

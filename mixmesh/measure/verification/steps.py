@@ -20,7 +20,7 @@ from .compare import relative_error
 
 OptimizerOf = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 CPU = torch.device("cpu")
-UPDATE_FLOOR = 1e-3  # the smallest scale of comparisons, as a part of the largest update
+UPDATE_FLOOR = 1e-3  # smallest scale of comparisons, as a share of the largest update
 
 
 class Optimizers:
@@ -44,8 +44,9 @@ class Optimizers:
     def step(
         self, gradients: Mapping[str, Tensor | None], planned: Mapping[str, Tensor | None]
     ) -> dict[str, float]:
-        """Steps all optimizers by ``gradients``; the ranks get those that are ``planned``. Returns the
-        relative errors of the updates by name; ``params`` become those of one device."""
+        """Steps all optimizers: one device's by ``gradients``, those of the ranks by the ``planned``
+        gradients. Returns the relative errors of the updates by name; ``params`` become those of one device.
+        """
         before = {n: p.detach().clone() for n, p in self.params.items()}
         after = [rank.step(gradients, planned) for rank in self._ranks]
         for name, p in self.params.items():

@@ -123,8 +123,8 @@ def _claim(x: Any, claimed: torch.dtype) -> Any:
 
 
 def _claimed(tensors: Iterable[Tensor], inputs: Iterable[Any]) -> torch.dtype:
-    """The floating dtype of an operator's results: that of its dtype argument, or else that of its inputs, of
-    which those with dims take precedence."""
+    """The floating dtype of an operator's results: that of its dtype argument, or else that of its inputs,
+    among which those with dims take precedence."""
     asked = [x for x in inputs if isinstance(x, torch.dtype) and (x.is_floating_point or x.is_complex)]
     if asked:
         return _real(asked[0])
@@ -144,7 +144,7 @@ def _real(dtype: torch.dtype) -> torch.dtype:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """A context in which quotients of integers and tensors made without a dtype have this one."""
+    """A context in which quotients of integers, and tensors made without a dtype, have this one."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

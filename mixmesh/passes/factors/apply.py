@@ -1,4 +1,4 @@
-"""Which weights sufficient factors fit, and a program that uses them."""
+"""Finds the weights that sufficient factors fit, and makes a program that uses them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def factorable(program: Program) -> dict[str, tuple[Instruction, ...]]:
     for i in program.instructions:
         if i.op == "aten.linear" and region_of(i) is None and _fits(program, i):
             parameters = i.inputs[1:]
-            # a tied weight, or one that is redistributed as well, is summed like any other
+            # a tied weight, or one that is also redistributed, is summed like any other
             if all(users[name] == [i] for name in parameters):
                 out[i.inputs[1]] = (i,)
     return out

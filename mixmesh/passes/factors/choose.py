@@ -40,10 +40,10 @@ def repeated_s(program: Program, i: Instruction, costs: CostModel) -> float:
 
 
 def cut_factors(program: Program, costs: CostModel) -> frozenset[str]:
-    """The weights whose factors a minimum cut would gather. Factors that several products need travel
+    """The weights whose factors a minimum cut would gather. Factors that several products need are sent only
     once."""
     products, gather_s = [], {}
-    known_s: dict[tuple, float] = {}  # by kind of product: repeated layers have the same few
+    known_s: dict[tuple, float] = {}  # by kind of product: repeated layers have only a few kinds
     for name, (i,) in factorable(program).items():
         ranks = program.participants(i.type)
         gather = costs.collective("all_gather", ranks)

@@ -36,7 +36,7 @@ class Product:
 
 
 def cheapest_cut(products: Sequence[Product], gather_s: Mapping[str, float]) -> frozenset[str]:
-    """The weights whose products to repeat; any of equally good sets."""
+    """The weights whose products to repeat; any of several equally good sets."""
     if not products:
         return frozenset()
     column = {name: len(products) + n for n, name in enumerate(gather_s)}

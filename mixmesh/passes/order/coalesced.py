@@ -1,4 +1,4 @@
-"""Small sums that are independent of each other, as one collective.
+"""Packs small sums that are independent of each other into one collective.
 
 Parallel branches with batch norm (Inception, NASNet, the shortcuts of ResNet) have a sum of a few kilobytes
 each, whose cost is its latency. Packed into one tensor they cost one latency, in the backward pass too, where
@@ -8,10 +8,10 @@ the gradients of the pieces are summed packed as well:
     %b.r = all_reduce(%b)   ->   %p.r = all_reduce(%p)                R
                                  %a.r, %b.r = aten.split_with_sizes(%p.r, [8, 6], 1)
 
-The *level* of a sum is how many small sums lie before it at most. No path leads from one sum of a level to
-another, and packing levels closes no circle: what comes before a sum of level n needs sums of lower levels
-only. As many collectives remain as the longest path has, and fewer are not possible. A level may also be
-packed in several runs, so that one run travels while the others' branches are computed.
+The *level* of a sum is the largest number of small sums on a path to it. No path leads from one sum of a
+level to another, and packing whole levels makes no cycle: everything before a sum of level n depends only on
+sums of lower levels. As many collectives remain as the longest path has, and fewer are not possible. A level
+may also be packed in several runs, so that one run travels while the others' branches are computed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def levels_of_sums(program: Program, costs: CostModel) -> Groups:
     if len(small) < 2:
         return []
     passed: dict[str, int] = {}  # by value, the small sums on the longest path to it
-    drawn = 0  # the same for random numbers, which are drawn in order
+    drawn = 0  # number of draws so far: random numbers are drawn in order
     groups: dict[tuple, list[int]] = defaultdict(list)
     for n, i in enumerate(program.instructions):
         level = max([passed[name] for name in i.inputs], default=0)
@@ -50,7 +50,7 @@ def levels_of_sums(program: Program, costs: CostModel) -> Groups:
 
 def _kind(program: Program, costs: CostModel, i: Instruction) -> tuple | None:
     """The facts that must agree within a group, for a sum whose bytes cost no more than its latency; None for
-    others."""
+    other instructions."""
     if i.op != "all_reduce":
         return None
     source, t = program.types[i.inputs[0]], i.type
@@ -64,14 +64,14 @@ def _kind(program: Program, costs: CostModel, i: Instruction) -> tuple | None:
 
 
 def most_saved_s(program: Program, costs: CostModel, groups: Groups) -> float:
-    """Seconds of a step that packing groups cannot save more than: the latencies of both passes."""
+    """An upper limit on the seconds of a step that packing groups can save: the latencies of both passes."""
     sums = [(program.instructions[members[0]], len(members) - 1) for members in groups]
     fits = [(costs.collective("all_reduce", program.participants(i.type)), saved) for i, saved in sums]
     return sum(2 * saved * fit.latency_s for fit, saved in fits)
 
 
 def in_runs(groups: Groups, runs: int) -> Groups:
-    """Each group in at most ``runs`` runs of about equal length, of two sums at least."""
+    """Each group cut into at most ``runs`` runs of about equal length, each with at least two sums."""
     out = []
     for members in groups:
         count = max(min(runs, len(members) // 2), 1)
@@ -95,7 +95,7 @@ def coalesced(program: Program, groups: Groups) -> Program:
 
 def separated(program: Program) -> Program:
     """``program`` with each packed sum split into its parts; unchanged if there are none."""
-    apart: dict[str, list[Instruction]] = {}  # by the result of a packed sum
+    apart: dict[str, list[Instruction]] = {}  # by the result of a packed sum, the instructions in place of it
     dropped: set[str] = set()
     for cat, i, split in packed_sums(program):
         parts = [(r, t, Ref(name)) for r, t, name in zip(split.results, split.types, cat.inputs) if r]

@@ -27,17 +27,17 @@ Seconds = tuple[float, ...]
 
 
 class Turn(IntEnum):
-    """The time at which a rank reaches an event whose needs are met."""
+    """When a rank reaches an event whose needs are met."""
 
-    AT_ONCE = 0  # a collective on complete values
-    IN_ORDER = 1  # a computation, or a gather that it sets off
-    LAST = 2  # after everything else of the pass
+    AT_ONCE = 0  # a collective on complete values starts at once
+    IN_ORDER = 1  # a computation, or a gather that it starts, takes its turn
+    LAST = 2  # comes after everything else in the pass
 
 
 @dataclass(frozen=True, slots=True)
 class StepTask:
-    """An event of a step. ``seconds`` are per kind of rank; a collective has a ``group``, and takes equally
-    long on all participating ``kinds``. ``successors`` begin after its end, ``followers`` after its start."""
+    """An event of a step. ``seconds`` are per kind of rank; a collective has a ``group``, and takes the same
+    time on all participating ``kinds``. ``successors`` begin after its end, ``followers`` after its start."""
 
     seconds: Seconds
     group: Group | None
@@ -64,7 +64,7 @@ class StepGraph:
 
     @lazy
     def levels(self) -> tuple[float, ...]:
-        """b-levels in seconds."""
+        """The b-level of each task in seconds."""
         out = [0.0] * len(self.tasks)
         for t in range(len(self.tasks) - 1, -1, -1):
             task = self.tasks[t]
@@ -73,12 +73,12 @@ class StepGraph:
 
     @lazy
     def instruction_of(self) -> dict[int, int]:
-        """The instruction whose forward or backward each task is, by task."""
+        """For each task, the instruction whose forward or backward it is."""
         return {t: n for places in (self.forward, self.backward) for n, t in places.items()}
 
 
 def step_graph(program: Program, step: Step[Sheet]) -> StepGraph:
-    """The tasks of a program's step under its ratios. ``step`` may be of other ratios."""
+    """The tasks of a program's step under its ratios. ``step`` may be that of other ratios."""
     builder = _Builder(program, step.outline)
     builder.forward_pass(step.forward)
     builder.backward_pass(step.backward)
@@ -106,7 +106,7 @@ class _Builder:
         self.after: dict[int, list[int]] = defaultdict(list)
         self.gradients: dict[str, list[int]] = defaultdict(
             list
-        )  # by value, the tasks that its gradient needs
+        )  # for each value, the tasks that its gradient needs
         self.again: dict[str, int] = {}  # second gathers by value
         self.known: dict[Exchange, tuple[Seconds, tuple[int, ...]]] = {}
 
@@ -138,7 +138,7 @@ class _Builder:
         return task
 
     def start(self, order: Pass, event: Start, needs: Iterable[int]) -> int:
-        """A redistribution, a gradient's, or a gather."""
+        """Adds the start of a redistribution, of a gradient's redistribution, or of a gather."""
         if event.number == LOCAL:
             return self.add(self.nothing, needs)
         exchange, purpose = order.exchanges[event.number]
@@ -149,7 +149,7 @@ class _Builder:
 
     def forward_pass(self, order: Pass) -> None:
         makers: dict[str, int] = {}
-        drawn: list[int] = []  # random numbers are drawn in order
+        drawn: list[int] = []  # tasks that draw so far: random numbers are drawn in order
         for event in order.script.events:
             if not isinstance(event, Compute | Start | Sink):
                 continue
@@ -210,7 +210,7 @@ class _Builder:
             self.before[n].append(task)
 
     def compute(self, n: int, runs_again: Sequence[Compute]) -> None:
-        """The backward of a computation, with the second run of the region that ends with it."""
+        """Adds the backward of a computation, with the second run of the region that ends with it."""
         program, i = self.program, self.program.instructions[n]
         seconds = self.backward_s[self.work_of[BACKWARD][n]]
         reads = list(i.inputs)
@@ -245,20 +245,20 @@ class _Builder:
         return {n: places[b.collective] for n, b in beside_points(self.program).items()}
 
     def gradient(self, order: Pass, event: Start) -> None:
-        """The gradient of a redistribution."""
+        """Adds the gradient of a redistribution."""
         i = self.program.instructions[event.at]
         task = self.backward[event.at] = self.start(order, event, self.needs(event.at))
         self.gradients[i.inputs[0]].append(task)
 
     def product(self, product: Compute, factors: Sequence[int]) -> None:
-        """A weight's gradient out of gathered factors, when the pass is over."""
+        """Adds a weight's gradient from gathered factors, after the end of the pass."""
         i = self.program.instructions[product.at]
         task = self.add(self.backward_s[self.work_of[PRODUCT][product.at]], factors, turn=Turn.LAST)
         self.gradients[i.inputs[1]].append(task)
         self.after[product.at].append(task)
 
     def sums(self) -> None:
-        """The sum of each parameter's gradient, and the optimizer."""
+        """Adds the sum of each parameter's gradient, and the optimizer."""
         ends_before = len(self.forward)
         for n, i in enumerate(self.program.instructions):
             if i.op == "param" and i.result in self.program.requires_grad:
@@ -279,7 +279,8 @@ class _Builder:
 
 
 def _kinds(program: Program, class_of: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Per rank its kind, ranks of one device and one share of everything; the first rank of each kind."""
+    """The kind of each rank, ranks of one kind having the same device and the same share of everything; and
+    the first rank of each kind."""
     numbers: dict[tuple, int] = {}
     firsts: list[int] = []
     kind_of = []

@@ -1,10 +1,11 @@
-"""Chooses the execution order: when every rank computes what, and so when exchanges start and are awaited.
+"""Chooses the execution order: what every rank computes when, and therefore when exchanges start and are
+awaited.
 
 The events of a step as a graph (``StepGraph``) are forward and backward computations, split weight gradients,
 collectives, the sum of every parameter's gradient, and the optimizer. The b-level of a task is the least time
 for which the step goes on once the task has begun,
 
-    level(t) = seconds(t) + max over successors s of level(s),
+level(t) = seconds(t) + max over successors s of level(s),
 
 and a list scheduler lets every resource (the computing thread of a rank, each process group) begin the task
 of the highest level among those that can begin first (HeteroG, CoNEXT'20, section 4.2; Graham, 1969). A
@@ -31,7 +32,7 @@ from ...lang.ir import Program
 from ...step import Step
 from .graph import Group, StepGraph, Turn, step_graph
 
-GAIN = 0.005  # share of the estimated step below which an order is not worth a simulation
+GAIN = 0.005  # share of the estimated step: an order that gains less is not simulated
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Played:
     end_s: float
 
 
-# (when a task is ready, when it could begin), in seconds: the least is first
+# (when a task is ready, when it could begin), in seconds: the task with the least goes first
 Priority = Callable[[int, float, float], tuple]
 
 
@@ -54,7 +55,7 @@ class Part:
     predecessors among them (``missing``)."""
 
     successors: dict[int, list[int]]
-    followers: dict[int, list[int]]  # for the tasks that have any
+    followers: dict[int, list[int]]  # only for tasks that have any
     missing: dict[int, int]
 
     @classmethod
@@ -86,7 +87,7 @@ def play(graph: StepGraph, tasks: Sequence[int], priority: Priority | None = Non
     kinds = range(len(graph.tasks[0].seconds))
     clock = [0.0 for _ in kinds]
     at_once = clock
-    arrival: dict[int, list[float]] = {}  # by kind of rank, the time when the task's inputs are there
+    arrival: dict[int, list[float]] = {}  # by kind of rank, the time when the inputs of a task are there
     free: dict[Group, float] = defaultdict(float)
     waiting = [t for t in tasks if not part.missing[t]]
     ready_s: dict[int, float] = dict.fromkeys(waiting, 0.0)
@@ -119,8 +120,8 @@ def play(graph: StepGraph, tasks: Sequence[int], priority: Priority | None = Non
 
 
 def in_turn(graph: StepGraph, tasks: Sequence[int], place: Callable[[int], Any]) -> list[int]:
-    """``tasks`` sorted by ``place``, except that predecessors come first: next is always the task of the
-    least place among those that may follow."""
+    """``tasks`` sorted by ``place``, except that predecessors come first: the next task is always the one
+    with the least place among those that may follow."""
     part = Part.of(graph, tasks)
     waiting = [(place(t), t) for t in tasks if not part.missing[t]]
     heapify(waiting)
@@ -137,7 +138,7 @@ class Orders:
     """The orders of one program's instructions: as they stand, and as a list scheduler has them."""
 
     def __init__(self, program: Program, step: Step[Sheet]) -> None:
-        """``step`` is that of the same instructions, under any ratios and buckets."""
+        """Takes ``step``, that of the same instructions under any ratios and buckets."""
         self.program = program
         exchanges = step.outline.exchanges
         self.communicating = {name for (name, _), exchange in exchanges.items() if exchange is not None}
@@ -162,7 +163,8 @@ class Orders:
         return self._in_order_of(play(self.graph, self._forward(self.main), self.listed))
 
     def first_come(self) -> list[int]:
-        """The order of an executor without priorities: first ready, first run, forward."""
+        """The order of an executor without priorities: computations run in the order in which they become
+        ready."""
         played = play(self.graph, self._forward(self.main), lambda t, ready, begin: (begin, ready, t))
         return self._in_order_of(played)
 
@@ -175,7 +177,7 @@ class Orders:
         played = play(graph, self._back(self.main), self.listed)
         back = [instruction_of[t] for t in reversed(played.order) if t in instruction_of]
         place = {n: float(k) for k, n in enumerate(back)}
-        # a value that no gradient passes comes no later than it stood
+        # a value without a gradient is placed no later than it was
         earliest = float(len(back))
         for n in reversed(self.main):
             earliest = min(earliest, place.setdefault(n, earliest - 0.5))
@@ -209,12 +211,12 @@ class Orders:
         return self.forward_pass(order).end_s + self.backward_pass(order).end_s
 
     def complete(self, main: Sequence[int]) -> list[int]:
-        """All instructions: ``main`` in this order, preceded by what they need; gathers of parameters come
-        one operator ahead."""
+        """All instructions: those of ``main`` in this order, each after the ones it needs; gathers of
+        parameters come one operator ahead."""
         instructions = self.program.instructions
         out: list[int] = []
         added: set[int] = set()
-        ahead = 0  # before the last operator that had parameters gathered
+        ahead = 0  # position before the last operator that had parameters gathered
 
         def need(n: int) -> Iterator[int]:
             for m in dict.fromkeys(self.index[name] for name in instructions[n].inputs):
@@ -239,8 +241,8 @@ class Orders:
 
 
 def reordered(program: Program, step: Step[Sheet]) -> tuple[Program, ...]:
-    """The program in orders that list scheduling thinks faster, the fastest first. ``step`` is of the same
-    instructions."""
+    """The program in orders that are faster according to list scheduling, the fastest first. ``step`` is of
+    the same instructions."""
     orders = Orders(program, step)
     as_it_stands = tuple(range(len(program.instructions)))
     seconds_of: dict[tuple[int, ...], float] = {}
@@ -257,7 +259,8 @@ def in_order(program: Program, order: Sequence[int]) -> Program:
 
 
 def ready_seconds(program: Program, step: Step[Sheet]) -> dict[str, float]:
-    """Per parameter whose gradient is summed, when in the backward pass it is there on the slowest rank."""
+    """For each parameter whose gradient is summed, the time in the backward pass at which the slowest rank
+    has it."""
     orders = Orders(program, step)
     backward = orders.backward_pass(range(len(program.instructions)))
     return {

@@ -12,7 +12,7 @@ from .curves import Tables, is_number, is_whole, tables
 from .separate import split_separately
 
 STAGES = (0, 1, 2, 3)
-# samples are counted in float64 on the way: far below 2**53
+# samples are counted in float64 internally: far below 2**53
 MAX_GLOBAL_BATCH = 2**40
 
 
@@ -33,7 +33,7 @@ class Allocation:
 
     @property
     def samples(self) -> tuple[int, ...]:
-        """Samples per device: its part of the global batch."""
+        """Samples of each device: its part of the global batch."""
         parts = zip(self.micro_batch, self.accumulation_steps, self.last_micro_batch)
         return tuple((steps - 1) * micro + last if steps else 0 for micro, steps, last in parts)
 

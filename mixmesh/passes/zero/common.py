@@ -2,18 +2,18 @@
 
 A full step lasts ``u = max_i t_i(m_i)``, the last one ``v = max_i t_i(last_i)``, ``last_i <= m_i``, and
 
-    step = (A - 1) (u + collective_s) + (v + collective_s)
+step = (A - 1) (u + collective_s) + (v + collective_s)
 
-Call *events* the times ``t_i(1), t_i(2), ...`` of all devices, in ascending order ``s_1 <= s_2 <= ...``:
-c samples in one accumulation step take at least ``s_c`` seconds, and exactly that when they are the c
-cheapest. So a full step of c samples is all there is to choose: ``A = ceil(global_batch / c)``, the last
-step holds the remaining ``r = global_batch - (A - 1) c`` samples, and
+Call *events* the times ``t_i(1), t_i(2), ...`` of all devices, in ascending order ``s_1 <= s_2 <= ...``: c
+samples in one accumulation step take at least ``s_c`` seconds, and exactly that when they are the c cheapest.
+So the only choice is c, the samples of a full step: then ``A = ceil(global_batch / c)``, the last step holds
+the remaining ``r = global_batch - (A - 1) c`` samples, and
 
-    step(c) = (A - 1) s_c + s_r + A collective_s
+step(c) = (A - 1) s_c + s_r + A collective_s
 
-(more steps than that would be empty, fewer do not hold the batch). Every c is looked at. Poplar (AAAI'25)
-sweeps a time budget for the full step and shrinks the last one; here the last one's time is counted when
-the full step is chosen.
+(further steps would be empty, fewer do not hold the batch). Every c is tried. Poplar (AAAI'25) sweeps a time
+budget for the full step and shrinks the last one; here the last one's time is counted when the full step is
+chosen.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def split_together(tables: Tables, global_batch: int, collective_s: float) -> li
     # steps never rise with c: the last c has the fewest steps, and the first c with as few is the most even
     c = int(fastest[np.searchsorted(-steps[fastest], -steps[fastest[-1]])])
     num_steps, num_last = int(steps[c]), int(rest[c])
-    # the last step first, since none may be larger there than in the full steps
+    # the last step first, because no device may take more in it than in the full steps
     last = share_out(num_last, _within(tables, events[num_last - 1]))
     more = [n - least for n, least in zip(_within(tables, events[c]), last)]
     micro = [least + m for least, m in zip(last, share_out(int(full[c]) - num_last, more))]

@@ -1,4 +1,5 @@
-"""Measured curves, checked, and read as a table: the seconds of every micro-batch a device can hold."""
+"""Checks measured curves, and reads them as tables: the seconds of every micro-batch that a device can
+hold."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from ...errors import InputError
 
 # a table holds one float64 per micro-batch size; 2**25 of them are 256 MiB
 MAX_TABLE_ENTRIES = 2**25
-# a figure outside of these is a mistake of units, and its square leaves the range of floats
+# a figure outside of these limits is a mistake of units, and its square would overflow
 MIN_S, MAX_S = 1e-12, 1e12
 
 
@@ -23,8 +24,8 @@ MIN_S, MAX_S = 1e-12, 1e12
 class Tables:
     """``distinct[kind[i]][m]`` is the seconds device i takes for a micro-batch of m samples.
 
-    Tables start with 0.0 for no samples, never fall and end at the device's limit. Devices with equal
-    curves are of one kind: searches look at kinds.
+    Tables start with 0.0 for no samples, never fall and end at the device's limit. Devices with equal curves
+    are of one kind, so that searches handle kinds.
     """
 
     distinct: tuple[np.ndarray, ...]
@@ -32,7 +33,7 @@ class Tables:
 
     @lazy
     def num_devices(self) -> tuple[int, ...]:
-        """Devices of every kind."""
+        """The number of devices of each kind."""
         return tuple(self.kind.count(k) for k in range(len(self.distinct)))
 
     def of(self, device: int) -> np.ndarray:
@@ -60,13 +61,13 @@ def tables(curves: Sequence[Any], largest: int) -> Tables:
 
 
 def _table(curve: Curve, largest: int) -> np.ndarray:
-    """Seconds of 0, 1, ... samples. The same line as ``Curve.at``, which the tests compare it with."""
+    """Seconds of 0, 1, ... samples. The line is that of ``Curve.at``, with which the tests compare it."""
     sizes, seconds = zip(*curve.rising)
     # below the smallest measured size the line falls to the fixed cost of the affine fit
     fixed = min(curve.affine[0], seconds[0])
     out = np.interp(np.arange(min(int(sizes[-1]), largest) + 1), (0, *sizes), (fixed, *seconds))
     out[0] = 0.0
-    # interpolation rounds: a flat curve must not fall by the last digit
+    # interpolation rounds: a flat curve must not fall in the last digit
     return np.maximum.accumulate(out)
 
 

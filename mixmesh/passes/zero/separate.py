@@ -4,15 +4,15 @@ With ``t_i(m)`` the seconds of a micro-batch on device i, its time for n samples
 
     f_i(n) = min over A, m, l of (A - 1) t_i(m) + t_i(l),   (A - 1) m + l = n,   1 <= l <= m <= limit_i
 
-and the step is ``min over n_i, sum n_i = global_batch, of max_i f_i(n_i)``. Taking one sample out of the
-last micro-batch shows that ``f_i`` never falls, so ``N_i(T)``, the most samples within T seconds, has an
-inverse's property (``n <= N_i(T)`` exactly if ``f_i(n) <= T``) and the step is the smallest T with
-``sum_i N_i(T) >= global_batch``. That T is found by bisection, over all splits:
+and the step is ``min over n_i, sum n_i = global_batch, of max_i f_i(n_i)``. Taking one sample out of the last
+micro-batch shows that ``f_i`` never falls, so ``N_i(T)``, the most samples within T seconds, acts as its
+inverse (``n <= N_i(T)`` exactly if ``f_i(n) <= T``), and the step is the smallest T with ``sum_i N_i(T) >=
+global_batch``. That T is found by bisection, over all splits:
 
     N_i(T) = max over m of (k m + largest l with t_i(l) <= T - k t_i(m)),   k = floor(T / t_i(m))
 
-Poplar (AAAI'25) gives shares in proportion to peak speed and hands the rest to whoever ends first; that
-is not optimal where curves bend or have steps.
+Poplar (AAAI'25) gives shares in proportion to peak speed and hands the rest to the device that ends first;
+that is not optimal if curves bend or have steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 from .curves import Tables
 from .shares import share_out
 
-# within this tolerance times are equal and the bisection ends: a few hundred roundings of a sum
+# within this tolerance times count as equal and the bisection ends: a few hundred roundings of a sum
 TOLERANCE = 1e-12
 SLACK = 1 + TOLERANCE
 
@@ -131,7 +131,7 @@ def _bracket(tables: Tables, good: list[np.ndarray], global_batch: int) -> tuple
 
 
 def _bisect(done: Callable[[float], bool], too_short: float, enough: float) -> tuple[float, float]:
-    """The two closed in on the first time that is ``done``, to a thousandth."""
+    """The two times, narrowed down by bisection to a thousandth around the first one that is ``done``."""
     while enough > too_short * 1.001:
         middle = (too_short + enough) / 2
         too_short, enough = (too_short, middle) if done(middle) else (middle, enough)

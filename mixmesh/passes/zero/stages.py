@@ -34,7 +34,7 @@ from ...lang.ir import (
 from ...step.repeats import kept_inputs
 
 STAGES = (0, 1, 2, 3)
-# their results may be their inputs
+# operators whose results may be their inputs
 COPIES = ("aten._to_copy", "aten.contiguous", "aten.clone", "aten.broadcast_tensors")
 
 
@@ -71,15 +71,15 @@ def ownable(program: Program) -> tuple[Instruction, ...]:
 
 
 def with_owners(program: Program, owners: Mapping[str, Ratio], stage: int = 1) -> Program:
-    """``program`` with these ``owners``, shares by result, for the gradient and optimizer state of their
-    parameters, and no owners for any other parameter. A share of 1 is a parameter server.
+    """``program`` with these ``owners`` (shares, by the parameter's result) of gradients and optimizer state,
+    and without owners for any other parameter. A share of 1 is a parameter server.
 
     Raises PlanError if an owner does not hold its parameter.
     """
     if any(i.attr("owned") is not None for i in program.params):
         program = program.changed(instructions=tuple(map(_plain, program.instructions)))
     out = []
-    held: set[tuple[Ratio, str | None]] = set()  # shares that the ranks of a ratio hold
+    held: set[tuple[Ratio, str | None]] = set()  # the shares of each ratio that ranks hold
     for i in program.instructions:
         if i.op == "param" and i.result in owners:
             shares = owners[i.result]
@@ -129,7 +129,7 @@ def _is_candidate(program: Program, i: Instruction) -> bool:
 
 
 def _with_ratio(program: Program, shares: Ratio) -> tuple[Program, str]:
-    """The program with these shares under a separate name."""
+    """The program with these shares under a ratio of their own."""
     name, n = "z", 0
     while name in program.ratio_of and program.ratio_of[name] != shares:
         n += 1
@@ -147,8 +147,8 @@ def stored_by_owners(program: Program, names: Collection[str], ratio: str) -> Pr
     """
     again = _needed_again(program, names)
     out: list[Instruction] = []
-    waiting: list[Instruction] = []  # gathers met since the last operator that uses a parameter
-    ahead = 0  # position of the next gathers: before the operator that used the last ones
+    waiting: list[Instruction] = []  # gathers since the last operator that uses a parameter
+    ahead = 0  # where the next gathers go: before the operator that used the last ones
     shards: dict[TensorType, TensorType] = {}  # equal types share one object
     for i in program.instructions:
         if i.op == "param" and i.result in names:
@@ -168,8 +168,8 @@ def stored_by_owners(program: Program, names: Collection[str], ratio: str) -> Pr
 
 
 def _needed_again(program: Program, names: Collection[str]) -> set[str]:
-    """The ``names`` that the backward pass reads: autograd keeps them, maybe by way of a view, or they
-    are computed with again."""
+    """The ``names`` that the backward pass reads: autograd keeps them, possibly through a view, or they are
+    used again."""
     read_again: set[str] = set()
     for i in program.instructions:
         read = [name for name in i.inputs if name in names and name not in read_again]

@@ -1,4 +1,4 @@
-"""Marks the regions that the user checkpointed in a plan, so that they run again there too.
+"""Marks the regions that the user checkpointed in a plan, so that the plan rematerialises them too.
 
 A program that fits in memory only with regions of its own keeps those.
 """

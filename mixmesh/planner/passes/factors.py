@@ -32,6 +32,6 @@ def factored(task: Task, proposal: Proposal) -> Proposal:
 
 FACTORS = Pass(
     "factors",
-    "weight gradients computed from gathered factors, where these are smaller than the gradient",
+    "weight gradients computed from gathered factors, if these are smaller than the gradients",
     lambda task, proposal, _: factored(task, proposal),
 )

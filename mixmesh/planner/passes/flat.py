@@ -1,4 +1,4 @@
-"""Makes all-reduces flat if that is as fast as hierarchical."""
+"""Makes all-reduces flat if that is as fast as hierarchical ones."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ SAME = 1e-6  # share of a step: less is rounding
 
 
 def flat(task: Task, proposal: Proposal) -> Proposal:
-    """The proposal without levels, if it is as fast so or no sum goes by them: of two that are equal in
-    simulation flat sums ask less of processors."""
+    """The proposal without levels, if it is as fast without them or no sum is hierarchical: if both are equal
+    in simulation, flat sums take less processor time."""
     if proposal.program.levels is None:
         return proposal
     program = proposal.program.changed(levels=None)
@@ -30,7 +30,7 @@ def flat(task: Task, proposal: Proposal) -> Proposal:
 
 FLAT = Pass(
     "flat",
-    "all-reduces that are not hierarchical where that is as fast",
+    "flat all-reduces where they are as fast as hierarchical ones",
     lambda task, proposal, _: flat(task, proposal),
     keeps_micro_batches=True,
 )

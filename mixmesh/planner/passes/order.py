@@ -22,9 +22,10 @@ from ..proposal import Proposal
 from ..task import Task
 from .row import Pass
 
-# steps that the budget must pay for: up to 3000 instructions, some sixty layers that follow each other
+# steps that the budget must pay for: up to 3000 instructions, some sixty consecutive layers
 ORDER_STEPS = 2
-RUNS = (1, 2)  # runs into which a level's sums are packed: one, or two so that one travels during computing
+# number of runs into which a level's sums are packed: one, or two so that one travels during computing
+RUNS = (1, 2)
 
 
 def ordered(task: Task, proposal: Proposal, budget: Budget) -> Proposal:
@@ -32,7 +33,7 @@ def ordered(task: Task, proposal: Proposal, budget: Budget) -> Proposal:
     buckets; unchanged if none is faster and fits. If the budget does not pay for it, a program without small
     sums keeps its order, and sums packed into one run are not tried."""
     if not waits(proposal):
-        return proposal  # a rank that always computes does not get faster by another order
+        return proposal  # no other order makes a rank faster that computes all the time
     large = not budget.pays_for(ORDER_STEPS, len(proposal.program.instructions))
     unpacked = separated(proposal.program)
     forms = summed_otherwise(task, proposal, unpacked, RUNS[1:] if large else RUNS)
@@ -68,7 +69,7 @@ def in_order(task: Task, proposal: Proposal) -> Proposal:
 def summed_otherwise(
     task: Task, proposal: Proposal, unpacked: Program, every: Sequence[int]
 ) -> list[Program]:
-    """The proposal's program with its small sums unpacked, and packed into several runs per level, without
+    """The proposal's program with its small sums unpacked, and packed into several runs per level, except for
     the form that it already has. Empty if this cannot save enough."""
     program, step_s = proposal.program, proposal.timeline.step_s
     if regions(program):

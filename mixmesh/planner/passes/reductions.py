@@ -17,9 +17,9 @@ from ..proposal import Proposal
 from ..task import Task
 from .row import Pass
 
-# smallest share of the step for which it pays to look: exposed gradient sums, and the part of the optimizer
-# that owners save
-EXPOSED, SHORT_EXPOSED = 0.015, 0.05  # the latter within a budget that does not pay for care
+# smallest share of the step that is worth trying: exposed gradient sums, and the part of the optimizer that
+# owners save
+EXPOSED, SHORT_EXPOSED = 0.015, 0.05  # the latter if the budget does not pay for a thorough examination
 # smallest share of the step to save: owners restrict optimizers to elementwise ones
 MARGIN = 0.01
 SMALL_BYTES = 1e6
@@ -28,7 +28,7 @@ TRIED, SHORT_TRIED = 40, 6  # runs of buckets of each size
 
 
 def synced(task: Task, proposal: Proposal, budget: Budget) -> Proposal:
-    """The proposal with its gradients summed in the fastest of their ways, to owners or everywhere."""
+    """The proposal with its gradients summed in the fastest way, to owners or on all ranks."""
     best, program, simulation = proposal, proposal.program, proposal.simulation
     with task.timed("sync"):
         floor_s, _ = simulation.least_s(program)
@@ -43,7 +43,8 @@ def synced(task: Task, proposal: Proposal, budget: Budget) -> Proposal:
         return best
 
     if on_cpu:
-        # parameters gathered in small pieces are there for the first layers while the others still travel
+        # parameters gathered in small pieces arrive in time for the first layers while the others still
+        # travel
         programs = [best_sync(with_buckets(program, SMALL_BYTES), task.costs, task.step_s, mixed=False)]
     else:
         programs = owned_runs(task, program, budget)

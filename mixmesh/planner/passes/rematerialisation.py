@@ -39,7 +39,7 @@ def fewest(task: Task, proposal: Proposal, among: Collection[int] | None = None)
 
 REMATERIALISATION = Pass(
     "rematerialisation",
-    "no more regions that run again than memory asks for",
+    "as few rematerialised regions as memory allows",
     lambda task, proposal, _: fewest(task, proposal),
     keeps_micro_batches=True,
 )

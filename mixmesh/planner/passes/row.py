@@ -23,8 +23,8 @@ class Pass:
     keeps_micro_batches: bool = False
 
     def __call__(self, task: Task, proposal: Proposal, budget: Budget) -> Proposal:
-        """The proposal after this pass. Seconds spent are counted in ``task.pass_s``, and seconds gained in
-        the proposal."""
+        """The proposal after this pass. ``task.pass_s`` counts the seconds spent, and the proposal the
+        seconds gained."""
         if proposal.micro_batches is not None and not self.keeps_micro_batches:
             return proposal
         started = time.perf_counter()

@@ -22,6 +22,6 @@ def along_the_sequence(task: Task, proposal: Proposal) -> Proposal:
 
 SEQUENCE = Pass(
     "sequence",
-    "what tensor parallelism replicates between its products, cut along the sequence",
+    "values that tensor parallelism replicates between its products, cut along the sequence",
     lambda task, proposal, _: along_the_sequence(task, proposal),
 )

@@ -1,7 +1,8 @@
-"""Shares moved by whole samples while the simulated step gets shorter."""
+"""Moves shares by whole samples as long as the simulated step gets shorter."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ...lang.ir import Program, Ratio, make_ratio, shard_sizes, support
@@ -10,7 +11,7 @@ from ..task import Task
 from .row import Pass
 
 MAX_POLISH = 64
-FAR = 1.05  # steps longer than the best by this factor are not polished: single samples save less
+FAR = 1.05  # steps longer than the best by this factor are not polished: single samples save less than that
 
 
 def polish(task: Task, proposal: Proposal) -> Proposal:
@@ -37,19 +38,8 @@ def polish(task: Task, proposal: Proposal) -> Proposal:
     if proposal.key < best.key:
         best = proposal
     for _ in range(MAX_POLISH):
-        # take from the rank that computes longest, give to the one that finishes first
-        load = best.timeline.compute_s
-        givers = sorted((r for r in ranks if counts[r] > 1), key=lambda r: -load[r])[:2]
-        takers = sorted(ranks, key=lambda r: load[r])[:3]
-        moves = []
-        for giver in givers:
-            for taker in takers:
-                if giver != taker:
-                    moved = list(counts)
-                    moved[giver] -= 1
-                    moved[taker] += 1
-                    with task.timed("polish"):
-                        moves.append((simulation.step_s(at(moved)), moved))
+        with task.timed("polish"):
+            moves = [(simulation.step_s(at(m)), m) for m in moves_of(counts, ranks, best.timeline.compute_s)]
         better = None
         for step_s, moved in sorted(moves):
             if best.feasible and step_s >= best.timeline.step_s:
@@ -62,6 +52,19 @@ def polish(task: Task, proposal: Proposal) -> Proposal:
             break
         best, counts = better
     return best
+
+
+def moves_of(counts: Sequence[int], ranks: Sequence[int], compute_s: Sequence[float]) -> Iterator[list[int]]:
+    """Yields the counts after moving a sample from one of the slowest ranks to one of the fastest."""
+    givers = sorted((r for r in ranks if counts[r] > 1), key=lambda r: -compute_s[r])[:2]
+    takers = sorted(ranks, key=lambda r: compute_s[r])[:3]
+    for giver in givers:
+        for taker in takers:
+            if giver != taker:
+                moved = list(counts)
+                moved[giver] -= 1
+                moved[taker] += 1
+                yield moved
 
 
 def whole_counts(ratio: Ratio, total: int) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from .row import Pass
 
 
 def spelled(name: str, about: str, rewrite: Callable[[Task, Proposal], Program]) -> Pass:
-    """The row of a rewrite that does not change the step of a program."""
+    """The row for a rewrite that does not change the step of a program."""
 
     def improve(task: Task, proposal: Proposal, _: Budget) -> Proposal:
         program = rewrite(task, proposal)
@@ -26,12 +26,12 @@ def spelled(name: str, about: str, rewrite: Callable[[Task, Proposal], Program])
 
 ONE_SHOT = spelled(
     "one-shot",
-    "no mention of one-shot all-reduces where none is small enough",
+    "no limit for one-shot all-reduces if no sum is below it",
     lambda task, proposal: without_needless_directness(proposal.program, proposal.simulation.sheet),
 )
 NAMES = spelled(
     "names",
-    "no names of ratios on what is neither cut nor left out by a rank",
+    "no ratio names on values that all ranks hold whole",
     lambda task, proposal: without_needless_names(proposal.program),
 )
 ALGORITHMS = spelled(

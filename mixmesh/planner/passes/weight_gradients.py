@@ -1,4 +1,4 @@
-"""Moves weight gradients of a plan before, after or into the waits of its backward pass."""
+"""Moves weight gradients of a plan to earlier or later points of its backward pass, or into its waits."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..task import Task
 from .reductions import owned_runs
 from .row import Pass
 
-# smallest share of the step, in exposed gradient sums or other waits, for which it pays to look
-EXPOSED, SHORT_EXPOSED = 0.01, 0.03  # the latter within a budget that does not pay for care
+# smallest share of the step that is worth trying, in exposed gradient sums or other waits
+EXPOSED, SHORT_EXPOSED = 0.01, 0.03  # the latter if the budget does not pay for a thorough examination
 GAIN = 0.01  # share of the step that must be saved
-SMALL_BYTES = 2**16  # smallest weight whose sum can matter
-LASTS = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5)  # parts of the products that are used first, which are made last
+SMALL_BYTES = 2**16  # smaller weights have sums that do not matter
+LASTS = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5)  # shares of the products that come last, which are those used first
 
 
 def apart(task: Task, proposal: Proposal, budget: Budget) -> Proposal:
@@ -75,7 +75,7 @@ def forms(
 
 
 def counts(able: Sequence[int]) -> list[int]:
-    """The numbers to try: of products, among those used first, whose weight gradients come last."""
+    """The numbers of products to try as ``last``, among those that are used first."""
     return sorted({round(part * len(able)) for part in LASTS} - {0})
 
 

@@ -1,9 +1,9 @@
 """Lets all ranks agree on the batch of a call before any of them goes on.
 
-A rank passes a whole batch, as all others do, or its own rows of one. By itself it can neither tell the two
-apart nor know how many rows the others have. So in every call the ranks exchange the shapes that they were
-given, in one message of a few numbers between their hosts. This also reveals ranks with batches of different
-sizes, whose loss would be that of no batch.
+A rank passes a whole batch, as all others do, or its own rows of one. Alone it can neither tell the two apart
+nor know how many rows the others have. So in every call the ranks exchange the shapes that they were given,
+in one message of a few numbers between their hosts. This also reveals ranks with batches of different sizes,
+whose loss would not be that of any batch.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from ..comm import Comm
 from ..listeners import Listeners
 from ..modes import Modes
 
-Shapes = tuple[tuple[int, ...] | None, ...]  # by input of a program, in its order; None for one left out
+# by input of a program, in order; None for an input that was left out
+Shapes = tuple[tuple[int, ...] | None, ...]
 Given = tuple[tuple[int, ...] | None, ...]  # by rank
 Told = tuple[Given, ...]  # by input
-SAMPLED = 1024  # number of elements that two ranks compare to find out whether a tensor is the same
+SAMPLED = 1024  # number of elements that ranks compare to find out whether a tensor is the same
 ABSENT = -1
 WANTED = 1024  # added to the number of dims of an input whose gradient is wanted
 SHAPES, TOLD = "shapes", "shapes, told"  # purposes of messages
@@ -40,7 +41,7 @@ class Agreement:
     def __init__(self, program: Program, comm: Comm) -> None:
         self.program, self.comm = program, comm
         self._listeners = Listeners(program)
-        self._was_unclear = False  # whether the call before needed digests; the same on all ranks
+        self._was_unclear = False  # whether the previous call needed digests; the same on all ranks
 
     def groups(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """The groups of the ranks that agree and of those that are informed, with their purposes."""
@@ -87,8 +88,8 @@ class Agreement:
         with_digests: bool,
     ) -> tuple[Told, int, list[list[int]] | None]:
         """The messages of all ranks. First, by input and rank, the shape that the rank was given; None for a
-        rank that has no part in it. Then the ``values`` of the first rank that computes, and by rank its
-        digests, if they were sent. ``mark`` must be the same on all ranks."""
+        rank that takes no part. Then the ``values`` of the first rank that computes, and each rank's digests,
+        if they were sent. ``mark`` must be the same on all ranks."""
         inputs, numbers = self.program.batch_inputs, [mark, values]
         for i in inputs:
             tensor = tensors.get(i.args[0]) if self._takes_part(i) else None
@@ -109,7 +110,7 @@ class Agreement:
         return tuple(told), values, [row[length:] for row in table] if with_digests else None
 
     def _digests(self, tensors: Mapping[str, Tensor]) -> list[int]:
-        """A number by input that follows from its values."""
+        """A number for each input that depends on its values."""
         inputs = self.program.batch_inputs
         own_tensors = [tensors.get(i.args[0]) if self._takes_part(i) else None for i in inputs]
         return [ABSENT if x is None else digest(x) for x in own_tensors]
@@ -118,7 +119,7 @@ class Agreement:
         return self.comm.rank in self.program.participants(i.type)
 
     def _exchange(self, numbers: list[int]) -> list[list[int]]:
-        """The numbers of every rank, or that a rank has none because it computes nothing. Collective."""
+        """Exchanges the numbers of every rank; a rank that computes nothing has none. Collective."""
         comm, working = self.comm, self._listeners.working
         mine = torch.tensor(numbers or [0], dtype=torch.int64)
         table = torch.full((comm.world_size, len(mine)), ABSENT, dtype=torch.int64)
@@ -159,8 +160,8 @@ def _check_wanted(name: str, wants: Sequence[bool]) -> None:
 
 
 def _are_same(digests: list[list[int]]) -> bool:
-    """Whether all ranks were given the same values, as far as their samples of values show. ``digests`` are
-    by rank and input."""
+    """Whether all ranks were given the same values, judging by samples of them. ``digests`` are by rank and
+    input."""
     columns = [{n for n in column if n != ABSENT} for column in zip(*digests)]
     return all(len(column) <= 1 for column in columns) and any(any(column) for column in columns)
 
@@ -203,9 +204,9 @@ def check_kinds(
 def resolve(
     program: Program, told: Told, choices: Sequence[set[tuple[int, ...]]], *, are_same: bool
 ) -> Shapes:
-    """The shapes of the whole batch, from the ``choices`` for each input. If the ranks' rows could be parts
-    of a batch or each a whole batch, they are whole batches if the ranks have the same values (``are_same``).
-    Raises InputError."""
+    """The shapes of the whole batch, from the ``choices`` for each input. If each rank's rows could be either
+    a part of a batch or a whole batch, they are whole batches if the ranks have the same values
+    (``are_same``). Raises InputError."""
     agreed: list[tuple[int, ...] | None] = []
     for i, rows, options in zip(program.batch_inputs, told, choices):
         if all(rows[r] is None for r in program.participants(i.type)):
@@ -225,8 +226,8 @@ def resolve(
 
 
 def _check_samples(program: Program, agreed: Sequence[tuple[int, ...] | None]) -> None:
-    """Raises InputError where inputs that were planned with as many samples have not as many now."""
-    counts: dict[int, tuple[str, int]] = {}  # by how many were planned
+    """Raises InputError if inputs that were planned with equally many samples now have different numbers."""
+    counts: dict[int, tuple[str, int]] = {}  # by the planned number of samples
     for i, shape in zip(program.batch_inputs, agreed):
         if shape is not None and isinstance(i.type.placement, Shard):
             dim = i.type.placement.dim

@@ -28,7 +28,7 @@ from ...lang.ir import (
 from ...lang.rules import RULES, shard_units
 from ..model_check import digest
 
-DROPOUT = "aten.native_dropout"  # absent if a module evaluates; the executor then skips it
+DROPOUT = "aten.native_dropout"  # may be absent if a module evaluates; the executor then skips it
 
 
 class CannotCarry(PlanError):
@@ -58,7 +58,7 @@ class _Carrier:
     def __init__(self, planned: Program, graph: Graph) -> None:
         self.planned, self.graph = planned, graph
         self.values: dict[str, ValueType] = {}
-        self.logical: dict[str, str] = {}  # by name in the program, that in the graph
+        self.logical: dict[str, str] = {}  # for each name in the program, the name in the graph
         self._units: Mapping[str, tuple[int, ...]] | None = None
 
     def program(self) -> Program:
@@ -86,12 +86,12 @@ class _Carrier:
         return i.op == DROPOUT and i.results[0] not in self.graph.producers
 
     def _node(self, i: Instruction) -> Node:
-        """The node of the graph that an instruction stands for."""
+        """The node of the graph to which an instruction corresponds."""
         name = next((r for r in i.results if r is not None), "")
         node = self.graph.producers.get(name)
         if i.is_leaf and node is None:
             node = next((n for n in self.graph.nodes if (n.op, n.args) == (i.op, i.args)), None)
-            if node is None and i.op == "param":  # not used now
+            if node is None and i.op == "param":  # not used for this shape
                 return Node(i.results, tuple(t.value for t in i.types), i.op, i.args, i.kwargs)
         if node is None or node.op != i.op or len(node.types) != len(i.types):
             raise self._other(i, node)
@@ -136,7 +136,7 @@ class _Carrier:
 
 
 def _without_passed(made: Program, graph: Graph) -> Graph:
-    """The graph of a program, without dropout that ``graph`` does not have."""
+    """The graph of a program, without any dropout that ``graph`` does not have."""
     alias: dict[str, Ref] = {}
 
     def follow(ref: Ref) -> Ref:

@@ -1,4 +1,4 @@
-"""The programs of a parallel model, one per shape of its batch, made when the shape first comes.
+"""The programs of a parallel model, one per shape of its batch, made when the shape first occurs.
 
 The first rank traces the model for the new shape, on fake tensors, and sends the others the program, or the
 reason why there is none. A limited number of programs is kept; the least recently used goes first.
@@ -35,7 +35,7 @@ from ..input_gradients import Wanted, no_gradient_in_micro_steps, with_input_gra
 from ..layout import meetings
 from ..micro_steps import MicroSteps
 from ..model_check import batch_of_shapes
-from ..modes import Modes, modes_of, set_modes
+from ..modes import Modes, modes_kept, modes_of, set_modes
 from ..original import traceable
 from ..outputs import Returns
 from ..outside import Outside
@@ -54,15 +54,15 @@ HINTS = {
     MODES: "train() and eval() of the model's modules before planning, as they are here",
     NUMBERS: "numbers that change as buffers: self.alpha.fill_(value)",
 }
-# modes, with gradients, shapes, values; or the key of another form, and inputs with a gradient
+# (modes, with gradients, shapes, values); or (key of another form, inputs with a gradient)
 TracedKey = tuple[Modes, bool, Shapes, int]
 Key = TracedKey | str | tuple["Key", Wanted]
 
 
 @dataclass(frozen=True)
 class Form:
-    """A program for one shape of the batch and one mode of each module. ``steps`` are its micro-steps; None
-    for one step at once. ``kept_buffers`` are updated while the backward pass may read their old values.
+    """A program for one shape of the batch and one mode of each module. ``steps`` are its micro-batches; None
+    without any. ``kept_buffers`` are updated while the backward pass may still read their old values.
     ``returns`` makes the return value of a call, None if it is the loss itself; for a model without a loss
     ``outside`` makes it."""
 
@@ -113,7 +113,8 @@ class Forms:
         if isinstance(plan, Program):
             plan = Plan(plan, "", 0.0, (), "")
         planned = Form.of(PLANNED, plan, comm)
-        backend = HOST_BACKEND if is_on_device() else None  # between hosts: no device waits
+        # messages go between hosts, so that no device waits
+        backend = HOST_BACKEND if is_on_device() else None
         agreement = Agreement(plan.program, comm)
         comm.add(agreement.groups(), backend)
         modules = tuple(original.modules())
@@ -143,7 +144,7 @@ class Forms:
         gradients of inputs. Collective; raises on all ranks alike: InputError, Infeasible, TraceError,
         PlanError."""
         if backend_of() == PRETENDED_BACKEND:
-            return self.planned  # a rehearsal: the other ranks do not exist
+            return self.planned  # in a rehearsal the other ranks do not exist
         shapes, values = self.agreement.shapes(
             tensors, evaluates=not modes[0], wanted=wanted, modes=modes, values=self._values()
         )
@@ -175,7 +176,7 @@ class Forms:
         return 1 + zlib.crc32(repr(changed).encode()) if changed else 0
 
     def _kept(self, key: Key, make: Callable[[], Form]) -> Form:
-        """The form that was made for ``key``, now or before."""
+        """The form for ``key``, made now or kept from before."""
         if key not in self.kept:
             self.kept[key] = make()
             if len(self.kept) > self.limit:
@@ -201,13 +202,13 @@ class Forms:
             return False
         if modes == self.modes:
             return True
-        # a bare program does not show whether its model behaves otherwise when all of it evaluates
+        # a bare program does not show whether its model behaves differently when all of it evaluates
         is_bare = not self.plan.graph_fingerprint and not any(i.op == "update" for i in program.instructions)
         return is_bare and not any(modes)
 
     def _made(self, key: TracedKey, args: tuple, kwargs: Mapping[str, Any]) -> Form:
         make = partial(self._plan_for, key, args, kwargs)
-        group = self.comm.groups.get(("data", self.comm.everyone))  # none of one rank
+        group = self.comm.groups.get(("data", self.comm.everyone))  # a single rank has no group
         program, micro_batches, returned = make() if group is None else from_first_rank(make, group)
         self.comm.add(meetings(program))
         plan = replace(self.plan, program=program, micro_batches=micro_batches)
@@ -246,7 +247,8 @@ class Forms:
         if learns and modes[0] and not planned.copies:
             self._check_learners(traced.graph)
         plan, is_planned = self._placed(traced.graph, modes, has_others=bool(numbers))
-        if learns and not is_planned and (planned.copies or planned.factored):  # sums of other gradients
+        # the sums are of other gradients
+        if learns and not is_planned and (planned.copies or planned.factored):
             raise InputError(
                 "this evaluation has no gradients under this plan",
                 expected="with torch.no_grad(): model(...)",
@@ -263,8 +265,9 @@ class Forms:
         return plan.program, plan.micro_batches, traced.returned
 
     def _check_learners(self, graph: Graph) -> None:
-        """Raises InputError for a parameter that gets a gradient now and was planned without: nothing sums or
-        stores it. Warns of those that get none now: they get zeros, where one device has None."""
+        """Raises InputError for a parameter that gets a gradient now but was planned without one: nothing
+        sums or stores it. Warns of parameters that get no gradient now: they get zeros, while on one device
+        they have None."""
         before, now = learners_of(self.plan.program.graph), learners_of(graph)
         if gained := sorted(now - before):
             raise InputError(
@@ -293,12 +296,9 @@ class Forms:
         """A context in which the original's modules are in these modes; afterwards they are as the user left
         them."""
         every = (own_module(self.original), *self.modules)
-        before = modes_of(every)
-        try:
+        with modes_kept(every):
             set_modes(every, (modes[0], *modes))
             yield
-        finally:
-            set_modes(every, before)
 
     def _placed(self, graph: Graph, modes: Modes, *, has_others: bool) -> tuple[Plan, bool]:
         """A plan for a graph, and whether it has the planned placements."""
@@ -313,7 +313,8 @@ class Forms:
         return replace(self.plan, program=lower(graph, planned), micro_batches=None), False
 
     def _check_constants(self) -> None:
-        """Raises InputError for a tensor that the program holds as a constant and that has changed since."""
+        """Raises InputError for a tensor that the program holds as a constant and that has changed since
+        planning."""
         changed = self.reads.changed(Constant)
         if changed:
             path, mark = changed[0]
@@ -329,7 +330,8 @@ class Forms:
             )
 
     def _check_may_lower(self, error: CannotCarry, cause: str) -> None:
-        """Raises the error where gradients would not be summed as the plan has it, or memory is not."""
+        """Raises an error if gradients would be summed, or memory would be used, in another way than
+        planned."""
         planned, is_trained = self.plan.program, self.modes[0]
         if is_trained and not (planned.copies or planned.factored or accumulates(self.plan.micro_batches)):
             return

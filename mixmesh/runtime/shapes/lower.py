@@ -1,8 +1,9 @@
 """Plain data parallelism for any graph of a model, on parameters held as in a plan.
 
 It serves if the planned program cannot be carried over (a model that evaluates has other operators). Samples
-are cut as planned, parameters are gathered where they are used, and every operator runs on its values as
-held, or on whole values if its rule allows nothing else. Right for every graph; as fast as FSDP.
+are cut as planned, parameters are gathered where they are used, and every operator runs on its values as they
+are held, or on whole values if its rule allows nothing else. This is right for every graph, and as fast as
+FSDP.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ class _Lowering:
                 self.params.setdefault(i.args[0], i)
         cut = (i.type.ratio for i in self.inputs.values() if isinstance(i.type.placement, Shard))
         named = (i.type.ratio for i in self.inputs.values() if i.type.ratio is not None)
-        self.ratio = next(cut, None) or next(named, None)  # its ranks compute
+        self.ratio = next(cut, None) or next(named, None)  # the ratio of the ranks that compute
         self.units = shard_units(graph, RULES)
         self.used = {name for node in graph.nodes for name in node.inputs}
         self.instructions: list[Instruction] = []
-        self.held: dict[str, dict[Placement, str]] = {}  # on the ranks that compute
+        self.held: dict[str, dict[Placement, str]] = {}  # values held on the ranks that compute
         self.types: dict[str, TensorType] = {}
 
     def program(self) -> Program:
@@ -83,7 +84,7 @@ class _Lowering:
         else:
             t, attrs = replace(leaf_of.type, value=value), leaf_of.attrs
         if isinstance(t.placement, Shard) and value.shape[t.placement.dim] % t.placement.unit:
-            unit = self._unit(node.result, t.placement.dim)  # only inputs: parameters keep their shapes
+            unit = self._unit(node.result, t.placement.dim)  # only for inputs: parameters keep their shapes
             t = replace(t, placement=Shard(t.placement.dim, unit))
         self._append((node.result,), (t,), node.op, node.args, node.kwargs, attrs, node.location)
         if node.result not in self.used:
@@ -98,7 +99,7 @@ class _Lowering:
             self.held[node.result] = {here.placement: node.result}
 
     def update(self, node: Node) -> None:
-        """Buffers are updated on all ranks that hold them."""
+        """Adds the update of a buffer on all ranks that hold it."""
         name = self.convert(node.inputs[0], REPLICATE)
         held = self.params.get(str(node.args[0]))
         t = TensorType(self.types[name].value) if held is None else held.type
@@ -107,7 +108,8 @@ class _Lowering:
         self._append((), (), "update", (node.args[0], Ref(name)), (), (), node.location)
 
     def output(self, node: Node) -> None:
-        """Appends an output: its rows as held if it is cut along dim 0, and otherwise the whole value."""
+        """Adds an output: its rows as they are held if it is cut along dim 0, and otherwise the whole
+        value."""
         held = self.held[node.inputs[0]]
         cut = next((name for p, name in held.items() if isinstance(p, Shard) and p.dim == 0), "")
         name = cut or self.convert(node.inputs[0], REPLICATE)
@@ -152,7 +154,7 @@ class _Lowering:
             return held[wanted]
         source = REPLICATE if REPLICATE in held else next(iter(held))
         if isinstance(source, Partial | Shard) and not isinstance(wanted, Replicate):
-            self.convert(value, REPLICATE)  # sums and other cuts go by way of the whole
+            self.convert(value, REPLICATE)  # sums, and values cut along another dim, are first made whole
             source = REPLICATE
         t = self._type(self.graph.types[value], wanted)
         name = self._fresh(value, wanted)
@@ -200,7 +202,7 @@ class _Lowering:
         return self.units[name][dim]
 
     def _can_cut(self, name: str, dim: int) -> bool:
-        """Whether a dim can be cut: not without a ratio, nor if its unit is the whole dim, which marks dims
-        without a common cut."""
+        """Whether a dim can be cut: it cannot without a ratio, nor if its unit is the whole dim, which marks
+        dims without a common unit."""
         size = self.graph.types[name].shape[dim]
         return self.ratio is not None and (self._unit(name, dim) < size or size <= 1)

@@ -11,7 +11,7 @@ from .carry import CannotCarry
 
 
 def resized(plan: Plan, program: Program) -> Plan:
-    """``plan`` with the program of another shape, and each rank's new samples in micro-batches: of the
+    """``plan`` with the program for another shape, and with micro-batches of each rank's new samples: of the
     planned size if each rank takes its own number of them, else in the planned number of equal ones.
 
     Raises CannotCarry if that number does not divide the samples of a rank.

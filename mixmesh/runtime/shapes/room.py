@@ -1,7 +1,7 @@
 """Checks, by the memory model, that a batch of another shape fits in the memory that the plan was made for.
 
-The predicted peaks of the planned step and of the other one are compared: their difference counts. A plan
-knows the memory of each device. A bare program does not, so no shape may then hold more than the planned one.
+The predicted peak of the planned step is compared with that of the other one; their difference counts. A plan
+knows the memory of each device. A bare program does not: then no shape may hold more than the planned one.
 """
 
 from __future__ import annotations

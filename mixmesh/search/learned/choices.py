@@ -14,7 +14,8 @@ from ...lang.optimizer_states import OptimizerStates
 from ..placement import Action, Space
 from ..ratios import usable_bytes
 
-SMALL_BYTES, LARGE_BYTES = 2**10, 2**26  # sizes at which collectives are priced, to draw a line
+# sizes at which collectives are priced, to draw a line through both prices
+SMALL_BYTES, LARGE_BYTES = 2**10, 2**26
 
 
 class Tables:
@@ -24,7 +25,7 @@ class Tables:
         self.space, self.costs = space, space.costs
         self.kinds: list[Action] = []
         numbers: dict[tuple[Ratio, str], int] = {}
-        self.kinds_of: list[np.ndarray] = []  # by group, the kind of each of its actions
+        self.kinds_of: list[np.ndarray] = []  # for each group, the kind of each of its actions
         for k in range(len(space.groups)):
             for a in space.actions(k):
                 if (a.placed.ratio, a.placed.sync) not in numbers:
@@ -57,7 +58,7 @@ class Tables:
         self.bytes_both_ways = np.array([size for *_, size in used], float)
 
     def numbers(self, actions) -> np.ndarray:
-        """Kinds of one action per group."""
+        """The kind of each of these actions, one per group."""
         return np.array([self._numbers[a.placed.ratio, a.placed.sync] for a in actions])
 
     def _sync_s(self, params: np.ndarray) -> np.ndarray:
@@ -121,7 +122,7 @@ class Tables:
 
 
 def _owned(action: Action, takes_part: np.ndarray) -> np.ndarray:
-    """Each rank's share of gradient and optimizer state, without a parameter server's."""
+    """Each rank's share of gradient and optimizer state, without that of a parameter server."""
     if action.placed.owners is None:
         return takes_part.astype(float)
     if action.placed.sync == "sharded":

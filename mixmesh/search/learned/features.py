@@ -28,14 +28,14 @@ PARTS = (1.0, 0.5, 0.25, 0.125)  # shares of the batch for which times are given
 # widths of the rows of ``Features``
 GROUP, DEVICE, LINK, EDGE, SERVE = len(PARTS) + len(SYNCS) + 6, 8, 2, 1, len(PARTS) + 3
 CHOICE, HELD, PAIR = len(SYNCS) + 4, 2, 12
-MOST_MEMORY = 4.0  # multiple of the usable memory above which all is equally bad
+MOST_MEMORY = 4.0  # multiple of the usable memory above which everything is equally bad
 
 
 @dataclass(frozen=True)
 class Features:
     """One row per group, device group, edge between groups, ordered pair of device groups, pair of group and
-    device group, kind of choice, pair of kind and device group, and pair of group and kind that it may be.
-    Pairs are in the order of a matrix."""
+    device group, kind of choice, pair of kind and device group, and pair of group and possible kind. Pairs
+    are in the order of a matrix."""
 
     groups: np.ndarray  # [N, GROUP]
     devices: np.ndarray  # [T, DEVICE]
@@ -50,7 +50,7 @@ class Features:
 
 
 def compressed(x):
-    """Compresses sizes of many orders of magnitude; differences keep their sign."""
+    """Compresses sizes of many orders of magnitude; the sign of differences is kept."""
     return np.sign(x) * np.log1p(32 * np.abs(x))
 
 
@@ -76,7 +76,8 @@ class Facts:
         self.groups = np.column_stack([times.mean(1), sizes, compressed(need / usable.min())])
         replicated, alone = need[:, None] / usable, (need + kept)[:, None] / usable
         self.serves = np.concatenate([times, compressed(np.stack([replicated, alone], 2))], 2)
-        self.per_group = np.column_stack([self.groups, self.serves.reshape(len(params), -1)])  # one cluster's
+        # the figures for one cluster
+        self.per_group = np.column_stack([self.groups, self.serves.reshape(len(params), -1)])
 
         counts = np.array([len(ranks) for ranks in self.ranks], float)
         share = np.array([sum(space.proportional[r] for r in ranks) for ranks in self.ranks])
@@ -133,9 +134,9 @@ class Facts:
     def at(
         self, decided: Collection[int], current: Sequence[Action], first: int, outcome: Outcome
     ) -> Features:
-        """The features of a strategy, ``current`` by group. The groups in ``decided`` are not asked for,
-        ``first`` is the group whose choice others copy, and ``outcome`` is the simulator's judgement of the
-        strategy."""
+        """The features of a strategy, ``current`` by group. Choices for the groups in ``decided`` are not
+        needed, ``first`` is the group whose choice others copy, and ``outcome`` is the simulator's judgement
+        of the strategy."""
         tables = self.tables
         kinds = tables.numbers(current)
         flags = np.array([(k in decided, k == first) for k in range(len(current))], float)

@@ -3,7 +3,7 @@
 For each group it chooses one device, or all devices evenly or in proportion, by AllReduce or a parameter
 server. Graph attention over the groups, a transformer over their sequence, one score per choice. Trained by
 REINFORCE: the reward is -sqrt(T / T_base), ten times that if memory does not suffice, minus a moving mean; a
-bonus for entropy is raised while nothing new comes up; every third step learns from an elite of earlier
+bonus for entropy is raised while no new strategies appear; every third step learns from an elite of earlier
 strategies.
 
 As released it takes hours on two V100, so three things differ. The scores begin at the best seed's choices
@@ -30,11 +30,11 @@ from .seeds import judged_seeds, like
 WIDTH, HEADS, GRAPH_LAYERS = 64, 4, 2
 SAMPLES = 4  # strategies per step
 LEARNING_RATE = 3e-3
-AT_SEED = 0.9  # probability of the best seed's choice, before anything is learned
+AT_SEED = 0.9  # probability of the best seed's choice before anything is learned
 ENTROPY, STIRRED = 0.002, 20.0  # weight of the bonus; its factor if the last steps were all alike
 LOOK_BACK = 20
 ELITES, ELITE_EVERY = 20, 3
-WORST_EXCESS = 3.0  # memory over the usable memory, above which everything is equally bad
+WORST_EXCESS = 3.0  # multiple of the usable memory above which everything is equally bad
 
 
 class Policy(nn.Module):
@@ -61,7 +61,7 @@ class Policy(nn.Module):
 
 
 def choices_of(space: Space) -> tuple[Action, ...]:
-    """The M + 4 choices of HeteroG, for the group with most parameters."""
+    """The M + 4 choices of HeteroG, for the group with the most parameters."""
     most = max(range(len(space.groups)), key=lambda k: space.groups[k].param_bytes)
     everyone = len(space.device_groups)
     return tuple(

@@ -1,4 +1,4 @@
-"""Changes the best strategy of a tree search, mostly as a policy suggests.
+"""Changes the best strategy of a tree search, mostly in the ways that a policy suggests.
 
 A tree decides group by group, the most expensive first, and reaches the weak points of a nearly good strategy
 late. So the best strategy is also changed directly, between playouts. The policy is asked for the choices of
@@ -6,9 +6,9 @@ all groups; groups for which it would choose something else are changed first, t
 other changes are random (``moves``).
 
 A policy judges each group separately, and errs if groups must agree: half of them here and half there may be
-worse than either. So the ratio that it prefers overall is judged first, for all groups. A strategy may also
-be better than all that differ in a few groups, but worse than one that differs in all: after each advice, all
-groups of a ratio change their way of synchronising together, for each ratio and each way.
+worse than either. So the ratio that the policy prefers overall is judged first, for all groups. A strategy
+may also be better than all that differ in a few groups, but worse than one that differs in all: after each
+advice, all groups of a ratio change their way of synchronising together, for each ratio and each way.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from ..evaluate import Actions, Outcome
 from ..placement import SYNCS, Action, Space
 from .moves import Moves
 
-ADVISED = 0.6  # share of the changes, the rest is by chance
-ANYWHERE = 0.05  # probability of changing a group that the policy would not
-MOST_OTHERS = 6  # other strategies from which parts are taken
-ASKED_AGAIN = 1.003  # the policy is asked again after this speedup
+ADVISED = 0.6  # share of the changes that follow advice; the others are random
+ANYWHERE = 0.05  # probability of changing a group that the policy would leave unchanged
+MOST_OTHERS = 6  # number of other strategies from which parts are taken
+ASKED_AGAIN = 1.003  # speedup after which the policy is asked again
 
 
 class Improvement:
-    """Improves ``best``, the strategy to change; ``ask`` returns the policy's advice for one, or None if it
-    has no more."""
+    """Improves ``best``, the current strategy; ``ask`` returns the policy's advice for one, or None if it has
+    no more."""
 
     def __init__(
         self,
@@ -54,14 +54,14 @@ class Improvement:
         self._in_turn: list[tuple[Ratio, str]] = []
 
     def offer(self, strategy: Actions, outcome: Outcome) -> None:
-        """Takes over a strategy found elsewhere, if it is better."""
+        """Takes over a strategy that was found elsewhere, if it is better."""
         if outcome.key < self.outcome.key:
             self._remember(self.best)
             self.best, self.outcome = strategy, outcome
 
     def advised(self) -> Outcome | None:
         """Judges the strategies that the policy would make of the best one, with one ratio for all groups and
-        with each group's own. Returns the last outcome, None if nothing is new."""
+        with each group's own. Returns the last outcome, None if neither is new."""
         self._asked_s = self.outcome.step_s
         advice = self.ask(self.best, self.outcome)
         if advice is None:
@@ -89,8 +89,8 @@ class Improvement:
             self._tried(self.moves.drawn(self.best, self.others))
 
     def _ways(self) -> list[tuple[Ratio, str]]:
-        """Each ratio of the best strategy with each way to synchronise, the ratio with the most parameters
-        first."""
+        """Yields each ratio of the best strategy with each way to synchronise, the ratio with the most
+        parameters first."""
         params: Counter[Ratio] = Counter()
         for group, action in zip(self.space.groups, self.best):
             params[action.placed.ratio] += group.param_bytes
@@ -124,8 +124,8 @@ class Improvement:
 
 
 def of_one_ratio(space: Space, advice: Sequence[np.ndarray]) -> Actions:
-    """All groups at the ratio that is likeliest overall, weighted by their seconds, with the likeliest way to
-    synchronise for each."""
+    """The strategy with all groups at the ratio that is likeliest overall, weighted by their seconds, and
+    with the likeliest way to synchronise for each."""
     chances: defaultdict[Ratio, float] = defaultdict(float)
     for k, (group, p) in enumerate(zip(space.groups, advice)):
         for action, chance in zip(space.actions(k), p):

@@ -27,20 +27,21 @@ from ..placement import Action, Space
 from .improve import Improvement
 from .seeds import best_alike, data_parallel, everywhere
 
-Advice = tuple[np.ndarray, ...]  # by group, the probability of each of its choices
-# from the number of decided groups, a strategy and its outcome; None: no new advice
+Advice = tuple[np.ndarray, ...]  # for each group, the probability of each of its choices
+# advice, from the number of decided groups, a strategy and its outcome; None: no new advice
 Priors = Callable[[int, Actions, Outcome], Advice | None]
 OUT_OF_MEMORY = -1.0
 EXPLORE = 0.1
 EXPLORE_ADVISED = 0.25  # advice is followed for longer if the first gains came without it
-EVEN = 0.25  # share of probability spread evenly: wrong advice must not keep a search from looking
-REFINED = 3  # how often, at most, a policy is asked about its own strategy before the first playout
-PLAYOUTS_PER_CALL = 30  # limit, because strategies repeat
+# share of probability that is spread evenly: wrong advice must not keep a search from looking elsewhere
+EVEN = 0.25
+REFINED = 3  # number of times at most that a policy is asked about its own strategy before the first playout
+PLAYOUTS_PER_CALL = 30  # a limit, because strategies repeat
 
 
 def order_of_groups(space: Space) -> tuple[int, ...]:
-    """First the group that is dearest to compute, whose choice others copy; then by the seconds of computing
-    and of summing gradients, the most first."""
+    """The order of decisions: first the group that takes longest to compute, whose choice others copy; then
+    by the seconds of computing and of summing gradients, the longest first."""
     cluster = space.costs.cluster
     slowest = min(cluster.bandwidth_bytes_per_s, *(m.nic_bytes_per_s for m in cluster.machines))
     computing = [max(g.seconds) / cluster.world_size for g in space.groups]
@@ -50,7 +51,8 @@ def order_of_groups(space: Space) -> tuple[int, ...]:
 
 
 def reward(outcome: Outcome, base_s: float) -> float:
-    """The speed-up over the best baseline minus one, as a fourth root above one; -1 if it does not fit."""
+    """The speed-up over the best baseline minus one, as a fourth root above one; -1 if the strategy does not
+    fit."""
     if not outcome.fits:
         return OUT_OF_MEMORY
     gain = base_s / outcome.step_s - 1
@@ -62,8 +64,8 @@ class Node:
     decided: tuple[Action, ...]
     value: float
     outcome: Outcome
-    strategy: Actions  # the judged strategy; before any choice, data parallelism
-    choices: tuple[Action, ...] = ()  # in the order ``mixed`` of the space's
+    strategy: Actions  # the judged strategy: before any choice, data parallelism
+    choices: tuple[Action, ...] = ()  # in the space's ``mixed`` order
     mixed: np.ndarray = field(default_factory=lambda: np.empty(0))
     prior: np.ndarray = field(default_factory=lambda: np.empty(0))
     visits: np.ndarray = field(default_factory=lambda: np.empty(0))
@@ -96,7 +98,7 @@ class Tree:
         self._unseen = [] if priors is None else self._one_per_ratio()
 
     def run(self, max_playouts: int | None = None) -> None:
-        """Playouts until the evaluator's budget is spent, or at most ``max_playouts``."""
+        """Runs playouts until the evaluator's budget is spent, or at most ``max_playouts``."""
         most = PLAYOUTS_PER_CALL * self.evaluate.max_calls if max_playouts is None else max_playouts
         for _ in range(most):
             for turn in self._turns():
@@ -112,7 +114,7 @@ class Tree:
             yield self.improvement.step
 
     def playout(self, first: int | None = None) -> None:
-        """One way down to a new node, or to a strategy that is complete. ``first``: the root's choice."""
+        """Goes down to a new node, or to a strategy that is complete. ``first`` is the root's choice."""
         node = self.root
         path: list = []
         while len(node.decided) < len(self.order):
@@ -163,7 +165,7 @@ class Tree:
         return outcome
 
     def _select(self, node: Node) -> int:
-        """PUCT. TAG has c = sqrt(|A| / 10); rewards here differ by less."""
+        """Selects a child by PUCT. TAG has c = sqrt(|A| / 10); rewards here differ by less."""
         tried, total = node.visits, node.visits.sum()
         mean = np.where(tried > 0, node.totals / np.maximum(tried, 1), self._untried(node))
         explore = EXPLORE if self.priors is None else EXPLORE_ADVISED

@@ -17,12 +17,13 @@ from ..placement import SYNCS, Action, Space
 from .seeds import like
 
 TOGETHER = {"run": 0.45, "one": 0.25, "heavy": 0.18, "equal": 0.12}
-FROM_OTHERS, SAME, USED, ANY = 0.2, 0.28, 0.16, 0.2  # the rest changes only the way to synchronise
+# probabilities of the kinds of changes; the rest changes only the way to synchronise
+FROM_OTHERS, SAME, USED, ANY = 0.2, 0.28, 0.16, 0.2
 EQUAL = 0.02  # relative difference up to which groups count as equal
 
 
 class Moves:
-    """``first``: a group whose ratio stays."""
+    """Makes changes of strategies. ``first`` is a group whose ratio stays."""
 
     def __init__(self, space: Space, rng: random.Random, first: int | None = None) -> None:
         self.space, self.rng, self.first = space, rng, first
@@ -33,7 +34,7 @@ class Moves:
         self.equal = [[j for j, b in enumerate(groups) if _equal(a, b)] for a in groups]
 
     def together(self, k: int) -> Sequence[int]:
-        """Groups that change with ``k``."""
+        """The groups that change together with ``k``."""
         how = self.rng.choices((*TOGETHER,), (*TOGETHER.values(),))[0]
         if how == "run":
             length = round(math.exp(self.rng.uniform(math.log(1.5), math.log(max(self.count, 2)))))
@@ -44,7 +45,8 @@ class Moves:
         return self.equal[k] if how == "equal" else (k,)
 
     def drawn(self, strategy: Actions, others: Sequence[Actions]) -> Actions:
-        """A random change: a part of one of the ``others``, or one choice for several groups."""
+        """A random change: takes over a part of one of the ``others``, or makes one choice for several
+        groups."""
         rng, k = self.rng, self.rng.randrange(self.count)
         which, how = self.together(k), self.rng.random()
         if how < FROM_OTHERS:

@@ -9,8 +9,8 @@ from ..placement import Action, Placed, Space
 
 
 def like(space: Space, k: int, action: Action) -> Action:
-    """The choice for group ``k`` that is most like one for another group: its parameter server may be another
-    rank, and a group without parameters synchronises nothing."""
+    """The choice for group ``k`` that is most similar to a choice for another group: its parameter server may
+    be another rank, and a group without parameters synchronises nothing."""
     same = [a for a in space.actions(k) if a.device_groups == action.device_groups]
     if action.shares == "single":
         return next(a for a in same if a.placed == action.placed)
@@ -23,7 +23,8 @@ def everywhere(space: Space, action: Action) -> Actions:
 
 
 def data_parallel(space: Space) -> Iterator[Actions]:
-    """On all devices, evenly and in proportion, with each way to synchronise: even AllReduce first."""
+    """Data parallelism on all devices, evenly and in proportion, with each way to synchronise: even AllReduce
+    first."""
     most = max(range(len(space.groups)), key=lambda k: space.groups[k].param_bytes)
     for action in space.actions(most):
         if len(action.device_groups) == len(space.device_groups) and action.shares != "single":

@@ -1,4 +1,4 @@
-"""PyTorch's settings of the whole process, put aside while a policy computes."""
+"""Sets PyTorch's settings of the whole process aside while a policy computes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 
 @contextmanager
 def own_settings() -> Iterator[None]:
-    """Makes new tensors float32 on the CPU and records gradients, whatever the caller has set: a policy must
-    choose the same in a script that trains in float64, on a default device, or plans under no_grad."""
+    """A context in which new tensors are float32 on the CPU and gradients are recorded, whatever the caller
+    has set: a policy must choose the same in a script that trains in float64, on a default device, or plans
+    under no_grad."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:

@@ -31,7 +31,8 @@ from .mcts import Advice, order_of_groups
 
 WEIGHTS = Path(__file__).with_name("tag.pt")
 WIDTH, HEADS, LAYERS = 48, 4, 2
-MOST_ASKED = 80  # states for which the network is asked; later ones reuse the last answer above them
+# number of states for which the network is asked; later states reuse the last answer above them
+MOST_ASKED = 80
 EDGE_WIDTHS = (sizes.EDGE, sizes.EDGE, sizes.LINK, sizes.SERVE, sizes.SERVE)
 
 
@@ -104,7 +105,7 @@ def load(path: Path = WEIGHTS) -> Policy:
 
 
 class TagPriors:
-    """A policy as the priors of a tree search."""
+    """Uses a policy for the priors of a tree search."""
 
     def __init__(self, policy: Policy, facts: Facts) -> None:
         self.policy, self.facts = policy, facts

@@ -1,9 +1,9 @@
-"""Estimates seconds of a strategy's step group by group, for searches that ask thousands of times.
+"""Estimates the seconds of a strategy's step group by group, for searches that need thousands of estimates.
 
 The order of events is the simulator's, but coarser. Groups run in order on their ranks, and in reverse in the
 backward pass; a transfer between groups of different ratios stops the ranks of both until it arrives.
 Gradients are summed during the backward pass, group by group, and parameters stepped by owners are gathered
-during the forward pass, on shared links. Memory counts what stays: parameters, gradients, optimizer state,
+during the forward pass, on shared links. Only lasting memory counts: parameters, gradients, optimizer state,
 and values for the backward pass. The simulator decides in the end.
 """
 
@@ -54,7 +54,7 @@ class _Cost:
     optimizer: By
     fixed: By  # bytes that stay over the step
     kept: By  # from the forward pass to the backward
-    passing: By  # only in the backward pass
+    passing: By  # additional bytes in the backward pass
     inside: tuple[float, float]
     sum: _Call | None
     gather: _Call | None
@@ -74,7 +74,8 @@ class Estimator:
         self._calls: dict[tuple[Ratio, Ratio, int], _Call | None] = {}
         self._shares = lru_cache(lambda r: tuple(n / space.batch for n in shard_sizes(space.batch, r)))
         self._inside = _inside(space)
-        self.used: list[list[int]] = [[] for _ in space.groups]  # by group, values of others
+        # for each group, the values of others that it uses
+        self.used: list[list[int]] = [[] for _ in space.groups]
         for n, value in enumerate(space.grouping.values):
             for k in value.targets:
                 self.used[k].append(n)
@@ -111,7 +112,7 @@ class Estimator:
             run.compute(cost.forward)
             run.together(cost.ranks, cost.inside[0])
             _add(held, cost.kept)
-            for rank, size in cost.passing:  # all that is behind it is gone when it runs back
+            for rank, size in cost.passing:  # in its backward pass everything behind it has been freed
                 peaks[rank] = max(peaks[rank], held[rank] + size)
             ends.append(max(run.clock[rank] for rank in cost.ranks))
         run.turn()
@@ -156,7 +157,7 @@ class Estimator:
         group, ranks, owners = self.space.groups[k], support(placed.ratio), placed.owners
         shares, class_of = self._shares(placed.ratio), self.costs.class_of
         size, states = group.param_bytes, self.optimizer_states.kept
-        # every rank has the whole parameter, and only its own rows of the gradient and optimizer state
+        # every rank has the whole parameter, but only its own rows of the gradient and optimizer state
         owned = {r: size * (1.0 if owners is None else owners[r]) for r in ranks}
 
         def seconds(lines) -> By:
@@ -187,7 +188,7 @@ class Estimator:
 
 
 class _Run:
-    """The clocks of one step, by rank, and for each link the time until which it is busy."""
+    """The clocks of one step: by rank, and for each link the time until which it is busy."""
 
     def __init__(self, world_size: int) -> None:
         self.clock, self.busy = [0.0] * world_size, [0.0] * world_size
@@ -213,13 +214,13 @@ class _Run:
             self.wait(ranks, max(self.clock[rank] for rank in ranks) + seconds)
 
     def meet(self, call: _Call) -> None:
-        """A collective that its ranks wait for; if its links are in use, it takes longer."""
+        """Runs a collective that its ranks wait for; it takes longer if its links are in use."""
         start = max(self.clock[rank] for rank in call.ranks)
         others = max((min(s, self.served.get(link, 0.0) - start) for link, s in call.links), default=0.0)
         self.wait(call.ranks, start + call.seconds + max(others, 0.0))
 
     def beside(self, call: _Call) -> float:
-        """A collective whose result nobody waits for now; returns its end."""
+        """Runs a collective whose result nobody waits for now; returns its end."""
         start = max(self.free.get(call.ranks, 0.0), *(self.clock[rank] for rank in call.ranks))
         end = start + call.seconds
         for link, s in call.links:

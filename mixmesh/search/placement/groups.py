@@ -32,10 +32,11 @@ from ..synthesis.fold import Run, find_runs
 from .strategy import Group, Grouping, Value
 
 NUM_GROUPS = 40
-IMBALANCE = 5.0  # for METIS: the largest part over the mean; loose, as a cut matters more than balance (TAG)
-LEAST_OPERATORS = 4  # in a part, on average
+# for METIS, the largest part over the mean; loose, because a cut matters more than balance (TAG)
+IMBALANCE = 5.0
+LEAST_OPERATORS = 4  # mean number of operators per part
 
-# fixed seconds, and the further seconds of the whole batch: exact for a single device and for even shares
+# (fixed seconds, further seconds of the whole batch): exact for a single device and for even shares
 Affine = tuple[float, float]
 
 
@@ -56,7 +57,7 @@ class _Operator:
 
 @dataclass(frozen=True)
 class _Piece:
-    """``count`` operators that follow each other, with edges between them: (from, to, bytes)."""
+    """``count`` consecutive operators, with edges between them: (from, to, bytes)."""
 
     count: int
     edges: tuple[tuple[int, int, int], ...]
@@ -163,8 +164,8 @@ def _spans(steps: list[Node], runs: Sequence[Run], count: int) -> Iterator[tuple
 
 
 def partition(piece: _Piece, parts: int) -> Sequence[int]:
-    """METIS: vertices weigh the root of their microseconds, edges their bytes. METIS does not find parts of
-    very few operators; for those, the most expensive operators are the centres."""
+    """METIS: vertices weigh the root of their microseconds, edges their bytes. METIS cannot make parts of
+    very few operators; the most expensive operators then serve as centres."""
     if piece.count < LEAST_OPERATORS * parts:
         return centres(piece, parts)
     size: dict[tuple[int, int], int] = {}
@@ -194,15 +195,15 @@ def partition(piece: _Piece, parts: int) -> Sequence[int]:
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """A context that discards standard output: METIS writes there if one of two halves comes out empty, which
-    is no error and must not appear in a command's output."""
+    """A context that discards standard output: METIS writes there if one of two halves turns out empty, which
+    is not an error and must not appear in a command's output."""
     sys.stdout.flush()
     kept = os.dup(1)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, 1)
         yield
-        ctypes.CDLL(None).fflush(None)  # C code has written into its own buffer
+        ctypes.CDLL(None).fflush(None)  # C code has written into a buffer of its own
     finally:
         os.dup2(kept, 1)
         os.close(nowhere)
@@ -257,7 +258,7 @@ def _grouping(graph: Graph, operators: list[_Operator], labels: list[int]) -> Gr
     params = {n.result: n for n in graph.params}
     group_of = {r: label for o, label in zip(operators, labels) for r in o.node.results if r is not None}
     members: dict[int, list[_Operator]] = {}
-    users: dict[str, dict[int, None]] = {}  # users of values that leave their group
+    users: dict[str, dict[int, None]] = {}  # the users of values that leave their group
     for o, label in zip(operators, labels):
         members.setdefault(label, []).append(o)
         for name in o.node.inputs:
@@ -268,7 +269,8 @@ def _grouping(graph: Graph, operators: list[_Operator], labels: list[int]) -> Gr
     owned: set[str] = set()
     for label in sorted(members):
         names = dict.fromkeys(name for o in members[label] for name in o.node.inputs if name in params)
-        mine = tuple(name for name in names if name not in owned)  # a tied one is its first user's
+        # a tied parameter belongs to its first user
+        mine = tuple(name for name in names if name not in owned)
         owned.update(mine)
         groups.append(_group(graph, members[label], mine, kept_bytes))
     values = [
@@ -313,7 +315,7 @@ def _kept_bytes(graph: Graph, operators: list[_Operator]) -> dict[str, int]:
 
 
 def _passing_bytes(graph: Graph, node: Node) -> int:
-    """Bytes of the gradients that an operator takes and gives in the backward pass, and of its
+    """Bytes of the gradients that an operator receives and makes in the backward pass, and of its
     temporaries."""
     if node.op in VIEWS or not any(r in graph.requires_grad for r in node.results):
         return 0

@@ -30,8 +30,8 @@ from .lower import even_over
 from .part import NotDivisible, Part, output_key
 from .sets import SHARED, Member
 
-WHOLE, SAMPLES = ".whole", ".samples"  # behind the name of an input's value, on its way to a set
-GATHERED, PADDED = ".gathered", ".padded"  # behind the name of an output's value, on its way to everyone
+WHOLE, SAMPLES = ".whole", ".samples"  # suffixes of an input's value on its way to a set
+GATHERED, PADDED = ".gathered", ".padded"  # suffixes of an output's value on its way to all ranks
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class _Joining:
             self.ratios.append((member.ratio(None), even_over(s.ranks, self.world_size)))
         streams = [self.stream(member) for member in self.members]
         while True:
-            # each up to its next sum over all samples, or its end
+            # each set, up to its next sum over all samples or its end
             met = self.interleave(streams)
             if len(set(met)) > 1:
                 raise NotDivisible(f"sets of devices sum %{met[0]} and %{met[1]} in different orders")
@@ -98,20 +98,20 @@ class _Joining:
         return met
 
     def stream(self, member: Member) -> Iterator[str]:
-        """Adds the instructions of a set; gives "" after each, or the name of a sum over all samples where
-        one has to be made."""
+        """Adds the instructions of a set. Yields "" after each, or the name of a sum over all samples that
+        has to be made there."""
         s = self.sets[member.number]
         moved = [moved_to_all(s.program, i) for i in outputs_of(s.program).values()]
         for i in s.program.instructions:
             if i in moved:
-                continue  # to ranks outside of the set
+                continue  # goes to ranks outside of the set
             if i.is_leaf:
                 self.leaf(member, i)
             elif i.op == "update":
                 args = (i.args[0], Ref(member.value(i.inputs[0])))
                 self.out.append(replace(i, args=args))
             elif i.op == "output":
-                continue  # for all sets together, in the end
+                continue  # made for all sets together at the end
             elif i.results[0] in s.part.summed:
                 yield i.results[0]
             else:
@@ -176,7 +176,8 @@ class _Joining:
         return name
 
     def meet(self, name: str) -> None:
-        """Adds the sum over all samples, then converts it in each set to the set's own placement."""
+        """Adds the sum over all samples, then converts it in each set to the placement that the set has for
+        it."""
         sources = [s.program.producers[name].inputs[0] for s in self.sets]
         total = self.total(sources, f"{name}.addends")
         value = self.sets[0].program.types[name].value
@@ -199,7 +200,8 @@ class _Joining:
         return self.sum(addends, name, value, self.shared)
 
     def sum(self, pieces: list[str], name: str, value: ValueType, ratio: str | None = None) -> str:
-        """Sums ``pieces``, one addend from each set; the sum is held by the ranks of ``ratio``, or by all."""
+        """Adds the sum of ``pieces``, one addend from each set; it is held by the ranks of ``ratio``, or by
+        all."""
         everyone = TensorType(value, PARTIAL, ratio)
         totals = [
             self.add(member.value(name), "move", (Ref(v),), everyone)
@@ -212,8 +214,8 @@ class _Joining:
         return result
 
     def output(self, first: Instruction) -> None:
-        """Adds an output, whole on all ranks: each set adds its own rows, padded by zeros in place of the
-        others'."""
+        """Adds an output, whole on all ranks: the sum of the rows of each set, padded with zeros in place of
+        the others' rows."""
         name, source = first.args[0], first.inputs[0]
         moved = moved_to_all(self.sets[0].program, first)
         source = source if moved is None else moved.inputs[0]
@@ -234,7 +236,7 @@ class _Joining:
         self.out.append(replace(first, args=(name, Ref(shown))))
 
     def padded(self, member: Member, i: Instruction) -> str:
-        """The rows of a set, padded by zeros for those of others, whole on its ranks."""
+        """The rows of a set, padded with zeros for the rows of others, whole on its ranks."""
         s, (source,) = self.sets[member.number], i.inputs
         t, cut = s.program.types[source], s.part.cuts[output_key(i.args[0])]
         name, held = member.value(source), self.type(member, t)
@@ -248,6 +250,6 @@ class _Joining:
 
 
 def moved_to_all(program: Program, i: Instruction) -> Instruction | None:
-    """The instruction that moves an output to ranks without samples, if it is moved."""
+    """The instruction that moves an output to ranks without samples, if there is one."""
     maker = program.producers[i.inputs[0]]
     return maker if maker.op == "move" and not has_rows(i) else None

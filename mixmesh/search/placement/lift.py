@@ -35,8 +35,7 @@ def ratios_of(program: Program) -> dict[str, Ratio]:
 
 
 def placed_of(program: Program) -> dict[str, Placed]:
-    """``ratios_of`` in the form that ``lower`` takes. The owners of gradients are left out: parameters hold
-    them."""
+    """``ratios_of`` in the form that ``lower`` takes. Shard owners are left out: parameters hold them."""
     return {name: Placed(ratio) for name, ratio in ratios_of(program).items()}
 
 
@@ -82,7 +81,7 @@ class _Lifting:
         self.add(Instruction(node.results, types, node.op, args, kwargs, maker.attrs, node.location))
 
     def need(self, name: str, wanted: TensorType) -> str:
-        """The name of a value in the wanted placement; the redistribution is added once."""
+        """The name of the value in the wanted placement; the redistribution is added once."""
         held = self.types[name].placement
         if held == wanted.placement:
             return name

@@ -35,7 +35,8 @@ SYNCS = ("allreduce", "sharded", "ps")
 
 @dataclass(frozen=True)
 class Placed:
-    """How a group runs: the share of every rank (zeros outside) and the synchronisation of its gradients.
+    """How a group runs: the share of every rank (zero for ranks outside of it) and the synchronisation of its
+    gradients.
 
     "allreduce" leaves all ranks with the sum. With "sharded" each rank gets the rows that it owns, in
     proportion to its share, updates them and passes them on. With "ps" the ``root`` owns all rows. Raises
@@ -64,7 +65,7 @@ class Placed:
             return None
         if self.sync == "sharded":
             return self.ratio
-        assert self.root is not None  # a parameter server has one
+        assert self.root is not None  # a parameter server has a root
         return even_over((self.root,), len(self.ratio))
 
 
@@ -84,7 +85,7 @@ def lower(program: Program, placed: Mapping[str, Placed]) -> Program:
     return _Lowering(program, placed).program()
 
 
-ranks_of = lru_cache(maxsize=4096)(support)  # asked for tens of times per operator
+ranks_of = lru_cache(maxsize=4096)(support)  # called tens of times per operator
 Key = tuple[Placement, Ratio | tuple[int, ...]]  # for a value that is not cut, only its holders matter
 
 
@@ -104,7 +105,7 @@ class _Form:
 class _Lowering:
     def __init__(self, program: Program, placed: Mapping[str, Placed]) -> None:
         self.source, self.placed = program, placed
-        self.value_of: dict[str, str] = {}  # name in the program -> the value, however it is held
+        self.value_of: dict[str, str] = {}  # name in the program -> the value, regardless of how it is held
         self.leaves: dict[str, Instruction] = {}
         for i in program.instructions:
             if i.is_redistribution:
@@ -143,7 +144,7 @@ class _Lowering:
         return with_rows_as_dealt(lowered)
 
     def _output(self, i: Instruction) -> None:
-        """An output: cut as the inputs are, if all of them are cut alike, else whole on all ranks in use."""
+        """Adds an output: cut like the inputs if these are all cut alike, else whole on all ranks in use."""
         value, placement = self.value_of[i.inputs[0]], self.source.types[i.inputs[0]].placement
         batch = [self.held[name].values() for name, leaf in self.leaves.items() if leaf.op == "input"]
         cuts = {(form.placement, form.ratio) for forms in batch for form in forms}
@@ -166,7 +167,7 @@ class _Lowering:
         for name in i.results:
             if name is None:
                 continue
-            # sent as soon as it is ready, awaited where it is used; to its own group first
+            # sent as soon as it is ready, awaited where it is used; first to its own group
             needed = [(p, placed.ratio) for p, placed in self.needs.get(name, {}).values()]
             for placement, other in sorted(needed, key=lambda need: need[1] != ratio):
                 self._need(name, placement, other)
@@ -176,21 +177,21 @@ class _Lowering:
         return self.placed.get(name) or Placed(self.common)
 
     def _updated(self, i: Instruction) -> Ratio:
-        """The ratio of a buffer's update: the ranks that read the buffer make it."""
+        """The ratio of a buffer's update: the ranks that read the buffer compute it."""
         for name, leaf in self.leaves.items():
             if leaf.op == "buffer" and leaf.args == i.args[:1] and name in self.needs:
                 return self._over(self.needs[name].values())
         return self.common
 
     def _over(self, needed: Iterable[tuple[Placement, Placed]]) -> Ratio:
-        """A ratio of all the ranks that need a leaf."""
+        """A ratio in which all ranks take part that need a leaf."""
         ratios = {placed.ratio for _, placed in needed}
         if len(ratios) == 1:
             return ratios.pop()
         return even_over({r for ratio in ratios for r in ranks_of(ratio)}, self.source.world_size)
 
     def _needs(self, computations: list[Instruction]) -> dict[str, dict[Key, tuple[Placement, Placed]]]:
-        """The placements in which each value is needed, and by which operators."""
+        """For each value, the placements in which it is needed, and by which operators."""
         needs: dict[str, dict[Key, tuple[Placement, Placed]]] = {}
         for i in computations:
             if i.is_sink:
@@ -222,14 +223,14 @@ class _Lowering:
         return self._convert(value, placement, ratio)
 
     def _load(self, value: str) -> None:
-        """Loads a leaf once: as it is needed, or whole if it is needed in several ways."""
+        """Loads a leaf once: in the placement that is needed, or whole if several are needed."""
         leaf, needed = self.leaves[value], self.needs[value].values()
         placement, placed = next(iter(needed))
         if leaf.op == "const" or len(needed) > 1 or isinstance(placement, Partial):
             placement = REPLICATE
         ratio, attrs = self._over(needed), leaf.attrs
         is_summed = leaf.op == "param" and leaf.type.value.shape and value in self.source.requires_grad
-        # the gradient of a cut parameter is only on its own rank, so there is nothing to own
+        # the gradient of a cut parameter is only on its own rank, so no shard owner is needed
         if is_summed and placement == REPLICATE and placed.owners is not None:
             attrs += (("owned", self._ratio_name(placed.owners)), ("stage", 1))
         self._hold(value, value, placement, ratio)
@@ -277,7 +278,7 @@ def even_over(ranks: Collection[int], world_size: int) -> Ratio:
 
 
 def _effort(form: _Form, placement: Placement, ratio: Ratio) -> tuple[bool, bool, bool]:
-    """The key by which a form is preferred to make another from: a whole copy, then the same cut, then a
+    """A key for choosing the form from which another is made: a whole copy is best, then the same cut, then a
     sum."""
     whole = form.placement == REPLICATE and {*ranks_of(ratio)} <= {*ranks_of(form.ratio)}
     return (not whole, form.placement != placement, isinstance(form.placement, Partial))

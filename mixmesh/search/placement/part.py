@@ -43,7 +43,7 @@ class NotDivisible(ValueError):
 
 @dataclass(frozen=True)
 class Cut:
-    """A cut dim of a whole value: the part has ``size`` elements beginning at ``start``."""
+    """The cut of a dim of a whole value: the part has ``size`` elements beginning at ``start``."""
 
     dim: int
     start: int
@@ -56,7 +56,7 @@ class Part:
     """A part of the batch; ``graph`` computes its addend of the loss. ``cuts`` gives the part's piece of each
     input or random value, by name, and of each output, by ``output_key``. ``summed`` are values to be summed
     over all parts; in the graph each is a placeholder, its addend times one. ``drawn`` maps random values to
-    the number of their operator."""
+    the numbers of their operators."""
 
     graph: Graph
     cuts: dict[str, Cut]
@@ -65,7 +65,7 @@ class Part:
 
 
 def output_key(name: str) -> str:
-    """The key of an output among the cuts of a part, distinct from the names of values."""
+    """The key of an output among the cuts of a part, different from the names of values."""
     return f"output {name}"
 
 
@@ -117,8 +117,8 @@ class _Cutting:
         return Part(graph, self.cuts, frozenset(self.summed), self.drawn)
 
     def needed_whole(self) -> set[str]:
-        """Gathered values that depend only on inputs (a mask), and everything from which they are computed:
-        each part computes them for the whole batch."""
+        """Gathered values that depend only on inputs (a mask), and everything from which they are computed.
+        Each part computes them for the whole batch."""
         program, whole = self.program, set()
         left = [i.inputs[0] for i in program.instructions if i.op == "all_gather"]
         while left:
@@ -133,7 +133,7 @@ class _Cutting:
         return whole
 
     def whole(self, i: Instruction) -> None:
-        """Adds an instruction as on a single device, in addition to the part's."""
+        """Adds an instruction with its single-device shapes, in addition to the part's."""
         if i.is_redistribution:
             self.alias[f"{i.result}.whole"] = self.name(self.in_whole(i.inputs[0]))
             return
@@ -240,7 +240,7 @@ class _Cutting:
             cut = self.cut(name)
             if cut is not None and i.op in DRAWS:
                 self.cuts[name] = cut
-        if i.op in SQUEEZES:  # in a part of one sample that dim stays
+        if i.op in SQUEEZES:  # in a part with one sample that dim must stay
             self.add(i, "aten.view", (Ref(i.inputs[0]), outs[0].shape))
             return
         args, kwargs = (i.args, i.kwargs) if rule.local is None else rule.local(local)

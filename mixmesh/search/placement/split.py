@@ -1,4 +1,5 @@
-"""A program of several sets of ranks as the programs that were joined: the way back from ``join``."""
+"""Splits a program of several sets of ranks into the programs that were joined: the way back from
+``join``."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def split(program: Program) -> tuple[tuple[Set, ...], dict[str, ValueType]]:
     computes the same on the same ranks.
 
     Attributes that say how something is done are kept on a set's own instructions, and lost on those that
-    join sets (buckets of common parameters, algorithms of their collectives).
+    join sets (buckets of shared parameters, algorithms of their collectives).
     """
     return _Splitting(program).sets(), {
         i.result: i.type.value for i in program.instructions if i.op == "input"
@@ -36,7 +37,7 @@ class _Splitting:
         self.whole = program
         self.members = members_of(program)
         self.scopes = {name: scope for name, _ in program.ratios if (scope := scope_of(name)) is not None}
-        self.sources: dict[str, dict[Member, str]] = {}  # by sum over all sets, each set's addend
+        self.sources: dict[str, dict[Member, str]] = {}  # for each sum over all sets, each set's addend
         for i in program.instructions:
             is_shared = i.op == "move" and i.type.ratio in (None, SHARED)
             if is_shared and isinstance(i.type.placement, Partial):
@@ -48,13 +49,13 @@ class _Splitting:
         self.summed: dict[Member, set[str]] = {member: set() for member in self.members}
 
     def scope(self, t: TensorType) -> SetScope | None:
-        """The scope of a type's ratio; None for what is not of one set alone."""
+        """The scope of a type's ratio; None for a type that does not belong to a single set."""
         return None if t.ratio is None else self.scopes.get(t.ratio)
 
     def member_of(self, name: str) -> Member:
         """The set that holds a value."""
         scope = self.scope(self.whole.types[name])
-        assert scope is not None  # asked of values of one set
+        assert scope is not None  # called for values of one set
         return scope.member
 
     def sets(self) -> tuple[Set, ...]:
@@ -68,7 +69,7 @@ class _Splitting:
         return tuple(map(self.set, self.members))
 
     def sink(self, i: Instruction, source: str) -> None:
-        """A sink of the set that holds ``source``, which it takes there."""
+        """Adds a sink to the set that holds ``source``."""
         member = self.member_of(source)
         self.out[member].append(replace(i, args=(i.args[0], Ref(member.own(source)))))
 
@@ -102,7 +103,7 @@ class _Splitting:
     def instruction(self, member: Member, i: Instruction) -> None:
         first = next(r for r in i.results if r is not None)
         if member.own(first).endswith((GATHERED, PADDED)):
-            return  # on the way of an output to everyone
+            return  # part of an output's way to all ranks
         name = member.own(first.removesuffix(WHOLE).removesuffix(SAMPLES))
         leaf = self.whole.producers.get(name)
         if leaf is not None and leaf.is_leaf:
@@ -147,6 +148,6 @@ class _Splitting:
         )
 
     def local(self, t: TensorType) -> TensorType:
-        """A type as the program of a set has it."""
+        """A type in the form that it has in the set's own program."""
         scope = self.scope(t)
         return replace(t, ratio=None if scope is None else scope.own)

@@ -18,7 +18,8 @@ from ...errors import InputError
 from ...lang.ir import Instruction, Program, Ratio, make_ratio, ratio_of_speeds, shard_sizes, support
 from .lower import SYNCS, Placed, even_over, lower
 
-MAX_SUBSETS_OF = 4  # up to this many device groups every subset is a choice; beyond it only the fastest ones
+# with up to this many device groups every subset is a choice; with more only the fastest ones
+MAX_SUBSETS_OF = 4
 
 
 @dataclass(frozen=True)
@@ -40,14 +41,14 @@ class Group:
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """Per device class, of the whole batch, forward and backward."""
+        """The seconds of the whole batch on each device class, forward and backward."""
         return tuple(sum(f) + sum(b) for f, b in zip(self.forward, self.backward))
 
 
 @dataclass(frozen=True)
 class Value:
-    """A value that goes from one group to others: bytes of the whole batch, and whether as many of a gradient
-    come back."""
+    """A value that goes from one group to others: its bytes for the whole batch, and whether a gradient of
+    the same size comes back."""
 
     source: int
     targets: tuple[int, ...]
@@ -57,7 +58,8 @@ class Value:
 
 @dataclass(frozen=True)
 class Edge:
-    """All values from one group to another; with ``gradient``, some come back."""
+    """All values that go from one group to another; with ``gradient``, some have a gradient that comes
+    back."""
 
     source: int
     target: int
@@ -86,8 +88,8 @@ class Grouping:
 
     @lazy
     def group_of(self) -> dict[str, int]:
-        """The group of every operator, by name. Operators that depend on neither inputs nor parameters have
-        none."""
+        """The group of every operator, by name. Operators that depend neither on inputs nor on parameters
+        have none."""
         return {name: k for k, group in enumerate(self.groups) for name in group.nodes}
 
 
@@ -128,8 +130,8 @@ class Space:
 
     @lazy
     def proportional(self) -> Ratio:
-        """Shares of all devices by their speed on the whole model, so that groups on the same devices cut
-        alike, and nothing moves between them."""
+        """Shares of all devices by their speed on the whole model. All groups use them, so that those on the
+        same devices cut alike and nothing moves between them."""
         classes = range(len(self.costs.classes))
         seconds = [sum(g.seconds[c] for g in self.groups) for c in classes]
         of_ranks = [seconds[c] for c in self.costs.class_of]
@@ -149,8 +151,8 @@ class Space:
 
     @lazy
     def shared(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...], str, Ratio], ...]:
-        """Ways to deal the batch out to several ranks: device groups, ranks, shares, ratio. Ratios that give
-        the same whole samples count as one, named "even"."""
+        """Ways to divide the batch between several ranks, each as (device groups, ranks, shares, ratio).
+        Ratios that give the same whole samples count as one, named "even"."""
         groups = []
         for subset in self.subsets:
             ranks = tuple(sorted(r for g in subset for r in self.device_groups[g]))
@@ -184,7 +186,8 @@ class Space:
         return make_ratio([s if r in ranks else 0.0 for r, s in enumerate(self.proportional)])
 
     def root(self, ranks: Sequence[int], k: int) -> int:
-        """The server of group ``k``: of the ranks behind the widest link to other machines, each in turn."""
+        """The server of group ``k``: groups take turns among the ranks with the widest link to other
+        machines."""
         cluster = self.costs.cluster
         width = {r: cluster.machines[cluster.machine_index_of(r)].nic_bytes_per_s for r in ranks}
         best = [r for r in ranks if width[r] == max(width.values())]
@@ -207,7 +210,7 @@ def _has_batch(i: Instruction) -> bool:
 
 
 def device_groups(costs: CostModel) -> tuple[tuple[int, ...], ...]:
-    """Equal devices of one machine, as ranks."""
+    """Groups of equal devices of one machine, as ranks."""
     ranks_of: dict[tuple[int, int], list[int]] = {}
     for rank, kind in enumerate(costs.class_of):
         ranks_of.setdefault((costs.cluster.machine_index_of(rank), kind), []).append(rank)
@@ -215,5 +218,5 @@ def device_groups(costs: CostModel) -> tuple[tuple[int, ...], ...]:
 
 
 def used_ranks(actions: Sequence[Action]) -> tuple[int, ...]:
-    """The ranks that take part in anything."""
+    """The ranks that take part in any group."""
     return tuple(sorted({r for a in actions for r in support(a.placed.ratio)}))

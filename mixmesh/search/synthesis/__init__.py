@@ -1,4 +1,4 @@
-"""Layer 3: finding the program (HAP). A* over placements, and the program that its path spells."""
+"""Finds the program (HAP): A* over placements, and the program that its path emits."""
 
 from .choices import Choices
 from .emit import Builder, emit

@@ -1,18 +1,17 @@
 """A lower bound of the cost that remains: the search problem relaxed to a forest, solved backwards.
 
-Every step is given to one of its inputs, its *parent* (the largest, whose conversions cost most, and of equal
-ones that computed last; none if all are leaves).
-The relaxation lets a step have its other inputs as it likes and counts every class of ranks for itself,
-as if it never waited for another. That leaves a forest that is solved exactly, from the last
-step to the first:
+Every step is assigned to one of its inputs, its *parent* (the largest, whose conversions cost most, and among
+equal ones the one computed last; none if all are leaves). The relaxation lets a step have its other inputs in
+any placement, and counts every class of ranks separately, as if it never waited for another. That leaves a
+forest that is solved exactly, from the last step to the first:
 
     below(k, o)  = cost of option o of step k + sum over its results v of held(v, what o gives)
     held(v, m)   = min over the sets C that v may be converted to from what is held (m) of  price of C
                    + sum over the steps k whose parent v is of  min over o of below(k, o), of those o that
                    need v as m or C have it
 
-A conversion is charged once, as steps share it. So no conversion, load or execution is counted twice, and
-the bound never exceeds the true remainder; where the graph is a chain and one class decides, it equals it.
+A conversion is charged once, as steps share it. So no conversion, load or execution is counted twice, and the
+bound never exceeds the true remainder; where the graph is a chain and one class decides, it equals it.
 """
 
 from __future__ import annotations
@@ -38,12 +37,13 @@ class Bound:
         self.problem, self.steps = problem, steps
         self.parent = problem.choices.parents
         self.children: dict[int, list[int]] = {}  # value -> steps whose parent it is, last first
-        # for each option of a step, the placements it needs of the step's parent, as a mask, and its
+        # for each option of a step, the placements that it needs of the step's parent, as a mask, and its
         # remainder
         self._below: list[list[tuple[int, Vector]]] = [[] for _ in range(steps.count)]
         self._one: dict[tuple[int, int], Vector] = {}
         self._converted: dict[tuple[int, int, float, int], list[tuple[int, float]]] = {}
-        self._codes: list[int] = [0] * steps.count  # most codes of a step's parent that an option needs
+        # for each step, the most codes of its parent that an option needs
+        self._codes: list[int] = [0] * steps.count
         self._held: dict[tuple[int, int], dict[int, Vector]] = {}  # by value and children, then mask
         self._remaining: list[dict[int, Vector]] = [{} for _ in range(steps.count + 1)]
         self._ahead: dict[int, list[tuple[int, dict[int, Vector], int, int]]] = {}
@@ -113,7 +113,7 @@ class Bound:
                 for have, seconds, _ in every
                 if (price := self.steps.cheapest(value, have, R)) is not None
             )
-            # a value held whole is held in every way, so that dearer sets are of no use
+            # a value held whole can be converted to every placement for nothing, so larger sets are of no use
             useful = [(have, seconds) for have, seconds, count in every if count <= most and seconds < whole]
             useful.append((mask | self.steps.closure(value, R), whole))
             self._converted[key] = useful
@@ -132,20 +132,20 @@ class Bound:
         return total
 
     def _to_come(self, step: int) -> list[tuple[int, dict[int, Vector], int, int]]:
-        """Live values, each with the number of its child steps (whose parent it is) from ``step`` on, the
-        place of its mask, and what is known by mask."""
+        """Live values, each with the number of steps from ``step`` on whose parent it is, the position of its
+        mask, and the known remainders by mask."""
         if step not in self._ahead:
             self._ahead[step] = [
                 (BITS * n, self._held.setdefault((value, children), {}), value, children)
                 for n, value in enumerate(self.steps.live[step])
-                # the last ones come first in the list: those before ``step`` are done
+                # later steps come first in the list: those before ``step`` are done
                 if (children := sum(1 for s in self.children.get(value, ()) if s >= step))
             ]
         return self._ahead[step]
 
 
 def lift(vector: Vector) -> Vector:
-    """Seconds of the classes and their mean."""
+    """Appends the mean to the seconds of the classes."""
     return (*vector, sum(vector) / len(vector))
 
 

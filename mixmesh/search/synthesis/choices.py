@@ -26,7 +26,8 @@ from .fold import Fold, fold, unfolded
 from .lives import Lives, lives_of
 
 R, P = 0, 1
-SMALL_BYTES = 2**16  # below it a value without samples is not worth cutting: whole, it is cut for nothing
+# cutting a smaller value without samples does not pay: a whole value can be cut at no cost
+SMALL_BYTES = 2**16
 Need = tuple[int, int]  # (value, placement code)
 
 
@@ -79,7 +80,7 @@ class Choices:
         self._strategies: dict[tuple, tuple[Strategy, ...]] = {}
         self._kinds: dict[tuple, int] = {}
         self.timed: list[tuple[OpTime, ...]] = []  # per kind, the times on each class of devices
-        self.kind_of_step: list[int | None] = []  # per step; None for an update or an output
+        self.kind_of_step: list[int | None] = []  # for each step; None for an update or an output
         self._sample_dims = self._tied_to_samples()
         self.choices = tuple(self._choices(n) for n in self.steps)
 
@@ -120,7 +121,8 @@ class Choices:
 
     @lazy
     def parents(self) -> tuple[int | None, ...]:
-        """Per step the largest of its inputs that are computed, of equal ones the last; None without any."""
+        """For each step, the largest of its computed inputs, the last among equal ones; None if there is
+        none."""
         types = self.types  # values are numbered in the order of computation
         computed = ([v for v in values if v not in self.leaves] for values in self.values)
         return tuple(max(some, key=lambda v: (types[v].size_bytes, v), default=None) for some in computed)
@@ -136,13 +138,13 @@ class Choices:
         return frozenset(range(len(self.names))) - skip
 
     def is_loaded(self, value: int, step: int) -> bool:
-        """Whether a value is a leaf that this step loads: each using step does, but only the first one if the
-        value's placements are tracked."""
+        """Whether a value is a leaf that this step loads: every step that uses it does, but if the value's
+        placements are tracked, only the first one."""
         return value in self.leaves and (value not in self.tracked or self.first_uses[value] == step)
 
     @lazy
     def value_weights(self) -> tuple[float, ...]:
-        """The least number of times that a conversion of each value counts: that of its least step."""
+        """The least number of times that a conversion of each value counts: the least over the steps."""
         out = [float("inf")] * len(self.names)
         for weight, inputs in zip(self.fold.weights, self.inputs):
             for name in inputs:
@@ -150,7 +152,8 @@ class Choices:
         return tuple(out)
 
     def shifts(self, step: int, other: int, count: int) -> dict[int, int]:
-        """Maps the values of ``count`` steps from ``step`` on to their counterparts from ``other`` on."""
+        """Maps the values of ``count`` steps from ``step`` on to the corresponding values from ``other``
+        on."""
         out: dict[int, int] = {}
         for a, b in zip(range(step, step + count), range(other, other + count)):
             for name, there in zip(
@@ -243,7 +246,7 @@ class Choices:
             # batch statistics, scales, position tables: cutting them only multiplies the states
             allowed = tuple(s for s in allowed if not s.is_sharded or PARTIAL in s.outputs)
         if not any(r in self.varying for r in node.results):
-            allowed = allowed[:1]  # constants are cheap and the same everywhere
+            allowed = allowed[:1]  # constants are cheap, and the same everywhere
         options: dict[tuple, Choice] = {}
         for strategy in allowed:
             choice = self._choice(node, strategy, kind(self.costs.cut(call, strategy.inputs)))

@@ -31,7 +31,7 @@ class Builder:
     """Collects the instructions of one program over one ratio; conversions are made once and reused."""
 
     def __init__(self, graph: Graph, ratio: Ratio, *, named: bool = False) -> None:
-        """``named``: every type names its ratio, even if it does not matter."""
+        """With ``named``, every type names its ratio, even if it does not matter."""
         self.graph = graph
         self.ratio_name, self.named = "r0", named
         self.ratios: dict[str, Ratio] = {self.ratio_name: ratio}
@@ -74,7 +74,7 @@ class Builder:
         return held[placement]
 
     def convert(self, value: str, src: Placement, dst: Placement) -> str:
-        """``value`` held as ``dst``, made from its ``src`` form if it is not held so yet."""
+        """``value`` held as ``dst``, made from its ``src`` form if it is not yet held like that."""
         held = self.held[value]
         if dst not in held:
             source, t = held[src], self.type(value, dst)
@@ -105,8 +105,8 @@ class Builder:
         types: tuple[TensorType, ...],
         like: Node,
     ) -> None:
-        """An operator whose inputs are already held as ``inputs``, with the types of its results; ``like`` is
-        an operator that differs only in the names of values."""
+        """Adds an operator whose inputs are already held as ``inputs``, with the types of its results;
+        ``like`` is an operator that differs only in the names of values."""
         operands = tuple([self.held[n][p] for n, p in zip(node.inputs, inputs)])
         args, kwargs = node.args, node.kwargs
         if operands != node.inputs:
@@ -166,7 +166,7 @@ COLLECTIVE_OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
 def emit(problem: Problem, found: Found, *, named: bool = False) -> Program:
-    """The program of a path found by the search, over the whole graph: a folded step takes the move of the
+    """The program of a path found by the search, over the whole graph: a folded step uses the move of the
     kept step that represents it. ``named``: all types name the ratio, so that the instructions are the same
     for any ranks."""
     fold = problem.choices.fold
@@ -179,7 +179,7 @@ def emit(problem: Problem, found: Found, *, named: bool = False) -> Program:
     for node in fold.whole.params:
         if node.result not in used:
             builder.leaf(node, REPLICATE)
-    loads: dict[str, int] = {}  # whole where steps load a leaf in several ways
+    loads: dict[str, int] = {}  # whole if steps load a leaf in several ways
     for node, move in path:
         for position, code in move.loads:
             name = node.inputs[position]
@@ -198,8 +198,8 @@ def emit(problem: Problem, found: Found, *, named: bool = False) -> Program:
 
 
 class _Placed:
-    """The move of the folded step ``n``, for every step that it represents: which inputs are loaded and how
-    they are needed, by position, and the placements of inputs and results."""
+    """The move of the folded step ``n``, in a form that fits every step that it represents: which inputs are
+    loaded and how they are needed, by position, and the placements of inputs and results."""
 
     def __init__(self, builder: Builder, problem: Problem, found: Found, n: int) -> None:
         node, values, move = problem.steps[n], problem.choices.values[n], found.moves[n]
@@ -225,7 +225,7 @@ class _Placed:
 
 
 def ensure(builder: Builder, problem: Problem, name: str, value: int, code: int) -> None:
-    """Makes ``name`` held as ``code``, from the current placement with the least price."""
+    """Makes ``name`` held as ``code``, from the existing placement with the lowest price."""
     prices = {src: problem.convert(value, code_of(src), code) for src in builder.held[name]}
     sums_s = {src: sum(price) for src, price in prices.items() if price is not None}
     src = min(sums_s, key=sums_s.__getitem__)

@@ -32,8 +32,8 @@ from .steps import BITS, FULL, Steps, Transition
 
 LEAST_GAP = 1e-6
 Terms = dict[int, float]  # column -> factor
-Time = tuple[int, int]  # step, and the order of conversions within it
-AT_THE_END = BITS  # behind all conversions of a step
+Time = tuple[int, int]  # (step, order of conversions within it)
+AT_THE_END = BITS  # after all conversions of a step
 
 
 def prove(problem: Problem, known: Found | None = None, limit_s: float = 60.0) -> Found:
@@ -67,7 +67,7 @@ def _walk(steps: Steps, options: list[int], states_expanded: int) -> Found | Non
 
 
 class _Model:
-    """Columns and rows in the making; all columns are at least 0."""
+    """Columns and rows of a model under construction; all columns are at least 0."""
 
     def __init__(self) -> None:
         self.costs: list[float] = []
@@ -97,7 +97,7 @@ class _Model:
         self.rows.append((row, 0.0, highspy.kHighsInf))
 
     def solve(self, options: list[list[int | None]], limit_s: float) -> tuple[list[int] | None, float]:
-        """Per step the place of the option taken, None if no solution was found; and the bound."""
+        """For each step, the number of the chosen option, None if no solution was found; and the bound."""
         lp = highspy.HighsLp()
         lp.num_col_, lp.num_row_ = len(self.costs), len(self.rows)
         lp.col_cost_, lp.col_upper_ = np.array(self.costs), np.array(self.uppers)
@@ -127,12 +127,12 @@ class _Model:
 
 
 class _Program:
-    """The mixed-integer program of a problem, with seconds as shares of ``known_s``."""
+    """The mixed-integer program of a problem, with seconds as fractions of ``known_s``."""
 
     def __init__(self, problem: Problem, steps: Steps, known_s: float) -> None:
         self.problem, self.steps, self.known_s = problem, steps, known_s
         self.model = _Model()
-        # columns that make a value held: (column, mask of its placements, time from which it is held)
+        # columns that make a value held, as (column, mask of its placements, time from which it is held)
         self.holds: dict[int, list[tuple[int, int, Time]]] = {}
         self.options: list[list[int | None]] = []
         classes = range(len(problem.classes))
@@ -146,9 +146,9 @@ class _Program:
             self.model.at_least(total, _sum(f, b))
 
     def step(self, step: int) -> None:
-        """[choose] and [needs] of a step, its conversions, and the times behind it."""
+        """Adds [choose] and [needs] of a step, its conversions, and the times after it."""
         live = [v for v in self.steps.live[step] if v >= 0]
-        # with all of the live values held in all ways, only loads are left to pay for
+        # with all live values held in all ways, only loads are left to pay for
         transitions = [
             self.steps.transition(step, dict.fromkeys(live, FULL), o) for o in self.problem.options[step]
         ]
@@ -176,16 +176,17 @@ class _Program:
         self.times(self.behind, back, waits_back)
 
     def holding(self, value: int, code: int, before: Time) -> list[int]:
-        """The columns that make a value held in one way before a time."""
+        """The columns that make a value held in a certain way before a time."""
         return [c for c, mask, time in self.holds.get(value, ()) if time < before and mask >> code & 1]
 
     def conversions(
         self, step: int, taken: dict[int, Transition], live: set[int]
     ) -> dict[int, tuple[float, float, bool]]:
-        """[converted]: columns with seconds forward and back, and whether ranks wait for them."""
+        """Adds [converted]: columns with their seconds forward and backward, and whether ranks wait for
+        them."""
         out: dict[int, tuple[float, float, bool]] = {}
         wanted: dict[tuple[int, int], list[int]] = {}  # (value, code) -> options that need it
-        turns: dict[int, int] = {}  # value -> most ways in which an option needs it
+        turns: dict[int, int] = {}  # value -> the most ways in which an option needs it
         for column, t in taken.items():
             for value, code in t.move.option.needs:
                 if value in live:
@@ -211,7 +212,7 @@ class _Program:
         return out
 
     def times(self, clocks: list[Terms], works: list[Terms], waits: Terms) -> None:
-        """[times]: ``clocks`` moved behind a step."""
+        """Adds [times]: ``clocks`` advanced past a step."""
         waits = {c: s for c, s in waits.items() if s > 0}
         totals = [_sum(clock, self.scaled(work), self.scaled(waits)) for clock, work in zip(clocks, works)]
         if not waits:
@@ -233,7 +234,7 @@ class _Program:
         return {c: seconds / self.known_s for c, seconds in terms.items() if seconds}
 
     def repeated(self) -> None:
-        """The middle of a folded run is left with all that it was entered with."""
+        """Requires that the middle of a folded run is left with everything that it was entered with."""
         choices = self.problem.choices
         for at, period in choices.fold.middles:
             end = at + 2 * period

@@ -18,10 +18,10 @@ from itertools import count
 from ...base.lazy import lazy
 from ...lang.ir import Graph, Node, with_names
 
-KEPT = 4  # blocks: the first, two for the middle, the last
-WINDOW = 6  # steps that must match before a period is tried
-PERIODS = 8  # distances that are tried
-LEAST_SAVED = 24  # steps; below it folding is not worth the difference
+KEPT = 4  # kept blocks: the first, two for the middle, the last
+WINDOW = 6  # number of steps that must match before a period is tried
+PERIODS = 8  # number of distances that are tried
+LEAST_SAVED = 24  # number of steps; if fewer are saved, folding is not worth the loss
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def fold(graph: Graph) -> Fold:
     runs = tuple(find_runs(graph, steps))
     weights = [1.0] * len(steps)
     dropped: set[int] = set()
-    other: dict[str, str] = {}  # a value of a dropped block -> its counterpart in the kept block
+    other: dict[str, str] = {}  # value of a dropped block -> its counterpart in the kept block
     for run in runs:
         for block in range(1, 3):
             first = run.start + block * run.period
@@ -86,7 +86,7 @@ def fold(graph: Graph) -> Fold:
         away = (run.count - KEPT) * run.period
         gone = range(run.start + 3 * run.period, run.start + (run.count - 1) * run.period)
         dropped.update(gone)
-        # values that the last block takes from those before it now come from as many before it
+        # values that the last block takes from those before it now come from as many blocks before
         for step in range(run.start + away, run.start + away + 3 * run.period):
             if step in gone:
                 for name, there in zip(steps[step].results, steps[step - away].results):
@@ -96,7 +96,7 @@ def fold(graph: Graph) -> Fold:
         return unfolded(graph)
     used = {name for n, step in enumerate(steps) if n not in dropped for name in step.inputs}
     of_gone = {name for n in dropped for name in steps[n].inputs} - used
-    numbers = count()  # the steps', as these come among the nodes
+    numbers = count()  # steps are numbered without the leaves among the nodes
     nodes = tuple(
         with_names(node, other)
         for node in graph.nodes
@@ -121,7 +121,8 @@ class _Steps:
         number: dict[tuple, int] = {}
         last: dict[str, int] = {}
         self.kinds: list[int] = []
-        self.before: list[tuple[int | None, ...]] = []  # per input that is a leaf, the step that used it last
+        # for each input that is a leaf, the step that used it last
+        self.before: list[tuple[int | None, ...]] = []
         for n, s in enumerate(steps):
             inputs = self.inputs[n]
             types = tuple(graph.types[name] for name in inputs)
@@ -140,7 +141,7 @@ class _Steps:
                 self.uses.setdefault(name, []).append(n)
 
     def alike(self, step: int, period: int) -> bool:
-        """Whether a step and the one ``period`` later do the same to corresponding values."""
+        """Whether a step and the one ``period`` steps later do the same to corresponding values."""
         if self.kinds[step] != self.kinds[step + period]:
             return False
         for n, (name, there) in enumerate(zip(self.inputs[step], self.inputs[step + period])):
@@ -168,7 +169,7 @@ def find_runs(graph: Graph, steps: list[Node]) -> Iterator[Run]:
     alike_steps = _Steps(graph, steps)
     distances = _distances(alike_steps.kinds)
     candidates = []
-    # if a block has equal parts, its period is a sum of several distances
+    # if a block has equal parts, its period is the sum of several distances
     common = [d for d, _ in distances.most_common(PERIODS)]
     tried = dict.fromkeys(common + [a + b for a in common[:3] for b in common[:3]] + [sum(common[:4])])
     for period in filter(None, tried):  # 0 if nothing repeats
@@ -192,7 +193,7 @@ def find_runs(graph: Graph, steps: list[Node]) -> Iterator[Run]:
 
 
 def _distances(kinds: Sequence[int]) -> Counter[int]:
-    """How often a window of steps comes again after each number of steps."""
+    """How often a window of steps is repeated at each distance."""
     seen: dict[tuple[int, ...], int] = {}
     distances: Counter[int] = Counter()
     for n in range(len(kinds) - WINDOW + 1):
@@ -210,7 +211,7 @@ def _even(run: Run) -> Run:
 
 def narrowest(known: _Steps, run: Run, count: int) -> Run | None:
     """``run`` with its blocks starting where the fewest values pass from one block to the next; None if a
-    later step uses a value that only the folded graph's middle has."""
+    later step uses a value that exists only in the folded graph's middle."""
     live = [0] * run.period
     for name, uses in known.uses.items():
         if name in known.producer:
@@ -234,7 +235,7 @@ def _closed(known: _Steps, run: Run) -> bool:
                 return False
         if maker is None and len(uses) > 1:
             inside = [u for u in uses if run.start <= u < run.stop]
-            # a leaf of a block must not be met again behind the run, unless all blocks share it
+            # a leaf of a block must not be used after the run, unless all blocks share it
             if inside and uses[-1] >= run.stop and len(inside) < run.count:
                 return False
     return True

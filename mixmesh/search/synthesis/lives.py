@@ -1,7 +1,7 @@
 """The position of each live value in the packed masks of a state, the same for all problems of a graph.
 
-The middle of a folded run must be left as it was entered. What was held on entry is carried through it after
-the values themselves, as the value ``-1 - v`` for v.
+The middle of a folded run must be left holding as much as on entry. So the masks on entry are carried through
+it, after the values themselves, as the value ``-1 - v`` for v.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Protocol
 from ...lang.ir import Node
 from .fold import Fold
 
-BITS = 16  # in a mask: R, P and up to 14 dims
+BITS = 16  # bits in a mask: R, P and up to 14 dims
 
-Shifts = tuple[tuple[int, int], ...]  # pairs of a shift before a step and one after it
+Shifts = tuple[tuple[int, int], ...]  # pairs of a shift before a step and the shift after it
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def _live_after(choices: Steps, step: int, before: tuple[int, ...]) -> tuple[int
 
 
 def _together(moved: list[tuple[int, int]]) -> tuple[tuple[int, int, int], ...]:
-    """Masks that follow each other before a step and behind it, as one."""
+    """Groups masks that are adjacent both before and after a step, so that they move as one."""
     runs: list[list[int]] = []
     for old, new in moved:
         if runs and (old - runs[-1][0], new - runs[-1][2]) == (runs[-1][1], runs[-1][1]):

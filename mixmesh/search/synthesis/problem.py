@@ -23,7 +23,7 @@ INPUT_BYTES_PER_S = 5e9  # from the loader to the device: between pageable and p
 # execution also holds and moves less
 REPEATED_WORK = 0.01
 HIDDEN_PRICE = 0.01  # least price of a second of communication that no rank waits for
-UNDEALT = 1e3  # price, for data parallelism, of a second of communication that moves samples
+UNDEALT = 1e3  # price of a second of communication that moves samples, for data parallelism
 Vector = tuple[float, ...]  # seconds per class of ranks
 
 
@@ -44,7 +44,8 @@ class Option(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The price of holding a leaf: a synchronisation of the gradient, an optimizer step per class."""
+    """The price of holding a leaf: a synchronisation of the gradient, and an optimizer step for each
+    class."""
 
     sync_s: float
     optimizer: Vector
@@ -52,7 +53,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Prices in the search's additive cost for effects that only the simulator sees.
+    """The prices, in the search's additive cost, of effects that only the simulator sees.
 
     ``gradient_sync`` is the price of a second of communication that computing may hide (that of gradients,
     and of values that carry none); below 1 if it is hidden. ``byte_s``: seconds charged per byte held by the
@@ -89,7 +90,7 @@ class Problem:
         forced: Mapping[int, int] | None = None,
     ) -> None:
         self.choices = choices or Choices(graph, costs, rules, units)
-        # the kept ones of the whole graph's repeated blocks; a step counts as often as its weight
+        # steps of the kept blocks of the whole graph's repeated ones; each counts as often as its weight
         self.graph, self.weights = self.choices.graph, self.choices.fold.weights
         self.costs, self.ratio = costs, ratio
         self.prices = prices or Prices()
@@ -145,7 +146,8 @@ class Problem:
         return tuple(cutting or dealing or choices)
 
     def _shared_options(self) -> tuple[tuple[Option, ...], ...]:
-        """The options of every step. No price is part of one, so that problems of one ratio have the same."""
+        """The options of every step. They contain no price, so that all problems with one ratio share
+        them."""
         key = (self.ratio, self.batch_only)
         shared = self.choices.options if self.costs is self.choices.costs else {}
         if key not in shared:
@@ -235,17 +237,18 @@ class Problem:
         )
         if code >= 2:
             return Load(held, optimizer)
-        # latency is shared by the parameters of a bucket, so only the bytes count here
+        # the parameters of a bucket share its latency, so only the bytes count here
         sync = self.costs.sum_s_per_byte(self.ranks) * size
         return Load(sync * self.prices.gradient_sync + held, optimizer)
 
     def waits(self, value: int) -> bool:
-        """Whether ranks wait for a collective over this value: collectives on a gradient's path make them
-        wait, those of values without a gradient overlap with computing."""
+        """Whether ranks wait for a collective on this value: they wait if a gradient passes it; collectives
+        on values without a gradient overlap with computing."""
         return self.names[value] in self.graph.requires_grad
 
     def convert(self, value: int, src: int, dst: int) -> tuple[float, float] | None:
-        """Seconds of ``src -> dst`` forward and in the backward pass, priced; None if it is not allowed."""
+        """The priced seconds of ``src -> dst`` in the forward and the backward pass; None if it is not
+        allowed."""
         key = (self.choices.kinds[value], src, dst)
         if key not in self._converts:
             self._converts[key] = self._convert(value, src, dst)
@@ -259,7 +262,7 @@ class Problem:
         if src == R:
             return 0.0, 0.0
         if dst == P:
-            return None  # whole tensors of zeros around a piece: legal, and never worth it
+            return None  # whole tensors of zeros around a piece: legal, but never worth it
         if dst == R:
             name = "all_reduce" if src == P else "all_gather"
         else:

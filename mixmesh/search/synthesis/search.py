@@ -122,8 +122,8 @@ def search(
 
 
 def followed(steps: Steps, path: Found) -> State | None:
-    """The end of a path that was found in a problem with the same choices but other prices; None if it is not
-    a path of this problem."""
+    """The final state of a path that was found in a problem with the same choices but other prices; None if
+    it is not a path of this problem."""
     state = State(0, 0, steps.problem.nothing, steps.problem.nothing)
     for step, move in enumerate(path.moves):
         wanted = move.option.needs, move.option.gives
@@ -142,7 +142,7 @@ def _beam_search(
     steps: Steps, ahead: Bound, start: State, width: int, known_s: float, expanded: int = 0
 ) -> Found:
     level = [start]
-    cut_s = float("inf")  # the least that a state left out might have led to
+    cut_s = float("inf")  # the least cost to which a state that was left out might have led
     for _ in range(steps.count):
         rivals: dict[int, list[State]] = {}
         for state in level:
@@ -160,8 +160,8 @@ def _beam_search(
 
 
 def _widest(steps: Steps, level: list[State], width: int) -> list[State]:
-    """The best states of a level; inside folded blocks also the best of every way to have entered them,
-    as not every one can leave them."""
+    """The best states of a level; inside folded blocks, also the best for every set of values held on entry,
+    because not every state can leave the blocks."""
     kept = level[:width]
     entered = {steps.entry(s.step, s.masks) for s in kept}
     for state in level[width:]:
@@ -173,7 +173,7 @@ def _widest(steps: Steps, level: list[State], width: int) -> list[State]:
 
 
 def _bound(state: State, ahead: Bound, weight: float = 1.0) -> float:
-    """Cost so far plus the heuristic: never above the cost of any completion (at weight 1)."""
+    """The cost so far plus the heuristic: never above the cost of any completion (at weight 1)."""
     rest = ahead.remaining(state.step, state.masks)
     if weight != 1.0:
         rest = tuple([weight * after for after in rest])
@@ -182,7 +182,7 @@ def _bound(state: State, ahead: Bound, weight: float = 1.0) -> float:
 
 
 def successors(steps: Steps, state: State):
-    """The states that one more step leads to."""
+    """The states that are one step further."""
     for t in steps.transitions(state.step, state.masks):
         following = advance(steps, state, t)
         if following is not None:
@@ -210,7 +210,7 @@ def advance(steps: Steps, state: State, t: Transition) -> State | None:
 def _keep(kept: dict[int, list[State]], state: State) -> bool:
     """Registers a state unless another holds as much and is not worse for any class."""
     masks = state.masks
-    covered = []  # rivals that hold no more
+    covered = []  # rivals that hold no more than the new state
     for other, rivals in kept.items():
         union = other | masks
         if union == other:
@@ -244,7 +244,7 @@ def cost_s(state: State) -> float:
 
 
 def found_at(steps: Steps, state: State, expanded: int, open_s: float) -> Found:
-    """The path that ends in a state; no other goes below ``open_s``."""
+    """The path that ends in a state; no other path is cheaper than ``open_s``."""
     cost = cost_s(state)
     moves = []
     passed: State | None = state

@@ -1,9 +1,9 @@
 """The steps of a problem for the search: which values live, and the effect of each option on them.
 
-A live value is held as a *mask* of placement codes, closed under what is free: a value held as R can be
-sliced at no cost, so its mask has every code. So two states that can do the same are equal, and one can do
-all that another can if its masks contain the other's. The masks of a state are packed into one integer, which
-makes both single comparisons.
+A live value is held as a *mask* of placement codes, which includes all codes that can be reached at no cost:
+a value held as R can be sliced for free, so its mask has every code. So two states with the same
+possibilities are equal, and one state has all possibilities of another if its masks contain the other's. The
+masks of a state are packed into one integer, so that both are single comparisons.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Move(NamedTuple):
 
 
 class Transition(NamedTuple):
-    """An option with its loads and conversions from certain masks.
+    """An option together with its loads and conversions, starting from certain masks.
 
     ``wait``/``wait_back``: seconds of collectives that all ranks wait for; ``forward``/``backward``: seconds
     of each class. ``new``: the changed masks of the values that live afterwards, packed.
@@ -41,7 +41,7 @@ class Transition(NamedTuple):
 
 
 class Steps:
-    """Transitions of a problem, worked out when a state first asks for them."""
+    """The transitions of a problem, each computed when a state first needs it."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -50,7 +50,7 @@ class Steps:
         self.live = self.lives.live
         self.kinds = problem.choices.kinds
         self._closures: dict[tuple[int, int], int] = {}
-        self._loads: dict[tuple[tuple[Need, ...], int], int | None] = {}  # by an option's needs, and value
+        self._loads: dict[tuple[tuple[Need, ...], int], int | None] = {}  # by an option's needs and a value
         self._load_s: dict[tuple[int, int, float], Vector] = {}
         self._cheapest: dict[tuple[int, int, int], tuple[float, float] | None] = {}
         self._transitions: list[dict[tuple[int, ...], tuple[Transition, ...]]] = [
@@ -58,12 +58,12 @@ class Steps:
         ]
 
     def entry(self, step: int, packed: int) -> int:
-        """The values held on entry to the folded middle that a state is inside of; 0 outside."""
+        """The values held on entry to the folded middle around a state; 0 outside of folded middles."""
         inside = sum(1 for v in self.live[step] if v >= 0)
         return packed >> (BITS * inside)
 
     def closure(self, value: int, code: int) -> int:
-        """All codes that holding ``value`` as ``code`` makes as good as held."""
+        """Placements reachable at no cost once ``value`` is held as ``code``."""
         key = (self.kinds[value], code)
         if key not in self._closures:
             self._closures[key] = self._closure(value, code)
@@ -75,7 +75,7 @@ class Steps:
         mask = 1 << code
         for other in codes:
             if other != code and convert(value, code, other) == (0.0, 0.0):
-                # ... provided that everything else costs no more from here than from it
+                # and if everything else costs no more from there
                 prices = [(convert(value, code, t), convert(value, other, t)) for t in codes]
                 if all(b is None or (a is not None and a[0] <= b[0] and a[1] <= b[1]) for a, b in prices):
                     mask |= 1 << other
@@ -85,7 +85,7 @@ class Steps:
         return {v: packed >> (BITS * n) & FULL for n, v in enumerate(self.live[step])}
 
     def needed(self, step: int, packed: int) -> dict[int, int]:
-        """The masks in which the live values that a step needs are held."""
+        """The masks of the live values that a step needs."""
         return {self.live[step][n]: packed >> (BITS * n) & FULL for n in self.lives.needed[step]}
 
     def transitions(self, step: int, packed: int) -> tuple[Transition, ...]:
@@ -119,7 +119,7 @@ class Steps:
         return out
 
     def transition(self, step: int, before: dict[int, int], option: Option) -> Transition | None:
-        """An option taken where ``before`` is held of live values; None if it cannot be."""
+        """The transition of an option if the live values are held as ``before``; None if it is impossible."""
         problem, weight, closure = self.problem, self.problem.weights[step], self.closure
         held = dict(before)
         loads: list[Need] = []
@@ -154,8 +154,8 @@ class Steps:
         return Transition(move, wait, wait_back, forward, backward, new)
 
     def load(self, option: Option, value: int) -> int | None:
-        """The code with which an option loads a leaf: the forced one, or else the needed one; whole if it is
-        needed in two ways."""
+        """The code with which an option loads a leaf: the forced one, or else the needed one; R if two are
+        needed."""
         key = option.needs, value
         if key not in self._loads:
             self._loads[key] = self._load(option, value)
@@ -184,7 +184,7 @@ class Steps:
         return self._load_s[key]
 
     def cheapest(self, value: int, mask: int, code: int) -> tuple[float, float] | None:
-        """The least price of making ``code`` from the held placements."""
+        """The lowest price of making ``code`` from the placements in which a value is held."""
         key = (self.kinds[value], mask, code)
         if key not in self._cheapest:
             self._cheapest[key] = self._find_cheapest(value, mask, code)
@@ -209,7 +209,7 @@ def _undominated(made: list[Transition]) -> tuple[Transition, ...]:
 
 
 def _covers(a: Transition, b: Transition) -> bool:
-    """Whether ``a`` leads to all that ``b`` leads to, at no more cost for any class."""
+    """Whether ``a`` leads to all that ``b`` leads to, at no higher cost for any class."""
     return (
         a.new | b.new == a.new
         and a.wait <= b.wait

@@ -1,4 +1,4 @@
-"""The memory that ranks hold before the first pass: while values are handed out, and from then on."""
+"""The memory that ranks hold before the first pass: while initial values are handed out, and from then on."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from .moments import BEFORE, Moment, Sizes
 from .state import Held, State
 from .views import contiguous
 
-BROADCAST_BYTES = 32 * 2**20  # initial values travel in groups of this size (``runtime.shards``)
+BROADCAST_BYTES = 32 * 2**20  # initial values are sent in groups of this size (``runtime.shards``)
 
 
 def set_up(state: State) -> None:
-    """Every process makes the whole model and batch, takes rank 0's values in groups, and cuts."""
+    """Adds the setting-up, in which every process makes the whole model and batch, receives rank 0's values
+    in groups, and cuts them."""
     program, moments = state.setting.program, state.ledger.moments
     leaves = [i for i in program.instructions if i.op in ("param", "buffer")]
-    # a parameter with copies is one of the model's
+    # a parameter with copies appears once in the model
     model = sum(i.type.value.size_bytes for i in {i.args[0]: i for i in leaves}.values())
     batch = sum(i.type.value.size_bytes for i in program.instructions if i.op == "input")
     largest = max((i.type.value.size_bytes for i in leaves), default=0)
     group = min(model, BROADCAST_BYTES + largest) if program.world_size > 1 else 0
     cut = max(leaves, key=lambda i: i.type.value.size_bytes, default=None)
     if state.setting.cuda:
-        # a group has less than two times its size, as larger tensors travel in pieces
+        # a group has less than twice its size, because larger tensors are sent in pieces
         held: Sizes = {EVERYWHERE: 2.0 * min(group, 2 * BROADCAST_BYTES)}
         for i in leaves:
             held[i.type.cut] = held.get(i.type.cut, 0.0) + i.type.value.size_bytes
@@ -35,7 +36,7 @@ def set_up(state: State) -> None:
 
 
 def stored(state: State) -> None:
-    """Adds everything held between steps, and the batch, which is there as a whole."""
+    """Adds everything that is held between steps, and the batch, which each rank holds whole."""
     program, ledger = state.setting.program, state.ledger
     for i in program.instructions:
         if i.op in ("param", "buffer", "input", "const"):
@@ -44,7 +45,7 @@ def stored(state: State) -> None:
             ledger.take(i.type.value.size_bytes, cut, stays=True)
             if i.op == "param" and i.result in program.requires_grad:
                 _trained(state, i)
-            storage = Storage(0.0, i.type.cut, references=2)  # never let go of
+            storage = Storage(0.0, i.type.cut, references=2)  # never freed
             state.values[i.result] = View(storage, contiguous(i.type.value.shape))
     for i in program.instructions:
         if i.op == "output":  # a training loop keeps the outputs of the step before until it gets new ones
@@ -56,7 +57,7 @@ def stored(state: State) -> None:
 
 
 def _trained(state: State, param) -> None:
-    """The optimizer's state of a parameter, and gradients of earlier micro-batches."""
+    """Adds the optimizer's state of a parameter, and gradients of earlier micro-batches."""
     setting, size = state.setting, param.type.value.size_bytes
     cut = setting.owned.get(param.result, param.type).cut
     state.ledger.take(setting.states.kept * size, cut, stays=True)

@@ -1,7 +1,7 @@
 """An upper bound of a program's memory: everything that may be kept, plus the most at any time of the values
-that are freed with their last use.
+that are freed after their last use.
 
-It sums over a step's facts without a ledger, in a tenth of the fold's time. If even this bound fits, as
+It adds up facts of a step without a ledger, in a tenth of the fold's time. If even this bound fits, which is
 usual, the peak itself need not be computed.
 """
 
@@ -26,7 +26,7 @@ from .before import BROADCAST_BYTES
 from .footprints import LOOKUPS
 from .moments import Sizes
 
-Times = list[tuple[int, float]]  # (time, bytes): negative bytes are freed
+Times = list[tuple[int, float]]  # (time, bytes); negative bytes are freed
 # operators that are always views; the rest of ``VIEWS`` may have to copy
 NEVER_COPY = VIEWS - {"aten.view"}
 IN_MEMORY_ORDER = (
@@ -41,8 +41,8 @@ IN_MEMORY_ORDER = (
 
 
 class Bound:
-    """Upper bounds of a program's bytes for any ratios and buckets, by how they are cut, and the bytes
-    ``at_first`` on every rank."""
+    """Upper bounds of a program's bytes for any ratios and buckets, by their cut, and the bytes ``at_first``
+    on every rank."""
 
     def __init__(self, program: Program, optimizer_states: OptimizerStates, step: Step) -> None:
         """``step`` is that of the program, with any buckets."""
@@ -54,7 +54,8 @@ class Bound:
         for i in program.instructions:
             if i.op == "output":
                 shown = program.types[i.inputs[0]]
-                _add(sizes, shown.cut, float(shown.value.size_bytes))  # a loop still has the step before's
+                # a loop still holds those of the step before
+                _add(sizes, shown.cut, float(shown.value.size_bytes))
         _computed(program, kinds, last, sizes)
         _temporaries(program, kinds, sizes)
         _gradients(program, last, step.later, sizes)
@@ -79,7 +80,8 @@ def _add(sizes: Sizes, cut: Cut, size_bytes: float) -> None:
 
 
 def _at_first(program: Program) -> float:
-    """The whole model and batch, as they come, and the groups that values travel in (``before.set_up``)."""
+    """The bytes of the whole model and batch, and of the groups in which values are sent
+    (``before.set_up``)."""
     leaves = [i for i in program.instructions if i.op in ("param", "buffer")]
     model = sum(i.type.value.size_bytes for i in leaves)
     batch = sum(i.type.value.size_bytes for i in program.instructions if i.op == "input")
@@ -89,7 +91,7 @@ def _at_first(program: Program) -> float:
 
 def _stored(program: Program, states: OptimizerStates, sizes: Sizes) -> None:
     """Adds parameters with gradients and states, the optimizer's temporaries and the buckets of gradients;
-    with owners more buffers: gathered, being joined, on the way, and the owners' addends."""
+    with owners there are more buffers: gathered, being joined, under way, and the owners' addends."""
     for i in program.instructions:
         if i.op not in ("param", "buffer", "input", "const"):
             continue
@@ -107,8 +109,8 @@ def _stored(program: Program, states: OptimizerStates, sizes: Sizes) -> None:
 
 
 def _computed(program: Program, kinds: Sequence[Kind | None], last: Mapping[str, int], sizes: Sizes) -> None:
-    """Adds results other than views: all that may be kept, and the most at any time of those freed with their
-    ``last`` use."""
+    """Adds results other than views: all that may be kept, and the most at any time of those freed after
+    their ``last`` use."""
     kept_names = _kept(program, kinds)
     coming: dict[Cut, Times] = {}
     for n, (i, kind) in enumerate(zip(program.instructions, kinds)):
@@ -127,7 +129,8 @@ def _computed(program: Program, kinds: Sequence[Kind | None], last: Mapping[str,
 def _kept(program: Program, kinds: Sequence[Kind | None]) -> set[str | None]:
     """Values that may be held beyond their last use: by autograd, by a view, or by a redistribution."""
     names: set[str | None] = {program.loss}
-    places: dict[Kind, tuple[Sequence[int], Sequence[int]]] = {}  # places of inputs and results that may be
+    # positions of inputs and results that may be kept
+    places: dict[Kind, tuple[Sequence[int], Sequence[int]]] = {}
     for i, kind in zip(program.instructions, kinds):
         if kind is None:
             names.update(i.inputs)
@@ -141,7 +144,7 @@ def _kept(program: Program, kinds: Sequence[Kind | None]) -> set[str | None]:
 
 
 def _kept_places(kind: Kind) -> tuple[Sequence[int], Sequence[int]]:
-    """Positions of inputs that are kept, or looked at by a result that may be a view; and of results."""
+    """Positions of inputs that are kept, or of which a result may be a view; and of results that are kept."""
     row, every = row_of(kind.call), list(kept(kind.call, kind.takes))
     inputs: Sequence[int] = [n for what, n in every if what == "input"]
     if row.passes and not (row.strided and kind.call.op != "aten.broadcast_tensors"):
@@ -150,7 +153,7 @@ def _kept_places(kind: Kind) -> tuple[Sequence[int], Sequence[int]]:
 
 
 def _most_at_once(coming: dict[Cut, Times], sizes: Sizes) -> None:
-    """Adds, of bytes that come and go at numbered times, the most that are there."""
+    """Adds the most bytes that exist at one time, of those that come and go at numbered times."""
     for cut, there in coming.items():
         _, by = np.array(sorted(there)).T
         _add(sizes, cut, float(by.cumsum().max()))
@@ -164,7 +167,7 @@ def _temporaries(program: Program, kinds: Sequence[Kind | None], sizes: Sizes) -
         for t in kind.inputs if _may_copy(call) else ():
             _add(sizes, t.cut, count * t.value.size_bytes)
         _add(sizes, cut, count * extra_bytes(call))
-        # one of these at a time: temporaries; an arriving gradient and, for a second use, the sum
+        # only one of these at a time: temporaries; an arriving gradient and, for a second use, the sum
         needs = [(forward_bytes(call) + backward_bytes(call), cut)]
         needs += [(2.0 * t.value.size_bytes, t.cut) for t in (*kind.inputs, *kind.outputs)]
         if call.op in LOOKUPS:
@@ -190,7 +193,7 @@ def _gradients(program: Program, last: Mapping[str, int], later: Mapping[int, fl
     wholes: dict[str, float] = {}
     until = {program.instructions[n].results[0]: max(floor(p), 0) for n, p in later.items()}
     for i in program.instructions:
-        if i.op == "aten.cat":  # each a view of the whole
+        if i.op == "aten.cat":  # each is a view of the whole
             for part in i.inputs:
                 wholes[part] = wholes.get(part, 0.0) + i.type.value.size_bytes
     coming: dict[Cut, Times] = {}
@@ -212,7 +215,7 @@ def _is_view(program: Program, i: Instruction) -> bool:
 
 
 def _may_copy(call: Call) -> bool:
-    """Whether a product may keep a copy of an input, made to see it as one batch of matrices."""
+    """Whether a product may keep a copy of an input, made to treat it as one batch of matrices."""
     return call.op == "aten.matmul" and len(call.outputs[0].shape) > 3
 
 

@@ -1,4 +1,4 @@
-"""Memory of the buckets of gradients that are copied into one buffer to be summed."""
+"""Memory of the buckets of gradients that are copied into one buffer in order to be summed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .moments import Moment
 def bucket_moments(
     program: Program, complete: Mapping[float, Moment], summed: tuple[Summed, ...]
 ) -> Iterator[Moment]:
-    """Yields the moments when buckets of gradients of replicated parameters are copied into one buffer. That
-    is at the first use of the last of their parameters, which the backward pass reaches last. ``complete`` is
-    that of ``Liveness``, ``summed`` the order of the program's sums."""
+    """Yields the moments when buckets of gradients of replicated parameters are copied into one buffer. This
+    happens at the first use of the last of their parameters, which the backward pass reaches last.
+    ``complete`` comes from ``Liveness``, and ``summed`` is the order of the program's sums."""
     first_use = {program.params[s.place].result: 0 if s.first_use == NEVER else s.first_use for s in summed}
     every_use = first_uses(program) if program.copies else {}
     for bucket in gradient_sums(program, order=summed):
@@ -41,7 +41,8 @@ def _completed(program: Program, bucket: GradientSum, first_use: Mapping[str, in
 
 
 def _with_copies(program: Program, bucket: GradientSum, at: Moment) -> Moment:
-    """Adds on each rank the buffer of the cells that it sums, bounded by its pieces of the parameters."""
+    """Adds, on each rank, the buffer of the cells that it sums, whose size is limited by its pieces of the
+    parameters."""
     held = dict(at.held)
     for p in bucket.params:
         for copy in program.copies[p.args[0]]:

@@ -32,7 +32,7 @@ def move(state: State, i: Instruction) -> None:
 
 
 def arrive(state: State, name: str) -> None:
-    """Puts a gathered value in order, if rank order is not memory order."""
+    """Puts a gathered value in memory order, if rank order is another order."""
     state.unordered.discard(name)
     program = state.setting.program
     i = program.producers[name]
@@ -45,11 +45,11 @@ def fetch(state: State) -> None:
     while state.to_fetch and sum(s.size_bytes for s, _ in state.fetching) < IN_FLIGHT_BYTES:
         s = state.to_fetch.pop(0)
         state.fetching.append((s, state.ledger.take(s.size_bytes, s.params[0].type.cut.whole)))
-    state.ledger.moment("the gathers of what owners have stepped")
+    state.ledger.moment("the gathers of parameters that owners have stepped")
 
 
 def land_parameter(state: State, name: str) -> None:
-    """An owned parameter lands in its place, after all that were on their way before it."""
+    """Lands an owned parameter in its place, after everything that was under way before it."""
     while any(p.result == name for s, _ in state.fetching for p in s.params):
         state.ledger.drop(state.fetching.pop(0)[1])
         fetch(state)
@@ -68,8 +68,8 @@ def gather_again(state: State, i: Instruction) -> None:
 
 
 def move_back(state: State, i: Instruction) -> None:
-    """Starts the gradient of a redistribution. A stored parameter's is added on arrival; others are awaited
-    where the redistribution started."""
+    """Starts the redistribution of a gradient. That of a stored parameter is added on arrival; others are
+    awaited where the redistribution started."""
     setting, outgoing = state.setting, state.outgoing(i)
     source = setting.program.types[i.inputs[0]]
     if i.op == "pad_partial" and outgoing:
@@ -95,7 +95,7 @@ def move_back(state: State, i: Instruction) -> None:
 
 
 def come_back(state: State, i: Instruction) -> None:
-    """The gradient of a redistribution is there."""
+    """Receives the gradient of a redistribution."""
     if i.result not in state.returning:
         return
     arriving, carried = state.returning.pop(i.result)
@@ -106,7 +106,7 @@ def come_back(state: State, i: Instruction) -> None:
 
 
 def scatter_complete(state: State, names: set[str]) -> None:
-    """Notes that the gradients of these parameters are complete; buckets that miss no more of them go to
+    """Notes that the gradients of these parameters are complete; buckets that lack no more of them go to
     their owners."""
     owned_names = names.intersection(state.setting.owned)
     for s, missing in state.scatters if owned_names else ():
@@ -117,7 +117,7 @@ def scatter_complete(state: State, names: set[str]) -> None:
 
 
 def _scatter(state: State, s: GradientSum) -> None:
-    """A bucket goes to its owners: in one buffer, and the whole gradients are freed."""
+    """Sends a bucket to its owners: in one buffer, and the whole gradients are freed."""
     setting, ledger = state.setting, state.ledger
     flat = ledger.take(s.size_bytes, s.params[0].type.cut.whole) if len(s.params) > 1 else None
     ledger.moment(BUCKET, event=bucket_name([p.result for p in s.params]))

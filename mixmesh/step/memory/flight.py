@@ -12,16 +12,16 @@ from .moments import Moment, Sizes
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """The micro-batches in flight in a pipeline: for each stage, by the name of its ratio, how many
-    ``others`` are between their passes while one runs. ``moved`` are the values that come from earlier
+    """The micro-batches in flight in a pipeline: for each stage, by the name of its ratio, the number of
+    ``others`` that are between their passes while one runs. ``moved`` are the values that come from earlier
     stages."""
 
     others: tuple[tuple[str | None, int], ...] = ()
     moved: frozenset[str] = frozenset()
 
     def over(self, program: Program, before: Moment, kept: Moment, moments: list[Moment]) -> list[Moment]:
-        """The moments with what the other micro-batches keep. Every transfer counts once on its way and once
-        requested ahead, and so does its gradient."""
+        """Adds to the moments what the other micro-batches keep. Every transfer counts once as under way and
+        once as requested ahead, and so does its gradient."""
         others = dict(self.others)
         held: Sizes = {}
         for cut, size in kept.held.items():
@@ -48,7 +48,7 @@ def _sum(a: Mapping[Cut, float], b: Mapping[Cut, float]) -> Sizes:
 
 
 def flight_of(program: Program, samples: Samples, planned: Schedule) -> Flight:
-    """The micro-batches in flight in every stage besides the running one."""
+    """The micro-batches in flight in every stage, besides the running one."""
     if not samples.stages:
         return NO_FLIGHT
     others: dict[str | None, int] = {}

@@ -32,15 +32,15 @@ from .state import Setting, State
 
 @dataclass(frozen=True)
 class Liveness:
-    """The moments of a step, and those at which the backward pass ``complete``s parameters' gradients. Of the
-    buckets of gradients the moments include only those with owners."""
+    """The moments of a step, and those at which the backward pass ``complete``s parameters' gradients. The
+    moments include buckets of gradients only if these have owners."""
 
     moments: tuple[Moment, ...]
     complete: Mapping[float, Moment]
 
 
 def liveness(setting: Setting) -> Liveness:
-    """The moments of one step, or of a micro-batch."""
+    """The moments of one step, or of one micro-batch."""
     state = State.of(setting)
     set_up(state)
     stored(state)
@@ -49,7 +49,7 @@ def liveness(setting: Setting) -> Liveness:
     fetch(state)
     for event in setting.step.forward.script.events:
         forward(state, event)
-    kept = ledger.now("what the forward pass left")
+    kept = ledger.now("the values that the forward pass left")
     completed = Completed(setting)
     for event in setting.step.backward.script.events:
         completed.before(state, event)
@@ -63,7 +63,7 @@ def liveness(setting: Setting) -> Liveness:
 
 
 def forward(state: State, event: Event) -> None:
-    """One event of the forward pass; afterwards frees values that are not used again."""
+    """Handles one event of the forward pass, and then frees values that are not used again."""
     setting = state.setting
     if isinstance(event, Await):
         if event.name in state.unordered and event.name in setting.step.outline.uses:
@@ -80,7 +80,7 @@ def forward(state: State, event: Event) -> None:
 
 
 def backward(state: State, event: Event) -> None:
-    """One event of the backward pass."""
+    """Handles one event of the backward pass."""
     instructions = state.setting.program.instructions
     match event:
         case Compute(part=part, at=n) if part == BACKWARD:
@@ -111,7 +111,7 @@ class Completed:
             self.names.setdefault(point, set()).add(name)
 
     def before(self, state: State, event: Event) -> None:
-        """Notes points that are over before this event."""
+        """Notes the points that are over before this event."""
         if isinstance(event, Ready):
             if event.point in self.names:
                 self.reached.append(event.point)
@@ -119,7 +119,7 @@ class Completed:
             self.note(state)
 
     def _belongs(self, event: Event) -> bool:
-        """Whether an event belongs to the point reached last. Such events are gradients sent after the first
+        """Whether an event belongs to the point reached last. Such events are: gradients sent after the first
         use of their values, and input gradients of a product whose weight gradient came first."""
         point = self.reached[-1]
         if isinstance(event, Start) and event.part == BACKWARD:

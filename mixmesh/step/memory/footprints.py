@@ -12,16 +12,15 @@ from ..kept import Row, backward_bytes, extra_bytes, forward_bytes, kept, row_of
 from .views import contiguous, is_dense, reshaped, view_of
 
 Strides = tuple[int, ...]
-Results = tuple[
-    tuple[int | None, Strides], ...
-]  # for each result the input that it is a view of, and strides
+# for each result, the input that it is a view of, and its strides
+Results = tuple[tuple[int | None, Strides], ...]
 LOOKUPS = ("aten.embedding", "aten.gather", "aten.index.Tensor", "aten.index_select")
 
 
 @dataclass(slots=True)
 class Footprint:
-    """The effect on memory of computations of a kind. ``keeps`` are the inputs or results, by position, that
-    autograd keeps if a gradient passes. ``results`` caches ``results_of`` by the strides of the inputs.
+    """The effect on memory of computations of one kind. ``keeps`` are the inputs or results, by position,
+    that autograd keeps if a gradient passes. ``results`` caches ``results_of`` by the strides of the inputs.
     ``passed`` has, by an input's position and the strides of the result's gradient, the strides of the
     input's gradient if that is a view."""
 
@@ -64,7 +63,7 @@ class Footprint:
 
 
 def mask_bytes(kind: Kind) -> float:
-    """The mask of causal attention, which is written out where its queries are cut."""
+    """The bytes of the mask of causal attention, which is written out if the queries are cut."""
     call = kind.call
     if call.op != "aten.scaled_dot_product_attention" or not call.arg(5, "is_causal", False):
         return 0.0
@@ -75,7 +74,7 @@ def mask_bytes(kind: Kind) -> float:
 
 
 def temporaries(kind: Kind, cut: Cut, size_bytes: float) -> tuple[tuple[float, Cut], ...]:
-    """Temporaries of a computation; a look-up in a piece of a table masks its result."""
+    """The bytes of a computation's temporaries; a look-up in a piece of a table also masks its result."""
     masked = kind.call.op in LOOKUPS and isinstance(kind.outputs[0].placement, Partial)
     looked_up = [(float(kind.outputs[0].value.size_bytes), kind.outputs[0].cut.whole)] if masked else []
     return ((size_bytes, cut), *looked_up)
@@ -113,7 +112,7 @@ def _layout(call: Call, row: Row, strides: tuple[Strides, ...]) -> Strides | Non
 
 
 def copies_matrices(call: Call, position: int, strides: Strides) -> bool:
-    """Whether a product of many matrices has to copy an input to see it as one batch."""
+    """Whether a product of many matrices has to copy an input in order to treat it as one batch."""
     shape = call.inputs[position].shape
     if call.op != "aten.matmul" or len(shape) <= 2 or len(call.outputs[0].shape) <= 3:
         return False

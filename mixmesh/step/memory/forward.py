@@ -32,7 +32,7 @@ def _keep_inputs(state: State, n: int, region: int) -> None:
 
 
 def compute(state: State, n: int, i: Instruction, *, keeps: bool = True, again: bool = False) -> None:
-    """Runs a computation, for the first time or ``again``. It ``keeps`` nothing if it will run again."""
+    """Runs a computation, for the first time or ``again``. If it will run again, it ``keeps`` nothing."""
     kind = state.setting.kinds[n]
     assert kind is not None  # it is a computation
     footprint = state.footprint(kind)
@@ -78,7 +78,8 @@ def _keep(
 
 
 def _factor(state: State, footprint: Footprint, i: Instruction, position: int, views: list[View]) -> Storage:
-    """The storage that is kept of an input: a product of many matrices keeps the copy that it had to make."""
+    """The storage that is kept for an input: a product of many matrices keeps the copy that it had to
+    make."""
     view = views[position]
     if copies_matrices(footprint.call, position, view.strides):
         storage = state.new(state.setting.program.types[i.inputs[position]]).storage

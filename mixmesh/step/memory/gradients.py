@@ -1,4 +1,4 @@
-"""Memory of the backward of computations: gradients are added, and what autograd kept is freed."""
+"""Memory of the backward of computations: gradients are added, and everything that autograd kept is freed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .views import is_dense
 
 
 def compute_backward(state: State, n: int) -> None:
-    """Makes the gradients of a computation's inputs, except a weight gradient that is made later."""
+    """Makes the gradients of a computation's inputs, except for a weight gradient that is made later."""
     setting = state.setting
     i, kind = setting.program.instructions[n], setting.kinds[n]
     assert kind is not None  # it is a computation
@@ -52,14 +52,14 @@ def _gradient(state: State, footprint: Footprint, position: int, t, outgoing: li
 
 
 def _factors(i: Instruction, footprint: Footprint) -> Iterator[tuple[float, Cut]]:
-    """With ``sfb``, the factors of all ranks."""
+    """Adds, with ``sfb``, the factors of all ranks."""
     if is_factored(i):
         call = footprint.call
         yield float(call.inputs[0].size_bytes + call.outputs[0].size_bytes), i.type.cut.whole
 
 
 def compute_weight(state: State, n: int) -> None:
-    """Makes a weight gradient from what was held until now. If it comes first, it is already part of the
+    """Makes a weight gradient from the values held until now. If it comes first, it is already part of the
     computation's backward."""
     if n not in state.late:
         return

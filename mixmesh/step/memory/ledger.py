@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from ...lang.ir import Cut
 from .moments import Moment, Sizes
 
-OWN_PIECE_BYTES = 8 * 2**20  # tensors from this size on are no part of the heap (``runtime.allocator``)
+OWN_PIECE_BYTES = 8 * 2**20  # tensors of at least this size are not part of the heap (``runtime.allocator``)
 
 
 @dataclass(slots=True)
 class Storage:
-    """Unsharded bytes that are held as long as somebody refers to them."""
+    """Unsharded bytes that are held as long as something refers to them."""
 
     size_bytes: float
     cut: Cut
@@ -22,7 +22,7 @@ class Storage:
 
 @dataclass(slots=True)
 class View:
-    """A tensor: a storage with strides."""
+    """A tensor: a view of a storage with these strides."""
 
     storage: Storage
     strides: tuple[int, ...]
@@ -30,20 +30,20 @@ class View:
 
 @dataclass(slots=True)
 class Ledger:
-    """The bytes that are held now, and the moments so far."""
+    """Keeps account of the bytes that are held now, and of the moments so far."""
 
     world_size: int
-    has_heap: bool  # whether small tensors come and go in a heap: on a CPU
+    has_heap: bool  # whether small tensors come and go in a heap, as on a CPU
     held: Sizes = field(default_factory=dict)
     small: Sizes = field(default_factory=dict)
     moments: list[Moment] = field(default_factory=list)
-    same_small: Sizes | None = None  # a copy of ``small``, while it stays so
+    same_small: Sizes | None = None  # a copy of ``small``, as long as it does not change
 
     def take(self, size_bytes: float, cut: Cut, *, stays: bool = False) -> Storage:
-        """New storage. One that ``stays`` for long is no part of a heap."""
+        """Adds a new storage. One that ``stays`` for long is not part of a heap."""
         held = self.held
         held[cut] = held.get(cut, 0.0) + size_bytes
-        # by an even share, so that memory stays linear in the shares
+        # under an even share, so that memory stays linear in the shares
         piece_bytes = size_bytes / (self.world_size if cut.size else 1)
         small = self.has_heap and not stays and piece_bytes < OWN_PIECE_BYTES
         if small:
@@ -52,7 +52,7 @@ class Ledger:
         return Storage(size_bytes, cut, 1, small)
 
     def drop(self, *storages: Storage) -> None:
-        """Takes a reference off each; the last one frees it."""
+        """Removes a reference from each; a storage is freed with the last one."""
         for s in storages:
             s.references -= 1
             if s.references == 0:
@@ -66,7 +66,7 @@ class Ledger:
         self.moments.append(self.now(what, *temporary, event=event))
 
     def now(self, what: str, *temporary: tuple[float, Cut], event: str = "") -> Moment:
-        """The current moment, without noting it."""
+        """The present moment, without noting it."""
         held = self.held.copy()
         for size_bytes, cut in temporary:
             held[cut] = held.get(cut, 0.0) + size_bytes

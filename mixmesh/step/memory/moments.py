@@ -10,8 +10,8 @@ from ...lang.ir import Cut, Instruction
 
 Sizes = dict[Cut, float]
 BUCKET = "a bucket of gradients"
-BEFORE = "before the first step"  # in the place of an event
-OPTIMIZER = "optimizer"  # the event
+BEFORE = "before the first step"  # in place of an event
+OPTIMIZER = "optimizer"  # the name of the optimizer's event
 
 
 class Moment(NamedTuple):  # made by the thousand, in a third of a frozen dataclass's time

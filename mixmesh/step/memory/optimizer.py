@@ -24,11 +24,12 @@ def optimizer(state: State) -> None:
     if cuda:
         ledger.moment("the optimizer", *((size, cut) for cut, size in temporary.items()), event=OPTIMIZER)
         return
-    # tensors of the backward pass are freed, but the heap still has its losses from them
+    # tensors of the backward pass are freed, but the heap still has the losses that they left
     smalls = [m.small for m in ledger.moments]
-    unlike = [b for a, b in zip([None, *smalls], smalls) if a is not b]  # the next moment often has the same
+    # the next moment often has the same values
+    unlike = [b for a, b in zip([None, *smalls], smalls) if a is not b]
     lost = {cut: max(small.get(cut, 0.0) for small in unlike) for cut in ledger.small}
-    # one after the other; a moment without any, if the optimizer makes none
+    # one after the other; a moment without any if the optimizer makes none
     for cut, size in temporary.items() or [(EVERYWHERE, 0.0)]:
         now = ledger.now("the optimizer", (setting.states.beside * size, cut), event=OPTIMIZER)
         ledger.moments.append(now._replace(small=lost))

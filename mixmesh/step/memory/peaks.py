@@ -23,7 +23,7 @@ from .tables import ALLOWANCE, HEAP_BYTES, SMALL_ALLOWANCE, Memory, Walked
 
 
 class PeakMemory:
-    """The peaks of one program under many ratios and buckets, from one fold; with ``samples``, in any
+    """The peaks of one program under many ratios and buckets, all from one fold; with ``samples``, in any
     micro-batches."""
 
     def __init__(
@@ -64,8 +64,8 @@ class PeakMemory:
         self, program: Program, planned: Schedule | None = None
     ) -> tuple[tuple[tuple[str, int], ...], ...]:
         """The bytes that each rank holds at every moment of a step, in order, each with the timeline's event
-        to which it belongs (``BEFORE`` for those before the first step; empty if it belongs to the moment
-        before it). The largest of them is the peak.
+        to which it belongs (``BEFORE`` for moments before the first step; empty if a moment belongs to the
+        one before it). The largest of them is the peak.
 
         Moments of buckets come last. With several micro-batches these are moments of the one that ``peaks``
         counts.
@@ -84,8 +84,8 @@ class PeakMemory:
     def _walks(
         self, program: Program, planned: Schedule | None
     ) -> tuple[Part, Program, Sequence[tuple[str, Held, Flight]]]:
-        """The part of the samples and the program of the micro-batch that counts, and for each rank the key
-        of its moments."""
+        """The part of the samples in the micro-batch that counts, its program, and for each rank the key of
+        its moments."""
         if planned is None:
             keys = [(device.kind, Held.NOTHING, NO_FLIGHT) for device in self.costs.cluster.devices]
             return None, program, keys
@@ -98,8 +98,8 @@ class PeakMemory:
         return largest_parts(planned), costed_micro_step(program, self.samples), keys
 
     def constants(self, program: Program, computing: Collection[int] = ()) -> list[int]:
-        """Bytes that the process itself takes, with the communicators of ``program``, per rank. Those of
-        ``computing`` compute too, under other ratios."""
+        """For each rank, the bytes that the process itself takes, with the communicators of ``program``. The
+        ranks in ``computing`` also compute, under other ratios."""
         working = {*program.working_ranks, *computing}
         return self.costs.memory_constants_bytes(self._communicators(program), working=working)
 
@@ -171,6 +171,6 @@ def held_moments(program: Program, optimizer_states: OptimizerStates) -> tuple[S
 def peak_memory_bytes(
     program: Program, costs: CostModel, optimizer_states: OptimizerStates = ADAM
 ) -> tuple[int, ...]:
-    """Peak bytes per rank. A rank that takes part in nothing holds its constant, and the whole model at
-    first."""
+    """Peak bytes per rank. A rank that takes part in nothing holds its constant memory, and at first the
+    whole model."""
     return PeakMemory(costs, optimizer_states).peaks(program)

@@ -1,4 +1,4 @@
-"""Memory of regions that the backward pass computes again."""
+"""Memory of regions that the backward pass rematerialises."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .views import contiguous
 
 
 def compute_again(state: State, n: int) -> None:
-    """Runs a computation a second time, this time keeping what its backward needs."""
+    """Runs a computation a second time, this time keeping the values that its backward needs."""
     setting = state.setting
     i = setting.program.instructions[n]
     number = region_of(i)
@@ -24,14 +24,14 @@ def compute_again(state: State, n: int) -> None:
                 state.values[name] = View(state.again[name], contiguous(shape))
     compute(state, n, i, again=True)
     state.rerun.update(r for r in i.results if r is not None)
-    # values that the region reads and does not make are held elsewhere
+    # values that the region reads but does not make are held elsewhere
     own = [name for name in (*setting.inputs[n], *i.results) if name in state.rerun]
     state.forget(n, own, setting.last_reruns[number])
 
 
 def end_of_backward(state: State, n: int) -> None:
-    """Frees what is not needed after the backward of instruction ``n``: the inputs of the region that begins
-    with it, and the repeated gathers whose first use it is."""
+    """Frees everything that is not needed after the backward of instruction ``n``: the inputs of the region
+    that begins with it, and the repeated gathers whose first use it is."""
     setting = state.setting
     repeat = setting.ends.get(n)
     if repeat is not None:

@@ -1,5 +1,4 @@
-"""The buffers of a collective besides its source and result while it is under way
-(``runtime.collectives``)."""
+"""The buffers of a collective under way, besides its source and result (``runtime.collectives``)."""
 
 from __future__ import annotations
 
@@ -10,12 +9,14 @@ from math import prod
 from ...cost.exchanges import DUAL_COLLECTIVE
 from ...lang.ir import Cut, Instruction, Shard, TensorType
 
-EXCHANGES = (None, "all_to_all")  # forms of a reduce_scatter by which each rank has all addends of its piece
+# forms of a reduce_scatter in which each rank receives all addends of its piece
+EXCHANGES = (None, "all_to_all")
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A collective ``op`` that makes ``target`` of ``source``, by an ``algorithm`` if the program has one."""
+    """A collective ``op`` that makes ``target`` from ``source``, by an ``algorithm`` if the program names
+    one."""
 
     op: str
     source: TensorType
@@ -40,7 +41,7 @@ class Transfer:
         return not cuda and in_order and self.algorithm in EXCHANGES
 
     def staging(self, world_size: int, cuda: bool) -> Iterator[tuple[float, Cut]]:
-        """Buffers from its start to its end."""
+        """The bytes of buffers that it holds from its start to its end."""
         size = float(self.target.value.size_bytes)
         match self.op:
             case "reduce_scatter":
@@ -53,7 +54,8 @@ class Transfer:
                 yield size, self.target.cut
 
     def ordering(self, cuda: bool) -> Iterator[tuple[float, Cut]]:
-        """The buffer in rank order, next to the result in memory order, after arrival."""
+        """The bytes of the buffer in rank order that it holds after arrival, besides the result in memory
+        order."""
         placement = self.source.placement
         if self.op != "all_gather" or not isinstance(placement, Shard):
             return

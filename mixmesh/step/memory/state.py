@@ -22,7 +22,7 @@ from .views import contiguous
 
 
 class Held(Enum):
-    """The gradients of earlier micro-batches that are held when a micro-batch begins."""
+    """Which gradients of earlier micro-batches are held when a micro-batch begins."""
 
     NOTHING = "it is the first"
     ADDENDS = "what was not summed, whole"
@@ -35,7 +35,7 @@ class Held(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The facts of a step that decide its memory. ``held`` are the gradients at the start of a micro-step,
+    """The facts of a step that decide its memory. ``held`` are the gradients at the start of a micro-batch,
     ``flight`` the other micro-batches of a pipeline."""
 
     program: Program
@@ -45,13 +45,13 @@ class Setting:
     held: Held
     flight: Flight
     kinds: Sequence[Kind | None]
-    inputs: tuple[tuple[str, ...], ...]  # for each instruction, without repetition
+    inputs: tuple[tuple[str, ...], ...]  # for each instruction, its inputs without repetition
     last: dict[str, int]  # index of the last instruction that uses a value in the forward pass
     resharded: frozenset[str]  # gathered parameters that are freed between the passes
-    owned: dict[str, TensorType]  # by parameter, how its owners hold its gradient
+    owned: dict[str, TensorType]  # for each owned parameter, how its owners hold its gradient
     regions: dict[int, Repeat]  # recomputed regions by number
-    ends: dict[int, Repeat]  # the same, by the computation whose backward ends the region
-    last_reruns: dict[int, dict[str, int]]  # by region: like ``last``, for its second run
+    ends: dict[int, Repeat]  # regions by the computation whose backward ends them
+    last_reruns: dict[int, dict[str, int]]  # for each region, like ``last`` for its second run
 
     @classmethod
     def of(
@@ -102,7 +102,7 @@ def _once(names: tuple[str, ...]) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class State:
-    """All that is held at one point of the fold."""
+    """Everything that is held at one point of the fold."""
 
     setting: Setting
     ledger: Ledger
@@ -111,17 +111,19 @@ class State:
     footprints: dict[Kind, Footprint] = field(default_factory=dict)
     saved: dict[int, list[Storage]] = field(default_factory=dict)  # by the instruction that keeps them
     unordered: set[str] = field(default_factory=set)  # gathered values that have not been used yet
-    fetching: list[tuple[GradientSum, Storage]] = field(default_factory=list)  # owned parameters on their way
+    fetching: list[tuple[GradientSum, Storage]] = field(default_factory=list)  # owned parameters under way
     to_fetch: list[GradientSum] = field(default_factory=list)
     # in the backward pass
-    late: dict[int, tuple[Storage, ...]] = field(default_factory=dict)  # factors of weights' gradients
-    again: dict[str, Storage] = field(default_factory=dict)  # gathered once more
+    late: dict[int, tuple[Storage, ...]] = field(default_factory=dict)  # factors of weight gradients
+    again: dict[str, Storage] = field(default_factory=dict)  # values that were gathered once more
     kept_inputs: dict[int, dict[str, Storage]] = field(default_factory=dict)  # for regions, by ``Repeat.at``
-    rerun: set[str] = field(default_factory=set)  # values that a second run has made
-    returning: dict[str, tuple[View, list[Storage]]] = field(default_factory=dict)  # with the storages sent
-    # sums on their way to the ranks that keep pieces: bytes, and the storages held meanwhile
+    rerun: set[str] = field(default_factory=set)  # values made by a second run
+    # each with the storages that were sent
+    returning: dict[str, tuple[View, list[Storage]]] = field(default_factory=dict)
+    # sums under way to the ranks that keep pieces: bytes, and the storages held meanwhile
     flying: deque[tuple[float, tuple[Storage, ...]]] = field(default_factory=deque)
-    scatters: list[tuple[GradientSum, set[str]]] = field(default_factory=list)  # with missing gradients
+    # buckets that still lack gradients
+    scatters: list[tuple[GradientSum, set[str]]] = field(default_factory=list)
     # by point of the backward pass, the moment when a parameter's gradient is complete
     complete: dict[float, Moment] = field(default_factory=dict)
 
@@ -151,7 +153,7 @@ class State:
         return self.footprints[kind]
 
     def outgoing(self, i: Instruction) -> list[View]:
-        """Takes out the gradients of an instruction's results; zeros for that of the loss."""
+        """Takes out the gradients of an instruction's results; for the loss they are zeros."""
         out = []
         for name, t in zip(i.results, i.types):
             if name is not None and name in self.gradients:

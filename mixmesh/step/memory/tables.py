@@ -23,9 +23,9 @@ from .state import Held, Setting
 
 # a CPU's heap: its loss between tensors, and small tensors that it keeps (``runtime.allocator``)
 ALLOWANCE = 0.12  # repeated runs differ by 0 to 3 %
-SMALL_ALLOWANCE = 0.6  # larger, for tensors that come and go within the heap
+SMALL_ALLOWANCE = 0.6  # larger for tensors that come and go within the heap
 HEAP_BYTES = 48 * 2**20
-MAX_PASSES = 32  # limit of passes over candidates for the peak
+MAX_PASSES = 32  # limit on the passes over candidates for the peak
 
 
 class Walked:
@@ -74,8 +74,8 @@ class Walked:
 
 
 def undominated(sizes: np.ndarray) -> np.ndarray:
-    """The rows that can be the peak for some shares. Rows that nowhere exceed another one are dropped, except
-    some that cost as much to find as to keep."""
+    """The rows that can be the peak for some shares. Rows that nowhere exceed another row are dropped, except
+    for some that cost as much to find as to keep."""
     kept: list[np.ndarray] = []
     left = _without_slopes(sizes)
     left = left[np.argsort(-left.sum(axis=1), kind="stable")]
@@ -86,9 +86,9 @@ def undominated(sizes: np.ndarray) -> np.ndarray:
 
 
 def _without_slopes(sizes: np.ndarray) -> np.ndarray:
-    """The rows without those that nowhere exceed the next or the previous one."""
+    """The rows without those that nowhere exceed the next or the previous row."""
     rises = (sizes[:-1] <= sizes[1:]).all(axis=1)
-    falls = (sizes[1:] <= sizes[:-1]).all(axis=1) & ~rises  # the last of equal ones stays
+    falls = (sizes[1:] <= sizes[:-1]).all(axis=1) & ~rises  # the last of equal rows stays
     kept = np.ones(len(sizes), dtype=bool)
     kept[:-1] &= ~rises
     kept[1:] &= ~falls
@@ -118,7 +118,7 @@ class Memory:
         self.highest = undominated(np.concatenate([walked.highest, copied])) if copies else walked.highest
 
     def shares(self, program: Program, part: Part = None) -> np.ndarray:
-        """(cut, rank); in a micro-batch of this ``part`` of the samples."""
+        """The shares as an array (cut, rank); in a micro-batch, those for this ``part`` of the samples."""
         shares = [
             scaled(cut_shares(cut, program.ratio(cut.ratio), program.world_size), cut, part)
             for cut in self.cuts
@@ -132,10 +132,6 @@ class Memory:
     def peaks(self, program: Program, part: Part = None) -> tuple[float, ...]:
         """Bytes per rank."""
         return tuple((self.highest @ self.shares(program, part)).max(axis=0).tolist())
-
-    def peak_moment(self, program: Program, rank: int) -> Moment:
-        """The moment at which ``rank`` holds most, with what it holds."""
-        return self.moments[int(self.held_bytes(program)[:, rank].argmax())]
 
     def envelope(self) -> tuple[Sizes, ...]:
         """The moments that are the peak for some share from 0 to 1 of all that is cut."""

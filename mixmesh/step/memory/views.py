@@ -53,7 +53,7 @@ def reshaped(shape: Shape, strides: Shape, new: Shape) -> Shape | None:
                 return None
             if dim > 0:
                 chunk, wanted, base = 1, 1, strides[dim - 1]
-    for dim in range(at, -1, -1):  # leading dims of one element
+    for dim in range(at, -1, -1):  # leading dims of size one
         out[dim] = wanted * base
     return tuple(out) if all(new[dim] == 1 for dim in range(at + 1)) else None
 

@@ -1,1 +1,2 @@
-"""Trainers that other libraries have, one package each. None is imported by ``import mixmesh``."""
+"""Integrations with the trainers of other libraries, one package each. None is imported by ``import
+mixmesh``."""

@@ -1,4 +1,4 @@
-"""Libraries that only some integrations need."""
+"""Checks for libraries that only some integrations need."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ...errors import InputError
 
 
 def require(user: str, modules: tuple[str, ...], expected: str, install: str) -> None:
-    """Raises InputError, with the command ``install`` as its hint, unless the modules that ``user`` needs can
+    """Raises InputError, with the command ``install`` as a hint, unless the modules that ``user`` needs can
     be imported."""
     try:
         for module in modules:

@@ -36,9 +36,9 @@ def prepare_for(
 def parallel_for(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, example: Any, planning: Mapping[str, Any]
 ) -> ParallelModel:
-    """The same, where an optimizer may be missing, or hold parameters of other models too."""
+    """Like ``prepare_for``, if the optimizer may be missing, or may also have parameters of other models."""
     parallel, _, _ = prepare(model, optimizer, [example], **planning)
-    assert isinstance(parallel, ParallelModel)  # which a launched process always gets
+    assert isinstance(parallel, ParallelModel)  # a launched process always gets one
     return parallel
 
 
@@ -55,7 +55,7 @@ def check_scaled(model: ParallelModel, scaler: Any, float16: str) -> None:
 
 
 def check_not_spread(model: Any) -> None:
-    """Raises InputError for a model that transformers has spread over devices already."""
+    """Raises InputError for a model that transformers has already spread over devices."""
     marks = ("hf_device_map", "is_distributed_loading_by_transformers")
     if any(getattr(model, mark, None) for mark in marks):
         raise InputError(
@@ -67,7 +67,7 @@ def check_not_spread(model: Any) -> None:
 
 
 def keep_metrics_apart() -> None:
-    """Makes every metric of torchmetrics compute from what this rank has seen, which is all of the data:
+    """Makes every metric of torchmetrics compute from the data that this rank has seen, which is all of it:
     joining the states of all ranks would count every sample once per rank."""
     if importlib.util.find_spec("torchmetrics"):
         metric = importlib.import_module("torchmetrics").Metric

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...runtime.modes import modes_of, set_modes
+from ...runtime.modes import modes_kept
 from ...runtime.parallel import ParallelModel
 from ...runtime.shard_tensor import plain
 from ...runtime.whole_model import mark, own_module
@@ -19,7 +18,7 @@ from ...runtime.whole_model import mark, own_module
 @dataclass(frozen=True)
 class _Loan:
     """A ``module`` that is lent while ``block`` is entered; ``marks`` are the state of the parallel model's
-    tensors at the time when it was filled."""
+    tensors when the module was filled."""
 
     block: AbstractContextManager[nn.Module]
     module: nn.Module
@@ -27,8 +26,8 @@ class _Loan:
 
 
 class Lender:
-    """Lends the script's own module of a parallel model, with whole weights. A loan becomes stale when the
-    parallel model's weights change, and the next ``lend`` fills the module again."""
+    """Lends the script's own module of a parallel model, with whole weights. A loan is out of date when the
+    parallel model's weights have changed; the next ``lend`` then fills the module again."""
 
     def __init__(self, parallel: ParallelModel) -> None:
         self.parallel = parallel
@@ -41,13 +40,13 @@ class Lender:
     def lend(self) -> nn.Module:
         """The module; its submodules train or evaluate as before. Collective, unless it is lent already and
         the weights are the same."""
-        with torch.inference_mode(False), torch.no_grad():  # the weights that are filled in are trained later
+        with torch.inference_mode(False), torch.no_grad():  # weights filled in here are trained later
             marks = self._current_marks()
             if self._loan is not None and marks != self._loan.marks:
                 self.take_back()
             if self._loan is None:
                 block = self.parallel.whole()
-                with keep_modes(self.original):
+                with modes_kept(self.original.modules()):
                     self._loan = _Loan(block, block.__enter__(), marks)
         return self._loan.module
 
@@ -55,7 +54,7 @@ class Lender:
         """Ends the loan, if there is one. Raises InputError if the module's weights were changed."""
         loan, self._loan = self._loan, None
         if loan is not None:
-            with torch.inference_mode(False), keep_modes(self.original):
+            with torch.inference_mode(False), modes_kept(self.original.modules()):
                 loan.block.__exit__(None, None, None)
 
     def return_weights(self) -> None:
@@ -67,14 +66,3 @@ class Lender:
     def _current_marks(self) -> list[tuple]:
         tensors: list[Any] = [*self.parallel.parameters(), *self.parallel.buffers()]
         return [mark(plain(x)) for x in tensors]
-
-
-@contextmanager
-def keep_modes(model: nn.Module) -> Iterator[None]:
-    """Restores at its end which modules of ``model`` train and which evaluate."""
-    modules = tuple(model.modules())
-    modes = modes_of(modules)
-    try:
-        yield
-    finally:
-        set_modes(modules, modes)

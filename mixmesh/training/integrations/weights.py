@@ -8,16 +8,16 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from ...runtime.modes import modes_kept
 from ...runtime.original import TakenOver, take_over
 from ...runtime.parallel import ParallelModel
 from ...runtime.shard_tensor import plain
 from ...runtime.whole_model import give_learning, learn_alike
-from .lending import keep_modes
 
 
 @torch.no_grad()
 def fill(original: nn.Module, parallel: ParallelModel) -> None:
-    """Copies the values of ``parallel`` into ``original``, also of buffers that are in no state dict.
+    """Copies the values of ``parallel`` into ``original``, including buffers that are in no state dict.
     Collective."""
     original.load_state_dict(parallel.full_state_dict())
     shown = dict(parallel.named_buffers(remove_duplicate=False))
@@ -31,7 +31,7 @@ def fill(original: nn.Module, parallel: ParallelModel) -> None:
 def whole_weights(original: nn.Module, parallel: ParallelModel) -> Iterator[None]:
     """A context in which ``original`` is an ordinary model with the trained values; afterwards ``parallel``
     has taken it over again. Collective at its start."""
-    with keep_modes(original):
+    with modes_kept(original.modules()):
         fill(original, parallel)
         heirs: dict[str, Tensor] = dict(parallel.named_parameters(remove_duplicate=False))
         own = dict(original.named_parameters())

@@ -1,4 +1,4 @@
-"""Whole batches that every rank makes for itself: are they the same?"""
+"""Checks that whole batches, which every rank makes for itself, are the same on all ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ END = "the end of the data"
 
 
 def check_same(batch: Any, *hints: str) -> None:
-    """Raises InputError, on all ranks, if they did not make the same batch. Collective."""
+    """Raises InputError, on all ranks, if their batches differ. Collective."""
     check_digests(everyones(digest(batch)), *hints)
 
 
@@ -40,16 +40,16 @@ def check_digests(digests: Sequence[str], *hints: str) -> None:
 
 
 def digest(batch: Any) -> str:
-    """A text that follows from all values of the tensors of a batch."""
+    """A text that depends on all values of the tensors of a batch."""
     if batch is END:
         return END
-    made = hashlib.blake2b(digest_size=8)
+    state = hashlib.blake2b(digest_size=8)
     leaves = pytree.tree_flatten_with_path(batch)[0]
     tensors = {pytree.keystr(path): x for path, x in leaves if isinstance(x, torch.Tensor)}
     for name, value in sorted(tensors.items()):
-        made.update(name.encode() + repr(tuple(value.shape)).encode())
-        made.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return made.hexdigest()
+        state.update(name.encode() + repr(tuple(value.shape)).encode())
+        state.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return state.hexdigest()
 
 
 def same_on_all(
@@ -69,7 +69,7 @@ def same_on_all(
 
 
 def digested(batches: Iterable[Any], on_digest: Callable[[str], object]) -> Iterator[Any]:
-    """``batches``; ``on_digest`` is called with each one's digest before it is given."""
+    """Yields ``batches``; ``on_digest`` is called with each one's digest first."""
     for batch in batches:
         on_digest(digest(batch))
         yield batch

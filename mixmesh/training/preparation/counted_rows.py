@@ -1,6 +1,6 @@
-"""Tells from a script's own line whether it uses a number of rows to weigh or count samples: ``total +=
-loss.item() * x.size(0)`` goes wrong if ``x`` has only this rank's rows while the loss is the whole batch's. A
-size that shapes a tensor, as in ``x.view(len(x), -1)``, is right."""
+"""Tells from the source of a script's line whether it uses a number of rows to weigh or count samples:
+``total += loss.item() * x.size(0)`` goes wrong if ``x`` has only this rank's rows while the loss is the whole
+batch's. A size that shapes a tensor, as in ``x.view(len(x), -1)``, is right."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from types import FrameType
 SIZES = frozenset({"size", "__len__", "numel"})
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.Module
 _SUMMED = ast.Add, ast.Sub
-# calls that turn a number into a number
+# functions that convert a number to another type
 _OF_NUMBERS = frozenset({"float", "int", "max", "min", "round"})
 
 
@@ -60,7 +60,7 @@ def _parsed(file: str) -> _Tree | None:
 
 
 def _place(frame: FrameType) -> tuple[int, int, int, int] | None:
-    """The lines and columns of the expression that is under way."""
+    """The lines and columns of the expression that is being evaluated."""
     positions = list(frame.f_code.co_positions())
     line, last_line, column, last_column = positions[frame.f_lasti // 2]
     if line is None or last_line is None or column is None or last_column is None:
@@ -69,8 +69,8 @@ def _place(frame: FrameType) -> tuple[int, int, int, int] | None:
 
 
 def _counts(node: ast.AST, tree: _Tree, *, follows: bool) -> bool:
-    """Whether a number goes into a sum, or weighs a loss. If it is first given a name, the uses of the name
-    are examined if ``follows`` is set."""
+    """Whether a number goes into a sum, or weighs a loss. If it is assigned to a name first, the uses of the
+    name are examined if ``follows`` is set."""
     parent = tree.parents[node]
     while _is_number_still(parent):
         if isinstance(parent, ast.BinOp) and _is_of_loss(

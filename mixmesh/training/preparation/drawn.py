@@ -1,5 +1,5 @@
-"""Notices numbers that a loop draws between its loader and its model: noise for a rank's own rows would equal
-neither one device's noise nor be different on every rank."""
+"""Notices random numbers that a loop draws between its loader and its model: noise for a rank's own rows
+would not equal one device's noise, and would not even differ between ranks."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ MESSAGE = (
 
 
 class DrawWatch:
-    """Remembers PyTorch's random numbers when the loader gives a batch, and compares them when the model is
-    called with it. Warns once, on the first rank."""
+    """Remembers the state of PyTorch's random numbers when the loader gives a batch, and compares it when the
+    model is called with the batch. Warns once, on the first rank."""
 
     def __init__(self) -> None:
         self._given: list[tuple[Read, torch.Tensor]] | None = None
@@ -36,11 +36,11 @@ class DrawWatch:
             self._given = [(read, read()) for read in readers()]
 
     def on_call(self) -> None:
-        """Called before the model runs: the first time after a batch it compares."""
-        given, self._given = self._given, None
-        if given is None or not torch.is_grad_enabled():
+        """Called before the model runs: compares in the first call after a batch."""
+        states, self._given = self._given, None
+        if states is None or not torch.is_grad_enabled():
             return
-        if any(not torch.equal(read(), state) for read, state in given):
+        if any(not torch.equal(read(), state) for read, state in states):
             self._has_warned = True
             if dist.get_rank() == 0:
                 warn(MESSAGE)
@@ -51,8 +51,8 @@ class DrawWatch:
 
 
 class Watched:
-    """An iterator that reports each batch to a watch. It is no generator, as a generator's frame would keep
-    the batch."""
+    """An iterator that reports each batch to a watch. It is not a generator, whose frame would keep the
+    batch."""
 
     def __init__(self, batches: Iterator[Any], watch: DrawWatch) -> None:
         self._batches, self._watch = batches, watch

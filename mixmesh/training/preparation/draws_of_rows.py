@@ -31,15 +31,15 @@ class RowDraws:
 
     @classmethod
     def of(cls, numbers: Numbers, epoch: int, rank: int) -> RowDraws:
-        """The draws of this rank in an epoch, whose order is drawn from ``numbers``."""
+        """The draws of this rank in an epoch whose order is drawn from ``numbers``."""
         process = "" if numbers.of_process is None else fingerprint(numbers.of_process)
         generators = repr({place: state.tolist() for place, state in numbers.generators.items()})
         return cls(hashlib.blake2b(f"{process} {generators} {epoch}".encode()).hexdigest(), rank)
 
     @contextmanager
     def loading(self, batch: int) -> Iterator[None]:
-        """A context in which the process draws the rank's numbers for the batch of this number; afterwards it
-        draws the same numbers as before."""
+        """A context in which the process draws the rank's own numbers for this batch; afterwards it goes on
+        as if nothing had been drawn."""
         before = torch.get_rng_state(), random.getstate(), np.random.get_state()
         digest = hashlib.blake2b(f"{self.base} {batch} {self.rank}".encode(), digest_size=SEED_BITS // 8)
         seed = int.from_bytes(digest.digest())

@@ -1,8 +1,9 @@
-"""Profiles of kinds of devices: with fewer devices, or more of known kinds, no operator is measured again.
+"""Profiles of kinds of devices: with fewer devices, or more devices of known kinds, no operator is measured
+again.
 
-A kind is what PyTorch reports about a device, and its speed. Each machine keeps the kinds of the whole
-cluster, so that the remaining machines know them, whichever one is lost. Collectives depend on the ranks that
-take part, and are measured for each set of them.
+A kind is identified by PyTorch's report about a device, and by its speed. Each machine keeps the kinds of the
+whole cluster, so that the remaining machines know them, whichever one is lost. Collectives depend on the
+ranks that take part, and are measured for each set of them.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from ...runtime.versions import package_version
 
 @dataclass(frozen=True)
 class Kinds:
-    """The profiles of kinds of devices that this machine has for one job. ``key`` stands for the job and
-    everything else, except devices, on which a profile depends; ``own`` for what PyTorch reports about this
+    """The profiles of kinds of devices that this machine has for one job. ``key`` identifies the job and
+    everything else on which a profile depends, except devices; ``own`` identifies PyTorch's report about this
     rank's device."""
 
     cache: Cache
@@ -40,18 +41,18 @@ class Kinds:
     @classmethod
     def of(cls, cache: Cache, key: str, where: torch.device) -> Kinds:
         """The kinds seen from this rank, whose device is ``where``."""
-        found = read_device(where)
-        return cls(cache, key, key_of(found.kind, found.name, found.num_threads, found.emulated))
+        facts = read_device(where)
+        return cls(cache, key, key_of(facts.kind, facts.name, facts.num_threads, facts.emulated))
 
     def load_all(self, cluster: Cluster, rank: int) -> dict[str, DeviceProfile] | None:
         """The profiles of all devices of ``cluster`` by ``device_key``; None if no machine has one for some
         device. Collective."""
         own = cluster.devices[rank]
-        known: dict[str, DeviceProfile] = {}
+        profiles: dict[str, DeviceProfile] = {}
         for key, one in everyones((device_key(own), self._load(own))):
             if one is not None:
-                known.setdefault(key, one)
-        return known if all(device_key(device) in known for device in cluster.devices) else None
+                profiles.setdefault(key, one)
+        return profiles if all(device_key(device) in profiles for device in cluster.devices) else None
 
     def save_all(self, profile: Profile, cluster: Cluster, rank: int, is_first_here: bool) -> None:
         """Keeps the profiles of all devices of ``cluster``; the first rank of each machine writes.
@@ -64,7 +65,8 @@ class Kinds:
             self.cache.save(f"{self._folder(own)}/{device.flop_per_s:.6g}.json", one.save)
 
     def process(self) -> KeptProcess:
-        """The memory of a process without tensors, which depends on no job, as kept on this machine."""
+        """The memory of a process without tensors, which does not depend on the job, as kept on this
+        machine."""
         file = f"process/{key_of(package_version(), torch.__version__, sys.version, self.own)}.json"
 
         def read(path: Path) -> ProcessMemory | None:
@@ -81,7 +83,7 @@ class Kinds:
         )
 
     def _load(self, device: Device) -> DeviceProfile | None:
-        """The profile of the kind that ``device`` is of: the nearest in speed, if it is near enough."""
+        """The profile for the kind of ``device``: the nearest in speed, if it is near enough."""
         folder = self._folder(self.own)
         for name in names_of_speed(self.cache.names(folder), device.flop_per_s):
             profile = self.cache.load(f"{folder}/{name}", Profile.load)

@@ -1,4 +1,4 @@
-"""Lengths of data sets, samplers and loaders, some of which have none: PyTorch's base classes declare no
+"""The lengths of data sets, samplers and loaders: some have none, because PyTorch's base classes declare no
 ``__len__``."""
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from .own_loader import FirstKept, OwnIterator, OwnLoader, not_resumable
 from .resuming import fingerprint, numbers_of_process, set_numbers_of_process
 from .untouched import untouched
 
-PROBED_ROWS = 8  # enough that lengths differ, if they do
+PROBED_ROWS = 8  # number of rows among which lengths will differ, if they differ at all
 KEPT_OPTIONS = "collate_fn", "pin_memory", "worker_init_fn", "generator"
 OTHERWISE_AGAIN = (
     "the same samples, loaded twice with the same random numbers, came out otherwise: what changes them is "
@@ -38,8 +38,8 @@ OPTIONS_OF_WORKERS = (
 
 
 def from_first_batch(loader: Iterable) -> tuple[Any, Iterable]:
-    """A batch like all of a loader, and a loader of all batches. An iterator has given one away, for which it
-    may have drawn random numbers that must not be drawn again."""
+    """A typical batch of a loader, and a loader of all its batches. An iterator has already given away its
+    first one, and may have drawn random numbers for it, which must not be drawn again."""
     if not is_iterator(loader):
         return example_batch(loader), loader
     batch = next(loader, None)
@@ -54,7 +54,7 @@ def is_iterator(loader: Iterable) -> TypeGuard[Iterator]:
 
 
 def example_batch(loader: Iterable) -> Any:
-    """A batch like all of a loader's. Afterwards the random numbers, also of the script's own generators, and
+    """A typical batch of a loader. Afterwards the random numbers, also of the script's own generators, and
     the loader's own state for choosing samples are as before."""
     with same_random_numbers(generators_in(loader)):
         if has_indices(loader):
@@ -76,7 +76,8 @@ def _check_first(batch: Any) -> None:
 
 
 def as_arguments(batch: Any) -> Any:
-    """A batch as a model is called with it: a dict of arguments, or a tuple; a tensor is the only one."""
+    """A batch in the form of a model's arguments: a dict by name, or a tuple; a tensor becomes a tuple of
+    one."""
     if isinstance(batch, list):
         return tuple(batch)
     return (batch,) if isinstance(batch, torch.Tensor) else batch
@@ -105,7 +106,7 @@ def take_random_numbers(generators: Sequence[Any] = ()) -> None:
 
 
 def has_indices(loader: Iterable) -> TypeGuard[DataLoader]:
-    """Whether batches are lists of indices into a data set, so that a rank may load only its own."""
+    """Whether batches are lists of indices into a data set, so that a rank can load only its own."""
     return (
         isinstance(loader, DataLoader)
         and not isinstance(loader.dataset, IterableDataset)
@@ -129,8 +130,8 @@ def depends_on_others(loader: DataLoader) -> bool:
     """Whether the rows of a batch depend on the rest of it: they are padded to its longest row, or mixed with
     each other. To find out, some samples from all over the data set are loaded together, in part and one by
     one, with the same random numbers. Rows that cannot be loaded in parts count as dependent, and so do those
-    for which random numbers are drawn as ``draws`` describes: only for a whole batch are these the numbers of
-    one device."""
+    for which random numbers are drawn as ``draws`` describes: these equal one device's numbers only if the
+    whole batch is loaded."""
     try:
         generators = generators_in(loader)
         if draws(loader, generators):
@@ -147,7 +148,7 @@ def depends_on_others(loader: DataLoader) -> bool:
             return True
         alone = [load([i]) for i in indices]
         return any(x.shape[1:] != y.shape[1:] for row in alone for x, y in zip(whole, row, strict=True))
-    except Exception:  # any error of a collate function that has never seen such a batch
+    except Exception:  # a collate function may fail in any way on a batch such as it has never seen
         return True
 
 
@@ -177,9 +178,9 @@ def whole_batch(num_samples: int) -> tuple[int, int]:
 
 
 def own_loader(loader: Iterable, plan: Plan, *, is_compared: bool = True) -> OwnLoader:
-    """The loader of this rank's rows. If all inputs of the program are cut alike by samples, and no row of a
-    batch depends on the others, a rank loads only its own; else it loads whole batches and cuts them. A
-    loader without indices (an iterable data set) must give the same batches on every rank, which is checked
+    """A loader of this rank's rows. If all inputs of the program are cut alike by samples, and no row of a
+    batch depends on the others, the rank loads only its own rows; else it loads whole batches and cuts them.
+    A loader without indices (an iterable data set) must give the same batches on every rank, which is checked
     at every batch, unless the caller does it (``is_compared=False``). Collective."""
     program, rank = plan.program, dist.get_rank()
     if is_iterator(loader):
@@ -190,7 +191,7 @@ def own_loader(loader: Iterable, plan: Plan, *, is_compared: bool = True) -> Own
     own = own_samples(program, rank) if plan.order is None else None
     _, size, _ = own or (0, 0, 0)
     depends = from_first_rank(lambda: depends_on_others(loader))
-    # also of a rank without samples, whose empty tensors are cut out of a whole batch
+    # also for a rank without samples, whose empty tensors are cut from a whole batch
     is_whole = not size or depends
     rows = whole_batch if is_whole else partial(own_rows, program, rank)
     draws_apart = own is not None and not depends

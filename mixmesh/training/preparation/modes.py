@@ -12,16 +12,16 @@ from ...runtime.whole_model import own_module
 
 
 def has_own_train(model: nn.Module) -> bool:
-    """Whether ``model.train()`` does more than set the mode of every module: the usual way to keep batch norm
-    frozen."""
+    """Whether ``model.train()`` does more than set the mode of every module, which is the usual way to keep
+    batch norm frozen."""
     return any(type(module).train is not nn.Module.train for module in model.modules())
 
 
 @contextmanager
 def as_its_train_has_it(model: nn.Module) -> Iterator[Modes]:
-    """A context in which a training model with a ``train()`` of its own is in the state that this leaves, as
-    it is in every step of a loop that calls it. Yields the modes of its modules before, which are restored
-    afterwards."""
+    """A context in which a training model with a ``train()`` of its own is in the state after calling it, as
+    in every step of a loop that does. Yields the modes of its modules before, which are restored afterwards.
+    """
     own = own_module(model)
     before = modes_of(model.modules())
     if own.training and has_own_train(own):

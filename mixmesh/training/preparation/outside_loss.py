@@ -41,14 +41,14 @@ def with_loss(model: nn.Module, loss: Callable[..., Any], outputs: Collection[st
     names = input_names(model)
     takes_more = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
     needed = needed_names(model)
-    targets_named = needed_names(loss)[1:]  # without the model's outputs
+    targets_named = needed_names(loss)[1:]  # without the first one, which takes the model's outputs
     needed_targets = len(targets_named)
     held = _name_for(loss, model)
     patched = vars(model).get("forward")
     own_forward = patched.__func__ if isinstance(patched, MethodType) else patched and _without_self(patched)
 
     def loss_in(module: nn.Module) -> Callable[..., Any]:
-        return loss if held is None else getattr(module, held)  # copies have their own
+        return loss if held is None else getattr(module, held)  # a copy of the model has its own loss
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         take_attributes(self)
@@ -59,13 +59,13 @@ def with_loss(model: nn.Module, loss: Callable[..., Any], outputs: Collection[st
         count = min(max(len(names) - len(own), 0), max(len(args) + len(others) - needed_targets, 0))
         count = max(count, len([name for name in needed if name not in own]))
         with _without(held, self):
-            made = (own_forward or original.forward)(self, *args[:count], **own)
+            outputs_of_model = (own_forward or original.forward)(self, *args[:count], **own)
         targets = args[count:]
-        if outputs and not _can_call(loss, made, *targets, **others):
-            return _beside(None, made)  # evaluation without targets
+        if outputs and not _can_call(loss, outputs_of_model, *targets, **others):
+            return _beside(None, outputs_of_model)  # evaluation without targets
         with loss_outside(loss):
-            value = loss_in(self)(made, *targets, **others)
-        return _beside(value, made) if outputs else value
+            value = loss_in(self)(outputs_of_model, *targets, **others)
+        return _beside(value, outputs_of_model) if outputs else value
 
     wrapped = copy.copy(model)
     wrapped.__dict__.pop("forward", None)
@@ -79,8 +79,8 @@ def with_loss(model: nn.Module, loss: Callable[..., Any], outputs: Collection[st
 
 @contextmanager
 def _without(held: str | None, model: nn.Module) -> Iterator[None]:
-    """A context in which ``model`` has only its former modules, without the loss that is ``held`` under that
-    name: a Sequential runs all modules that it has."""
+    """A context in which ``model`` lacks the loss that is ``held`` under that name, because a Sequential runs
+    all modules that it has."""
     if held is None:
         yield
         return
@@ -112,12 +112,12 @@ def _without_self(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _can_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
-    """Whether a function takes these arguments; True if that is unknown."""
+    """Whether a function accepts these arguments; True if that is unknown."""
     try:
         inspect.signature(function).bind(*args, **kwargs)
     except TypeError:
         return False
-    except ValueError:  # not written in Python
+    except ValueError:  # a function that is not written in Python
         return True
     return True
 
@@ -135,7 +135,7 @@ def needed_names(function: Callable[..., Any]) -> tuple[str, ...]:
     called = function.forward if isinstance(function, nn.Module) else function
     try:
         parameters = inspect.signature(called).parameters.values()
-    except ValueError:  # not written in Python
+    except ValueError:  # a function that is not written in Python
         return ()
     by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(p.name for p in parameters if p.kind in by_place and p.default is p.empty)

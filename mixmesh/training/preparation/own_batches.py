@@ -24,13 +24,13 @@ from .resuming import (
     skip,
 )
 
-Rows = Callable[[int], tuple[int, int]]  # a batch's size to a rank's first row and how many it has
-BATCHES_PER_MESSAGE = 64  # one message with indices for many steps, and none that grows with the data set
+Rows = Callable[[int], tuple[int, int]]  # maps a batch's size to (a rank's first row, its number of rows)
+BATCHES_PER_MESSAGE = 64  # one message has indices for many steps, but does not grow with the data set
 
 
 @dataclass(frozen=True)
 class Given:
-    """One batch of indices that was given to be loaded: its rows, this rank's and all, and its digest."""
+    """A batch of indices that was handed to the workers: its rows, this rank's and all, and its digest."""
 
     own_rows: int
     num_samples: int
@@ -58,8 +58,8 @@ class Iteration:
         state: Progress | None,
     ) -> None:
         self.loader, self.rows, self.ahead, self.state = loader, rows, ahead, state
-        self.received: deque[list[int]] = deque()  # received, not yet given
-        self.given: deque[Given] = deque()  # given, not yet counted
+        self.received: deque[list[int]] = deque()  # received, but not yet handed to the workers
+        self.given: deque[Given] = deque()  # handed to the workers, but not yet counted
         self.num_received = self.num_counted = 0
         self.numbers: Numbers | None = None
         self.last_numbers: Numbers | None = None
@@ -90,7 +90,7 @@ class Iteration:
             yield indices[start : start + size] or indices[:1]
 
     def count(self) -> Given:
-        """The indices that the batch that was loaded next is made of, in short."""
+        """Counts the batch that was loaded next, and returns its description."""
         self.num_counted += 1
         return self.given.popleft()
 
@@ -108,7 +108,7 @@ class Iteration:
         return batches, Numbers.of(self.loader, with_process=False) if is_last else None, drawn
 
     def begin_order(self) -> Iterator[list[int]]:
-        """The batches of the sampler from the start, or from the state on."""
+        """The batches of the sampler, from the start or from the state on."""
         sampler = sampler_of(self.loader)
         if self.state is None:
             return iter(sampler)
@@ -118,7 +118,7 @@ class Iteration:
 
 
 def sampler_of(loader: DataLoader) -> Iterable[list[int]]:
-    """The sampler of a loader's batches, which one with indices has."""
+    """The sampler of a loader's batches, which every loader with indices has."""
     sampler = loader.batch_sampler
     assert sampler is not None
     return sampler
@@ -134,7 +134,7 @@ class OwnBatches:
         self.iteration: Iteration | None = None
 
     def settle(self) -> None:
-        """Cuts everything from now on by the rows that were to follow."""
+        """Cuts everything from now on by the rows that were to be used next."""
         self.rows.settle()
 
     def begin(self, state: Progress | None) -> Iteration:

@@ -70,7 +70,7 @@ class Counted:
 
 
 class LoopWatch(Protocol):
-    """A watch on the loop that asks a loader for batches. All its calls are made between two batches."""
+    """Watches the loop that reads a loader. All its methods are called between two batches."""
 
     def before_batch(self) -> None:
         """Called before a batch is requested, on all ranks alike."""
@@ -99,7 +99,7 @@ class OwnLoader:
         draws_apart: bool = False,
     ) -> None:
         self._loader, self._own, self._plan, self._is_whole = loader, own, plan, is_whole
-        # cuts whole batches, if requested
+        # cuts whole batches, if that is requested
         self._cut_by: Followed[Plan | Program] | None = None
         if is_whole and plan is not None:
             self._cut_by = Followed(plan)
@@ -108,12 +108,12 @@ class OwnLoader:
         self.draws = DrawWatch()
         self._rows: RowWatch | None = None
         self.watch: LoopWatch | None = None
-        self.num_old = 0  # batches that will still be given by the plan before the last one
-        self.is_single = True  # no two iterations have run at the same time
+        self.num_old = 0  # number of batches that are still to be given by the previous plan
+        self.is_single = True  # whether no two iterations have run at the same time
         self._open: WeakSet[Counted] = WeakSet()  # iterations that have not ended
         self._is_compared = is_compared  # whether batches are compared between ranks
         sampler = getattr(own, "batch_sampler", None)
-        self._sampler = sampler if isinstance(sampler, OwnBatches) else None  # data with indices has one
+        self._sampler = sampler if isinstance(sampler, OwnBatches) else None  # present for data with indices
         self._progress, self._is_resumed = Progress(), False
         self._resume: Resume | None = None  # the point at which the current iteration resumed
 
@@ -124,7 +124,7 @@ class OwnLoader:
             self._resume = from_first_rank(self._next_resume)
         resumed = replace(self._resume.state) if self._resume is not None else None
         self._is_resumed = False
-        self._progress = replace(self._progress)  # a copy: another iteration may still run and count
+        self._progress = replace(self._progress)  # a copy, because another iteration may still run and count
         self._progress.begin(resumed)
         in_middle = resumed if resumed is not None and resumed.num_yielded else None
         if resumed is not None and in_middle is None and resumed.numbers is not None:
@@ -150,7 +150,7 @@ class OwnLoader:
         runtime.before_call = before_call
 
     def _told(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The same batches, reported to the watch on the loop."""
+        """Yields the same batches, and reports them to the watch on the loop."""
         watch = self.watch
         if watch is None:
             return batches
@@ -195,7 +195,7 @@ class OwnLoader:
         return self._resume.after_look() if self._resume is not None and self._was_look() else None
 
     def _was_look(self) -> bool:
-        """Whether the loop only looked at a resumed epoch before it left the iteration."""
+        """Whether the loop only took a look at a resumed epoch before it left the iteration."""
         return self._resume is not None and self._resume.was_left_at(self._progress)
 
     def _show(self, progress: Progress) -> None:
@@ -231,7 +231,7 @@ class OwnLoader:
             progress.end(iteration.last_numbers)
             self._show(progress)
 
-        draws: list[RowDraws] = []  # draws of this epoch, if its numbers are known
+        draws: list[RowDraws] = []  # the draws of this epoch, if its numbers are known
 
         def around() -> AbstractContextManager:
             if not self._draws_apart or iteration.numbers is None:
@@ -242,7 +242,7 @@ class OwnLoader:
 
         of_script = numbers_of_process()
         batches = iter(self._own)
-        if resumed is not None:  # its workers' seed was drawn when the epoch began
+        if resumed is not None:  # the workers' seed was drawn when the epoch began
             set_numbers_of_process(of_script)
         return Counted(batches, count, end, before, around)
 
@@ -297,7 +297,7 @@ class OwnLoader:
         at = progress.epoch if progress.sampler_epoch is None else progress.sampler_epoch
         if goes_on and progress.num_yielded and epoch != at:
             raise InputError(
-                "the loader was to go on in the middle of another epoch",
+                "the loader should resume in the middle of another epoch",
                 expected=f"set_epoch({at})",
                 got=f"set_epoch({epoch})",
                 hint="for epoch in range(state['epoch'], num_epochs): ..., with the state that was loaded",
@@ -317,9 +317,9 @@ class OwnLoader:
 
 
 class FirstKept:
-    """An iterator whose first batch was already taken: it gives that one and then the rest. ``iter`` is
-    passed on once something was given: a generator then continues, and a class that starts over does so.
-    Every other attribute is the iterator's."""
+    """An iterator whose first batch was already taken: it gives that one and then the rest. After the first
+    batch ``iter`` is passed on, so that a generator continues, and a class that starts over does so. Every
+    other attribute is the iterator's."""
 
     def __init__(self, first: Any, batches: Iterator[Any]) -> None:
         self._kept, self._batches, self._has_given = [first], batches, False
@@ -341,8 +341,8 @@ class FirstKept:
 
 
 class OwnIterator(OwnLoader):
-    """``OwnLoader`` of an iterator over batches: an iterator too, which starts over if that one does, and has
-    no state to resume from."""
+    """An ``OwnLoader`` for an iterator over batches: it is an iterator too, starts over if that one does, and
+    has no state from which to resume."""
 
     def __init__(self, loader: Iterator, plan: Plan) -> None:
         own = Counted(loader, lambda batch: batch, lambda: None)  # does not pass ``iter`` on to the loader
@@ -360,19 +360,19 @@ class OwnIterator(OwnLoader):
         return next(self._batches)
 
     def state_dict(self) -> dict[str, Any]:
-        """Raises InputError."""
+        """Raises InputError: an iterator has no state."""
         raise not_resumable()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises InputError."""
+        """Raises InputError: an iterator has no state."""
         self.state_dict()
 
 
 def not_resumable() -> InputError:
-    """The error for an iterator that another start is to resume."""
+    """The error for an iterator with which another start should resume."""
     return InputError(
-        "an iterator of batches cannot be gone on with in another start",
-        expected="a loader that begins anew in every epoch",
+        "an iterator of batches cannot be resumed in another start",
+        expected="a loader that starts over in every epoch",
         got="an iterator, such as a generator",
         hint=(
             "a class with __iter__ that makes the generator, or a DataLoader",
@@ -382,6 +382,6 @@ def not_resumable() -> InputError:
 
 
 def num_rows(batch: Any) -> int:
-    """The samples of a batch: dim 0 of its first tensor that has dims."""
+    """The number of samples of a batch: dim 0 of its first tensor that has dims."""
     leaves = pytree.tree_leaves(batch)
     return next((x.shape[0] for x in leaves if isinstance(x, torch.Tensor) and x.ndim), 0)

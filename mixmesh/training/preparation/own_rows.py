@@ -39,9 +39,9 @@ HINTS = (
     "model, optimizer, _ = mixmesh.prepare(...)  # and the script's own loader: whole batches on every rank",
     "mixmesh.prepare(..., inputs=function), with the function that does this to a whole batch",
 )
-# functions that choose rows by position, or move them, along a given dim
+# functions that choose or move rows by position, along a given dim
 ALONG_A_DIM = frozenset("roll flip sort argsort gather take_along_dim narrow select index_select".split())
-# functions that do the same if their results have different rows
+# functions that do the same, but whose results have different rows
 IN_PARTS = frozenset(
     "cat concat concatenate stack vstack row_stack split chunk tensor_split unbind repeat tile".split()
 )
@@ -52,14 +52,14 @@ FORMS = frozenset(
     "view reshape flatten unflatten transpose permute movedim t squeeze unsqueeze expand view_as reshape_as "
     "repeat_interleave ravel masked_select nonzero __get__ __getitem__".split()
 )
-# the code of PyTorch between len(x) in a script and this file
+# PyTorch's own code between len(x) in a script and this file
 _BETWEEN = frozenset({torch._tensor.__file__, torch.overrides.__file__})
 READING = frozenset("item tolist __float__ __int__ __bool__ __format__ __repr__".split())
 
 
 class OwnRows(Tensor):
-    """A tensor that was made from a rank's own ``rows``. ``joined`` and ``picked`` name the function that has
-    joined some rows, or picked some by their position."""
+    """A tensor that was made from a rank's own ``rows``. ``joined`` and ``picked`` name the function that
+    joined some rows, or picked some by position."""
 
     rows: int = 0
     watch: RowWatch | None = None
@@ -78,17 +78,18 @@ class OwnRows(Tensor):
                 sources[0].watch.warn(joined, sources[0].rows)
             return func(*pytree.tree_map(plain, args), **pytree.tree_map(plain, kwargs))
         result = super().__torch_function__(func, types, args, kwargs)
-        for made in pytree.tree_leaves(result) if sources else ():
-            if isinstance(made, OwnRows):
+        for rows_made in pytree.tree_leaves(result) if sources else ():
+            if isinstance(rows_made, OwnRows):
                 source = max(sources, key=Tensor.dim)
-                made.watch, made.rows = source.watch, _rows_of(name, source, made)
-                made.joined = joined or (name if _joins(name, source, made, args, kwargs) else "")
-                made.picked = picked or (name if _picks(name, source, made, args, kwargs) else "")
+                rows_made.watch, rows_made.rows = source.watch, _rows_of(name, source, rows_made)
+                rows_made.joined = joined or (name if _joins(name, source, rows_made, args, kwargs) else "")
+                rows_made.picked = picked or (name if _picks(name, source, rows_made, args, kwargs) else "")
         return result
 
 
 def _check_count(func: Any, name: str, args: tuple, reader: FrameType) -> None:
-    """Makes the watch warn if a function asks for a size with which the script's own line counts samples."""
+    """Makes the watch warn if a function asks for a size that the script's current line uses to count
+    samples."""
     if name not in SIZES and not (name == "__get__" and func.__self__.__name__ == "shape"):
         return
     x = args[0]
@@ -101,7 +102,8 @@ def _check_count(func: Any, name: str, args: tuple, reader: FrameType) -> None:
 
 
 class OwnWords(list):
-    """Words of a rank's own rows, such as file names; reports to ``watch`` when they are counted."""
+    """A list with a string for each of a rank's own rows, such as a file name; tells ``watch`` when they are
+    counted."""
 
     watch: RowWatch | None = None
 
@@ -111,7 +113,7 @@ class OwnWords(list):
 
 
 class OwnWordsInTuple(tuple):
-    """The same, as PyTorch collates samples that are tuples."""
+    """The same as a tuple, in which PyTorch collates samples that are tuples."""
 
     watch: RowWatch | None = None
 
@@ -133,8 +135,8 @@ def _is_watched_words(x: Any) -> bool:
 
 
 def plain(x: Any) -> Any:
-    """Converts a tensor of a rank's rows to PyTorch's own class, and words to a plain list or tuple; returns
-    anything else unchanged."""
+    """Converts a tensor of a rank's rows to PyTorch's own class, and strings to a plain list or tuple;
+    returns anything else unchanged."""
     if isinstance(x, OwnWords):
         return list(x)
     if isinstance(x, OwnWordsInTuple):
@@ -146,7 +148,7 @@ def plain(x: Any) -> Any:
 
 
 def _rows_of(name: str, source: OwnRows, made: OwnRows) -> int:
-    """The number of rows of ``made`` that are samples, or k times as many."""
+    """The number of rows of ``made`` that belong to samples, or k times as many."""
     length = len(plain(made)) if plain(made).ndim else 0
     return length if name in FORMS and source.rows and length % source.rows == 0 else source.rows
 
@@ -189,7 +191,7 @@ def _is_picking_index(index: Any) -> bool:
 
 
 def _shown(function: str) -> str:
-    """The name of a function as a script writes it."""
+    """A function's name in the form in which a script writes it."""
     return "an index" if function == "__getitem__" else f"{function}()"
 
 
@@ -214,11 +216,11 @@ class RowWatch:
             warn(OF_COUNTS.format(rows=rows))
 
     def watching(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The same batches, the tensors of the first ones as ``OwnRows``."""
+        """The same batches, with tensors of the first ones as ``OwnRows``."""
         return map(self.watched, batches)
 
     def watched(self, batch: Any) -> Any:
-        """A batch whose tensors are watched if it is one of the first."""
+        """A batch, with its tensors watched if it is one of the first."""
         if not self._left:
             return batch
         self._left -= 1
@@ -240,7 +242,7 @@ class RowWatch:
 
     def on_call(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, Mapping[str, Any]]:
         """The arguments of a model's call as plain tensors. Raises InputError for rows that were joined, or
-        picked by their place."""
+        picked by position."""
         for x in pytree.tree_leaves((args, kwargs)):
             if isinstance(x, OwnRows) and (x.joined or x.picked):
                 raise InputError(

@@ -37,7 +37,7 @@ class Phase:
 
     @property
     def text(self) -> str:
-        """A line for people."""
+        """The phase as a line for people."""
         source = "kept from an earlier start" if self.was_kept else seconds_text(self.time_s)
         return f"{self.name}: {self.decided} ({source})" if self.decided else f"{self.name}: {source}"
 
@@ -50,7 +50,7 @@ class Phases:
         self.finished: list[Phase] = []
 
     def new(self, name: str, make: Callable[[], T], words: Callable[[T], str]) -> T:
-        """Makes the value of a phase that keeps nothing; ``words`` describes the decision."""
+        """Makes a value that is not kept; ``words`` describes the decision."""
         self.teller(name)
         started = time.perf_counter()
         value = make()

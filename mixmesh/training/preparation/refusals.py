@@ -1,4 +1,5 @@
-"""Loaders that ``prepare`` refuses at once, as their data would be left out or could not be trained on."""
+"""Loaders that ``prepare`` refuses immediately, because some of their data would be left out or could not be
+trained on."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def check_unwrapped(model: nn.Module) -> None:
 
 def check_gives_all(loader: Iterable) -> None:
     """Raises InputError for a loader whose sampler deals samples out to ranks: each rank would get a part of
-    the first rank's part, and nobody the rest."""
+    the first rank's part, and no rank would get the rest."""
     sampler = getattr(loader, "sampler", None)
     batch_sampler = getattr(loader, "batch_sampler", None)
     for holder in (sampler, batch_sampler, getattr(batch_sampler, "sampler", None)):
@@ -54,7 +55,7 @@ def check_last_batch(loader: Any, plan: Plan) -> None:
     steps = max(row.steps for row in plan.micro_batches)
     try:
         left = length(loader.sampler) % batch_size
-    except TypeError:  # its length is not known
+    except TypeError:  # the length is unknown
         return
     if loader.drop_last or not left:
         return

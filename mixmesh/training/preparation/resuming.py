@@ -21,7 +21,7 @@ from ...errors import InputError
 
 T = TypeVar("T")
 END = object()
-LOOK = 1  # batches: an iteration left after this many was a look at the data, not an epoch
+LOOK = 1  # number of batches after which leaving an iteration counts as a look at the data, not as an epoch
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Numbers:
 
     @classmethod
     def of(cls, loader: Any, *, with_process: bool = True) -> Numbers:
-        """The current numbers."""
+        """The current states of a loader's random numbers."""
         generators = {place: g.get_state() for place, g in generators_of(loader).items()}
         return cls(numbers_of_process() if with_process else None, generators)
 
@@ -61,7 +61,8 @@ def generators_of(loader: Any) -> dict[str, torch.Generator]:
 
 
 def numbers_of_process() -> dict[str, Any]:
-    """The states of torch, random and numpy.random, as ``torch.load(weights_only=True)`` reads them."""
+    """The states of torch, random and numpy.random, in a form that ``torch.load(weights_only=True)`` can
+    read."""
     state = np.random.get_state()
     assert isinstance(state, tuple)  # the state of MT19937, the usual generator
     name, keys, *rest = state
@@ -93,17 +94,19 @@ class Progress:
     one."""
 
     epoch: int = 0
-    sampler_epoch: int | None = None  # given to set_epoch last: the order of this epoch and those after it
+    # last argument of set_epoch: it decides the order of this epoch and those after it
+    sampler_epoch: int | None = None
     num_yielded: int = 0
     samples_yielded: int = 0
-    digest: str = ""  # over all that was given
-    numbers: Numbers | None = field(default=None, repr=False)  # the epoch's order is drawn from these
-    is_open: bool = False  # an epoch has begun and not ended
+    digest: str = ""  # of all batches given so far
+    # the random numbers from which the epoch's order is drawn
+    numbers: Numbers | None = field(default=None, repr=False)
+    is_open: bool = False  # whether an epoch has begun and not ended
 
     def begin(self, resumed: Progress | None) -> None:
-        """Begins an epoch or resumes one; an epoch that was left in the middle is over. A mere look at the
-        data begins the epoch again; so does an epoch that was set, whose order the sampler draws until
-        another is set."""
+        """Begins an epoch or resumes one; an epoch that was left in the middle counts as over. After a mere
+        look at the data the same epoch begins again; so does an epoch that was set, whose order the sampler
+        draws until another is set."""
         if resumed is not None:
             self.__dict__.update(vars(resumed))
         elif self.is_open:
@@ -119,24 +122,24 @@ class Progress:
         self.digest = joined(self.digest, digest)
 
     def end(self, numbers: Numbers | None) -> None:
-        """Stands at the start of the next epoch; ``numbers`` are as the last one left them."""
+        """Moves to the start of the next epoch; ``numbers`` are those at the end of this one."""
         if self.is_open:
             self.start_at(self.epoch + 1)
             self.numbers = numbers
 
     def start_at(self, epoch: int) -> None:
-        """Stands at the start of ``epoch``."""
+        """Moves to the start of ``epoch``."""
         self.epoch, self.num_yielded, self.samples_yielded, self.digest = epoch, 0, 0, ""
         self.is_open = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, as plain values and tensors of bytes."""
+        """Everything as plain values and tensors of bytes."""
         numbers = None if self.numbers is None else dict(vars(self.numbers))
         return {**vars(self), "numbers": numbers}
 
     @classmethod
     def of_state(cls, state: dict[str, Any]) -> Progress:
-        """The progress that ``state_dict`` gave. Raises InputError for another dict."""
+        """The progress that ``state_dict`` has described. Raises InputError for another dict."""
         names = set(cls.__dataclass_fields__)
         if not isinstance(state, dict) or set(state) != names:
             raise InputError(
@@ -149,14 +152,14 @@ class Progress:
 
 
 def joined(so_far: str, digest: str) -> str:
-    """The digest of all batches so far and one more."""
+    """The digest of all batches so far and one more batch."""
     return hashlib.blake2b(f"{so_far} {digest}".encode(), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True)
 class Resume:
-    """The place where an iteration resumed in the middle of an epoch, and whether an earlier one was left
-    there."""
+    """The point at which an iteration resumed in the middle of an epoch, and whether an earlier iteration was
+    left there."""
 
     state: Progress
     follows_look: bool = False
@@ -168,7 +171,7 @@ class Resume:
         return bool(self.state.num_yielded and progress.is_open and num_given <= LOOK)
 
     def after_look(self) -> Resume:
-        """The place where the next iteration resumes. A second look raises InputError: the script may take
+        """The point at which the next iteration resumes. A second look raises InputError: the script may take
         one batch of every iteration, and would be given the same batch forever."""
         if self.follows_look:
             raise InputError(
@@ -185,7 +188,7 @@ class Resume:
 
 @dataclass(frozen=True)
 class Skipped:
-    """The batches that remain after those of a state were skipped. ``reason`` says why they cannot be used;
+    """The remaining batches, after those in a state were skipped. ``reason`` says why they cannot be used;
     empty if they can."""
 
     remaining: Iterator[Any]
@@ -196,7 +199,7 @@ def check_skipped(reasons: Iterable[str]) -> None:
     """Raises InputError if one of the ``reasons`` is not empty."""
     for reason in filter(None, reasons):
         raise InputError(
-            f"the loader cannot go on in the middle of an epoch: {reason}",
+            f"the loader cannot resume in the middle of an epoch: {reason}",
             expected="the batches of the start that saved the state, in their order",
             hint=(
                 "a generator of its own: DataLoader(..., generator=torch.Generator().manual_seed(0))",

@@ -31,10 +31,10 @@ def save(path_or_state: Any, path: Any = None, /, **parts: Any) -> None:
     ``parts`` are written as ``torch.save({"model": model.state_dict(), ...}, path)`` does: models (parallel
     ones, averages of them, any module), optimizers, schedulers and whatever else has a ``state_dict``, and
     plain values. Collective: call it on every rank, outside of ``if rank == 0``. The first rank writes, and
-    all go on when the file is there; what it cannot write is raised on all ranks. Without torchrun it is
-    ``torch.save``. Raises InputError, before anything is sent, for a loader without ``state_dict``: a
-    DataLoader, an iterator, or what else gives batches and has ``loader`` in its name; and for a ``state``
-    that has pieces of other tensors on some ranks.
+    all continue when the file is there; if it cannot write, the error is raised on all ranks. Without
+    torchrun it is ``torch.save``. Raises InputError, before anything is sent, for a loader without
+    ``state_dict`` (a DataLoader, an iterator, or anything else that gives batches and has ``loader`` in its
+    name), and for a ``state`` that has pieces of other tensors on some ranks.
     """
     with in_call("save"):
         _save(path_or_state, path, parts)
@@ -109,8 +109,8 @@ def with_whole_tensors(state: Any) -> Any:
 
 
 def check_has_state(name: str, part: Any) -> None:
-    """Raises InputError for a loader that cannot say how far it has come: as a plain value it would be
-    written with its data, and not be gone on with."""
+    """Raises InputError for a loader that cannot report its position: as a plain value it would be written
+    together with its data, and could not be resumed."""
     if hasattr(part, "state_dict") or not _is_loader(name, part):
         return
     raise InputError(
@@ -126,8 +126,8 @@ def check_has_state(name: str, part: Any) -> None:
 
 
 def _is_loader(name: str, part: Any) -> bool:
-    """Whether a part gives batches: a DataLoader, an iterator, or an object named like a loader, since other
-    lists of tensors may be results."""
+    """Whether a part gives batches: a DataLoader, an iterator, or an object with the name of a loader, since
+    other lists of tensors may be results."""
     if isinstance(part, DataLoader | Iterator):
         return True
     if "loader" not in name.lower() or isinstance(part, str | Mapping | torch.Tensor | np.ndarray):
@@ -138,7 +138,7 @@ def _is_loader(name: str, part: Any) -> bool:
 
 
 def parallel_models(module: nn.Module) -> list[ParallelModel]:
-    """The parallel models that a module is or holds."""
+    """The parallel models that a module is or contains."""
     return [m for m in module.modules() if isinstance(m, ParallelModel)]
 
 

@@ -72,38 +72,39 @@ def prepare(
     """This process's part of a script's ``model``, ``optimizer`` and ``loader``; the loop stays as it is.
 
     Call it in every process of ``torchrun``, after the same code has made the same model. ``loader`` gives
-    global batches; the one that is returned gives this rank's rows of the same batches. ``model(*batch)``,
-    or ``model(**batch)`` for a dict, returns the loss of the whole batch; with ``loss`` that is
-    ``loss(outputs, targets)`` (``outside_loss.with_loss``). The devices are detected, the job profiled for
-    about ``profile_s`` seconds and planned; what was found is kept in the folder ``cache`` for the next
-    start. A file ``cluster`` describes the devices and links in place of what would be detected.
-    ``batch_norm="local"`` takes each rank's own statistics (``mm.plan``). ``outputs`` names what of
-    the model's own output is returned beside the loss, ``("logits",)`` for instance: this rank's rows, and
-    by ``out.gather()`` all. ``autocast`` is the ``torch.autocast`` that the loop calls the model under, or
-    its dtype; without one it is the context that ``prepare`` is called under. A rank that is silent for
-    ``heartbeat_s`` seconds is lost, and ends the others; 0 turns that off. Without torchrun the model,
-    with its loss, and the other two come back as they are.
+    global batches; the returned loader gives this rank's rows of the same batches. ``model(*batch)``, or
+    ``model(**batch)`` for a dict, returns the loss of the whole batch; with ``loss`` that is ``loss(outputs,
+    targets)`` (``outside_loss.with_loss``). The devices are detected, the job is profiled for about
+    ``profile_s`` seconds and planned; the results are kept in the folder ``cache`` for the next start. A file
+    ``cluster`` describes the devices and links, which are then not detected. ``batch_norm="local"`` takes
+    each rank's own statistics (``mm.plan``). ``outputs`` names parts of the model's own output to return
+    besides the loss, ``("logits",)`` for instance: this rank's rows of them, or with ``out.gather()`` all
+    rows. ``autocast`` is the ``torch.autocast`` under which the loop calls the model, or its dtype; by
+    default it is the context in which ``prepare`` is called. A rank that is silent for ``heartbeat_s``
+    seconds counts as lost, and ends the others; 0 turns that off. Without torchrun the model, with its loss,
+    and the other two are returned unchanged.
 
     A model that returns no loss, without ``loss``, gives all its outputs whole on every rank, with a
-    gradient: any loss that the loop computes of them is right, of several calls or models too. The script
-    keeps its loader then, with whole batches on every rank, of which the model gets what its forward takes.
+    gradient: any loss that the loop computes from them is right, even from several calls or models. The
+    script then keeps its own loader, with whole batches on every rank; the model gets the part of a batch
+    that its forward takes.
 
-    On CPUs the speeds of devices are watched: where one gets slower or faster than planned for long enough,
-    ranks get other numbers of rows between two batches, and parameters that are cut move with them, if the
-    loop goes on exactly (``rebalance.own_loop``). ``rebalance=False`` keeps shares as planned, and so does
-    ``inputs``, or a model without a loss.
+    On CPUs the speeds of devices are watched: if one is slower or faster than planned for long enough, then
+    between two batches ranks get other numbers of rows, and parameters that are cut move accordingly,
+    provided that the loop continues exactly (``rebalance.own_loop``). ``rebalance=False`` keeps shares as
+    planned, and so do ``inputs`` and a model without a loss.
 
-    ``inputs`` is for loops that make something else of a batch before they call the model, such as noise or
-    mixtures of samples: the function that does so, called as ``inputs(*batch)`` or ``inputs(**batch)``, whose
-    result the model is called with. The script keeps its loader then, with whole batches on every rank, and
-    draws the same numbers on all of them, from one seed; the first three steps are compared, and refused if
-    they differ.
+    ``inputs`` is for loops that change a batch before they call the model, by adding noise or mixing samples
+    for instance: it is the function that does so, called as ``inputs(*batch)`` or ``inputs(**batch)``, and
+    the model is called with its result. The script then keeps its own loader, with whole batches on every
+    rank, and all ranks draw the same random numbers, from one seed; the first three steps are compared, and
+    refused if they differ.
 
     With ``compile`` the operators between collectives are compiled by ``torch.compile``, which takes a minute
-    or more when a shape first comes; predictions stay those of operators one by one.
+    or more when a shape first occurs; predictions remain those for uncompiled operators.
 
-    Batches of other sizes and lengths than the first, the smaller last one of an epoch too, are served by the
-    same plan. Raises TraceError for a model that cannot be exported, Infeasible if nothing fits in memory.
+    The same plan serves batches of other sizes and lengths than the first, including the smaller last one of
+    an epoch. Raises TraceError for a model that cannot be exported, Infeasible if nothing fits in memory.
     """
     if "RANK" not in os.environ:
         if loss is not None:
@@ -160,11 +161,12 @@ def prepare(
             heartbeat_s=heartbeat_s,
             seed=seed,
             compile=compile,
-            check_model=False,  # it was traced just now
+            check_model=False,  # it has just been traced
         )
     set_modes(parallel.modules(), modes)
     take_random_numbers(own_generators)
-    enter_device()  # in the testbed: all groups are there, and their threads outside of the device's quota
+    # in the testbed: all groups exist by now, with their threads outside of the device's quota
+    enter_device()
     if inputs is not None or not prepared.plan.returned.has_loss:
         return parallel, optimizer, loader
     own = own_loader(loader, prepared.plan)
@@ -181,7 +183,8 @@ def follow_devices(
     prepared: Prepared,
     states: OptimizerStates,
 ) -> None:
-    """Makes the shares of a loop follow its devices; not on GPUs, where a rank's own seconds are unknown."""
+    """Makes the shares of a loop follow its devices; does nothing on GPUs, where a rank's own seconds are
+    unknown."""
     if model.comm.device.type != "cpu":
         return
     is_first = os.environ["RANK"] == "0"
@@ -195,7 +198,7 @@ def follow_devices(
 
 
 def another_call(batch: Any) -> tuple[str, ...]:
-    """A hint for loops that pass a model only some of a batch, or in another order."""
+    """A hint for loops that pass a model only a part of a batch, or in another order."""
     names = tuple(batch) if isinstance(batch, Mapping) else tuple("abcdefgh"[: len(as_arguments(batch))])
     if not all(isinstance(name, str) and name.isidentifier() for name in names):
         return ()
@@ -207,17 +210,18 @@ def another_call(batch: Any) -> tuple[str, ...]:
 
 
 def made_inputs(inputs: Callable[..., Any], batch: Any) -> Any:
-    """The arguments that a model is called with for a batch of the loader: a tuple, or a dict by name."""
+    """The arguments with which a model is called for a batch of the loader: a tuple, or a dict by name."""
     if isinstance(batch, Mapping):
-        made = inputs(**batch)
+        arguments = inputs(**batch)
     else:
-        made = inputs(*batch) if isinstance(batch, tuple) else inputs(batch)
-    return made if isinstance(made, Mapping | tuple) else (made,)
+        arguments = inputs(*batch) if isinstance(batch, tuple) else inputs(batch)
+    return arguments if isinstance(arguments, Mapping | tuple) else (arguments,)
 
 
 def taken_by(model: nn.Module, loss: Callable[..., Any] | None, batch: Any) -> Any:
     """The part of a batch for the model's forward pass and the ``loss``. Without a ``loss``, the loop
-    computes one and uses the rest; with one, trailing words that neither needs are left to the loop."""
+    computes one and uses the rest; with one, trailing lists of strings that neither needs are left to the
+    loop."""
     if loss is not None:
         least = len(needed_names(model)) + len(needed_names(loss)[1:])
         while isinstance(batch, tuple) and len(batch) > least and is_words(batch[-1]):
@@ -232,7 +236,7 @@ def taken_by(model: nn.Module, loss: Callable[..., Any] | None, batch: Any) -> A
 
 
 def on_one_device(model: nn.Module, loss: Callable[..., Any], outputs: tuple[str | int, ...]) -> nn.Module:
-    """``model`` with its loss, compiled if it was."""
+    """``model`` with its loss; compiled if ``model`` was."""
     alone = with_loss(uncompiled(model), loss, outputs)
     if is_compiled(model):
         alone.compile()
@@ -242,8 +246,8 @@ def on_one_device(model: nn.Module, loss: Callable[..., Any], outputs: tuple[str
 def maker_like(
     optimizer: torch.optim.Optimizer | None,
 ) -> Callable[[Iterable], torch.optim.Optimizer] | None:
-    """A function that makes an optimizer of the same class and settings for other parameters. Its arguments
-    do not include defaults that the class sets by itself, as AdamW does. None for no optimizer."""
+    """A function that makes an optimizer of the same class and settings for other parameters. It does not
+    pass on defaults that the class sets itself, as AdamW does. None if there is no optimizer."""
     if optimizer is None:
         return None
     kind, settings = type(optimizer), optimizer.defaults

@@ -1,4 +1,4 @@
-"""Everything between a job and its first step: the cluster is detected, the job profiled and planned. Results
+"""Everything between a job and its first step: detects the cluster, profiles the job and plans it. Results
 are kept, so that the next start takes only seconds."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from .phases import Phase, Phases, cluster_words, plan_words, profile_words, tra
 
 @dataclass(frozen=True)
 class Options:
-    """Limits of measuring and searching. With ``profile_s`` 0 plans are made from the devices' figures.
+    """Limits on measuring and searching. With ``profile_s`` 0 plans are based on the devices' figures.
 
     Raises InputError for an unknown planner or kind of batch norm, before anything is measured.
     """
@@ -53,11 +53,13 @@ class Options:
     planner: str = "auto"
     search_s: float | None = None
     timeout_s: float = 300.0
-    heartbeat_s: float = 20.0  # a rank that is silent for so long is lost; 0 turns this off
+    heartbeat_s: float = 20.0  # a rank that is silent for this long counts as lost; 0 turns this off
     batch_norm: str = "exact"  # or "local": statistics of each rank's own samples
-    autocast: tuple[str, str] | None = None  # the context that the model is called under
-    whole_parameters: bool = False  # the optimizer needs whole parameters, even if the job's own does not
-    compiles: bool = False  # operators between collectives are compiled, and whole steps measured so
+    autocast: tuple[str, str] | None = None  # the context in which the model will be called
+    # whether the optimizer needs whole parameters, even if the job's own does not
+    whole_parameters: bool = False
+    # whether operators between collectives are compiled, and whole steps are measured compiled
+    compiles: bool = False
     loss: LossSource = LossSource.RETURNED
 
     def __post_init__(self) -> None:
@@ -96,8 +98,8 @@ def prepare_job(
     progress: Callable[[str], None] | None = None,
 ) -> Prepared:
     """The plan for ``job`` on the devices of all ranks, with the cluster and the profile that it rests on.
-    Collective; initialises ``torch.distributed``. The first rank reports on its standard error what is going
-    on, what each phase has decided, and the plan in one line; or ``progress`` is called at each small step.
+    Collective; initialises ``torch.distributed``. The first rank reports its progress, the decision of each
+    phase, and the plan in one line on standard error; or ``progress`` is called at each small step.
 
     Only the first rank traces and plans, and only its ``cache`` counts. Its ``cluster_file`` describes the
     devices and links; without one they are detected. An error of the first rank is raised on all ranks:
@@ -165,13 +167,14 @@ def _prepared(
         ),
         plan_words,
     )
-    # a plan that was kept may be of a start on equal machines of other names
+    # a plan that was kept may come from a start on equal machines with other names
     plan = replace(plan, devices=planned_devices(cluster))
     return Prepared(cluster, profile, plan, tuple(phases.finished))
 
 
 def plan_again(job: Any, cluster: Cluster, profile: Profile | None, options: Options) -> Plan:
-    """Plans ``job`` again for a cluster, with what is known about it by now. Not collective."""
+    """Plans ``job`` again for a cluster, with everything that is known about the cluster by now. Not
+    collective."""
     return _planned(traced_job(job, options), job, cluster, profile, options, lambda _: None)
 
 
@@ -233,7 +236,7 @@ def detected_cluster(
 
 
 def traced_job(job: Any, options: Options) -> Traced:
-    """The job's model as it will be called."""
+    """The job's model, traced in the way in which it will be called."""
     with traceable(job.model):  # parts of it may already be parallel, as with a generator and its critic
         return trace(
             job.model,
@@ -247,13 +250,13 @@ def traced_job(job: Any, options: Options) -> Traced:
 
 def _profiled(graph, job, cluster, kinds: Kinds, options: Options, device: Device, progress) -> Profile:
     rank = dist.get_rank()
-    known = kinds.load_all(cluster, rank)
+    known_devices = kinds.load_all(cluster, rank)
     common = {"budget_s": options.profile_s, "on_start": device.on_start, "progress": progress}
     try:
-        if known is not None:
+        if known_devices is not None:
             progress("operators: kept of devices of these kinds")
-            return profile_links(graph, cluster, known, **common)
-        made = measure_profile(
+            return profile_links(graph, cluster, known_devices, **common)
+        new_profile = measure_profile(
             graph,
             job,
             cluster,
@@ -265,5 +268,5 @@ def _profiled(graph, job, cluster, kinds: Kinds, options: Options, device: Devic
     finally:
         device.on_end()
     is_first_here = rank == cluster.ranks_of(cluster.machine_index_of(rank))[0]
-    kinds.save_all(made, cluster, rank, is_first_here)
-    return made
+    kinds.save_all(new_profile, cluster, rank, is_first_here)
+    return new_profile

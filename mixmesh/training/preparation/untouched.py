@@ -34,7 +34,7 @@ def _copied(source: Any, made: dict[int, Any]) -> Any:
     try:
         new = made[id(source)] = copy.copy(source)
         vars(new).update({name: _own(value, made) for name, value in vars(new).items()})
-    except Exception:  # a class may fail to be copied in any way
+    except Exception:  # copying an object of any class may fail in any way
         new = made[id(source)] = source
     return new
 

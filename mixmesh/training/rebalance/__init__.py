@@ -1,4 +1,4 @@
-"""Shares that follow the speeds of devices during a training.
+"""Makes shares follow the speeds of devices during a training.
 
     observe   every rank's own seconds of a step, as medians of some steps; notices a device that drifts from
               the others for long enough

@@ -1,4 +1,4 @@
-"""A run whose shares follow its devices: observes between steps, decides, and changes shares."""
+"""Makes the shares of a run follow its devices: observes between steps, decides, and changes shares."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ from .solve import Solver, sample_ratio
 
 PURPOSE = "rebalance"  # a separate group, for messages that no rank waits for
 LEAST_GAIN = 0.05  # share of a step: less is within the error of a prediction
-LEAST_PAUSE_S = 0.5  # for the first change of shares; later ones are expected to take as long as the last one
+# least seconds assumed for the first change of shares; later ones are expected to take as long as the last
+# one
+LEAST_PAUSE_S = 0.5
 LEAST_LEFT = 100  # steps left in a run of unknown length: as many as were made, but at least this many
 
 
@@ -45,7 +47,7 @@ class NewShares:
         return cls(plan.program.ratios, plan.micro_batches, plan.predicted_step_s, peaks)
 
     def on(self, plan: Plan) -> Plan:
-        """``plan`` with these shares."""
+        """A plan like ``plan`` with these shares."""
         return replace(
             plan,
             program=plan.program.changed(ratios=self.ratios),
@@ -99,7 +101,7 @@ class RunBalancer:
         self._why_not, self._replanner = why_not, replanner
         self._made_at = time.perf_counter()
         self._restart_s = 0.0  # expected seconds of a restart in these processes
-        self.following: OtherPlan | None = None  # a plan of another form to go on with
+        self.following: OtherPlan | None = None  # a plan of another form under which to continue
         self._on_window, self._on_change = on_window, on_change
         self._solver, self._num_steps, self._say = solver, num_steps, say
         self._settings = settings or Sensitivity()
@@ -108,7 +110,8 @@ class RunBalancer:
         self._length = self._settings.least_steps
         self._pending: tuple[dist.Work | None, torch.Tensor, torch.Tensor] | None = None
         self._change: Change | None = None
-        self._skips_window = True  # the first one, and those after a change, which compile
+        # skips the first window, and those after a change, because they include compilation
+        self._skips_window = True
         self._since = 0  # the first step of the windows that count
         self.decisions: list[Decision] = []
         self.changes: list[dict[str, Any]] = []
@@ -121,11 +124,12 @@ class RunBalancer:
         with self._off_device(), comm.call("rebalancing"):
             expected_s = from_first_rank(lambda: self._asked.planned_own_s(self._plan))
         self._observed = Observed(expected_s)
-        self._restart_s = LEAST_PAUSE_S + 2 * (time.perf_counter() - self._made_at)  # it saves before it
+        # a restart begins with saving a checkpoint
+        self._restart_s = LEAST_PAUSE_S + 2 * (time.perf_counter() - self._made_at)
 
     def after_step(self, num_steps: int, step_s: float, own_s: float) -> bool:
-        """Observes a step, and changes shares if that was decided. True if the training is to stop here and
-        continue from a checkpoint under another plan (``following``). Collective."""
+        """Observes a step, and changes shares if that was decided. Returns True if the training should stop
+        here and continue from a checkpoint under another plan (``following``). Collective."""
         self._observe(num_steps, step_s, own_s)
         return self.following is not None
 
@@ -153,12 +157,12 @@ class RunBalancer:
         return self._change is not None and num_steps == self._change.at_step
 
     def close(self) -> None:
-        """Lets go of the model and its optimizer, when they are trained no more."""
+        """Releases the model and its optimizer, when they are no longer trained."""
         del self._model, self._optimizer, self._feed
 
     def followed_by(self, later: RunBalancer | None) -> RunBalancer:
-        """The balancer of the plan that followed, with the decisions of this one added; this one itself,
-        without its wish for another plan, if that has no balancer."""
+        """The balancer of the plan that followed, with the decisions of this one added. If that has none,
+        this one itself, without its request for another plan."""
         if later is None:
             self.following = None
             return self
@@ -241,7 +245,7 @@ class RunBalancer:
         if self._replanner is not None and not why_not:
             observed_s = self._observed.own_s()
             is_other = lambda made: bool(why_other_form(self._plan, made, self._optimizer))  # noqa: E731
-            with suppress(MixmeshError):  # e.g. nothing fits: then only shares may change
+            with suppress(MixmeshError):  # for instance if nothing fits: then only shares may change
                 other = self._replanner.better(
                     self._asked, self._plan, observed_s, decision, self._restart_s, LEAST_GAIN, is_other
                 )
@@ -300,8 +304,8 @@ class RunBalancer:
 
     @contextmanager
     def _off_device(self) -> Iterator[None]:
-        """A context in which an emulated device's quota is not used: solving and moving is the host's
-        work."""
+        """A context in which an emulated device's quota is not used, because solving and moving are work of
+        the host."""
         was_on = leave_device()
         try:
             yield

@@ -10,9 +10,9 @@ from ...base.units import seconds_text
 
 @dataclass(frozen=True)
 class Terms:
-    """The numbers behind a decision. ``factors`` are, per rank, seconds of computing over those planned.
-    ``step_s`` is the measured step and ``new_step_s`` the prediction under ``new_shares``; ``problem`` says
-    why there are no new shares, if there are none."""
+    """The numbers behind a decision. ``factors`` are, per rank, the seconds of computing over the planned
+    ones. ``step_s`` is the measured step and ``new_step_s`` the prediction under ``new_shares``; ``problem``
+    says why there are no new shares, if there are none."""
 
     step: int
     num_steps: int
@@ -24,7 +24,7 @@ class Terms:
     steps_left: int
     pause_s: float
     problem: str = ""
-    other_plan: str = ""  # planners of this plan and the next, if one of another form follows
+    other_plan: str = ""  # planners of this plan and of the next, if one of another form follows
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Decision:
         factors = self.terms.factors
         rank = max(range(len(factors)), key=lambda r: abs(_relative(factors, r) - 1))
         times = _relative(factors, rank)
-        return f"beside the others device {rank} takes {times:.2f}x of what was planned"
+        return f"compared with the others, device {rank} takes {times:.2f}x as long as planned"
 
     def text(self) -> str:
         """The decision in one line, with all numbers."""
@@ -66,8 +66,8 @@ class Decision:
 
 
 def decide(terms: Terms, least_gain: float) -> Decision:
-    """Shares change if a step becomes shorter by ``least_gain`` of itself, and the steps that are left by
-    more than the pause."""
+    """The decision: shares change if a step becomes shorter by ``least_gain`` of itself, and the remaining
+    steps together by more than the pause."""
     gain_s = terms.step_s - terms.new_step_s
     if terms.problem:
         return Decision(terms, terms.problem)

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """How much a device must drift, and for how long. A window has at least ``least_steps`` steps and lasts
-    at least ``window_s``. A device drifts if in each of ``num_windows`` windows its own time, relative to its
-    expected one, is ``threshold`` times that of another device. After a move that reverses the last one,
-    twice as many windows must agree, up to ``most_windows``; after ``calm`` times as many windows without a
-    move, half as many. A device that computes less than ``idle`` of a step is ignored."""
+    """How much a device must drift, and for how long, before anything changes. A window has at least
+    ``least_steps`` steps and lasts at least ``window_s``. A device drifts if in each of ``num_windows``
+    windows its own time, relative to its expected one, is ``threshold`` times that of another device. After a
+    move that reverses the last one, twice as many windows must agree, up to ``most_windows``; after ``calm``
+    times as many windows without a move, half as many. A device that computes less than ``idle`` of a step is
+    ignored."""
 
     threshold: float = 1.15
     least_steps: int = 5
@@ -35,8 +36,8 @@ def window_steps(step_s: float, settings: Sensitivity) -> int:
 @dataclass(frozen=True)
 class Observed:
     """Everything that decides whether a device drifts. ``expected_s``: per rank, the expected own seconds of
-    a step. ``windows``: per rank, those measured since shares were last considered, the newest last.
-    ``patience`` windows must agree; ``num_calm`` have passed without a move. ``last_move`` is the drift
+    a step. ``windows``: the seconds measured per rank since shares were last considered, the newest window
+    last. ``patience`` windows must agree; ``num_calm`` have passed without a move. ``last_move`` is the drift
     (``direction``) for which shares were last changed."""
 
     expected_s: tuple[float, ...]
@@ -46,7 +47,7 @@ class Observed:
     last_move: tuple[float, ...] = ()
 
     def add(self, own_s: Sequence[float], settings: Sensitivity) -> Observed:
-        """The observation with another window."""
+        """The observation with one more window."""
         patience = self.patience or settings.num_windows
         num_calm = self.num_calm + 1
         if patience > settings.num_windows and num_calm >= settings.calm * patience:
@@ -55,8 +56,8 @@ class Observed:
         return replace(self, windows=windows, patience=patience, num_calm=num_calm)
 
     def watched(self, step_s: float, settings: Sensitivity) -> list[int]:
-        """The ranks that compute for long enough to count: a part of the step without the excess of a device
-        that takes many times as long as expected."""
+        """The ranks that compute for long enough to count: a part of the step, not counting the excess of a
+        device that takes many times as long as expected."""
         longest_s = max(self.own_s())
         grown = max(1.0, longest_s / max(self.expected_s)) if max(self.expected_s) > 0 else 1.0
         least_s = settings.idle * step_s / grown
@@ -77,12 +78,12 @@ class Observed:
         return any(all(window[i] > limit * window[j] for window in factors) for i, j in pairs)
 
     def own_s(self) -> tuple[float, ...]:
-        """Per rank, the median of the windows."""
+        """For each rank, the median of the windows."""
         return tuple(map(statistics.median, zip(*self.windows)))
 
     def direction(self) -> tuple[float, ...]:
-        """Per rank, the logarithm of its own time over the expected one, minus the mean of all; 0 for a rank
-        that does not compute."""
+        """For each rank, the logarithm of its own time over the expected one, minus the mean of all; 0 for a
+        rank that does not compute."""
         pairs = zip(self.own_s(), self.expected_s)
         logs = [math.log(own / expected) if own > 0 and expected > 0 else None for own, expected in pairs]
         computing = [x for x in logs if x is not None]
@@ -90,11 +91,12 @@ class Observed:
         return tuple(0.0 if x is None else x - mean for x in logs)
 
     def settled(self) -> Observed:
-        """The state after a decision to keep the shares: the measured times become the expected ones."""
+        """The observation after a decision to keep the shares: the measured times become the expected
+        ones."""
         return replace(self, expected_s=self.own_s(), windows=())
 
     def moved(self, expected_s: Sequence[float], settings: Sensitivity) -> Observed:
-        """The state after a change of shares, with the new ``expected_s``."""
+        """The observation after a change of shares, with the new ``expected_s``."""
         direction, patience = self.direction(), self.patience or settings.num_windows
         if sum(a * b for a, b in zip(direction, self.last_move)) < 0:
             patience = min(2 * patience, settings.most_windows)

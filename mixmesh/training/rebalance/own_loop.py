@@ -1,4 +1,4 @@
-"""Shares that follow the devices in a script's own loop (``mixmesh.prepare``).
+"""Makes shares follow the devices in a script's own loop (``mixmesh.prepare``).
 
 The loader reports every batch, the model every call, the optimizer every step. Shares change between two
 batches, once the loop has trained with everything that it was given; the next batch is cut by the new ones. A
@@ -66,10 +66,11 @@ class LoopBalancer:
         self._own_s = self._step_s = 0.0  # seconds of the last step
         self._waited_s = self._loaded_s = self._asked_s = 0.0
         self._num_steps = self._num_calls = self._num_given = 0
-        self._zeroed_at_batch = 0  # like the three below, as of that batch
+        self._zeroed_at_batch = 0  # like the three below, its value at the time of that batch
         self._calls_at_batch = self._steps_at_batch = self._given_at_batch = 0
         self._has_trained_with_all = self._zeroes_before_steps = self._steps_with_each = True
-        self._owed_at: int | None = None  # gradients were dropped for the loop, which must drop them too
+        # gradients were dropped on behalf of the loop, which must drop them too
+        self._owed_at: int | None = None
         run = model._runtime
         self._before_call = run.before_call
         run.before_call = self.on_call
@@ -128,7 +129,7 @@ class LoopBalancer:
     # --- whether it is exact --------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Notes how the loop went with the last batch."""
+        """Notes how the loop handled the last batch."""
         num_given = self._num_given - self._given_at_batch
         if num_given:
             self._has_trained_with_all &= self._num_calls > self._calls_at_batch

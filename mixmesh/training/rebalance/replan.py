@@ -1,8 +1,8 @@
 """Plans another form of plan if other shares alone do not suffice: with the observed speeds of the devices,
 continuing from a checkpoint.
 
-Planning takes a while, during which nobody trains, so it is done only if it can pay. While a step is about as
-far from perfect balance as the first plan was, no other form of plan is expected to be better; if it is
+Planning takes a while, during which no rank trains, so it is done only if it can pay. While a step is about
+as far from perfect balance as the first plan was, no other form of plan is expected to be better; if it is
 further, another plan is expected to restore that distance and no more. Shares that leave a device without
 samples are always compared with a plan without it.
 """
@@ -34,8 +34,8 @@ class OtherPlan:
 
 
 class Replanner:
-    """Plans again on the first rank, by ``plan_for``, which is expected to take ``planning_s`` seconds at
-    first, and later as long as it took last."""
+    """Plans again on the first rank, by calling ``plan_for``, which is expected to take ``planning_s``
+    seconds the first time, and later as long as it took last."""
 
     def __init__(self, plan_for: PlanFor, planning_s: float) -> None:
         self._plan_for, self._planning_s = plan_for, planning_s
@@ -51,8 +51,8 @@ class Replanner:
         is_other_form: Callable[[Plan], bool],
     ) -> tuple[Decision, OtherPlan] | None:
         """The decision for another plan that gains more than ``in_place`` does, after a restart of
-        ``restart_s``; None if there is no such plan (``is_other_form``), or if it does not pay to look for
-        one."""
+        ``restart_s``; None if there is no such plan (``is_other_form``), or if looking for one does not pay.
+        """
         if not has_room(plan):
             return None
         terms = in_place.terms
@@ -113,5 +113,5 @@ def form_text(plan: Plan) -> str:
 
 
 def gained_s(terms: Terms) -> float:
-    """Seconds that the rest of the run is shorter by, pause included."""
+    """The seconds by which the rest of the run becomes shorter, including the pause."""
     return (terms.step_s - terms.new_step_s) * terms.steps_left - terms.pause_s

@@ -1,8 +1,8 @@
-"""The shares for a program under the observed speeds of its devices.
+"""Finds the shares for a program under the observed speeds of its devices.
 
-Every rank becomes a kind of device of its own: the kind that it was planned as, slower by the observed
-factor. Under these costs the ratio LP is solved again (``ratios``); if a program has several ratios, each of
-them is scaled by speed. The simulator gives the seconds of a step under the old and the new shares.
+Every rank becomes a kind of device of its own: the planned kind, slower by the observed factor. Under these
+costs the ratio LP is solved again (``ratios``); if a program has several ratios, each of them is scaled by
+speed. The simulator gives the seconds of a step under the old and the new shares.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ...search.ratios import optimal_ratio, usable_bytes, with_ratio
 from ...simulator import Simulation, Timeline
 
 HEADROOM = 0.05  # share of a device's memory that a plan leaves free, as the planner does
-MOST_MOVED = 32  # single samples, one after the other
-LEAST_FACTOR, MOST_FACTOR = 0.05, 50.0  # beyond, something else happened than computing
+MOST_MOVED = 32  # limit on the single samples moved one after the other
+LEAST_FACTOR, MOST_FACTOR = 0.05, 50.0  # beyond these, the cause is not the device's computing
 
 
 @dataclass(frozen=True)
 class Solved:
     """New shares for a plan: the ``plan`` with them, its simulated step relative to the old one, and every
-    rank's own seconds. The change moves ``moved_bytes`` between ranks."""
+    rank's own seconds. Changing to them moves ``moved_bytes`` between ranks."""
 
     plan: Plan
     relative_step: float
@@ -45,12 +45,12 @@ class Solver:
         self.cluster, self.profile, self.optimizer_states = cluster, profile, optimizer_states
 
     def planned_own_s(self, plan: Plan) -> tuple[float, ...]:
-        """Per rank, the seconds of computing in a step as planned."""
+        """For each rank, the planned seconds of computing in a step."""
         return self._simulated(plan, CostModel(self.cluster, self.profile, tf32=plan.tf32))[1].compute_s
 
     def factors(self, plan: Plan, own_s: Sequence[float]) -> tuple[float, ...]:
-        """Per rank, ``own_s`` over the planned seconds. A rank that does not compute, or has no measurement,
-        has the smallest factor of the others."""
+        """For each rank, ``own_s`` over the planned seconds. A rank that does not compute, or was not
+        measured, gets the smallest factor of the others."""
         pairs = list(zip(own_s, self.planned_own_s(plan)))
         ratios = [own / planned if own > 0 and planned > 0 else 0.0 for own, planned in pairs]
         least = min((f for f in ratios if f), default=1.0)
@@ -79,7 +79,7 @@ class Solver:
         return Solved(candidate, timeline.step_s / before.step_s, timeline.compute_s, moved)
 
     def costs(self, plan: Plan, own_s: Sequence[float]) -> CostModel:
-        """The costs of the cluster as its devices turned out to be."""
+        """The costs of the cluster at the observed speeds of its devices."""
         return corrected_costs(self.cluster, self.profile, self.factors(plan, own_s), tf32=plan.tf32)
 
     def balanced_step_s(self, plan: Plan, own_s: Sequence[float]) -> tuple[float, float]:
@@ -168,7 +168,7 @@ def sample_ratio(program: Program) -> str | None:
 
 
 def computed_ratios(program: Program) -> set[str | None]:
-    """The ratios by which computations are cut, and not only stored values."""
+    """The ratios by which computations are cut, without those that cut only stored values."""
     computed = (i for i in program.instructions if not (i.is_leaf or i.is_sink or i.is_redistribution))
     return {t.ratio for i in computed for t in i.types if isinstance(t.placement, Shard)}
 
@@ -176,7 +176,7 @@ def computed_ratios(program: Program) -> set[str | None]:
 def _by_speed(
     program: Program, costs: CostModel, cluster: Cluster
 ) -> Iterator[tuple[str, tuple[float, ...]]]:
-    """Every ratio of computations with shares that are divided by the factors of ``costs``."""
+    """For each ratio of computations, its shares divided by the factors of ``costs``."""
     computed, pairs = computed_ratios(program), zip(cluster.devices, costs.cluster.devices)
     factors = [planned.flop_per_s / now.flop_per_s for planned, now in pairs]
     for name, ratio in program.ratios:
@@ -190,13 +190,13 @@ def _all_take_part(ratio: Sequence[float], ranks: Sequence[int], program: Progra
 
 
 def samples_of_batch(program: Program) -> int:
-    """The size of dim 0 of the inputs: the grain of shares."""
+    """The size of dim 0 of the inputs, in which shares are counted."""
     shapes = [i.type.value.shape for i in program.batch_inputs]
     return max((shape[0] for shape in shapes if shape), default=1000)
 
 
 def polished(program: Program, name: str, simulation: Simulation) -> Program:
-    """``program`` with single samples moved between ranks while that shortens the simulated step."""
+    """``program`` after moving single samples between ranks as long as that shortens the simulated step."""
     total, ranks = samples_of_batch(program), support(program.ratio_of[name])
     counts = list(shard_sizes(total, program.ratio_of[name]))
     if any(not counts[r] for r in ranks):
@@ -225,7 +225,8 @@ def _moved(counts: Sequence[int], giver: int, taker: int) -> list[int]:
 
 def with_micro_batches(plan: Plan, program: Program) -> Plan | None:
     """``plan`` with the shares of ``program``. A rank that accumulates keeps its largest micro-batch, for
-    which its memory was planned, and takes more or fewer of them; None if the program does not allow that."""
+    which its memory was planned, and takes more or fewer micro-batches; None if the program does not allow
+    that."""
     changed = replace(plan, program=program)
     if plan.micro_batches is None:
         return changed
@@ -247,7 +248,7 @@ def with_micro_batches(plan: Plan, program: Program) -> Plan | None:
 
 
 def moved_bytes(old: Program, new: Program, states: OptimizerStates) -> int:
-    """The bytes of parameters and their optimizer state that are on other ranks under ``new``."""
+    """The bytes of parameters and their optimizer state that are on another rank under ``new``."""
     total = 0.0
     for i in old.params:
         held = old.owned.get(i.result, i.type)

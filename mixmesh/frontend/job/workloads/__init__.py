@@ -19,7 +19,8 @@ from . import convolutional, images, language
 
 @dataclass(frozen=True)
 class Workload:
-    """``published`` is the number of parameters by the paper, in multiples of ``unit``: HAP's M is 2**20."""
+    """A model of a paper. ``published`` is its number of parameters in the paper, in multiples of ``unit``:
+    HAP's M is 2**20."""
 
     make: Callable[[int], Job]
     published: float

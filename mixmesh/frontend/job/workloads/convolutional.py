@@ -20,7 +20,7 @@ def _head(features: int) -> nn.Module:
 
 
 class ConvNorm(nn.Sequential):
-    """A convolution without bias, batch norm, and perhaps an activation."""
+    """A convolution without bias, batch norm, and optionally an activation."""
 
     def __init__(self, inputs: int, outputs: int, kernel, stride=1, groups=1, act: nn.Module | None = None):
         kernel = (kernel, kernel) if isinstance(kernel, int) else kernel
@@ -148,7 +148,8 @@ def _separable(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Mo
 
 
 class Cell(nn.Module):
-    """A cell, which reads the outputs of the last two; ``stride`` 2 is the reduction cell (figure 4)."""
+    """A cell, which reads the outputs of the two cells before it; with ``stride`` 2 it is the reduction cell
+    (figure 4)."""
 
     def __init__(self, before: int, last: int, width: int, stride: int, halves: bool):
         super().__init__()

@@ -96,7 +96,7 @@ class MoeLayer(nn.Module):
         weights = weights / weights.sum(-1, keepdim=True)
         weight = first.sum(1, keepdim=True)
         place1 = first.cumsum(1) - first
-        place2 = second.cumsum(1) - second + weight  # behind all first choices
+        place2 = second.cumsum(1) - second + weight  # placed behind all first choices
         return sum(
             (weights * chosen).unsqueeze(-1) * self.slots(place, chosen)
             for chosen, place in ((first, place1), (second, place2))

@@ -1,7 +1,7 @@
 """The Accelerator of Accelerate. Needs accelerate, which mixmesh itself does not.
 
 Reading order: ``refusals`` (arguments that are not supported), ``one_process`` (N ranks look like one
-process), ``model`` (trains by the plan, evaluates as the script's own), ``accelerator``.
+process), ``model`` (trains by the plan, evaluates like the script's own model), ``accelerator``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``Accelerator``: the class of Accelerate, with every training step run by a plan on all ranks."""
+"""``Accelerator``: Accelerate's class, with every training step run by a plan on all ranks."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ class Accelerator(accelerate.Accelerator):
     To the script it is one process: ``num_processes`` is 1, the prepared loader gives whole batches on every
     rank, and training steps, evaluation and files are those of a single device. Only ``is_main_process``
     differs between ranks. ``prepare(model, optimizer, loader, ...)`` detects the devices and plans the step
-    by a batch of the first loader. ``planning`` holds arguments of ``mixmesh.prepare`` for it
-    (``{"loss": cross_entropy, "profile_s": 0}``), and may hold a ``batch``: the arguments that the loop calls
-    the model with, where these are not the loader's. Without torchrun nothing changes.
+    by a batch of the first loader. ``planning`` holds arguments of ``mixmesh.prepare`` for that (``{"loss":
+    cross_entropy, "profile_s": 0}``), and may hold a ``batch``: the arguments with which the loop calls the
+    model, if these are not the loader's. Without torchrun nothing changes.
 
     The constructor raises InputError for arguments that cannot be served exactly.
     """
@@ -75,8 +75,9 @@ class Accelerator(accelerate.Accelerator):
     def __init__(self, *args: Any, planning: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self.planning = dict(planning or {})
         self._lenders: dict[nn.Module, Lender] = {}
-        self._shown: dict[torch.Tensor, torch.Tensor] = {}  # by the parameter from before prepare
-        self._is_alone = False  # this rank works while the others wait
+        # maps parameters from before prepare to the trained ones
+        self._shown: dict[torch.Tensor, torch.Tensor] = {}
+        self._is_alone = False  # whether this rank works while the others wait
         if is_launched():
             bound = inspect.signature(accelerate.Accelerator.__init__).bind(self, *args, **kwargs)
             check_arguments(bound.arguments)
@@ -157,7 +158,7 @@ class Accelerator(accelerate.Accelerator):
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         if not self._lenders:
             return super().backward(loss, **kwargs)
-        with same_random_numbers():  # regions that are computed again draw too
+        with same_random_numbers():  # rematerialised regions draw too
             return super().backward(loss, **kwargs)
 
     @contextmanager
@@ -176,7 +177,7 @@ class Accelerator(accelerate.Accelerator):
         return super().clip_grad_value_(self._trained(parameters), *args, **kwargs)
 
     def _trained(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """The trained parameters for those that the script listed before ``prepare``."""
+        """Replaces the parameters that the script listed before ``prepare`` by the trained ones."""
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         return [self._shown.get(p, p) for p in parameters]
 
@@ -233,7 +234,8 @@ class Accelerator(accelerate.Accelerator):
         if not is_launched():
             return super().load_state(*args, **kwargs)
         models = [self._lenders[m].lend() if m in self._lenders else m for m in self._models]
-        with patched(self, "_models", models), as_first_process(self.state):  # all ranks load its numbers
+        # all ranks load the first rank's random numbers
+        with patched(self, "_models", models), as_first_process(self.state):
             super().load_state(*args, **kwargs)
         for lender in self._lenders.values():
             lender.return_weights()
@@ -251,7 +253,7 @@ class Accelerator(accelerate.Accelerator):
 
 
 def _start_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The script's own options for the start of the process group."""
+    """The script's own options for starting the process group."""
     handlers = kwargs.get("kwargs_handlers") or ()
     options = [h.to_kwargs() for h in handlers if isinstance(h, InitProcessGroupKwargs)]
     return options[0] if options else {}

@@ -1,4 +1,4 @@
-"""A parallel model that trains by its plan and evaluates as the script's own module. The script sees one
+"""A parallel model that trains by its plan and evaluates like the script's own module. The script sees one
 model on one device: every rank passes whole batches and gets whole outputs."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..lending import Lender
 
 
 class _AsOneDevice(nn.Module):
-    """Goes before the class of a parallel model in its bases."""
+    """A class that comes before that of a parallel model in its bases."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         lender = self.__dict__["_lender"]
@@ -33,13 +33,13 @@ class _AsOneDevice(nn.Module):
 
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
-        if "_lender" in self.__dict__:  # the script's own module is this one, to the script
+        if "_lender" in self.__dict__:  # to the script, this is its own module
             set_modes_of(self.__dict__["_lender"].original, self)
         return self
 
 
 class _WithLoss(nn.Module):
-    """A class to put before the class of a model with a loss, for use where nothing is parallel."""
+    """A class that comes before that of a model with a loss, for use if nothing is parallel."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not _evaluates(self):
@@ -57,13 +57,13 @@ def lend_in_its_modes(lender: Lender) -> nn.Module:
     """The script's own module, with the training mode of every submodule as in the parallel model."""
     _follow_modes(lender.parallel, lender)
     module = lender.lend()
-    for each in (module, lender.original):  # a different module if the original has been loaded since
+    for each in (module, lender.original):  # a different module if the original was loaded in the meantime
         set_modes_of(each, lender.parallel)
     return module
 
 
 def set_modes_of(module: nn.Module, parallel: nn.Module) -> None:
-    """Gives each module within the script's own the mode that it has within the parallel model."""
+    """Gives each module within the script's own the mode that it has in the parallel model."""
     modes = modes_by_name(parallel)
     for name, each in module.named_modules():
         each.training = modes.get(name, parallel.training)
@@ -81,7 +81,7 @@ def _follow_modes(parallel: nn.Module, lender: Lender) -> None:
 
 
 def as_one_device(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> Lender:
-    """Makes ``parallel`` evaluate as the script's own module. Returns the lender of that module."""
+    """Makes ``parallel`` evaluate like the script's own module. Returns the lender of that module."""
     lender = Lender(parallel)
     parallel.__dict__.update(
         _lender=lender, _optimizer=optimizer, _shown_modes=modes_by_name(lender.original)
@@ -91,7 +91,7 @@ def as_one_device(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> 
 
 
 def without_loss_in_evaluation(model: nn.Module) -> nn.Module:
-    """Makes a model with a loss evaluate as the script's own module."""
+    """Makes a model with a loss evaluate like the script's own module."""
     _put_before_class(_WithLoss, model)
     return model
 

@@ -1,7 +1,7 @@
-"""N ranks that look like one process to Accelerate.
+"""Makes N ranks look like one process to Accelerate.
 
 Otherwise Accelerate would wrap the model in DistributedDataParallel, cut the data once more, and divide or
-multiply by the number of processes. Still only the first rank writes files and prints.
+multiply by the number of processes. Still, only the first rank writes files and prints.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _only_where(is_here: bool, function: Callable[..., Any], *_: Any, **__: Any)
 
 @contextmanager
 def as_first_process(state: PartialState) -> Iterator[None]:
-    """A context in which Accelerate takes this process for the first one, so that anything that depends on
+    """A context in which Accelerate considers this process the first one, so that anything that depends on
     the rank is the same on all ranks."""
     before = state.process_index
     state.process_index = 0

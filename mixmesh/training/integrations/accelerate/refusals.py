@@ -1,4 +1,4 @@
-"""The arguments and calls of an Accelerator that a parallel one cannot serve exactly."""
+"""The arguments and calls of an Accelerator that a parallel one cannot reproduce exactly."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REFUSED = {
     "dynamo_backend": "the program is compiled by mixmesh",
     "dynamo_plugin": "the program is compiled by mixmesh",
 }
-# variables that `accelerate launch` sets
+# environment variables that `accelerate launch` sets
 VARIABLES = (
     "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG",
@@ -39,7 +39,8 @@ TOGETHER = (
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raises InputError for the first argument, or variable of ``accelerate launch``, that is refused."""
+    """Raises InputError for the first argument, or variable of ``accelerate launch``, that is not
+    supported."""
     for name, reason in REFUSED.items():
         if arguments.get(name) is not None:
             raise _without(name, repr(arguments[name]), reason)

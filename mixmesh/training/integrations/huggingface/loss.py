@@ -1,4 +1,4 @@
-"""The model together with the loss that its Trainer computes, including label smoothing,
+"""The model together with the loss that its Trainer computes; the loss includes label smoothing,
 ``compute_loss_func``, ``num_items_in_batch`` and the ``compute_loss`` of a subclass."""
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ COLLECTIONS = list, dict, set
 
 
 def with_trainer_loss(model: nn.Module, trainer: transformers.Trainer) -> nn.Module:
-    """``model`` called with a batch by name, returning what ``trainer.compute_loss`` returns for it. The
-    parameters, their names and the class name stay the model's own."""
+    """A form of ``model`` that takes a batch by name and returns what ``trainer.compute_loss`` returns for
+    it. The parameters, their names and the class name stay the model's own."""
     original = type(model)
     patched = vars(model).get("forward")
 
@@ -56,7 +56,8 @@ def _checked(trainer: transformers.Trainer) -> Iterator[transformers.Trainer]:
     kind = type(trainer)
     members = {name: property(partial(refuse, name, hint)) for name, hint in OF_TRAINING.items()}
     checked = copy.copy(trainer)
-    vars(checked).pop("compute_loss", None)  # it belongs to a training step, which passes the model its batch
+    # it belongs to a training step, which passes the batch to the model
+    vars(checked).pop("compute_loss", None)
     checked.__class__ = type(kind.__name__, (kind,), members)
     before = _sizes(checked)
     yield checked
@@ -70,7 +71,7 @@ def _checked(trainer: transformers.Trainer) -> Iterator[transformers.Trainer]:
 
 
 def _sizes(trainer: transformers.Trainer) -> dict[str, tuple[int, int]]:
-    """For each attribute of a Trainer the id of the object, and the number of its items."""
+    """For each attribute of a Trainer, the id of the object and its number of items."""
     return {
         name: (id(value), len(value) if isinstance(value, COLLECTIONS) else 0)
         for name, value in vars(trainer).items()

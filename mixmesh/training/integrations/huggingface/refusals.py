@@ -1,4 +1,4 @@
-"""The arguments of a Trainer that a parallel one cannot serve exactly, with an alternative for each."""
+"""The arguments of a Trainer that a parallel one cannot reproduce exactly, with an alternative for each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 from ....errors import InputError
 from ..launched import unlike_in_steps
 
-# methods of Trainer that this package extends, by the names that they have in transformers 5.23
+# methods of Trainer that this package extends, by their names in transformers 5.23
 EXTENDED = (
     "_prepare_for_training", "_wrap_model", "_get_dataloader", "_finalize_training", "_load_best_model",
     "_save", "_save_checkpoint", "_save_rng_state", "_save_optimizer_and_scheduler",
@@ -89,7 +89,7 @@ def check_args(args: transformers.TrainingArguments) -> None:
 
 
 def check_methods(kind: type[transformers.Trainer], ours: type[transformers.Trainer]) -> None:
-    """Raises InputError for a subclass with a training step of its own, which would not run in training."""
+    """Raises InputError for a subclass with a training step of its own, which would never run."""
     if kind.training_step is not ours.training_step:
         raise InputError(
             f"{kind.__name__}.training_step would not run: forward and backward are the planned program",
@@ -118,7 +118,7 @@ def check_own_methods(trainer: Any) -> None:
 
 
 def in_compute_loss(name: str, hint: str) -> InputError:
-    """The error for a ``compute_loss`` that uses values that change from step to step."""
+    """The error for a ``compute_loss`` that uses values which change from step to step."""
     return unlike_in_steps("compute_loss", name, hint)
 
 

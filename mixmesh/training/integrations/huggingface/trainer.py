@@ -38,7 +38,7 @@ class Trainer(transformers.Trainer):
     its part of the weights, and callbacks that read them are refused; evaluation, saving and the end of
     ``train`` see them whole in ``trainer.model``, on every rank. Without torchrun nothing changes.
 
-    The constructor raises InputError for arguments that cannot be served exactly.
+    The constructor raises InputError for arguments that cannot be followed exactly.
     """
 
     def __init__(
@@ -50,15 +50,16 @@ class Trainer(transformers.Trainer):
         **kwargs: Any,
     ) -> None:
         self.planning = dict(planning or {})
-        self.parallel: ParallelModel | None = None  # while it trains
+        self.parallel: ParallelModel | None = None  # set while it trains
         self._has_trained = False
-        self._example: dict[str, Any] = {}  # a batch to plan by, while training is prepared
+        self._example: dict[str, Any] = {}  # a batch by which to plan, while training is being prepared
         if is_launched():
             check_version()
             args = args or transformers.TrainingArguments(output_dir="tmp_trainer")
             check_args(args)
             check_methods(type(self), Trainer)
-            look_like_one_process(args.distributed_state)  # Accelerate joins the other processes here
+            # this is where Accelerate joins the other processes
+            look_like_one_process(args.distributed_state)
             args.average_tokens_across_devices = False  # every rank sees all tokens
         super().__init__(model, args, *others, **kwargs)
         if is_launched():
@@ -71,7 +72,7 @@ class Trainer(transformers.Trainer):
         if not is_launched():
             return super()._get_dataloader(dataset, *args, **kwargs)
         check_dataset(dataset)
-        with as_first_process(self.args.distributed_state):  # workers are seeded by the rank
+        with as_first_process(self.args.distributed_state):  # otherwise workers would be seeded by the rank
             return super()._get_dataloader(dataset, *args, **kwargs)
 
     def _example_batch(self, loader: Any) -> dict[str, Any]:
@@ -115,7 +116,8 @@ class Trainer(transformers.Trainer):
         if self.accelerator.scaler is not None:
             self.accelerator.scaler = with_agreement(self.accelerator.scaler)
         self.optimizer = self.accelerator.prepare_optimizer(optimizer, device_placement=False)
-        vars(self.optimizer)["_is_accelerate_prepared"] = True  # the Trainer has it prepared once more
+        # otherwise the Trainer would have it prepared once more
+        vars(self.optimizer)["_is_accelerate_prepared"] = True
         self._example, self._has_trained, self.parallel = {}, True, parallel
         return parallel
 
@@ -123,7 +125,7 @@ class Trainer(transformers.Trainer):
         if self.parallel is None:
             return super().training_step(model, *args, **kwargs)
         accumulates = not self.accelerator.sync_gradients  # another batch of the same optimizer step follows
-        in_program = MethodType(Trainer.compute_loss, self)  # a loss of a subclass is a part of the program
+        in_program = MethodType(Trainer.compute_loss, self)  # the loss of a subclass is a part of the program
         with (
             same_random_numbers(),  # ranks draw different numbers here, but the same ones for the next batch
             self.parallel.no_sync() if accumulates else nullcontext(),
@@ -155,7 +157,7 @@ class Trainer(transformers.Trainer):
 
     @property
     def _own_model(self) -> nn.Module:
-        assert self.model is not None  # from the arguments or from model_init
+        assert self.model is not None  # comes from the arguments or from model_init
         return self.model
 
     # ---- evaluation and files
@@ -194,7 +196,7 @@ class Trainer(transformers.Trainer):
         return None
 
     def _save_rng_state(self, output_dir: str) -> None:
-        if self.args.should_save or not is_launched():  # the numbers agree on all ranks
+        if self.args.should_save or not is_launched():  # random numbers agree on all ranks
             super()._save_rng_state(output_dir)
 
     def _load_best_model(self) -> None:

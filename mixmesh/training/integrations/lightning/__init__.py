@@ -1,7 +1,7 @@
 """A Strategy for the Trainer of Lightning. Needs lightning, which mixmesh itself does not.
 
-Reading order: ``refusals`` (what is not supported), ``step`` (``training_step`` as the planned model, with
-the values that it logs), ``parts`` and ``manual`` (manual optimization), ``strategy``.
+Reading order: ``refusals`` (unsupported settings), ``step`` (``training_step`` as the planned model, with the
+values that it logs), ``parts`` and ``manual`` (manual optimization), ``strategy``.
 """
 
 from __future__ import annotations

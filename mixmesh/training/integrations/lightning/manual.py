@@ -27,7 +27,7 @@ from ..launched import check_alike, check_scaled, learning_rates
 from .parts import CONTAINERS, Call, Part, keeping_modes, plan_part
 from .refusals import called_within
 
-RUN = "_compiled_call_impl"  # if it is set, PyTorch runs it in place of a module's forward and hooks
+RUN = "_compiled_call_impl"  # if it is set, PyTorch calls it in place of a module's forward and hooks
 
 
 class Manual:
@@ -44,7 +44,7 @@ class Manual:
         self.planning = planning
         self.parts: list[Part] = []
         self._trains = {id(p): p.requires_grad for p in module.parameters()}
-        self._replaced: dict[nn.Module, Any] = {}  # by module what was in the place of ``RUN``
+        self._replaced: dict[nn.Module, Any] = {}  # for each module, the former value of ``RUN``
         self._is_lent = False
 
     # ---- a step
@@ -87,7 +87,7 @@ class Manual:
         self._replaced.clear()
 
     def _part_of(self, module: nn.Module) -> Part | None:
-        """The part that the LightningModule is, if it is one; other parts are replaced by their models."""
+        """The part that the LightningModule is, if it is one. Other parts are replaced by their models."""
         if module is not self.module:
             return None
         return next((part for part in self.parts if part.is_all), None)
@@ -107,7 +107,7 @@ class Manual:
         part = self._part_of(module)
         if part is None and not self._can_be_planned(module):
             return module._call_impl(*args, **kwargs)
-        self._unwatch()  # a trace follows modules as they are
+        self._unwatch()  # a trace follows modules in their normal state
         try:
             part = part or self._plan(module, (args, kwargs))
             return part.parallel(*args, **kwargs)
@@ -115,13 +115,14 @@ class Manual:
             self._watch()
 
     def _can_be_planned(self, module: nn.Module) -> bool:
-        """Whether a module can be one part. The LightningModule of several optimizers is not: its ``forward``
-        belongs to one of them, and the part is what that calls."""
+        """Whether a module can be a part. A LightningModule with several optimizers cannot: its ``forward``
+        belongs to one of them, and the part is the module that ``forward`` calls."""
         holds_parts = any(isinstance(each, ParallelModel) for each in module.modules())
         return not holds_parts and (module is not self.module or len(self.optimizers) == 1)
 
     def _plan(self, module: nn.Module, call: Call) -> Part:
-        toggled: Any = self.module._param_requires_grad_state  # by parameter; Lightning says by name
+        # by parameter, although Lightning declares it as by name
+        toggled: Any = self.module._param_requires_grad_state
         part = plan_part(
             module,
             call,
@@ -139,8 +140,8 @@ class Manual:
     # ---- the weights
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gives all ranks the first one's values of the parameters that no part has: each rank trains these
-        by itself, and devices may round differently. Collective."""
+        """Gives all ranks the first rank's values of the parameters that no part has: each rank trains these
+        alone, and devices may round differently. Collective."""
         alone = [p for p in params_of(optimizer) if id(p) not in self._of_parts()]
         if alone:
             values = from_first_rank(lambda: [p.detach().cpu() for p in alone], what="weights of no part")
@@ -152,7 +153,7 @@ class Manual:
         return {id(p) for part in self.parts for p in part.parallel.parameters()}
 
     def lend(self) -> None:
-        """Puts the user's own modules in their places, with whole weights. Collective."""
+        """Puts the user's own modules back in their places, with whole weights. Collective."""
         if not self._is_lent:
             with keeping_modes(self.module):
                 for part in self.parts:

@@ -22,7 +22,7 @@ from ....errors import InputError
 from ....frontend.job import can_step_pieces, check_supported
 from ....frontend.trace.compiled import uncompiled
 from ....frontend.trace.copies import stand_for
-from ....runtime.modes import modes_by_name
+from ....runtime.modes import modes_by_name, set_modes_by_name
 from ....runtime.optimizers import cut_state, params_of
 from ....runtime.parallel import ParallelModel
 from ....runtime.shard_numbers import Off
@@ -32,8 +32,7 @@ from ..weights import fill
 from .refusals import IN_FORWARD, in_forward
 
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]  # the arguments by position, and by name
-States = Mapping[int, Mapping[str, Any]]  # the states of an optimizer, by the id of a parameter
-COMPILED = "._orig_mod"  # within the names of what torch.compile was given
+States = Mapping[int, Mapping[str, Any]]  # the state of an optimizer for each parameter, by its id
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
@@ -46,7 +45,7 @@ class Part:
     original: nn.Module
     parallel: ParallelModel
     lender: Lender
-    is_all: bool  # the LightningModule
+    is_all: bool  # whether it is the LightningModule
 
     def stand_in(self, module: nn.Module) -> None:
         """Puts the parallel model in the place of the original within ``module``."""
@@ -69,7 +68,7 @@ class Part:
 
 
 def wear(module: nn.Module, source: nn.Module) -> None:
-    """Gives ``module`` the tensors of ``source`` and its submodules with tensors; metrics stay."""
+    """Gives ``module`` the tensors of ``source``, and its submodules that have tensors; metrics stay."""
     module._parameters.update(source._parameters)
     module._buffers.update(source._buffers)
     source.training = module.training
@@ -79,23 +78,17 @@ def wear(module: nn.Module, source: nn.Module) -> None:
 
 
 def twin_of(module: nn.Module) -> nn.Module:
-    """A shallow copy of a module, with the same tensors and submodules in places of its own."""
+    """A shallow copy of a module, with the same tensors and submodules, whose places are the copy's own."""
     twin = copy.copy(module)
     for table in ("_modules", "_parameters", "_buffers"):
         twin.__dict__[table] = dict(module.__dict__[table])
     return twin
 
 
-def set_modes_by_name(module: nn.Module, modes: Mapping[str, bool]) -> None:
-    """Sets which modules within ``module`` train, without calling ``train()``, which models may override."""
-    known = {name.replace(COMPILED, ""): mode for name, mode in modes.items()}
-    for name, each in module.named_modules():
-        each.training = known.get(name.replace(COMPILED, ""), each.training)
-
-
 @contextmanager
 def keeping_modes(module: nn.Module) -> Iterator[None]:
-    """A context that puts other modules in places within ``module``, which then train as those before."""
+    """A context for putting other modules in places within ``module``: these then train or evaluate like
+    those before."""
     modes = modes_by_name(module)
     yield
     set_modes_by_name(module, modes)
@@ -124,11 +117,11 @@ def plan_part(
     *,
     is_all: bool,
 ) -> Part:
-    """The part that ``module`` is from now on, planned by the arguments of its first ``call``. The optimizers
-    step the parallel model's parameters afterwards. ``trains`` says, by the id of a parameter, whether it
-    required a gradient before the step: a step may freeze some for a while, and Lightning keeps in
-    ``toggled`` what ``untoggle_optimizer`` is to restore. ``is_all`` says that ``module`` is the
-    LightningModule. Collective."""
+    """Makes ``module`` a part, planned by the arguments of its first ``call``. The optimizers step the
+    parallel model's parameters afterwards. ``trains`` says, by the id of a parameter, whether it required a
+    gradient before the step: a step may freeze some for a while, and Lightning keeps in ``toggled`` what
+    ``untoggle_optimizer`` is to restore. ``is_all`` says that ``module`` is the LightningModule. Collective.
+    """
     model = without_trainer(module) if is_all else uncompiled(module)
     named = dict(model.named_parameters())
     numbers = {id(p): name for name, p in named.items()}
@@ -149,8 +142,8 @@ def plan_part(
 def split_users(
     optimizers: Iterable[torch.optim.Optimizer], numbers: set[int]
 ) -> tuple[torch.optim.Optimizer | None, list[torch.optim.Optimizer]]:
-    """The first optimizer whose parameters are all among those with the ids ``numbers``, and the others that
-    have some of them. Raises InputError for one of these that cannot step pieces."""
+    """The first optimizer whose parameters all have ids in ``numbers``, and the other optimizers that have
+    some of these parameters. Raises InputError for one of these that cannot step pieces."""
     has = {o: [id(p) in numbers for p in params_of(o)] for o in optimizers}
     whole = next((o for o, are in has.items() if are and all(are)), None)
     rest = [o for o, are in has.items() if any(are) and o is not whole]
@@ -161,8 +154,8 @@ def split_users(
 
 @dataclass(frozen=True)
 class Learning:
-    """By name, whether parameters require a gradient within the step that plans them, and what
-    ``untoggle_optimizer`` is to restore."""
+    """By name, whether parameters require a gradient in the step that plans them, and the settings that
+    ``untoggle_optimizer`` will restore."""
 
     wanted: Mapping[str, bool]
     restored: Mapping[str, bool]
@@ -171,7 +164,7 @@ class Learning:
     def take(
         cls, named: Mapping[str, Tensor], trains: Mapping[int, bool], toggled: dict[Tensor, bool]
     ) -> Learning:
-        """Lets parameters require gradients as before the step, by their ids in ``trains``."""
+        """Makes parameters require gradients as before the step, by their ids in ``trains``."""
         wanted = {name: p.requires_grad for name, p in named.items()}
         restored = {name: toggled.pop(p) for name, p in named.items() if p in toggled}
         for p in named.values():
@@ -179,7 +172,7 @@ class Learning:
         return cls(wanted, restored)
 
     def give(self, named: Mapping[str, Tensor], toggled: dict[Tensor, bool]) -> None:
-        """Lets the parameters in their place require gradients as the step had it."""
+        """Makes the parameters in their place require gradients as in the step."""
         for name, p in named.items():
             p.requires_grad_(self.wanted[name])
             if name in self.restored:
@@ -187,8 +180,8 @@ class Learning:
 
 
 def without_trainer(module: nn.Module) -> nn.Module:
-    """A shallow copy of a LightningModule whose ``forward`` may read nothing of the Trainer's, as it is
-    traced once for all steps."""
+    """A shallow copy of a LightningModule whose ``forward`` may not read anything from the Trainer, because
+    it is traced once for all steps."""
 
     def refuse(name: str, hint: str, *_: Any) -> Any:
         raise in_forward(name, hint)
@@ -204,7 +197,7 @@ def without_trainer(module: nn.Module) -> nn.Module:
 
 
 def example_of(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """The arguments of a call as ``prepare`` takes a batch: a tuple, or a dict by name. Tensors are cut off
+    """The arguments of a call as ``prepare`` takes a batch: a tuple, or a dict by name. Tensors are detached
     from the graph that they came from."""
     if kwargs:
         bound = inspect.signature(model.forward).bind(*args, **kwargs)
@@ -239,8 +232,9 @@ def check_steps_pieces(optimizer: torch.optim.Optimizer) -> None:
 def adopt(
     optimizer: torch.optim.Optimizer, heirs: Mapping[int, Tensor], states: States, parallel: ParallelModel
 ) -> None:
-    """Makes an optimizer step the ``heirs`` in ``parallel``, by the ids of the parameters whose place they
-    take. The ``states`` that it had of these, from a checkpoint for instance, are cut as they are."""
+    """Makes an optimizer step the ``heirs``, parameters in ``parallel``, given by the ids of the parameters
+    that they replace. The ``states`` of the replaced ones, from a checkpoint for instance, are cut like them.
+    """
     with Off():
         for group in optimizer.param_groups:
             group["params"] = [heirs.get(id(p), p) for p in group["params"]]

@@ -1,4 +1,4 @@
-"""The settings of a Trainer or a LightningModule that the strategy cannot serve exactly, with an alternative
+"""The settings of a Trainer or a LightningModule that the strategy cannot follow exactly, with an alternative
 for each."""
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ METHODS_OF_TRAINER = {
     "print": "print in on_train_batch_end, or self.log(name, tensor)",
 }
 
-# the same in a forward that training_step of manual optimization calls
+# the same in a forward that the training_step of manual optimization calls
 ARGUMENT = "an argument of forward, which training_step passes"
 IN_FORWARD = dict.fromkeys(("trainer", "global_step", "current_epoch", "logger", "loggers"), ARGUMENT)
 
@@ -101,7 +101,7 @@ def check_device(device: torch.device, planned: torch.device) -> None:
 
 
 def refused(got: str, expected: str, hint: str, where: str = "") -> InputError:
-    """The error for a setting that ``mixmesh.lightning.Strategy`` cannot serve."""
+    """The error for a setting that ``mixmesh.lightning.Strategy`` cannot follow."""
     return InputError(
         "mixmesh.lightning.Strategy cannot keep this exactly",
         expected=expected,
@@ -113,33 +113,33 @@ def refused(got: str, expected: str, hint: str, where: str = "") -> InputError:
 
 @contextmanager
 def naming_lines(training_step: Callable[..., Any]) -> Iterator[None]:
-    """A context in which errors name the script's line that they came by, or ``training_step``."""
+    """A context in which errors name the script's line from which they came, or ``training_step``."""
     try:
         yield
     except MixmeshError as error:
         if not error.where:
-            found = place_of_error(error)
-            error.where = found.location if found.by_user else line_of(training_step)
+            place = place_of_error(error)
+            error.where = place.location if place.by_user else line_of(training_step)
         raise
 
 
 def line_of(method: Callable[..., Any]) -> str:
-    """The line at which a method of the script's begins."""
+    """The line at which a method of the script begins."""
     return place_of_function(inspect.unwrap(method)).location
 
 
 def in_training_step(name: str, hint: str) -> InputError:
-    """The error for a ``training_step`` that uses values that change from step to step."""
+    """The error for a ``training_step`` that uses values which change from step to step."""
     return unlike_in_steps("training_step", name, hint)
 
 
 def in_forward(name: str, hint: str) -> InputError:
-    """The error for a ``forward`` of a LightningModule that uses values that change from step to step."""
+    """The error for a ``forward`` of a LightningModule that uses values which change from step to step."""
     return unlike_in_steps("forward", f"self.{name}", hint)
 
 
 def called_within(name: str, whole: str) -> InputError:
-    """The error for a call of a module of a part, whose weights are planned as those of the whole part."""
+    """The error for calling a module within a part, whose weights are planned as a part of it."""
     return InputError(
         f"training_step calls {name}, which is planned as a part of {whole}",
         expected=f"calls of {whole} alone, or of its modules alone",

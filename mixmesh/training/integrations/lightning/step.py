@@ -1,4 +1,4 @@
-"""``training_step`` as the model that is planned: a batch in, the loss and the logged values out."""
+"""``training_step`` as the planned model: it takes a batch and returns the loss and the logged values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Logged:
     batch_size: int | None = None
 
     def log(self, module: pl.LightningModule, out: Any, batch_size: int | None) -> None:
-        """Logs the value that the output ``out`` of a step has for it."""
+        """Logs the value that the step's output ``out`` has for this call."""
         loss = out.loss if isinstance(out, Output) else out
         value = loss if self.key is None else out[LOGGED][self.key]
         size = None if self.batch_size is None else batch_size
@@ -43,7 +43,7 @@ class Logged:
 
 @dataclass(frozen=True)
 class Form:
-    """A batch without its tensors: its structure, and its other values by place."""
+    """The form of a batch: its structure, and its values other than tensors by place."""
 
     spec: Any
     constants: tuple[tuple[int, Any], ...]
@@ -58,7 +58,7 @@ class Form:
             if not isinstance(leaf, SIMPLE):
                 raise InputError(
                     "the batch holds a value that is no tensor",
-                    expected="tensors, numbers and words in lists, tuples and dicts",
+                    expected="tensors, numbers and strings in lists, tuples and dicts",
                     got=type(leaf).__name__,
                     hint="a collate_fn that returns a dict of tensors",
                 )
@@ -66,7 +66,7 @@ class Form:
         return cls(spec, tuple(others)), tensors
 
     def batch(self, tensors: Mapping[str, Tensor]) -> Any:
-        """The batch of this form that holds these tensors."""
+        """The batch of this form with these tensors."""
         constants = dict(self.constants)
         count = len(constants) + len(tensors)
         leaves = [constants[n] if n in constants else tensors[f"batch_{n}"] for n in range(count)]
@@ -79,7 +79,7 @@ class Log:
     assignments to modules."""
 
     calls: tuple[Logged, ...] | None = None
-    returned: tuple[str, ...] = ()  # the names of what it returns beside the loss
+    returned: tuple[str, ...] = ()  # the names of the values returned besides the loss
 
     def keep(self, calls: tuple[Logged, ...], returned: tuple[str, ...]) -> None:
         """Remembers the calls and names. Raises InputError if they depend on the shape of the batch."""
@@ -94,11 +94,12 @@ class Log:
 
     def traced(self) -> tuple[tuple[Logged, ...], tuple[str, ...]]:
         """The calls of a step that was traced, and the names that it returns."""
-        assert self.calls is not None  # every run of the step keeps them
+        assert self.calls is not None  # every run of the step sets them
         return self.calls, self.returned
 
     def result(self, out: Any) -> Any:
-        """The result of ``training_step`` for the output ``out`` of a step: the loss, or a dict with it."""
+        """The return value of ``training_step`` for the output ``out`` of a step: the loss, or a dict with
+        it."""
         if not self.returned:
             return out.loss
         values = {name: out[RETURNED][f"v{n}"].detach() for n, name in enumerate(self.returned)}
@@ -147,7 +148,7 @@ def size_of(batch: Any) -> int | None:
     """The number of samples that Lightning counts in a batch; None if it is unknown."""
     try:
         return extract_batch_size(batch)
-    except Exception:  # MisconfigurationException: it has no tensor
+    except Exception:  # MisconfigurationException: the batch has no tensor
         return None
 
 
@@ -212,7 +213,8 @@ def _traced(module: pl.LightningModule, calls: list[dict[str, Any]]) -> Iterator
 
 
 def _lengths(module: nn.Module) -> dict[str, int]:
-    """The lengths of all lists, sets and deques that are attributes of a module, by their path."""
+    """The lengths of all lists, sets and deques that are attributes of a module or of modules within it, by
+    path."""
     return {
         f"{path}.{name}".lstrip("."): len(value)
         for path, each in module.named_modules()

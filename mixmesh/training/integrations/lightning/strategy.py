@@ -21,7 +21,7 @@ from ....errors import InputError
 from ....frontend.trace.outputs import IfGiven
 from ....runtime.comm import default_device, initialise
 from ....runtime.first_rank import from_first_rank, wait_for_all
-from ....runtime.modes import modes_by_name
+from ....runtime.modes import modes_by_name, set_modes_by_name
 from ....runtime.parallel import ParallelModel, full_optimizer_state_dict
 from ....runtime.scaler import with_agreement
 from ...preparation.loading import same_random_numbers, take_random_numbers
@@ -36,7 +36,7 @@ from ..launched import (
 from ..lending import Lender
 from ..weights import fill
 from .manual import Manual
-from .parts import keeping_modes, set_modes_by_name, twin_of, wear
+from .parts import keeping_modes, twin_of, wear
 from .refusals import check_device, check_precision, check_training, naming_lines, refused
 from .step import LOGGED, RETURNED, Form, TrainingStep, size_of
 
@@ -45,8 +45,8 @@ TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class _Planned:
-    """The planned ``step``: its ``parallel`` model, the lender of the module, for each submodule whether it
-    trained when the step was planned, and a copy that keeps the module's own tensors and submodules."""
+    """The planned ``step``: its ``parallel`` model, the lender of the module, the mode of each submodule when
+    the step was planned, and a copy that keeps the module's own tensors and submodules."""
 
     step: TrainingStep
     parallel: ParallelModel
@@ -66,12 +66,12 @@ class _Planned:
         return self.parallel.get_submodule("module")
 
     def show(self) -> None:
-        """Shows the trained parameters, and their gradients, in the module, to hooks between two steps."""
+        """Shows the trained parameters, and their gradients, in the module, for hooks between two steps."""
         with keeping_modes(self.step.module):
             wear(self.step.module, self._shown)
 
     def hide(self) -> None:
-        """Puts the module's own tensors and submodules back, which are traced, lent and filled."""
+        """Puts the module's own tensors and submodules back, to be traced, lent and filled."""
         with keeping_modes(self.step.module):
             wear(self.step.module, self.own)
 
@@ -96,8 +96,8 @@ class _Planned:
                 expected=f"{self.step.form.spec}, {self.step.form.constants}",
                 got=f"{form.spec}, {form.constants}",
                 hint=(
-                    "a collate_fn that returns the same names, numbers that change as tensors, and no words "
-                    "that change"
+                    "a collate_fn that returns the same names, numbers that change as tensors, and no "
+                    "strings that change"
                 ),
             )
 
@@ -112,7 +112,7 @@ class Strategy(SingleDeviceStrategy):
     of ``fit`` see them whole in the module, on every rank. Without torchrun it is the strategy of a single
     device.
 
-    ``fit`` raises InputError at its start for settings that cannot be served exactly.
+    ``fit`` raises InputError at its start for settings that cannot be followed exactly.
     """
 
     strategy_name = "mixmesh"
@@ -120,8 +120,8 @@ class Strategy(SingleDeviceStrategy):
     def __init__(self, *, planning: Mapping[str, Any] | None = None, **options: Any) -> None:
         super().__init__(**options)
         self.planning = dict(planning or {})
-        self._planned: _Planned | None = None  # from the first batch on
-        self._manual: Manual | None = None  # from the start of fit on, in manual optimization
+        self._planned: _Planned | None = None  # set from the first batch on
+        self._manual: Manual | None = None  # set from the start of fit on, in manual optimization
         self._has_trained = False
 
     @property
@@ -191,7 +191,8 @@ class Strategy(SingleDeviceStrategy):
             options = {"outputs": (IfGiven(LOGGED), IfGiven(RETURNED)), **self.planning}
             parallel, _ = prepare_for(step, optimizer, step.tensors, options)
         step.log.keep(*from_first_rank(step.log.traced))  # only one rank traces
-        vars(module)["zero_grad"] = parallel.zero_grad  # before validation Lightning calls the module's
+        # before validation Lightning calls zero_grad of the module
+        vars(module)["zero_grad"] = parallel.zero_grad
         self._planned = _Planned(step, parallel, Lender(parallel), modes, twin_of(module))
         check_scaled(parallel, getattr(self.precision_plugin, "scaler", None), 'precision="16-mixed"')
 
@@ -231,7 +232,7 @@ class Strategy(SingleDeviceStrategy):
         return result
 
     def _unless_stepping(self, parallel: ParallelModel) -> AbstractContextManager[None]:
-        """``no_sync`` of the model where another batch of the same optimizer step follows."""
+        """Returns ``no_sync`` of the model if another batch of the same optimizer step follows."""
         accumulates = self._module.trainer.fit_loop._should_accumulate()
         return parallel.no_sync() if accumulates else nullcontext()
 
