@@ -132,7 +132,7 @@ def execute(arguments: Sequence[str], run: Callable[[Sequence[str]], int] = run)
         if debug:
             traceback.print_exc()
         text = bug_text(error)
-        if isinstance(error, OSError) and error.errno == ENOSPC:  # of stdout, or of PyTorch's own files
+        if isinstance(error, OSError) and error.errno == ENOSPC:  # the disk of a file of PyTorch, or of stdout
             text = f"a file, or what the command prints, cannot be written: {error}"
         print(text, file=sys.stderr, flush=True)
         return _fail(MixmeshError(text), as_json)

@@ -308,8 +308,8 @@ def _explain(problem: ErrorDetails, schema: type[BaseModel]) -> tuple[str, str, 
 
 
 def _meant(key: str, value: Any, keys: tuple[str, ...], schema: type[BaseModel]) -> str:
-    """What to write for an unknown key: the key of this table that is nearly that, or that takes the quantity
-    in another unit; or the table that has this key."""
+    """The hint for an unknown key: the key of this table that is spelt almost like it, or that takes the same
+    quantity in another unit; or the table that this key belongs to."""
     for unit, (ours, factor) in _UNITS.items():
         known = key.lower().removesuffix(unit) + ours
         if key.lower().endswith(unit) and known in keys:

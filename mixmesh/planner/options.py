@@ -14,7 +14,7 @@ from .planners import PLANNERS
 
 @dataclass(frozen=True)
 class Options:
-    """What the caller asks of a plan. ``planner`` is a name in ``PLANNERS``, or ``auto`` for the best of
+    """The wishes of the caller for a plan. ``planner`` is a name in ``PLANNERS``, or ``auto`` for the best of
     them.
 
     ``profile`` holds measured costs. ``optimizer_states`` are tensors per parameter, and ``whole_parameters``

@@ -38,7 +38,7 @@ def segments(task: Task) -> Iterator[Proposal]:
     start = task.proposed.get("hap") or min(synthesised(task), key=lambda p: p.key, default=None)
     if start is not None:
         yield replace(start, planner="segments")
-    # those of hap may have owners of gradients, by ratios that strategies do not have
+    # programs of hap may have owners of gradients, by ratios that strategies do not have
     synthesis = () if start is None else (with_owners(start.program, {}),)
     for base in (space.program, *synthesis):
         for strategy in strategies:

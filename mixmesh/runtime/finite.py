@@ -31,7 +31,7 @@ SAID_EVERY = 100  # a message about steps that were left out comes at most once 
 
 
 class OnNan(Enum):
-    """What to do about a loss or gradients that are not finite."""
+    """The reaction to a loss or gradients that are not finite."""
 
     STOP = "stop"  # raises an error, and the optimizer makes no step
     SKIP = "skip"  # leaves out the batch, on all ranks

@@ -64,7 +64,7 @@ class Output:
         return whole if name is None else whole[name]
 
     def everywhere(self) -> Output:
-        """The same output with the rows of all ranks. Collective if outputs are kept. A backward pass through
+        """This output with the rows of all ranks. Collective if outputs are kept. A backward pass through
         them is refused, as it is through this rank's rows."""
         if self._gather is None:
             return self

@@ -38,7 +38,7 @@ class Transfer:
     """One move between stages, the same in every micro-batch: pieces of ``counts`` elements, per rank, along
     the cut dim."""
 
-    instruction: Instruction  # of a micro-batch
+    instruction: Instruction  # in the program of one micro-batch
     sources: tuple[int, ...]
     targets: tuple[int, ...]
     counts: tuple[int, ...]

@@ -176,7 +176,7 @@ def fault_text(mark: Mark) -> str:
 def mark_rows(run: Run) -> list[tuple[str, str, str]]:
     """The rows of a table of events: after which step, what happened, and details."""
     kept, rows = set(run.kept_steps), []
-    before: dict[str, Any] = {}  # what is known of the plan so far
+    before: dict[str, Any] = {}  # facts about the plan, known so far
     for mark in run.log.marks:
         if mark.event in NAMES:
             rows.append((str(mark.step), NAMES[mark.event], more(mark, kept, before)))

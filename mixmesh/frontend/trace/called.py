@@ -61,8 +61,7 @@ def plain_functions(function: Any) -> Iterator[tuple[FunctionType, type | None]]
 
 
 def all_called(first: Iterable[tuple[FunctionType, type | None]]) -> list[FunctionType]:
-    """Those of the given functions that are the script's own code, and the functions that they may call by
-    name."""
+    """The given functions that are the script's own code, and the functions that they may call by name."""
     waiting, called = list(first), dict[int, FunctionType]()
     while waiting and len(called) < MOST_FUNCTIONS:
         function, owner = waiting.pop()

@@ -99,7 +99,7 @@ def ratio_of_speeds(seconds: Sequence[float], ranks: Collection[int]) -> Ratio:
     """Shares of ``ranks`` in proportion to their speeds, above zero for every one of them, however slow;
     ``seconds`` gives the time of each rank."""
     speeds = {rank: 1 / max(seconds[rank], 1e-12) for rank in ranks}
-    least = 2 * 10**-RATIO_DIGITS * sum(speeds.values())  # what rounding does not make zero
+    least = 2 * 10**-RATIO_DIGITS * sum(speeds.values())  # rounding does not make this zero
     return make_ratio([max(speeds[r], least) if r in speeds else 0.0 for r in range(len(seconds))])
 
 

@@ -98,7 +98,7 @@ class Progress:
     sampler_epoch: int | None = None
     num_yielded: int = 0
     samples_yielded: int = 0
-    digest: str = ""  # of all batches given so far
+    digest: str = ""  # a checksum over all batches given so far
     # the random numbers from which the epoch's order is drawn
     numbers: Numbers | None = field(default=None, repr=False)
     is_open: bool = False  # whether an epoch has begun and not ended
