@@ -132,7 +132,8 @@ def execute(arguments: Sequence[str], run: Callable[[Sequence[str]], int] = run)
         if debug:
             traceback.print_exc()
         text = bug_text(error)
-        if isinstance(error, OSError) and error.errno == ENOSPC:  # the disk of a file of PyTorch, or of stdout
+        # the full disk may be that of stdout, or of a file of PyTorch
+        if isinstance(error, OSError) and error.errno == ENOSPC:
             text = f"a file, or what the command prints, cannot be written: {error}"
         print(text, file=sys.stderr, flush=True)
         return _fail(MixmeshError(text), as_json)

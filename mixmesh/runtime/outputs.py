@@ -65,7 +65,7 @@ class Output:
 
     def everywhere(self) -> Output:
         """This output with the rows of all ranks. Collective if outputs are kept. A backward pass through
-        them is refused, as it is through this rank's rows."""
+        it is refused, as it is through this rank's rows."""
         if self._gather is None:
             return self
         return Output({**self._values, **self._gather(is_guarded=True)}, self._returned)
