@@ -59,9 +59,39 @@ class Clipped(Cube):
         return (3 * x * x * g).clamp(-10, 10)
 
 
+class Masked(torch.autograd.Function):
+    """A softmax that is masked in place, to save memory: autograd refuses that, its own backward does not."""
+
+    @staticmethod
+    def forward(ctx, x, hidden):
+        output = x.masked_fill(hidden, -1e9).softmax(-1)
+        output.masked_fill_(hidden, 0)
+        ctx.save_for_backward(output)
+        return output
+
+    @staticmethod
+    def backward(ctx, g):
+        (output,) = ctx.saved_tensors
+        return torch._softmax_backward_data(g, output, -1, output.dtype), None
+
+
+class Leaking(Masked):
+    """Its backward leaves something out."""
+
+    @staticmethod
+    def backward(ctx, g):
+        (output,) = ctx.saved_tensors
+        return g * output, None
+
+
 def test_a_custom_function_is_traced_if_its_backward_is_autograds():
     assert ops(lambda m, y: Cube.apply(y).mean()) == ops(lambda m, y: cubed(y).mean())
     assert "Clipped" in failing(lambda m, y: Clipped.apply(y).sum()).message
+
+
+def test_a_custom_function_may_change_what_autograd_would_keep():
+    assert "aten.softmax.int" in ops(lambda m, y: Masked.apply(y, y.detach() > 1).square().mean())
+    assert "Leaking" in failing(lambda m, y: Leaking.apply(y, y.detach() > 1).sum()).message
 
 
 def test_a_check_of_values_is_no_branch():
