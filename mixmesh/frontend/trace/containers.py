@@ -25,7 +25,7 @@ MOST_ITEMS = 256  # larger dicts and lists are not examined
 DEPTH = 3  # how far dicts and lists are followed that stand in each other
 # libraries whose objects are no configurations: they count the steps of a training
 _NO_CONFIGURATIONS = frozenset(
-    "torch mixmesh lightning pytorch_lightning lightning_fabric torchmetrics".split()
+    "torch mixmesh accelerate lightning pytorch_lightning lightning_fabric torchmetrics".split()
 )
 _HEAP, _IMMUTABLE = 1 << 9, 1 << 8  # flags of a class: made by Python code, and not to be changed
 Find = Callable[[], Any]
@@ -33,7 +33,10 @@ Note = Callable[[str, Find, Any], None]  # (path, function that gives the curren
 
 
 class Gone:
-    """Stands for a value whose holder is no more."""
+    """Stands for a value whose holder is no more, or that its holder does not have yet."""
+
+    def __repr__(self) -> str:
+        return "nothing"
 
 
 GONE = Gone()
@@ -156,7 +159,13 @@ class ObjectWatch:
 
     def _telling(self, get: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
         def attribute(of: Any, name: str) -> Any:
-            value = get(of, name)
+            try:
+                value = get(of, name)
+            except AttributeError:
+                if id(of) in self._places and not name.startswith("__"):  # it may be set later
+                    path, find, _ = self._places[id(of)]
+                    self._note(f"{path}.{name}", find_in_object(find, name), GONE)
+                raise
             if not self._is_noting and id(of) in self._places and not name.startswith("__"):
                 self._is_noting = True
                 try:
@@ -168,9 +177,12 @@ class ObjectWatch:
         return attribute
 
     def _read(self, of: Any, name: str, value: Any) -> None:
-        if not (type(value) in SIMPLE or is_container(value)) or _is_computed(type(of), name):
+        is_tensor = isinstance(value, Tensor)
+        if not (type(value) in SIMPLE or is_tensor or is_container(value)) or _is_computed(type(of), name):
             return
         path, find, _ = self._places[id(of)]
+        if is_tensor:
+            self._note(f"{path}.{name}", find_in_object(find, name), value)
         for each in numbers_in(f"{path}.{name}", find_in_object(find, name), value, EVERY_KEY):
             self.note(*each)
 
