@@ -21,6 +21,7 @@ from ....frontend.trace.own_generators import generators_in
 from ....runtime.first_rank import from_first_rank
 from ....runtime.parallel import ParallelModel, full_optimizer_state_dict
 from ....runtime.scaler import with_agreement
+from ...preparation.lengths import length
 from ...preparation.loading import load, same_random_numbers
 from ..accelerate.one_process import as_first_process, look_like_one_process
 from ..launched import check_alike, check_not_spread, check_scaled, is_launched, prepare_for
@@ -90,7 +91,7 @@ class Trainer(transformers.Trainer):
         check_dataset(getattr(loader, "dataset", None))
         with same_random_numbers(generators_in(loader)):
             if isinstance(loader, DataLoader):
-                batch = load(loader, list(range(min(self._train_batch_size, len(loader.dataset)))))
+                batch = load(loader, list(range(min(self._train_batch_size, length(loader.dataset)))))
             else:  # batches of the script's own, from its get_train_dataloader
                 batch = next(iter(loader))
             batch = self._prepare_inputs(batch)
