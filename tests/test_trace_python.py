@@ -6,9 +6,14 @@ import pytest
 import torch
 from torch import nn
 
+from mixmesh.api import plan
+from mixmesh.cluster import Cluster
 from mixmesh.errors import TraceError
 from mixmesh.frontend.trace import overload, trace
 from mixmesh.frontend.trace.simplify import ALIASES
+from mixmesh.measure.verification import verify
+
+CLUSTER = Cluster.parse('[[machine]]\ndevices = ["V100-16GB", "T4-16GB"]\n')
 
 
 class Head(nn.Module):
@@ -108,6 +113,19 @@ def test_a_check_of_values_is_no_branch():
 
     error = failing(branch)
     assert "y.mean() if y.sum() > 0" in error.where and "torch.where" in error.hint[0]
+
+
+def test_a_check_of_a_library_routine_is_left_out():
+    """``torch.linalg.solve`` checks that a matrix is regular, and export keeps such checks in order."""
+
+    def solved(m, y):
+        square = m.fc.weight.T @ m.fc.weight + torch.eye(6)
+        twice = torch.linalg.solve(square, torch.linalg.inv(square))
+        return (y @ m.fc.weight @ twice).square().mean()
+
+    model, batch = Head(solved), (torch.randn(8, 6),)
+    report = verify(model, batch, plan(model, batch, CLUSTER, planner="ddp-proportional"))
+    assert report.ok, report
 
 
 def test_a_module_may_be_moved_to_where_it_is():
