@@ -26,6 +26,7 @@ from transformers import (
     set_seed,
 )
 
+import mixmesh
 from mixmesh.errors import InputError, TraceError
 
 FOLDER, LIBRARY = Path(sys.argv[1]), sys.argv[2]
@@ -213,6 +214,67 @@ class Changes(TrainerCallback):
             model.config.strength = 3.0
 
 
+class Penalised(Trainer):
+    """Its loss reads a number of the Trainer, and one that its arguments get later."""
+
+    strength = 1.0
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        return loss * self.strength * getattr(self.args, "factor", 1.0)
+
+
+class Watching(TrainerCallback):
+    """Logs norms of the weights and of their gradients, unfreezes a layer, keeps an average, writes the whole
+    model, and changes numbers that the loss reads."""
+
+    def __init__(self, trainer) -> None:
+        self.trainer, self.average = trainer, {}
+
+    def on_train_begin(self, args, state, control, model=None, **_):
+        model.classifier.requires_grad_(False)
+        self.average = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **_):
+        norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]
+        state.log_history.append({"gradients": float(sum(norms)), "step": state.global_step})
+
+    def on_step_end(self, args, state, control, model=None, **_):
+        for name, p in model.named_parameters():
+            self.average[name].lerp_(p.detach(), 0.1)
+        average = float(sum(x.norm() for x in self.average.values()))
+        state.log_history.append({"average": average, "step": state.global_step})
+        model.classifier.requires_grad_(state.global_step >= 1)
+        if state.global_step == 1:
+            self.trainer.strength = 0.5
+        elif state.global_step == 2:
+            args.factor = 3.0
+
+    def on_save(self, args, state, control, model=None, **_):
+        with mixmesh.whole(model) as whole:
+            total = float(sum(p.sum() for p in whole.parameters()))
+            row = {
+                "total": total,
+                "classes": whole(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.numel(),
+            }
+        state.log_history.append({**row, "step": state.global_step})
+
+
+def watched(name: str, planner: str) -> None:
+    """A callback that reads the model and changes what the loss reads; batches that are a list."""
+
+    class Listed(Penalised):
+        def get_train_dataloader(self):
+            rows = labelled(9)
+            return [self.data_collator(rows[n : n + 3]) for n in range(0, 9, 3)]
+
+    args = arguments(name, max_steps=5, save_strategy="steps", save_steps=2)
+    trainer = trainer_with(planner, Listed)(classifier(), args, train_dataset=labelled(9))
+    trainer.add_callback(Watching(trainer))
+    trainer.train()
+    done(name, trainer)
+
+
 def changing(name: str, planner: str) -> None:
     """Numbers of the model that a callback changes."""
     model = classifier(kind=Scaled)
@@ -223,14 +285,25 @@ def changing(name: str, planner: str) -> None:
     done(name, trainer)
 
 
-def noting(name: str, planner: str) -> None:
-    """A loss that is noted in an attribute of the Trainer: refused."""
-    trainer = trainer_with(planner, Weighted)(classifier(), arguments(name), train_dataset=labelled(4))
+def noting(name: str, planner: str, kind: type = Weighted) -> None:
+    """A loss that is noted in an attribute of the Trainer, or in one of its class: refused."""
+    trainer = trainer_with(planner, kind)(classifier(), arguments(name), train_dataset=labelled(4))
     trainer.teacher, trainer.calls = classifier(seed=1), 0
     try:
         trainer.train()
     except TraceError as error:
         tell(FOLDER, name, error=str(error))
+
+
+class Collecting(Trainer):
+    """Collects losses in a list within a dict of the class."""
+
+    seen: dict[str, list] = {"losses": []}  # noqa: RUF012
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        self.seen["losses"].append(loss.detach())
+        return loss
 
 
 def written(name: str, planner: str) -> None:
@@ -276,7 +349,9 @@ if __name__ == "__main__":  # workers of a loader may import it
     own_loss("adafactor", "ddp-proportional", optim="adafactor")
     written("written", "ddp-even")
     changing("changing", "ddp-even")
+    watched("watched", "tensor-parallel")
     if LIBRARY == "mixmesh.hf":
         noting("noting", "ddp-even")
+        noting("collecting", "ddp-even", Collecting)
         unlike("unlike", "ddp-even")
         without_bf16("without bf16")

@@ -34,6 +34,7 @@ NAMES = {
     "classes": AutoModelForSequenceClassification,
     "own loss": AutoModelForSequenceClassification,
     "adafactor": AutoModelForSequenceClassification,
+    "watched": AutoModelForSequenceClassification,
     "written": AutoModelForSeq2SeqLM,
 }
 # Trainer sums losses in float32
@@ -210,6 +211,11 @@ def test_a_loss_that_notes_its_steps_is_refused(runs):
     assert len(errors) == RANKS and all("self.calls to keep something" in error for error in errors)
 
 
+def test_a_loss_that_collects_something_in_its_class_is_refused(runs):
+    errors = [row["error"] for row in runs["mixmesh.hf"][1] if row["name"] == "collecting"]
+    assert len(errors) == RANKS and all("self.seen to keep something" in error for error in errors)
+
+
 @pytest.mark.parametrize("name", ["state", "log"])
 def test_what_changes_from_step_to_step_is_refused_in_a_loss(tmp_path, name):
     class Own(PlainTrainer):
@@ -235,9 +241,18 @@ def test_without_torchrun_it_is_the_plain_trainer(tmp_path):
     assert batch["input"].shape == (1, 2)
 
 
-def test_iterable_data_sets_are_refused():
+def test_iterable_data_sets_are_refused(tmp_path, launched):
     with pytest.raises(mixmesh.InputError, match="iterable"):
         check_dataset(Numbers())
+    with pytest.raises(mixmesh.InputError, match="iterable") as error:  # not only in the first evaluation
+        Trainer(torch.nn.Linear(2, 2), arguments(tmp_path), eval_dataset={"one": [1], "other": Numbers()})
+    assert "eval_dataset=list(dataset)" in str(error.value)
+
+
+def test_batches_that_one_rank_loads_for_all_are_refused(tmp_path):
+    with pytest.raises(mixmesh.InputError, match="dispatch_batches"):
+        check_args(arguments(tmp_path, accelerator_config={"dispatch_batches": True}))
+    check_args(arguments(tmp_path, accelerator_config={"split_batches": True}))
 
 
 def test_it_says_what_to_install():

@@ -6,9 +6,14 @@ import pytest
 import torch
 from torch import nn
 
+from mixmesh.api import plan
+from mixmesh.cluster import Cluster
 from mixmesh.errors import TraceError
 from mixmesh.frontend.trace import overload, trace
 from mixmesh.frontend.trace.simplify import ALIASES
+from mixmesh.measure.verification import verify
+
+CLUSTER = Cluster.parse('[[machine]]\ndevices = ["V100-16GB", "T4-16GB"]\n')
 
 
 class Head(nn.Module):
@@ -59,9 +64,39 @@ class Clipped(Cube):
         return (3 * x * x * g).clamp(-10, 10)
 
 
+class Masked(torch.autograd.Function):
+    """A softmax that is masked in place, to save memory: autograd refuses that, its own backward does not."""
+
+    @staticmethod
+    def forward(ctx, x, hidden):
+        output = x.masked_fill(hidden, -1e9).softmax(-1)
+        output.masked_fill_(hidden, 0)
+        ctx.save_for_backward(output)
+        return output
+
+    @staticmethod
+    def backward(ctx, g):
+        (output,) = ctx.saved_tensors
+        return torch._softmax_backward_data(g, output, -1, output.dtype), None
+
+
+class Leaking(Masked):
+    """Its backward leaves something out."""
+
+    @staticmethod
+    def backward(ctx, g):
+        (output,) = ctx.saved_tensors
+        return g * output, None
+
+
 def test_a_custom_function_is_traced_if_its_backward_is_autograds():
     assert ops(lambda m, y: Cube.apply(y).mean()) == ops(lambda m, y: cubed(y).mean())
     assert "Clipped" in failing(lambda m, y: Clipped.apply(y).sum()).message
+
+
+def test_a_custom_function_may_change_what_autograd_would_keep():
+    assert "aten.softmax.int" in ops(lambda m, y: Masked.apply(y, y.detach() > 1).square().mean())
+    assert "Leaking" in failing(lambda m, y: Leaking.apply(y, y.detach() > 1).sum()).message
 
 
 def test_a_check_of_values_is_no_branch():
@@ -78,6 +113,19 @@ def test_a_check_of_values_is_no_branch():
 
     error = failing(branch)
     assert "y.mean() if y.sum() > 0" in error.where and "torch.where" in error.hint[0]
+
+
+def test_a_check_of_a_library_routine_is_left_out():
+    """``torch.linalg.solve`` checks that a matrix is regular, and export keeps such checks in order."""
+
+    def solved(m, y):
+        square = m.fc.weight.T @ m.fc.weight + torch.eye(6)
+        twice = torch.linalg.solve(square, torch.linalg.inv(square))
+        return (y @ m.fc.weight @ twice).square().mean()
+
+    model, batch = Head(solved), (torch.randn(8, 6),)
+    report = verify(model, batch, plan(model, batch, CLUSTER, planner="ddp-proportional"))
+    assert report.ok, report
 
 
 def test_a_module_may_be_moved_to_where_it_is():

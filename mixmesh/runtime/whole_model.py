@@ -255,6 +255,7 @@ def _check(loan: Loan) -> None:
             got=", ".join((changed or learnt)[:3]),
             hint=(
                 "model.load_full_state_dict(m.state_dict())  # within the block, on every rank, for weights",
+                "copy.deepcopy(m).merge_and_unload()  # a change for a file is made in a copy",
                 "with torch.no_grad(): ...  # where no gradient is meant",
             ),
         )

@@ -25,7 +25,7 @@ MOST_ITEMS = 256  # larger dicts and lists are not examined
 DEPTH = 3  # levels of dicts and lists within each other that are examined
 # libraries whose objects are not configurations: their numbers count the steps of a training
 _NO_CONFIGURATIONS = frozenset(
-    "torch mixmesh lightning pytorch_lightning lightning_fabric torchmetrics".split()
+    "torch mixmesh accelerate lightning pytorch_lightning lightning_fabric torchmetrics".split()
 )
 _HEAP, _IMMUTABLE = 1 << 9, 1 << 8  # flags of a class: it was made by Python code; it must not be changed
 Find = Callable[[], Any]
@@ -34,7 +34,10 @@ Note = Callable[[str, Find, Any], None]
 
 
 class Gone:
-    """Stands for a value whose holder no longer exists."""
+    """Stands for a value whose holder no longer exists, or does not have it yet."""
+
+    def __repr__(self) -> str:
+        return "nothing"
 
 
 GONE = Gone()
@@ -158,7 +161,13 @@ class ObjectWatch:
 
     def _telling(self, get: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
         def attribute(of: Any, name: str) -> Any:
-            value = get(of, name)
+            try:
+                value = get(of, name)
+            except AttributeError:
+                if id(of) in self._places and not name.startswith("__"):  # it may be set later
+                    path, find, _ = self._places[id(of)]
+                    self._note(f"{path}.{name}", find_in_object(find, name), GONE)
+                raise
             if not self._is_noting and id(of) in self._places and not name.startswith("__"):
                 self._is_noting = True
                 try:
@@ -170,9 +179,12 @@ class ObjectWatch:
         return attribute
 
     def _read(self, of: Any, name: str, value: Any) -> None:
-        if not (type(value) in SIMPLE or is_container(value)) or _is_computed(type(of), name):
+        is_tensor = isinstance(value, Tensor)
+        if not (type(value) in SIMPLE or is_tensor or is_container(value)) or _is_computed(type(of), name):
             return
         path, find, _ = self._places[id(of)]
+        if is_tensor:
+            self._note(f"{path}.{name}", find_in_object(find, name), value)
         for each in numbers_in(f"{path}.{name}", find_in_object(find, name), value, EVERY_KEY):
             self.note(*each)
 

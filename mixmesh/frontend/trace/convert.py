@@ -45,6 +45,8 @@ def nodes_of_checks(graph: fx.Graph) -> set[fx.Node]:
         is_number = node.op == "call_function" and isinstance(value, NUMBERS)
         if value is None and node.target in ASSERTIONS or is_number and checks.issuperset(node.users):
             checks.add(node)
+        if node.target is torch.ops.higher_order.with_effects and node.args[1] in CHECKS_IN_ORDER:
+            checks.update((node, *node.users))  # which are tokens of the order alone
     return checks
 
 
@@ -54,6 +56,10 @@ ASSERTIONS = frozenset({
     torch.ops.aten._assert_async.msg, torch.ops.aten.sym_constrain_range.default,
     torch.ops.aten.sym_constrain_range_for_size.default,
 })  # fmt: skip
+
+
+# checks that export keeps in their order, as effects: of torch.linalg.solve, inv and cholesky
+CHECKS_IN_ORDER = frozenset({torch.ops.aten._linalg_check_errors.default})
 
 
 class Names:
@@ -122,6 +128,13 @@ class _Converter:
                 key = self.first_name[id(tensor)]
                 if op == "param" and not tensor.requires_grad:
                     kwargs = (("trainable", False),)
+            case InputKind.TOKEN:
+                for user in node.users:
+                    if user.op != "output" and user not in self.checks:
+                        self.refuse(
+                            user, "an operator with an effect of its own", "operators that only compute"
+                        )
+                return
             case InputKind.USER_INPUT:
                 op, key = "input", next(self.inputs)
             case InputKind.CONSTANT_TENSOR:
@@ -245,6 +258,8 @@ class _Converter:
             match spec.kind:
                 case OutputKind.USER_OUTPUT:
                     shown.append(self.single[value])
+                case OutputKind.TOKEN:
+                    continue
                 case OutputKind.BUFFER_MUTATION:
                     tensor = self.tensors[(spec.target or "").removeprefix(WRAPPED)]
                     name = self.first_name[id(tensor)]

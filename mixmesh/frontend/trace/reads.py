@@ -192,7 +192,10 @@ class _Pass:
             self.objects.note(*each)
 
     def _note_inner(self, path: str, find: Find, value: Any) -> None:
-        self.noted.setdefault((0, path), Number(path, find, value))
+        if _is_real(value):
+            self.places[id(value)] = path, find
+        else:
+            self.noted.setdefault((0, path), Number(path, find, value))
 
     def functions(self, first: Iterable[tuple[FunctionType, type | None]], sure: Iterable[Any] = ()) -> None:
         """Notes the outside numbers that functions, and those that they call, read, and the tensors that
@@ -253,6 +256,15 @@ def loss_outside(function: Any) -> AbstractContextManager[Any]:
     _passes[-1].functions(own, [each for each, _ in own])
     _passes[-1].holder_of(function)
     return NoDraws()
+
+
+def part_outside(path: str, find: Find, holder: Any, functions: Iterable[Any]) -> None:
+    """Notes, if a forward pass is being traced, the values that ``functions`` read from outside, and watches
+    the ``holder`` of the methods among them, whose values are then those of what ``find`` gives. Unlike in
+    ``loss_outside``, the functions may call the model, and draw random numbers there."""
+    if _passes:
+        _passes[-1].functions(each for function in functions for each in plain_functions(function))
+        _passes[-1].objects.show(path, find, holder)
 
 
 @contextmanager

@@ -13,11 +13,15 @@ from typing import Any
 import transformers
 from torch import nn
 
+from ....frontend.trace.containers import DEPTH, MOST_ITEMS
 from ....frontend.trace.copies import stand_for
+from ....frontend.trace.reads import part_outside
+from ....runtime.whole_model import IS_LENT, WITHOUT_LOSS
 from .refusals import OF_TRAINING, in_compute_loss
 
 NUM_ITEMS = "num_items_in_batch"
 COLLECTIONS = list, dict, set
+LIBRARIES = "transformers", "mixmesh"  # whose classes keep nothing of a step
 
 
 def with_trainer_loss(model: nn.Module, trainer: transformers.Trainer) -> nn.Module:
@@ -26,7 +30,9 @@ def with_trainer_loss(model: nn.Module, trainer: transformers.Trainer) -> nn.Mod
     original = type(model)
     patched = vars(model).get("forward")
 
-    def forward(self: nn.Module, **inputs: Any) -> Any:
+    def forward(self: nn.Module, *args: Any, **inputs: Any) -> Any:
+        if self.__dict__.get(IS_LENT):
+            return model(*args, **inputs)
         num_items = inputs.pop(NUM_ITEMS, None)
         plain = copy.copy(self)
         stand_for(plain, model)
@@ -39,13 +45,15 @@ def with_trainer_loss(model: nn.Module, trainer: transformers.Trainer) -> nn.Mod
     wrapped = copy.copy(model)
     stand_for(wrapped, model)
     vars(wrapped).pop("forward", None)
+    vars(wrapped)[WITHOUT_LOSS] = model
     wrapped.__class__ = type(original.__name__, (original,), {"forward": forward})
     return wrapped
 
 
 @contextmanager
 def _checked(trainer: transformers.Trainer) -> Iterator[transformers.Trainer]:
-    """A copy of ``trainer`` that computes losses and refuses values that change from step to step.
+    """A copy of ``trainer`` that computes losses and refuses values that change from step to step. Numbers
+    that the loss reads from it are compared at every call, as those of the model are.
 
     Raises InputError if its attributes were changed, since a program has no attributes.
     """
@@ -59,9 +67,11 @@ def _checked(trainer: transformers.Trainer) -> Iterator[transformers.Trainer]:
     # it belongs to a training step, which passes the batch to the model
     vars(checked).pop("compute_loss", None)
     checked.__class__ = type(kind.__name__, (kind,), members)
-    before = _sizes(checked)
+    functions = [checked.compute_loss, *filter(None, [checked.compute_loss_func])]
+    part_outside("trainer", lambda: trainer, checked, functions)
+    before = _contents(checked, kind)
     yield checked
-    after = _sizes(checked)
+    after = _contents(checked, kind)
     for name in before.keys() | after.keys():
         if before.get(name) != after.get(name):
             raise in_compute_loss(
@@ -70,9 +80,20 @@ def _checked(trainer: transformers.Trainer) -> Iterator[transformers.Trainer]:
             )
 
 
-def _sizes(trainer: transformers.Trainer) -> dict[str, tuple[int, int]]:
-    """For each attribute of a Trainer, the id of the object and its number of items."""
+def _contents(trainer: transformers.Trainer, kind: type) -> dict[str, Any]:
+    """The contents of each attribute of a Trainer, and of the script's own classes of Trainers: the id of the
+    object, and for a collection the contents of its items."""
+    of_classes = [vars(base) for base in kind.__mro__ if base.__module__.partition(".")[0] not in LIBRARIES]
     return {
-        name: (id(value), len(value) if isinstance(value, COLLECTIONS) else 0)
-        for name, value in vars(trainer).items()
+        name: _content(value)
+        for names in (*reversed(of_classes), vars(trainer))
+        for name, value in names.items()
     }
+
+
+def _content(value: Any, depth: int = DEPTH) -> tuple:
+    if not isinstance(value, COLLECTIONS):
+        return (id(value),)
+    items = list(value.values() if isinstance(value, dict) else value)
+    inner = (_content(x, depth - 1) for x in items[:MOST_ITEMS] if depth and isinstance(x, COLLECTIONS))
+    return (id(value), len(items), *inner)

@@ -57,6 +57,11 @@ REFUSALS = (
     _flag("enable_jit_checkpoint", "leave enable_jit_checkpoint out, and write save_steps=N"),
     _flag("push_to_hub", "leave push_to_hub out, and call trainer.push_to_hub() on rank 0 after train()"),
     Refusal(
+        "accelerator_config",
+        lambda args: getattr(args.accelerator_config, "dispatch_batches", None),
+        "accelerator_config without dispatch_batches: every rank loads the batches",
+    ),
+    Refusal(
         "optim",
         lambda args: str(getattr(args.optim, "value", args.optim)) not in EXACT_OPTIMIZERS,
         f"optim= one of {', '.join(sorted(EXACT_OPTIMIZERS))}, or Trainer(..., optimizers=(optimizer, None))",
@@ -124,12 +129,24 @@ def in_compute_loss(name: str, hint: str) -> InputError:
 
 def check_dataset(dataset: Any) -> None:
     """Raises InputError for data without indices, which Accelerate would read on the first rank only."""
+    _check_indexed(
+        dataset, "a loop of your own: model, optimizer, loader = mixmesh.prepare(model, optimizer, loader)"
+    )
+
+
+def check_eval_dataset(dataset: Any) -> None:
+    """The same for data to evaluate on, or for each set in a dict of them."""
+    for each in dataset.values() if isinstance(dataset, dict) else (dataset,):
+        _check_indexed(each, "eval_dataset=list(dataset)")
+
+
+def _check_indexed(dataset: Any, hint: str) -> None:
     if isinstance(dataset, IterableDataset):
         raise InputError(
             "a parallel Trainer does not read iterable data sets",
             expected="a data set with __getitem__ and __len__",
             got=type(dataset).__name__,
-            hint="a loop of your own: model, optimizer, loader = mixmesh.prepare(model, optimizer, loader)",
+            hint=hint,
         )
 
 

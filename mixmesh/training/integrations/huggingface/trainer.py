@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 import transformers
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from ....base.patch import patched
@@ -20,12 +21,21 @@ from ....frontend.trace.own_generators import generators_in
 from ....runtime.first_rank import from_first_rank
 from ....runtime.parallel import ParallelModel, full_optimizer_state_dict
 from ....runtime.scaler import with_agreement
+from ...preparation.lengths import length
 from ...preparation.loading import load, same_random_numbers
 from ..accelerate.one_process import as_first_process, look_like_one_process
 from ..launched import check_alike, check_not_spread, check_scaled, is_launched, prepare_for
 from ..weights import fill, whole_weights
 from .loss import NUM_ITEMS, with_trainer_loss
-from .refusals import check_args, check_dataset, check_methods, check_own_methods, check_version, refused
+from .refusals import (
+    check_args,
+    check_dataset,
+    check_eval_dataset,
+    check_methods,
+    check_own_methods,
+    check_version,
+    refused,
+)
 
 
 class Trainer(transformers.Trainer):
@@ -65,6 +75,7 @@ class Trainer(transformers.Trainer):
         if is_launched():
             check_not_spread(self.model)
             check_dataset(self.train_dataset)
+            check_eval_dataset(self.eval_dataset)
 
     # ---- data
 
@@ -78,9 +89,13 @@ class Trainer(transformers.Trainer):
     def _example_batch(self, loader: Any) -> dict[str, Any]:
         """A batch of the full size in the form in which ``compute_loss`` gets it. Restores the state of
         random numbers."""
-        size = min(self._train_batch_size, len(loader.dataset))
+        check_dataset(getattr(loader, "dataset", None))
         with same_random_numbers(generators_in(loader)):
-            batch = self._prepare_inputs(load(loader, list(range(size))))
+            if isinstance(loader, DataLoader):
+                batch = load(loader, list(range(min(self._train_batch_size, length(loader.dataset)))))
+            else:  # batches of the script's own, from its get_train_dataloader
+                batch = next(iter(loader))
+            batch = self._prepare_inputs(batch)
         num_items = self._get_num_items_in_batch([batch], self.args.device)
         return dict(batch) if num_items is None else {**batch, NUM_ITEMS: num_items}
 
@@ -99,7 +114,10 @@ class Trainer(transformers.Trainer):
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         if is_launched():
             self._example = self._example_batch(train_dataloader)
-        return super()._prepare_for_training(max_steps, train_dataloader, *args, **kwargs)
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, *args, **kwargs)
+        if self.parallel is not None:  # the weights that train
+            self.callback_handler.model = self.parallel
+        return prepared
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """The parallel model, in training; the optimizer steps on its parameters from then on."""
@@ -153,6 +171,7 @@ class Trainer(transformers.Trainer):
         if self.parallel is not None:  # the best model is loaded into the script's own, which callbacks see
             fill(self._own_model, self.parallel)
             self.parallel, self.model_wrapped = None, self._own_model
+            self.callback_handler.model = self._own_model
         return super()._finalize_training(*args, **kwargs)
 
     @property
@@ -162,8 +181,15 @@ class Trainer(transformers.Trainer):
 
     # ---- evaluation and files
 
-    def _whole(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.parallel is None else whole_weights(self._own_model, self.parallel)
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """A context in which the script's own model, and that of callbacks, has whole weights."""
+        if self.parallel is None:
+            yield
+            return
+        in_callbacks = patched(self.callback_handler, "model", self._own_model)
+        with whole_weights(self._own_model, self.parallel), in_callbacks:
+            yield
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         with self._whole():
