@@ -143,6 +143,16 @@ def check_gradients_of_own_rows(_) -> None:
     close(mine.grad, whole.grad[rows])
 
 
+def check_a_batch_of_equal_values_is_a_whole_batch(_) -> None:
+    """With even shares it could also be each rank's own rows of a larger batch of such values."""
+    single, (model, _) = Net(), parallel("even", Net(), (drawn(0),))
+    single.eval(), model.eval()
+    with torch.no_grad():
+        for rows in (1, 4, 7):
+            x = torch.zeros(rows, 6, dtype=torch.float64)
+            close(model(x), single(x), f"{rows} rows")
+
+
 def check_losses_that_differ_between_ranks_are_refused(_) -> None:
     model, _ = parallel("data_parallel", Net(), (drawn(0),))
     out = model(drawn(0))
@@ -193,6 +203,7 @@ IDIOMS = named(
     check_outputs_are_those_of_one_device,
     check_two_models_in_turn,
     check_gradients_of_own_rows,
+    check_a_batch_of_equal_values_is_a_whole_batch,
     check_losses_that_differ_between_ranks_are_refused,
     check_ranks_want_the_same_gradients,
     check_micro_steps_are_refused,

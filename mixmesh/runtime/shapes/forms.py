@@ -114,7 +114,7 @@ class Forms:
             plan = Plan(plan, "", 0.0, (), "")
         planned = Form.of(PLANNED, plan, comm)
         backend = HOST_BACKEND if is_on_device() else None  # between hosts: no device waits
-        agreement = Agreement(plan.program, comm)
+        agreement = Agreement(plan.program, comm, is_outside=not plan.returned.has_loss)
         comm.add(agreement.groups(), backend)
         modules = tuple(original.modules())
         return cls(
