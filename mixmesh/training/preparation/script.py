@@ -226,7 +226,9 @@ def taken_by(model: nn.Module, loss: Callable[..., Any] | None, batch: Any) -> A
         return batch
     signature = Signature.of(model)
     if isinstance(batch, Mapping):
-        return batch if signature.more_names else {k: v for k, v in batch.items() if k in signature.names}
+        if signature.more_names:
+            return batch
+        return {k: v for k, v in batch.items() if k in signature.names} or (batch,)  # model(batch)
     if not isinstance(batch, tuple) or signature.more_positions:
         return batch
     return batch[: len(signature.positions)]
