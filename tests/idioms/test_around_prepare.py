@@ -305,6 +305,20 @@ def check_batches_with_containers(_) -> None:
                     stepper.zero_grad()
 
 
+def check_a_row_that_is_not_trained_brings_no_warning(_) -> None:
+    """As reinforcement learning asks for an action, in training mode."""
+    torch.manual_seed(0)
+    mine, single = (nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double() for _ in range(2))
+    single.load_state_dict(mine.state_dict())
+    x = torch.stack([x for x, _ in rows()[:6]])
+    model, _, _ = prepare(mine, sgd(mine), [x], planner="fsdp-even")
+    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+        warnings.simplefilter("always")
+        for n in (1, 2):
+            close(model(x[:n]), single(x[:n]))
+    assert not caught, caught[0].message
+
+
 class IgnoresNumber(OfOneDict):
     def forward(self, x, number):
         return self.net(x).square().mean()
@@ -425,6 +439,7 @@ IDIOMS = named(
     check_a_loop_that_computes_its_loss,
     check_the_scripts_own_batch_is_not_cut,
     check_batches_with_containers,
+    check_a_row_that_is_not_trained_brings_no_warning,
     check_a_kept_plan_is_of_the_same_call,
     check_synced_batch_norm,
     check_data_without_indices,

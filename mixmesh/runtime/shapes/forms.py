@@ -245,7 +245,7 @@ class Forms:
             )
         if learns and modes[0] and not planned.copies:
             self._check_learners(traced.graph)
-        plan, is_planned = self._placed(traced.graph, modes, has_others=bool(numbers))
+        plan, is_planned = self._placed(traced.graph, modes, learns=learns, has_others=bool(numbers))
         if learns and not is_planned and (planned.copies or planned.factored):  # sums of other gradients
             raise InputError(
                 "this evaluation has no gradients under this plan",
@@ -300,7 +300,7 @@ class Forms:
         finally:
             set_modes(every, before)
 
-    def _placed(self, graph: Graph, modes: Modes, *, has_others: bool) -> tuple[Plan, bool]:
+    def _placed(self, graph: Graph, modes: Modes, *, learns: bool, has_others: bool) -> tuple[Plan, bool]:
         """A plan for a graph, and whether it has the planned placements."""
         planned = self.plan.program
         try:
@@ -309,7 +309,8 @@ class Forms:
             if modes[0]:
                 cause = NUMBERS if has_others else SHAPE if modes == self.modes else MODES
                 self._check_may_lower(error, cause)
-                warn_once(_warning(error, cause))
+                if learns:
+                    warn_once(_warning(error, cause))
         return replace(self.plan, program=lower(graph, planned), micro_batches=None), False
 
     def _check_constants(self) -> None:
