@@ -155,8 +155,8 @@ class Calls:
         argument = name.partition(".")[0]
         changing: tuple[str, ...] = (
             f"a number that changes from call to call: {name}=torch.tensor(...), in the batch too",
-            f"one that is a size, or changes rarely: an attribute, model.{name} = ..., that forward reads; it "
-            "is traced again for each value",
+            f"one that is a size, or changes rarely: an attribute, model.{name} = ..., which forward reads; "
+            "it is traced again for each value",
         )
         if known[:1] in ("'", '"'):  # a word, as describe_argument has it
             changing = (
