@@ -171,6 +171,24 @@ def check_micro_steps_are_refused(_) -> None:
         parallel("micro_steps", nn.Linear(6, 5).double(), (drawn(0),))
 
 
+class Squares(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(6, 4).double()
+
+    def forward(self, x):
+        return self.layer(x).tanh().square().mean()
+
+
+def check_a_row_without_gradients_under_micro_steps(_) -> None:
+    """In training mode, as reinforcement learning asks for an action."""
+    plan = output_plan("micro_steps", Squares(), (drawn(0),))
+    model, _ = parallelize(Squares(), None, plan, device="cpu", timeout_s=20, check_model=False)
+    with torch.no_grad():
+        close(model(drawn(1)[:1]), Squares()(drawn(1)[:1]))
+
+
 class WithScale(nn.Module):
     """As CLIP: two rows per sample, and a number that is no loss."""
 
@@ -207,6 +225,7 @@ IDIOMS = named(
     check_losses_that_differ_between_ranks_are_refused,
     check_ranks_want_the_same_gradients,
     check_micro_steps_are_refused,
+    check_a_row_without_gradients_under_micro_steps,
 )
 
 

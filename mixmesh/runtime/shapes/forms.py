@@ -306,11 +306,12 @@ class Forms:
         try:
             return resized(self.plan, carry(planned, graph)), True
         except CannotCarry as error:
-            if modes[0]:
-                cause = NUMBERS if has_others else SHAPE if modes == self.modes else MODES
+            cause = NUMBERS if has_others else SHAPE if modes == self.modes else MODES
+            updates = any(n.op == "update" for n in graph.nodes)
+            if modes[0] and (learns or updates):
                 self._check_may_lower(error, cause)
-                if learns:
-                    warn_once(_warning(error, cause))
+            if modes[0] and learns:
+                warn_once(_warning(error, cause))
         return replace(self.plan, program=lower(graph, planned), micro_batches=None), False
 
     def _check_constants(self) -> None:
