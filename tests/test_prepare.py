@@ -297,6 +297,12 @@ class Around:
         (Around, None, "Around is not made as an optimizer", "optimizer = Around(base)"),
         (lambda base: torch.optim.LBFGS([nn.Parameter(torch.ones(2))]), None, "LBFGS", "AdamW"),
         (
+            lambda base: torch.optim.Adam([*base.param_groups[0]["params"], nn.Parameter(torch.ones(2))]),
+            None,
+            "holds a parameter that is not the model's",
+            "another Adam with the same settings",
+        ),
+        (
             None,
             {"num_replicas": 2},
             "which prepare would deal out again",

@@ -108,6 +108,11 @@ def test_a_check_of_values_is_no_branch():
 
     assert ops(checked) == ["aten.linear", "aten.mean"]
 
+    def drawn(m, y):
+        return torch.distributions.MultivariateNormal(torch.zeros(4), torch.eye(4)).log_prob(y[:, :4]).mean()
+
+    assert "aten.linear" in ops(drawn) and torch.distributions.Distribution._validate_args
+
     def branch(m, y):
         return y.mean() if y.sum() > 0 else y.sum()
 

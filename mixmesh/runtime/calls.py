@@ -155,19 +155,25 @@ class Calls:
                 ),
             )
         argument = name.partition(".")[0]
-        changing = f"a number that changes from call to call: {name}=torch.tensor(...), in the batch too"
+        changing: tuple[str, ...] = (
+            f"a number that changes from call to call: {name}=torch.tensor(...), in the batch too",
+            f"one that is a size, or changes rarely: an attribute, model.{name} = ..., which forward reads; "
+            "it is traced again for each value",
+        )
         if known[:1] in ("'", '"'):  # a string, in the form of describe_argument
             changing = (
                 f"strings that change from call to call: leave {argument} out of the call, or out of what "
-                "collate_fn returns; a program reads none"
+                "collate_fn returns; a program reads none",
             )
+        if "." in name or known == TENSOR:
+            changing = changing[:1]
         return InputError(
             f"{name} is {'a tensor' if known == TENSOR else 'a constant'} in the plan, and differs here",
             expected=f"{name}={known}",
             got=f"{name}={text}",
             hint=(
                 f"plan again with {name}={text} in the batch",
-                changing,
+                *changing,
             ),
         )
 

@@ -27,6 +27,7 @@ from .layout import Layout, layout
 from .streams import copied
 
 T = TypeVar("T")
+Inputs = Mapping[str, Instruction]  # inputs of a program by the path of a call's argument: past.0.key
 
 
 def shard_batches(
@@ -108,35 +109,37 @@ def shard_batches_by(
     program = plan.program if isinstance(plan, Plan) else plan
     is_pipeline = isinstance(plan, Plan) and plan.order is not None
     where = None if device is None else indexed(device)
-    by_name = {i.args[0]: i for i in program.batch_inputs}
     signature = Signature() if model is None else signature_of(model)  # keeps no reference to the model
+    by_name = {signature.named(i.args[0]): i for i in program.batch_inputs}
 
     def cut(batch: Any) -> Any:
         now = followed.use()
         shares = now.program if isinstance(now, Plan) else now
 
-        def share(i: Instruction | None, value: Any) -> Any:
-            return _share(shares, i, value, rank, where, whole=is_pipeline)
+        def shares_of(names: Iterable[str], values: Sequence[Any], inputs: Inputs = by_name) -> list:
+            found: list[tuple[Instruction | None, Any]] = []
+            named = list(zip(names, values))
+            for name, value in named:
+                _with_leaves(value, name, inputs, lambda *leaf: found.append(leaf))
+            rows = _rows_of_samples(shares, found, rank) if cuts_others and not is_pipeline else None
 
-        def shares_of(instructions: list[Instruction | None], values: list) -> Iterator[Any]:
-            rows = (
-                _rows_of_samples(shares, instructions, values, rank)
-                if cuts_others and not is_pipeline
-                else None
-            )
-            return (
-                share(i, v) if i or rows is None else _own_part(v, *rows)
-                for i, v in zip(instructions, values)
-            )
+            def share(i: Instruction | None, value: Any) -> Any:
+                if i is None and rows is not None:
+                    return _own_part(value, *rows)
+                return _share(shares, i, value, rank, where, whole=is_pipeline)
 
+            return [_with_leaves(value, name, inputs, share) for name, value in named]
+
+        first = signature.name_of(0)
+        if isinstance(batch, Mapping) and _is_one_argument(batch, first, by_name):
+            return shares_of([first], [batch])[0]
         if isinstance(batch, Mapping):
-            instructions = [by_name.get(str(k)) for k in batch]
-            return _like(batch, dict(zip(batch, shares_of(instructions, list(batch.values())))))
-        if isinstance(batch, tuple | list):
-            instructions = _at_positions(program, len(batch), signature)
-            return _like(batch, tuple(shares_of(instructions, list(batch))))
-        if isinstance(batch, Tensor):
-            return share(_at_positions(program, 1, signature)[0], batch)
+            return _like(batch, dict(zip(batch, shares_of(map(str, batch), list(batch.values())))))
+        if isinstance(batch, tuple | list | Tensor):
+            values = [batch] if isinstance(batch, Tensor) else list(batch)
+            places = [signature.name_of(n) for n in range(len(values))]
+            made = shares_of(places, values, _at_places(program, places, by_name))
+            return made[0] if isinstance(batch, Tensor) else _like(batch, tuple(made))
         raise InputError(
             "a batch must say how the model is called",
             expected="a dict or a tuple of tensors, or a tensor",
@@ -146,14 +149,38 @@ def shard_batches_by(
     return map(cut, batches)  # not a generator, whose frame would keep the whole batch alive
 
 
+def _is_one_argument(batch: Mapping, first: str, inputs: Inputs) -> bool:
+    """Whether the model was planned with all of a dict as its ``first`` argument: ``model(batch)``."""
+    return not any(_has_inputs(str(key), inputs) for key in batch) and _has_inputs(first, inputs)
+
+
+def _has_inputs(name: str, inputs: Inputs) -> bool:
+    """Whether the argument of this name is an input of the program, or holds some."""
+    return name in inputs or any(path.startswith(f"{name}.") for path in inputs)
+
+
+def _with_leaves(
+    value: Any, name: str, inputs: Inputs, function: Callable[[Instruction | None, Any], Any]
+) -> Any:
+    """The argument ``name`` with each leaf replaced by what ``function`` makes of it and of the input that it
+    is, if it is one. A container that holds no input is a leaf."""
+    if name in inputs or not isinstance(value, dict | list | tuple) or not _has_inputs(name, inputs):
+        return function(inputs.get(name), value)
+    if isinstance(value, dict):
+        return _like(value, {k: _with_leaves(v, f"{name}.{k}", inputs, function) for k, v in value.items()})
+    keys = getattr(value, "_fields", range(len(value)))
+    made = [_with_leaves(v, f"{name}.{key}", inputs, function) for key, v in zip(keys, value)]
+    return made if isinstance(value, list) else _like(value, tuple(made))
+
+
 def _rows_of_samples(
-    program: Program, found: list[Instruction | None], values: list, rank: int
+    program: Program, found: Iterable[tuple[Instruction | None, Any]], rank: int
 ) -> tuple[int, int, int] | None:
     """(first sample of this rank, their number, samples of the batch) if all inputs are cut alike along dim
     0; else None."""
     if own_samples(program, rank) is None:
         return None
-    counts = [len(v) for i, v in zip(found, values) if i is not None and isinstance(v, Tensor) and v.ndim]
+    counts = [len(v) for i, v in found if i is not None and isinstance(v, Tensor) and v.ndim]
     return (*own_rows(program, rank, counts[0]), counts[0]) if counts and counts[0] else None
 
 
@@ -191,19 +218,18 @@ def _like(batch: Any, shares: Any) -> Any:
     return like
 
 
-def _at_positions(program: Program, count: int, signature: Signature) -> list[Instruction | None]:
-    """The inputs at each place of a tuple. Raises InputError if their order is unknown and matters."""
-    inputs = program.batch_inputs
-    by_name = {signature.named(i.args[0]): i for i in inputs}
-    inputs_at = [by_name.get(signature.name_of(n)) for n in range(count)]
-    if any(inputs_at) or not inputs:
-        return inputs_at
-    if len(inputs) == count and len({(layout(program, i.type), i.type.value) for i in inputs}) == 1:
-        return list(inputs)  # all inputs are cut alike, so their order does not matter
+def _at_places(program: Program, places: Sequence[str], inputs: Inputs) -> Inputs:
+    """The inputs of a tuple with these names for its places. Raises InputError if their order is unknown and
+    matters."""
+    if any(_has_inputs(place, inputs) for place in places) or not inputs:
+        return inputs
+    types = {(layout(program, i.type), i.type.value) for i in inputs.values()}
+    if len(inputs) == len(places) and len(types) == 1:
+        return dict(zip(places, inputs.values()))  # all inputs are cut alike, so their order does not matter
     raise InputError(
         "the plan names its inputs, and a tuple has no names",
-        expected=f"a dict of {', '.join(i.args[0] for i in inputs)}",
-        got=f"a tuple of {count}",
+        expected=f"a dict of {', '.join(i.args[0] for i in inputs.values())}",
+        got=f"a tuple of {len(places)}",
         hint="shard_batches(batches, plan, rank, model=model), to take names from the model's forward",
     )
 

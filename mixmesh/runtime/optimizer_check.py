@@ -11,7 +11,7 @@ Adafactor averages along rows, which they do not.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from functools import wraps
 from typing import Any
 
@@ -65,6 +65,27 @@ def check_can_be_prepared(optimizer: Any) -> None:
             f"model, base, loader = mixmesh.prepare(model, base, loader), optimizer = {kind}(base)",
         ),
     )
+
+
+def check_holds_only(optimizer: optim.Optimizer | None, params: Container[Tensor]) -> None:
+    """Raises InputError if an optimizer holds a parameter that is none of ``params``, those of the model."""
+    if optimizer is None:
+        return
+    kind = type(optimizer).__name__
+    for number, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            if p not in params:
+                raise InputError(
+                    "the optimizer holds a parameter that is not the model's",
+                    expected="parameters of this model alone",
+                    got=f"a parameter of shape {list(p.shape)} in param_groups[{number}]",
+                    hint=(
+                        f"another {kind} with the same settings for what is outside of the model, both of "
+                        "which step: another model has its own mixmesh.prepare",
+                        "or one module that holds all of them; parameters of the loss may be those of a "
+                        "module criterion: mixmesh.prepare(..., loss=criterion)",
+                    ),
+                )
 
 
 def common_holders(stored: Iterable[Stored]) -> tuple[int, ...] | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, optim
 
 from ..base.patch import put_on
-from ..errors import InputError, PlanError
+from ..errors import PlanError
 from ..frontend.job import can_be_fused, is_elementwise
 from .comm import Comm
 from .first_rank import everyones
@@ -76,16 +76,8 @@ def swap_params(
     optimizer: optim.Optimizer, swapped: Mapping[Tensor, tuple[Tensor, Stored]], rank: int
 ) -> None:
     """Replaces old parameters by new ones in the same groups, and cuts their state in the same way. The
-    optimizer object stays, so learning rate schedulers stay attached. Raises InputError for a parameter that
-    is not the model's."""
+    optimizer object stays, so learning rate schedulers stay attached."""
     for group in optimizer.param_groups:
-        foreign = [p for p in group["params"] if p not in swapped]
-        if foreign:
-            raise InputError(
-                "the optimizer holds a parameter that is not the model's",
-                got=f"a parameter of shape {list(foreign[0].shape)}",
-                hint="make the optimizer from model.parameters() before parallelize",
-            )
         group["params"] = [swapped[p][0] for p in group["params"]]
     for old in list(optimizer.state):
         if old not in swapped:

@@ -30,7 +30,7 @@ from .guards import Guards, wrapped_twice
 from .loss import LossSum
 from .model_check import PlannedModel
 from .node import Inner
-from .optimizer_check import check_new_optimizers, check_optimizer, common_holders
+from .optimizer_check import check_holds_only, check_new_optimizers, check_optimizer, common_holders
 from .original import TakenOver, take_over
 from .outputs import Output
 from .owned import Awaited, Owned, WholeParams
@@ -100,6 +100,7 @@ def parallelize(
     """
     model = uncompiled(model)
     check_not_parallel(model, "parallelize")
+    check_holds_only(optimizer, set(model.parameters()))
     reads_of(model).renew()  # so that the first call notices changes since the model was planned
     program = plan if isinstance(plan, Program) else plan.program
     check_can_follow(model)

@@ -53,7 +53,11 @@ class Shell(nn.Module):
             "a module within a parallel model does not run by itself: the program runs the whole model",
             expected="a call of the parallel model",
             got=f"a call of its {self._get_name()}",
-            hint=WHOLE_HINT,
+            hint=(
+                "a forward that calls it, or a loss that does: mixmesh.prepare(..., loss=lambda out, y: "
+                "criterion(net.head(out), y)), where net is the script's own model",
+                f"without gradients: {WHOLE_HINT}",
+            ),
         )
 
     def __setattr__(self, name: str, value: Any) -> None:

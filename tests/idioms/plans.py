@@ -24,6 +24,7 @@ name = "three"
 devices = [{ cpu_share = 0.6 }, { cpu_share = 0.3, count = 2 }]
 """
 UNEVEN = (0.5, 0.333333, 0.166667)  # of 12 samples 6, 4 and 2
+EVEN = (1 / 3, 1 / 3, 1 / 3)
 OWNERS = (0.2, 0.0, 0.8)
 
 CUT = (
@@ -71,12 +72,13 @@ MICRO_BATCHES = (MicroBatch(4, 2, 2), MicroBatch(4, 1, 4), MicroBatch(1, 2, 1)) 
 def output_plan(
     kind: str, model: torch.nn.Module, inputs: dict | tuple, outputs: tuple = (), *, is_outside: bool = False
 ) -> Plan:
-    """A plan with outputs beside the loss, or of a model without one, over three uneven ranks."""
+    """A plan with outputs beside the loss, or of a model without one, over three ranks."""
     loss = LossSource.MAYBE_CALLER if is_outside else LossSource.RETURNED
     traced = trace(model, inputs, outputs=outputs, loss=loss)
     costs = CostModel(Cluster.parse(THREE))
     program = {
         "data_parallel": lambda: data_parallel(traced.graph, costs, UNEVEN),
+        "even": lambda: data_parallel(traced.graph, costs, EVEN),
         "fsdp": lambda: fully_sharded(data_parallel(traced.graph, costs, UNEVEN)),
         "tensor_parallel": lambda: tensor_parallel(traced.graph, costs, UNEVEN),
         "micro_steps": lambda: data_parallel(traced.graph, costs, UNEVEN),

@@ -261,6 +261,78 @@ def check_the_scripts_own_batch_is_not_cut(_) -> None:
     assert getattr(batch, "0") is x
 
 
+class OfOneDict(nn.Module):
+    """Takes a whole dict, as ``model(batch)``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+        self.net[2].p = 0.0
+
+    def forward(self, batch):
+        return F.cross_entropy(self.net(batch["x"]), batch["labels"]["y"])
+
+
+class OfNested(OfOneDict):
+    """Takes a list of tensors and a dict, as ``model(views, labels)``."""
+
+    def forward(self, views, labels):
+        return F.cross_entropy(self.net(views[0]) + self.net(views[1]), labels["y"])
+
+
+def drawing_collate(samples):
+    """Draws a random number, so that ranks load whole batches and cut them."""
+    torch.rand(())
+    return torch.utils.data.default_collate(samples)
+
+
+def check_batches_with_containers(_) -> None:
+    as_dicts = [{"x": x, "labels": {"y": y}} for x, y in rows()]
+    as_pairs = [([x, -x], {"y": y}) for x, y in rows()]
+    for make, data in ((OfOneDict, as_dicts), (OfNested, as_pairs)):
+        for collate in (None, drawing_collate):
+            loader = DataLoader(data, 6, collate_fn=collate)
+            single, mine = make(), make()
+            model, optimizer, own = prepare(mine, sgd(mine), loader)
+            steps = sgd(single)
+            for batch, its_rows in zip(loader, own, strict=True):
+                losses = [m(*b) if isinstance(b, list | tuple) else m(b)
+                          for m, b in ((single, batch), (model, its_rows))]  # fmt: skip
+                close(losses[1].detach(), losses[0].detach(), f"{make.__name__}, {collate}")
+                for loss, stepper in zip(losses, (steps, optimizer)):
+                    loss.backward()
+                    stepper.step()
+                    stepper.zero_grad()
+
+
+def check_a_row_that_is_not_trained_brings_no_warning(_) -> None:
+    """As reinforcement learning asks for an action, in training mode."""
+    torch.manual_seed(0)
+    mine, single = (nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double() for _ in range(2))
+    single.load_state_dict(mine.state_dict())
+    x = torch.stack([x for x, _ in rows()[:6]])
+    model, _, _ = prepare(mine, sgd(mine), [x], planner="fsdp-even")
+    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+        warnings.simplefilter("always")
+        for n in (1, 2):
+            close(model(x[:n]), single(x[:n]))
+    assert not caught, caught[0].message
+
+
+class IgnoresNumber(OfOneDict):
+    def forward(self, x, number):
+        return self.net(x).square().mean()
+
+
+def check_a_kept_plan_is_of_the_same_call(_) -> None:
+    """Another number leaves the graph as it is, but not the calls that the plan can answer."""
+    x = rows()[0][0].repeat(6, 1)
+    for number in (3, 4):
+        mine = IgnoresNumber()
+        model, _, _ = prepare(mine, sgd(mine), [(x, number)])
+        assert model(x, number).isfinite()
+
+
 def check_synced_batch_norm(_) -> None:
     """It is left over from a script for DistributedDataParallel."""
 
@@ -366,6 +438,9 @@ IDIOMS = named(
     check_a_batch_keeps_its_class,
     check_a_loop_that_computes_its_loss,
     check_the_scripts_own_batch_is_not_cut,
+    check_batches_with_containers,
+    check_a_row_that_is_not_trained_brings_no_warning,
+    check_a_kept_plan_is_of_the_same_call,
     check_synced_batch_norm,
     check_data_without_indices,
     check_data_that_differs,

@@ -143,6 +143,16 @@ def check_gradients_of_own_rows(_) -> None:
     close(mine.grad, whole.grad[rows])
 
 
+def check_a_batch_of_equal_values_is_a_whole_batch(_) -> None:
+    """With even shares it could also be each rank's own rows of a larger batch of such values."""
+    single, (model, _) = Net(), parallel("even", Net(), (drawn(0),))
+    single.eval(), model.eval()
+    with torch.no_grad():
+        for rows in (1, 4, 7):
+            x = torch.zeros(rows, 6, dtype=torch.float64)
+            close(model(x), single(x), f"{rows} rows")
+
+
 def check_losses_that_differ_between_ranks_are_refused(_) -> None:
     model, _ = parallel("data_parallel", Net(), (drawn(0),))
     out = model(drawn(0))
@@ -159,6 +169,24 @@ def check_ranks_want_the_same_gradients(_) -> None:
 def check_micro_steps_are_refused(_) -> None:
     with pytest.raises(PlanError, match="gradient that comes when all micro-batches are over"):
         parallel("micro_steps", nn.Linear(6, 5).double(), (drawn(0),))
+
+
+class Squares(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(6, 4).double()
+
+    def forward(self, x):
+        return self.layer(x).tanh().square().mean()
+
+
+def check_a_row_without_gradients_under_micro_steps(_) -> None:
+    """In training mode, as reinforcement learning asks for an action."""
+    plan = output_plan("micro_steps", Squares(), (drawn(0),))
+    model, _ = parallelize(Squares(), None, plan, device="cpu", timeout_s=20, check_model=False)
+    with torch.no_grad():
+        close(model(drawn(1)[:1]), Squares()(drawn(1)[:1]))
 
 
 class WithScale(nn.Module):
@@ -193,9 +221,11 @@ IDIOMS = named(
     check_outputs_are_those_of_one_device,
     check_two_models_in_turn,
     check_gradients_of_own_rows,
+    check_a_batch_of_equal_values_is_a_whole_batch,
     check_losses_that_differ_between_ranks_are_refused,
     check_ranks_want_the_same_gradients,
     check_micro_steps_are_refused,
+    check_a_row_without_gradients_under_micro_steps,
 )
 
 

@@ -243,7 +243,9 @@ def check_trainable(graph: Graph) -> None:
         expected="a loss that gradients flow from to some parameter",
         got="a model whose parameters are all frozen" if frozen else "a loss computed without gradients",
         where=str(Place(loss_node.location, loss_node.source)),
-        hint="leave requires_grad of what is to be trained, and no detach() or no_grad() on the way",
+        hint="a frozen model needs no plan: leave it out of prepare, and every rank runs it as it is"
+        if frozen
+        else "leave requires_grad of what is to be trained, and no detach() or no_grad() on the way",
     )
 
 

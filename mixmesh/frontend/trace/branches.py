@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import CodeType
 from typing import Any, TypeVar
 
 import torch
+from torch.distributions import Distribution
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
@@ -70,6 +72,18 @@ def _may_check(file: str) -> bool:
     """Whether the branches of a file may be checks: the model's, or a distribution's, which checks
     arguments."""
     return is_users(file) or file.startswith(_DISTRIBUTIONS)
+
+
+@contextmanager
+def distributions_unchecked() -> Iterator[None]:
+    """A context in which PyTorch's distributions do not check their arguments unless they are told to: not
+    all of these checks are branches that only raise."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
 
 
 def past_checks(export: Callable[[Paths], T]) -> T:

@@ -24,7 +24,7 @@ from ...lang.ir import Returned
 from .attributes import Attributes, check_replaced, warnings_of
 from .autocast import Autocast, no_autocast, under
 from .averages import means_over_batches
-from .branches import Paths, past_checks
+from .branches import Paths, distributions_unchecked, past_checks
 from .causal_masks import masks_as_given
 from .checkpoints import regions_kept
 from .composites import with_known_operators
@@ -334,7 +334,7 @@ def _as_it_is_traced() -> Iterator[None]:
         fixed_shapes(), exact_functions(), moves_in_place(), means_over_batches(),
         whole_stacks(),
         regions_kept(), experts_in_groups(), masks_as_given(), synced_norms_as_plain(),
-        no_autocast(), no_grad_within_autocast(), no_inner_gradients(),
+        no_autocast(), no_grad_within_autocast(), no_inner_gradients(), distributions_unchecked(),
     ):  # fmt: skip
         yield
 

@@ -65,6 +65,7 @@ def refusal(cls: type) -> TraceError:
         got=f"torch.autograd.Function {cls.__module__}.{cls.__qualname__}",
         hint=(
             "write its forward with ordinary operators (straight-through: x + (f(x) - x).detach())",
+            "to reverse a gradient: (1 + a) * x.detach() - a * x",
             "for activation checkpointing use checkpoint(..., use_reentrant=False)",
         ),
     )

@@ -36,10 +36,11 @@ SHAPES, TOLD = "shapes", "shapes, told"  # purposes of messages
 
 
 class Agreement:
-    """Lets the ranks of a program agree on a batch."""
+    """Lets the ranks of a program agree on a batch. With ``is_outside``, which says that the caller computes
+    the loss, every rank is expected to pass whole batches."""
 
-    def __init__(self, program: Program, comm: Comm) -> None:
-        self.program, self.comm = program, comm
+    def __init__(self, program: Program, comm: Comm, *, is_outside: bool = False) -> None:
+        self.program, self.comm, self._is_outside = program, comm, is_outside
         self._listeners = Listeners(program)
         self._was_unclear = False  # whether the previous call needed digests; the same on all ranks
 
@@ -70,7 +71,8 @@ class Agreement:
         self._was_unclear = any(len(shapes_of_input) > 1 for shapes_of_input in choices)
         are_same = False
         if self._was_unclear:
-            are_same = _are_same(self._exchange(self._digests(tensors)) if digests is None else digests)
+            digests = self._exchange(self._digests(tensors)) if digests is None else digests
+            are_same = _are_same(digests, constants_are=self._is_outside)
         return resolve(self.program, told, choices, are_same=are_same), values
 
     def given(self, tensors: Mapping[str, Tensor]) -> Shapes:
@@ -159,11 +161,13 @@ def _check_wanted(name: str, wants: Sequence[bool]) -> None:
         )
 
 
-def _are_same(digests: list[list[int]]) -> bool:
+def _are_same(digests: list[list[int]], *, constants_are: bool) -> bool:
     """Whether all ranks were given the same values, judging by samples of them. ``digests`` are by rank and
-    input."""
+    input. Values that are all equal, such as zeros, may be the rows of different samples: ``constants_are``
+    says whether they count as the same."""
     columns = [{n for n in column if n != ABSENT} for column in zip(*digests)]
-    return all(len(column) <= 1 for column in columns) and any(any(column) for column in columns)
+    same = all(len(column) <= 1 for column in columns)
+    return same and (constants_are or any(any(column) for column in columns))
 
 
 def digest(x: Tensor) -> int:

@@ -115,7 +115,7 @@ class Forms:
         planned = Form.of(PLANNED, plan, comm)
         # messages go between hosts, so that no device waits
         backend = HOST_BACKEND if is_on_device() else None
-        agreement = Agreement(plan.program, comm)
+        agreement = Agreement(plan.program, comm, is_outside=not plan.returned.has_loss)
         comm.add(agreement.groups(), backend)
         modules = tuple(original.modules())
         return cls(
@@ -246,7 +246,7 @@ class Forms:
             )
         if learns and modes[0] and not planned.copies:
             self._check_learners(traced.graph)
-        plan, is_planned = self._placed(traced.graph, modes, has_others=bool(numbers))
+        plan, is_planned = self._placed(traced.graph, modes, learns=learns, has_others=bool(numbers))
         # the sums are of other gradients
         if learns and not is_planned and (planned.copies or planned.factored):
             raise InputError(
@@ -300,15 +300,17 @@ class Forms:
             set_modes(every, (modes[0], *modes))
             yield
 
-    def _placed(self, graph: Graph, modes: Modes, *, has_others: bool) -> tuple[Plan, bool]:
+    def _placed(self, graph: Graph, modes: Modes, *, learns: bool, has_others: bool) -> tuple[Plan, bool]:
         """A plan for a graph, and whether it has the planned placements."""
         planned = self.plan.program
         try:
             return resized(self.plan, carry(planned, graph)), True
         except CannotCarry as error:
-            if modes[0]:
-                cause = NUMBERS if has_others else SHAPE if modes == self.modes else MODES
+            cause = NUMBERS if has_others else SHAPE if modes == self.modes else MODES
+            updates = any(n.op == "update" for n in graph.nodes)
+            if modes[0] and (learns or updates):
                 self._check_may_lower(error, cause)
+            if modes[0] and learns:
                 warn_once(_warning(error, cause))
         return replace(self.plan, program=lower(graph, planned), micro_batches=None), False
 

@@ -27,7 +27,7 @@ from ...lang.optimizer_states import OptimizerStates
 from ...measure.testbed import enter_device
 from ...runtime.calls import Signature
 from ...runtime.modes import set_modes
-from ...runtime.optimizer_check import check_can_be_prepared
+from ...runtime.optimizer_check import check_can_be_prepared, check_holds_only
 from ...runtime.parallel import ParallelModel, check_not_parallel, parallelize
 from ..rebalance import LoopBalancer, Solver
 from .loading import (
@@ -125,6 +125,7 @@ def prepare(
         arguments = as_arguments(batch)
         example = taken_by(model, loss, arguments) if inputs is None else made_inputs(inputs, arguments)
     model = model if loss is None else with_loss(model, loss, outputs)
+    check_holds_only(optimizer, set(model.parameters()))
     with same_random_numbers(own_generators), as_its_train_has_it(model) as modes:
         job = Job(model, example, optimizer=maker_like(optimizer), outputs=outputs)
         options = Options(
@@ -229,7 +230,9 @@ def taken_by(model: nn.Module, loss: Callable[..., Any] | None, batch: Any) -> A
         return batch
     signature = Signature.of(model)
     if isinstance(batch, Mapping):
-        return batch if signature.more_names else {k: v for k, v in batch.items() if k in signature.names}
+        if signature.more_names:
+            return batch
+        return {k: v for k, v in batch.items() if k in signature.names} or (batch,)  # model(batch)
     if not isinstance(batch, tuple) or signature.more_positions:
         return batch
     return batch[: len(signature.positions)]

@@ -156,8 +156,8 @@ def _prepared(
             profile_words,
         )
     what_plans_rest_on = replace(options, timeout_s=0.0, heartbeat_s=0.0)
-    returned = traced.output_has_loss, traced.returned
-    plan_key = key_of(job_key, what_plans_rest_on, *returned, allocator_loss())
+    call = traced.arguments, traced.output_has_loss, traced.returned
+    plan_key = key_of(job_key, what_plans_rest_on, *call, allocator_loss())
     plan = phases.kept(
         "plan",
         f"plans/{plan_key}.plan",
