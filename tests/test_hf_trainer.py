@@ -250,7 +250,7 @@ def test_iterable_data_sets_are_refused(tmp_path, launched):
 
 
 def test_batches_that_one_rank_loads_for_all_are_refused(tmp_path):
-    with pytest.raises(mixmesh.InputError, match="dispatch_batches"):
+    with pytest.raises(mixmesh.InputError, match=r"accelerator_config=\{'dispatch_batches': True\}"):
         check_args(arguments(tmp_path, accelerator_config={"dispatch_batches": True}))
     check_args(arguments(tmp_path, accelerator_config={"split_batches": True}))
 

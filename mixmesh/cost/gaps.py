@@ -44,7 +44,8 @@ def _foreign(costs: CostModel, profile: Profile) -> Iterator[str]:
             f"{len(costs.classes) - len(missing)} of {len(costs.classes)} kinds of device are used, {links}"
         )
     if missing and profile.devices:
-        yield f"the profile has no {', '.join(missing)}: estimated from the catalogue's figures"
+        source = "the figures of the cluster file and the catalogue"
+        yield f"the profile has no {', '.join(missing)}: estimated from {source}"
 
 
 def _operators(program: Program, costs: CostModel, profile: Profile) -> Iterator[str]:

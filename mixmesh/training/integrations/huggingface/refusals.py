@@ -32,11 +32,20 @@ OF_TRAINING = {
 
 @dataclass(frozen=True)
 class Refusal:
-    """An argument that is refused if ``is_set`` is true for the arguments; ``hint`` is the alternative."""
+    """An argument, or the ``field`` of one, that is refused if ``is_set`` is true for the arguments; ``hint``
+    is the alternative."""
 
     name: str
     is_set: Callable[[Any], Any]
     hint: str
+    field: str = ""
+
+    def got(self, args: Any) -> str:
+        """The text of the refused value, as it was written."""
+        value = getattr(args, self.name)
+        if self.field:
+            value = {self.field: getattr(value, self.field)}
+        return f"{self.name}={value!r}"
 
 
 def _flag(name: str, hint: str) -> Refusal:
@@ -60,6 +69,7 @@ REFUSALS = (
         "accelerator_config",
         lambda args: getattr(args.accelerator_config, "dispatch_batches", None),
         "accelerator_config without dispatch_batches: every rank loads the batches",
+        field="dispatch_batches",
     ),
     Refusal(
         "optim",
@@ -88,7 +98,7 @@ def check_args(args: transformers.TrainingArguments) -> None:
             raise InputError(
                 f"a parallel Trainer does not take this {refusal.name}",
                 expected="an optimizer known to be exact" if refusal.name == "optim" else "it left out",
-                got=f"{refusal.name}={getattr(args, refusal.name)!r}",
+                got=refusal.got(args),
                 hint=refusal.hint,
             )
 
