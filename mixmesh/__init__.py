@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib
 
+from .base import uncaught
+
 __version__ = "0.1.0"
 
 # exported name -> module. No exported name is also the name of a module: importing a submodule binds
@@ -63,3 +65,6 @@ def __getattr__(name: str):
 
 def __dir__() -> list[str]:
     return sorted(set(globals()) | set(__all__) | set(_MODULES))
+
+
+uncaught.shorten()
