@@ -142,6 +142,7 @@ def _check_autocast(device: torch.device, planned: Autocast | None) -> None:
         hint = (
             "mixmesh.plan(..., autocast=torch.bfloat16), or mixmesh.prepare within the same context",
             f"or in the model's forward: with torch.autocast({device.type!r}, torch.bfloat16): ...",
+            "or no context, if the model casts by itself, as under Accelerator(mixed_precision=...)",
         )
     else:
         hint = (
