@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import re
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -143,7 +144,7 @@ def test_order_must_be_of_the_program():
     with pytest.raises(PlanError, match="this order"):
         Plan.parse(text.replace('order = "1f1b"', 'order = "gpipe"'))
     with pytest.raises(PlanError, match="this order"):
-        Plan.parse(text.replace("micro_batches", "other_batches"))
+        Plan.parse(re.sub(r"micro_batches = .*\n", "", text))
 
 
 def test_stages_and_samples():

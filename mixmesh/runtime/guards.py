@@ -138,6 +138,7 @@ def _check_autocast(device: torch.device, planned: Autocast | None) -> None:
     now = autocast_now(device.type)
     if now == planned:
         return
+    hint: tuple[str, ...]
     if planned is None:
         hint = (
             "mixmesh.plan(..., autocast=torch.bfloat16), or mixmesh.prepare within the same context",

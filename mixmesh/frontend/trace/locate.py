@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 
 import torch
 from torch.fx import proxy
@@ -131,7 +132,8 @@ class _ModelFrames:
     def summary() -> traceback.StackSummary:
         """Returns the frames from the outermost ``forward`` on, outermost first, without torch's and ours;
         none outside of a ``forward``."""
-        frames, frame = [], sys._getframe(1)
+        frames = []
+        frame: FrameType | None = sys._getframe(1)
         outermost = 0  # number of frames up to the outermost ``forward``
         while frame is not None:
             code = frame.f_code
