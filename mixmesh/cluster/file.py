@@ -57,16 +57,10 @@ Positive = Annotated[Decimal, _number(lambda x: x > 0, "a finite number above 0"
 NotNegative = Annotated[Decimal, _number(lambda x: x >= 0, "a finite number, 0 or more")]
 Share = Annotated[Decimal, _number(lambda x: 0 < x <= 1, "a share of one CPU core, above 0 and at most 1")]
 Part = Annotated[Decimal, _number(lambda x: 0 < x <= 1, "a share of the peaks, above 0 and at most 1")]
-Name = Annotated[str, AfterValidator(lambda name: _name(name))]
+Name = Annotated[str, Field(min_length=1)]
 EfficiencyRow = Annotated[
     list[Any], AfterValidator(lambda row: _efficiency_row(row))  # class, dtype, share, ramp in us, backward
 ]
-
-
-def _name(name: str) -> str:
-    if not name or not name.isprintable():  # reports and errors print it within a line
-        raise _problem("a string of one line that is not empty")
-    return name
 
 
 def _efficiency_row(row: list[Any]) -> list[Any]:
@@ -383,7 +377,7 @@ _EXPECTED = {
     "calibrated": "a date, as mixmesh detect writes it",
     "bandwidth_gbit_per_s": "a finite number above 0",
     "latency_us": "a finite number, 0 or more",
-    "name": "a string of one line that is not empty",
+    "name": "a string that is not empty",
     "device": "the name of a device in the catalogue",
     "network": "a [network] table",
     "network.kind": '"tcp" or "rdma"',
