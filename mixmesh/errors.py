@@ -83,6 +83,41 @@ def unwritable(
     )
 
 
+def unreadable(
+    what: str,
+    path: object,
+    error: Exception,
+    kind: type[MixmeshError] | None = None,
+    *,
+    expected: str = "",
+    hint: str | tuple[str, ...] = (),
+) -> MixmeshError:
+    """The error of a file that cannot be read; ``what`` names it: "the report"."""
+    reason = getattr(error, "strerror", None) or str(error)
+    return (kind or InputError)(
+        f"cannot read {what}: {reason}", expected=expected, where=str(path), hint=hint
+    )
+
+
+def unmerged(
+    what: str,
+    where: str,
+    mark: str,
+    kind: type[MixmeshError] | None = None,
+    *,
+    expected: str,
+    hint: str | tuple[str, ...],
+) -> MixmeshError:
+    """The error of a file with a conflict of git, which begins with the line ``mark``."""
+    return (kind or InputError)(
+        f"two versions of {what} were merged, and nobody has chosen between them",
+        expected=expected,
+        got=mark,
+        where=where,
+        hint=hint,
+    )
+
+
 def _rebuild(kind: type[MixmeshError], message: str, state: dict) -> MixmeshError:
     return kind(message, **state)
 

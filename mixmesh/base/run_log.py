@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 
-from ..errors import InputError
+from ..errors import InputError, unreadable
 from .files import read_text
 
 RUN_LOG = "run.jsonl"  # its name in a folder of checkpoints
@@ -108,8 +108,7 @@ def read_log(path: str | Path) -> RunLog:
     try:
         text = read_text(path, MAX_BYTES)
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise InputError(f"cannot read the log of a training: {reason}", where=str(path)) from None
+        raise unreadable("the log of a training", path, error) from None
     return parse_log(text, str(path))
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ..base.files import read_text
-from ..errors import ClusterError
+from ..errors import ClusterError, unreadable
 from .catalogue import CATALOGUE
 from .devices_folder import device_file, file_name
 from .file import DeviceTable, Name, NotNegative, Table, checked
@@ -67,9 +67,8 @@ def read_calibration(path: Path) -> CalibrationTable:
         stat = path.stat()
         return _read(path, stat.st_mtime_ns, stat.st_size)
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ClusterError(
-            f"cannot read the device file: {reason}", expected="a TOML file", where=str(path), hint=HINT
+        raise unreadable(
+            "the device file", path, error, ClusterError, expected="a TOML file", hint=HINT
         ) from None
 
 

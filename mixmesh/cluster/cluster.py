@@ -54,7 +54,7 @@ from ..base.units import (
     si,
     size_text,
 )
-from ..errors import ClusterError
+from ..errors import ClusterError, unreadable
 from .device import Device, device_of, device_pairs, device_toml, first, require_positive
 from .file import ClusterTable, MachineTable, machine_name, read_tables
 from .toml import toml_string
@@ -156,11 +156,12 @@ class Cluster:
                 where=str(path),
             ) from None
         except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            raise ClusterError(
-                f"cannot read the cluster file: {reason}",
+            raise unreadable(
+                "the cluster file",
+                path,
+                error,
+                ClusterError,
                 expected="a TOML file, or one of the presets " + ", ".join(presets()),
-                where=str(path),
                 hint=tuple(f'cluster="{n}"' for n in difflib.get_close_matches(str(path), presets(), 2)),
             ) from None
         return cls.parse(text, str(path))

@@ -25,7 +25,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from ..base.files import merge_mark
-from ..errors import ClusterError
+from ..errors import ClusterError, unmerged
 from .catalogue import CATALOGUE, rows_named
 from .classes import ROWS
 from .devices_folder import device_file, files
@@ -182,11 +182,12 @@ def checked(schema: type[T], text: str, where: str) -> T:
     """The tables of TOML text by a schema; ``where`` names the text in errors. Raises ``ClusterError``."""
     mark = merge_mark(text)
     if mark is not None:
-        raise ClusterError(
-            "two versions of the file were merged, and nobody has chosen between them",
+        raise unmerged(
+            "the file",
+            f"{where}, line {mark[0]}",
+            mark[1],
+            ClusterError,
             expected="one version of every line",
-            got=mark[1],
-            where=f"{where}, line {mark[0]}",
             hint="git checkout --ours FILE, or --theirs, or edit it",
         )
     try:

@@ -17,7 +17,7 @@ import pydantic
 
 from ..base.files import merge_mark, read_text, write_text
 from ..cluster import Cluster, Device, Machine
-from ..errors import InputError
+from ..errors import InputError, unmerged, unreadable
 from ..lang.ir import Placement, Shard, refs
 from ..lang.ir.bounds import MAX_RANKS
 from ..lang.rules import Call
@@ -196,17 +196,14 @@ class Profile:
         try:
             text = read_text(path, MAX_BYTES)
         except (OSError, ValueError) as err:
-            reason = getattr(err, "strerror", None) or str(err)
-            raise InputError(
-                f"cannot read the profile: {reason}", where=str(path), expected=EXPECTED, hint=AGAIN
-            ) from None
+            raise unreadable("the profile", path, err, expected=EXPECTED, hint=AGAIN) from None
         mark = merge_mark(text)
         if mark is not None:
-            raise InputError(
-                "two versions of the profile were merged, and nobody has chosen between them",
-                where=f"{path}:{mark[0]}",
+            raise unmerged(
+                "the profile",
+                f"{path}:{mark[0]}",
+                mark[1],
                 expected="one version of every measurement",
-                got=mark[1],
                 hint=("git checkout --ours FILE, or --theirs", f"or measure again: {AGAIN}"),
             )
         version = _version(text, path)

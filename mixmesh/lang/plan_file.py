@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
 from ..base.files import merge_mark, read_text, write_text
-from ..errors import PlanError, unwritable
+from ..errors import PlanError, unmerged, unreadable, unwritable
 from .ir import (
     Program,
     Returned,
@@ -170,23 +170,19 @@ class Plan:
         try:
             text = read_text(path, MAX_TEXT_BYTES)
         except (OSError, ValueError) as err:
-            reason = getattr(err, "strerror", None) or str(err)
-            raise PlanError(
-                f"cannot read the plan: {reason}",
-                where=str(path),
-                hint=AGAIN,
-            ) from None
+            raise unreadable("the plan", path, err, PlanError, hint=AGAIN) from None
         return cls.parse(text, str(path))
 
     @classmethod
     def parse(cls, text: str, where: str = "<plan>") -> Plan:
         mark = merge_mark(text)
         if mark is not None:
-            raise PlanError(
-                "two versions of the plan were merged, and nobody has chosen between them",
-                where=f"{where}:{mark[0]}",
+            raise unmerged(
+                "the plan",
+                f"{where}:{mark[0]}",
+                mark[1],
+                PlanError,
                 expected="one program, and one header that belongs to it",
-                got=mark[1],
                 hint=("git checkout --ours FILE, or --theirs", f"or plan again: {AGAIN}"),
             )
         lines = text.split("\n")

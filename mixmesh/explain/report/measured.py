@@ -9,7 +9,7 @@ import pydantic
 
 from ...base.files import read_text
 from ...base.timeline import STREAMS, Event, Timeline
-from ...errors import InputError
+from ...errors import InputError, unreadable
 
 MAX_BYTES = 256 * 2**20
 MICRO = 1e-6
@@ -45,7 +45,7 @@ def read_trace(path: str | Path, world_size: int) -> Timeline:
     try:
         recorded = _Trace.model_validate_json(read_text(path, MAX_BYTES))
     except OSError as error:
-        raise InputError(f"cannot read the timeline: {error.strerror}", where=str(path)) from None
+        raise unreadable("the timeline", path, error) from None
     except ValueError as error:
         raise InputError(
             "this is not a timeline of mixmesh",

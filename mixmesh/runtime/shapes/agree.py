@@ -3,7 +3,7 @@
 A rank passes a whole batch, as all others do, or its own rows of one. Alone it can neither tell the two apart
 nor know how many rows the others have. So in every call the ranks exchange the shapes that they were given,
 in one message of a few numbers between their hosts. This also reveals ranks with batches of different sizes,
-whose loss would not be that of any batch.
+since a loss over these would be that of no batch.
 """
 
 from __future__ import annotations

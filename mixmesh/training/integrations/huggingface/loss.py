@@ -21,7 +21,7 @@ from .refusals import OF_TRAINING, in_compute_loss
 
 NUM_ITEMS = "num_items_in_batch"
 COLLECTIONS = list, dict, set
-LIBRARIES = "transformers", "mixmesh"  # whose classes keep nothing of a step
+LIBRARIES = "transformers", "mixmesh"  # their classes keep nothing of a step
 
 
 def with_trainer_loss(model: nn.Module, trainer: transformers.Trainer) -> nn.Module:
