@@ -220,8 +220,10 @@ def _finished_s(task: Task, proposals: Sequence[Proposal]) -> float | None:
     fitting = [p for p in proposals if p.feasible]
     if not fitting:
         return None
-    summed = reduced_near(task, fitting).values()
-    made = [arranged(task, proposal, task.budget) for proposal in summed]
+    best: dict[str, Proposal] = {}
+    for proposal in sorted((*fitting, *reduced_near(task, fitting)), key=lambda p: p.key):
+        best.setdefault(proposal.planner, proposal)
+    made = [arranged(task, proposal, task.budget) for proposal in best.values()]
     return min(p.timeline.step_s for p in (*made, *fitting))
 
 

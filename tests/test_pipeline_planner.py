@@ -17,9 +17,10 @@ from mixmesh.cluster import Cluster
 from mixmesh.cost import BLOCKING_SENDS, CostModel
 from mixmesh.cost.exchanges import held_share
 from mixmesh.cost.micro_steps import costed_micro_step
+from mixmesh.errors import PlanError
 from mixmesh.frontend.trace import trace
 from mixmesh.lang.check import check_plan, check_program
-from mixmesh.lang.ir import even_ratio, samples_of, support
+from mixmesh.lang.ir import even_ratio, samples_of, support, with_whole_rows
 from mixmesh.lang.optimizer_states import ADAM
 from mixmesh.lang.plan_file import MicroBatch, Plan, schedule
 from mixmesh.measure.verification import verify
@@ -31,13 +32,17 @@ from mixmesh.planner.pipelines import (
     arrangements,
     borders,
     hopeful,
+    judged,
     kinds_of_stages,
     pipelines,
+    proposed,
+    through_s,
 )
 from mixmesh.planner.placed import model_parallel
+from mixmesh.planner.spaces import space_of
 from mixmesh.planner.task import Task
 from mixmesh.search.baselines import data_parallel
-from mixmesh.search.placement import Space, make_grouping
+from mixmesh.search.placement import Placed, Space, make_grouping
 from mixmesh.simulator import Simulation, simulate
 from mixmesh.simulator.pipeline import ACTIVATIONS, GRADIENTS, order_of_passes
 from mixmesh.step.memory import Flight, Held, Memory, Walked, flight_of
@@ -406,6 +411,40 @@ def test_statistics_of_the_whole_batch_make_no_pipeline():
 
     graph = trace(Normed(), {"x": torch.randn(BATCH, 8)}).graph
     assert not list(pipelines(task_of(graph, Cluster.parse(SLOW_NETWORK))))
+
+
+def test_only_borders_that_a_program_may_have_are_proposed():
+    """A chain is refused if the sum of the loss and its division are in different stages, or the embedding of
+    positions and its sum with that of tokens."""
+    task = task_of(trace(model_of(), batch()).graph, Cluster.parse(SLOW_NETWORK))
+    grouping = make_grouping(task.graph, task.costs, 999, "centres")
+    space = Space(task.data_parallel(task.proportional), task.costs, grouping)
+    forbidden = _Estimate(task, space, 1.0).is_forbidden
+    assert forbidden[1:-1].any() and not forbidden[1:-1].all()
+    ranks = [(0,), (1,)]
+    for border in range(1, len(space.groups)):
+        chosen = [space.even(ranks[group >= border]) for group in range(len(space.groups))]
+        try:
+            stages = samples_of(with_whole_rows(space.lower([Placed(ratio) for ratio in chosen]))).stages
+        except PlanError:
+            assert forbidden[border]
+        else:
+            assert len(stages) == 2 and not forbidden[border]
+
+
+def test_the_passes_of_a_pipeline_take_as_long_as_estimated():
+    """The slowest stage sets the pace of a chain without transfers, and with long ones the way through two
+    stages and back, as only two micro-batches are between them at a time."""
+    assert through_s([1.0, 2.0, 1.0], [0.0, 0.0, 0.0], 2.0, 6) == pytest.approx(4 + 5 * 2)
+    assert through_s([1.0, 1.0], [0.0, 3.0], 3.0, 6) == pytest.approx(8 + 2 * 8)
+    assert through_s([1.0, 1.0], [0.0, 3.0], 3.0, 1) == pytest.approx(8)
+
+
+def test_estimates_of_pipelines_are_near_what_is_simulated(traced):
+    task = task_of(traced.graph, Cluster.parse(SLOW_NETWORK))
+    space = space_of(task, count=GROUPS)
+    ratios = [judged(task, space, c).timeline.step_s / c.step_s for c in proposed(task, space)]
+    assert len(ratios) > 2 and all(0.9 < ratio < 1.2 for ratio in ratios), ratios
 
 
 def test_shares_within_a_stage_follow_speed():

@@ -53,26 +53,35 @@ def test_auto_is_not_slower_than_a_part_or_a_planner(pair):
 # pairs of which ``auto`` was slower once, what was faster, and by how much: a baseline that led kept searched
 # programs from being finished; many small sums, which order hides, had them left out; small buckets had no
 # owners; two levels began with a price that no link suggested; all devices were not searched; one bucket held
-# all gradients of a small program
-ONCE_SLOWER = {
-    (24, False): "ddp-tuned",  # 1.04
-    (35, False): "ddp-tuned",  # 1.10
-    (40, False): "hap",  # 1.20
-    (56, False): "poplar",  # 1.05
-    (57, False): "hap",  # 1.02
-    (16, False): "two-level",  # 1.23
-    (37, False): "ddp-tuned",  # 1.02
-    (1, True): "hap",  # 1.03
-}
+# all gradients of a small program; factors kept owners out; only one set of devices had its gradients reduced
+# to owners; the estimate of pipelines left out waits; a border of stages lay within the sum of the loss,
+# which ended the search
+ONCE_SLOWER = (
+    (24, False, "ddp-tuned"),  # 1.04
+    (35, False, "ddp-tuned"),  # 1.10
+    (40, False, "hap"),  # 1.20
+    (56, False, "poplar"),  # 1.05
+    (57, False, "hap"),  # 1.02
+    (16, False, "two-level"),  # 1.23
+    (37, False, "ddp-tuned"),  # 1.02
+    (1, True, "hap"),  # 1.03
+    (0, False, "poplar"),  # 1.04
+    (9, False, "machines c"),  # 1.02
+    (12, False, "poplar"),  # 1.08
+    (13, False, "machines a"),  # 1.02
+    (32, False, "machines b"),  # 1.03
+    (34, False, "pipeline"),  # 1.06
+    (57, False, "pipeline"),  # 1.13
+)
 
 
-@pytest.mark.parametrize(("number", "small"), ONCE_SLOWER)
-def test_auto_is_not_slower_where_it_once_was(number, small):
+@pytest.mark.parametrize(("number", "small", "other"), ONCE_SLOWER)
+def test_auto_is_not_slower_where_it_once_was(number, small, other):
     pair = draw_pairs(number + 1, small=small)[number]
     model = graph_of(pair.job)
-    other_s = make_plan(model, pair.cluster, planner=ONCE_SLOWER[number, small]).predicted_step_s
-    least_s = other_s * (1 + TOLERANCE)
-    assert make_plan(model, pair.cluster).predicted_step_s <= least_s
+    part = next((part for part in parts(pair.cluster) if part.name == other), None)
+    faster = make_plan(model, pair.cluster, planner=other) if part is None else make_plan(model, part)
+    assert make_plan(model, pair.cluster).predicted_step_s <= faster.predicted_step_s * (1 + TOLERANCE)
 
 
 def test_a_fast_machine_behind_a_slow_network_works_alone():

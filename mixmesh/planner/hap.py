@@ -21,7 +21,7 @@ from .budget import CARE_STEPS, EACH
 from .device_sets import device_sets, least_parallel_s, sets_in_need
 from .passes import FACTORS, REMATERIALISATION, SHARES, Pass
 from .proposal import Proposal
-from .task import HEADROOM, HOPEFUL, SMALLER_BYTES, USUAL_BYTES, Task
+from .task import HEADROOM, HIDDEN, HOPEFUL, SMALLER_BYTES, USUAL_BYTES, Task
 from .tried import Tried
 
 SUM_EXP = "mixmesh.sum_exp"
@@ -281,7 +281,10 @@ class Synthesis:
                 break
             ratio = better
         if best is not None:
-            yield self.improved(best, FACTORS, SHARES)
+            improved = self.improved(best, FACTORS, SHARES)
+            if improved.program.body != best.program.body:
+                yield best  # reduced to owners, it may be faster than with factors
+            yield improved
 
     def in_less_memory(
         self, made: Proposal, program: Program, ranks: tuple[int, ...], least_s: float
@@ -300,7 +303,8 @@ class Synthesis:
         best_s = self.task.best_s
         if EACH.pays_for(CARE_STEPS, len(program.instructions)):
             saved_s = most_saved_s(program, self.task.costs)
-            lost_s = far_s = HOPEFUL * (best_s + simulation.exchanged_s + saved_s)
+            lost_s = HOPEFUL * (best_s + simulation.exchanged_s + saved_s)
+            far_s = max(lost_s, best_s + simulation.exchanged_s + saved_s + HIDDEN * least_s)
             # one bucket may have all of its gradients, and levels pay only if buckets follow each other
             sums = [*product((USUAL_BYTES, SMALLER_BYTES[-1]), (True, False))]
         else:

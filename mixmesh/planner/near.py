@@ -9,50 +9,76 @@ from ..cost.placed import supports
 from .budget import CARE_STEPS, SOME_STEPS, Budget
 from .hap import DDP_TUNED
 from .passes import REDUCTIONS
-from .proposal import Proposal
-from .task import HOPEFUL, Task
+from .proposal import Proposal, ranks_of
+from .task import HIDDEN, HOPEFUL, Task
 
 # planners whose proposals are reduced immediately, so that later ones must beat the result
 REDUCED_AT_ONCE = (DDP_TUNED, "hap")
 
 EXCHANGED = 0.05  # least share of the step in exchanges within its passes that is worth the time
-FEW, SHORT_FEW = 4, 1  # proposals of a planner that are tried; the latter if the budget is short
+# proposals of a planner that are tried on a set of devices in a search and without one; if the budget for a
+# proposal is short, so many on any devices
+IN_A_SEARCH, USUAL, SHORT = 4, 2, 1
+SETS = 4  # sets of devices that are tried for a planner
 
 
-def reduced_near(task: Task, proposals: Sequence[Proposal]) -> dict[str, Proposal]:
-    """The best proposal of each planner, after reducing gradients in the fastest way in those near the
-    fastest: a program that is slower while its reductions are exposed may become the fastest once they are
-    hidden."""
-    best: dict[str, Proposal] = {}
-    for proposal in sorted(proposals, key=lambda p: p.key):
-        best.setdefault(proposal.planner, proposal)
-    fastest = min(best.values(), key=lambda p: p.key)
-    near = [p for p in proposals if p.feasible and p.timeline.step_s <= HOPEFUL * fastest.timeline.step_s]
-    by_key: dict[tuple, Proposal] = {}
-    for proposal in sorted(near, key=lambda p: p.key):
-        by_key.setdefault((proposal.program.body, supports(proposal.program)), proposal)
-    with task.timed("sync"):
-        floor_s = {key: p.simulation.least_s(p.program)[0] for key, p in by_key.items()}
-    # tries those first that would be fastest with all sums hidden. With a short budget, tries those first
-    # that are fastest so far, and skips those that would not become the fastest by the gain of the one before
-    tried: Counter[str] = Counter()
+def reduced_near(task: Task, proposals: Sequence[Proposal]) -> list[Proposal]:
+    """The proposals that may become the fastest, after reducing their gradients in the fastest way; those
+    that this leaves as they are do not count. A program that is slower while its reductions are exposed may
+    become the fastest once they are hidden, so each set of devices has its own trials.
+
+    Tries those first that would be fastest with all sums hidden. With a short budget, tries those first that
+    are fastest so far, and skips those that would not become the fastest by the gain of the one before.
+    """
+    fastest_s = min([p.timeline.step_s for p in proposals if p.feasible], default=float("inf"))
+    tried: Counter[tuple] = Counter()  # by planner and devices; with a short budget by planner
     left = 0.0  # share of a step
-    budgets = {key: budget_for(p, task.budget) for key, p in by_key.items()}
-    is_short = {key: not budget.is_ample for key, budget in budgets.items()}
-    for key in sorted(by_key, key=lambda k: by_key[k].timeline.step_s if is_short[k] else floor_s[k]):
-        proposal, planner, fastest_s = by_key[key], by_key[key].planner, fastest.timeline.step_s
-        enough = tried[planner] >= (FEW if task.budget.is_ample else SHORT_FEW)
-        if enough or floor_s[key] >= fastest_s:
+    reduced: list[Proposal] = []
+    for proposal, floor_s, budget in worth_reducing(task, proposals, fastest_s):
+        step_s, planner = proposal.timeline.step_s, proposal.planner
+        is_short = not budget.is_ample
+        most = SHORT if is_short else IN_A_SEARCH if task.budget.is_ample else USUAL
+        counted = (planner, *(() if is_short else supports(proposal.program)))
+        other_sets = sum(where[0] == planner for where in tried if where != counted)
+        if tried[counted] >= most or other_sets >= SETS or floor_s >= fastest_s:
             continue
-        if is_short[key] and left * proposal.timeline.step_s > fastest_s:
+        if is_short and left * step_s > fastest_s:
             continue
-        candidate = REDUCTIONS(task, proposal, budgets[key])
-        if candidate is not proposal:
-            tried[planner] += 1
-            left = candidate.timeline.step_s / proposal.timeline.step_s
+        candidate = REDUCTIONS(task, proposal, budget)
         task.summed |= {p.program.key for p in (proposal, candidate)}
-        best[planner], fastest = (min(a, candidate, key=lambda p: p.key) for a in (best[planner], fastest))
-    return best
+        if candidate is not proposal:
+            tried[counted] += 1
+            left = candidate.timeline.step_s / step_s
+            fastest_s = min(fastest_s, candidate.timeline.step_s)
+            reduced.append(candidate)
+    return reduced
+
+
+def worth_reducing(
+    task: Task, proposals: Sequence[Proposal], fastest_s: float
+) -> list[tuple[Proposal, float, Budget]]:
+    """The proposals that may become faster than ``fastest_s``, each program once, in the order in which they
+    are to be tried: each with a lower bound in seconds and its budget."""
+    unlike: dict[tuple, Proposal] = {}
+    for proposal in sorted(proposals, key=lambda p: p.key):
+        if proposal.feasible:
+            unlike.setdefault((proposal.program.body, supports(proposal.program)), proposal)
+    found = []
+    for proposal in unlike.values():
+        with task.timed("sync"):
+            floor_s = least_reduced_s(proposal)
+        budget, step_s = budget_for(proposal, task.budget), proposal.timeline.step_s
+        if step_s <= (fastest_s + HIDDEN * floor_s if budget.is_ample else HOPEFUL * fastest_s):
+            found.append((floor_s if budget.is_ample else step_s, proposal, floor_s, budget))
+    return [(p, floor_s, budget) for _, p, floor_s, budget in sorted(found, key=lambda entry: entry[0])]
+
+
+def least_reduced_s(proposal: Proposal) -> float:
+    """A rough lower bound of the proposal's step, in seconds, if all reductions of gradients are hidden and
+    owners share the optimizer's work."""
+    program, simulation = proposal.program, proposal.simulation
+    hidden_s, _ = simulation.least_s(program)
+    return hidden_s - max(simulation.sheet.optimizer_s(program)) * (1 - 1 / len(ranks_of(program)))
 
 
 def budget_for(proposal: Proposal, budget: Budget) -> Budget:

@@ -77,8 +77,9 @@ def proposals_of(task: Task, asked: Asked) -> list[Proposal]:
             # a search must not compete with reductions before its own programs have had theirs
             if to_reduce and not (row.name == DDP_TUNED and BY_NAME["hap"] in asked.rows):
                 reduced = reduced_near(task, to_reduce)
-                every += reduced.values()
-                best |= reduced
+                every += reduced
+                for proposal in reduced:
+                    best[proposal.planner] = min(best[proposal.planner], proposal, key=lambda p: p.key)
     return every
 
 

@@ -50,6 +50,9 @@ HEADROOM = 0.05  # share of a device's memory that a plan leaves free
 USUAL_BYTES, SMALLER_BYTES, LARGER_BYTES = 16e6, (4e6, 1e6), (64e6,)  # sizes of buckets that are tried
 # a program slower by at most this factor may become the best after choosing sums, order and buckets
 HOPEFUL = 1.15
+# rough largest gain by reducing gradients to owners, as a share of the step with free sums: gathers hide
+# behind the next forward pass
+HIDDEN = 0.5
 MUCH = 0.1  # share of the step that packed sums must save while programs are searched
 
 

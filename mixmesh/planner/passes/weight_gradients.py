@@ -14,7 +14,7 @@ from .reductions import owned_runs
 from .row import Pass
 
 # smallest share of the step that is worth trying, in exposed gradient sums or other waits
-EXPOSED, SHORT_EXPOSED = 0.01, 0.03  # the latter if the budget does not pay for a thorough examination
+EXPOSED, SHORT_EXPOSED = 0.01, 0.015  # the latter if the budget does not pay for a thorough examination
 GAIN = 0.01  # share of the step that must be saved
 SMALL_BYTES = 2**16  # smaller weights have sums that do not matter
 LASTS = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5)  # shares of the products that come last, which are those used first
