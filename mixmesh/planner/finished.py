@@ -8,7 +8,7 @@ from itertools import zip_longest
 from math import isclose
 
 from ..cost.placed import supports
-from .budget import CARE_STEPS, Budget
+from .budget import CARE_STEPS, SOME_STEPS, Budget
 from .near import budget_for
 from .passes import ARRANGING, REDUCTIONS
 from .passes.weight_gradients import GAIN
@@ -26,8 +26,12 @@ SHARE = 0.3
 # this many more are finished if they would become the fastest by gaining this much more than the largest gain
 # so far
 LIKELY_FEW, LIKELY_GAIN = 2, 0.95
+NEAR = 1.03  # relative to the fastest step: one more is finished that is not small
 # relative to the fastest step so far: programs joined from several machines gain more
 JOINED_HOPEFUL = 2.0
+# factor on the budget for passes of a joined program, which has the instructions of every machine: up to 3000
+# instructions are examined
+JOINED_SHARE = 1.5
 
 
 def finish(task: Task, chosen: Proposal, every: Sequence[Proposal]) -> Proposal:
@@ -59,6 +63,8 @@ def finished_near(task: Task, proposals: Sequence[Proposal]) -> list[Proposal]:
     finished_ones, left = [finished(task, first)], FEW - 1
     visits = task.budget.part(SHARE).visits
     others = [p for p in unlike[1:] if task.budget.pays_for(CARE_STEPS, len(p.program.instructions))]
+    larger = [p for p in unlike[1:] if not any(p is other for other in others)]
+    finished_ones += [finished(task, p) for p in medium_near(task, first, larger)]
     left_out, gain = [], finished_ones[0].timeline.step_s / first.timeline.step_s
     for proposal, in_order_s in by_turns_of_sets([(p, least_s(task, p)) for p in others]):
         step_s = min(p.timeline.step_s for p in finished_ones)
@@ -77,6 +83,18 @@ def finished_near(task: Task, proposals: Sequence[Proposal]) -> list[Proposal]:
         if LIKELY_GAIN * gain * proposal.timeline.step_s < min(p.timeline.step_s for p in finished_ones):
             finished_ones.append(finished(task, proposal))
     return finished_ones
+
+
+def medium_near(task: Task, first: Proposal, others: Sequence[Proposal]) -> list[Proposal]:
+    """The fastest of ``others``, which are in order, that is almost as fast as the first, on other devices,
+    and small enough for some examination; empty if there is none. The first may be too large for any."""
+    for proposal in others:
+        if proposal.timeline.step_s > NEAR * first.timeline.step_s:
+            return []
+        is_paid_for = task.budget.pays_for(SOME_STEPS, len(proposal.program.instructions))
+        if is_paid_for and supports(proposal.program) != supports(first.program):
+            return [proposal]
+    return []
 
 
 def are_alike(one: Proposal, other: Proposal) -> bool:
@@ -127,7 +145,8 @@ def most_hidden_s(proposal: Proposal) -> float:
 
 def finished(task: Task, proposal: Proposal) -> Proposal:
     """The proposal, or a faster form of it. Some passes always have a budget (``budget_for``)."""
-    budget = budget_for(proposal, task.budget)
+    is_joined = proposal.planner == "two-level"
+    budget = budget_for(proposal, task.budget.part(JOINED_SHARE) if is_joined else task.budget)
     if proposal.program.key not in task.summed:
         proposal = REDUCTIONS(task, proposal, budget)
     return arranged(task, proposal, budget)

@@ -86,7 +86,8 @@ def proposals_of(task: Task, asked: Asked) -> list[Proposal]:
 def on_machine_sets(task: Task, propose: Propose, on_sets: OnSets, *, leads: bool) -> Iterator[Proposal]:
     """Proposals for sets of machines that may be faster than all of them, by the lower bound of their steps,
     for as many sets as the budget pays for. ``leads``: the planner's plan for all machines is the fastest so
-    far. With equal bounds, sets with the fastest links inside machines come first."""
+    far; sets of most of them then come first, and otherwise those with the lowest bounds. With equal bounds,
+    sets with the fastest links inside machines come first."""
     visits = EACH.part(on_sets.share * (LEADING if leads else 1)).visits
     views = [task.on(ranks) for ranks in machine_sets(task) if ranks != task.ranks]
     worth = {view.ranks: least_s for view in views if (least_s := on_sets.least_s(view)) is not None}
@@ -95,9 +96,10 @@ def on_machine_sets(task: Task, propose: Propose, on_sets: OnSets, *, leads: boo
     def slowest_link(ranks: tuple[int, ...]) -> float:
         return min(cluster.machines[m].link_bytes_per_s for m in {*map(cluster.machine_index_of, ranks)})
 
-    for ranks in sorted(worth, key=lambda ranks: (worth[ranks], -slowest_link(ranks))):
-        view = task.on(ranks)
-        needed = len(task.graph.nodes) * len(machines_of(view))
+    machines = {ranks: len(machines_of(task.on(ranks))) for ranks in worth}
+    keys = {r: (-machines[r] if leads else 0, worth[r], -slowest_link(r)) for r in worth}
+    for ranks in sorted(worth, key=keys.__getitem__):
+        view, needed = task.on(ranks), len(task.graph.nodes) * machines[ranks]
         if worth[ranks] < task.best_s and needed <= visits:
             visits -= needed
             yield from propose(view)
