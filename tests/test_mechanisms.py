@@ -238,12 +238,12 @@ CASES = {
         {"hap.Synthesis.sets": largest_first}, 1.1, planner="auto",
     ),
     "several programs finished": Case(
-        lambda: towers(2048, 4096, 1024, 3), gpus(20, [4], [8, 0.5], link_gbit_per_s=20),
+        lambda: towers(2048, 4096, 2048, 2), gpus(20, [0.5, 0.5, 8], [1, 4, 2]),
         {"finished.FEW": 1}, 1.2, planner="auto",
     ),
     "small programs finished in a quick plan": Case(
-        lambda: towers(1024, 2048, 512, 3), gpus(20, [4, 0.25], [1], link_gbit_per_s=20),
-        {"finished.SHARE": 0.0}, 1.1, planner="auto",
+        lambda: towers(1024, 2048, 512, 2), gpus(50, [0.5, 8, 0.25], [4], link_gbit_per_s=5),
+        {"finished.SHARE": 0.0}, 1.2, planner="auto",
     ),
     "shares of their own for segments": Case(
         lambda: elementwise_then_products(16384, 256, 12, 24),
@@ -260,7 +260,7 @@ CASES = {
         1.05, planner="auto",
     ),
     "pipelines on some of the machines": Case(
-        lambda: layers(2048, [4096] * 11), gpus(4, [0.5] * 4, [8], [1] * 4, [2] * 4, link_gbit_per_s=200),
+        lambda: layers(2048, [2048] * 11), gpus(8, [0.5] * 4, [8], [1] * 4, [8] * 4, link_gbit_per_s=50),
         {"propose.ROWS": not_on_sets("pipeline")},
         1.02, planner="auto",
     ),
