@@ -37,9 +37,9 @@ ORDERS = 40  # limit on the orders of machines that are tried
 MOST_STAGES = 16
 JUDGED = 4  # number of plans of each kind of stages that are simulated
 # numbers of plans of all kinds that are simulated, and steps of the graph that the budget must pay for: up to
-# 300 nodes, or up to 500
+# 300 nodes, or up to 545
 MOST_HOPEFUL, MOST_STEPS = 8, 20
-HOPEFUL, HOPEFUL_STEPS = 2, 12
+HOPEFUL, HOPEFUL_STEPS = 2, 11
 LEAST_STEPS = 6  # steps without which no pipelines are looked for: up to 1000 nodes
 MOST_DEVICES = 16
 WORTH = 1.15  # factor on the bound of all plans: a faster step has little to gain
