@@ -45,9 +45,7 @@ def finish(task: Task, chosen: Proposal, every: Sequence[Proposal]) -> Proposal:
         near = finished_near(task, [chosen, *usual] if is_usual else usual)
     if not is_usual:
         near.append(finished(task, chosen))
-    for proposal in near:
-        earlier = task.proposed.get(proposal.planner, proposal)
-        task.proposed[proposal.planner] = min(proposal, earlier, key=lambda p: p.key)
+    task.record(near)
     return min(near, key=lambda p: p.key)
 
 
@@ -63,8 +61,7 @@ def finished_near(task: Task, proposals: Sequence[Proposal]) -> list[Proposal]:
     finished_ones, left = [finished(task, first)], FEW - 1
     visits = task.budget.part(SHARE).visits
     others = [p for p in unlike[1:] if task.budget.pays_for(CARE_STEPS, len(p.program.instructions))]
-    larger = [p for p in unlike[1:] if not any(p is other for other in others)]
-    finished_ones += [finished(task, p) for p in medium_near(task, first, larger)]
+    finished_ones += [finished(task, p) for p in medium_near(task, first, unlike[1:])]
     left_out, gain = [], finished_ones[0].timeline.step_s / first.timeline.step_s
     for proposal, in_order_s in by_turns_of_sets([(p, least_s(task, p)) for p in others]):
         step_s = min(p.timeline.step_s for p in finished_ones)
@@ -87,12 +84,14 @@ def finished_near(task: Task, proposals: Sequence[Proposal]) -> list[Proposal]:
 
 def medium_near(task: Task, first: Proposal, others: Sequence[Proposal]) -> list[Proposal]:
     """The fastest of ``others``, which are in order, that is almost as fast as the first, on other devices,
-    and small enough for some examination; empty if there is none. The first may be too large for any."""
+    too large for a thorough examination and small enough for some; empty if there is none. The first may be
+    too large for any."""
     for proposal in others:
         if proposal.timeline.step_s > NEAR * first.timeline.step_s:
             return []
-        is_paid_for = task.budget.pays_for(SOME_STEPS, len(proposal.program.instructions))
-        if is_paid_for and supports(proposal.program) != supports(first.program):
+        size = len(proposal.program.instructions)
+        is_medium = task.budget.pays_for(SOME_STEPS, size) and not task.budget.pays_for(CARE_STEPS, size)
+        if is_medium and supports(proposal.program) != supports(first.program):
             return [proposal]
     return []
 
@@ -132,9 +131,14 @@ def least_s(task: Task, proposal: Proposal) -> float:
 
 def can_lead(proposal: Proposal, fastest_s: float) -> bool:
     """Whether a proposal may still become faster than ``fastest_s``."""
-    if proposal.planner == "two-level":
+    if is_joined(proposal):
         return proposal.timeline.step_s <= JOINED_HOPEFUL * fastest_s
     return proposal.timeline.step_s - most_hidden_s(proposal) <= HOPEFUL * fastest_s
+
+
+def is_joined(proposal: Proposal) -> bool:
+    """Whether the proposal is joined from the programs of several machines."""
+    return proposal.planner == "two-level"
 
 
 def most_hidden_s(proposal: Proposal) -> float:
@@ -145,8 +149,7 @@ def most_hidden_s(proposal: Proposal) -> float:
 
 def finished(task: Task, proposal: Proposal) -> Proposal:
     """The proposal, or a faster form of it. Some passes always have a budget (``budget_for``)."""
-    is_joined = proposal.planner == "two-level"
-    budget = budget_for(proposal, task.budget.part(JOINED_SHARE) if is_joined else task.budget)
+    budget = budget_for(proposal, task.budget.part(JOINED_SHARE) if is_joined(proposal) else task.budget)
     if proposal.program.key not in task.summed:
         proposal = REDUCTIONS(task, proposal, budget)
     return arranged(task, proposal, budget)

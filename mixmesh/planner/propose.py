@@ -78,8 +78,7 @@ def proposals_of(task: Task, asked: Asked) -> list[Proposal]:
             if to_reduce and not (row.name == DDP_TUNED and BY_NAME["hap"] in asked.rows):
                 reduced = reduced_near(task, to_reduce)
                 every += reduced
-                for proposal in reduced:
-                    best[proposal.planner] = min(best[proposal.planner], proposal, key=lambda p: p.key)
+                task.record(reduced)
     return every
 
 
@@ -89,17 +88,20 @@ def on_machine_sets(task: Task, propose: Propose, on_sets: OnSets, *, leads: boo
     far; sets of most of them then come first, and otherwise those with the lowest bounds. With equal bounds,
     sets with the fastest links inside machines come first."""
     visits = EACH.part(on_sets.share * (LEADING if leads else 1)).visits
-    views = [task.on(ranks) for ranks in machine_sets(task) if ranks != task.ranks]
-    worth = {view.ranks: least_s for view in views if (least_s := on_sets.least_s(view)) is not None}
+    views = {ranks: task.on(ranks) for ranks in machine_sets(task) if ranks != task.ranks}
+    least_s = {ranks: on_sets.least_s(view) for ranks, view in views.items()}
+    worth = {ranks: seconds for ranks, seconds in least_s.items() if seconds is not None}
+    machines = {ranks: len(machines_of(views[ranks])) for ranks in worth}
     cluster = task.costs.cluster
 
     def slowest_link(ranks: tuple[int, ...]) -> float:
         return min(cluster.machines[m].link_bytes_per_s for m in {*map(cluster.machine_index_of, ranks)})
 
-    machines = {ranks: len(machines_of(task.on(ranks))) for ranks in worth}
-    keys = {r: (-machines[r] if leads else 0, worth[r], -slowest_link(r)) for r in worth}
-    for ranks in sorted(worth, key=keys.__getitem__):
-        view, needed = task.on(ranks), len(task.graph.nodes) * machines[ranks]
+    def turn(ranks: tuple[int, ...]) -> tuple[float, ...]:
+        return -machines[ranks] if leads else 0, worth[ranks], -slowest_link(ranks)
+
+    for ranks in sorted(worth, key=turn):
+        needed = len(task.graph.nodes) * machines[ranks]
         if worth[ranks] < task.best_s and needed <= visits:
             visits -= needed
-            yield from propose(view)
+            yield from propose(views[ranks])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
@@ -131,6 +131,12 @@ class Task:
         twin = copy(self)
         twin.ranks, twin.proposed, twin.tried = ranks, {}, {}
         return twin
+
+    def record(self, proposals: Iterable[Proposal]) -> None:
+        """Keeps the best proposal of each planner, of these and of the earlier ones."""
+        for proposal in proposals:
+            earlier = self.proposed.get(proposal.planner, proposal)
+            self.proposed[proposal.planner] = min(proposal, earlier, key=lambda p: p.key)
 
     @property
     def best_s(self) -> float:
