@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ def test_a_process_that_is_killed_leaves_whole_checkpoints(tmp_path):
     step_of(model, optimizer)
     checkpoint.save(tmp_path, step=0, model=model, optimizer=optimizer)
     newest = cut_off = 0
-    for _ in range(15):
+    for kill in range(15):
         pid = os.fork()
         if pid == 0:
             try:
@@ -82,16 +83,37 @@ def test_a_process_that_is_killed_leaves_whole_checkpoints(tmp_path):
             finally:
                 os._exit(1)
         time.sleep(rng.uniform(0.005, 0.08))
+        if kill % 3 == 0:
+            stop_within_a_write(pid, tmp_path)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         found = checkpoint.load(tmp_path, model=model, optimizer=optimizer)
         assert found.step >= newest
-        cut_off += any(path.name.startswith(".") for path in tmp_path.iterdir())
+        cut_off += has_unfinished(tmp_path)
         newest = found.step
-    assert newest and cut_off
+    assert newest and cut_off >= 5
     checkpoint.save(tmp_path, step=newest, model=model, optimizer=optimizer, keep=2)
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    assert not has_unfinished(tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def has_unfinished(folder: Path) -> bool:
+    return any(path.name.startswith(".") for path in folder.iterdir())
+
+
+def stop_within_a_write(pid: int, folder: Path) -> None:
+    """Stops process ``pid``, which writes checkpoints to ``folder``, at a time when one is half-written.
+
+    At a random time none may be, on a machine that does much else.
+    """
+    for _ in range(10_000):
+        os.kill(pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, pid, os.WSTOPPED)
+        if has_unfinished(folder):
+            return
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.001)
+    raise AssertionError("no half-written checkpoint was seen")
 
 
 def test_a_crash_before_the_rename_leaves_the_previous_one(tmp_path, monkeypatch):
