@@ -10,13 +10,13 @@ import shlex
 import socket
 import stat
 import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
 import typer
 import yaml
 from torch.distributed.run import get_args_parser
+from warm_python import python
 
 from mixmesh.__main__ import app
 
@@ -28,8 +28,7 @@ SHIMS = {
     "scontrol": 'test "$*" = "show hostnames two" && printf "127.0.0.1\\nother\\n"',
     "srun": 'test "$1" = --kill-on-bad-exit=1; shift; "$@" & first=$!; "$@"; wait $first',
     # a file of its own for each start: both machines' tasks begin at once
-    "torchrun": f'printf "torchrun %s" "$*" > "$LAUNCHES.$$"; '
-    f'exec {shlex.quote(sys.executable)} -m torch.distributed.run "$@"',
+    "torchrun": 'printf "torchrun %s" "$*" > "$LAUNCHES.$$"; exec "$PYTHON" -m torch.distributed.run "$@"',
 }
 
 
@@ -162,6 +161,7 @@ def test_the_batch_script_runs_as_two_agents(tmp_path):
         "PYTHONPATH": str(ROOT),
         "MIXMESH_CACHE": str(tmp_path / "cache"),
         "LAUNCHES": str(tmp_path / "launches"),
+        "PYTHON": python(),
         "SLURM_JOB_ID": str(job_of_free_port()),
         "SLURM_JOB_NODELIST": "two",
         "SLURM_NNODES": "2",

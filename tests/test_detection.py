@@ -161,6 +161,16 @@ def test_a_spoiled_file_of_the_cache_is_as_good_as_none(tmp_path):
     assert Cache(None).load("clusters/c.toml", Path.read_text) is None
 
 
+def test_a_cache_that_cannot_be_written_is_warned_about(tmp_path):
+    (tmp_path / "file").write_text("")
+    cache = Cache(tmp_path / "file" / "cache")
+    with pytest.warns(
+        UserWarning, match=r"nothing can be kept in .*file/cache \(Not a directory\).*MIXMESH_CACHE"
+    ):
+        cache.save("clusters/c.toml", lambda path: path.write_text("name = 3"))
+    assert cache.load("clusters/c.toml", Path.read_text) is None
+
+
 def launch(arguments: list[str], world_size: int, cache: Path) -> subprocess.CompletedProcess:
     environment = {**os.environ, "MIXMESH_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
     command = [python(), "-m", "torch.distributed.run", "--nproc-per-node", str(world_size)]

@@ -246,6 +246,7 @@ def test_a_restart_plans_with_what_was_measured_before(agents, tmp_path, monkeyp
     """Operators are measured by the first start, on two machines; the one that is left measures none, plans
     by them, and goes on."""
     monkeypatch.setenv("ELASTIC_SAMPLE_S", "0.01")
+    monkeypatch.setenv("PYTHON_EXEC", python())  # of ranks
     (tmp_path / "steady-speed").touch()
     arguments = "--every 5 --epochs 1000 --heartbeat 2 --profile-seconds 1 --planner ddp-proportional"
     first, second = (agents("1:2", 1, arguments) for _ in range(2))

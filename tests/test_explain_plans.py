@@ -73,6 +73,7 @@ def planned(name: str) -> Plan:
     return Plan.parse(str(made))
 
 
+@cache
 def explain(name: str, tensor: str, **options):
     return explain_tensor(planned(name), cluster_of(name), tensor, **options)
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from guesses import InChild
 from rule_proof import RATIOS, make_case, prove, show, units_of
-from test_missing import in_child
 
 from mixmesh.lang.rules import RULES, strategies
 from tests.support.rule_samples import SAMPLES, Sample, Spec
@@ -66,7 +66,10 @@ def wrong(op: str) -> list[str]:
     return found
 
 
+wrong_in_child = InChild(wrong)
+
+
 @pytest.mark.parametrize("op", [op for op in RULES if op not in UNCHECKED])
 def test_no_incorrect_strategy(op):
-    lines = in_child(lambda: wrong(op))
+    lines = wrong_in_child(op)
     assert not lines, "\n" + "\n".join(lines)

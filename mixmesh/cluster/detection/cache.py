@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ...base.files import written_whole
+from ...base.progress import warn_once
 from ...errors import MixmeshError
 
 T = TypeVar("T")
@@ -33,7 +34,7 @@ def key_of(*parts: object) -> str:
 @dataclass(frozen=True)
 class Cache:
     """A folder of files; with ``folder`` None nothing is kept. A folder that cannot be written, or a file
-    that cannot be read, is no error: the next start measures again."""
+    that cannot be read, is no error: the next start measures again. The former is warned about once."""
 
     folder: Path | None
 
@@ -59,7 +60,13 @@ class Cache:
         if self.folder is None:
             return
         path = self.folder / name
-        with suppress(MixmeshError, OSError):
+        try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with written_whole(path) as partial:
                 write(partial)
+        except (MixmeshError, OSError) as error:
+            reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
+            warn_once(
+                f"nothing can be kept in {self.folder} ({reason}), and the next start will measure and plan "
+                f"again; set {VARIABLE} to a folder that may be written to"
+            )

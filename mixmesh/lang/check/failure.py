@@ -10,11 +10,16 @@ from ..ir import Instruction, Program, print_instruction
 # makes an instruction's error from a message and optionally the expected value, the actual value, and hints
 Fail = Callable[..., VerificationError]
 
+# what a person can do who has edited a program
+REWRITE = "edit this line again, or plan again: mixmesh plan JOB --cluster C.toml --out X.plan"
+
 
 def invalid(
     program: Program, i: Instruction, where: str, message: str, expected: str = "", got: str = "", *hint: str
 ) -> VerificationError:
-    return VerificationError(message, expected=expected, got=got, where=place(program, i, where), hint=hint)
+    """The error of instruction ``i``; without a ``hint`` it tells the reader to edit the line again."""
+    at = place(program, i, where)
+    return VerificationError(message, expected=expected, got=got, where=at, hint=hint or (REWRITE,))
 
 
 def place(program: Program, i: Instruction, where: str) -> str:
