@@ -59,7 +59,7 @@ def test_the_line_is_named(case):
     error = caught.value
     assert error.where.startswith(f"x.plan:{line}: "), error.where
     assert text.split("\n")[line - 1].strip() in error.where
-    assert message in error.message and expected in error.expected
+    assert message in error.message and expected in error.expected and error.hint
 
 
 POOL = """program pooled world=2 {

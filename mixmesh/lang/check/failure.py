@@ -10,7 +10,7 @@ from ..ir import Instruction, Program, print_instruction
 # makes an instruction's error from a message and optionally the expected value, the actual value, and hints
 Fail = Callable[..., VerificationError]
 
-# what a person can do who has edited a program
+# for someone who has edited a program
 REWRITE = "edit this line again, or plan again: mixmesh plan JOB --cluster C.toml --out X.plan"
 
 
