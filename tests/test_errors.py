@@ -351,6 +351,17 @@ def test_an_edited_plan(run, plan, tmp_path):
     assert status == 2 and f"x.plan:{line}:" in err and "^" in err
 
 
+def test_micro_batches_that_were_added(run, plan):
+    text = plan.read_text()
+    plan.write_text(
+        text.replace("program_digest", "micro_batches = [[1, 7, 1], [1, 7, 1], [1, 7, 1]]\nprogram_digest")
+    )
+    status, _, err = run("show", str(plan))
+    assert status == 2 and "micro-batches cannot run this program" in err
+    plan.write_text(text)
+    assert run("show", str(plan))[0] == 0
+
+
 def test_what_is_no_plan(run, tmp_path):
     (tmp_path / "a.plan").write_text("hello\n")
     (tmp_path / "b.plan").write_text("mixmesh_plan = 99\nprogram x world=1 {\n")

@@ -15,8 +15,9 @@ A program that a person has edited is checked before anything runs. Invariants o
 
 from __future__ import annotations
 
+from ...errors import PlanError
 from ..ir import Program
-from ..plan_file import Plan
+from ..plan_file import Plan, accumulation
 from .placements import check_names, check_placements, check_placements_only
 from .plans import check_plan
 
@@ -24,12 +25,18 @@ __all__ = ["check_loaded", "check_placements", "check_plan", "check_program"]
 
 
 def check_loaded(plan: Plan, where: str = "") -> None:
-    """Checks a plan's program before it is shown or simulated. An unedited program has PyTorch's own types;
-    only edited ones are compared with PyTorch, which takes long to import. Raises VerificationError."""
+    """Checks a plan's program and micro-batches before it is shown or simulated. An unedited program has
+    PyTorch's own types; only edited ones are compared with PyTorch, which takes long to import. Raises
+    VerificationError or PlanError."""
     if plan.edited:
         check_program(plan.program, where)
     else:
         check_placements(plan.program, where)
+    try:
+        accumulation(plan)
+    except PlanError as error:
+        error.where = error.where or where
+        raise
 
 
 def check_program(program: Program, where: str = "") -> None:
