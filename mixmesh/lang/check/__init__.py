@@ -15,9 +15,8 @@ A program that a person has edited is checked before anything runs. Invariants o
 
 from __future__ import annotations
 
-from ...errors import PlanError
 from ..ir import Program
-from ..plan_file import Plan, accumulation
+from ..plan_file import Plan
 from .placements import check_names, check_placements, check_placements_only
 from .plans import check_plan
 
@@ -32,11 +31,7 @@ def check_loaded(plan: Plan, where: str = "") -> None:
         check_program(plan.program, where)
     else:
         check_placements(plan.program, where)
-    try:
-        accumulation(plan)
-    except PlanError as error:
-        error.where = error.where or where
-        raise
+    check_plan(plan, where=where)
 
 
 def check_program(program: Program, where: str = "") -> None:

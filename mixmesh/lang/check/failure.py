@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 from ...errors import VerificationError
 from ..ir import Instruction, Program, print_instruction
+from ..plan_header import AGAIN
 
 # makes an instruction's error from a message and optionally the expected value, the actual value, and hints
 Fail = Callable[..., VerificationError]
 
 # for someone who has edited a program
-REWRITE = "edit this line again, or plan again: mixmesh plan JOB --cluster C.toml --out X.plan"
+REWRITE = f"edit this line again, or plan again: {AGAIN}"
 
 
 def invalid(

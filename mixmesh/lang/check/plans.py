@@ -9,6 +9,7 @@ from ...cluster import Cluster
 from ...errors import PlanError
 from ..ir import Graph, ValueType
 from ..plan_file import Plan, accumulation
+from ..plan_header import AGAIN
 
 SHOWN = 4
 
@@ -18,7 +19,11 @@ def check_plan(
 ) -> None:
     """Raises PlanError if the plan was made for another cluster or another model (with the differences), or
     if its micro-batches do not fit its program."""
-    accumulation(plan)
+    try:
+        accumulation(plan)
+    except PlanError as error:
+        error.where = error.where or where
+        raise
     if cluster is not None:
         _check_cluster(plan, cluster, where)
     if graph is not None:
@@ -37,7 +42,7 @@ def _check_cluster(plan: Plan, cluster: Cluster, where: str) -> None:
         expected=f'"{plan.cluster_name}" ({plan.cluster_fingerprint}), {planned} devices',
         got=f'"{cluster.name}" ({cluster.fingerprint}), {cluster_size} devices: the plan has {differs[0]}',
         where=where,
-        hint=("mixmesh plan JOB --cluster C.toml --out X.plan", *_calibration_hint(cluster)),
+        hint=(AGAIN, *_calibration_hint(cluster)),
     )
 
 
@@ -61,7 +66,7 @@ def _check_graph(plan: Plan, graph: Graph, where: str) -> None:
         expected="; ".join(e for e, _ in shown) + (f"; and {more} more" if more > 0 else ""),
         got="; ".join(g for _, g in shown),
         where=where,
-        hint="plan again with this job: mixmesh plan JOB --cluster C.toml --out X.plan",
+        hint=f"plan again with this job: {AGAIN}",
     )
 
 
@@ -75,7 +80,7 @@ def _check_leaves(plan: Plan, graph: Graph, where: str) -> None:
                 expected=" or ".join(near) or f"one of {len(names_by_op[i.op])} names of the job",
                 got=str(i.args[0]),
                 where=f"{where}:{i.line}" if where and i.line else where,
-                hint="undo the edit, or plan again: mixmesh plan JOB --cluster C.toml --out X.plan",
+                hint=f"undo the edit, or plan again: {AGAIN}",
             )
 
 
