@@ -82,6 +82,8 @@ def test_a_process_that_is_killed_leaves_whole_checkpoints(tmp_path):
                     checkpoint.save(tmp_path, step=step, model=model, optimizer=optimizer, keep=2)
             finally:
                 os._exit(1)
+        if kill % 3 == 1:
+            wait_for_a_newer_one(tmp_path)
         time.sleep(rng.uniform(0.005, 0.08))
         if kill % 3 == 0:
             stop_within_a_write(pid, tmp_path)
@@ -91,7 +93,7 @@ def test_a_process_that_is_killed_leaves_whole_checkpoints(tmp_path):
         assert found.step >= newest
         cut_off += has_unfinished(tmp_path)
         newest = found.step
-    assert newest and cut_off >= 5
+    assert newest >= 5 and cut_off >= 5
     checkpoint.save(tmp_path, step=newest, model=model, optimizer=optimizer, keep=2)
     assert not has_unfinished(tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
@@ -99,6 +101,14 @@ def test_a_process_that_is_killed_leaves_whole_checkpoints(tmp_path):
 
 def has_unfinished(folder: Path) -> bool:
     return any(path.name.startswith(".") for path in folder.iterdir())
+
+
+def wait_for_a_newer_one(folder: Path) -> None:
+    """Waits until one more checkpoint is written; on a slow disk that takes longer than the test sleeps."""
+    before, deadline_s = manifest.checkpoints_in(folder)[0], time.monotonic() + 60
+    while manifest.checkpoints_in(folder)[0] == before:
+        assert time.monotonic() < deadline_s, "no checkpoint was written in a minute"
+        time.sleep(0.001)
 
 
 def stop_within_a_write(pid: int, folder: Path) -> None:
