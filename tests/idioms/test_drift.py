@@ -7,6 +7,7 @@ import os
 import random
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 import mixmesh
 from mixmesh import checkpoint
 from mixmesh.errors import InputError
-from mixmesh.runtime.drift import EVERY, FIRST_CALLS, ROUNDING, is_alike, is_due
+from mixmesh.runtime.drift import EVERY, FIRST_CALLS, ROUNDING, DriftWatch, is_alike, is_due
 
 UNEVEN = """
 name = "uneven"
@@ -134,6 +135,26 @@ def check_gradients_with_noise_of_their_own_are_told(_) -> None:
     assert "torch.manual_seed(0)" in str(caught.value)
 
 
+def check_norms_are_taken_only_where_checksums_differ(_) -> None:
+    """In the second case one rank has rounded otherwise, which is no error."""
+    model, _, _ = prepared(Augmented(""))
+    taken: list[list[str]] = []
+    norms = DriftWatch._norms
+
+    def noted(self, replicas):
+        taken.append([r.name for r in replicas])
+        return norms(self, replicas)
+
+    with mock.patch.object(DriftWatch, "_norms", noted):
+        model.check_replicas()
+        assert not taken
+        if dist.get_rank() == 1:
+            with torch.no_grad():
+                model[2].weight.mul_(1 + 2e-7)
+        model.check_replicas()
+    assert taken == [["2.weight"]]
+
+
 def check_one_rank_that_changes_its_weights_alone_is_told_before_a_checkpoint(_) -> None:
     model, optimizer, loader = prepared(Augmented(""))
     train(model, optimizer, loader)
@@ -193,6 +214,7 @@ IDIOMS = named(
     check_samples_draw_new_numbers_in_every_batch_and_epoch,
     check_going_on_draws_the_same_numbers,
     check_gradients_with_noise_of_their_own_are_told,
+    check_norms_are_taken_only_where_checksums_differ,
     check_one_rank_that_changes_its_weights_alone_is_told_before_a_checkpoint,
     check_parameters_that_are_cut_are_not_compared,
     check_other_learning_rates_are_told,
