@@ -11,11 +11,13 @@ from small_graphs import GRAPHS, graph
 
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CollectiveFit, CostModel, DeviceProfile, LinkMeasurement, Profile, device_key
-from mixmesh.cost.exchanges import Exchange, sent_between
+from mixmesh.cost.exchanges import Exchange, exchange_of, sent_between
 from mixmesh.cost.gaps import gaps
+from mixmesh.cost.sums import gradient_sums
 from mixmesh.errors import InputError
 from mixmesh.lang.check import check_program
 from mixmesh.lang.ir import even_ratio, parse_program
+from mixmesh.measure.profiler.joins import SIZES_BYTES, measure_joins
 from mixmesh.measure.profiler.limit import Limit
 from mixmesh.measure.profiler.links import (
     BUCKET_BYTES,
@@ -29,9 +31,13 @@ from mixmesh.measure.profiler.meter import Meter
 from mixmesh.measure.profiler.overlap import measure_overlap
 from mixmesh.measure.profiler.rest import WATCHED_S, measure_rest, rested
 from mixmesh.passes.algorithms import with_algorithms
+from mixmesh.passes.buckets import numbered
+from mixmesh.planner import make_plan
 from mixmesh.runtime.comm import Comm
 from mixmesh.runtime.redistribute import bind
 from mixmesh.search.baselines import data_parallel, fully_sharded
+from mixmesh.simulator import simulate
+from mixmesh.step.memory.ledger import OWN_PIECE_BYTES
 
 CLUSTER = """\
 name = "{name}"
@@ -173,6 +179,7 @@ def test_a_steady_device_has_no_lead():
 def test_a_profile_is_read_as_it_was_written(tmp_path):
     links = measured("all_gather", "padded", 2, 10, skew=1.5), measured("send", "", 1, 9, ranks=(0, 2))
     rest = {"rested_s": 0.01, "rested_speed": 2.5, "beside_s": {"all_reduce": (1e-4, 3e-10)}}
+    rest["join_s"] = ((65536.0, 1e-5), (8388608.0, 0.003))
     made = Profile(
         {"cpu": DeviceProfile({}, 1e-9, 5, 1.1, 0.3, {"all_reduce": (1e-4, 2e-9)}, 3.0, 4, **rest)},
         links,
@@ -201,6 +208,62 @@ def test_the_computing_thread_is_kept_longer_where_it_computes():
     assert pair == pytest.approx(0.004 * 2 / cluster().world_size + 1e-3)
     for name in ("broadcast", "reduce"):
         assert model.exchange_host_s(0, name, ALL, 1e6) == model.exchange_host_s(0, "all_reduce", ALL, 1e6)
+
+
+SIZES_S = ((4 * MB, 0.0005), (8 * MB - 1, 0.001), (8 * MB, 0.004), (32 * MB, 0.016))
+
+
+def joining(rate: float) -> CostModel:
+    """Devices that take ``rate`` times as long as these to join gradients, beside free links."""
+    device = DeviceProfile({}, 0.0, 0, join_s=tuple((size, rate * seconds) for size, seconds in SIZES_S))
+    links = (LinkMeasurement("all_reduce", "", ALL, ((4 * KB, 1e-6), (32 * MB, 1e-6)), 1.0, "made up"),)
+    return CostModel(cluster(), Profile({device_key(d): device for d in cluster().devices}, links))
+
+
+def test_gradients_that_are_joined_are_copied():
+    program = data_parallel(graph(GRAPHS["mlp"], 256), joining(1.0), even_ratio(3))  # of 6, 6 and 1.5 MB
+
+    def seconds(buckets, rate):
+        return simulate(
+            program.changed(instructions=numbered(program, buckets).instructions), joining(rate)
+        ).step_s
+
+    places = range(len(program.params))
+    alone, together = tuple(places), tuple(0 for _ in places)
+    assert seconds(alone, 1.0) == pytest.approx(seconds(alone, 0.0))
+    size = sum(p.type.value.size_bytes for p in program.params)
+    joined_s = CostModel.join_s(joining(1.0), 0, size)
+    assert joined_s > 0.004
+    assert seconds(together, 1.0) - seconds(together, 0.0) == pytest.approx(joined_s, rel=1e-6)
+
+
+def test_buckets_are_small_where_joining_large_ones_takes_long():
+    made = graph(GRAPHS["mlp"], 256)
+    largest = []
+    for rate in (0.0, 1.0):
+        costs = joining(rate)
+        plan = make_plan(made, costs.cluster, planner="ddp-even", profile=costs.profile)
+        joined = [e for s in gradient_sums(plan.program) if (e := s.exchange).joined]
+        largest.append(max((e.size_bytes for e in joined), default=0))
+    assert largest[0] >= 8 * MB > largest[1]
+
+
+def test_even_pieces_cost_what_was_measured_of_even_ones():
+    links = (
+        measured("all_gather", "padded", 2, 10, 160, skew=1.0),
+        measured("all_gather", "padded", 2, 20, 320, skew=1.5),
+    )
+    even = sharded(256)
+    uneven = even.with_shares((0.5, 0.25, 0.25))
+    for program, factor in ((even, 1.0), (uneven, 2.0)):
+        gather = max(
+            (e for i in program.instructions if i.op == "all_gather" and (e := exchange_of(program, i))),
+            key=lambda e: e.size_bytes,
+        )
+        assert gather.size_bytes > MB
+        assert gather.seconds(costs(*links)) == pytest.approx(
+            factor * costs(links[0]).collective("all_gather", ALL).seconds(gather.size_bytes)
+        )
 
 
 def test_version_1_is_a_line_between_all_ranks(tmp_path):
@@ -333,9 +396,16 @@ def check_more_budget_measures_groups_and_overlap(comm: Comm) -> None:
     assert all(0 <= fixed < 0.05 and 0 <= per_byte < 1e-7 for fixed, per_byte in beside_s.values())
     lead_s, speed = measure_rest(comm.device)
     assert 0 <= lead_s < 1 and speed >= 1
-    assert 0 < host_s["all_reduce"][1] < 1e-8  # a copy: some gigabytes per second
+    assert 0 < host_s["all_reduce"][0] < 0.05
+    assert list(host_s)[:3] == ["all_reduce", "all_gather all_to_all", "reduce_scatter all_to_all"]
     pieces = {name: fixed for name, (fixed, _) in host_s.items() if name.startswith("all_gather ")}
     assert len(pieces) == 3 and all(0 < fixed < 0.05 for fixed in pieces.values())  # a few calls
+
+
+def check_joining_is_timed_at_sizes_on_both_sides_of_a_page(comm: Comm) -> None:
+    sizes, seconds = zip(*measure_joins(comm.device))
+    assert sizes == tuple(sorted(SIZES_BYTES)) and min(sizes) < OWN_PIECE_BYTES < max(sizes)
+    assert all(0 < s < 1 for s in seconds)
 
 
 def check_without_time_little_is_measured(comm: Comm) -> None:
@@ -345,6 +415,7 @@ def check_without_time_little_is_measured(comm: Comm) -> None:
     assert links and all(" 1 to 1" in m.source and m.points[-1][0] == SURE_BYTES for m in links)
     assert measure_overlap(comm, Meter(comm.device, emulated=True), links, over) == (0.0, {}, {})
     assert measure_rest(comm.device, over) == (0.0, 1.0)
+    assert measure_joins(comm.device, over) == ()
     # one rank that is late decides for all
     late = Limit(comm, 1e3, over.started - (2e3 if comm.rank == 1 else 0.0))
     assert late.is_past(1.0) and bool(late.left_s()) == (comm.rank != 1)

@@ -19,6 +19,7 @@ from ..lang.ir import (
     Shard,
     TensorType,
     dual,
+    is_even,
     shard_sizes,
     support,
 )
@@ -54,7 +55,8 @@ class Exchange:
     """A collective of a program: its name, the bytes of the whole tensor, and the ranks that communicate. If
     the ratio changes, ``sent`` is what ranks send each other. ``rooted``: one rank holds all of what is
     gathered or scattered, so it is a broadcast or a reduce. A sum may be ``levelled``, within machines first,
-    or ``direct``, each rank sending its addend to each other one."""
+    or ``direct``, each rank sending its addend to each other one. It may be of several tensors, ``joined``
+    into one buffer first. Pieces are in proportion to the ranks' speeds, unless they are ``even``."""
 
     name: str
     size_bytes: int
@@ -63,6 +65,8 @@ class Exchange:
     rooted: bool = False
     levelled: bool = False
     direct: bool = False
+    joined: bool = False
+    even: bool = False
 
     @property
     def performed(self) -> str:
@@ -77,7 +81,7 @@ class Exchange:
         if len(self.ranks) < 2 or self.sent == ():
             return 0.0
         name, ranks, size_bytes = self.as_measured(costs.cluster)
-        return costs.collective(name, ranks).seconds(size_bytes)
+        return costs.collective(name, ranks).seconds(size_bytes, 1.0 if self.even else None)
 
     def as_measured(self, cluster: Cluster) -> tuple[str, tuple[int, ...], float]:
         """The measured collective that is assumed to take as long: its name, ranks and bytes.
@@ -144,7 +148,14 @@ def exchange_of(program: Program, i: Instruction, *, backward: bool = False) -> 
     owners = wanted if backward == (name == "all_gather") else held
     rooted = name in ROOTED and len(owners) == 1
     direct = name == "all_reduce" and program.sums_directly(size_bytes)
-    return Exchange(name, size_bytes, ranks, sent, rooted=rooted, direct=direct)
+    even = name in DUAL_COLLECTIVE and any(is_cut_evenly(program, t) for t in (before, after))
+    return Exchange(name, size_bytes, ranks, sent, rooted=rooted, direct=direct, even=even)
+
+
+def is_cut_evenly(program: Program, t: TensorType) -> bool:
+    """Whether a tensor is cut into equal pieces for all ranks of the program."""
+    ratio = program.ratio(t.ratio)
+    return isinstance(t.placement, Shard) and ratio is not None and is_even(ratio)
 
 
 def _pieces(program: Program, t: TensorType) -> tuple[float, ...]:

@@ -16,6 +16,7 @@ from ..cluster import Cluster, Device
 from ..lang.ir import Placement
 from ..lang.rules import Call
 from . import gpu_memory, scales
+from . import lent as lending
 from .collectives import LEVELLED, USUAL, CollectiveFit, ring_fit
 from .communicators import Communicator
 from .curve import ZERO, Curve, affine_curve, issued_curve
@@ -80,6 +81,7 @@ class CostModel:
         self._scales: dict[tuple, float] = {}
         self._issues: dict[Device, float] = {}
         self._books: dict[Device, Measured] = {}
+        self._paces: dict[tuple[Device, Device, bool], float | None] = {}
 
     @lazy
     def source(self) -> str:
@@ -146,11 +148,35 @@ class CostModel:
         return self.profile.devices.get(device_key(device)) if self.profile else None
 
     def _op(self, call: Call, grads: int, device: Device, cut: str) -> OpTime:
-        measured = self.measured_op(call, device)
+        measured = self._measured_or_lent(call, device, cut)
         if measured is not None and (profile := self._measured(device)) is not None:
             forward, backward = [c.scaled(profile.step_scale) for c in measured.curves(cut)]
             return OpTime(forward, backward if grads else ZERO)
         return self._estimated(call, grads, device)
+
+    def _measured_or_lent(self, call: Call, device: Device, cut: str) -> OpMeasurement | None:
+        """The measurement of an operator on a device; what it lacks is from another device of its kind."""
+        measured = self.measured_op(call, device)
+        if measured is not None and (not cut or cut in measured.cuts):
+            return measured
+        for other in self.classes:
+            lent = self.measured_op(call, other) if other.kind == device.kind and other != device else None
+            if lent is None or (measured is not None and cut not in lent.cuts):
+                continue
+            if measured is not None:
+                return lending.with_cuts(measured, lent)
+            pace = self._pace(device, other, is_product(call))
+            if pace is not None:
+                return lending.slower(lent, pace)
+        return measured
+
+    def _pace(self, device: Device, other: Device, product: bool) -> float | None:
+        key = (device, other, product)
+        if key not in self._paces:
+            own, others = self._measured(device), self._measured(other)
+            known = own and others and lending.pace(own.ops, others.ops, product=product)
+            self._paces[key] = known or None
+        return self._paces[key]
 
     def measured_op(self, call: Call, device: Device) -> OpMeasurement | None:
         """The measurement of an operator on a device, for the same number of samples or resized from
@@ -282,6 +308,13 @@ class CostModel:
         that, so these seconds are a part of theirs."""
         measured = self._measured(self.cluster.devices[rank])
         return 0.0 if measured is None else self._exchange_s(measured.host_s, name, ranks, size_bytes)
+
+    def join_s(self, rank: int, size_bytes: float) -> float:
+        """Seconds for which joining gradients of ``size_bytes`` keeps the computing thread busy."""
+        measured = self._measured(self.cluster.devices[rank])
+        if measured is None or not measured.join_s:
+            return 0.0
+        return self.host_scale(rank) * Curve(measured.join_s).at(size_bytes)
 
     def exchange_beside_s(self, rank: int, name: str, ranks: tuple[int, ...], size_bytes: float) -> float:
         """Seconds, at a device's usual pace, that its communicating threads take for a collective."""

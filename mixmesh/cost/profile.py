@@ -89,6 +89,7 @@ class _Device(pydantic.BaseModel, extra="forbid"):
     rested_speed: float = pydantic.Field(default=1.0, ge=1, le=1e3)
     beside_s: dict[str, tuple[_NotNegative, _NotNegative]] = {}
     communicator_bytes: list[_Count] = pydantic.Field(default=[], max_length=2)
+    join_s: list[tuple[_Positive, _NotNegative]] = []
 
 
 class _Fit(pydantic.BaseModel, extra="forbid"):
@@ -147,10 +148,11 @@ class DeviceProfile:
     ``step_scale`` is the time of a whole measured step divided by the sum of its ops measured alone; it
     captures the effect of caches and of the allocator on consecutive ops. ``slowdown`` is the extra time, per
     second of computing, while a collective is under way. ``host_s`` maps ``host_key`` of a collective to the
-    seconds for which it occupies the computing thread (issuing, joining, copying), fixed and per byte of the
-    whole tensor, while nothing else is computed; while the device computes they are ``host_scale`` times as
-    long. ``beside_s`` is the same for communicating threads: a device with burst credit does not save up the
-    CPU time that they use.
+    seconds for which it occupies the computing thread (issuing, copying), fixed and per byte of the whole
+    tensor, while nothing else is computed; while the device computes they are ``host_scale`` times as long.
+    So are those of ``join_s``, which has, for sizes in bytes, the seconds of joining gradients into a buffer
+    of that size. ``beside_s`` is like ``host_s``, of communicating threads: a device with burst credit does
+    not save up the CPU time that they use.
 
     ``memory_constant_bytes`` is the memory of a process besides tensors, ``idle_constant_bytes`` that of a
     process that computes nothing. On a GPU ``communicator_bytes`` are what a first sum and a first all_to_all
@@ -175,6 +177,7 @@ class DeviceProfile:
     rested_speed: float = 1.0
     beside_s: dict[str, tuple[float, float]] = field(default_factory=dict)
     communicator_bytes: tuple[int, ...] = ()
+    join_s: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -243,6 +246,7 @@ class Profile:
                 d.rested_speed,
                 d.beside_s,
                 tuple(d.communicator_bytes),
+                tuple(d.join_s),
             )
             for name, d in file.devices.items()
         }
@@ -287,6 +291,7 @@ class Profile:
                     "rested_speed": d.rested_speed,
                     "beside_s": d.beside_s,
                     "communicator_bytes": d.communicator_bytes,
+                    "join_s": d.join_s,
                 }
                 for name, d in self.devices.items()
             },

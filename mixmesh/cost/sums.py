@@ -50,13 +50,25 @@ class GradientSum:
     @property
     def exchange(self) -> Exchange:
         name = "all_reduce" if self.owned is None else "reduce_scatter"
-        return Exchange(name, self.size_bytes, self.ranks, rooted=self.rooted, levelled=bool(self.parts))
+        return Exchange(
+            name,
+            self.size_bytes,
+            self.ranks,
+            rooted=self.rooted,
+            levelled=bool(self.parts),
+            joined=len(self.params) > 1 or any(self.cells),
+        )
 
     @property
     def gather(self) -> Exchange:
-        """The gather of this bucket's parameters from the owners that have stepped them."""
+        """The gather of this bucket's parameters from the owners that have stepped them, out of a buffer."""
         return Exchange(
-            "all_gather", self.size_bytes, self.ranks, rooted=self.rooted, levelled=bool(self.parts)
+            "all_gather",
+            self.size_bytes,
+            self.ranks,
+            rooted=self.rooted,
+            levelled=bool(self.parts),
+            joined=True,
         )
 
 

@@ -25,6 +25,7 @@ from ..lang.ir import (
     Ratio,
     Shard,
     batch_norm_of,
+    is_even,
     lonely_norms,
     make_ratio,
     owned_type,
@@ -105,10 +106,10 @@ class Task:
         self.searched: dict[int, tuple[Problem, Found]] = {}  # by the shape of the program
         self._programs: dict[tuple[bool, int], Program] = {}
         self._packed: dict[Body, tuple[Program | None, float]] = {}
-        self._simulations: dict[tuple[Body, tuple, tuple[bool, int]], Simulation] = {}
-        # by the largest size of one-shot sums, and the number of computations
-        self._same_but_owners: dict[tuple[int, int], list[Simulation]] = {}
-        self._first: dict[tuple[Body, tuple[bool, ...], tuple[bool, int]], Simulation] = {}
+        self._simulations: dict[tuple[Body, tuple, tuple[bool, int, bool]], Simulation] = {}
+        # by the largest size of one-shot sums, the number of computations, and whether pieces are even
+        self._same_but_owners: dict[tuple[int, int, bool], list[Simulation]] = {}
+        self._first: dict[tuple[Body, tuple[bool, ...], tuple[bool, int, bool]], Simulation] = {}
 
     @contextmanager
     def timed(self, step: str) -> Iterator[None]:
@@ -342,13 +343,14 @@ class Task:
         """The simulation of a program, one for each set of ranks, for any ratio and micro-batches. The newest
         ones are kept."""
         ranks = supports(program)
-        way = accumulating, program.direct_bytes
+        evenly = bool(program.ratios) and is_even(program.shares)  # which costs of exchanges depend on
+        way = accumulating, program.direct_bytes, evenly
         key = (program.body, ranks, way)
         if key not in self._simulations:
             # everything that does not depend on the ranks is known from the first such program
             alike = (program.body, tuple(len(r) == 1 for r in ranks), way)
             first = self._first.get(alike)
-            length = program.direct_bytes, len(program.body.computations)
+            length = program.direct_bytes, len(program.body.computations), evenly
             twins = [] if accumulating else self._same_but_owners.setdefault(length, [])
             twin = next((t for t in twins if t.differs_in_owners(program)), None)
             with self.timed("simulate"):

@@ -45,6 +45,8 @@ class Channels:
         # file allows
         links = [(link, min(s * size_bytes, seconds)) for link, s in self._s_per_byte[kind].items()]
         host = {c: self.costs.exchange_host_s(r, name, ranks, size_bytes) / 2 for c, r in each}
+        if exchange.joined:
+            host = {c: host[c] + self.costs.join_s(r, size_bytes) / 2 for c, r in each}
         # a device that computes while gradients travel gains no burst credit that this could use up
         overlapped = {
             c: self.costs.exchange_beside_s(r, name, ranks, size_bytes) / 2

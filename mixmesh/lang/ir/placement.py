@@ -95,6 +95,12 @@ def even_ratio(world_size: int) -> Ratio:
     return make_ratio([1.0] * world_size)
 
 
+@lru_cache(maxsize=4096)
+def is_even(ratio: Ratio) -> bool:
+    """Whether all ranks have equal shares, up to rounding."""
+    return ratio == even_ratio(len(ratio))
+
+
 def ratio_of_speeds(seconds: Sequence[float], ranks: Collection[int]) -> Ratio:
     """Shares of ``ranks`` in proportion to their speeds, above zero for every one of them, however slow;
     ``seconds`` gives the time of each rank."""

@@ -30,6 +30,7 @@ from ...runtime.first_rank import everyones
 from ...runtime.messages import meet
 from ...runtime.segments import check_can_compile
 from .constants import KeptProcess, ProcessMemory, gpu_process_memory, own_process_memory
+from .joins import measure_joins
 from .limit import LINKS, OPERATORS, OPERATORS_LEAST, PROCESS, Limit
 from .links import link_sets, measure_links
 from .meter import Meter
@@ -85,6 +86,7 @@ def profile(
     )
     progress("links beside computing")
     slowdown, host_s, beside_s = measure_overlap(comm, meter, links, limit)
+    joins = measure_joins(comm.device, limit) if comm.world_size > 1 else ()
     progress("computing after a rest")
     rest = measure_rest(comm.device, limit)
     links_s = time.perf_counter() - links_started
@@ -127,6 +129,7 @@ def profile(
         *rest,
         beside_s,
         communicator,
+        joins,
     )
     measured = everyones((own, mine, skipped))
     devices = {}

@@ -14,9 +14,9 @@ from functools import partial
 
 import torch
 
-from ...cost import Curve, LinkMeasurement, host_key
+from ...cost import Curve, LinkMeasurement, default_algorithm, host_key
 from ...runtime import collectives
-from ...runtime.accelerator import synchronize
+from ...runtime.accelerator import backend_of, synchronize
 from ...runtime.collectives import Handle
 from ...runtime.comm import Channel, Comm
 from ...runtime.messages import meet
@@ -27,12 +27,10 @@ from .meter import Meter
 WINDOW_S = 0.3  # seconds of computing alone, and about as long during communication
 ROUNDS = 3
 BUCKET_BYTES = (2**12, 2**22)
-PIECE_BYTES = (2**12, 2**16)  # sizes that take a few milliseconds on a slow link
-BESIDE_BYTES = (2**12, 2**21)
-BESIDE_S = 0.06  # limit on the seconds of a collective of the larger size
+PIECE_BYTES = (2**12, 2**21)
+PIECE_S = 0.06  # limit on the seconds of a collective of the larger size
 REPEATS = 5
 MAX_SUMS = 64  # limit on the sums made one after the other
-PIECES = 16  # gradients in a bucket
 SIDE = 160  # side of the square matrices that are multiplied meanwhile
 
 
@@ -47,28 +45,24 @@ def measure_overlap(
     if comm.world_size < 2 or is_over(limit):
         return 0.0, {}, {}
     channel = comm.channel(comm.everyone, "profile of all_reduce beside computing")
-    lines = {"all_reduce": line(BUCKET_BYTES, lambda size: bucket_s(channel, meter, size))}
+    on_cpu = comm.device.type == "cpu"
+    host = {}
+    if not on_cpu:
+        few, many = (bucket_s(channel, meter, size) for size in BUCKET_BYTES)
+        host["all_reduce"] = line(BUCKET_BYTES, (few, many))
     # before the many lines below, because every plan sums gradients beside computing
     slowed = 0.0 if is_over(limit) else slowdown(comm, channel, links)
     beside = {}
-    if comm.device.type == "cpu":
-        cases = everyone_cases(comm)
-        lines |= {
-            host_key(case.collective, case.algorithm): line(
-                PIECE_BYTES, partial(exchange_s, comm, channel, case)
-            )
-            for case in cases
-            if not is_over(limit)
-        }
-        sizes = BESIDE_BYTES[0], largest_bytes(links, comm.world_size, BESIDE_BYTES, BESIDE_S)
-        beside = {
-            host_key(case.collective, case.algorithm): line(
-                sizes, partial(exchange_s, comm, channel, case, others=True)
-            )
-            for case in (Case("all_reduce", "", comm.everyone, cases[0].shares, EVEN), *cases)
-            if not is_over(limit)
-        }
-    return slowed, lines, beside
+    sizes = PIECE_BYTES[0], largest_bytes(links, comm.world_size, PIECE_BYTES, PIECE_S)
+    for number, case in enumerate(everyone_cases(comm) if on_cpu else ()):
+        if number and is_over(limit):
+            break
+        key = host_key(case.collective, case.algorithm)
+        (own_s, others_s), (more_own_s, more_others_s) = (
+            exchange_s(comm, channel, case, size) for size in sizes
+        )
+        host[key], beside[key] = line(sizes, (own_s, more_own_s)), line(sizes, (others_s, more_others_s))
+    return slowed, host, beside
 
 
 def is_over(limit: Limit | None) -> bool:
@@ -148,30 +142,27 @@ def per_second(work: Callable[[], object], is_over: Callable[[], bool]) -> float
     return count / (time.perf_counter() - started)
 
 
-def line(sizes_bytes: tuple[int, int], seconds: Callable[[int], float]) -> tuple[float, float]:
+def line(sizes_bytes: tuple[int, int], seconds: tuple[float, float]) -> tuple[float, float]:
     """The line ``(fixed, per_byte)`` through the seconds at two sizes."""
-    few, many = sizes_bytes
-    small, large = seconds(few), seconds(many)
+    (few, many), (small, large) = sizes_bytes, seconds
     per_byte = max(large - small, 0.0) / (many - few)
     return max(small - per_byte * few, 0.0), per_byte
 
 
 def bucket_s(channel: Channel, meter: Meter, size_bytes: int) -> float:
-    """Seconds that the computing thread takes to join a bucket of gradients, issue its sum, receive it and
-    cut it up again, as in the runtime's ``gradients``."""
+    """Seconds that the computing thread takes to issue the sum of a bucket of gradients and to receive it."""
     device = meter.device
-    pieces = [torch.zeros(size_bytes // 4 // PIECES, device=device) for _ in range(PIECES)]
+    flat = torch.zeros(size_bytes // 4, device=device)
     clock = time.thread_time if device.type == "cpu" else time.perf_counter
 
     def once() -> float:
         started = clock()
-        flat = torch.cat(pieces)
         handle = collectives.all_reduce.start(channel, flat, in_place=True)
         issued = clock() - started
         while not handle.is_ready():
             time.sleep(1e-4)
         started = clock()
-        handle.wait().split([p.numel() for p in pieces])
+        handle.wait()
         return issued + clock() - started
 
     once()
@@ -179,27 +170,26 @@ def bucket_s(channel: Channel, meter: Meter, size_bytes: int) -> float:
 
 
 def everyone_cases(comm: Comm) -> list[Case]:
-    """The cases that move pieces between all ranks, by every algorithm."""
+    """The cases that move data between all ranks, by every algorithm; the most usual ones first."""
     even = (1.0,) * comm.world_size
-    cases = [
-        Case(collective, algorithm, comm.everyone, even, EVEN)
-        for collective, algorithms in ALGORITHMS.items()
-        for algorithm in algorithms
-    ]
-    return [*cases, Case("all_to_all", "", comm.everyone, even, EVEN)]
+    ways = [("all_reduce", "")]
+    ways += [(name, default_algorithm(name, backend_of())) for name in ALGORITHMS]
+    ways += [("all_to_all", ""), ("broadcast", ""), ("reduce", "")]
+    ways += [(name, algorithm) for name, algorithms in ALGORITHMS.items() for algorithm in algorithms]
+    return [Case(name, algorithm, comm.everyone, even, EVEN) for name, algorithm in dict.fromkeys(ways)]
 
 
-def exchange_s(comm: Comm, channel: Channel, case: Case, size_bytes: int, *, others: bool = False) -> float:
-    """CPU seconds of the computing thread in a collective that it waits for, or of the ``others``."""
+def exchange_s(comm: Comm, channel: Channel, case: Case, size_bytes: int) -> tuple[float, float]:
+    """CPU seconds of the computing thread in a collective that it waits for, and of the others."""
     run = prepared(comm, channel, case, rows_of(size_bytes))
 
-    def once() -> float:
+    def once() -> tuple[float, float]:
         started, of_all = time.thread_time(), time.process_time()
         run()
         own, of_all = time.thread_time() - started, time.process_time() - of_all
-        return max(of_all - own, 0.0) if others else own
+        return own, max(of_all - own, 0.0)
 
     once()
-    times_s = [once() for _ in range(REPEATS)]
+    own_s, others_s = zip(*(once() for _ in range(REPEATS)))
     # the time of other threads is a difference of two clocks, and never negative
-    return min(times_s) if others else statistics.median(times_s)
+    return statistics.median(own_s), min(others_s)

@@ -1,0 +1,59 @@
+"""Operators that one device has not measured, by what another device measured of them."""
+
+from __future__ import annotations
+
+import pytest
+from small_graphs import MLP, THREE, cluster, graph
+
+from mixmesh.cost import CostModel, Curve, DeviceProfile, OpMeasurement, Profile, device_key, op_key
+from mixmesh.cost.lent import pace
+from mixmesh.cost.model import call_flop
+from mixmesh.lang.rules import Call, call_of
+
+
+def line(per_share: float, *shares: float) -> Curve:
+    return Curve(tuple((share, per_share * share) for share in shares))
+
+
+def costs_of(lacking: str, cuts: dict[str, float]) -> tuple[CostModel, dict[str, Call]]:
+    """Costs with a profile of two kinds of devices, of which the second is three times as slow and lacks the
+    operators of this name, and all of these ``cuts``; and calls by their operator's name."""
+    made, where = graph(MLP, 48), cluster(THREE)
+    calls = {i.op: call_of(i, made.types) for i in made.nodes if not i.is_leaf}
+    keys = list(dict.fromkeys(device_key(d) for d in where.devices))
+    assert len(keys) == 2
+    fast, slow = {}, {}
+    for number, (op, call) in enumerate(calls.items(), 1):
+        flop = call_flop(call)
+        both = [line(r * number, *shares) for r, shares in ((2.0, (0.2, 1.0)), (6.0, (0.1, 0.3)))]
+        of_cuts = {cut: (line(r, 0.5), line(r, 0.5)) for cut, r in cuts.items()} if flop else {}
+        fast[op_key(call)] = OpMeasurement(both[0], both[0], flop, 1000, of_cuts)
+        if op != lacking:
+            slow[op_key(call)] = OpMeasurement(both[1], both[1], flop, 1000)
+    devices = {keys[0]: DeviceProfile(fast, 0.0, 0), keys[1]: DeviceProfile(slow, 0.0, 0, step_scale=1.5)}
+    return CostModel(where, Profile(devices, ())), calls
+
+
+def test_what_a_device_lacks_is_measured_by_another_at_the_pace_of_what_both_have():
+    costs, calls = costs_of("aten.relu", {})
+    fast, slow = (costs.op(calls["aten.relu"], 1, device_class) for device_class in (0, 1))
+    for share in (0.25, 1.0):
+        assert slow.forward.at(share) == pytest.approx(1.5 * 3 * fast.forward.at(share))
+        assert slow.backward.at(share) == pytest.approx(1.5 * 3 * fast.backward.at(share))
+    assert costs.measured_op(calls["aten.relu"], costs.classes[1]) is None  # a plan's warnings name it
+
+
+def test_cuts_that_a_device_lacks_are_measured_by_another():
+    costs, calls = costs_of("", {"011": 40.0})
+    linear = calls["aten.linear"]
+    fast, slow = (costs.op(linear, 1, device_class, "011").forward.at(0.5) for device_class in (0, 1))
+    assert fast == pytest.approx(20.0) and slow == pytest.approx(1.5 * 3 * 20.0)
+    usual = costs.op(linear, 1, 1).forward.at(0.3)
+    assert costs.op(linear, 1, 1, "110").forward.at(0.3) == pytest.approx(usual)  # measured by none
+
+
+def test_nothing_in_common_is_no_pace():
+    one = {"aten.relu(f32[4]; )": OpMeasurement(line(1.0, 0.1, 0.2), line(1.0, 0.1), 0, 10)}
+    apart = {"aten.relu(f32[4]; )": OpMeasurement(line(1.0, 0.5, 0.9), line(1.0, 0.5), 0, 10)}
+    assert pace(one, apart, product=False) is None and pace(one, one, product=True) is None
+    assert pace(one, one, product=False) == 1.0
