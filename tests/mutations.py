@@ -166,6 +166,16 @@ MUTATIONS = {
     "warning of whole batches": Mutation(
         "planner/make.py", "whole_batch_warnings = lambda *_: iter(())", "tests/test_mixtures.py -k warn"
     ),
+    "joined gradients are copied": Mutation(
+        "cost/model.py", "CostModel.join_s = lambda *_: 0.0", "tests/test_profile_links.py -k joining"
+    ),
+    "even pieces": Mutation(
+        "cost/exchanges.py", "is_cut_evenly = lambda *_: False", "tests/test_profile_links.py -k even_pieces"
+    ),
+    "lent operators": Mutation("cost/model.py", "CostModel._pace = lambda *_: None", "tests/test_lent.py"),
+    "checksums before norms": Mutation(
+        "runtime/drift.py", "is_same = lambda _: False", "tests/idioms/test_drift.py -k checksums"
+    ),
     "offers are checked": Mutation(
         "planner/offered.py", "check_program = lambda *_: None", "tests/corpus/test_offered.py"
     ),

@@ -28,7 +28,7 @@ from mixmesh.measure.profiler.links import (
     measure_links,
 )
 from mixmesh.measure.profiler.meter import Meter
-from mixmesh.measure.profiler.overlap import measure_overlap
+from mixmesh.measure.profiler.overlap import Overlap, measure_overlap
 from mixmesh.measure.profiler.rest import WATCHED_S, measure_rest, rested
 from mixmesh.passes.algorithms import with_algorithms
 from mixmesh.passes.buckets import numbered
@@ -208,6 +208,33 @@ def test_the_computing_thread_is_kept_longer_where_it_computes():
     assert pair == pytest.approx(0.004 * 2 / cluster().world_size + 1e-3)
     for name in ("broadcast", "reduce"):
         assert model.exchange_host_s(0, name, ALL, 1e6) == model.exchange_host_s(0, "all_reduce", ALL, 1e6)
+
+
+def test_a_call_after_other_work_takes_longer_than_one_of_many():
+    """Only its fixed part does, and only within a step: collectives themselves were measured in a loop."""
+
+    def model(cold: float) -> CostModel:
+        device = DeviceProfile({}, 0.0, 0, host_s={"all_reduce": (0.001, 2e-9)}, host_scale=5.0, cold=cold)
+        links = (measured("all_reduce", "", 6, 18, 260),)
+        return CostModel(cluster(), Profile({device_key(d): device for d in cluster().devices}, links))
+
+    assert model(3.0).exchange_host_s(0, "all_reduce", ALL, 1e6) == pytest.approx(5 * (0.003 + 0.002))
+    assert model(3.0).exchange_alone_s(0, "all_reduce", ALL, 1e6) == pytest.approx(0.001 + 0.002)
+    program = data_parallel(graph(GRAPHS["mlp"], 64), model(1.0), even_ratio(3))
+    hot, cold = (simulate(program, model(factor)).step_s for factor in (1.0, 3.0))
+    # of the agreement on the batch, the start of the loss's sum, and the sum of gradients
+    assert cold - hot == pytest.approx(2.5 * 5 * 0.002)
+
+
+def test_ranks_agree_on_every_batch():
+    """That takes their computing threads as long as a collective, where one was measured."""
+
+    def step_s(fixed_s: float) -> float:
+        device = DeviceProfile({}, 0.0, 0, host_s={"all_gather": (fixed_s, 0.0), "all_reduce": (0.0, 0.0)})
+        costs = CostModel(cluster(), Profile({device_key(d): device for d in cluster().devices}, ()))
+        return simulate(data_parallel(graph(GRAPHS["mlp"], 64), costs, even_ratio(3)), costs).step_s
+
+    assert step_s(0.001) - step_s(0.0) == pytest.approx(0.001)
 
 
 SIZES_S = ((4 * MB, 0.0005), (8 * MB - 1, 0.001), (8 * MB, 0.004), (32 * MB, 0.016))
@@ -391,9 +418,10 @@ def check_more_budget_measures_groups_and_overlap(comm: Comm) -> None:
     assert {"send", "broadcast", "reduce"} <= {m.collective for m in links}
     reduced = next(m for m in links if m.collective == "all_reduce" and m.ranks == ALL)
     assert reduced.points[-1][0] >= BUCKET_BYTES
-    slowdown, host_s, beside_s = measure_overlap(comm, Meter(comm.device, emulated=True), links)
-    assert 0 <= slowdown <= 1
-    assert all(0 <= fixed < 0.05 and 0 <= per_byte < 1e-7 for fixed, per_byte in beside_s.values())
+    overlap = measure_overlap(comm, Meter(comm.device, emulated=True), links)
+    host_s = overlap.host_s
+    assert 0 <= overlap.slowdown <= 1 <= overlap.cold
+    assert all(0 <= fixed < 0.05 and 0 <= per_byte < 1e-7 for fixed, per_byte in overlap.beside_s.values())
     lead_s, speed = measure_rest(comm.device)
     assert 0 <= lead_s < 1 and speed >= 1
     assert 0 < host_s["all_reduce"][0] < 0.05
@@ -413,7 +441,7 @@ def check_without_time_little_is_measured(comm: Comm) -> None:
     over = Limit.of(comm, 0.0)
     links = measure_links(comm, cluster(), 0.0, most_s=over.left_s())
     assert links and all(" 1 to 1" in m.source and m.points[-1][0] == SURE_BYTES for m in links)
-    assert measure_overlap(comm, Meter(comm.device, emulated=True), links, over) == (0.0, {}, {})
+    assert measure_overlap(comm, Meter(comm.device, emulated=True), links, over) == Overlap()
     assert measure_rest(comm.device, over) == (0.0, 1.0)
     assert measure_joins(comm.device, over) == ()
     # one rank that is late decides for all

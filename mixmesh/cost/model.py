@@ -297,7 +297,12 @@ class CostModel:
 
     def exchange_host_s(self, rank: int, name: str, ranks: tuple[int, ...], size_bytes: float) -> float:
         """Seconds for which a collective over ``size_bytes`` in total keeps the computing thread busy."""
-        return self.host_scale(rank) * self.exchange_alone_s(rank, name, ranks, size_bytes)
+        measured = self._measured(self.cluster.devices[rank])
+        if measured is None:
+            return 0.0
+        return self.host_scale(rank) * self._exchange_s(
+            measured.host_s, name, ranks, size_bytes, measured.cold
+        )
 
     def host_scale(self, rank: int) -> float:
         measured = self._measured(self.cluster.devices[rank])
@@ -324,7 +329,12 @@ class CostModel:
         return self.host_scale(rank) * self._exchange_s(measured.beside_s, name, ranks, size_bytes)
 
     def _exchange_s(
-        self, known_s: dict[str, tuple[float, float]], name: str, ranks: tuple[int, ...], size_bytes: float
+        self,
+        known_s: dict[str, tuple[float, float]],
+        name: str,
+        ranks: tuple[int, ...],
+        size_bytes: float,
+        cold: float = 1.0,
     ) -> float:
         name = USUAL.get(name, name)
         algorithm = self.collective(name, ranks).algorithm(size_bytes)
@@ -334,7 +344,7 @@ class CostModel:
         fixed, per_byte = line
         if algorithm in CALL_PER_PIECE:
             fixed *= len(ranks) / self.cluster.world_size
-        return fixed + per_byte * size_bytes
+        return cold * fixed + per_byte * size_bytes
 
     def largest_micro_batch(self, rank: int, stage: int) -> int | None:
         """Samples of the largest micro-batch that ran on a device like that of ``rank`` in a ZeRO stage; None

@@ -90,6 +90,7 @@ class _Device(pydantic.BaseModel, extra="forbid"):
     beside_s: dict[str, tuple[_NotNegative, _NotNegative]] = {}
     communicator_bytes: list[_Count] = pydantic.Field(default=[], max_length=2)
     join_s: list[tuple[_Positive, _NotNegative]] = []
+    cold: float = pydantic.Field(default=1.0, ge=1, le=100)
 
 
 class _Fit(pydantic.BaseModel, extra="forbid"):
@@ -149,10 +150,11 @@ class DeviceProfile:
     captures the effect of caches and of the allocator on consecutive ops. ``slowdown`` is the extra time, per
     second of computing, while a collective is under way. ``host_s`` maps ``host_key`` of a collective to the
     seconds for which it occupies the computing thread (issuing, copying), fixed and per byte of the whole
-    tensor, while nothing else is computed; while the device computes they are ``host_scale`` times as long.
-    So are those of ``join_s``, which has, for sizes in bytes, the seconds of joining gradients into a buffer
-    of that size. ``beside_s`` is like ``host_s``, of communicating threads: a device with burst credit does
-    not save up the CPU time that they use.
+    tensor, while nothing else is computed. While the device computes, both are ``host_scale`` times as long,
+    and the fixed part also ``cold`` times, as the caches hold other things. ``join_s`` has, for sizes in
+    bytes, the seconds of joining gradients into a buffer of that size, also to be scaled by ``host_scale``.
+    ``beside_s`` is like ``host_s``, of communicating threads: a device with burst credit does not save up the
+    CPU time that they use.
 
     ``memory_constant_bytes`` is the memory of a process besides tensors, ``idle_constant_bytes`` that of a
     process that computes nothing. On a GPU ``communicator_bytes`` are what a first sum and a first all_to_all
@@ -178,6 +180,7 @@ class DeviceProfile:
     beside_s: dict[str, tuple[float, float]] = field(default_factory=dict)
     communicator_bytes: tuple[int, ...] = ()
     join_s: tuple[tuple[float, float], ...] = ()
+    cold: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -247,6 +250,7 @@ class Profile:
                 d.beside_s,
                 tuple(d.communicator_bytes),
                 tuple(d.join_s),
+                d.cold,
             )
             for name, d in file.devices.items()
         }
@@ -292,6 +296,7 @@ class Profile:
                     "beside_s": d.beside_s,
                     "communicator_bytes": d.communicator_bytes,
                     "join_s": d.join_s,
+                    "cold": d.cold,
                 }
                 for name, d in self.devices.items()
             },

@@ -220,8 +220,9 @@ class Run:
                 self.advance(k, call.host[where.index(self.alike.firsts[k])])
         if call.overlapped:
             where = call.exchange.ranks
-            for k in kinds:
-                self.usual_clock[k] += call.overlapped[where.index(self.alike.firsts[k])]
+            for k in kinds:  # credit that is not there cannot be spent
+                spent = self.usual_clock[k] + call.overlapped[where.index(self.alike.firsts[k])]
+                self.usual_clock[k] = max(self.usual_clock[k], min(spent, self.clock[k]))
 
     def start(self, call: Call, name: str) -> float:
         """Makes all ranks issue a collective now, and returns its end."""

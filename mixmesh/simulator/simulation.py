@@ -28,6 +28,7 @@ from .sums import NO_SUMS, Sums, sums_of
 from .timed import Parts, TimedPass, time_pass
 from .values import Call, MicroBatches, Seconds
 
+AGREEMENT_BYTES = 2**10  # of the message by which ranks agree on a batch, at most
 MAX_STEPS = 5  # limit on the steps simulated until burst credit is the same at the end as at the beginning
 
 
@@ -98,9 +99,21 @@ class Simulation:
             backward = timed.backward.on(step.backward, self.network)
         self.parts: Parts = Parts(self.sheet, self.network, slowdown, forward, backward, loss)
         self._once = self._once_per_step(program)
+        self._agreement_s = self._agreeing_s(program)
         self.pipeline = None
         if self.samples is not None and self.samples.stages:
             self.pipeline = Pipeline(self.parts, self.samples)
+
+    def _agreeing_s(self, program: Program) -> list[float]:
+        """For each rank, the seconds of its computing thread in the exchange by which ranks agree on the
+        batch; 0 if they were not measured. The message itself is short and not counted."""
+        working = program.working_ranks
+        if len(working) < 2 or not program.batch_inputs:
+            return [0.0] * program.world_size
+        return [
+            self.costs.exchange_host_s(r, "all_gather", working, AGREEMENT_BYTES) if r in working else 0.0
+            for r in range(program.world_size)
+        ]
 
     def _once_per_step(self, program: Program) -> tuple[Sheet, TimedPass] | None:
         """Runs the part of the step that comes once, before all micro-batches."""
@@ -283,6 +296,8 @@ class Simulation:
         run = Run(self.parts, step, sums, alike, events, credit_s)
         run.optimizer()
         run.start_gathers()
+        for kind, rank in enumerate(alike.firsts):
+            run.advance(kind, self._agreement_s[rank])
         if self._once is not None:
             sheet, forward = self._once
             run.go_through(forward, sheet.seconds(program, ranks=alike.firsts)[0])

@@ -85,7 +85,7 @@ def profile(
         comm, cluster, budget_s * LINKS_SHARE, most_s=limit.left_s(LINKS), progress=progress
     )
     progress("links beside computing")
-    slowdown, host_s, beside_s = measure_overlap(comm, meter, links, limit)
+    overlap = measure_overlap(comm, meter, links, limit)
     joins = measure_joins(comm.device, limit) if comm.world_size > 1 else ()
     progress("computing after a rest")
     rest = measure_rest(comm.device, limit)
@@ -121,15 +121,16 @@ def profile(
         optimizer_s,
         working,
         scale,
-        slowdown,
-        host_s,
+        overlap.slowdown,
+        overlap.host_s,
         host_scale,
         idle,
         samples,
         *rest,
-        beside_s,
+        overlap.beside_s,
         communicator,
         joins,
+        overlap.cold,
     )
     measured = everyones((own, mine, skipped))
     devices = {}

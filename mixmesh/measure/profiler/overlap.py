@@ -1,7 +1,8 @@
 """Measures how communication and computing slow each other down on one device.
 
 Gradients are summed while the backward pass goes on. Both use the device's memory, and on a CPU its caches;
-and the computing thread itself joins, copies and issues what is sent.
+and the computing thread itself copies and issues what is sent. A call that comes after other work, whose code
+and data are in the caches, takes some times as long as one of many in a loop.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from torch import nn
 
 from ...cost import Curve, LinkMeasurement, default_algorithm, host_key
 from ...runtime import collectives
@@ -30,39 +33,62 @@ BUCKET_BYTES = (2**12, 2**22)
 PIECE_BYTES = (2**12, 2**21)
 PIECE_S = 0.06  # limit on the seconds of a collective of the larger size
 REPEATS = 5
+OTHER_BYTES = 2**23  # more than the caches of one core hold
+MOST_COLD = 10.0
 MAX_SUMS = 64  # limit on the sums made one after the other
 SIDE = 160  # side of the square matrices that are multiplied meanwhile
 
 
+@dataclass(frozen=True)
+class Overlap:
+    """The members of ``DeviceProfile`` that are measured here."""
+
+    slowdown: float = 0.0
+    host_s: dict[str, tuple[float, float]] = field(default_factory=dict)
+    beside_s: dict[str, tuple[float, float]] = field(default_factory=dict)
+    cold: float = 1.0
+
+
 def measure_overlap(
     comm: Comm, meter: Meter, links: tuple[LinkMeasurement, ...], limit: Limit | None = None
-) -> tuple[float, dict[str, tuple[float, float]], dict[str, tuple[float, float]]]:
-    """``slowdown``, ``host_s`` and ``beside_s`` of ``DeviceProfile``.
-
-    The slow-down is between 0 and 1: the share by which work takes longer during collectives. Anything for
-    which ``limit`` leaves no time is not measured and counts as 0. Collective.
-    """
+) -> Overlap:
+    """Measures all members; those for which ``limit`` leaves no time keep their defaults. Collective."""
     if comm.world_size < 2 or is_over(limit):
-        return 0.0, {}, {}
+        return Overlap()
     channel = comm.channel(comm.everyone, "profile of all_reduce beside computing")
-    on_cpu = comm.device.type == "cpu"
-    host = {}
-    if not on_cpu:
+    if comm.device.type != "cpu":
         few, many = (bucket_s(channel, meter, size) for size in BUCKET_BYTES)
-        host["all_reduce"] = line(BUCKET_BYTES, (few, many))
+        host_s = {"all_reduce": line(BUCKET_BYTES, (few, many))}
+        return Overlap(0.0 if is_over(limit) else slowdown(comm, channel, links), host_s)
     # before the many lines below, because every plan sums gradients beside computing
-    slowed = 0.0 if is_over(limit) else slowdown(comm, channel, links)
-    beside = {}
+    slowed = slowdown(comm, channel, links)
+    host_s, beside_s, cold = {}, {}, 1.0
     sizes = PIECE_BYTES[0], largest_bytes(links, comm.world_size, PIECE_BYTES, PIECE_S)
-    for number, case in enumerate(everyone_cases(comm) if on_cpu else ()):
-        if number and is_over(limit):
-            break
+    for case in everyone_cases(comm):
         key = host_key(case.collective, case.algorithm)
         (own_s, others_s), (more_own_s, more_others_s) = (
             exchange_s(comm, channel, case, size) for size in sizes
         )
-        host[key], beside[key] = line(sizes, (own_s, more_own_s)), line(sizes, (others_s, more_others_s))
-    return slowed, host, beside
+        host_s[key] = line(sizes, (own_s, more_own_s))
+        beside_s[key] = line(sizes, (others_s, more_others_s))
+        if is_over(limit):
+            break
+        if len(host_s) == 1:
+            after_work_s, _ = exchange_s(comm, channel, case, sizes[0], other_work())
+            cold = min(max(after_work_s / max(own_s, 1e-9), 1.0), MOST_COLD)
+    return Overlap(slowed, host_s, beside_s, cold)
+
+
+def other_work() -> Callable[[], object]:
+    """A piece of training that replaces what the caches hold."""
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
+    x, large = torch.zeros(64, 256), torch.zeros(OTHER_BYTES // 4)
+
+    def work() -> None:
+        model(x).sum().backward()
+        large.add_(1.0)
+
+    return work
 
 
 def is_over(limit: Limit | None) -> bool:
@@ -179,11 +205,19 @@ def everyone_cases(comm: Comm) -> list[Case]:
     return [Case(name, algorithm, comm.everyone, even, EVEN) for name, algorithm in dict.fromkeys(ways)]
 
 
-def exchange_s(comm: Comm, channel: Channel, case: Case, size_bytes: int) -> tuple[float, float]:
-    """CPU seconds of the computing thread in a collective that it waits for, and of the others."""
+def exchange_s(
+    comm: Comm,
+    channel: Channel,
+    case: Case,
+    size_bytes: int,
+    between: Callable[[], object] = lambda: None,
+) -> tuple[float, float]:
+    """CPU seconds of the computing thread in a collective that it waits for, and of the others. The work
+    ``between`` comes before each and does not count."""
     run = prepared(comm, channel, case, rows_of(size_bytes))
 
     def once() -> tuple[float, float]:
+        between()
         started, of_all = time.thread_time(), time.process_time()
         run()
         own, of_all = time.thread_time() - started, time.process_time() - of_all
