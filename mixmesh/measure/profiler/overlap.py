@@ -1,8 +1,8 @@
 """Measures how communication and computing slow each other down on one device.
 
 Gradients are summed while the backward pass goes on. Both use the device's memory, and on a CPU its caches;
-and the computing thread itself copies and issues what is sent. A call that comes after other work, whose code
-and data are in the caches, takes some times as long as one of many in a loop.
+and the computing thread itself copies and issues what is sent. A call takes some times as long after other
+work, which has filled the caches, as in a loop of such calls.
 """
 
 from __future__ import annotations
