@@ -28,7 +28,7 @@ from .sums import NO_SUMS, Sums, sums_of
 from .timed import Parts, TimedPass, time_pass
 from .values import Call, MicroBatches, Seconds
 
-AGREEMENT_BYTES = 2**10  # of the message by which ranks agree on a batch, at most
+AGREEMENT_BYTES = 2**10  # limit on the message by which ranks agree on a batch
 MAX_STEPS = 5  # limit on the steps simulated until burst credit is the same at the end as at the beginning
 
 
