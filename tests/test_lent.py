@@ -6,7 +6,7 @@ import pytest
 from small_graphs import MLP, THREE, cluster, graph
 
 from mixmesh.cost import CostModel, Curve, DeviceProfile, OpMeasurement, Profile, device_key, op_key
-from mixmesh.cost.lent import pace
+from mixmesh.cost.lending import pace
 from mixmesh.cost.model import call_flop
 from mixmesh.lang.rules import Call, call_of
 

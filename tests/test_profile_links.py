@@ -27,7 +27,6 @@ from mixmesh.measure.profiler.links import (
     link_sets,
     measure_links,
 )
-from mixmesh.measure.profiler.meter import Meter
 from mixmesh.measure.profiler.overlap import Overlap, measure_overlap
 from mixmesh.measure.profiler.rest import WATCHED_S, measure_rest, rested
 from mixmesh.passes.algorithms import with_algorithms
@@ -251,15 +250,13 @@ def test_gradients_that_are_joined_are_copied():
     program = data_parallel(graph(GRAPHS["mlp"], 256), joining(1.0), even_ratio(3))  # of 6, 6 and 1.5 MB
 
     def seconds(buckets, rate):
-        return simulate(
-            program.changed(instructions=numbered(program, buckets).instructions), joining(rate)
-        ).step_s
+        return simulate(numbered(program, buckets), joining(rate)).step_s
 
     places = range(len(program.params))
-    alone, together = tuple(places), tuple(0 for _ in places)
+    alone, together = tuple(places), (0,) * len(places)
     assert seconds(alone, 1.0) == pytest.approx(seconds(alone, 0.0))
     size = sum(p.type.value.size_bytes for p in program.params)
-    joined_s = CostModel.join_s(joining(1.0), 0, size)
+    joined_s = joining(1.0).join_s(0, size)
     assert joined_s > 0.004
     assert seconds(together, 1.0) - seconds(together, 0.0) == pytest.approx(joined_s, rel=1e-6)
 
@@ -418,7 +415,7 @@ def check_more_budget_measures_groups_and_overlap(comm: Comm) -> None:
     assert {"send", "broadcast", "reduce"} <= {m.collective for m in links}
     reduced = next(m for m in links if m.collective == "all_reduce" and m.ranks == ALL)
     assert reduced.points[-1][0] >= BUCKET_BYTES
-    overlap = measure_overlap(comm, Meter(comm.device, emulated=True), links)
+    overlap = measure_overlap(comm, links)
     host_s = overlap.host_s
     assert 0 <= overlap.slowdown <= 1 <= overlap.cold
     assert all(0 <= fixed < 0.05 and 0 <= per_byte < 1e-7 for fixed, per_byte in overlap.beside_s.values())
@@ -441,7 +438,7 @@ def check_without_time_little_is_measured(comm: Comm) -> None:
     over = Limit.of(comm, 0.0)
     links = measure_links(comm, cluster(), 0.0, most_s=over.left_s())
     assert links and all(" 1 to 1" in m.source and m.points[-1][0] == SURE_BYTES for m in links)
-    assert measure_overlap(comm, Meter(comm.device, emulated=True), links, over) == Overlap()
+    assert measure_overlap(comm, links, over) == Overlap()
     assert measure_rest(comm.device, over) == (0.0, 1.0)
     assert measure_joins(comm.device, over) == ()
     # one rank that is late decides for all

@@ -148,7 +148,7 @@ def exchange_of(program: Program, i: Instruction, *, backward: bool = False) -> 
     owners = wanted if backward == (name == "all_gather") else held
     rooted = name in ROOTED and len(owners) == 1
     direct = name == "all_reduce" and program.sums_directly(size_bytes)
-    even = name in DUAL_COLLECTIVE and any(is_cut_evenly(program, t) for t in (before, after))
+    even = name in ROOTED and any(is_cut_evenly(program, t) for t in (before, after))
     return Exchange(name, size_bytes, ranks, sent, rooted=rooted, direct=direct, even=even)
 
 

@@ -15,8 +15,7 @@ from ..base.lazy import lazy
 from ..cluster import Cluster, Device
 from ..lang.ir import Placement
 from ..lang.rules import Call
-from . import gpu_memory, scales
-from . import lent as lending
+from . import gpu_memory, lending, scales
 from .collectives import LEVELLED, USUAL, CollectiveFit, ring_fit
 from .communicators import Communicator
 from .curve import ZERO, Curve, affine_curve, issued_curve

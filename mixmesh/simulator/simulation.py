@@ -107,13 +107,17 @@ class Simulation:
     def _agreeing_s(self, program: Program) -> list[float]:
         """For each rank, the seconds of its computing thread in the exchange by which ranks agree on the
         batch; 0 if they were not measured. The message itself is short and not counted."""
-        working = program.working_ranks
+        working, class_of = program.working_ranks, self.costs.class_of
+        out = [0.0] * program.world_size
         if len(working) < 2 or not program.batch_inputs:
-            return [0.0] * program.world_size
-        return [
-            self.costs.exchange_host_s(r, "all_gather", working, AGREEMENT_BYTES) if r in working else 0.0
-            for r in range(program.world_size)
-        ]
+            return out
+        seconds = {  # devices of one class spend equally long
+            c: self.costs.exchange_host_s(r, "all_gather", working, AGREEMENT_BYTES)
+            for c, r in {class_of[r]: r for r in working}.items()
+        }
+        for r in working:
+            out[r] = seconds[class_of[r]]
+        return out
 
     def _once_per_step(self, program: Program) -> tuple[Sheet, TimedPass] | None:
         """Runs the part of the step that comes once, before all micro-batches."""

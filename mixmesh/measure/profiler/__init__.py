@@ -85,7 +85,7 @@ def profile(
         comm, cluster, budget_s * LINKS_SHARE, most_s=limit.left_s(LINKS), progress=progress
     )
     progress("links beside computing")
-    overlap = measure_overlap(comm, meter, links, limit)
+    overlap = measure_overlap(comm, links, limit)
     joins = measure_joins(comm.device, limit) if comm.world_size > 1 else ()
     progress("computing after a rest")
     rest = measure_rest(comm.device, limit)

@@ -25,7 +25,6 @@ from ...runtime.comm import Channel, Comm
 from ...runtime.messages import meet
 from .limit import BESIDE, Limit
 from .links import ALGORITHMS, EVEN, Case, prepared, rows_of
-from .meter import Meter
 
 WINDOW_S = 0.3  # seconds of computing alone, and about as long during communication
 ROUNDS = 3
@@ -49,15 +48,13 @@ class Overlap:
     cold: float = 1.0
 
 
-def measure_overlap(
-    comm: Comm, meter: Meter, links: tuple[LinkMeasurement, ...], limit: Limit | None = None
-) -> Overlap:
+def measure_overlap(comm: Comm, links: tuple[LinkMeasurement, ...], limit: Limit | None = None) -> Overlap:
     """Measures all members; those for which ``limit`` leaves no time keep their defaults. Collective."""
     if comm.world_size < 2 or is_over(limit):
         return Overlap()
     channel = comm.channel(comm.everyone, "profile of all_reduce beside computing")
     if comm.device.type != "cpu":
-        few, many = (bucket_s(channel, meter, size) for size in BUCKET_BYTES)
+        few, many = (bucket_s(channel, size) for size in BUCKET_BYTES)
         host_s = {"all_reduce": line(BUCKET_BYTES, (few, many))}
         return Overlap(0.0 if is_over(limit) else slowdown(comm, channel, links), host_s)
     # before the many lines below, because every plan sums gradients beside computing
@@ -175,21 +172,19 @@ def line(sizes_bytes: tuple[int, int], seconds: tuple[float, float]) -> tuple[fl
     return max(small - per_byte * few, 0.0), per_byte
 
 
-def bucket_s(channel: Channel, meter: Meter, size_bytes: int) -> float:
-    """Seconds that the computing thread takes to issue the sum of a bucket of gradients and to receive it."""
-    device = meter.device
-    flat = torch.zeros(size_bytes // 4, device=device)
-    clock = time.thread_time if device.type == "cpu" else time.perf_counter
+def bucket_s(channel: Channel, size_bytes: int) -> float:
+    """Seconds that the host of a GPU takes to issue the sum of a bucket of gradients and to receive it."""
+    flat = torch.zeros(size_bytes // 4, device=channel.comm.device)
 
     def once() -> float:
-        started = clock()
+        started = time.perf_counter()
         handle = collectives.all_reduce.start(channel, flat, in_place=True)
-        issued = clock() - started
+        issued = time.perf_counter() - started
         while not handle.is_ready():
             time.sleep(1e-4)
-        started = clock()
+        started = time.perf_counter()
         handle.wait()
-        return issued + clock() - started
+        return issued + time.perf_counter() - started
 
     once()
     return statistics.median(once() for _ in range(REPEATS))
