@@ -173,6 +173,11 @@ MUTATIONS = {
         "cost/exchanges.py", "is_cut_evenly = lambda *_: False", "tests/test_profile_links.py -k even_pieces"
     ),
     "lent operators": Mutation("cost/model.py", "CostModel._pace = lambda *_: None", "tests/test_lent.py"),
+    "ranks agree on a batch": Mutation(
+        "simulator/simulation.py",
+        "Simulation._agreeing_s = lambda _, program: [0.0] * program.world_size",
+        "tests/test_profile_links.py -k agree",
+    ),
     "checksums before norms": Mutation(
         "runtime/drift.py", "is_same = lambda _: False", "tests/idioms/test_drift.py -k checksums"
     ),

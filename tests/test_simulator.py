@@ -294,6 +294,8 @@ def test_who_has_waited_is_faster_until_it_is_ahead(lead_s):
     assert usual.step_s - timeline.step_s <= 4 * lead_s + 1e-12  # of two ranks, forward and backward
     taken = simulate(program, Busy(base, rest=(lead_s, speed), beside=1e-9))
     assert timeline.step_s <= taken.step_s  # what communication takes is not saved up
+    spent = simulate(program, Busy(base, rest=(lead_s, speed), beside=1.0))
+    assert spent.step_s <= usual.step_s * (1 + 1e-9)  # nor is more than all of it taken
 
 
 def slowed(at: float, seconds: float, until: float, slowdown: float) -> float:
