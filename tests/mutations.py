@@ -169,6 +169,9 @@ MUTATIONS = {
     "joined gradients are copied": Mutation(
         "cost/model.py", "CostModel.join_s = lambda *_: 0.0", "tests/test_profile_links.py -k joining"
     ),
+    "calls after computing": Mutation(
+        "cost/model.py", "CostModel.cold = lambda *_: ALWAYS_WARM", "tests/test_profile_links.py -k computing"
+    ),
     "even pieces": Mutation(
         "cost/exchanges.py", "is_cut_evenly = lambda *_: False", "tests/test_profile_links.py -k even_pieces"
     ),

@@ -20,9 +20,18 @@ from mixmesh.measure.profiler import steps
 from mixmesh.measure.profiler.children import Outcome
 from mixmesh.measure.profiler.constants import KeptProcess, ProcessMemory, own_process_memory
 from mixmesh.measure.profiler.limit import Limit
-from mixmesh.measure.profiler.meter import REPEATS, Meter
+from mixmesh.measure.profiler.meter import Meter
 from mixmesh.measure.profiler.operators import measure_ops, sharded, share_bytes
-from mixmesh.measure.profiler.steps import FACTORS, FEW_STEPS, LEAST_STEPS, fitting_count, measure_steps
+from mixmesh.measure.profiler.steps import (
+    FACTORS,
+    FEW_STEPS,
+    LEAST_STEPS,
+    Steps,
+    fitting_count,
+    kept_state,
+    measure_steps,
+)
+from mixmesh.measure.profiler.within import measure_within
 from mixmesh.runtime.comm import Comm, initialise
 
 BODY = """\
@@ -78,28 +87,31 @@ class Counted(Hungry):
         return super().forward(x)
 
 
-def steps_of(most: int, compiles: bool = False) -> tuple[float, float] | None:
+def steps_of(most: int, compiles: bool = False) -> Steps:
     batch = {"x": torch.randn(32, 8)}
     whole = Job(Hungry(32), batch, optimizer=jobs.adamw)
     made = trace(whole.model, batch).graph
     before = [p.clone() for p in whole.model.parameters()]
     whole.model.most = most
-    found = measure_steps(
-        made, whole, 0.5, CostModel(cluster(THREE)), 0, Meter(CPU, emulated=False), 0.05, compiles
-    )
+    meter = Meter(CPU, emulated=False)
+    with kept_state(whole.model):
+        found = measure_steps(made, whole, 0.5, CostModel(cluster(THREE)), 0, meter, 0.05, compiles)
+        comm = Comm(0, 1, CPU, 60.0, {})
+        within = measure_within(comm, whole, found.samples, meter, {}, (), Limit.of(comm, 0.0))
+    assert (within.optimizer_s_per_byte or 0) > 0 or not found.samples
     assert all(torch.equal(a, b) for a, b in zip(before, whole.model.parameters()))
     return found
 
 
 def enough(_) -> None:
-    scale, optimizer_s = steps_of(32)
-    assert scale > 0 and optimizer_s > 0
+    found = steps_of(32)
+    assert found.scale > 0 and found.samples == round(32 * 0.5 * FACTORS[-1])
 
 
 def halved(_) -> None:
     """5 of the 16 samples fit: 4 are measured."""
-    scale, optimizer_s = steps_of(5)
-    assert scale > 0 and optimizer_s > 0
+    found = steps_of(5)
+    assert found.scale > 0 and found.samples == 5
 
 
 def few(_) -> None:
@@ -112,13 +124,11 @@ def few(_) -> None:
     for limit in (None, Limit.of(comm, 0.0)):
         whole.model.calls = 0
         meter = Meter(CPU, emulated=False)
-        scale, optimizer_s = measure_steps(
-            made, whole, 0.5, CostModel(cluster(THREE)), 0, meter, 0.0, limit=limit
-        )
-        assert scale > 0 and optimizer_s > 0
+        costs = CostModel(cluster(THREE))
+        assert measure_steps(made, whole, 0.5, costs, 0, meter, 0.0, limit=limit).scale > 0
         counts.append(whole.model.calls)
-    assert counts[0] == len(FACTORS) * (1 + 1 + LEAST_STEPS + 1 + REPEATS)
-    assert counts[1] == 1 + 1 + FEW_STEPS + 1 + 1
+    assert counts[0] == len(FACTORS) * (1 + 1 + LEAST_STEPS)
+    assert counts[1] == 1 + 1 + FEW_STEPS
 
 
 class Seen(Hungry):
@@ -145,7 +155,7 @@ def under_the_context_of_the_plan(_) -> None:
 
 
 def none(_) -> None:
-    assert steps_of(0) is None
+    assert steps_of(0) == Steps(samples=0)
 
 
 def compiled(_) -> None:
@@ -158,8 +168,7 @@ def compiled(_) -> None:
 
     steps.compiled = partial(torch.compile, dynamic=False, backend=backend)
     for compiles in (False, True):
-        scale, optimizer_s = steps_of(32, compiles)
-        assert scale > 0 and optimizer_s > 0
+        assert steps_of(32, compiles).scale > 0
         assert len(graphs) == int(compiles)
 
 

@@ -16,6 +16,7 @@ from ..cluster import Cluster, Device
 from ..lang.ir import Placement
 from ..lang.rules import Call
 from . import gpu_memory, lending, scales
+from .cold import ALWAYS_WARM, Cold
 from .collectives import LEVELLED, USUAL, CollectiveFit, ring_fit
 from .communicators import Communicator
 from .curve import ZERO, Curve, affine_curve, issued_curve
@@ -299,9 +300,12 @@ class CostModel:
         measured = self._measured(self.cluster.devices[rank])
         if measured is None:
             return 0.0
-        return self.host_scale(rank) * self._exchange_s(
-            measured.host_s, name, ranks, size_bytes, measured.cold
-        )
+        return self.host_scale(rank) * self._exchange_s(measured.host_s, name, ranks, size_bytes)
+
+    def cold(self, rank: int) -> Cold:
+        """The extra seconds that issuing a collective takes after computing."""
+        measured = self._measured(self.cluster.devices[rank])
+        return measured.cold.scaled(measured.host_scale) if measured else ALWAYS_WARM
 
     def host_scale(self, rank: int) -> float:
         measured = self._measured(self.cluster.devices[rank])
@@ -333,7 +337,6 @@ class CostModel:
         name: str,
         ranks: tuple[int, ...],
         size_bytes: float,
-        cold: float = 1.0,
     ) -> float:
         name = USUAL.get(name, name)
         algorithm = self.collective(name, ranks).algorithm(size_bytes)
@@ -343,7 +346,7 @@ class CostModel:
         fixed, per_byte = line
         if algorithm in CALL_PER_PIECE:
             fixed *= len(ranks) / self.cluster.world_size
-        return cold * fixed + per_byte * size_bytes
+        return fixed + per_byte * size_bytes
 
     def largest_micro_batch(self, rank: int, stage: int) -> int | None:
         """Samples of the largest micro-batch that ran on a device like that of ``rank`` in a ZeRO stage; None

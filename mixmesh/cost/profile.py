@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
@@ -21,6 +21,7 @@ from ..errors import InputError, unmerged, unreadable
 from ..lang.ir import Placement, Shard, refs
 from ..lang.ir.bounds import MAX_RANKS
 from ..lang.rules import Call
+from .cold import ALWAYS_WARM, Cold
 from .collectives import COLLECTIVES, CollectiveFit
 from .curve import Curve
 from .links import LinkMeasurement, measurement_of_fit
@@ -90,7 +91,8 @@ class _Device(pydantic.BaseModel, extra="forbid"):
     beside_s: dict[str, tuple[_NotNegative, _NotNegative]] = {}
     communicator_bytes: list[_Count] = pydantic.Field(default=[], max_length=2)
     join_s: list[tuple[_Positive, _NotNegative]] = []
-    cold: float = pydantic.Field(default=1.0, ge=1, le=100)
+    cold_s: tuple[_NotNegative, _NotNegative, _Positive] | None = None
+    cold: float = 1.0  # in files of one day, a factor without the seconds since the last call; not used
 
 
 class _Fit(pydantic.BaseModel, extra="forbid"):
@@ -150,9 +152,9 @@ class DeviceProfile:
     captures the effect of caches and of the allocator on consecutive ops. ``slowdown`` is the extra time, per
     second of computing, while a collective is under way. ``host_s`` maps ``host_key`` of a collective to the
     seconds for which it occupies the computing thread (issuing, copying), fixed and per byte of the whole
-    tensor, while nothing else is computed. While the device computes, both are ``host_scale`` times as long,
-    and the fixed part also ``cold`` times, as the caches hold other things. ``join_s`` has, for sizes in
-    bytes, the seconds of joining gradients into a buffer of that size, also to be scaled by ``host_scale``.
+    tensor, while nothing else is computed. While the device computes, both are ``host_scale`` times as long.
+    ``cold`` has the extra seconds of a call after computing. ``join_s`` has, for sizes in bytes, the seconds
+    of joining gradients into a buffer of that size. Both are also to be scaled by ``host_scale``.
     ``beside_s`` is like ``host_s``, of communicating threads: a device with burst credit does not save up the
     CPU time that they use.
 
@@ -180,7 +182,7 @@ class DeviceProfile:
     beside_s: dict[str, tuple[float, float]] = field(default_factory=dict)
     communicator_bytes: tuple[int, ...] = ()
     join_s: tuple[tuple[float, float], ...] = ()
-    cold: float = 1.0
+    cold: Cold = ALWAYS_WARM
 
 
 @dataclass(frozen=True)
@@ -250,7 +252,7 @@ class Profile:
                 d.beside_s,
                 tuple(d.communicator_bytes),
                 tuple(d.join_s),
-                d.cold,
+                Cold(*d.cold_s) if d.cold_s else ALWAYS_WARM,
             )
             for name, d in file.devices.items()
         }
@@ -296,7 +298,7 @@ class Profile:
                     "beside_s": d.beside_s,
                     "communicator_bytes": d.communicator_bytes,
                     "join_s": d.join_s,
-                    "cold": d.cold,
+                    "cold_s": astuple(d.cold) if d.cold else None,
                 }
                 for name, d in self.devices.items()
             },

@@ -212,8 +212,8 @@ class _Clocks:
         return max(self.run.clock[k] for k in self.kinds[stage])
 
     def _occupy(self, m: _Move, kinds: tuple[int, ...]) -> None:
-        for _half in range(2):
-            self.run.occupy(self.calls[m], kinds)
+        for issues in (True, False):
+            self.run.occupy(self.calls[m], kinds, issues=issues)
 
 
 @lru_cache(maxsize=256)

@@ -19,7 +19,9 @@ from .timed import Parts, TimedPass
 from .values import Call, Seconds
 
 # the containers that change in a run without events
-CHANGING = "arriving busy carrying clock free has_gradients ready served under_way usual_clock".split()
+CHANGING = (
+    "arriving busy carrying clock free has_gradients ready served since_s under_way usual_clock".split()
+)
 
 
 class Run:
@@ -54,6 +56,9 @@ class Run:
         self.under_way = [0.0] * count  # the end of each kind's last collective
         self.kinds = [alike.of(ranks) for _, ranks in network.numbers]  # the kinds of ranks on each channel
         self.slowdown = [parts.slowdown[r] for r in alike.firsts]
+        self.cold = [parts.cold[r] for r in alike.firsts]
+        self.has_cold = any(self.cold)
+        self.since_s = [0.0] * count  # seconds of computing since each kind's last call of a collective
         self.slowed = [(k, s) for k, s in enumerate(self.slowdown) if s > 0]
         self.free = [0.0] * len(network.numbers)  # the end of the last collective on each channel
         self.carrying = [0.0] * len(network.numbers)  # the time until which each channel occupies links
@@ -173,6 +178,7 @@ class Run:
 
     def compute(self, kind: int, name: str, seconds: float, op: str = "") -> None:
         start = self.clock[kind]
+        self.since_s[kind] += seconds
         self.advance(kind, self.end_of_work(kind, self.slowdown[kind], seconds) - start)
         end = self.clock[kind]
         self.busy[kind] += end - start
@@ -212,12 +218,19 @@ class Run:
         slow = start + seconds * (1 + slowdown)
         return slow if slow <= until else until + seconds - (until - start) / (1 + slowdown)
 
-    def occupy(self, call: Call, kinds: Iterable[int]) -> None:
-        """Spends half of the computing time that a collective takes, and of the burst credit."""
+    def cold_s(self, kind: int) -> float:
+        """The extra seconds of a call that is issued now."""
+        since_s, self.since_s[kind] = self.since_s[kind], 0.0
+        return self.cold[kind].extra_s(since_s)
+
+    def occupy(self, call: Call, kinds: Iterable[int], *, issues: bool = False) -> None:
+        """Spends half of the computing time that a collective takes, and of the burst credit; what comes on
+        top after computing belongs to the half that ``issues`` it."""
         if call.host:
             where = call.exchange.ranks
             for k in kinds:
-                self.advance(k, call.host[where.index(self.alike.firsts[k])])
+                seconds = call.host[where.index(self.alike.firsts[k])]
+                self.advance(k, seconds + self.cold_s(k) if issues and self.has_cold else seconds)
         if call.overlapped:
             where = call.exchange.ranks
             for k in kinds:  # credit that is not there cannot be spent
@@ -227,7 +240,7 @@ class Run:
     def start(self, call: Call, name: str) -> float:
         """Makes all ranks issue a collective now, and returns its end."""
         kinds, clock = self.kinds[call.channel], self.clock
-        self.occupy(call, kinds)
+        self.occupy(call, kinds, issues=True)
         return self.communicate(call, name, max([clock[k] for k in kinds]))
 
     def communicate(self, call: Call, name: str, issued: float) -> float:
@@ -286,7 +299,7 @@ class Run:
         table = np.array(work_s).reshape(len(work_s), len(self.clock))
         seconds = timed.counts @ table
         rows = iter(seconds.tolist())
-        is_plain = not (self.keep_events or self.has_credit or self.slowed)
+        is_plain = not (self.keep_events or self.has_credit or self.has_cold or self.slowed)
         if is_plain:
             self.busy = (seconds.sum(axis=0) + self.busy).tolist()
         for works, computes, end in timed.segments:
@@ -329,7 +342,7 @@ class Run:
     def work(self, seconds: list[float]) -> None:
         """Runs several computations, with their total seconds on each kind."""
         clock, busy = self.clock, self.busy
-        if self.has_credit:
+        if self.has_credit or self.has_cold:
             for kind, s in enumerate(seconds):
                 self.compute(kind, "", s)
             return
@@ -344,7 +357,7 @@ class Run:
     def issue(self, k: int, ranks: tuple[int, ...]) -> None:
         """Makes these ranks issue a gradient reduction."""
         call, kinds = self.sums.calls[k], self.alike.of(ranks)
-        self.occupy(call, kinds)
+        self.occupy(call, kinds, issues=True)
         self.issued[k] = max([self.issued[k], *[self.clock[kind] for kind in kinds]])
         self.left[k] -= len(ranks)
         if not self.left[k]:

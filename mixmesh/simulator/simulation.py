@@ -91,13 +91,14 @@ class Simulation:
         # for devices with burst credit, communication takes a share of the credit instead of slowing them
         # down
         slowdown = tuple(0.0 if s > 0 else self.costs.slowdown(r) for r, (s, _) in enumerate(rests))
+        cold = tuple(self.costs.cold(r) for r in range(program.world_size))
         if timed is None:
             forward = time_pass(step.forward, self.sheet, self.network)
             backward = time_pass(step.backward, self.sheet, self.network)
         else:
             forward = timed.forward.on(step.forward, self.network)
             backward = timed.backward.on(step.backward, self.network)
-        self.parts: Parts = Parts(self.sheet, self.network, slowdown, forward, backward, loss)
+        self.parts: Parts = Parts(self.sheet, self.network, slowdown, cold, forward, backward, loss)
         self._once = self._once_per_step(program)
         self._agreement_s = self._agreeing_s(program)
         self.pipeline = None
@@ -301,7 +302,8 @@ class Simulation:
         run.optimizer()
         run.start_gathers()
         for kind, rank in enumerate(alike.firsts):
-            run.advance(kind, self._agreement_s[rank])
+            if self._agreement_s[rank]:
+                run.advance(kind, self._agreement_s[rank] + run.cold_s(kind))
         if self._once is not None:
             sheet, forward = self._once
             run.go_through(forward, sheet.seconds(program, ranks=alike.firsts)[0])

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..cost.cold import Cold
 from ..cost.placed import Sheet
 from ..step import Compute, Pass, Start
 from ..step.events import End
@@ -77,11 +78,13 @@ def calls_of(order: Pass, network: Channels) -> tuple[Call, ...]:
 @dataclass(frozen=True)
 class Parts:
     """The constant parts of a simulated step. ``slowdown`` is each rank's slowdown of computing while a
-    collective is under way; ``loss`` is the all-reduce of the loss."""
+    collective is under way, ``cold`` its extra seconds of a call after computing; ``loss`` is the all-reduce
+    of the loss."""
 
     sheet: Sheet
     network: Channels
     slowdown: tuple[float, ...]
+    cold: tuple[Cold, ...]
     forward: TimedPass
     backward: TimedPass
     loss: Call | None

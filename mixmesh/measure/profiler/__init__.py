@@ -31,14 +31,15 @@ from ...runtime.messages import meet
 from ...runtime.segments import check_can_compile
 from .constants import KeptProcess, ProcessMemory, gpu_process_memory, own_process_memory
 from .joins import measure_joins
-from .limit import LINKS, OPERATORS, OPERATORS_LEAST, PROCESS, Limit
+from .limit import LINKS, OPERATORS, OPERATORS_LEAST, PROCESS, STEPS, Limit
 from .links import link_sets, measure_links
 from .meter import Meter
 from .micro_batches import Largest, largest_micro_batches
 from .operators import measure_ops, shares_to_measure
 from .overlap import measure_overlap
 from .rest import measure_rest
-from .steps import measure_steps
+from .steps import kept_state, measure_steps
+from .within import measure_within
 
 LINKS_SHARE = 0.27  # share of the budget for links; computing beside transfers has seconds of its own
 
@@ -104,15 +105,20 @@ def profile(
     progress("whole steps")
     own = device_key(declared)
     costs = CostModel(cluster, Profile({own: DeviceProfile(ops, 0.0, 0)}, ()), tf32=tf32_now())
-    steps = measure_steps(
-        graph, job, share, costs, costs.class_of[comm.rank], meter, limit.left_s(), compiles, limit, autocast
-    )
-    if steps is None:
-        steps = 1.0, CostModel(cluster).optimizer_s(comm.rank, 1.0)
-        skipped.append("whole steps, for which there is no memory, or there are no values")
-    scale, optimizer_s = steps
+    device_class, steps_s = costs.class_of[comm.rank], limit.left_s(STEPS)
+    with kept_state(job.model):
+        steps = measure_steps(
+            graph, job, share, costs, device_class, meter, steps_s, compiles, limit, autocast
+        )
+        within = measure_within(comm, job, steps.samples, meter, overlap.host_s, joins, limit, autocast)
+    scale = steps.scale
     # under a quota, the thread's CPU seconds are converted to real ones, like those of the operators
     host_scale = scale if meter.emulated else 1.0
+    if within.optimizer_s_per_byte is None:
+        optimizer_s = CostModel(cluster).optimizer_s(comm.rank, 1.0)
+        skipped.append("whole steps, for which there is no memory, or there are no values")
+    else:
+        optimizer_s = host_scale * within.optimizer_s_per_byte
     if largest is not None and largest.excess_bytes is not None:
         working = round(idle + max(largest.excess_bytes, 0))
     samples = largest.samples if largest is not None else ()
@@ -129,8 +135,8 @@ def profile(
         *rest,
         overlap.beside_s,
         communicator,
-        joins,
-        overlap.cold,
+        within.join_s,
+        within.cold,
     )
     measured = everyones((own, mine, skipped))
     devices = {}

@@ -1,8 +1,7 @@
 """Measures how communication and computing slow each other down on one device.
 
 Gradients are summed while the backward pass goes on. Both use the device's memory, and on a CPU its caches;
-and the computing thread itself copies and issues what is sent. A call takes some times as long after other
-work, which has filled the caches, as in a loop of such calls.
+and the computing thread itself copies and issues what is sent.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from torch import nn
 
 from ...cost import Curve, LinkMeasurement, default_algorithm, host_key
 from ...runtime import collectives
@@ -32,8 +30,6 @@ BUCKET_BYTES = (2**12, 2**22)
 PIECE_BYTES = (2**12, 2**21)
 PIECE_S = 0.06  # limit on the seconds of a collective of the larger size
 REPEATS = 5
-OTHER_BYTES = 2**23  # more than the caches of one core hold
-MOST_COLD = 10.0
 MAX_SUMS = 64  # limit on the sums made one after the other
 SIDE = 160  # side of the square matrices that are multiplied meanwhile
 
@@ -45,7 +41,6 @@ class Overlap:
     slowdown: float = 0.0
     host_s: dict[str, tuple[float, float]] = field(default_factory=dict)
     beside_s: dict[str, tuple[float, float]] = field(default_factory=dict)
-    cold: float = 1.0
 
 
 def measure_overlap(comm: Comm, links: tuple[LinkMeasurement, ...], limit: Limit | None = None) -> Overlap:
@@ -59,7 +54,7 @@ def measure_overlap(comm: Comm, links: tuple[LinkMeasurement, ...], limit: Limit
         return Overlap(0.0 if is_over(limit) else slowdown(comm, channel, links), host_s)
     # before the many lines below, because every plan sums gradients beside computing
     slowed = slowdown(comm, channel, links)
-    host_s, beside_s, cold = {}, {}, 1.0
+    host_s, beside_s = {}, {}
     sizes = PIECE_BYTES[0], largest_bytes(links, comm.world_size, PIECE_BYTES, PIECE_S)
     for case in everyone_cases(comm):
         key = host_key(case.collective, case.algorithm)
@@ -70,22 +65,7 @@ def measure_overlap(comm: Comm, links: tuple[LinkMeasurement, ...], limit: Limit
         beside_s[key] = line(sizes, (others_s, more_others_s))
         if is_over(limit):
             break
-        if len(host_s) == 1:
-            after_work_s, _ = exchange_s(comm, channel, case, sizes[0], other_work())
-            cold = min(max(after_work_s / max(own_s, 1e-9), 1.0), MOST_COLD)
-    return Overlap(slowed, host_s, beside_s, cold)
-
-
-def other_work() -> Callable[[], object]:
-    """A piece of training that replaces what the caches hold."""
-    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
-    x, large = torch.zeros(64, 256), torch.zeros(OTHER_BYTES // 4)
-
-    def work() -> None:
-        model(x).sum().backward()
-        large.add_(1.0)
-
-    return work
+    return Overlap(slowed, host_s, beside_s)
 
 
 def is_over(limit: Limit | None) -> bool:
@@ -200,19 +180,11 @@ def everyone_cases(comm: Comm) -> list[Case]:
     return [Case(name, algorithm, comm.everyone, even, EVEN) for name, algorithm in dict.fromkeys(ways)]
 
 
-def exchange_s(
-    comm: Comm,
-    channel: Channel,
-    case: Case,
-    size_bytes: int,
-    between: Callable[[], object] = lambda: None,
-) -> tuple[float, float]:
-    """CPU seconds of the computing thread in a collective that it waits for, and of the others. The work
-    ``between`` comes before each and does not count."""
+def exchange_s(comm: Comm, channel: Channel, case: Case, size_bytes: int) -> tuple[float, float]:
+    """CPU seconds of the computing thread in a collective that it waits for, and of the others."""
     run = prepared(comm, channel, case, rows_of(size_bytes))
 
     def once() -> tuple[float, float]:
-        between()
         started, of_all = time.thread_time(), time.process_time()
         run()
         own, of_all = time.thread_time() - started, time.process_time() - of_all

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from ...cost import CostModel
 from ...frontend.trace.autocast import Autocast, under
@@ -22,11 +25,20 @@ from ...runtime.optimizers import fuse
 from ...runtime.segments import compiled
 from .children import Outcome, attempt_on
 from .limit import STEPS, Limit
-from .meter import REPEATS, Meter
+from .meter import Meter
 
 FACTORS = (1.0, 0.6)  # factors on the device's likely share
 TRIAL_S = 60.0  # limit on the seconds of a first step
 LEAST_STEPS, FEW_STEPS = 6, 2
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Real seconds of a local step over the sum of its operators' in the costs, and the number of samples of
+    the last step; 0 if none fits."""
+
+    scale: float = 1.0
+    samples: int = 0
 
 
 def measure_steps(
@@ -40,52 +52,34 @@ def measure_steps(
     compiles: bool = False,
     limit: Limit | None = None,
     autocast: Autocast | None = None,
-) -> tuple[float, float] | None:
-    """Real seconds of a local step over the sum of its operators' in ``costs``, and optimizer seconds per
-    byte. None if the device lacks the memory for steps of the whole model, or if the model has no values, so
-    that no rank ever holds all of it.
+) -> Steps:
+    """Times local steps, if the device has the memory for steps of the whole model, and the model has values;
+    without them, no rank ever holds all of it.
 
     Collective: all ranks run steps for equally long at the same time, as in training, so that a fast device
     is measured while the slow ones are busy too. Every batch is tried first in a way that survives running
     out of memory, and halved if memory runs out. After ``limit`` only one batch is run a few times. With
     ``compiles`` the compiled model is measured with one batch, outside of any limit, as it is compiled for
     each size of a batch.
-
-    Under a quota an optimizer's step of some milliseconds falls within a burst or meets a pause of many times
-    its length. Its CPU seconds do not, and are converted to real ones as those of operators are.
     """
     # the same on all ranks, which have compared their models
     if any(p.is_meta for p in job.model.parameters()):
-        return None
+        return Steps()
     device = meter.device
     clock = Meter(device, emulated=False)
     give_back()  # frees memory that measuring operators left in the heap
     model = job.model.to(device)
-    make = job.optimizer or (lambda params: torch.optim.AdamW(params, lr=0.0))
-    optimizer = make(model.parameters())
-    fuse(optimizer)  # as in training
-    size_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    tensors = [t for t in tensors_of(job.batch) if t.dim()]
-    rows = max((t.shape[0] for t in tensors), default=1)
-    state = {k: v.detach().clone() for k, v in model.state_dict().items()}
-
+    optimizer = optimizer_of(job)
+    rows = rows_of(job.batch)
     timed = compiled(model) if compiles else model
     factors = FACTORS[:1] if compiles else FACTORS
 
     def backward(batch: Any, model: Callable[..., Any] = timed) -> None:
-        with under(autocast and (device.type, autocast[1])):
-            out = model(**batch) if isinstance(batch, dict) else model(*batch)
-        loss_of(out).backward()
+        both_passes(model, batch, device, autocast)
 
     def step(batch: Any) -> None:
         backward(batch)
         optimizer.zero_grad()
-
-    def optimizer_step_s(batch: Any) -> float:
-        backward(batch)  # as in training: in new memory, which is zeroed first, the step takes twice as long
-        took_s = meter.once(optimizer.step)
-        optimizer.zero_grad()
-        return took_s
 
     def optimize() -> None:
         for p in model.parameters():
@@ -101,7 +95,7 @@ def measure_steps(
         backward(part(count), model)
         optimizer.zero_grad()
 
-    scales, optimizer_s = [], []
+    scales, samples = [], 0
     for number, factor in enumerate(factors):
         if number and limit is not None and limit.is_past(STEPS):
             break
@@ -113,23 +107,42 @@ def measure_steps(
         if not count:
             meet()  # at the same time as the ranks that measure
             continue
-        batch = part(count)
+        batch, samples = part(count), count
         step(batch)
         meet()
-        until = math.inf if limit is None or compiles else time.perf_counter() + limit.left_s()
+        until = math.inf if limit is None or compiles else time.perf_counter() + limit.left_s(STEPS)
         measured = mean_s(clock, partial(step, batch), budget_s / len(factors), until)
         predicted = predicted_step_s(graph, costs, device_class, count / rows)
         if predicted > 0:
             scales.append(measured / predicted)
-        optimizer_step_s(batch)
-        has_time = limit is None or compiles or limit.left_s() > 0
-        optimizer_s += [optimizer_step_s(batch) for _ in range(REPEATS if has_time else 1)]
-    model.load_state_dict(state)
-    if not optimizer_s:
-        return None
-    scale = statistics.mean(scales) if scales else 1.0
-    real = scale if meter.emulated else 1.0
-    return scale, real * statistics.median(optimizer_s) / max(size_bytes, 1)
+    return Steps(statistics.mean(scales) if scales else 1.0, samples)
+
+
+def optimizer_of(job: Any) -> torch.optim.Optimizer:
+    """A new optimizer of the job's kind, as in training."""
+    make = job.optimizer or (lambda params: torch.optim.AdamW(params, lr=0.0))
+    optimizer = make(job.model.parameters())
+    fuse(optimizer)
+    return optimizer
+
+
+def both_passes(
+    model: Callable[..., Any], batch: Any, device: torch.device, autocast: Autocast | None
+) -> None:
+    """Runs a forward and a backward pass as in training."""
+    with under(autocast and (device.type, autocast[1])):
+        out = model(**batch) if isinstance(batch, dict) else model(*batch)
+    loss_of(out).backward()
+
+
+@contextmanager
+def kept_state(model: nn.Module) -> Iterator[None]:
+    """A context after which a model has the values that it had before, if it has any."""
+    state = {name: v.detach().clone() for name, v in model.state_dict().items() if not v.is_meta}
+    try:
+        yield
+    finally:
+        model.load_state_dict(state, strict=False)
 
 
 def fitting_count(tried: Callable[[int], Outcome], count: int, rows: int) -> int:
@@ -168,6 +181,11 @@ def predicted_step_s(graph: Graph, costs: CostModel, device_class: int, share: f
         time = costs.op(call_of(node, graph.types), grads, device_class)
         total += time.forward.at(share) + time.backward.at(share)
     return total
+
+
+def rows_of(batch: Any) -> int:
+    """The number of rows of a batch: the size of the largest first dim among its tensors."""
+    return max((t.shape[0] for t in tensors_of(batch) if t.dim()), default=1)
 
 
 def tensors_of(batch: Any) -> list[torch.Tensor]:

@@ -1,0 +1,225 @@
+"""Measures how long the optimizer takes in a step, and on a CPU calls of collectives and joining gradients.
+
+Their code and data have left the caches by then, because the backward pass fills these with other things: a
+call after 10 ms of computing takes three to five times the CPU time of one in a loop of calls. So a few
+passes over the job's own model are interrupted for calls now and then, and for joining gradients. Both are
+timed by the CPU time of their thread.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ...cost import ALWAYS_WARM, Cold, Curve, host_key
+from ...frontend.trace.autocast import Autocast
+from ...runtime.comm import Comm
+from . import links
+from .limit import WITHIN, Limit
+from .meter import Meter
+from .overlap import PIECE_BYTES, everyone_cases
+from .steps import both_passes, cut_batch, optimizer_of, rows_of
+
+MOST_STEPS, LEAST_STEPS = 8, 3  # the optimizer's first step does not count
+LEAST_CALLS = 12  # with fewer timed calls, there is no fit
+COLLECTIVES = 4  # different ones that are called: the most usual ones, as all become cold alike
+GAPS = (1, 1, 2, 2, 4, 8, 16)  # from one call to the next, the number of gradients that arrive
+BUCKETS_BYTES = (2**18, 2**20, 2**21)
+KEPT = 0.9  # share of the calls that count, those nearest to the fit: others were disturbed
+AFTER_S = tuple(np.geomspace(1e-3, 64e-3, 25).tolist())  # the values of ``Cold.after_s`` that are tried
+
+Joins = tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True)
+class ShortCall:
+    """A collective on a few values, and its seconds in a loop."""
+
+    run: Callable[[], object]
+    warm_s: float
+
+
+@dataclass(frozen=True)
+class Within:
+    """The members of ``DeviceProfile`` that are measured here; optimizer seconds are those of ``Meter``, and
+    None if no pass fits the device."""
+
+    cold: Cold
+    join_s: Joins
+    optimizer_s_per_byte: float | None
+
+
+@dataclass
+class Found:
+    """For each call the seconds of computing since the last one, and its extra seconds; for each join its
+    bytes and seconds."""
+
+    calls: list[tuple[float, float]] = field(default_factory=list)
+    joins: list[tuple[float, float]] = field(default_factory=list)
+
+
+def measure_within(
+    comm: Comm,
+    job: Any,
+    samples: int,
+    meter: Meter,
+    host_s: dict[str, tuple[float, float]],
+    join_s: Joins,
+    limit: Limit,
+    autocast: Autocast | None = None,
+) -> Within:
+    """Measures steps on this number of samples, at least ``LEAST_STEPS``. ``host_s`` and the given ``join_s``
+    were measured in a loop. Collective: all ranks make the same calls, also one that has no memory for a
+    pass.
+
+    Under a quota an optimizer's step of some milliseconds falls within a burst or meets a pause of many times
+    its length. Its CPU seconds do not, and are converted to real ones as those of operators are.
+    """
+    model, device = job.model, comm.device
+    if any(p.is_meta for p in model.parameters()):
+        return Within(ALWAYS_WARM, join_s, None)
+    calls = short_calls(comm, host_s) if device.type == "cpu" else []
+    params = [p for p in model.parameters() if p.requires_grad]
+    batch = cut_batch(job.batch, rows_of(job.batch), samples, device) if samples else None
+    optimizer = optimizer_of(job) if samples else None
+    found, optimizer_s = Found(), []
+    for number in range(MOST_STEPS):
+        if number >= LEAST_STEPS and limit.is_past(WITHIN):
+            break
+        between = Interruptions(calls, len(params), random.Random(number), found)
+        if optimizer is not None:
+            with interrupted(params if calls else [], between):
+                both_passes(model, batch, device, autocast)
+            # in memory that is used for the first time, the step takes twice as long
+            optimizer_s.append(meter.once(optimizer.step))
+            optimizer.zero_grad()
+        between.finish()
+    size_bytes = sum(p.nbytes for p in params)
+    per_byte = statistics.median(optimizer_s[1:]) / max(size_bytes, 1) if optimizer_s else None
+    return Within(fitted(found.calls), with_cold(join_s, found.joins), per_byte)
+
+
+def short_calls(comm: Comm, host_s: dict[str, tuple[float, float]]) -> list[ShortCall]:
+    """The usual collectives between all ranks whose seconds in a loop are known. Collective."""
+    size_bytes, out = PIECE_BYTES[0], []
+    for case in everyone_cases(comm)[:COLLECTIVES]:
+        line = host_s.get(host_key(case.collective, case.algorithm))
+        if line is not None:
+            channel = comm.channel(comm.everyone, "profile of calls within a step")
+            run = links.prepared(comm, channel, case, links.rows_of(size_bytes))
+            out.append(ShortCall(run, line[0] + line[1] * size_bytes))
+    return out
+
+
+class Interruptions:
+    """The work between the gradients of one backward pass: calls after some of them, drawn alike on all
+    ranks, and joins of as many as fill a bucket."""
+
+    def __init__(
+        self, calls: Sequence[ShortCall], num_params: int, draw: random.Random, found: Found
+    ) -> None:
+        self.found, self.draw, self.place = found, draw, 0
+        self.calls: deque[tuple[int, ShortCall]] = deque()
+        place = draw.choice(GAPS)
+        while calls and place <= num_params:
+            self.calls.append((place, draw.choice(calls)))
+            place += draw.choice(GAPS)
+        self.bucket: list[nn.Parameter] = []
+        self.bucket_bytes = draw.choice(BUCKETS_BYTES)
+        self.last_s = time.thread_time()
+
+    def on_gradient(self, param: nn.Parameter) -> None:
+        """Makes what follows a gradient that has arrived."""
+        started = time.thread_time()
+        self.place += 1
+        if self.calls and self.calls[0][0] <= self.place:
+            _, call = self.calls.popleft()
+            call.run()
+            ended = time.thread_time()
+            self.found.calls.append((started - self.last_s, ended - started - call.warm_s))
+            self.last_s = ended
+        if param.grad is not None and param.grad.layout == torch.strided:
+            self.bucket.append(param)
+            self.join()
+
+    def join(self) -> None:
+        """Joins the gradients of a full bucket, which become views of it, as in training."""
+        grads = [p.grad for p in self.bucket if p.grad is not None]
+        size_bytes = sum(g.nbytes for g in grads)
+        if size_bytes < self.bucket_bytes:
+            return
+        if len(grads) > 1:
+            started = time.thread_time()
+            flat = torch.cat([g.reshape(-1) for g in grads])
+            for param, piece in zip(self.bucket, flat.split([g.numel() for g in grads])):
+                if piece.dtype == param.dtype:
+                    param.grad = piece.view(param.shape)
+            self.found.joins.append((float(size_bytes), time.thread_time() - started))
+        self.bucket, self.bucket_bytes = [], self.draw.choice(BUCKETS_BYTES)
+
+    def finish(self) -> None:
+        """Makes the calls that are left, which other ranks may have made, without timing them."""
+        while self.calls:
+            self.calls.popleft()[1].run()
+
+
+@contextmanager
+def interrupted(params: Sequence[nn.Parameter], between: Interruptions) -> Iterator[None]:
+    """A context in which each parameter's gradient, as it arrives, is followed by its interruptions."""
+    handles = [p.register_post_accumulate_grad_hook(between.on_gradient) for p in params if p.is_leaf]
+    between.last_s = time.thread_time()
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def fitted(calls: Sequence[tuple[float, float]]) -> Cold:
+    """The ``Cold`` nearest to these calls, of seconds since the last one and extra seconds: least squares,
+    repeated without those farthest from the fit."""
+    if len(calls) < LEAST_CALLS:
+        return ALWAYS_WARM
+    since_s, extra_s = np.array(calls).T
+    best, least = ALWAYS_WARM, np.inf
+    for after_s in AFTER_S:
+        rise = -np.expm1(-since_s / after_s)
+        kept = np.ones(len(calls), bool)
+        for _ in range(3):
+            first_s, more_s = line(rise[kept], extra_s[kept])
+            errors = np.abs(first_s + more_s * rise - extra_s)
+            kept = errors <= np.quantile(errors, KEPT)
+        error = float(np.square(errors[kept]).sum())
+        if error < least:
+            best, least = Cold(first_s, more_s, after_s), error
+    return best
+
+
+def line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """The line ``(first, slope)`` nearest to the points, neither of which is negative."""
+    spread = x - x.mean()
+    slope = max(float((spread * y).sum() / max(np.square(spread).sum(), 1e-12)), 0.0)
+    first = float(y.mean() - slope * x.mean())
+    if first < 0:
+        return 0.0, max(float((x * y).sum() / max(np.square(x).sum(), 1e-12)), 0.0)
+    return first, slope
+
+
+def with_cold(join_s: Joins, joins: Sequence[tuple[float, float]]) -> Joins:
+    """``join_s`` with the seconds per byte that joins within a step took longer."""
+    if not (join_s and joins):
+        return join_s
+    in_loop = Curve(join_s)
+    extra_s = sum(seconds - in_loop.at(size_bytes) for size_bytes, seconds in joins)
+    per_byte = max(extra_s / sum(size_bytes for size_bytes, _ in joins), 0.0)
+    return tuple((size_bytes, seconds + per_byte * size_bytes) for size_bytes, seconds in join_s)
