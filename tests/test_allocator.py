@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mixmesh.runtime import allocator
-from mixmesh.runtime.allocator import HeapLimit
+from mixmesh.runtime.allocator import SCARCE_PIECE_BYTES, HeapLimit
+from mixmesh.step.memory.ledger import OWN_PIECE_BYTES
 
 
 @pytest.fixture
@@ -13,34 +14,51 @@ def heap(monkeypatch):
     """A process of ``held`` bytes, of which ``free`` are given back when asked for."""
 
     class Heap:
-        held, free, times = 0, 0, 0
+        held, free, times, peak, mapped = 0, 0, 0, 0, OWN_PIECE_BYTES
 
         def give_back(self) -> None:
             self.times += 1
             self.held -= self.free
 
+        def map_pieces_from(self, size_bytes: int) -> None:
+            self.mapped = size_bytes
+
     made = Heap()
     monkeypatch.setattr(allocator, "grows", lambda: True)
     monkeypatch.setattr(allocator, "give_back", made.give_back)
+    monkeypatch.setattr(allocator, "map_pieces_from", made.map_pieces_from)
     monkeypatch.setattr(allocator, "resident_bytes", lambda: made.held)
+    monkeypatch.setattr(allocator, "peak_resident_bytes", lambda: made.peak)
     return made
 
 
 def test_a_process_within_its_plan_is_left_alone(heap):
     limit = HeapLimit(1000)
-    for heap.held in (900, 1000, 950):
+    for heap.held in (900, 980, 950):
         limit.before_step()
-    assert heap.times == 0
+    assert heap.times == 0 and heap.mapped == OWN_PIECE_BYTES
     HeapLimit(0).before_step()  # nothing was planned
     assert heap.times == 0
 
 
 def test_a_heap_that_grows_is_given_back(heap):
     limit, heap.free = HeapLimit(1000), 400
-    for held in (990, 1010, 900, 990, 1020):  # fragments grow, and after a trim the steps hold less again
+    for held in (970, 990, 900, 990, 1020):  # fragments grow, and after a trim the steps hold less again
         heap.held = held
         limit.before_step()
-    assert heap.times == 2 and limit.limit_bytes == 1000
+    assert heap.times == 2 and limit.limit_bytes == 1000 and heap.mapped == SCARCE_PIECE_BYTES
+
+
+def test_what_came_and_went_within_a_step_counts(heap):
+    limit, heap.free, heap.peak, heap.held = HeapLimit(1000), 100, 990, 800
+    limit.before_step()
+    assert heap.times == 0  # before the first step
+    heap.peak = 995
+    limit.before_step()
+    assert heap.times == 1 and heap.mapped == SCARCE_PIECE_BYTES
+    for heap.peak in (995, 999):
+        limit.before_step()
+    assert heap.times == 1 and limit.limit_bytes == 1000
 
 
 def test_what_a_process_needs_is_not_given_back_at_every_step(heap):
@@ -48,7 +66,7 @@ def test_what_a_process_needs_is_not_given_back_at_every_step(heap):
     for _ in range(50):
         heap.held = 2000  # a data set beside the model, and activations that come with every step
         limit.before_step()
-    assert heap.times == 1
+    assert heap.times == 1 and heap.mapped == OWN_PIECE_BYTES
     heap.held = 2300  # more than a tenth above that
     limit.before_step()
     assert heap.times == 2

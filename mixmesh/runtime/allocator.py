@@ -6,10 +6,10 @@ heap grow with every step. Pieces of 8 MiB or more are therefore mapped directly
 to it whole. With a limit of 2 MiB ranks would hold 30 to 70 MiB less, and the same in every run, but steps
 would take up to 5 % longer, as their pages are new each time.
 
-Free memory of the heap is returned between steps if the process holds more than the plan promised. That costs
-page faults in the next step: little beside matrix products, up to half the time of elementwise operators.
-Done at every step it makes a step of a small ResNet 1.4 times as long and lowers the peak by 2 % (``python
-tests/memory_runs.py resnet-ddp-70-30``).
+So that limit is for a process that holds about as much as the plan promised. It also returns the free memory
+of its heap then, once. That costs page faults in the next step: little beside matrix products, up to half
+the time of elementwise operators. Done at every step it makes a step of a small ResNet 1.4 times as long and
+lowers the peak by 2 % (``python tests/memory_runs.py resnet-ddp-70-30``).
 """
 
 from __future__ import annotations
@@ -22,17 +22,26 @@ from pathlib import Path
 
 from ..step.memory.ledger import OWN_PIECE_BYTES
 
+SCARCE_PIECE_BYTES = 2 * 2**20  # the same where memory is scarce
 KEPT_BYTES = 32 * 2**20  # bytes kept at the end of the heap within a step
+NEAR = 0.98  # share of the planned memory from which on memory is scarce
 SLACK = 1.1  # factor above the held memory within which a process counts as unchanged
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
 
 
 def steady_heap() -> bool:
     """Sets the limits above if the C library has the bug; returns whether it did."""
-    if not grows():
-        return False
-    mallopt = ctypes.CDLL(None).mallopt
-    return bool(mallopt(M_MMAP_THRESHOLD, OWN_PIECE_BYTES) and mallopt(M_TRIM_THRESHOLD, KEPT_BYTES))
+    return grows() and map_pieces_from(OWN_PIECE_BYTES) and set_limit(M_TRIM_THRESHOLD, KEPT_BYTES)
+
+
+def map_pieces_from(size_bytes: int) -> bool:
+    """Makes pieces of this size or more come directly from the kernel; returns whether that worked."""
+    return set_limit(M_MMAP_THRESHOLD, size_bytes)
+
+
+def set_limit(number: int, size_bytes: int) -> bool:
+    """Sets a limit of the C library's heap (``mallopt``); returns whether that worked."""
+    return bool(ctypes.CDLL(None).mallopt(number, size_bytes))
 
 
 def trim_heap() -> None:
@@ -42,36 +51,49 @@ def trim_heap() -> None:
 
 
 class HeapLimit:
-    """Returns free pieces of the heap between steps when a process holds more than was planned.
+    """Keeps the heap small, between steps, once a process has held about as much as was planned.
 
-    A process may hold other things as well, a data set for instance. If the next step exceeds the limit
-    again, the process needs that much, and the limit is raised: returning memory at every step would only
-    cost time, a fifth of a step of a small transformer (``python -m benchmarks compiled``).
+    A process may hold other things as well, a data set for instance. If the next step exceeds the limit, the
+    process needs that much, and the limit is raised: returning memory at every step would only cost time, a
+    fifth of a step of a small transformer (``python -m benchmarks compiled``).
     """
 
     def __init__(self, planned_bytes: int) -> None:
         self.limit_bytes = planned_bytes  # without a prediction it is 0, and nothing is returned
-        self._has_just_trimmed = False
+        self._is_scarce = self._has_just_trimmed = False
+        self._peak_bytes = 0  # the most that the process had ever held before the last step
 
     def before_step(self) -> None:
-        """Compares the memory of the process with the limit, and trims the heap or raises the limit."""
+        """Compares the memory of the process with the limit, and shrinks the heap or raises the limit."""
         if not self.limit_bytes or not grows():
             return
-        held_bytes = resident_bytes()
-        if held_bytes <= self.limit_bytes:
+        held_bytes, peak_bytes = resident_bytes(), peak_resident_bytes()
+        if 0 < self._peak_bytes < peak_bytes:
+            held_bytes = peak_bytes  # a part of it came and went within the last step
+        self._peak_bytes = peak_bytes
+        if held_bytes <= self.limit_bytes * (1 if self._is_scarce else NEAR):
             self._has_just_trimmed = False
         elif self._has_just_trimmed:
-            self.limit_bytes, self._has_just_trimmed = round(SLACK * held_bytes), False
+            map_pieces_from(OWN_PIECE_BYTES)  # the faster way again, as the other has not helped
+            self.limit_bytes = round(SLACK * held_bytes)
+            self._is_scarce = self._has_just_trimmed = False
         else:
+            map_pieces_from(SCARCE_PIECE_BYTES)
             give_back()
             self.limit_bytes = max(self.limit_bytes, round(SLACK * resident_bytes()))
-            self._has_just_trimmed = True
+            self._is_scarce = self._has_just_trimmed = True
 
 
 def give_back() -> None:
     """Returns the heap's free memory to the kernel, if the C library supports that."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def peak_resident_bytes() -> int:
+    """The most bytes that this process has held; 0 if the kernel does not say."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM")), 0)
 
 
 def resident_bytes() -> int:

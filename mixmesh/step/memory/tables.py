@@ -23,7 +23,7 @@ from .state import Held, Setting
 
 # a CPU's heap: its loss between tensors, and small tensors that it keeps (``runtime.allocator``)
 ALLOWANCE = 0.12  # repeated runs differ by 0 to 3 %
-SMALL_ALLOWANCE = 0.6  # larger for tensors that come and go within the heap
+SMALL_ALLOWANCE = 0.9  # larger for tensors that come and go within the heap: 0.2 to 1.1 were seen
 HEAP_BYTES = 48 * 2**20
 MAX_PASSES = 32  # limit on the passes over candidates for the peak
 
