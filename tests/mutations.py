@@ -172,6 +172,15 @@ MUTATIONS = {
     "calls after computing": Mutation(
         "cost/model.py", "CostModel.cold = lambda *_: ALWAYS_WARM", "tests/test_profile_links.py -k computing"
     ),
+    "computing after a wait": Mutation(
+        "simulator/run.py", "Run.wake = lambda *_: None", "tests/test_profile_links.py -k wait"
+    ),
+    "results in new pages": Mutation(
+        "cost/model.py", "CostModel.new_pages_s = lambda *_: 0.0", "tests/test_profile_links.py -k pages"
+    ),
+    "products cut in other ways": Mutation(
+        "cost/model.py", "CostModel._longer_if_cut = lambda *_: (1.0, 1.0)", "tests/test_lent.py -k cut"
+    ),
     "even pieces": Mutation(
         "cost/exchanges.py", "is_cut_evenly = lambda *_: False", "tests/test_profile_links.py -k even_pieces"
     ),

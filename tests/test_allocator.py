@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from mixmesh.base.heap import OWN_PIECE_BYTES
 from mixmesh.runtime import allocator
 from mixmesh.runtime.allocator import SCARCE_PIECE_BYTES, HeapLimit
-from mixmesh.step.memory.ledger import OWN_PIECE_BYTES
 
 
 @pytest.fixture

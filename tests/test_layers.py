@@ -26,6 +26,7 @@ LAYERS: tuple[tuple[set[str], ...], ...] = (
         {"base.patch"},
         {"base.files", "base.callers", "base.progress"},
         {"base.units"},
+        {"base.heap"},
         {"base.solver"},
         {"base.least_squares"},
         {"lang.operators"},

@@ -52,6 +52,24 @@ def test_cuts_that_a_device_lacks_are_measured_by_another():
     assert costs.op(linear, 1, 1, "110").forward.at(0.3) == pytest.approx(usual)  # measured by none
 
 
+def test_a_product_that_is_cut_in_a_way_that_nobody_measured_takes_longer_as_others_do():
+    """Its shape was measured in data parallelism only, products of other shapes in both ways."""
+
+    def measured(cuts: dict) -> OpMeasurement:
+        return OpMeasurement(line(2.0, 0.2, 1.0), line(4.0, 0.2, 1.0), 10, 1000, cuts)
+
+    made = graph(MLP, 48)
+    linear = next(call_of(i, made.types) for i in made.nodes if i.op == "aten.linear")
+    slower = {"011": (line(3.0, 0.5), line(12.0, 0.5)), "110": (line(1.0, 0.5), line(1.0, 0.5))}
+    ops = {op_key(linear): measured({}), "aten.linear(f32[9, 9]; )": measured(slower)}
+    where = cluster(THREE)
+    costs = CostModel(where, Profile({device_key(d): DeviceProfile(ops, 0.0, 0) for d in where.devices}, ()))
+    usual, cut, cheaper = (costs.op(linear, 1, 0, c) for c in ("100", "011", "110"))
+    assert cut.forward.at(0.5) == pytest.approx(1.5 * usual.forward.at(0.5))
+    assert cut.backward.at(0.5) == pytest.approx(3.0 * usual.backward.at(0.5))
+    assert cheaper == usual  # no plan may be faster than its bound, which measurements of the shape give
+
+
 def test_nothing_in_common_is_no_pace():
     one = {"aten.relu(f32[4]; )": OpMeasurement(line(1.0, 0.1, 0.2), line(1.0, 0.1), 0, 10)}
     apart = {"aten.relu(f32[4]; )": OpMeasurement(line(1.0, 0.5, 0.9), line(1.0, 0.5), 0, 10)}

@@ -12,6 +12,7 @@ from gloo_world import assert_passed, run_world
 from small_graphs import GRAPHS, graph
 
 from benchmarks import jobs
+from mixmesh.base.heap import OWN_PIECE_BYTES
 from mixmesh.cluster import Cluster
 from mixmesh.cost import (
     ALWAYS_WARM,
@@ -43,7 +44,7 @@ from mixmesh.measure.profiler.links import (
 from mixmesh.measure.profiler.meter import Meter
 from mixmesh.measure.profiler.overlap import Overlap, measure_overlap
 from mixmesh.measure.profiler.rest import WATCHED_S, measure_rest, rested
-from mixmesh.measure.profiler.within import fitted, measure_within, with_cold
+from mixmesh.measure.profiler.within import Found, after_waits, fitted, measure_within, with_cold
 from mixmesh.passes.algorithms import with_algorithms
 from mixmesh.passes.buckets import numbered
 from mixmesh.planner import make_plan
@@ -51,7 +52,7 @@ from mixmesh.runtime.comm import Comm
 from mixmesh.runtime.redistribute import bind
 from mixmesh.search.baselines import data_parallel, fully_sharded
 from mixmesh.simulator import simulate
-from mixmesh.step.memory.ledger import OWN_PIECE_BYTES
+from mixmesh.simulator.channels import Channels
 
 CLUSTER = """\
 name = "{name}"
@@ -257,6 +258,45 @@ def test_calls_become_cold_with_the_seconds_of_computing_since_the_last_one():
         assert found.extra_s(s) == pytest.approx(cold.extra_s(s), rel=0.1)
     assert fitted([(0.01, 0.001)] * 3) == ALWAYS_WARM
     assert not fitted([(s, -0.001) for s in since_s])  # faster than in a loop: not cold
+
+
+def test_computing_after_a_wait_takes_longer():
+    """It does after a collective that is awaited at once, in proportion to that up to a longest wait."""
+
+    def model(waited_s: float, transfer_s: float) -> CostModel:
+        host_s = {"all_reduce": (1e-9, 0.0)}
+        cold = Cold(0.0, 0.0, 1.0, waited_s)
+        device = DeviceProfile({}, 0.0, 0, host_s=host_s, host_scale=2.0, cold=cold)
+        links = [
+            LinkMeasurement(name, "", ALL, ((1.0, transfer_s), (1e9, transfer_s)))
+            for name in ("all_gather", "reduce_scatter", "all_reduce")
+        ]
+        return CostModel(cluster(), Profile({device_key(d): device for d in cluster().devices}, tuple(links)))
+
+    program = fully_sharded(data_parallel(graph(GRAPHS["mlp"], 64), model(0.0, 0.01), even_ratio(3)))
+    for transfer_s, share in ((0.01, 0.5), (0.5, 1.0)):
+        before, after = (simulate(program, model(waited_s, transfer_s)) for waited_s in (0.0, 0.003))
+        waits = (after.step_s - before.step_s) / (2 * 0.003 * share)
+        assert waits == pytest.approx(round(waits)) and round(waits) >= 1, waits
+
+
+def test_waits_within_passes_are_found_by_their_pairs():
+    without, with_waits = [(0.1, 10), (0.2, 20)], [(0.11, 10), (0.22, 20)]
+    assert after_waits(Found([], [], without, with_waits)) == pytest.approx(0.001)
+    assert after_waits(Found([], [], with_waits, without)) == 0.0 == after_waits(Found())
+
+
+def test_large_results_come_in_new_pages():
+    own = OWN_PIECE_BYTES
+    join_s = ((2**16, 1e-5), (own - 2**16, 1e-3), (own, 4e-3), (2 * own, 8e-3))
+    device = DeviceProfile({}, 0.0, 0, host_scale=2.0, join_s=join_s)
+    model = CostModel(cluster(), Profile({device_key(d): device for d in cluster().devices}, ()))
+    assert model.new_pages_s(0, own - 1) == 0.0
+    assert model.new_pages_s(0, 2 * own) == pytest.approx(2 * (8e-3 - 2e-3), rel=0.02)
+    network = Channels(model, [(0.0, 1.0)] * 3)
+    for name, halves in (("all_gather", 3), ("all_reduce", 0)):
+        small, large = (network.call(Exchange(name, size, ALL)).host for size in (2**20, own))
+        assert not small and sum(large) == pytest.approx(halves * model.new_pages_s(0, own) / 2)
 
 
 def test_joining_within_a_step_takes_longer_by_a_time_per_byte():

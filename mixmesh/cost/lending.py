@@ -2,16 +2,18 @@
 
 A slow device has time to measure only some operators, on few shares. What it lacks takes as many times longer
 than on another device as the operators that both have measured: an operator's own time on another device says
-more about it than the operators of its class do.
+more about it than the operators of its class do. A product that no device has measured with other inputs cut
+takes as many times longer so as the same products of other sizes.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from .curve import Curve
 from .profile import OpMeasurement
 
 
@@ -47,3 +49,24 @@ def with_cuts(op: OpMeasurement, lent: OpMeasurement) -> OpMeasurement:
     """The operator with the curves for other cut inputs that only ``lent`` has, at the pace of ``op``."""
     factor = ratio(op, lent)
     return op if factor is None else replace(op, cuts={**slower(lent, factor).cuts, **op.cuts})
+
+
+def longer_if_cut(name: str, cut: str, known: Iterable[Mapping[str, OpMeasurement]]) -> tuple[float, float]:
+    """How many times longer the operators called ``name`` take, forward and backward, with these inputs cut
+    than as in data parallelism: medians over all that were measured in both ways, and at least 1."""
+    both = [
+        [times_longer(f, op.forward), times_longer(b, op.backward)]
+        for ops in known
+        for key, op in ops.items()
+        if key.startswith(f"{name}(") and cut in op.cuts
+        for f, b in [op.cuts[cut]]
+    ]
+    forward, backward = [statistics.median(each) for each in zip(*both)] or (1.0, 1.0)
+    return max(forward, 1.0), max(backward, 1.0)
+
+
+def times_longer(one: Curve, other: Curve) -> float:
+    """The seconds of ``one`` over those of ``other``, at the middle of the shares measured for ``one``."""
+    share = math.sqrt(one.points[0][0] * one.points[-1][0])
+    seconds = other.at(share)
+    return one.at(share) / seconds if seconds > 0 else 1.0

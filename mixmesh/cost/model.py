@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from ..base.heap import OWN_PIECE_BYTES
 from ..base.lazy import lazy
 from ..cluster import Cluster, Device
 from ..lang.ir import Placement
@@ -81,6 +82,7 @@ class CostModel:
         self._scales: dict[tuple, float] = {}
         self._issues: dict[Device, float] = {}
         self._books: dict[Device, Measured] = {}
+        self._longer: dict[tuple[str, str], tuple[float, float]] = {}  # by operator and cut
         self._paces: dict[tuple[Device, Device, bool], float | None] = {}
 
     @lazy
@@ -150,7 +152,10 @@ class CostModel:
     def _op(self, call: Call, grads: int, device: Device, cut: str) -> OpTime:
         measured = self._measured_or_lent(call, device, cut)
         if measured is not None and (profile := self._measured(device)) is not None:
-            forward, backward = [c.scaled(profile.step_scale) for c in measured.curves(cut)]
+            longer = self._longer_if_cut(call, cut) if cut and cut not in measured.cuts else (1.0, 1.0)
+            forward, backward = [
+                c.scaled(factor * profile.step_scale) for c, factor in zip(measured.curves(cut), longer)
+            ]
             return OpTime(forward, backward if grads else ZERO)
         return self._estimated(call, grads, device)
 
@@ -169,6 +174,13 @@ class CostModel:
             if pace is not None:
                 return lending.slower(lent, pace)
         return measured
+
+    def _longer_if_cut(self, call: Call, cut: str) -> tuple[float, float]:
+        name, _, _ = op_key(call).partition("(")
+        if (name, cut) not in self._longer:
+            devices = self.profile.devices.values() if self.profile else ()
+            self._longer[name, cut] = lending.longer_if_cut(name, cut, [d.ops for d in devices])
+        return self._longer[name, cut]
 
     def _pace(self, device: Device, other: Device, product: bool) -> float | None:
         key = (device, other, product)
@@ -303,7 +315,7 @@ class CostModel:
         return self.host_scale(rank) * self._exchange_s(measured.host_s, name, ranks, size_bytes)
 
     def cold(self, rank: int) -> Cold:
-        """The extra seconds that issuing a collective takes after computing."""
+        """The extra seconds of issuing a collective after computing, and of computing after a wait."""
         measured = self._measured(self.cluster.devices[rank])
         return measured.cold.scaled(measured.host_scale) if measured else ALWAYS_WARM
 
@@ -323,6 +335,17 @@ class CostModel:
         if measured is None or not measured.join_s:
             return 0.0
         return self.host_scale(rank) * Curve(measured.join_s).at(size_bytes)
+
+    def new_pages_s(self, rank: int, size_bytes: float) -> float:
+        """Seconds for which the computing thread waits for new memory of ``size_bytes``: what a join in new
+        pages takes longer than joins of the largest buffer in used ones."""
+        measured = self._measured(self.cluster.devices[rank])
+        if measured is None or not measured.join_s or size_bytes < OWN_PIECE_BYTES:
+            return 0.0
+        curve = Curve(measured.join_s)
+        used = max((size for size, _ in measured.join_s if size < OWN_PIECE_BYTES), default=size_bytes)
+        extra_s = curve.at(size_bytes) - curve.at(used) * size_bytes / used
+        return self.host_scale(rank) * max(extra_s, 0.0)
 
     def exchange_beside_s(self, rank: int, name: str, ranks: tuple[int, ...], size_bytes: float) -> float:
         """Seconds, at a device's usual pace, that its communicating threads take for a collective."""

@@ -91,7 +91,7 @@ class _Device(pydantic.BaseModel, extra="forbid"):
     beside_s: dict[str, tuple[_NotNegative, _NotNegative]] = {}
     communicator_bytes: list[_Count] = pydantic.Field(default=[], max_length=2)
     join_s: list[tuple[_Positive, _NotNegative]] = []
-    cold_s: tuple[_NotNegative, _NotNegative, _Positive] | None = None
+    cold_s: tuple[_NotNegative, _NotNegative, _Positive, _NotNegative] | None = None
     cold: float = 1.0  # in files of one day, a factor without the seconds since the last call; not used
 
 
@@ -153,8 +153,9 @@ class DeviceProfile:
     second of computing, while a collective is under way. ``host_s`` maps ``host_key`` of a collective to the
     seconds for which it occupies the computing thread (issuing, copying), fixed and per byte of the whole
     tensor, while nothing else is computed. While the device computes, both are ``host_scale`` times as long.
-    ``cold`` has the extra seconds of a call after computing. ``join_s`` has, for sizes in bytes, the seconds
-    of joining gradients into a buffer of that size. Both are also to be scaled by ``host_scale``.
+    ``cold`` has the extra seconds of a call after computing, and of computing after a wait. ``join_s`` has,
+    for sizes in bytes, the seconds of joining gradients into a buffer of that size. Both are also to be
+    scaled by ``host_scale``.
     ``beside_s`` is like ``host_s``, of communicating threads: a device with burst credit does not save up the
     CPU time that they use.
 

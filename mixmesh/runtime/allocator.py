@@ -20,7 +20,7 @@ import platform
 from functools import cache
 from pathlib import Path
 
-from ..step.memory.ledger import OWN_PIECE_BYTES
+from ..base.heap import OWN_PIECE_BYTES
 
 SCARCE_PIECE_BYTES = 2 * 2**20  # the same where memory is scarce
 KEPT_BYTES = 32 * 2**20  # bytes kept at the end of the heap within a step

@@ -9,6 +9,9 @@ from ..cost.exchanges import Exchange
 from ..cost.resources import Link, links_of
 from .values import Call
 
+# collectives whose result is a new buffer of about all of the bytes, on every rank
+RECEIVED_IN_NEW = ("all_gather", "reduce_scatter")
+
 
 class Channels:
     """The channels of a step, one per process group, and the links that they cross; both have numbers."""
@@ -47,6 +50,8 @@ class Channels:
         host = {c: self.costs.exchange_host_s(r, name, ranks, size_bytes) / 2 for c, r in each}
         if exchange.joined:
             host = {c: host[c] + self.costs.join_s(r, size_bytes) / 2 for c, r in each}
+        if name in RECEIVED_IN_NEW:
+            host = {c: host[c] + self.costs.new_pages_s(r, size_bytes) / 2 for c, r in each}
         # a device that computes while gradients travel gains no burst credit that this could use up
         overlapped = {
             c: self.costs.exchange_beside_s(r, name, ranks, size_bytes) / 2

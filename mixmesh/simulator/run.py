@@ -20,7 +20,7 @@ from .values import Call, Seconds
 
 # the containers that change in a run without events
 CHANGING = (
-    "arriving busy carrying clock free has_gradients ready served since_s under_way usual_clock".split()
+    "arriving busy carrying clock free has_gradients ready served since_s under_way usual_clock waits".split()
 )
 
 
@@ -59,6 +59,7 @@ class Run:
         self.cold = [parts.cold[r] for r in alike.firsts]
         self.has_cold = any(self.cold)
         self.since_s = [0.0] * count  # seconds of computing since each kind's last call of a collective
+        self.waits = [False] * count  # whether each kind has computed nothing since it issued a collective
         self.slowed = [(k, s) for k, s in enumerate(self.slowdown) if s > 0]
         self.free = [0.0] * len(network.numbers)  # the end of the last collective on each channel
         self.carrying = [0.0] * len(network.numbers)  # the time until which each channel occupies links
@@ -179,6 +180,7 @@ class Run:
     def compute(self, kind: int, name: str, seconds: float, op: str = "") -> None:
         start = self.clock[kind]
         self.since_s[kind] += seconds
+        self.waits[kind] &= seconds <= 0
         self.advance(kind, self.end_of_work(kind, self.slowdown[kind], seconds) - start)
         end = self.clock[kind]
         self.busy[kind] += end - start
@@ -220,6 +222,7 @@ class Run:
 
     def cold_s(self, kind: int) -> float:
         """The extra seconds of a call that is issued now."""
+        self.waits[kind] = True
         since_s, self.since_s[kind] = self.since_s[kind], 0.0
         return self.cold[kind].extra_s(since_s)
 
@@ -294,6 +297,15 @@ class Run:
         self.until(end, kinds)
         self.occupy(call, kinds)
 
+    def wake(self, call: Call) -> None:
+        """Spends what computing takes longer after a wait for a collective that was awaited at once. The
+        collective's own seconds count, and not the wait for later ranks: a rank that gets faster waits for
+        longer, and must not end later."""
+        for k in self.kinds[call.channel]:
+            if self.waits[k]:
+                self.waits[k] = False
+                self.advance(k, self.cold[k].after_wait_s(call.seconds))
+
     def go_through(self, timed: TimedPass, work_s: Seconds) -> None:
         """Runs all events of a pass, in order."""
         table = np.array(work_s).reshape(len(work_s), len(self.clock))
@@ -312,7 +324,10 @@ class Run:
                 else:
                     self.work(next(rows))
             if isinstance(end, Await):
-                self.wait(*self.ready.pop(end.name))
+                end_s, call = self.ready.pop(end.name)
+                self.wait(end_s, call)
+                if self.has_cold:
+                    self.wake(call)
             elif isinstance(end, Start):
                 self.begin_call(timed, end)
             elif isinstance(end, Ready):

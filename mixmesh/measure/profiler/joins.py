@@ -11,8 +11,8 @@ import time
 
 import torch
 
+from ...base.heap import OWN_PIECE_BYTES
 from ...runtime.allocator import give_back
-from ...step.memory.ledger import OWN_PIECE_BYTES
 from .limit import BESIDE, Limit
 
 LARGEST_BYTES = 2 * OWN_PIECE_BYTES

@@ -3,7 +3,8 @@
 Their code and data have left the caches by then, because the backward pass fills these with other things: a
 call after 10 ms of computing takes three to five times the CPU time of one in a loop of calls. So a few
 passes over the job's own model are interrupted for calls now and then, and for joining gradients. Both are
-timed by the CPU time of their thread.
+timed by the CPU time of their thread. Computing, in turn, takes longer after a wait: so one of every two
+passes with the same calls also waits before them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ import torch
 from torch import nn
 
 from ...cost import ALWAYS_WARM, Cold, Curve, host_key
+from ...cost.cold import WAIT_S
 from ...frontend.trace.autocast import Autocast
 from ...runtime.comm import Comm
 from . import links
@@ -30,10 +32,11 @@ from .meter import Meter
 from .overlap import PIECE_BYTES, everyone_cases
 from .steps import both_passes, cut_batch, optimizer_of, rows_of
 
-MOST_STEPS, LEAST_STEPS = 8, 3  # the optimizer's first step does not count
+MOST_STEPS, LEAST_STEPS = 8, 4  # pairs of steps; the optimizer's first one does not count
 LEAST_CALLS = 12  # with fewer timed calls, there is no fit
 COLLECTIVES = 4  # different ones that are called: the most usual ones, as all become cold alike
 GAPS = (1, 1, 2, 2, 4, 8, 16)  # from one call to the next, the number of gradients that arrive
+LEAST_IN_PASS = 6  # gaps are short enough for at least so many calls in a pass, if it has as many gradients
 BUCKETS_BYTES = (2**18, 2**20, 2**21)
 KEPT = 0.9  # share of the calls that count, those nearest to the fit: others were disturbed
 AFTER_S = tuple(np.geomspace(1e-3, 64e-3, 25).tolist())  # the values of ``Cold.after_s`` that are tried
@@ -62,10 +65,12 @@ class Within:
 @dataclass
 class Found:
     """For each call the seconds of computing since the last one, and its extra seconds; for each join its
-    bytes and seconds."""
+    bytes and seconds; for passes ``without`` and ``with_waits`` the seconds of computing after calls."""
 
     calls: list[tuple[float, float]] = field(default_factory=list)
     joins: list[tuple[float, float]] = field(default_factory=list)
+    without: list[tuple[float, int]] = field(default_factory=list)  # with the number of calls
+    with_waits: list[tuple[float, int]] = field(default_factory=list)
 
 
 def measure_within(
@@ -94,9 +99,11 @@ def measure_within(
     optimizer = optimizer_of(job) if samples else None
     found, optimizer_s = Found(), []
     for number in range(MOST_STEPS):
-        if number >= LEAST_STEPS and limit.is_past(WITHIN):
+        pair, is_second = divmod(number, 2)
+        if number >= LEAST_STEPS and not is_second and limit.is_past(WITHIN):
             break
-        between = Interruptions(calls, len(params), random.Random(number), found)
+        # which of a pair waits changes from pair to pair
+        between = Interruptions(calls, len(params), random.Random(pair), found, waits=is_second != pair % 2)
         if optimizer is not None:
             with interrupted(params if calls else [], between):
                 both_passes(model, batch, device, autocast)
@@ -106,7 +113,8 @@ def measure_within(
         between.finish()
     size_bytes = sum(p.nbytes for p in params)
     per_byte = statistics.median(optimizer_s[1:]) / max(size_bytes, 1) if optimizer_s else None
-    return Within(fitted(found.calls), with_cold(join_s, found.joins), per_byte)
+    cold = replace(fitted(found.calls), waited_s=after_waits(found))
+    return Within(cold, with_cold(join_s, found.joins), per_byte)
 
 
 def short_calls(comm: Comm, host_s: dict[str, tuple[float, float]]) -> list[ShortCall]:
@@ -123,17 +131,25 @@ def short_calls(comm: Comm, host_s: dict[str, tuple[float, float]]) -> list[Shor
 
 class Interruptions:
     """The work between the gradients of one backward pass: calls after some of them, drawn alike on all
-    ranks, and joins of as many as fill a bucket."""
+    ranks, with or without ``waits`` before them, and joins of as many as fill a bucket."""
 
     def __init__(
-        self, calls: Sequence[ShortCall], num_params: int, draw: random.Random, found: Found
+        self,
+        calls: Sequence[ShortCall],
+        num_params: int,
+        draw: random.Random,
+        found: Found,
+        *,
+        waits: bool = False,
     ) -> None:
-        self.found, self.draw, self.place = found, draw, 0
+        self.found, self.draw, self.place, self.waits = found, draw, 0, waits
         self.calls: deque[tuple[int, ShortCall]] = deque()
-        place = draw.choice(GAPS)
+        gaps = [gap for gap in GAPS if gap <= max(num_params // LEAST_IN_PASS, 1)]
+        place = draw.choice(gaps)
         while calls and place <= num_params:
             self.calls.append((place, draw.choice(calls)))
-            place += draw.choice(GAPS)
+            place += draw.choice(gaps)
+        self.timed, self.computing_s = 0, 0.0
         self.bucket: list[nn.Parameter] = []
         self.bucket_bytes = draw.choice(BUCKETS_BYTES)
         self.last_s = time.thread_time()
@@ -144,13 +160,22 @@ class Interruptions:
         self.place += 1
         if self.calls and self.calls[0][0] <= self.place:
             _, call = self.calls.popleft()
+            self.note_computing(started)
+            if self.waits:
+                time.sleep(WAIT_S)
             call.run()
             ended = time.thread_time()
-            self.found.calls.append((started - self.last_s, ended - started - call.warm_s))
-            self.last_s = ended
+            if not self.waits:
+                self.found.calls.append((started - self.last_s, ended - started - call.warm_s))
+            self.timed, self.last_s = self.timed + 1, ended
         if param.grad is not None and param.grad.layout == torch.strided:
             self.bucket.append(param)
             self.join()
+
+    def note_computing(self, now_s: float) -> None:
+        """Adds the seconds of computing since the last call, if there was one."""
+        if self.timed:
+            self.computing_s += now_s - self.last_s
 
     def join(self) -> None:
         """Joins the gradients of a full bucket, which become views of it, as in training."""
@@ -169,6 +194,8 @@ class Interruptions:
 
     def finish(self) -> None:
         """Makes the calls that are left, which other ranks may have made, without timing them."""
+        passes = self.found.with_waits if self.waits else self.found.without
+        passes.append((self.computing_s, self.timed))
         while self.calls:
             self.calls.popleft()[1].run()
 
@@ -180,6 +207,7 @@ def interrupted(params: Sequence[nn.Parameter], between: Interruptions) -> Itera
     between.last_s = time.thread_time()
     try:
         yield
+        between.note_computing(time.thread_time())
     finally:
         for handle in handles:
             handle.remove()
@@ -203,6 +231,13 @@ def fitted(calls: Sequence[tuple[float, float]]) -> Cold:
         if error < least:
             best, least = Cold(first_s, more_s, after_s), error
     return best
+
+
+def after_waits(found: Found) -> float:
+    """The extra seconds of computing that came with each wait."""
+    calls = sum(count for _, count in found.with_waits)
+    extra_s = sum(s for s, _ in found.with_waits) - sum(s for s, _ in found.without)
+    return max(extra_s / calls, 0.0) if calls else 0.0
 
 
 def line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ...base.heap import OWN_PIECE_BYTES
 from ...lang.ir import Cut
 from .moments import Moment, Sizes
-
-OWN_PIECE_BYTES = 8 * 2**20  # tensors of at least this size are not part of the heap (``runtime.allocator``)
 
 
 @dataclass(slots=True)
