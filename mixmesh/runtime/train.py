@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import itertools
 import re
-import resource
 import statistics
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -25,6 +22,7 @@ from ..lang.ir import Program
 from ..lang.plan_file import Plan
 from .accelerator import peak_held_bytes
 from .agreement import COMPARED_STEPS
+from .allocator import peak_resident_bytes
 from .comm import Comm
 from .data import Feed, Followed, shard_batches_by
 from .finite import FiniteGuard, OnNan
@@ -483,11 +481,4 @@ def peak_memory_bytes(device: torch.device) -> int:
     plan's prediction; on a CPU the process's largest resident size."""
     if device.type != "cpu":
         return peak_held_bytes(device)
-    try:
-        # on Linux ru_maxrss also counts the memory of the parent process before exec
-        status = Path("/proc/self/status").read_text()
-        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
-    except (OSError, IndexError):
-        pass
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return peak_resident_bytes()

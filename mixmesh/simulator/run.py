@@ -297,6 +297,13 @@ class Run:
         self.until(end, kinds)
         self.occupy(call, kinds)
 
+    def receive(self, name: str) -> None:
+        """Awaits the result of a collective within a pass."""
+        end_s, call = self.ready.pop(name)
+        self.wait(end_s, call)
+        if self.has_cold:
+            self.wake(call)
+
     def wake(self, call: Call) -> None:
         """Spends what computing takes longer after a wait for a collective that was awaited at once. The
         collective's own seconds count, and not the wait for later ranks: a rank that gets faster waits for
@@ -324,10 +331,7 @@ class Run:
                 else:
                     self.work(next(rows))
             if isinstance(end, Await):
-                end_s, call = self.ready.pop(end.name)
-                self.wait(end_s, call)
-                if self.has_cold:
-                    self.wake(call)
+                self.receive(end.name)
             elif isinstance(end, Start):
                 self.begin_call(timed, end)
             elif isinstance(end, Ready):

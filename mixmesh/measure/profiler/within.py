@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ...base.least_squares import bounded_least_squares
 from ...cost import ALWAYS_WARM, Cold, Curve, host_key
 from ...cost.cold import WAIT_S
 from ...frontend.trace.autocast import Autocast
@@ -40,6 +41,8 @@ LEAST_IN_PASS = 6  # gaps are short enough for at least so many calls in a pass,
 BUCKETS_BYTES = (2**18, 2**20, 2**21)
 KEPT = 0.9  # share of the calls that count, those nearest to the fit: others were disturbed
 AFTER_S = tuple(np.geomspace(1e-3, 64e-3, 25).tolist())  # the values of ``Cold.after_s`` that are tried
+
+BOUNDS = np.zeros(2), np.full(2, np.inf)  # neither seconds are negative
 
 Joins = tuple[tuple[float, float], ...]
 
@@ -222,9 +225,9 @@ def fitted(calls: Sequence[tuple[float, float]]) -> Cold:
     best, least = ALWAYS_WARM, np.inf
     for after_s in AFTER_S:
         rise = -np.expm1(-since_s / after_s)
-        kept = np.ones(len(calls), bool)
+        columns, kept = np.stack([np.ones(len(calls)), rise], axis=1), np.ones(len(calls), bool)
         for _ in range(3):
-            first_s, more_s = line(rise[kept], extra_s[kept])
+            first_s, more_s = bounded_least_squares(columns[kept], extra_s[kept], *BOUNDS).tolist()
             errors = np.abs(first_s + more_s * rise - extra_s)
             kept = errors <= np.quantile(errors, KEPT)
         error = float(np.square(errors[kept]).sum())
@@ -238,16 +241,6 @@ def after_waits(found: Found) -> float:
     calls = sum(count for _, count in found.with_waits)
     extra_s = sum(s for s, _ in found.with_waits) - sum(s for s, _ in found.without)
     return max(extra_s / calls, 0.0) if calls else 0.0
-
-
-def line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """The line ``(first, slope)`` nearest to the points, neither of which is negative."""
-    spread = x - x.mean()
-    slope = max(float((spread * y).sum() / max(np.square(spread).sum(), 1e-12)), 0.0)
-    first = float(y.mean() - slope * x.mean())
-    if first < 0:
-        return 0.0, max(float((x * y).sum() / max(np.square(x).sum(), 1e-12)), 0.0)
-    return first, slope
 
 
 def with_cold(join_s: Joins, joins: Sequence[tuple[float, float]]) -> Joins:
