@@ -106,6 +106,19 @@ class Curve:
     def scaled(self, factor: float) -> Curve:
         return Curve(tuple((s, t * factor) for s, t in self.points))
 
+    def joined(self, other: Curve) -> Curve:
+        """The points of both, and of two at the same share that of this curve."""
+        return Curve(tuple(sorted((dict(other.points) | dict(self.points)).items())))
+
+    def shaped(self, other: Curve) -> Curve:
+        """This curve, or if it has one point only, the ``other`` one with the factor that leads through that
+        point."""
+        if len(self.points) > 1 or len(other.points) == 1:
+            return self
+        share, seconds = self.points[0]
+        usual_s = other.at(share)
+        return other.scaled(seconds / usual_s) if usual_s > 0 else self
+
 
 def affine_curve(fixed_s: float, full_s: float) -> Curve:
     """The curve ``fixed_s + full_s * share``."""

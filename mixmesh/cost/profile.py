@@ -140,8 +140,12 @@ class OpMeasurement:
     cuts: dict[str, tuple[Curve, Curve]] = field(default_factory=dict)
 
     def curves(self, cut: str = "") -> tuple[Curve, Curve]:
-        """The forward and backward curves, for these cut inputs if that was measured."""
-        return self.cuts.get(cut, (self.forward, self.backward))
+        """The forward and backward curves, for these cut inputs if that was measured; at one share only, they
+        have the shape of the usual ones."""
+        if cut not in self.cuts:
+            return self.forward, self.backward
+        forward, backward = self.cuts[cut]
+        return forward.shaped(self.forward), backward.shaped(self.backward)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 
 from ...base.heap import OWN_PIECE_BYTES
 from ...runtime.allocator import give_back
-from .limit import BESIDE, Limit
+from .limit import OPERATORS, Limit
 
 LARGEST_BYTES = 2 * OWN_PIECE_BYTES
 # the largest first: what smaller buffers leave in the heap would serve the next larger one
@@ -25,7 +25,7 @@ REPEATS = 3
 def measure_joins(device: torch.device, limit: Limit | None = None) -> tuple[tuple[float, float], ...]:
     """``DeviceProfile.join_s``: seconds of the computing thread by size in bytes. Nothing is measured if
     ``limit`` leaves no time. Collective."""
-    if limit is not None and limit.is_past(BESIDE):
+    if limit is not None and limit.is_past(OPERATORS):
         return ()
     pieces = [torch.zeros(LARGEST_BYTES // 4 // PIECES, device=device) for _ in range(PIECES)]
     give_back()

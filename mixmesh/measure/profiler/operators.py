@@ -81,16 +81,18 @@ def measure_ops(
         if key in measurements:
             progress(f"operators on a micro-batch {number + 1}/{len(order)}: {node.op}")
             measurements[key] = with_share(measurements[key], bench, node, call, least)
-    # then, a little at a time, products whose weight is cut
+    # then products whose weight is cut, all of them at the likely share first: how much longer a product takes
+    # there says more about its other shares than other products do
     weighted = [
         (key, node, call) for key, (node, call) in order if key in measurements and has_weight(graph, node)
     ]
-    for number, (key, node, call) in enumerate(weighted):
+    rounds = [(item, some) for some in (shares[1:2], (shares[0], *shares[2:])) for item in weighted]
+    for number, ((key, node, call), some) in enumerate(rounds):
         if time.perf_counter() > deadline:
             break
-        progress(f"operators with a part of their weight {number + 1}/{len(weighted)}: {node.op}")
-        cuts = measure_cuts(bench, node, call, shares)
-        measurements[key] = replace(measurements[key], cuts=cuts)
+        progress(f"operators with a part of their weight {number + 1}/{len(rounds)}: {node.op}")
+        cuts = measure_cuts(bench, node, call, some)
+        measurements[key] = with_cuts(measurements[key], cuts)
     return measurements, skipped
 
 
@@ -171,10 +173,10 @@ def with_share(known: OpMeasurement, bench: Bench, node: Node, call: Call, share
     curves = measure_curves(bench, node, call, strategy, (share,), evict=True)
     if curves is None or curves[0].points[-1][0] >= known.forward.points[0][0]:
         return known
-    forward, backward = (
-        Curve((*less.points, *curve.points)) for less, curve in zip(curves, (known.forward, known.backward))
+    forward, backward = curves
+    return replace(
+        known, forward=known.forward.joined(forward), backward=known.backward.joined(backward)
     )
-    return replace(known, forward=forward, backward=backward)
 
 
 def measure_cuts(
@@ -190,6 +192,16 @@ def measure_cuts(
             if curves is not None:
                 cuts_s[cut] = curves
     return cuts_s
+
+
+def with_cuts(known: OpMeasurement, cuts: dict[str, tuple[Curve, Curve]]) -> OpMeasurement:
+    """The measurement with these curves for other cut inputs, and the points that it had before."""
+    both = {
+        cut: (curves[0].joined(known.cuts[cut][0]), curves[1].joined(known.cuts[cut][1]))
+        for cut, curves in cuts.items()
+        if cut in known.cuts
+    }
+    return replace(known, cuts={**known.cuts, **cuts, **both})
 
 
 def sharded(call: Call) -> list[Strategy]:
