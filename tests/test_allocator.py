@@ -61,6 +61,17 @@ def test_what_came_and_went_within_a_step_counts(heap):
     assert heap.times == 1 and limit.limit_bytes == 1000
 
 
+def test_a_heap_that_would_exceed_the_plan_with_another_step_like_the_last_is_given_back(heap):
+    limit, heap.free = HeapLimit(1000), 100
+    for heap.held, heap.peak in ((300, 300), (850, 850), (880, 880), (940, 940)):
+        assert heap.times == 0  # 880 and 30 more are within the plan, and the first step is like no other
+        limit.before_step()
+    assert heap.times == 0
+    heap.held = heap.peak = 980
+    limit.before_step()
+    assert heap.times == 1 and heap.mapped == SCARCE_PIECE_BYTES and limit.limit_bytes == 1000
+
+
 def test_what_a_process_needs_is_not_given_back_at_every_step(heap):
     limit, heap.free = HeapLimit(1000), 600
     for _ in range(50):

@@ -53,7 +53,8 @@ def trim_heap() -> None:
 
 
 class HeapLimit:
-    """Keeps the heap small, between steps, once a process has held about as much as was planned.
+    """Keeps the heap small, between steps, once a process has held about as much as was planned, or would
+    after a step that adds as much as the last one.
 
     A process may hold other things as well, a data set for instance. If the next step exceeds the limit, the
     process needs that much, and the limit is raised: returning memory at every step would only cost time, a
@@ -63,6 +64,7 @@ class HeapLimit:
     def __init__(self, planned_bytes: int) -> None:
         self.limit_bytes = planned_bytes  # without a prediction it is 0, and nothing is returned
         self._is_scarce = self._has_just_trimmed = False
+        self._num_steps = 0
         self._peak_bytes = 0  # the most that the process had ever held before the last step
 
     def before_step(self) -> None:
@@ -70,10 +72,14 @@ class HeapLimit:
         if not self.limit_bytes or not grows():
             return
         held_bytes, peak_bytes = resident_bytes(), peak_resident_bytes()
-        if 0 < self._peak_bytes < peak_bytes:
+        more_bytes = peak_bytes - self._peak_bytes if self._num_steps else 0
+        if more_bytes:
             held_bytes = peak_bytes  # a part of it came and went within the last step
-        self._peak_bytes = peak_bytes
-        if held_bytes <= self.limit_bytes * (1 if self._is_scarce else NEAR):
+        if self._is_scarce or self._num_steps < 2:  # the first step makes the heap, others add fragments
+            more_bytes = 0
+        self._num_steps, self._peak_bytes = self._num_steps + 1, peak_bytes
+        most_bytes = self.limit_bytes * (1 if self._is_scarce else NEAR)
+        if held_bytes <= most_bytes and held_bytes + more_bytes <= self.limit_bytes:
             self._has_just_trimmed = False
         elif self._has_just_trimmed:
             map_pieces_from(OWN_PIECE_BYTES)  # the faster way again, as the other has not helped

@@ -34,6 +34,9 @@ from mixmesh.runtime.allocator import steady_heap
 steady_heap()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 group = dist.new_group([0])
+# what every rank does before its first step: initial values, a model, an optimizer, which brings in its modules
+torch.optim.AdamW(torch.nn.Linear(8, 8).parameters())
+dist.all_reduce(torch.randn(4), group=group)
 idle = peak_memory_bytes(torch.device("cpu"))
 model = torch.nn.Sequential(
     torch.nn.Conv2d(3, 16, 3), torch.nn.BatchNorm2d(16), torch.nn.ReLU(), torch.nn.MaxPool2d(2),

@@ -174,9 +174,7 @@ def with_share(known: OpMeasurement, bench: Bench, node: Node, call: Call, share
     if curves is None or curves[0].points[-1][0] >= known.forward.points[0][0]:
         return known
     forward, backward = curves
-    return replace(
-        known, forward=known.forward.joined(forward), backward=known.backward.joined(backward)
-    )
+    return replace(known, forward=known.forward.joined(forward), backward=known.backward.joined(backward))
 
 
 def measure_cuts(
