@@ -156,7 +156,8 @@ class DeviceProfile:
     captures the effect of caches and of the allocator on consecutive ops. ``slowdown`` is the extra time, per
     second of computing, while a collective is under way. ``host_s`` maps ``host_key`` of a collective to the
     seconds for which it occupies the computing thread (issuing, copying), fixed and per byte of the whole
-    tensor, while nothing else is computed. While the device computes, both are ``host_scale`` times as long.
+    tensor, while nothing else is computed. While the device computes, both are ``host_scale`` times as long:
+    the real seconds for each second of CPU time, under a quota.
     ``cold`` has the extra seconds of a call after computing, and of computing after a wait. ``join_s`` has,
     for sizes in bytes, the seconds of joining gradients into a buffer of that size. Both are also to be
     scaled by ``host_scale``.

@@ -111,14 +111,11 @@ def profile(
             graph, job, share, costs, device_class, meter, steps_s, compiles, limit, autocast
         )
         within = measure_within(comm, job, steps.samples, meter, overlap.host_s, joins, limit, autocast)
-    scale = steps.scale
-    # under a quota, the thread's CPU seconds are converted to real ones, like those of the operators
-    host_scale = scale if meter.emulated else 1.0
     if within.optimizer_s_per_byte is None:
         optimizer_s = CostModel(cluster).optimizer_s(comm.rank, 1.0)
         skipped.append("whole steps, for which there is no memory, or there are no values")
     else:
-        optimizer_s = host_scale * within.optimizer_s_per_byte
+        optimizer_s = steps.host_scale * within.optimizer_s_per_byte
     if largest is not None and largest.excess_bytes is not None:
         working = round(idle + max(largest.excess_bytes, 0))
     samples = largest.samples if largest is not None else ()
@@ -126,10 +123,10 @@ def profile(
         ops,
         optimizer_s,
         working,
-        scale,
+        steps.scale,
         overlap.slowdown,
         overlap.host_s,
-        host_scale,
+        steps.host_scale,
         idle,
         samples,
         *rest,

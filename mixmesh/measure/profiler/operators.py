@@ -81,7 +81,7 @@ def measure_ops(
         if key in measurements:
             progress(f"operators on a micro-batch {number + 1}/{len(order)}: {node.op}")
             measurements[key] = with_share(measurements[key], bench, node, call, least)
-    # then products whose weight is cut, all of them at the likely share first: how much longer a product takes
+    # then products whose weight is cut, all of them at the likely share first: how much longer one takes
     # there says more about its other shares than other products do
     weighted = [
         (key, node, call) for key, (node, call) in order if key in measurements and has_weight(graph, node)

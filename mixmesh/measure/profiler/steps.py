@@ -34,11 +34,22 @@ LEAST_STEPS, FEW_STEPS = 6, 2
 
 @dataclass(frozen=True)
 class Steps:
-    """Real seconds of a local step over the sum of its operators' in the costs, and the number of samples of
-    the last step; 0 if none fits."""
+    """Real seconds of a local step over the sum of its operators' in the costs, the number of samples of the
+    last step, 0 if none fits, and under a quota real seconds over CPU seconds."""
 
     scale: float = 1.0
     samples: int = 0
+    host_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Mean seconds of a step on a batch by the clock and by the CPU time of the thread, and the sum of its
+    operators' in the costs."""
+
+    real_s: float
+    cpu_s: float
+    predicted_s: float
 
 
 def measure_steps(
@@ -66,7 +77,6 @@ def measure_steps(
     if any(p.is_meta for p in job.model.parameters()):
         return Steps()
     device = meter.device
-    clock = Meter(device, emulated=False)
     give_back()  # frees memory that measuring operators left in the heap
     model = job.model.to(device)
     optimizer = optimizer_of(job)
@@ -95,7 +105,8 @@ def measure_steps(
         backward(part(count), model)
         optimizer.zero_grad()
 
-    scales, samples = [], 0
+    batches: list[Batch] = []
+    samples = 0
     for number, factor in enumerate(factors):
         if number and limit is not None and limit.is_past(STEPS):
             break
@@ -111,11 +122,18 @@ def measure_steps(
         step(batch)
         meet()
         until = math.inf if limit is None or compiles else time.perf_counter() + limit.left_s(STEPS)
-        measured = mean_s(clock, partial(step, batch), budget_s / len(factors), until)
-        predicted = predicted_step_s(graph, costs, device_class, count / rows)
-        if predicted > 0:
-            scales.append(measured / predicted)
-    return Steps(statistics.mean(scales) if scales else 1.0, samples)
+        real_s, cpu_s = mean_s(meter, partial(step, batch), budget_s / len(factors), until)
+        predicted_s = predicted_step_s(graph, costs, device_class, count / rows)
+        if predicted_s > 0 and cpu_s > 0:
+            batches.append(Batch(real_s, cpu_s, predicted_s))
+    if not batches:
+        return Steps(samples=samples)
+    if not meter.emulated:
+        return Steps(statistics.mean(b.real_s / b.predicted_s for b in batches), samples)
+    # a few steps meet more or fewer of a quota's pauses, but their CPU time is nearly the same
+    host_scale = sum(b.real_s for b in batches) / sum(b.cpu_s for b in batches)
+    scale = host_scale * statistics.mean(b.cpu_s / b.predicted_s for b in batches)
+    return Steps(scale, samples, host_scale)
 
 
 def optimizer_of(job: Any) -> torch.optim.Optimizer:
@@ -156,19 +174,25 @@ def fitting_count(tried: Callable[[int], Outcome], count: int, rows: int) -> int
     return count
 
 
-def mean_s(clock: Meter, step: Callable[[], object], budget_s: float, until: float = math.inf) -> float:
-    """Mean seconds of a step, from about ``budget_s`` seconds and at least ``LEAST_STEPS`` steps, or
-    ``FEW_STEPS`` after the moment ``until``. The first step does not count, as the device has rested before
-    it; nor do the fastest and the slowest of several. Steps begin anywhere in a quota's periods, so their
-    mean is right, while a median of a few steps can only be one of two or three values."""
+def mean_s(
+    meter: Meter, step: Callable[[], object], budget_s: float, until: float = math.inf
+) -> tuple[float, float]:
+    """Mean seconds of a step by the clock and by the CPU time of the thread, from about ``budget_s`` seconds
+    and at least ``LEAST_STEPS`` steps, or ``FEW_STEPS`` after the moment ``until``. The first step does not
+    count, as the device has rested before it. Steps begin anywhere in a quota's periods, so their mean is
+    right, while a median of a few steps can only be one of two or three values; without a quota, the fastest
+    and the slowest of several do not count."""
     step()
-    started = time.perf_counter()
+    clock = Meter(meter.device, emulated=False)
+    started, cpu_started = time.perf_counter(), time.thread_time()
     times: list[float] = []
     while len(times) < LEAST_STEPS or time.perf_counter() - started < budget_s:
         if len(times) >= FEW_STEPS and time.perf_counter() > until:
             break
         times.append(clock.once(step))
-    return statistics.mean(sorted(times)[1:-1] or times)
+    cpu_s = (time.thread_time() - cpu_started) / len(times)
+    counted = times if meter.emulated else sorted(times)[1:-1] or times
+    return statistics.mean(counted), cpu_s
 
 
 def predicted_step_s(graph: Graph, costs: CostModel, device_class: int, share: float) -> float:
