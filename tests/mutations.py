@@ -181,6 +181,9 @@ MUTATIONS = {
     "products cut in other ways": Mutation(
         "cost/model.py", "CostModel._longer_if_cut = lambda *_: (1.0, 1.0)", "tests/test_lent.py -k cut"
     ),
+    "cuts have the usual shape": Mutation(
+        "cost/curve.py", "Curve.shaped = lambda self, _: self", "tests/test_profile_operators.py -k shape"
+    ),
     "even pieces": Mutation(
         "cost/exchanges.py", "is_cut_evenly = lambda *_: False", "tests/test_profile_links.py -k even_pieces"
     ),

@@ -30,6 +30,7 @@ from mixmesh.measure.profiler.steps import (
     fitting_count,
     kept_state,
     measure_steps,
+    predicted_step_s,
 )
 from mixmesh.measure.profiler.within import measure_within
 from mixmesh.runtime.comm import Comm, initialise
@@ -131,6 +132,29 @@ def few(_) -> None:
     assert counts[1] == 1 + 1 + FEW_STEPS
 
 
+class Halting(Hungry):
+    """Stands still for a while in each pass, as a process under a quota does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02)
+        return super().forward(x)
+
+
+def paused(_) -> None:
+    """Pauses count in real seconds, and in the factor of CPU seconds only under a quota."""
+    batch = {"x": torch.randn(32, 8)}
+    whole = Job(Halting(32), batch, optimizer=jobs.adamw)
+    made = trace(Hungry(32), batch).graph
+    costs = CostModel(cluster(THREE))
+    under_a_quota, without = (
+        measure_steps(made, whole, 0.5, costs, 0, Meter(CPU, emulated=emulated), 0.0)
+        for emulated in (True, False)
+    )
+    assert without.host_scale == 1.0 < 2.0 < under_a_quota.host_scale
+    least = 0.02 / predicted_step_s(made, costs, 0, 0.5)  # of the larger batch
+    assert min(without.scale, under_a_quota.scale) > least
+
+
 class Seen(Hungry):
     """Notes whether it is called under autocast."""
 
@@ -172,7 +196,7 @@ def compiled(_) -> None:
         assert len(graphs) == int(compiles)
 
 
-CHECKS = {f.__name__: f for f in (enough, halved, few, under_the_context_of_the_plan, none, compiled)}
+CHECKS = {f.__name__: f for f in (enough, halved, few, paused, under_the_context_of_the_plan, none, compiled)}
 
 
 def begin() -> None:

@@ -65,6 +65,40 @@ def test_products_with_a_parameter_are_measured_as_they_are_cut():
     assert not found[op_key(call_of(node["aten.matmul"], made.types))].cuts  # of two activations
 
 
+def test_every_product_is_cut_at_the_likely_share_before_any_is_at_others(monkeypatch):
+    """Time that ends after the first shares leaves one point of each product."""
+    two = """\
+%x = input("x") : f32[32, 64]
+%w = param("w") : f32[64, 64]
+%v = param("v") : f32[48, 64]
+%y = aten.linear(%x, %w) : f32[32, 64]
+%z = aten.linear(%y, %v) : f32[32, 48]
+%loss = aten.mean(%z) : f32[]
+return %loss"""
+    measured, seen = operators.measure_cuts, []
+
+    def noted(bench, node, call, shares):
+        seen.append((call.inputs[1].shape, shares))
+        return measured(bench, node, call, shares)
+
+    monkeypatch.setattr(operators, "measure_cuts", noted)
+    found, _ = measured_ops(graph(two, 1), (0.25, 0.5, 0.75), time.perf_counter() + 60)
+    assert [shares for _, shares in seen] == [(0.5,)] * 2 + [(0.25, 0.75)] * 2
+    assert {shape for shape, _ in seen[:2]} == {(64, 64), (48, 64)}
+    curves = [c for op in found.values() for both in op.cuts.values() for c in both]
+    assert len(curves) == 8 and all([x for x, _ in c.points] == [0.25, 0.5, 0.75] for c in curves)
+
+
+def test_a_cut_measured_at_one_share_has_the_shape_of_the_usual_curves():
+    usual = Curve(((0.1, 2.0), (0.5, 3.0), (1.0, 8.0)))
+    cut = Curve(((0.5, 6.0),)), Curve(((0.5, 3.0), (1.0, 4.0)))
+    forward, backward = OpMeasurement(usual, usual, 10, 10, {"011": cut}).curves("011")
+    assert forward.points == ((0.1, 4.0), (0.5, 6.0), (1.0, 16.0))
+    assert backward == cut[1]  # two points have a shape of their own
+    free = Curve(((0.1, 0.0), (1.0, 0.0)))
+    assert OpMeasurement(usual, free, 10, 10, {"011": cut[:1] * 2}).curves("011")[1] == cut[0]
+
+
 def test_micro_batches_are_measured_after_all_else_that_operators_need():
     made = graph(BODY.format(n=64), 1)
     found, _ = measured_ops(made, (0.25, 0.5), time.perf_counter() + 60)
