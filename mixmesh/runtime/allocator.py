@@ -72,14 +72,14 @@ class HeapLimit:
         if not self.limit_bytes or not grows():
             return
         held_bytes, peak_bytes = resident_bytes(), peak_resident_bytes()
-        more_bytes = peak_bytes - self._peak_bytes if self._num_steps else 0
-        if more_bytes:
+        grown_bytes = peak_bytes - self._peak_bytes if self._num_steps else 0
+        if grown_bytes:
             held_bytes = peak_bytes  # a part of it came and went within the last step
-        if self._is_scarce or self._num_steps < 2:  # the first step makes the heap, others add fragments
-            more_bytes = 0
+        # the first step makes the heap, others add fragments
+        next_bytes = held_bytes + (grown_bytes if self._num_steps > 1 else 0)
+        is_near = held_bytes > NEAR * self.limit_bytes or next_bytes > self.limit_bytes
         self._num_steps, self._peak_bytes = self._num_steps + 1, peak_bytes
-        most_bytes = self.limit_bytes * (1 if self._is_scarce else NEAR)
-        if held_bytes <= most_bytes and held_bytes + more_bytes <= self.limit_bytes:
+        if held_bytes <= self.limit_bytes and (self._is_scarce or not is_near):
             self._has_just_trimmed = False
         elif self._has_just_trimmed:
             map_pieces_from(OWN_PIECE_BYTES)  # the faster way again, as the other has not helped

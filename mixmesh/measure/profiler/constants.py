@@ -34,7 +34,7 @@ from mixmesh.runtime.allocator import steady_heap
 steady_heap()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 group = dist.new_group([0])
-# what every rank does before its first step; the optimizer brings in modules of its own
+# as on every rank before its first step; the optimizer brings in modules of its own
 torch.optim.AdamW(torch.nn.Linear(8, 8).parameters())
 dist.all_reduce(torch.randn(4), group=group)
 idle = peak_memory_bytes(torch.device("cpu"))

@@ -24,7 +24,7 @@ REPEATS = 3
 
 def measure_joins(device: torch.device, limit: Limit | None = None) -> tuple[tuple[float, float], ...]:
     """``DeviceProfile.join_s``: seconds of the computing thread by size in bytes. Nothing is measured if
-    ``limit`` leaves no time. Collective."""
+    ``limit`` leaves no time for operators either. Collective."""
     if limit is not None and limit.is_past(OPERATORS):
         return ()
     pieces = [torch.zeros(LARGEST_BYTES // 4 // PIECES, device=device) for _ in range(PIECES)]

@@ -86,13 +86,14 @@ def measure_ops(
     weighted = [
         (key, node, call) for key, (node, call) in order if key in measurements and has_weight(graph, node)
     ]
-    rounds = [(item, some) for some in (shares[1:2], (shares[0], *shares[2:])) for item in weighted]
-    for number, ((key, node, call), some) in enumerate(rounds):
+    likely, others = shares[1:2], (shares[0], *shares[2:])
+    rounds = [(some, *product) for some in (likely, others) for product in weighted]
+    for number, (some, key, node, call) in enumerate(rounds):
         if time.perf_counter() > deadline:
             break
         progress(f"operators with a part of their weight {number + 1}/{len(rounds)}: {node.op}")
         cuts = measure_cuts(bench, node, call, some)
-        measurements[key] = with_cuts(measurements[key], cuts)
+        measurements[key] = with_points(measurements[key], cuts)
     return measurements, skipped
 
 
@@ -173,8 +174,8 @@ def with_share(known: OpMeasurement, bench: Bench, node: Node, call: Call, share
     curves = measure_curves(bench, node, call, strategy, (share,), evict=True)
     if curves is None or curves[0].points[-1][0] >= known.forward.points[0][0]:
         return known
-    forward, backward = curves
-    return replace(known, forward=known.forward.joined(forward), backward=known.backward.joined(backward))
+    forward, backward = joined((known.forward, known.backward), curves)
+    return replace(known, forward=forward, backward=backward)
 
 
 def measure_cuts(
@@ -192,14 +193,15 @@ def measure_cuts(
     return cuts_s
 
 
-def with_cuts(known: OpMeasurement, cuts: dict[str, tuple[Curve, Curve]]) -> OpMeasurement:
-    """The measurement with these curves for other cut inputs, and the points that it had before."""
-    both = {
-        cut: (curves[0].joined(known.cuts[cut][0]), curves[1].joined(known.cuts[cut][1]))
-        for cut, curves in cuts.items()
-        if cut in known.cuts
-    }
-    return replace(known, cuts={**known.cuts, **cuts, **both})
+def with_points(known: OpMeasurement, cuts: dict[str, tuple[Curve, Curve]]) -> OpMeasurement:
+    """The measurement with these points for other cut inputs besides those that it had before."""
+    more = {cut: joined(curves, known.cuts.get(cut, curves)) for cut, curves in cuts.items()}
+    return replace(known, cuts=known.cuts | more)
+
+
+def joined(curves: tuple[Curve, Curve], others: tuple[Curve, Curve]) -> tuple[Curve, Curve]:
+    """Forward and backward curves with the points of both, and of two at the same share the first."""
+    return curves[0].joined(others[0]), curves[1].joined(others[1])
 
 
 def sharded(call: Call) -> list[Strategy]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -34,16 +34,16 @@ LEAST_STEPS, FEW_STEPS = 6, 2
 
 @dataclass(frozen=True)
 class Steps:
-    """Real seconds of a local step over the sum of its operators' in the costs, the number of samples of the
-    last step, 0 if none fits, and under a quota real seconds over CPU seconds."""
+    """Real seconds of a local step over the sum of its operators' in the costs, under a quota real seconds
+    over CPU seconds, and the number of samples of the last step; 0 if none fits."""
 
     scale: float = 1.0
-    samples: int = 0
     host_scale: float = 1.0
+    samples: int = 0
 
 
 @dataclass(frozen=True)
-class Batch:
+class StepTimes:
     """Mean seconds of a step on a batch by the clock and by the CPU time of the thread, and the sum of its
     operators' in the costs."""
 
@@ -105,7 +105,7 @@ def measure_steps(
         backward(part(count), model)
         optimizer.zero_grad()
 
-    batches: list[Batch] = []
+    timed_steps: list[StepTimes] = []
     samples = 0
     for number, factor in enumerate(factors):
         if number and limit is not None and limit.is_past(STEPS):
@@ -125,15 +125,20 @@ def measure_steps(
         real_s, cpu_s = mean_s(meter, partial(step, batch), budget_s / len(factors), until)
         predicted_s = predicted_step_s(graph, costs, device_class, count / rows)
         if predicted_s > 0 and cpu_s > 0:
-            batches.append(Batch(real_s, cpu_s, predicted_s))
-    if not batches:
+            timed_steps.append(StepTimes(real_s, cpu_s, predicted_s))
+    if not timed_steps:
         return Steps(samples=samples)
-    if not meter.emulated:
-        return Steps(statistics.mean(b.real_s / b.predicted_s for b in batches), samples)
-    # a few steps meet more or fewer of a quota's pauses, but their CPU time is nearly the same
-    host_scale = sum(b.real_s for b in batches) / sum(b.cpu_s for b in batches)
-    scale = host_scale * statistics.mean(b.cpu_s / b.predicted_s for b in batches)
-    return Steps(scale, samples, host_scale)
+    scale, host_scale = scales_of(timed_steps, by_cpu=meter.emulated)
+    return Steps(scale, host_scale, samples)
+
+
+def scales_of(times: Sequence[StepTimes], *, by_cpu: bool) -> tuple[float, float]:
+    """``Steps.scale`` and ``Steps.host_scale``. ``by_cpu``: a few steps meet more or fewer of a quota's
+    pauses, while their CPU time is nearly the same."""
+    if not by_cpu:
+        return statistics.mean(t.real_s / t.predicted_s for t in times), 1.0
+    host_scale = sum(t.real_s for t in times) / sum(t.cpu_s for t in times)
+    return host_scale * statistics.mean(t.cpu_s / t.predicted_s for t in times), host_scale
 
 
 def optimizer_of(job: Any) -> torch.optim.Optimizer:
