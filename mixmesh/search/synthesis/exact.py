@@ -115,6 +115,10 @@ class _Model:
         h.setOptionValue("mip_rel_gap", LEAST_GAP)
         h.passModel(lp)
         h.run()
+        if h.getModelStatus() == highspy.HighsModelStatus.kSolveError:
+            # presolve of HiGHS 1.16 can solve the program alone, with a solution that breaks one of its rows
+            h.setOptionValue("presolve", "off")
+            h.run()
         info = h.getInfo()
         bound = max(info.mip_dual_bound, 0.0) if np.isfinite(info.mip_dual_bound) else 0.0
         if h.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
