@@ -175,6 +175,11 @@ MUTATIONS = {
     "computing after a wait": Mutation(
         "simulator/run.py", "Run.wake = lambda *_: None", "tests/test_profile_links.py -k wait"
     ),
+    "nodes of redistributions": Mutation(
+        "cost/model.py",
+        "CostModel.redistribution_s = lambda *_: 0.0",
+        "tests/test_profile_links.py -k redistributions",
+    ),
     "results in new pages": Mutation(
         "cost/model.py", "CostModel.new_pages_s = lambda *_: 0.0", "tests/test_profile_links.py -k pages"
     ),

@@ -195,6 +195,7 @@ def test_a_profile_is_read_as_it_was_written(tmp_path):
     links = measured("all_gather", "padded", 2, 10, skew=1.5), measured("send", "", 1, 9, ranks=(0, 2))
     rest = {"rested_s": 0.01, "rested_speed": 2.5, "beside_s": {"all_reduce": (1e-4, 3e-10)}}
     rest |= {"join_s": ((65536.0, 1e-5), (8388608.0, 0.003)), "cold": Cold(1e-4, 4e-4, 0.012)}
+    rest |= {"redistribution_s": 1e-4}
     made = Profile(
         {"cpu": DeviceProfile({}, 1e-9, 5, 1.1, 0.3, {"all_reduce": (1e-4, 2e-9)}, 3.0, 4, **rest)},
         links,
@@ -284,6 +285,17 @@ def test_waits_within_passes_are_found_by_their_pairs():
     without, with_waits = [(0.1, 10), (0.2, 20)], [(0.11, 10), (0.22, 20)]
     assert after_waits(Found([], [], without, with_waits)) == pytest.approx(0.001)
     assert after_waits(Found([], [], with_waits, without)) == 0.0 == after_waits(Found())
+
+
+def test_redistributions_cost_more_than_their_collectives():
+    """Autograd's nodes come on top; sums of gradients have none."""
+    device = DeviceProfile({}, 0.0, 0, host_scale=2.0, redistribution_s=1e-4)
+    model = CostModel(cluster(), Profile({device_key(d): device for d in cluster().devices}, ()))
+    network = Channels(model, [(0.0, 1.0)] * 3)
+    exchange = Exchange("all_reduce", 2**10, ALL)
+    for purpose, more_s in (("data", 1e-4), ("parameter", 1e-4), ("gradient", 0.0)):
+        host = network.call(exchange, purpose).host
+        assert (host or (0.0,) * 3) == (more_s,) * 3  # the issuing half, and the other one
 
 
 def test_large_results_come_in_new_pages():
@@ -498,6 +510,7 @@ def check_more_budget_measures_groups_and_overlap(comm: Comm) -> None:
     assert reduced.points[-1][0] >= BUCKET_BYTES
     overlap = measure_overlap(comm, links)
     host_s = overlap.host_s
+    assert 0 < overlap.redistribution_s < 0.05
     assert 0 <= overlap.slowdown <= 1
     assert all(0 <= fixed < 0.05 and 0 <= per_byte < 1e-7 for fixed, per_byte in overlap.beside_s.values())
     lead_s, speed = measure_rest(comm.device)

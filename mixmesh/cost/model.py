@@ -319,6 +319,12 @@ class CostModel:
         measured = self._measured(self.cluster.devices[rank])
         return measured.cold.scaled(measured.host_scale) if measured else ALWAYS_WARM
 
+    def redistribution_s(self, rank: int) -> float:
+        """Seconds for which a redistribution of a program keeps the computing thread busy besides its
+        collective."""
+        measured = self._measured(self.cluster.devices[rank])
+        return measured.host_scale * measured.redistribution_s if measured else 0.0
+
     def host_scale(self, rank: int) -> float:
         measured = self._measured(self.cluster.devices[rank])
         return measured.host_scale if measured else 1.0

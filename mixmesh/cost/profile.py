@@ -92,6 +92,7 @@ class _Device(pydantic.BaseModel, extra="forbid"):
     communicator_bytes: list[_Count] = pydantic.Field(default=[], max_length=2)
     join_s: list[tuple[_Positive, _NotNegative]] = []
     cold_s: tuple[_NotNegative, _NotNegative, _Positive, _NotNegative] | None = None
+    redistribution_s: _NotNegative = 0.0
     cold: float = 1.0  # in files of one day, a factor without the seconds since the last call; not used
 
 
@@ -161,6 +162,8 @@ class DeviceProfile:
     ``cold`` has the extra seconds of a call after computing, and of computing after a wait. ``join_s`` has,
     for sizes in bytes, the seconds of joining gradients into a buffer of that size. Both are also to be
     scaled by ``host_scale``.
+    ``redistribution_s`` is what a redistribution of a program costs the computing thread besides its collective,
+    in the forward or the backward pass, also to be scaled.
     ``beside_s`` is like ``host_s``, of communicating threads: a device with burst credit does not save up the
     CPU time that they use.
 
@@ -189,6 +192,7 @@ class DeviceProfile:
     communicator_bytes: tuple[int, ...] = ()
     join_s: tuple[tuple[float, float], ...] = ()
     cold: Cold = ALWAYS_WARM
+    redistribution_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -259,6 +263,7 @@ class Profile:
                 tuple(d.communicator_bytes),
                 tuple(d.join_s),
                 Cold(*d.cold_s) if d.cold_s else ALWAYS_WARM,
+                d.redistribution_s,
             )
             for name, d in file.devices.items()
         }
@@ -305,6 +310,7 @@ class Profile:
                     "communicator_bytes": d.communicator_bytes,
                     "join_s": d.join_s,
                     "cold_s": astuple(d.cold) if d.cold else None,
+                    "redistribution_s": d.redistribution_s,
                 }
                 for name, d in self.devices.items()
             },

@@ -48,6 +48,8 @@ class Channels:
         # file allows
         links = [(link, min(s * size_bytes, seconds)) for link, s in self._s_per_byte[kind].items()]
         host = {c: self.costs.exchange_host_s(r, name, ranks, size_bytes) / 2 for c, r in each}
+        if purpose != "gradient":
+            host = {c: host[c] + self.costs.redistribution_s(r) / 2 for c, r in each}
         if exchange.joined:
             host = {c: host[c] + self.costs.join_s(r, size_bytes) / 2 for c, r in each}
         if name in RECEIVED_IN_NEW:

@@ -134,6 +134,7 @@ def profile(
         communicator,
         within.join_s,
         within.cold,
+        overlap.redistribution_s,
     )
     measured = everyones((own, mine, skipped))
     devices = {}

@@ -16,11 +16,14 @@ from functools import partial
 import torch
 
 from ...cost import Curve, LinkMeasurement, default_algorithm, host_key
+from ...lang.ir import REPLICATE, Shard
 from ...runtime import collectives
 from ...runtime.accelerator import backend_of, synchronize
 from ...runtime.collectives import Handle
 from ...runtime.comm import Channel, Comm
+from ...runtime.layout import Layout
 from ...runtime.messages import meet
+from ...runtime.redistribute import between
 from .limit import BESIDE, Limit
 from .links import ALGORITHMS, EVEN, Case, prepared, rows_of
 
@@ -30,6 +33,7 @@ BUCKET_BYTES = (2**12, 2**22)
 PIECE_BYTES = (2**12, 2**21)
 PIECE_S = 0.06  # limit on the seconds of a collective of the larger size
 REPEATS = 5
+REDISTRIBUTIONS = 12
 MAX_SUMS = 64  # limit on the sums made one after the other
 SIDE = 160  # side of the square matrices that are multiplied meanwhile
 
@@ -41,6 +45,7 @@ class Overlap:
     slowdown: float = 0.0
     host_s: dict[str, tuple[float, float]] = field(default_factory=dict)
     beside_s: dict[str, tuple[float, float]] = field(default_factory=dict)
+    redistribution_s: float = 0.0
 
 
 def measure_overlap(comm: Comm, links: tuple[LinkMeasurement, ...], limit: Limit | None = None) -> Overlap:
@@ -54,6 +59,7 @@ def measure_overlap(comm: Comm, links: tuple[LinkMeasurement, ...], limit: Limit
         return Overlap(0.0 if is_over(limit) else slowdown(comm, channel, links), host_s)
     # before the many lines below, because every plan sums gradients beside computing
     slowed = slowdown(comm, channel, links)
+    own_s = redistribution_s(comm)
     host_s, beside_s = {}, {}
     sizes = PIECE_BYTES[0], largest_bytes(links, comm.world_size, PIECE_BYTES, PIECE_S)
     for case in everyone_cases(comm):
@@ -65,7 +71,7 @@ def measure_overlap(comm: Comm, links: tuple[LinkMeasurement, ...], limit: Limit
         beside_s[key] = line(sizes, (others_s, more_others_s))
         if is_over(limit):
             break
-    return Overlap(slowed, host_s, beside_s)
+    return Overlap(slowed, host_s, beside_s, own_s)
 
 
 def is_over(limit: Limit | None) -> bool:
@@ -168,6 +174,35 @@ def bucket_s(channel: Channel, size_bytes: int) -> float:
 
     once()
     return statistics.median(once() for _ in range(REPEATS))
+
+
+def redistribution_s(comm: Comm) -> float:
+    """CPU seconds of the computing thread for a redistribution between all ranks, forward or backward, that
+    are not those of its collective: autograd's nodes and what finds the collective."""
+    channel, rows = comm.channel(comm.everyone, "profile of redistributions"), (1,) * comm.world_size
+    shape = len(rows), PIECE_BYTES[0] // 4
+    cut, whole = Layout(Shard(0), comm.everyone, rows), Layout(REPLICATE, comm.everyone)
+    how = between(comm, channel.what, shape, torch.float32, cut, whole)
+    piece = torch.zeros(1, shape[1], requires_grad=True)
+    full, token = torch.zeros(shape), torch.zeros(0)
+
+    def differentiable() -> None:
+        tokens: list[torch.Tensor] = []
+        result = how.apply(piece, tokens)
+        assert result is not None  # every rank holds the whole
+        torch.autograd.grad((result, *tokens), piece, (full, token))
+
+    def plain() -> None:
+        collectives.all_gather(channel, piece.detach(), rows)
+        collectives.reduce_scatter(channel, full, rows)
+
+    def once(work: Callable[[], object]) -> float:
+        started = time.thread_time()
+        work()
+        return time.thread_time() - started
+
+    differences = [once(differentiable) - once(plain) for _ in range(REDISTRIBUTIONS)]
+    return max(statistics.median(differences[1:]) / 2, 0.0)
 
 
 def everyone_cases(comm: Comm) -> list[Case]:
