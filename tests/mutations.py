@@ -195,8 +195,11 @@ MUTATIONS = {
     "lent operators": Mutation("cost/model.py", "CostModel._pace = lambda *_: None", "tests/test_lent.py"),
     "ranks agree on a batch": Mutation(
         "simulator/simulation.py",
-        "Simulation._agreeing_s = lambda _, program: [0.0] * program.world_size",
+        "Simulation._own_work_s = lambda _, program: [0.0] * program.world_size",
         "tests/test_profile_links.py -k agree",
+    ),
+    "the runtime's own work": Mutation(
+        "cost/model.py", "CostModel.overhead_s = lambda *_: 0.0", "tests/test_profile_links.py -k own_work"
     ),
     "checksums before norms": Mutation(
         "runtime/drift.py", "is_same = lambda _: False", "tests/idioms/test_drift.py -k checksums"

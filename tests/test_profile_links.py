@@ -42,6 +42,7 @@ from mixmesh.measure.profiler.links import (
     measure_links,
 )
 from mixmesh.measure.profiler.meter import Meter
+from mixmesh.measure.profiler.overhead import measure_overhead
 from mixmesh.measure.profiler.overlap import Overlap, measure_overlap
 from mixmesh.measure.profiler.rest import WATCHED_S, measure_rest, rested
 from mixmesh.measure.profiler.within import Found, after_waits, fitted, measure_within, with_cold
@@ -195,7 +196,7 @@ def test_a_profile_is_read_as_it_was_written(tmp_path):
     links = measured("all_gather", "padded", 2, 10, skew=1.5), measured("send", "", 1, 9, ranks=(0, 2))
     rest = {"rested_s": 0.01, "rested_speed": 2.5, "beside_s": {"all_reduce": (1e-4, 3e-10)}}
     rest |= {"join_s": ((65536.0, 1e-5), (8388608.0, 0.003)), "cold": Cold(1e-4, 4e-4, 0.012)}
-    rest |= {"redistribution_s": 1e-4}
+    rest |= {"redistribution_s": 1e-4, "overhead_s": 2e-3}
     made = Profile(
         {"cpu": DeviceProfile({}, 1e-9, 5, 1.1, 0.3, {"all_reduce": (1e-4, 2e-9)}, 3.0, 4, **rest)},
         links,
@@ -327,6 +328,17 @@ def test_ranks_agree_on_every_batch():
         return simulate(data_parallel(graph(GRAPHS["mlp"], 64), costs, even_ratio(3)), costs).step_s
 
     assert step_s(0.001) - step_s(0.0) == pytest.approx(0.001)
+
+
+def test_the_own_work_of_the_runtime_counts_in_every_step():
+    def step_s(**measured: float) -> float:
+        host_s = {"all_gather": (0.001, 0.0), "all_reduce": (0.0, 0.0)}
+        device = DeviceProfile({}, 0.0, 0, host_s=host_s, host_scale=2.0, **measured)
+        costs = CostModel(cluster(), Profile({device_key(d): device for d in cluster().devices}, ()))
+        return simulate(data_parallel(graph(GRAPHS["mlp"], 64), costs, even_ratio(3)), costs).step_s
+
+    # the exchange in which ranks agree is a part of it
+    assert step_s(overhead_s=0.005) - step_s() == pytest.approx(2 * (0.005 - 0.001))
 
 
 SIZES_S = ((4 * MB, 0.0005), (8 * MB - 1, 0.001), (8 * MB, 0.004), (32 * MB, 0.016))
@@ -511,6 +523,7 @@ def check_more_budget_measures_groups_and_overlap(comm: Comm) -> None:
     overlap = measure_overlap(comm, links)
     host_s = overlap.host_s
     assert 0 < overlap.redistribution_s < 0.05
+    assert 0 < measure_overhead(comm, host_s) < 0.1
     assert 0 <= overlap.slowdown <= 1
     assert all(0 <= fixed < 0.05 and 0 <= per_byte < 1e-7 for fixed, per_byte in overlap.beside_s.values())
     lead_s, speed = measure_rest(comm.device)

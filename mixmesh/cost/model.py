@@ -325,6 +325,11 @@ class CostModel:
         measured = self._measured(self.cluster.devices[rank])
         return measured.host_scale * measured.redistribution_s if measured else 0.0
 
+    def overhead_s(self, rank: int) -> float:
+        """Seconds of the runtime's own work in a step, such as checks; 0 if they were not measured."""
+        measured = self._measured(self.cluster.devices[rank])
+        return measured.host_scale * measured.overhead_s if measured else 0.0
+
     def host_scale(self, rank: int) -> float:
         measured = self._measured(self.cluster.devices[rank])
         return measured.host_scale if measured else 1.0

@@ -93,6 +93,7 @@ class _Device(pydantic.BaseModel, extra="forbid"):
     join_s: list[tuple[_Positive, _NotNegative]] = []
     cold_s: tuple[_NotNegative, _NotNegative, _Positive, _NotNegative] | None = None
     redistribution_s: _NotNegative = 0.0
+    overhead_s: _NotNegative = 0.0
     cold: float = 1.0  # in files of one day, a factor without the seconds since the last call; not used
 
 
@@ -162,8 +163,9 @@ class DeviceProfile:
     ``cold`` has the extra seconds of a call after computing, and of computing after a wait. ``join_s`` has,
     for sizes in bytes, the seconds of joining gradients into a buffer of that size. Both are also to be
     scaled by ``host_scale``.
-    ``redistribution_s`` is what a redistribution of a program costs the computing thread besides its collective,
-    in the forward or the backward pass, also to be scaled.
+    ``redistribution_s`` is what a redistribution of a program costs the computing thread besides its
+    collective, in the forward or the backward pass, and ``overhead_s`` what the runtime costs it in a step
+    besides operators, collectives of the program and the optimizer. Both are also to be scaled.
     ``beside_s`` is like ``host_s``, of communicating threads: a device with burst credit does not save up the
     CPU time that they use.
 
@@ -193,6 +195,7 @@ class DeviceProfile:
     join_s: tuple[tuple[float, float], ...] = ()
     cold: Cold = ALWAYS_WARM
     redistribution_s: float = 0.0
+    overhead_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -264,6 +267,7 @@ class Profile:
                 tuple(d.join_s),
                 Cold(*d.cold_s) if d.cold_s else ALWAYS_WARM,
                 d.redistribution_s,
+                d.overhead_s,
             )
             for name, d in file.devices.items()
         }
@@ -311,6 +315,7 @@ class Profile:
                     "join_s": d.join_s,
                     "cold_s": astuple(d.cold) if d.cold else None,
                     "redistribution_s": d.redistribution_s,
+                    "overhead_s": d.overhead_s,
                 }
                 for name, d in self.devices.items()
             },

@@ -100,20 +100,22 @@ class Simulation:
             backward = timed.backward.on(step.backward, self.network)
         self.parts: Parts = Parts(self.sheet, self.network, slowdown, cold, forward, backward, loss)
         self._once = self._once_per_step(program)
-        self._agreement_s = self._agreeing_s(program)
+        self._overhead_s = self._own_work_s(program)
         self.pipeline = None
         if self.samples is not None and self.samples.stages:
             self.pipeline = Pipeline(self.parts, self.samples)
 
-    def _agreeing_s(self, program: Program) -> list[float]:
-        """For each rank, the seconds of its computing thread in the exchange by which ranks agree on the
-        batch; 0 if they were not measured. The message itself is short and not counted."""
+    def _own_work_s(self, program: Program) -> list[float]:
+        """For each rank, the seconds of its computing thread in the runtime's own work of a step, or at least
+        in the exchange by which ranks agree on the batch; 0 if neither was measured. The message itself is
+        short and not counted."""
         working, class_of = program.working_ranks, self.costs.class_of
         out = [0.0] * program.world_size
         if len(working) < 2 or not program.batch_inputs:
             return out
         seconds = {  # devices of one class spend equally long
-            c: self.costs.exchange_host_s(r, "all_gather", working, AGREEMENT_BYTES)
+            c: self.costs.overhead_s(r)
+            or self.costs.exchange_host_s(r, "all_gather", working, AGREEMENT_BYTES)
             for c, r in {class_of[r]: r for r in working}.items()
         }
         for r in working:
@@ -302,8 +304,8 @@ class Simulation:
         run.optimizer()
         run.start_gathers()
         for kind, rank in enumerate(alike.firsts):
-            if self._agreement_s[rank]:
-                run.advance(kind, self._agreement_s[rank] + run.cold_s(kind))
+            if self._overhead_s[rank]:
+                run.advance(kind, self._overhead_s[rank] + run.cold_s(kind))
         if self._once is not None:
             sheet, forward = self._once
             run.go_through(forward, sheet.seconds(program, ranks=alike.firsts)[0])

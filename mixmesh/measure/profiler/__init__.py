@@ -36,6 +36,7 @@ from .links import link_sets, measure_links
 from .meter import Meter
 from .micro_batches import Largest, largest_micro_batches
 from .operators import measure_ops, shares_to_measure
+from .overhead import measure_overhead
 from .overlap import measure_overlap
 from .rest import measure_rest
 from .steps import kept_state, measure_steps
@@ -87,6 +88,7 @@ def profile(
     )
     progress("links beside computing")
     overlap = measure_overlap(comm, links, limit)
+    overhead_s = measure_overhead(comm, overlap.host_s, limit)
     joins = measure_joins(comm.device, limit) if comm.world_size > 1 else ()
     progress("computing after a rest")
     rest = measure_rest(comm.device, limit)
@@ -135,6 +137,7 @@ def profile(
         within.join_s,
         within.cold,
         overlap.redistribution_s,
+        overhead_s,
     )
     measured = everyones((own, mine, skipped))
     devices = {}

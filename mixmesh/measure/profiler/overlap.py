@@ -33,7 +33,7 @@ BUCKET_BYTES = (2**12, 2**22)
 PIECE_BYTES = (2**12, 2**21)
 PIECE_S = 0.06  # limit on the seconds of a collective of the larger size
 REPEATS = 5
-REDISTRIBUTIONS = 12
+REDISTRIBUTIONS = 8  # of different pieces, in one pass
 MAX_SUMS = 64  # limit on the sums made one after the other
 SIDE = 160  # side of the square matrices that are multiplied meanwhile
 
@@ -59,7 +59,7 @@ def measure_overlap(comm: Comm, links: tuple[LinkMeasurement, ...], limit: Limit
         return Overlap(0.0 if is_over(limit) else slowdown(comm, channel, links), host_s)
     # before the many lines below, because every plan sums gradients beside computing
     slowed = slowdown(comm, channel, links)
-    own_s = redistribution_s(comm)
+    redistributed_s = redistribution_s(comm)
     host_s, beside_s = {}, {}
     sizes = PIECE_BYTES[0], largest_bytes(links, comm.world_size, PIECE_BYTES, PIECE_S)
     for case in everyone_cases(comm):
@@ -71,7 +71,7 @@ def measure_overlap(comm: Comm, links: tuple[LinkMeasurement, ...], limit: Limit
         beside_s[key] = line(sizes, (others_s, more_others_s))
         if is_over(limit):
             break
-    return Overlap(slowed, host_s, beside_s, own_s)
+    return Overlap(slowed, host_s, beside_s, redistributed_s)
 
 
 def is_over(limit: Limit | None) -> bool:
@@ -183,26 +183,28 @@ def redistribution_s(comm: Comm) -> float:
     shape = len(rows), PIECE_BYTES[0] // 4
     cut, whole = Layout(Shard(0), comm.everyone, rows), Layout(REPLICATE, comm.everyone)
     how = between(comm, channel.what, shape, torch.float32, cut, whole)
-    piece = torch.zeros(1, shape[1], requires_grad=True)
+    pieces = [torch.zeros(1, shape[1], requires_grad=True) for _ in range(REDISTRIBUTIONS)]
     full, token = torch.zeros(shape), torch.zeros(0)
 
     def differentiable() -> None:
         tokens: list[torch.Tensor] = []
-        result = how.apply(piece, tokens)
-        assert result is not None  # every rank holds the whole
-        torch.autograd.grad((result, *tokens), piece, (full, token))
+        results = [y for y in (how.apply(piece, tokens) for piece in pieces) if y is not None]
+        gradients = [full] * len(results) + [token] * len(tokens)
+        torch.autograd.grad((*results, *tokens), pieces, gradients)
 
     def plain() -> None:
-        collectives.all_gather(channel, piece.detach(), rows)
-        collectives.reduce_scatter(channel, full, rows)
+        for piece in pieces:
+            collectives.all_gather(channel, piece.detach(), rows)
+        for _ in pieces:
+            collectives.reduce_scatter(channel, full, rows)
 
     def once(work: Callable[[], object]) -> float:
         started = time.thread_time()
         work()
         return time.thread_time() - started
 
-    differences = [once(differentiable) - once(plain) for _ in range(REDISTRIBUTIONS)]
-    return max(statistics.median(differences[1:]) / 2, 0.0)
+    differences = [once(differentiable) - once(plain) for _ in range(1 + REPEATS)][1:]  # the first warms up
+    return max(statistics.median(differences) / (2 * REDISTRIBUTIONS), 0.0)
 
 
 def everyone_cases(comm: Comm) -> list[Case]:
