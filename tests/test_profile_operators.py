@@ -89,6 +89,31 @@ return %loss"""
     assert len(curves) == 8 and all([x for x, _ in c.points] == [0.25, 0.5, 0.75] for c in curves)
 
 
+def test_every_operator_is_measured_at_the_likely_share_before_any_is_at_others(monkeypatch):
+    """A slow device may have no time for more, and how much longer a cut product takes is not estimated."""
+    timed, seen = operators.measure_curves, []
+
+    def noted(bench, node, call, strategy, shares, **options):
+        cut = strategy is not None and strategy != operators.sharded(call)[0]
+        seen.append((cut, tuple(shares)))
+        return timed(bench, node, call, strategy, shares, **options)
+
+    monkeypatch.setattr(operators, "measure_curves", noted)
+    made = graph(BODY.format(n=64), 1)
+    found, _ = measured_ops(made, (0.25, 0.5, 0.75), time.perf_counter() + 60)
+    kinds = list(dict.fromkeys(seen))
+    assert kinds == [
+        (False, (0.5,)),
+        (True, (0.5,)),
+        (False, (0.25, 0.75)),
+        (False, (0.03125,)),
+        (True, (0.25, 0.75)),
+    ]
+    assert [kind for n, kind in enumerate(seen) if not n or kind != seen[n - 1]] == kinds
+    linear = op_key(call_of(next(n for n in made.nodes if n.op == "aten.linear"), made.types))
+    assert [x for x, _ in found[linear].forward.points] == [0.03125, 0.25, 0.5, 0.75]
+
+
 def test_a_cut_measured_at_one_share_has_the_shape_of_the_usual_curves():
     usual = Curve(((0.1, 2.0), (0.5, 3.0), (1.0, 8.0)))
     cut = Curve(((0.5, 6.0),)), Curve(((0.5, 3.0), (1.0, 4.0)))

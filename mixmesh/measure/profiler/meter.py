@@ -12,7 +12,9 @@ import torch
 from ...runtime.accelerator import synchronize
 
 REPEATS = 3
-LONG_S = 0.02  # longer work is measured once after its first run, because the clock is exact enough
+# Work that takes longer, pauses of a quota included, is measured once after its first run: that is exact
+# enough, and a slow device has no time for more.
+LONG_S = 0.02
 
 
 class Meter:
@@ -38,7 +40,9 @@ class Meter:
     ) -> float:
         """The median of a few runs after a first one. Short work is repeated until it is long enough for the
         clock; if something has to be done ``between`` runs, each run is timed separately."""
+        started = time.perf_counter()
         first = self.once(work)
+        is_long = time.perf_counter() - started >= LONG_S
         if between is not None:
             times = []
             for _ in range(REPEATS + 2):
@@ -52,7 +56,7 @@ class Meter:
             for _ in range(inner):
                 work()
 
-        runs = REPEATS if first < LONG_S else 1
+        runs = 1 if is_long else REPEATS
         return statistics.median(self.once(repeated) for _ in range(runs)) / inner
 
     @staticmethod

@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -62,38 +63,35 @@ def measure_ops(
     measurements: dict[str, OpMeasurement] = {}
     skipped: list[str] = []
     order = by_weight(graph, declared)
+    likely = shares[1:2] or shares
+    others = tuple(share for share in shares if share not in likely)
     for number, (key, (node, call)) in enumerate(order):
         if time.perf_counter() > deadline:
             skipped.append(node.op)
             continue
         progress(f"operators {number + 1}/{len(order)}: {node.op}")
-        measurement = measure_op(bench, node, call, shares)
+        measurement = measure_op(bench, node, call, likely)
         if measurement is not None:
             measurements[key] = measurement
         else:
             skipped.append(node.op)
-    # then, while there is time, shares as small as micro-batches: a line through larger shares does not give
-    # their cost
-    least = shares[0] / LESS * LEAST
-    for number, (key, (node, call)) in enumerate(order):
-        if time.perf_counter() > deadline:
-            break
-        if key in measurements:
-            progress(f"operators on a micro-batch {number + 1}/{len(order)}: {node.op}")
-            measurements[key] = with_share(measurements[key], bench, node, call, least)
-    # then products whose weight is cut, all of them at the likely share first: how much longer one takes
-    # there says more about its other shares than other products do
-    weighted = [
-        (key, node, call) for key, (node, call) in order if key in measurements and has_weight(graph, node)
-    ]
-    likely, others = shares[1:2], (shares[0], *shares[2:])
-    rounds = [(some, *product) for some in (likely, others) for product in weighted]
-    for number, (some, key, node, call) in enumerate(rounds):
-        if time.perf_counter() > deadline:
-            break
-        progress(f"operators with a part of their weight {number + 1}/{len(rounds)}: {node.op}")
-        cuts = measure_cuts(bench, node, call, some)
-        measurements[key] = with_points(measurements[key], cuts)
+    measured = [(key, node, call) for key, (node, call) in order if key in measurements]
+    weighted = [(key, node, call) for key, node, call in measured if has_weight(graph, node)]
+    # A slow device may have no time for all of these. How much longer a product takes whose weight is cut can
+    # only be measured, while its seconds at other shares are nearly in proportion. A line through larger
+    # shares does not give the cost of micro-batches.
+    rounds = (
+        ("with a part of their weight", weighted, partial(with_cuts, shares=likely)),
+        ("at other shares", measured, partial(with_shares, shares=others)),
+        ("on a micro-batch", measured, partial(with_least, share=shares[0] / LESS * LEAST)),
+        ("with other parts of their weight", weighted, partial(with_cuts, shares=others)),
+    )
+    for words, operators, measure_more in rounds:
+        for number, (key, node, call) in enumerate(operators):
+            if time.perf_counter() > deadline:
+                return measurements, skipped
+            progress(f"operators {words} {number + 1}/{len(operators)}: {node.op}")
+            measurements[key] = measure_more(measurements[key], bench, node, call)
     return measurements, skipped
 
 
@@ -164,7 +162,16 @@ def measure_op(bench: Bench, node: Node, call: Call, shares: Sequence[float]) ->
     return None if curves is None else OpMeasurement(*curves, call_flop(call), moved_bytes(call))
 
 
-def with_share(known: OpMeasurement, bench: Bench, node: Node, call: Call, share: float) -> OpMeasurement:
+def with_shares(
+    known: OpMeasurement, bench: Bench, node: Node, call: Call, shares: Sequence[float]
+) -> OpMeasurement:
+    """The measurement extended by these shares."""
+    strategy = next(iter(sharded(call)), None)
+    curves = measure_curves(bench, node, call, strategy, shares) if strategy is not None else None
+    return known if curves is None else extended(known, curves)
+
+
+def with_least(known: OpMeasurement, bench: Bench, node: Node, call: Call, share: float) -> OpMeasurement:
     """The measurement extended by a smaller share, if that has whole elements. Few samples do little work on
     a weight, which then has to come from memory as in training: a loop over one operator would find it in the
     cache."""
@@ -174,8 +181,14 @@ def with_share(known: OpMeasurement, bench: Bench, node: Node, call: Call, share
     curves = measure_curves(bench, node, call, strategy, (share,), evict=True)
     if curves is None or curves[0].points[-1][0] >= known.forward.points[0][0]:
         return known
-    forward, backward = joined((known.forward, known.backward), curves)
-    return replace(known, forward=forward, backward=backward)
+    return extended(known, curves)
+
+
+def with_cuts(
+    known: OpMeasurement, bench: Bench, node: Node, call: Call, shares: Sequence[float]
+) -> OpMeasurement:
+    """The measurement extended by the other ways to cut a product, at these shares."""
+    return with_points(known, measure_cuts(bench, node, call, shares))
 
 
 def measure_cuts(
@@ -191,6 +204,12 @@ def measure_cuts(
             if curves is not None:
                 cuts_s[cut] = curves
     return cuts_s
+
+
+def extended(known: OpMeasurement, curves: tuple[Curve, Curve]) -> OpMeasurement:
+    """The measurement with the points of these forward and backward curves too."""
+    forward, backward = joined((known.forward, known.backward), curves)
+    return replace(known, forward=forward, backward=backward)
 
 
 def with_points(known: OpMeasurement, cuts: dict[str, tuple[Curve, Curve]]) -> OpMeasurement:
