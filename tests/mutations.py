@@ -192,6 +192,9 @@ MUTATIONS = {
     "even pieces": Mutation(
         "cost/exchanges.py", "is_cut_evenly = lambda *_: False", "tests/test_profile_links.py -k even_pieces"
     ),
+    "lent shapes": Mutation(
+        "cost/lending.py", "with_shape = lambda op, _: op", "tests/test_lent.py -k shape"
+    ),
     "lent operators": Mutation("cost/model.py", "CostModel._pace = lambda *_: None", "tests/test_lent.py"),
     "ranks agree on a batch": Mutation(
         "simulator/simulation.py",

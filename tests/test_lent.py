@@ -43,6 +43,22 @@ def test_what_a_device_lacks_is_measured_by_another_at_the_pace_of_what_both_hav
     assert costs.measured_op(calls["aten.relu"], costs.classes[1]) is None  # a plan's warnings name it
 
 
+def test_an_operator_measured_at_one_share_has_the_shape_that_another_device_measured():
+    made, where = graph(MLP, 48), cluster(THREE)
+    call = next(call_of(i, made.types) for i in made.nodes if i.op == "aten.linear")
+    bent, single = Curve(((0.4, 5.0), (0.8, 9.0))), Curve(((0.1, 4.0),))
+    measured = {
+        device_key(d): DeviceProfile({op_key(call): OpMeasurement(c, c, call_flop(call), 1000)}, 0.0, 0)
+        for d, c in zip((where.devices[0], where.devices[-1]), (bent, single))
+    }
+    costs = CostModel(where, Profile(measured, ()))
+    slow = costs.op(call, 1, costs.class_of[-1])
+    factor = 4.0 / bent.at(0.1)
+    for share in (0.1, 0.4, 0.6, 0.8):
+        assert slow.forward.at(share) == pytest.approx(factor * bent.at(share))
+        assert slow.backward.at(share) == pytest.approx(factor * bent.at(share))
+
+
 def test_cuts_that_a_device_lacks_are_measured_by_another():
     costs, calls = costs_of("", {"011": 40.0})
     linear = calls["aten.linear"]
@@ -75,3 +91,7 @@ def test_nothing_in_common_is_no_pace():
     apart = {"aten.relu(f32[4]; )": OpMeasurement(line(1.0, 0.5, 0.9), line(1.0, 0.5), 0, 10)}
     assert pace(one, apart, product=False) is None and pace(one, one, product=True) is None
     assert pace(one, one, product=False) == 1.0
+    # a single share is compared with the line through those of the other
+    single = {"aten.relu(f32[4]; )": OpMeasurement(line(3.0, 0.05), line(3.0, 0.05), 0, 10)}
+    assert pace(single, apart, product=False) == pytest.approx(3.0)
+    assert pace(apart, single, product=False) == pytest.approx(1 / 3)

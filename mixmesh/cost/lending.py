@@ -2,7 +2,8 @@
 
 A slow device has time to measure only some operators, on few shares. What it lacks takes as many times longer
 than on another device as the operators that both have measured: an operator's own time on another device says
-more about it than the operators of its class do. A product that no device has measured with other inputs cut
+more about it than the operators of its class do. An operator measured at one share takes as many times longer
+at others as on another device. A product that no device has measured with other inputs cut
 takes as many times longer so as the same products of other sizes.
 """
 
@@ -28,13 +29,14 @@ def pace(
 
 
 def ratio(one: OpMeasurement, other: OpMeasurement) -> float | None:
-    """The seconds of ``one`` over those of ``other``, forward, at a share that both have measured; None if
-    there is none."""
+    """The seconds of ``one`` over those of ``other``, forward, at a share that both have measured, or at the
+    only share of one of them; None if there is none."""
     ranges = [(op.forward.points[0][0], op.forward.points[-1][0]) for op in (one, other)]
     least, most = max(first for first, _ in ranges), min(last for _, last in ranges)
-    if not 0 < least <= most:
+    single = [first for first, last in ranges if first == last]
+    if least <= 0 or (least > most and len(single) != 1):
         return None
-    share = math.sqrt(least * most)
+    share = math.sqrt(least * most) if least <= most else single[0]
     seconds = other.forward.at(share)
     return one.forward.at(share) / seconds if seconds > 0 else None
 
@@ -49,6 +51,17 @@ def with_cuts(op: OpMeasurement, lent: OpMeasurement) -> OpMeasurement:
     """The operator with the curves for other cut inputs that only ``lent`` has, at the pace of ``op``."""
     factor = ratio(op, lent)
     return op if factor is None else replace(op, cuts={**slower(lent, factor).cuts, **op.cuts})
+
+
+def lacks(op: OpMeasurement, cut: str) -> bool:
+    """Whether another device may know more of an operator with these inputs cut."""
+    return (cut != "" and cut not in op.cuts) or len(op.forward.points) == 1
+
+
+def with_shape(op: OpMeasurement, lent: OpMeasurement) -> OpMeasurement:
+    """The operator with curves in the shape of those of ``lent`` if it was measured at one share only."""
+    forward, backward = op.forward.shaped(lent.forward), op.backward.shaped(lent.backward)
+    return replace(op, forward=forward, backward=backward)
 
 
 def longer_if_cut(name: str, cut: str, known: Iterable[Mapping[str, OpMeasurement]]) -> tuple[float, float]:

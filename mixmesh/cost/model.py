@@ -162,14 +162,16 @@ class CostModel:
     def _measured_or_lent(self, call: Call, device: Device, cut: str) -> OpMeasurement | None:
         """The measurement of an operator on a device; what it lacks is from another device of its kind."""
         measured = self.measured_op(call, device)
-        if measured is not None and (not cut or cut in measured.cuts):
+        if measured is not None and not lending.lacks(measured, cut):
             return measured
-        for other in self.classes:
-            lent = self.measured_op(call, other) if other.kind == device.kind and other != device else None
-            if lent is None or (measured is not None and cut not in lent.cuts):
-                continue
-            if measured is not None:
-                return lending.with_cuts(measured, lent)
+        others = [other for other in self.classes if other.kind == device.kind and other != device]
+        of_others = [(other, lent) for other in others if (lent := self.measured_op(call, other)) is not None]
+        if measured is not None:
+            for _, lent in of_others:
+                measured = lending.with_shape(measured, lent)
+            lenders = [lent for _, lent in of_others if cut in lent.cuts] if cut not in measured.cuts else []
+            return lending.with_cuts(measured, lenders[0]) if lenders else measured
+        for other, lent in of_others:
             pace = self._pace(device, other, is_product(call))
             if pace is not None:
                 return lending.slower(lent, pace)
