@@ -52,7 +52,7 @@ from mixmesh.planner import make_plan
 from mixmesh.runtime.comm import Comm
 from mixmesh.runtime.redistribute import bind
 from mixmesh.search.baselines import data_parallel, fully_sharded
-from mixmesh.simulator import simulate
+from mixmesh.simulator import Simulation, simulate
 from mixmesh.simulator.channels import Channels
 
 CLUSTER = """\
@@ -294,9 +294,13 @@ def test_redistributions_cost_more_than_their_collectives():
     model = CostModel(cluster(), Profile({device_key(d): device for d in cluster().devices}, ()))
     network = Channels(model, [(0.0, 1.0)] * 3)
     exchange = Exchange("all_reduce", 2**10, ALL)
-    for purpose, more_s in (("data", 1e-4), ("parameter", 1e-4), ("gradient", 0.0)):
-        host = network.call(exchange, purpose).host
-        assert (host or (0.0,) * 3) == (more_s,) * 3  # the issuing half, and the other one
+    for purpose in ("data", "parameter"):
+        assert network.call(exchange, purpose, has_nodes=True).host == (1e-4,) * 3  # in both halves
+    assert not network.call(exchange, "gradient").host
+    program = fully_sharded(data_parallel(graph(GRAPHS["mlp"], 64), model, even_ratio(3)))
+    parts = Simulation(program, model).parts
+    assert parts.loss is not None and not parts.loss.host
+    assert all(call.host == (1e-4,) * 3 for call in parts.forward.calls) and parts.forward.calls
 
 
 def test_large_results_come_in_new_pages():
@@ -522,8 +526,17 @@ def check_more_budget_measures_groups_and_overlap(comm: Comm) -> None:
     assert reduced.points[-1][0] >= BUCKET_BYTES
     overlap = measure_overlap(comm, links)
     host_s = overlap.host_s
-    assert 0 < overlap.redistribution_s < 0.05
+    assert 0 <= overlap.redistribution_s < 0.05
     assert 0 < measure_overhead(comm, host_s) < 0.1
+    groups = len(torch.distributed.distributed_c10d._world.pg_map)
+    torch.set_default_dtype(torch.float64)  # whatever a script has set
+    try:
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            assert 0 < measure_overhead(comm, host_s) < 0.1
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert len(torch.distributed.distributed_c10d._world.pg_map) == groups
+    assert measure_overhead(comm, {}) == 0.0  # nothing to compare it with
     assert 0 <= overlap.slowdown <= 1
     assert all(0 <= fixed < 0.05 and 0 <= per_byte < 1e-7 for fixed, per_byte in overlap.beside_s.values())
     lead_s, speed = measure_rest(comm.device)

@@ -128,7 +128,9 @@ class CostModel:
         profile holds."""
         device = self.classes[device_class]
         measured = self.measured_op(call, device)
-        times = [self._op(call, grads, device, cut) for cut in ("", *(measured.cuts if measured else ()))]
+        lenders = [self.measured_op(call, other) for other in self.classes if other.kind == device.kind]
+        cuts = dict.fromkeys(cut for op in lenders if op is not None for cut in op.cuts)
+        times = [self._op(call, grads, device, cut) for cut in ("", *cuts)]
         if measured and parts:
             times.append(self._estimated(call, grads, device))
         return min(time.forward.least_s for time in times) + min(time.backward.least_s for time in times)
@@ -166,6 +168,8 @@ class CostModel:
             return measured
         others = [other for other in self.classes if other.kind == device.kind and other != device]
         of_others = [(other, lent) for other in others if (lent := self.measured_op(call, other)) is not None]
+        # those with a shape of their own first
+        of_others.sort(key=lambda pair: len(pair[1].forward.points) == 1)
         if measured is not None:
             for _, lent in of_others:
                 measured = lending.with_shape(measured, lent)

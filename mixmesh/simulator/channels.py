@@ -24,16 +24,18 @@ class Channels:
         self.rivals: list[list[tuple[int, frozenset[int]]]] = []
         self.crossed: list[frozenset[int]] = []  # for each channel, the links that it crosses
         self.links: dict[Link, int] = {}
-        self._calls: dict[tuple[str, Exchange], Call] = {}
+        self._calls: dict[tuple[str, Exchange, bool], Call] = {}
         self._s_per_byte: dict[tuple, dict[Link, float]] = {}
 
-    def call(self, exchange: Exchange, purpose: str = "data") -> Call:
-        key = (purpose, exchange)
+    def call(self, exchange: Exchange, purpose: str = "data", *, has_nodes: bool = False) -> Call:
+        """A collective of a group with this ``purpose``. It ``has_nodes`` of autograd if it belongs to a
+        redistribution of the program that passes do."""
+        key = (purpose, exchange, has_nodes)
         if key not in self._calls:
-            self._calls[key] = self._call(purpose, exchange)
+            self._calls[key] = self._call(purpose, exchange, has_nodes)
         return self._calls[key]
 
-    def _call(self, purpose: str, exchange: Exchange) -> Call:
+    def _call(self, purpose: str, exchange: Exchange, has_nodes: bool) -> Call:
         kind = (exchange.performed, exchange.ranks, exchange.sent)
         if kind not in self._s_per_byte:
             self._s_per_byte[kind] = exchange.link_s_per_byte(self.costs.cluster)
@@ -48,7 +50,7 @@ class Channels:
         # file allows
         links = [(link, min(s * size_bytes, seconds)) for link, s in self._s_per_byte[kind].items()]
         host = {c: self.costs.exchange_host_s(r, name, ranks, size_bytes) / 2 for c, r in each}
-        if purpose != "gradient":
+        if has_nodes:
             host = {c: host[c] + self.costs.redistribution_s(r) / 2 for c, r in each}
         if exchange.joined:
             host = {c: host[c] + self.costs.join_s(r, size_bytes) / 2 for c, r in each}

@@ -100,7 +100,7 @@ class Simulation:
             backward = timed.backward.on(step.backward, self.network)
         self.parts: Parts = Parts(self.sheet, self.network, slowdown, cold, forward, backward, loss)
         self._once = self._once_per_step(program)
-        self._overhead_s = self._own_work_s(program)
+        self.overhead_s = self._own_work_s(program)
         self.pipeline = None
         if self.samples is not None and self.samples.stages:
             self.pipeline = Pipeline(self.parts, self.samples)
@@ -114,8 +114,10 @@ class Simulation:
         if len(working) < 2 or not program.batch_inputs:
             return out
         seconds = {  # devices of one class spend equally long
-            c: self.costs.overhead_s(r)
-            or self.costs.exchange_host_s(r, "all_gather", working, AGREEMENT_BYTES)
+            c: max(
+                self.costs.overhead_s(r),
+                self.costs.exchange_host_s(r, "all_gather", working, AGREEMENT_BYTES),
+            )
             for c, r in {class_of[r]: r for r in working}.items()
         }
         for r in working:
@@ -304,8 +306,8 @@ class Simulation:
         run.optimizer()
         run.start_gathers()
         for kind, rank in enumerate(alike.firsts):
-            if self._overhead_s[rank]:
-                run.advance(kind, self._overhead_s[rank] + run.cold_s(kind))
+            if self.overhead_s[rank]:
+                run.advance(kind, self.overhead_s[rank] + run.cold_s(kind))
         if self._once is not None:
             sheet, forward = self._once
             run.go_through(forward, sheet.seconds(program, ranks=alike.firsts)[0])

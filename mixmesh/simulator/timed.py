@@ -72,7 +72,7 @@ def time_pass(order: Pass, sheet: Sheet, network: Channels) -> TimedPass:
 
 def calls_of(order: Pass, network: Channels) -> tuple[Call, ...]:
     """Adds a call for each collective of a pass."""
-    return tuple([network.call(exchange, purpose) for exchange, purpose in order.exchanges])
+    return tuple([network.call(exchange, purpose, has_nodes=True) for exchange, purpose in order.exchanges])
 
 
 @dataclass(frozen=True)

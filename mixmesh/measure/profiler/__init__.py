@@ -106,7 +106,9 @@ def profile(
     ops, skipped = measure_ops(graph, shares, meter, comm.device, declared, deadline, progress)
     progress("whole steps")
     own = device_key(declared)
-    costs = CostModel(cluster, Profile({own: DeviceProfile(ops, 0.0, 0)}, ()), tf32=tf32_now())
+    # devices lend each other operators in these costs as in those that plan
+    lenders = {key: DeviceProfile(others, 0.0, 0) for key, others in everyones((own, ops))}
+    costs = CostModel(cluster, Profile(lenders | {own: DeviceProfile(ops, 0.0, 0)}, ()), tf32=tf32_now())
     device_class, steps_s = costs.class_of[comm.rank], limit.left_s(STEPS)
     with kept_state(job.model):
         steps = measure_steps(

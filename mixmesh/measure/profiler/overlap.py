@@ -59,7 +59,7 @@ def measure_overlap(comm: Comm, links: tuple[LinkMeasurement, ...], limit: Limit
         return Overlap(0.0 if is_over(limit) else slowdown(comm, channel, links), host_s)
     # before the many lines below, because every plan sums gradients beside computing
     slowed = slowdown(comm, channel, links)
-    redistributed_s = redistribution_s(comm)
+    redistributed_s = 0.0 if is_over(limit) else redistribution_s(comm)
     host_s, beside_s = {}, {}
     sizes = PIECE_BYTES[0], largest_bytes(links, comm.world_size, PIECE_BYTES, PIECE_S)
     for case in everyone_cases(comm):
@@ -183,8 +183,9 @@ def redistribution_s(comm: Comm) -> float:
     shape = len(rows), PIECE_BYTES[0] // 4
     cut, whole = Layout(Shard(0), comm.everyone, rows), Layout(REPLICATE, comm.everyone)
     how = between(comm, channel.what, shape, torch.float32, cut, whole)
-    pieces = [torch.zeros(1, shape[1], requires_grad=True) for _ in range(REDISTRIBUTIONS)]
-    full, token = torch.zeros(shape), torch.zeros(0)
+    zeros = partial(torch.zeros, dtype=torch.float32, device=comm.device)
+    pieces = [zeros(1, shape[1], requires_grad=True) for _ in range(REDISTRIBUTIONS)]
+    full, token = zeros(shape), zeros(0)
 
     def differentiable() -> None:
         tokens: list[torch.Tensor] = []
@@ -203,7 +204,9 @@ def redistribution_s(comm: Comm) -> float:
         work()
         return time.thread_time() - started
 
-    differences = [once(differentiable) - once(plain) for _ in range(1 + REPEATS)][1:]  # the first warms up
+    # the first one warms up; within whatever context of the caller's script
+    with torch.enable_grad():
+        differences = [once(differentiable) - once(plain) for _ in range(1 + REPEATS)][1:]
     return max(statistics.median(differences) / (2 * REDISTRIBUTIONS), 0.0)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import add
 
 from ...cluster import Cluster, Device
 from ...cost import CostModel, Profile, device_key
@@ -45,8 +46,9 @@ class Solver:
         self.cluster, self.profile, self.optimizer_states = cluster, profile, optimizer_states
 
     def planned_own_s(self, plan: Plan) -> tuple[float, ...]:
-        """For each rank, the planned seconds of computing in a step."""
-        return self._simulated(plan, CostModel(self.cluster, self.profile, tf32=plan.tf32))[1].compute_s
+        """For each rank, the planned seconds in a step that are not waits: of computing, and of the runtime's
+        own work."""
+        return own_seconds(*self._simulated(plan, CostModel(self.cluster, self.profile, tf32=plan.tf32)))
 
     def factors(self, plan: Plan, own_s: Sequence[float]) -> tuple[float, ...]:
         """For each rank, ``own_s`` over the planned seconds. A rank that does not compute, or was not
@@ -76,7 +78,8 @@ class Solver:
             predicted_peak_memory_bytes=timeline.peak_memory_bytes,
         )
         moved = moved_bytes(plan.program, candidate.program, self.optimizer_states)
-        return Solved(candidate, timeline.step_s / before.step_s, timeline.compute_s, moved)
+        own = own_seconds(simulation, timeline)
+        return Solved(candidate, timeline.step_s / before.step_s, own, moved)
 
     def costs(self, plan: Plan, own_s: Sequence[float]) -> CostModel:
         """The costs of the cluster at the observed speeds of its devices."""
@@ -119,6 +122,11 @@ class Solver:
                 proposal = polished(proposal, name, simulation)
             if (fitted := with_micro_batches(plan, proposal)) is not None:
                 yield fitted
+
+
+def own_seconds(simulation: Simulation, timeline: Timeline) -> tuple[float, ...]:
+    """For each rank, the simulated seconds in a step that are not waits."""
+    return tuple(map(add, timeline.compute_s, simulation.overhead_s))
 
 
 def corrected_costs(
