@@ -3,8 +3,8 @@
 A slow device has time to measure only some operators, on few shares. What it lacks takes as many times longer
 than on another device as the operators that both have measured: an operator's own time on another device says
 more about it than the operators of its class do. One measured at a single share takes as many times longer at
-other shares as it does on another device. A product that no device has measured with other inputs cut takes as
-many times longer so as the same products of other sizes.
+other shares as it does on another device. A product that no device has measured with other inputs cut takes
+as many times longer so as the same products of other sizes.
 """
 
 from __future__ import annotations

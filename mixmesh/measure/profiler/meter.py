@@ -12,8 +12,8 @@ import torch
 from ...runtime.accelerator import synchronize
 
 REPEATS = 3
-# Work that takes longer by the clock, pauses of a quota included, is measured once after its first run, unless
-# something has to be done between: that is exact enough, and a slow device has no time for more.
+# Work that takes longer by the clock, with pauses of a quota, is measured once after its first run unless
+# something comes between runs: that is exact enough, and a slow device has no time for more.
 LONG_S = 0.02
 
 
