@@ -128,8 +128,8 @@ class CostModel:
         profile holds."""
         device = self.classes[device_class]
         measured = self.measured_op(call, device)
-        lenders = [self.measured_op(call, other) for other in self.classes if other.kind == device.kind]
-        cuts = dict.fromkeys(cut for op in lenders if op is not None for cut in op.cuts)
+        measurements = (measured, *self._measured_by_others(call, device).values())
+        cuts = dict.fromkeys(cut for op in measurements if op is not None for cut in op.cuts)
         times = [self._op(call, grads, device, cut) for cut in ("", *cuts)]
         if measured and parts:
             times.append(self._estimated(call, grads, device))
@@ -166,20 +166,23 @@ class CostModel:
         measured = self.measured_op(call, device)
         if measured is not None and not lending.lacks(measured, cut):
             return measured
-        others = [other for other in self.classes if other.kind == device.kind and other != device]
-        of_others = [(other, lent) for other in others if (lent := self.measured_op(call, other)) is not None]
-        # those with a shape of their own first
-        of_others.sort(key=lambda pair: len(pair[1].forward.points) == 1)
+        lent_by = self._measured_by_others(call, device)
         if measured is not None:
-            for _, lent in of_others:
+            for lent in lent_by.values():
                 measured = lending.with_shape(measured, lent)
-            lenders = [lent for _, lent in of_others if cut in lent.cuts] if cut not in measured.cuts else []
+            lenders = [lent for lent in lent_by.values() if cut in lent.cuts and cut not in measured.cuts]
             return lending.with_cuts(measured, lenders[0]) if lenders else measured
-        for other, lent in of_others:
+        for other, lent in lent_by.items():
             pace = self._pace(device, other, is_product(call))
             if pace is not None:
                 return lending.slower(lent, pace)
         return measured
+
+    def _measured_by_others(self, call: Call, device: Device) -> dict[Device, OpMeasurement]:
+        """The measurements of an operator on other devices of the kind; those at several shares first."""
+        others = [other for other in self.classes if other.kind == device.kind and other != device]
+        pairs = [(other, op) for other in others if (op := self.measured_op(call, other)) is not None]
+        return dict(sorted(pairs, key=lambda pair: len(pair[1].forward.points) == 1))
 
     def _longer_if_cut(self, call: Call, cut: str) -> tuple[float, float]:
         name, _, _ = op_key(call).partition("(")

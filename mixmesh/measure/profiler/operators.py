@@ -78,8 +78,8 @@ def measure_ops(
     measured = [(key, node, call) for key, (node, call) in order if key in measurements]
     weighted = [(key, node, call) for key, node, call in measured if has_weight(graph, node)]
     # A slow device may have no time for all of these. How much longer a product takes whose weight is cut can
-    # only be measured, while its seconds at other shares are nearly in proportion. A line through larger
-    # shares does not give the cost of micro-batches.
+    # only be measured, while other shares can be had from another device. A line through larger shares does
+    # not give the cost of micro-batches.
     rounds = (
         ("with a part of their weight", weighted, partial(with_cuts, shares=likely)),
         ("at other shares", measured, partial(with_shares, shares=others)),
@@ -188,7 +188,9 @@ def with_cuts(
     known: OpMeasurement, bench: Bench, node: Node, call: Call, shares: Sequence[float]
 ) -> OpMeasurement:
     """The measurement extended by the other ways to cut a product, at these shares."""
-    return with_points(known, measure_cuts(bench, node, call, shares))
+    cuts = measure_cuts(bench, node, call, shares)
+    more = {cut: joined(curves, known.cuts.get(cut, curves)) for cut, curves in cuts.items()}
+    return replace(known, cuts=known.cuts | more)
 
 
 def measure_cuts(
@@ -210,12 +212,6 @@ def extended(known: OpMeasurement, curves: tuple[Curve, Curve]) -> OpMeasurement
     """The measurement with the points of these forward and backward curves too."""
     forward, backward = joined((known.forward, known.backward), curves)
     return replace(known, forward=forward, backward=backward)
-
-
-def with_points(known: OpMeasurement, cuts: dict[str, tuple[Curve, Curve]]) -> OpMeasurement:
-    """The measurement with these points for other cut inputs besides those that it had before."""
-    more = {cut: joined(curves, known.cuts.get(cut, curves)) for cut, curves in cuts.items()}
-    return replace(known, cuts=known.cuts | more)
 
 
 def joined(curves: tuple[Curve, Curve], others: tuple[Curve, Curve]) -> tuple[Curve, Curve]:

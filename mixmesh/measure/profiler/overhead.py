@@ -4,28 +4,17 @@ batch, the parallel model's node of autograd. A model of one number is trained, 
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from ...frontend.trace.autocast import no_autocast
-from ...lang.ir import (
-    PARTIAL,
-    REPLICATE,
-    Instruction,
-    Placement,
-    Program,
-    Ref,
-    Shard,
-    TensorType,
-    ValueType,
-    make_ratio,
-)
+from ...lang.ir import Program, make_ratio, parse_program
 from ...runtime.comm import Comm
 from ...runtime.parallel import parallelize
 from .limit import REST, Limit
+from .meter import Meter
 
 FIRST_STEPS, STEPS = 3, 7
 
@@ -45,20 +34,16 @@ def data_parallelism(world_size: int) -> Program:
     """The program of data parallelism of ``OneNumber`` on two samples of the first rank and one of every
     other. With equal shares a whole batch could be one rank's rows of a larger one, and ranks would compare
     its values in every step."""
-    rows = world_size + 1
-    ratio = make_ratio([2.0, *[1.0] * (world_size - 1)])
-
-    def typed(shape: tuple[int, ...], placement: Placement) -> TensorType:
-        return TensorType(ValueType("f32", shape), placement, "r" if isinstance(placement, Shard) else None)
-
-    cut = typed((rows, 1), Shard(0))
-    instructions = (
-        Instruction(("x",), (cut,), "input", ("x",)),
-        Instruction(("weight",), (typed((1, 1), REPLICATE),), "param", ("weight",)),
-        Instruction(("y",), (cut,), "aten.linear", (Ref("x"), Ref("weight"))),
-        Instruction(("loss",), (typed((), PARTIAL),), "aten.mean", (Ref("y"),)),
-    )
-    return Program("one_number", world_size, (("r", ratio),), instructions, "loss")
+    rows, shares = world_size + 1, make_ratio([2.0, *[1.0] * (world_size - 1)])
+    return parse_program(f"""program one_number world={world_size} {{
+  ratio r = [{", ".join(map(repr, shares))}]
+  %x = input("x") : f32[{rows}, 1] S(0)@r
+  %weight = param("weight") : f32[1, 1] R
+  %y = aten.linear(%x, %weight) : f32[{rows}, 1] S(0)@r
+  %loss = aten.mean(%y) : f32[] P(sum)
+  return %loss
+}}
+""")
 
 
 def measure_overhead(
@@ -77,13 +62,14 @@ def measure_overhead(
         return 0.0
     # within whatever contexts of the caller's script
     with no_autocast(), torch.enable_grad():
-        own_s = step_s(comm) - 2 * summed_s[0]  # of the gradient, and of the loss
+        own_s = step_s(comm) - 2 * summed_s[0]  # gradient and loss
     return max(own_s, 0.0)
 
 
 def step_s(comm: Comm) -> float:
     """The CPU seconds by which a step of ``OneNumber`` is longer in parallel than alone, its two sums
     included. Collective."""
+    clock = Meter(comm.device, emulated=True)  # reads CPU time
     program = data_parallelism(comm.world_size)
     batch = torch.ones(comm.world_size + 1, 1, dtype=torch.float32, device=comm.device)
     alone = OneNumber(comm.device)
@@ -112,18 +98,8 @@ def step_s(comm: Comm) -> float:
         for _ in range(FIRST_STEPS):
             step()
             local_step()
-        return cpu_s(step) - cpu_s(local_step)
+        # medians leave out the few steps in which ranks compare their parameters
+        both_s = [statistics.median(clock.once(work) for _ in range(STEPS)) for work in (step, local_step)]
+        return both_s[0] - both_s[1]
     finally:
         parallel.comm.close()
-
-
-def cpu_s(work: Callable[[], object]) -> float:
-    """The median CPU seconds of this thread for ``work``. It leaves out the few steps in which ranks compare
-    their parameters."""
-
-    def once() -> float:
-        started = time.thread_time()
-        work()
-        return time.thread_time() - started
-
-    return statistics.median(once() for _ in range(STEPS))

@@ -26,6 +26,7 @@ from ...runtime.messages import meet
 from ...runtime.redistribute import between
 from .limit import BESIDE, Limit
 from .links import ALGORITHMS, EVEN, Case, prepared, rows_of
+from .meter import Meter
 
 WINDOW_S = 0.3  # seconds of computing alone, and about as long during communication
 ROUNDS = 3
@@ -33,7 +34,7 @@ BUCKET_BYTES = (2**12, 2**22)
 PIECE_BYTES = (2**12, 2**21)
 PIECE_S = 0.06  # limit on the seconds of a collective of the larger size
 REPEATS = 5
-REDISTRIBUTIONS = 8  # of different pieces, in one pass
+REDISTRIBUTIONS = 8  # different pieces in one pass
 MAX_SUMS = 64  # limit on the sums made one after the other
 SIDE = 160  # side of the square matrices that are multiplied meanwhile
 
@@ -199,11 +200,7 @@ def redistribution_s(comm: Comm) -> float:
         for _ in pieces:
             collectives.reduce_scatter(channel, full, rows)
 
-    def once(work: Callable[[], object]) -> float:
-        started = time.thread_time()
-        work()
-        return time.thread_time() - started
-
+    once = Meter(comm.device, emulated=True).once  # reads CPU time
     # the first one warms up; within whatever context of the caller's script
     with torch.enable_grad():
         differences = [once(differentiable) - once(plain) for _ in range(1 + REPEATS)][1:]
