@@ -34,6 +34,7 @@ from ..lang.ir import (
 from ..lang.ir.dtypes import on_rank
 from ..lang.ir.samples import draws_numbers
 from .comm import Comm
+from .direct import DirectCall
 from .gradients import wait_now
 from .inspection import Inspector
 from .layout import Layout, layout
@@ -318,10 +319,17 @@ class _Writer:
                 self.open_regions.add(number)
                 self._line(f"again{number} = region(keep)", i)
             call, arguments = f"again{number}.run", [call, *arguments]
-        if self._can_be_compiled(i, call):
-            self._add_to_segment(i, call, results, arguments)
+        direct = self.bound.get(call)
+        if isinstance(direct, DirectCall):  # without a function of our own around the operator
+            text, bound = direct.code(call, arguments)
+            self.bound |= bound
+            line = f"{', '.join(results)}{',' * direct.returns_list} = {text}"
         else:
-            self._line(f"{', '.join(results)}, = {call}({', '.join(arguments)})", i)
+            line = f"{', '.join(results)}, = {call}({', '.join(arguments)})"
+        if self._can_be_compiled(i, call):
+            self._add_to_segment(i, line, results, arguments)
+        else:
+            self._line(line, i)
 
     def _plain_operator(self, n: int, i: Instruction) -> Callable[..., tuple]:
         """The local operator, without anything that inspects it."""
@@ -338,13 +346,13 @@ class _Writer:
         is_plain = call.startswith("op") and not is_sfb(i) and wgrad_of(i) is None
         return self.segment is not None and is_plain and not draws_numbers(i.op)
 
-    def _add_to_segment(self, i: Instruction, call: str, results: list[str], arguments: list[str]) -> None:
+    def _add_to_segment(self, i: Instruction, line: str, results: list[str], arguments: list[str]) -> None:
         assert self.segment is not None  # checked by _can_be_compiled
         buckets = {self.bucket_of[name] for name in i.inputs if name in self.bucket_of}
         if self.segment.buckets and buckets - self.segment.buckets:
             self._close_segment()
         self.segment.buckets |= buckets
-        self.segment.add(call, results, arguments)
+        self.segment.add(line, results, arguments)
 
     def _apart(self, n: int, i: Instruction, plain: Callable[..., tuple]) -> Callable[..., tuple]:
         local = local_call(self.program, i, self.rank, self.window)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from operator import is_
+from itertools import chain
+from operator import is_, methodcaller
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +22,16 @@ class Tables:
     present ones takes a tenth of the time of asking the model for its parameters."""
 
     def __init__(self) -> None:
-        self._seen: list[tuple[Mapping[str, object], tuple]] = []
+        self._tables: list[Mapping[str, object]] = []
+        self._lengths: list[int] = []
+        self._values: list[object] = []
         self._buffers: list[tuple[str, Mapping[str, Tensor | None], str]] = []
 
     def see(self, model: nn.Module) -> None:
         modules = dict(model.named_modules(remove_duplicate=False))
-        tables = (table for m in modules.values() for table in (m._parameters, m._modules))
-        self._seen = [(table, tuple(table.values())) for table in tables]
+        self._tables = [table for m in modules.values() for table in (m._parameters, m._modules)]
+        self._lengths = list(map(len, self._tables))
+        self._values = list(self._present())
         self._buffers = [
             (f"{prefix}.{key}" if prefix else key, m._buffers, key)
             for prefix, m in modules.items()
@@ -40,10 +44,14 @@ class Tables:
         return {name: x for name, x in values if x is not None}
 
     def are_as_seen(self) -> bool:
-        return bool(self._seen) and all(
-            len(table) == len(values) and all(map(is_, table.values(), values))
-            for table, values in self._seen
+        return (
+            bool(self._tables)
+            and list(map(len, self._tables)) == self._lengths
+            and all(map(is_, self._present(), self._values))
         )
+
+    def _present(self) -> Iterator[object]:
+        return chain.from_iterable(map(methodcaller("values"), self._tables))
 
 
 @dataclass(frozen=True)
@@ -81,7 +89,7 @@ class Guards:
                 if len(now) != len(self.shown) or not all(map(is_, now, self.shown)):
                     raise self._replaced(model)
                 self.tables.see(model)
-            for name, p, mine, trainable in zip(self.names, self.shown, self.inner, self.trainable):
+            for name, p, trainable in zip(self.names, self.shown, self.trainable):
                 if p.requires_grad and not trainable:
                     raise InputError(
                         f"{name} was frozen when the plan was made: the program computes no gradient of it",
@@ -92,8 +100,10 @@ class Guards:
                             f"set requires_grad before planning: {AGAIN}",
                         ),
                     )
-                if p.data_ptr() != mine.data_ptr():
-                    _follow(name, p, mine)
+            if list(map(Tensor.data_ptr, self.shown)) != list(map(Tensor.data_ptr, self.inner)):
+                for name, p, mine in zip(self.names, self.shown, self.inner):
+                    if p.data_ptr() != mine.data_ptr():
+                        _follow(name, p, mine)
 
     def check_conversion(self, fn: Callable[[Tensor], Tensor]) -> None:
         for dtype in {p.dtype for p in self.inner}:

@@ -18,6 +18,7 @@ from ..frontend.trace.schema import overload
 from ..lang.ir import Arg, DType, Instruction, Program, Ref, Shard, TensorType, map_refs, shard_sizes
 from ..lang.ir.samples import draws_numbers
 from ..lang.rules import RULES, LocalCall, call_of
+from .direct import Slot, direct_call
 from .empty import empty_op, is_empty
 from .kernels import KERNELS, PlainOp, Site, seeded_kernel
 from .random import RandomPolicy
@@ -83,7 +84,6 @@ def plain_op(i: Instruction, local: LocalCall, device: torch.device) -> PlainOp:
     args, kwargs = i.args, i.kwargs
     if rule is not None and rule.local is not None:
         args, kwargs = rule.local(local)
-    op = aten_op(i.op)
     slots: list[int] = []
 
     def slot(_: Ref) -> Slot:
@@ -94,29 +94,8 @@ def plain_op(i: Instruction, local: LocalCall, device: torch.device) -> PlainOp:
     kwargs_template = {k: to_torch(map_refs(v, slot)) for k, v in kwargs}
     if not slots:
         kwargs_template["device"] = device
-    single = len(i.results) == 1
-    returns_list = not single or i.op in RETURNS_LIST
-    if all(isinstance(a, Slot) or not _has_slot(a) for a in args_template) and not any(
-        _has_slot(v) for v in kwargs_template.values()
-    ):
-        fixed = tuple(None if isinstance(a, Slot) else a for a in args_template)
-        if all(isinstance(a, Slot) for a in args_template[: len(slots)]):
-            rest = fixed[len(slots) :]  # the usual case: tensors first, then plain values
-
-            def run_first(*tensors):
-                out = op(*tensors, *rest, **kwargs_template)
-                return tuple(out) if returns_list else (out,)
-
-            return run_first
-
-    def run(*tensors):
-        out = op(
-            *(_fill(a, tensors) for a in args_template),
-            **{k: _fill(v, tensors) for k, v in kwargs_template.items()},
-        )
-        return tuple(out) if returns_list else (out,)
-
-    return run
+    returns_list = len(i.results) > 1 or i.op in RETURNS_LIST
+    return direct_call(i.op, aten_op(i.op), args_template, kwargs_template, returns_list)
 
 
 RETURNS_LIST = frozenset(
@@ -127,25 +106,9 @@ RETURNS_LIST = frozenset(
 )  # fmt: skip
 
 
-class Slot(int):
-    """Marks the place of a tensor in an argument template."""
-
-
 def to_torch(arg: Arg):
     if isinstance(arg, DType):
         return TORCH_DTYPE[arg.name]
     if isinstance(arg, tuple):
         return [to_torch(a) for a in arg]
-    return arg
-
-
-def _has_slot(arg) -> bool:
-    return isinstance(arg, Slot) or (isinstance(arg, list) and any(map(_has_slot, arg)))
-
-
-def _fill(arg, tensors):
-    if isinstance(arg, Slot):
-        return tensors[arg]
-    if isinstance(arg, list):
-        return [_fill(a, tensors) for a in arg]
     return arg

@@ -34,9 +34,9 @@ class Segment:
     dropped: dict[str, None] = field(default_factory=dict)
     _defined: set[str] = field(default_factory=set)
 
-    def add(self, call: str, results: Sequence[str], arguments: Sequence[str]) -> None:
-        """Adds one operator; a result that is not used is ``_``."""
-        self.lines.append(f"{', '.join(results)}, = {call}({', '.join(arguments)})")
+    def add(self, line: str, results: Sequence[str], arguments: Sequence[str]) -> None:
+        """Adds the line of one operator; a result that is not used is ``_``."""
+        self.lines.append(line)
         self.num_operators += 1
         self.used.update((name, None) for name in arguments if name not in self._defined)
         kept = [name for name in results if name != "_"]
