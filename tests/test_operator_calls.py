@@ -27,7 +27,7 @@ def with_slots(value):
     return to_torch(map_refs(value, lambda ref: Slot(ref.name[1:])))
 
 
-def test_most_rows_have_samples():
+def test_most_bindings_have_samples():
     assert len(ROWS) > 0.9 * len(BINDINGS)
 
 
