@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.progress import warn_once
+from ..frontend.trace.autocast import check_casts
 from ..frontend.trace.compiled import uncompiled
 from ..frontend.trace.dtypes import TORCH_DTYPE
 from ..frontend.trace.hooks import check_gradient_hooks
@@ -104,6 +105,8 @@ def parallelize(
     reads_of(model).renew()  # so that the first call notices changes since the model was planned
     program = plan if isinstance(plan, Program) else plan.program
     check_can_follow(model)
+    if check_model and not isinstance(plan, Program):
+        check_casts(model, plan.autocast)
     watch = start_together(
         model, plan, seed=seed, device=device, timeout_s=timeout_s, heartbeat_s=heartbeat_s
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 
 import mixmesh
 from mixmesh.errors import InputError
-from mixmesh.frontend.trace.autocast import autocast_for
+from mixmesh.frontend.trace.autocast import autocast_for, check_casts
 from mixmesh.lang.plan_file import Plan
 from mixmesh.runtime.parallel import parallelize
 
@@ -124,6 +125,15 @@ def test_what_is_no_context_for_the_model(wanted):
     wanted = torch.autocast("cuda", BF16) if wanted is torch.autocast else wanted
     with pytest.raises(InputError, match="autocast"):
         mixmesh.plan(Tagger(), tokens(8), cluster(TWO), autocast=wanted)
+
+
+def test_a_model_where_the_planned_context_casts_nothing():
+    plan = mixmesh.plan(Tagger(), tokens(8), cluster(TWO), planner="ddp-proportional", autocast=BF16)
+    plan = replace(plan, autocast=("cuda", "bf16"))
+    with pytest.raises(InputError, match="casts nothing of a model on cpu") as refused:
+        mixmesh.parallelize(Tagger(), None, plan, device="cpu")
+    assert "model.to('cuda')" in str(refused.value)
+    check_casts(Tagger().to("meta"), plan.autocast)  # has no values yet
 
 
 def test_an_empty_context_casts_nothing():

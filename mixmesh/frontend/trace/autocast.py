@@ -26,10 +26,10 @@ def autocast_now(device: str) -> Autocast | None:
     return device, DTYPE_NAME[torch.get_autocast_dtype(device)]
 
 
-def device_of(model: nn.Module) -> str:
-    """The type of device that a model is on."""
+def device_of(model: nn.Module, default: str = "cpu") -> str:
+    """The type of device that a model is on, or ``default`` if it has no values."""
     tensors = (*model.parameters(), *model.buffers())
-    return next((x.device.type for x in tensors if x.device.type != "meta"), "cpu")
+    return next((x.device.type for x in tensors if x.device.type != "meta"), default)
 
 
 def autocast_for(model: nn.Module, wanted: Any = None) -> Autocast | None:
@@ -54,13 +54,25 @@ def autocast_for(model: nn.Module, wanted: Any = None) -> Autocast | None:
             hint="autocast=torch.bfloat16",
         )
     if wanted.device != device:
-        raise InputError(
-            f"autocast on {wanted.device} casts nothing of a model on {device}",
-            expected=f"a model on {wanted.device}",
-            got=f"one on {device}",
-            hint=f"model.to({wanted.device!r}) before it is planned",
-        )
+        raise _casts_nothing(wanted.device, device, "before it is planned")
     return (device, DTYPE_NAME[wanted.fast_dtype]) if wanted._enabled else None
+
+
+def check_casts(model: nn.Module, planned: Autocast | None) -> None:
+    """Raises InputError if the context that a model was planned under casts nothing where the model is now:
+    its forward pass could not be compared with the plan's."""
+    device = device_of(model, "meta")
+    if planned is not None and device not in ("meta", planned[0]):
+        raise _casts_nothing(planned[0], device, "before it is handed over")
+
+
+def _casts_nothing(context: str, device: str, when: str) -> InputError:
+    return InputError(
+        f"autocast on {context} casts nothing of a model on {device}",
+        expected=f"a model on {context}",
+        got=f"one on {device}",
+        hint=f"model.to({context!r}) {when}",
+    )
 
 
 def under(autocast: Autocast | None) -> Any:
