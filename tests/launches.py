@@ -75,7 +75,7 @@ def start(
 ) -> subprocess.Popen:
     """Starts ``script`` with ``folder`` and ``arguments``: without torchrun for a world of 0."""
     launcher = [*TORCHRUN, str(world_size), f"--max-restarts={max_restarts}"] if world_size else []
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with open(folder / "printed", "w") as printed:
         return subprocess.Popen(
             [python(), *launcher, str(script), str(folder), *arguments],

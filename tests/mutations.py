@@ -207,11 +207,6 @@ MUTATIONS = {
     "PyTorch's own bindings": Mutation(
         "runtime/direct.py", "BINDINGS = {}", "tests/test_operator_calls.py -k binding"
     ),
-    "softmax in one kernel": Mutation(
-        "lang/operators/losses.py",
-        "_log_sums_by_softmax = lambda x: x.new_zeros(len(x))",
-        "tests/test_cross_entropy.py -k half",
-    ),
     "the runtime's own work": Mutation(
         "cost/model.py", "CostModel.overhead_s = lambda *_: 0.0", "tests/test_profile_links.py -k own_work"
     ),

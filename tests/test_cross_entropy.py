@@ -24,7 +24,6 @@ from mixmesh.lang.operators import (
     sum_exp,
     sum_exp_of_part,
 )
-from mixmesh.lang.operators import losses as operators
 from mixmesh.lang.optimizer_states import ADAM
 from mixmesh.measure.verification import verify
 from mixmesh.passes.recomputation import recomputed
@@ -48,12 +47,6 @@ RATIOS = [(0.5, 0.3, 0.2), (0.6, 0.0, 0.4), (0.02, 0.9, 0.08)]
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
-
-
-@pytest.fixture(params=[False, True], ids=["passes", "softmax"])
-def kernel(request, monkeypatch):
-    """As on a CPU, and as on a GPU, where softmax is one kernel."""
-    monkeypatch.setattr(operators, "_has_fast_softmax", lambda _: request.param)
 
 
 @pytest.fixture
@@ -97,7 +90,6 @@ def error(got, want) -> float:
 # --- the operators -------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("reduction", [NONE, SUM])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -114,7 +106,6 @@ def test_it_is_pytorchs_cross_entropy(shape, reduction, label_smoothing):
         torch.testing.assert_close(dx, want_dx, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("scale", [1.0, 30.0, 100.0])
 def test_single_precision_is_as_good_as_pytorchs(scale):
     x, target = rows((40, 3000), torch.float32, scale)
@@ -129,7 +120,6 @@ def test_single_precision_is_as_good_as_pytorchs(scale):
     assert all(a < 1.5 * b + 3e-7 for mine in ours for a, b in zip(mine, theirs)), errors
 
 
-@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("shift", [-3e38, -1e5, -700.0, 0.0, 650.0, 1e5, 1e30])
 def test_whole_rows_have_any_logits(shift):
     """Sums that f64 cannot hold are told by their logarithm."""
@@ -143,7 +133,6 @@ def test_whole_rows_have_any_logits(shift):
     torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-6 * max(1.0, abs(shift)))
 
 
-@pytest.mark.usefixtures("kernel")
 def test_parts_see_what_is_too_large_for_them():
     """No wrong number: the loss is not finite. What is very small beside the rest counts as nothing."""
     x, target = rows((4, 9))
@@ -159,7 +148,6 @@ def test_parts_see_what_is_too_large_for_them():
     assert in_parts(broken, target, (4, 5)).isnan() and whole(broken, target).isnan()
 
 
-@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_types_have_wide_losses(dtype):
     x, target = rows((12, 400), dtype)
@@ -172,7 +160,6 @@ def test_half_types_have_wide_losses(dtype):
         assert dx.dtype == dtype and error(dx, want_dx) < torch.finfo(dtype).eps
 
 
-@pytest.mark.usefixtures("kernel")
 def test_logits_are_read_piece_by_piece():
     x, target = rows((30, 40000), torch.float32)
     assert x.nbytes > 2 * PIECE_BYTES

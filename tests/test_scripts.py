@@ -83,7 +83,6 @@ def runs(tmp_path_factory) -> tuple[Path, Path]:
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
             "MIXMESH_CACHE": str(folder / "cache"),
             COMPUTE_VARIABLE: str(folder / "in the device"),  # as in the testbed
             FREE_VARIABLE: str(folder / "outside"),

@@ -38,15 +38,9 @@ def _check(x: Tensor, *of_rows: Tensor) -> None:
             raise RuntimeError(f"{list(rows)} wanted for logits {list(x.shape)}, not {list(t.shape)}")
 
 
-def _has_fast_softmax(x: Tensor) -> bool:
-    """Whether softmax is one kernel that reads a row once. On a CPU, passes over a piece in its cache are as
-    fast."""
-    return x.is_cuda
-
-
 def _pieces(x: Tensor) -> int:
     """The number of samples of ``x`` to work on at a time."""
-    piece = GPU_PIECE_BYTES if _has_fast_softmax(x) else PIECE_BYTES
+    piece = GPU_PIECE_BYTES if x.is_cuda else PIECE_BYTES
     each = x.numel() * wide(x).itemsize // max(len(x), 1)
     return max(1, piece // max(each, 1))
 
@@ -56,24 +50,16 @@ def _pieces(x: Tensor) -> int:
 
 def _log_sums(x: Tensor) -> Tensor:
     """The logarithms of the sums of exponentials over dim 1: f64 [N, ...]."""
-    if _has_fast_softmax(x):
-        return _log_sums_by_softmax(x)
     rows = _pieces(x)
     work = x.new_empty((min(rows, len(x)), *x.shape[1:]), dtype=wide(x))
-    # a piece stays in the cache between its passes
-    parts = [_top_and_total(piece, work) for piece in x.split(rows)]
-    top, totals = (torch.cat(part) for part in zip(*parts))
-    return totals.double().log_().add_(top.squeeze(1))
-
-
-def _log_sums_by_softmax(x: Tensor) -> Tensor:
-    """Like ``_log_sums``: the largest softmax of a row is the inverse of its sum of exponentials of
-    differences to the maximum."""
-    pieces = x.split(_pieces(x))
-    largest = torch.cat([torch.softmax(piece, 1, dtype=wide(x)).amax(1) for piece in pieces])
-    top = x.amax(1).double()
-    logs = top - largest.double().log_()
-    return torch.where(top == -math.inf, top, logs)
+    if not x.is_cuda:  # on a CPU a piece stays in the cache between its passes
+        parts = [_top_and_total(piece, work) for piece in x.split(rows)]
+        top = torch.cat([top for top, _ in parts])
+        totals = [total for _, total in parts]
+    else:
+        top = _top(x, work.dtype)
+        totals = [_total(piece, own, work) for piece, own in zip(x.split(rows), top.split(rows))]
+    return torch.cat(totals).double().log_().add_(top.squeeze(1))
 
 
 def _top(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -165,16 +151,12 @@ class _CrossEntropy(torch.autograd.Function):
         g = torch.where(counts, grad, 0.0)
         # exp(x - log) is the softmax; the difference corrects for rounding the logarithm to the dtype of x
         near = logs.to(g.dtype)
-        by_softmax = _has_fast_softmax(x) and x.shape[1] == num_classes
-        scale = g if by_softmax else (near - logs).exp_().to(g.dtype).mul_(g)
+        scale = (near - logs).exp_().to(g.dtype).mul_(g)
         share = smoothing / num_classes
         rows = _pieces(x)
         of_rows = [t.unsqueeze(1).split(rows) for t in (near, scale, g)]
         for piece, out, shift, factor, each in zip(x.split(rows), dx.split(rows), *of_rows):
-            if by_softmax:
-                weights = torch.softmax(piece, 1, dtype=g.dtype)
-            else:
-                weights = torch.sub(piece, shift, out=out if piece.dtype == g.dtype else None).exp_()
+            weights = torch.sub(piece, shift, out=out if piece.dtype == g.dtype else None).exp_()
             if smoothing:
                 out.copy_(weights.mul_(factor).sub_(each * share))
             else:
