@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from mixmesh.base.heap import OWN_PIECE_BYTES
+from mixmesh.base.heap import KEPT_BYTES, OWN_PIECE_BYTES
 from mixmesh.runtime import allocator
 from mixmesh.runtime.allocator import SCARCE_PIECE_BYTES, HeapLimit
+from mixmesh.step.memory import HEAP_BYTES
 
 
 @pytest.fixture
@@ -39,6 +40,12 @@ def test_a_process_within_its_plan_is_left_alone(heap):
     assert heap.times == 0 and heap.mapped == OWN_PIECE_BYTES
     HeapLimit(0).before_step()  # nothing was planned
     assert heap.times == 0
+
+
+def test_the_end_of_the_heap_may_come_and_go_within_what_was_promised(heap):
+    assert HeapLimit.of_plan(400 * 2**20).limit_bytes == 400 * 2**20 - KEPT_BYTES
+    assert HeapLimit.of_plan(0).limit_bytes == 0  # nothing was promised
+    assert HEAP_BYTES > KEPT_BYTES  # is part of every prediction
 
 
 def test_a_heap_that_grows_is_given_back(heap):

@@ -1,3 +1,6 @@
-"""The size of tensors that a CPU's heap does not hold."""
+"""How PyTorch's tensors lie in the memory of a CPU's process (``runtime.allocator``)."""
 
-OWN_PIECE_BYTES = 8 * 2**20  # these come directly from the kernel, in new pages (``runtime.allocator``)
+from __future__ import annotations
+
+OWN_PIECE_BYTES = 8 * 2**20  # larger tensors are not in the heap: they come from the kernel, in new pages
+KEPT_BYTES = 32 * 2**20  # free bytes that the heap keeps at its end

@@ -22,10 +22,9 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from ..base.heap import OWN_PIECE_BYTES
+from ..base.heap import KEPT_BYTES, OWN_PIECE_BYTES
 
 SCARCE_PIECE_BYTES = 2 * 2**20  # the same where memory is scarce
-KEPT_BYTES = 32 * 2**20  # bytes kept at the end of the heap within a step
 NEAR = 0.98  # share of the planned memory from which on memory is scarce
 SLACK = 1.1  # factor above the held memory within which a process counts as unchanged
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
@@ -61,11 +60,17 @@ class HeapLimit:
     fifth of a step of a small transformer (``python -m benchmarks compiled``).
     """
 
-    def __init__(self, planned_bytes: int) -> None:
-        self.limit_bytes = planned_bytes  # without a prediction it is 0, and nothing is returned
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes  # 0 for none: nothing is returned
         self._is_scarce = self._has_just_trimmed = False
         self._num_steps = 0
         self._peak_bytes = 0  # the most that the process had ever held before the last step
+
+    @classmethod
+    def of_plan(cls, planned_bytes: int) -> HeapLimit:
+        """The limit of a process that was promised this much; 0 for one without a prediction. The heap's end
+        may come and go within any step, so it stays free."""
+        return cls(max(planned_bytes - KEPT_BYTES, 0))
 
     def before_step(self) -> None:
         """Compares the memory of the process with the limit, and shrinks the heap or raises the limit."""

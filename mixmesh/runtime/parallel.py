@@ -229,7 +229,7 @@ def runtime_of(
         owned,
         wholes,
         torch.ones((), dtype=dtype, device=comm.device),
-        HeapLimit(planned_bytes(plan, comm)),
+        HeapLimit.of_plan(planned_bytes(plan, comm)),
         {**inner, **{name: Awaited(wholes, o.name, o.whole) for name, o in owned.items()}},
         reducer,
         LossSum(program, comm),

@@ -7,6 +7,7 @@ from itertools import chain
 
 import numpy as np
 
+from ...base.heap import KEPT_BYTES
 from ...cost.exchanges import cut_shares
 from ...cost.gpu_memory import POOL_BYTES, allocator_loss
 from ...cost.micro_steps import Part, scaled
@@ -24,7 +25,7 @@ from .state import Held, Setting
 # a CPU's heap: its loss between tensors, and small tensors that it keeps (``runtime.allocator``)
 ALLOWANCE = 0.12  # repeated runs differ by 0 to 3 %
 SMALL_ALLOWANCE = 0.9  # larger for tensors that come and go within the heap: 0.2 to 1.1 were seen
-HEAP_BYTES = 48 * 2**20
+HEAP_BYTES = 48 * 2**20 + KEPT_BYTES
 MAX_PASSES = 32  # limit on the passes over candidates for the peak
 
 
