@@ -68,12 +68,12 @@ class Case:
         return torch.autocast(device.type, torch.bfloat16) if self.numbers == BF16 else nullcontext()
 
 
-def gpt(layers: int, width: int, seq: int, batch: int) -> Job:
+def gpt(layers: int, width: int, seq: int, batch: int, words: int = 16_000) -> Job:
     """A decoder with heads of 64, and random words."""
     torch.manual_seed(0)
     blocks = [Layer(width, width // 64, 4 * width) for _ in range(layers)]
-    model = LanguageModel(blocks, words=16_000, seq=seq, width=width)
-    tokens = torch.randint(16_000, (2, batch, seq))
+    model = LanguageModel(blocks, words=words, seq=seq, width=width)
+    tokens = torch.randint(words, (2, batch, seq))
     return Job(model, {"tokens": tokens[0], "targets": tokens[1]}, optimizer=torch.optim.AdamW)
 
 
@@ -94,6 +94,9 @@ CASES = (
 SMALL = (
     Case("small f32", lambda: gpt(2, 64, 16, 4)),
     Case("small bf16", lambda: gpt(2, 64, 16, 4), BF16),
+    # so small that hardly more than issuing operators counts
+    Case("host f32", lambda: gpt(12, 64, 8, 2, 100)),
+    Case("host bf16", lambda: gpt(12, 64, 8, 2, 100), BF16),
 )
 
 

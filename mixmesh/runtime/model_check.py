@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import PlanError
 from ..frontend.trace import TORCH_DTYPE, trace
+from ..frontend.trace.autocast import check_casts
 from ..frontend.trace.outputs import first_part
 from ..lang.ir import Graph, Node, Program, outputs_of
 from ..lang.ir.graph import map_refs
@@ -69,6 +70,13 @@ class PlannedModel:
     def _batch(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         inputs = {i.args[0]: i.type.value.shape for i in self.plan.program.batch_inputs}
         return batch_of_shapes(Calls.of(self.original, self.plan), self.plan.program, inputs, args, kwargs)
+
+
+def check_can_compare(model: nn.Module, plan: Plan | Program, is_wanted: bool) -> None:
+    """Raises InputError, if it ``is_wanted`` to compare the model with a plan, where that plan's autocast
+    casts nothing of it."""
+    if is_wanted and isinstance(plan, Plan):
+        check_casts(model, plan.autocast)
 
 
 def batch_of_shapes(

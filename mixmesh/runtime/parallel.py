@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from ..base.progress import warn_once
-from ..frontend.trace.autocast import check_casts
 from ..frontend.trace.compiled import uncompiled
 from ..frontend.trace.dtypes import TORCH_DTYPE
 from ..frontend.trace.hooks import check_gradient_hooks
@@ -29,7 +28,7 @@ from .drift import DriftWatch
 from .gradients import Bucket, GradientReducer, assign_buckets
 from .guards import Guards, wrapped_twice
 from .loss import LossSum
-from .model_check import PlannedModel
+from .model_check import PlannedModel, check_can_compare
 from .node import Inner
 from .optimizer_check import check_holds_only, check_new_optimizers, check_optimizer, common_holders
 from .original import TakenOver, take_over
@@ -105,8 +104,7 @@ def parallelize(
     reads_of(model).renew()  # so that the first call notices changes since the model was planned
     program = plan if isinstance(plan, Program) else plan.program
     check_can_follow(model)
-    if check_model and not isinstance(plan, Program):
-        check_casts(model, plan.autocast)
+    check_can_compare(model, plan, check_model)
     watch = start_together(
         model, plan, seed=seed, device=device, timeout_s=timeout_s, heartbeat_s=heartbeat_s
     )
