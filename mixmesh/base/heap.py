@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-OWN_PIECE_BYTES = 8 * 2**20  # larger tensors are not in the heap: they come from the kernel, in new pages
+OWN_PIECE_BYTES = 8 * 2**20  # from this size on tensors come from the kernel, in new pages, not from the heap
 KEPT_BYTES = 32 * 2**20  # free bytes that the heap keeps at its end

@@ -8,13 +8,15 @@ and where a GPU waits for its host that time is the step's. An operator without 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..frontend.trace.schema import op_name
 
 NN = torch._C._nn
 BINDINGS: dict[str, Callable[..., Tensor]] = {
@@ -47,7 +49,6 @@ BINDINGS: dict[str, Callable[..., Tensor]] = {
     "aten.tanh": torch.tanh,
     "aten.transpose.int": torch.transpose,
     "aten.unsqueeze": torch.unsqueeze,
-    "aten.view": torch.reshape,  # a shard need not be contiguous
 }
 
 
@@ -71,22 +72,17 @@ class DirectCall:
 
     @cached_property
     def _run(self) -> Callable[..., Any]:
-        names = [f"t{n}" for n in range(self._num_tensors)]
-        text, bound = self.code("op", names)
-        return eval(f"lambda {', '.join(names)}: {text}", {"torch": torch, **bound})
+        text, bound = self.code("op", "tensors[{}]".format)
+        return eval(f"lambda *tensors: {text}", {"torch": torch, **bound})
 
-    @property
-    def _num_tensors(self) -> int:
-        return sum(map(_num_slots, (self.args, *self.options.values())))
-
-    def code(self, name: str, tensors: Sequence[str]) -> tuple[str, dict[str, Any]]:
-        """The call of this operator as ``name``, with the names of its tensors and its plain values written
-        out; and the objects that it names besides ``torch``."""
+    def code(self, name: str, tensor: Callable[[int], str]) -> tuple[str, dict[str, Any]]:
+        """The call of this operator as ``name``, with its plain values written out and the code of each
+        ``tensor`` by its number; and the objects that it names besides ``torch``."""
         bound: dict[str, Any] = {name: self.function}
 
         def text(value: object, of: str) -> str:
             if isinstance(value, Slot):
-                return tensors[value]
+                return tensor(value)
             if isinstance(value, list | tuple):
                 return f"[{', '.join(text(x, f'{of}_{n}') for n, x in enumerate(value))}]"
             if is_literal(value):
@@ -106,20 +102,14 @@ def is_literal(value: object) -> bool:
     return type(value) is float and math.isfinite(value)
 
 
-def _num_slots(value: object) -> int:
-    if isinstance(value, list | tuple):
-        return sum(map(_num_slots, value))
-    return isinstance(value, Slot)
-
-
 def direct_call(
-    op: str,
-    general: Callable[..., Any],
+    operator: torch._ops.OpOverload,
     args: tuple[Any, ...],
     options: Mapping[str, Any],
     returns_list: bool = False,
 ) -> DirectCall:
-    """The call of ``op``, which ``torch.ops`` calls as ``general``."""
-    if op == "aten._to_copy" and set(options) == {"dtype"}:
+    """The call of an operator, by its binding if there is one."""
+    name = op_name(operator)
+    if name == "aten._to_copy" and set(options) == {"dtype"}:
         return DirectCall(torch.Tensor.to, (*args, options["dtype"]), {"copy": True})
-    return DirectCall(BINDINGS.get(op, general), args, options, returns_list)
+    return DirectCall(BINDINGS.get(name, operator), args, options, returns_list)

@@ -321,7 +321,7 @@ class _Writer:
             call, arguments = f"again{number}.run", [call, *arguments]
         direct = self.bound.get(call)
         if isinstance(direct, DirectCall):  # without a function of our own around the operator
-            text, bound = direct.code(call, arguments)
+            text, bound = direct.code(call, arguments.__getitem__)
             self.bound |= bound
             line = f"{', '.join(results)}{',' * direct.returns_list} = {text}"
         else:

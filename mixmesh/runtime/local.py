@@ -28,7 +28,7 @@ LocalOp = Callable[..., tuple[torch.Tensor | None, ...]]
 
 
 @cache
-def aten_op(name: str) -> Callable:
+def aten_op(name: str) -> torch._ops.OpOverload:
     """The callable of ``aten.add.Tensor`` or ``aten.linear`` (the default overload)."""
     if name == "aten.view":
         return torch.ops.aten.reshape.default  # a shard need not be contiguous
@@ -95,7 +95,7 @@ def plain_op(i: Instruction, local: LocalCall, device: torch.device) -> PlainOp:
     if not slots:
         kwargs_template["device"] = device
     returns_list = len(i.results) > 1 or i.op in RETURNS_LIST
-    return direct_call(i.op, aten_op(i.op), args_template, kwargs_template, returns_list)
+    return direct_call(aten_op(i.op), args_template, kwargs_template, returns_list)
 
 
 RETURNS_LIST = frozenset(

@@ -163,8 +163,8 @@ class _CrossEntropy(torch.autograd.Function):
                 torch.mul(weights, factor, out=out)
         # at the label two addends may nearly cancel: they are added before they are rounded
         place = label.unsqueeze(1)
-        weights = (x.gather(1, place).squeeze(1) - logs).exp_().to(g.dtype)
-        at_label = weights.sub_(share).mul_(g).add_(g * own * (smoothing - 1))
+        softmax = (x.gather(1, place).squeeze(1) - logs).exp_().to(g.dtype)
+        at_label = softmax.sub_(share).mul_(g).add_(g * own * (smoothing - 1))
         dx.scatter_(1, place, at_label.to(dx.dtype).unsqueeze(1))
         return dx, *[None] * 7
 
