@@ -6,8 +6,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -40,7 +40,11 @@ class Seen:
 
 
 class Peers:
-    """The other ranks as this one has seen them. ``store_is_lost``: the store no longer answers."""
+    """The other ranks as this one has seen them.
+
+    ``store_is_lost``: the connection to the store has ended. ``store_is_silent``: the store has not answered
+    for as long as a rank may be silent. It may answer again: looking up a name can hold it up for seconds.
+    """
 
     def __init__(
         self,
@@ -52,7 +56,7 @@ class Peers:
     ) -> None:
         self._store, self._clock = store, clock or AwakeClock()
         store.set_timeout(timedelta(seconds=max(heartbeat_s, 2.0)))
-        self.store_is_lost = False
+        self.store_is_lost = self.store_is_silent = False
         self._rank = rank
         self._others = [r for r in range(world_size) if r != rank]
         # each rank's last state, and the time of its last new beat
@@ -61,33 +65,42 @@ class Peers:
 
     def write(self, state: Seen) -> None:
         """Shows the others the state of this rank."""
-        try:
+        with self._asking():
             self._store.set(_key(self._rank), json.dumps(vars(state)))
-        except RuntimeError:
-            self.store_is_lost = True
 
     def read(self) -> None:
         """Reads the states of the ranks that have written one."""
-        try:
+        with self._asking():
             there = [r for r in self._others if r in self._seen or self._store.check([_key(r)])]
-            states = _read(self._store, there)
-        except RuntimeError:
-            self.store_is_lost = True
-            return
-        for rank, seen in states.items():
-            if rank not in self._seen or self._seen[rank][0].beat != seen.beat:
-                self._seen[rank] = (seen, self._clock.now_s)
+            for rank, seen in _read(self._store, there).items():
+                if rank not in self._seen or self._seen[rank][0].beat != seen.beat:
+                    self._seen[rank] = (seen, self._clock.now_s)
 
     def meet(self, store: dist.Store) -> None:
         """Reads the state of ranks that have not been seen yet, all of which have written one, so that a rank
         that stops before its next beat is noticed. ``store`` is the calling thread's connection."""
+        with self._asking():
+            for rank, seen in _read(store, [r for r in self._others if r not in self._seen]).items():
+                self._seen.setdefault(rank, (seen, self._clock.now_s))
+
+    def note_silence(self, *, is_silent: bool) -> None:
+        """Notes whether the store is silent. When it answers again, the silence of all ranks begins anew,
+        because none was able to write."""
+        if self.store_is_silent and not is_silent:
+            for rank, (seen, _) in self._seen.copy().items():
+                self._seen[rank] = (seen, self._clock.now_s)
+        self.store_is_silent = is_silent
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """A context for asking the store. An answer that comes too late is left out; after any other error
+        the store is lost."""
         try:
-            states = _read(store, [r for r in self._others if r not in self._seen])
+            yield
+        except dist.DistStoreError:
+            return
         except RuntimeError:
             self.store_is_lost = True
-            return
-        for rank, seen in states.items():
-            self._seen.setdefault(rank, (seen, self._clock.now_s))
 
     def end_stopped(self, rank: int) -> None:
         """Kills the process of a rank on this machine that counts as lost because it is stopped. torchrun
@@ -117,7 +130,7 @@ class Peers:
             return ""
         if is_here:
             return f"is stopped (by a signal), for {silent_s:.0f} s" if is_stopped(seen.pid) else ""
-        if self.store_is_lost and rank:
+        if (self.store_is_lost or self.store_is_silent) and rank:
             # without the store no rank can be heard; only rank 0, whose process holds it, is checked
             return ""
         return f"has not been heard of for {silent_s:.0f} s"

@@ -23,7 +23,7 @@ from .comm import LEAST_S, RANK_VARIABLES, default_device, initialise
 from .devices import FoundDevice, device_mismatch, find_device
 from .first_rank import everyones
 from .versions import versions_text
-from .watch import Watch, watch_of_process
+from .watch import Watch, running_watch, watch_of_process
 
 DEVICE = "device"  # the key of a fact that ranks exchange but that may differ
 
@@ -77,7 +77,10 @@ class Planned:
 def compare_first(model: nn.Module) -> None:
     """Raises PlanError on all ranks if their versions or models differ: takes one small message, before
     anything is measured or planned. Collective."""
-    check_facts(list(everyones({"versions": versions_text(), **facts_of_model(model)})))
+    told = everyones({"versions": versions_text(), **facts_of_model(model)})
+    if (watch := running_watch()) is not None:
+        watch.meet_peers()
+    check_facts(list(told))
 
 
 def compare_start(watch: Watch, facts: Facts, planned: Planned, found: FoundDevice, timeout_s: float) -> None:

@@ -156,10 +156,15 @@ class Watch:
         try:
             of = (self._store, key, self.rank, self.world_size, what, timeout_s, self.raise_verdict)
             told = Round(*of).exchange(facts)
-            self._peers.meet(self._store)
+            self.meet_peers()
             return told
         finally:
             self.waiting = None
+
+    def meet_peers(self) -> None:
+        """Makes sure that a rank is noticed which stops before its next beat. All ranks have begun their
+        watches."""
+        self._peers.meet(self._store)
 
     def count_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Makes errors name the current step, counted by the steps of the first optimizer that is given, or
@@ -240,8 +245,8 @@ class Watch:
         while not self._over.wait(self._pause_s):
             self._clock.tick(most_s=3 * self._pause_s)
             asked_at = self._asked_at
-            if asked_at is not None and self._clock.now_s - asked_at > self.heartbeat_s:
-                self._peers.store_is_lost = True
+            is_late = asked_at is not None and self._clock.now_s - asked_at > self.heartbeat_s
+            self._peers.note_silence(is_silent=is_late)
             if self._verdict is None:
                 self._judge()
             elif self._clock.now_s - self._decided_at > GRACE_S and self._is_taking_part:
