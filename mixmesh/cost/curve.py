@@ -9,6 +9,9 @@ from ..base.lazy import lazy
 
 AROUND = (0.75, 1.25)
 SMALLEST = 1e-4  # few clusters have enough devices for a smaller share
+# a CPU's seconds for a few calls differ by up to this factor from one second to the next; results that need
+# new pages, and inputs that leave a cache, bend an operator's curve by more
+NOISE = 1.5
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,16 @@ class Curve:
 
     def covers(self, share: float) -> bool:
         return share <= self.points[-1][0] * 1.0001
+
+    @lazy
+    def calmed(self) -> Curve:
+        """The curve without the noise of a device whose pace changes between measurements: seconds within
+        ``NOISE`` times those of the affine fit are the fit's, and others are as many times nearer to it. Two
+        points have no fit to differ from."""
+        if len(self.points) < 3:
+            return self
+        a, b = self.affine
+        return Curve(tuple((x, max(t / NOISE, min(a + b * x, t * NOISE))) for x, t in self.points))
 
     def scaled(self, factor: float) -> Curve:
         return Curve(tuple((s, t * factor) for s, t in self.points))

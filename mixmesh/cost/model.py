@@ -81,6 +81,7 @@ class CostModel:
         self._fits: dict[tuple, CollectiveFit | MeasuredCollective] = {}
         self._scales: dict[tuple, float] = {}
         self._issues: dict[Device, float] = {}
+        self._profiles: dict[Device, DeviceProfile | None] = {}
         self._books: dict[Device, Measured] = {}
         self._longer: dict[tuple[str, str], tuple[float, float]] = {}  # by operator and cut
         self._paces: dict[tuple[Device, Device, bool], float | None] = {}
@@ -149,7 +150,11 @@ class CostModel:
         return self._measured(device) is not None
 
     def _measured(self, device: Device) -> DeviceProfile | None:
-        return self.profile.devices.get(device_key(device)) if self.profile else None
+        """The profile of a device; a CPU's is calmed, whose pace depends on what else the machine does."""
+        if device not in self._profiles:
+            measured = self.profile.devices.get(device_key(device)) if self.profile else None
+            self._profiles[device] = measured.calmed() if measured and device.kind == "cpu" else measured
+        return self._profiles[device]
 
     def _op(self, call: Call, grads: int, device: Device, cut: str) -> OpTime:
         measured = self._measured_or_lent(call, device, cut)

@@ -149,6 +149,11 @@ class OpMeasurement:
         forward, backward = self.cuts[cut]
         return forward.shaped(self.forward), backward.shaped(self.backward)
 
+    def calmed(self) -> OpMeasurement:
+        """The operator with ``Curve.calmed`` seconds, except for parts of a weight: these are products of
+        other shapes, whose seconds form no line."""
+        return replace(self, forward=self.forward.calmed, backward=self.backward.calmed)
+
 
 @dataclass(frozen=True)
 class DeviceProfile:
@@ -196,6 +201,10 @@ class DeviceProfile:
     cold: Cold = ALWAYS_WARM
     redistribution_s: float = 0.0
     overhead_s: float = 0.0
+
+    def calmed(self) -> DeviceProfile:
+        """The profile with ``OpMeasurement.calmed`` operators."""
+        return replace(self, ops={key: op.calmed() for key, op in self.ops.items()})
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import datetime
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -141,14 +141,14 @@ def profile(
         overlap.redistribution_s,
         overhead_s,
     )
-    measured = everyones((own, mine, skipped))
+    measured = everyones((own, mine, skipped, steps.sample_s))
     devices = {}
-    for key in dict.fromkeys(k for k, _, _ in measured):
-        devices[key] = merge([p for k, p, _ in measured if k == key])
+    for key in dict.fromkeys(k for k, *_ in measured):
+        devices[key] = merge([(p, sample_s) for k, p, _, sample_s in measured if k == key])
     provenance = {
         **provenance_of(graph, cluster, comm, links_s, time.perf_counter() - started),
         "compiled": compiles,
-        "skipped": sorted({op for _, _, names in measured for op in names}),
+        "skipped": sorted({op for _, _, names, _ in measured for op in names}),
     }
     comm.close()
     return Profile(devices, links, provenance)
@@ -243,10 +243,10 @@ def constant_memory(
     return next((memory for there, memory in of_all if there == machine and memory is not None), estimate)
 
 
-def merge(profiles: list[DeviceProfile]) -> DeviceProfile:
-    """Merges the profiles of equal devices into the one with the median step time; for two devices into that
-    of the slower, for which the other waits."""
-    return sorted(profiles, key=lambda p: p.step_scale)[len(profiles) // 2]
+def merge(profiles: Sequence[tuple[DeviceProfile, float]]) -> DeviceProfile:
+    """Merges the profiles of equal devices, each with its seconds for a sample, into the one with the median
+    of these; for two devices into that of the slower, for which the other waits."""
+    return sorted(profiles, key=lambda pair: pair[1])[len(profiles) // 2][0]
 
 
 def likely_share(cluster: Cluster, rank: int) -> float:

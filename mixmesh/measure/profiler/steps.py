@@ -35,11 +35,13 @@ LEAST_STEPS, FEW_STEPS = 6, 2
 @dataclass(frozen=True)
 class Steps:
     """Real seconds of a local step over the sum of its operators' in the costs, under a quota real seconds
-    over CPU seconds, and the number of samples of the last step; 0 if none fits."""
+    over CPU seconds, the number of samples of the last step, 0 if none fits, and real seconds for a sample of
+    all that were timed, 0 without steps."""
 
     scale: float = 1.0
     host_scale: float = 1.0
     samples: int = 0
+    sample_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def measure_steps(
         optimizer.zero_grad()
 
     timed_steps: list[StepTimes] = []
-    samples = 0
+    timed_samples = samples = 0
     for number, factor in enumerate(factors):
         if number and limit is not None and limit.is_past(STEPS):
             break
@@ -126,10 +128,11 @@ def measure_steps(
         predicted_s = predicted_step_s(graph, costs, device_class, count / rows)
         if predicted_s > 0 and cpu_s > 0:
             timed_steps.append(StepTimes(real_s, cpu_s, predicted_s))
+            timed_samples += count
     if not timed_steps:
         return Steps(samples=samples)
     scale, host_scale = scales_of(timed_steps, by_cpu=meter.emulated)
-    return Steps(scale, host_scale, samples)
+    return Steps(scale, host_scale, samples, sum(t.real_s for t in timed_steps) / timed_samples)
 
 
 def scales_of(times: Sequence[StepTimes], *, by_cpu: bool) -> tuple[float, float]:
