@@ -195,6 +195,9 @@ MUTATIONS = {
     "lent shapes": Mutation(
         "cost/lending.py", "with_shape = lambda op, _: op", "tests/test_lent.py -k shape"
     ),
+    "a CPU's noise is left out": Mutation(
+        "cost/profile.py", "DeviceProfile.calmed = lambda self: self", "tests/test_calmed.py -k cpu"
+    ),
     "lent operators": Mutation("cost/model.py", "CostModel._pace = lambda *_: None", "tests/test_lent.py"),
     "ranks agree on a batch": Mutation(
         "simulator/simulation.py",
