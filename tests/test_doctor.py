@@ -23,7 +23,7 @@ from mixmesh.errors import InputError, PlanError
 from mixmesh.frontend.job import Job
 from mixmesh.measure.doctor import Asked, Check, Ground, checks, examine, ground
 from mixmesh.measure.doctor.meeting import Meeting, open_store
-from mixmesh.measure.doctor.reach import Address, Listener, call
+from mixmesh.measure.doctor.reach import Address, Listener, call, look_up_s
 from mixmesh.runtime.versions import source_digest
 from mixmesh.training.preparation import prepare_job
 
@@ -212,6 +212,15 @@ def check_an_unreachable_machine(store) -> None:
     assert statuses(made).keys() == {"reachable", "collectives"}
 
 
+def check_a_name_server_that_does_not_answer(store) -> None:
+    checks.look_up_s = lambda host: 5.0
+    made = report(store, "names")
+    checks.look_up_s = look_up_s
+    assert statuses(made) == {"names": "note"} and made["names"].ranks == (0,)
+    assert made["names"].found.startswith("5.0 s for the name of 127.0.0.1")
+    assert '"::ffff:127.0.0.1 NAME" in its /etc/hosts' in made["names"].hint[0]
+
+
 def check_a_full_disk_and_little_shared_memory(store) -> None:
     least = checks.LEAST_SHARED_BYTES, checks.LEAST_CACHE_BYTES
     checks.LEAST_SHARED_BYTES = checks.LEAST_CACHE_BYTES = 2**60
@@ -244,6 +253,7 @@ WORLD = [
     check_an_unreachable_machine,
     check_another_machine_of_that_name,
     check_another_backend,
+    check_a_name_server_that_does_not_answer,
     check_a_full_disk_and_little_shared_memory,
     check_a_start_with_other_models,
     check_a_rank_that_makes_no_group,  # the last one: a thread still waits
@@ -321,4 +331,4 @@ def test_one_process_alone(capsys, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     assert execute(["doctor", "--quick", "--cache", str(tmp_path / "file" / "cache")]) == 1
     text = capsys.readouterr().out
-    assert "1 of 7 checks wrong" in text and "--cache DIR" in text
+    assert "1 of 8 checks wrong" in text and "--cache DIR" in text

@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
@@ -25,12 +26,13 @@ from ...runtime.agreement import by_value, difference, outliers
 from ...runtime.comm import leave
 from ...runtime.launch_store import own_connection
 from ...runtime.processes import process_place
-from .ground import Ground, count
+from .ground import Ground, Note, count
 from .meeting import PREFIX
-from .reach import Address, Listener, call_all, own_host
+from .reach import Address, Listener, call_all, host_towards, look_up_s, mapped, own_host
 
 SHARED_FOLDER = Path("/dev/shm")
 LEAST_SHARED_BYTES = 128 * 2**20  # containers have 64 MiB by default, which a loader's workers soon fill
+LOOK_UP_S = 1.0  # a name server that answers takes milliseconds
 LEAST_CACHE_BYTES = 64 * 2**20  # profiles and plans have a few MiB at most
 
 
@@ -121,6 +123,34 @@ def reachability(ground: Ground) -> str:
         raise unreached(ground, told, lost)
     slowest_s = max(time_s for of in reached for time_s, _ in of.values())
     return f"{count(len(pairs), 'pair')} of machines, both ways, the slowest in {slowest_s * 1e3:.2g} ms"
+
+
+def names(ground: Ground) -> str | Note:
+    """Checks that the first rank's machine soon finds the names of all machines' addresses, or that there are
+    none. PyTorch looks them up, and the store of a launch answers nobody meanwhile."""
+
+    def own_address() -> str:
+        return host_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+
+    def look_up() -> dict[str, float]:
+        hosts = list(dict.fromkeys(told)) if ground.meeting.rank == 0 else []
+        with ThreadPoolExecutor(max(1, len(hosts))) as pool:
+            return dict(zip(hosts, pool.map(look_up_s, hosts)))
+
+    told = ground.meeting.gather("the choice of addresses", own_address)
+    times_s = ground.meeting.gather("the look-up of names", look_up)[0]
+    slowest = max(times_s, key=times_s.__getitem__)
+    if times_s[slowest] > LOOK_UP_S:
+        return Note(
+            f"{times_s[slowest]:.1f} s for the name of {slowest} on the first rank's machine: a start may "
+            "take as much longer for each connection",
+            (
+                f'a line "{slowest if ":" in slowest else mapped(slowest)} NAME" in its /etc/hosts',
+                'or "options timeout:1 attempts:1" in its /etc/resolv.conf',
+            ),
+            ranks=(0,),
+        )
+    return f"{times_s[slowest] * 1e3:.2g} ms for the name of an address, on the first rank's machine"
 
 
 def unreached(ground: Ground, told: list[Any], lost: list[tuple[int, int, str]]) -> CollectiveError:

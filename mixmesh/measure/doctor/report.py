@@ -23,6 +23,7 @@ ALWAYS: tuple[Row, ...] = (
     ("versions", (), versions.versions),
     ("devices", (), checks.devices),
     ("reachable", ("rendezvous",), checks.reachability),
+    ("names", ("rendezvous",), checks.names),
     ("collectives", ("devices", "reachable"), checks.collectives),
     ("shared memory", (), checks.shared_memory),
     ("cache", (), checks.cache),
