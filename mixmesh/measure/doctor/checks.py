@@ -142,15 +142,15 @@ def names(ground: Ground) -> str | Note:
     slowest = max(times_s, key=times_s.__getitem__)
     if times_s[slowest] > LOOK_UP_S:
         return Note(
-            f"{times_s[slowest]:.1f} s for the name of {slowest} on the first rank's machine: a start may "
-            "take as much longer for each connection",
+            f"the first rank's machine takes {times_s[slowest]:.1f} s to look up the name of {slowest}: at a "
+            "start, connections may wait as long",
             (
                 f'a line "{slowest if ":" in slowest else mapped(slowest)} NAME" in its /etc/hosts',
                 'or "options timeout:1 attempts:1" in its /etc/resolv.conf',
             ),
             ranks=(0,),
         )
-    return f"{times_s[slowest] * 1e3:.2g} ms for the name of an address, on the first rank's machine"
+    return f"addresses looked up in {times_s[slowest] * 1e3:.2g} ms on the first rank's machine"
 
 
 def unreached(ground: Ground, told: list[Any], lost: list[tuple[int, int, str]]) -> CollectiveError:
