@@ -59,32 +59,33 @@ def test_auto_is_not_slower_than_a_part_or_a_planner(pair):
 # were not looked at
 USUAL, SMALL, OTHERS = {}, {"small": True}, {"seed": 2}
 ONCE_SLOWER = (
-    (24, USUAL, "ddp-tuned"),  # 1.04
-    (35, USUAL, "ddp-tuned"),  # 1.10
-    (40, USUAL, "hap"),  # 1.20
-    (56, USUAL, "poplar"),  # 1.05
-    (57, USUAL, "hap"),  # 1.02
-    (16, USUAL, "two-level"),  # 1.23
-    (37, USUAL, "ddp-tuned"),  # 1.02
-    (1, SMALL, "hap"),  # 1.03
-    (0, USUAL, "poplar"),  # 1.04
-    (9, USUAL, "machines c"),  # 1.02
-    (12, USUAL, "poplar"),  # 1.08
-    (13, USUAL, "machines a"),  # 1.02
-    (32, USUAL, "machines b"),  # 1.03
-    (34, USUAL, "pipeline"),  # 1.06
-    (57, USUAL, "pipeline"),  # 1.13
-    (9, OTHERS, "machines a c d"),  # 1.05
+    (24, USUAL, ("ddp-tuned",)),  # 1.04
+    (35, USUAL, ("ddp-tuned",)),  # 1.10
+    (40, USUAL, ("hap",)),  # 1.20
+    (56, USUAL, ("poplar",)),  # 1.05
+    (57, USUAL, ("hap", "pipeline")),  # 1.02, 1.13
+    (16, USUAL, ("two-level",)),  # 1.23
+    (37, USUAL, ("ddp-tuned",)),  # 1.02
+    (1, SMALL, ("hap",)),  # 1.03
+    (0, USUAL, ("poplar",)),  # 1.04
+    (9, USUAL, ("machines c",)),  # 1.02
+    (12, USUAL, ("poplar",)),  # 1.08
+    (13, USUAL, ("machines a",)),  # 1.02
+    (32, USUAL, ("machines b",)),  # 1.03
+    (34, USUAL, ("pipeline",)),  # 1.06
+    (9, OTHERS, ("machines a c d",)),  # 1.05
 )
 
 
-@pytest.mark.parametrize(("number", "drawn", "other"), ONCE_SLOWER)
-def test_auto_is_not_slower_where_it_once_was(number, drawn, other):
+@pytest.mark.parametrize(("number", "drawn", "others"), ONCE_SLOWER)
+def test_auto_is_not_slower_where_it_once_was(number, drawn, others):
     pair = draw_pairs(number + 1, **drawn)[number]
     model = graph_of(pair.job)
-    part = next((part for part in parts(pair.cluster) if part.name == other), None)
-    faster = make_plan(model, pair.cluster, planner=other) if part is None else make_plan(model, part)
-    assert make_plan(model, pair.cluster).predicted_step_s <= faster.predicted_step_s * (1 + TOLERANCE)
+    auto_s = make_plan(model, pair.cluster).predicted_step_s
+    for other in others:
+        part = next((part for part in parts(pair.cluster) if part.name == other), None)
+        faster = make_plan(model, pair.cluster, planner=other) if part is None else make_plan(model, part)
+        assert auto_s <= faster.predicted_step_s * (1 + TOLERANCE), other
 
 
 def test_a_fast_machine_behind_a_slow_network_works_alone():
