@@ -195,6 +195,14 @@ MUTATIONS = {
     "lent shapes": Mutation(
         "cost/lending.py", "with_shape = lambda op, _: op", "tests/test_lent.py -k shape"
     ),
+    "a store that answers late is used again": Mutation(
+        "runtime/peers.py",
+        "Peers.note_silence = lambda self, is_silent: setattr(self, 'store_is_lost', is_silent)",
+        "tests/test_silent_store.py",
+    ),
+    "ranks are known after the first comparison": Mutation(
+        "runtime/watch.py", "Watch.meet_peers = lambda self: None", "tests/test_silent_store.py -k comparison"
+    ),
     "a CPU's noise is left out": Mutation(
         "cost/profile.py", "DeviceProfile.calmed = lambda self: self", "tests/test_calmed.py -k cpu"
     ),

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from warm_python import python
 
+from mixmesh.runtime import start
 from mixmesh.runtime.awake import AwakeClock
 from mixmesh.runtime.peers import Peers, Seen
 from mixmesh.runtime.watch import Watch
@@ -59,13 +61,14 @@ def test_ranks_hear_of_each_other_when_it_goes_on(server, store):
         second.close()
 
 
-def test_a_rank_is_known_after_the_first_comparison_even_if_the_store_was_silent(store):
+def test_a_rank_is_known_after_the_first_comparison_even_if_the_store_was_silent(store, monkeypatch):
     """The thread that reads the store may hang when the other rank is stopped."""
     second = Watch(store, 1, 2, HEARTBEAT_S)
     first = Watch(store, 0, 2, HEARTBEAT_S)
     first._peers._seen.clear()
     first._peers.read = lambda: None  # it hangs
-    first.meet_peers()
+    monkeypatch.setattr(start, "running_watch", lambda: first)
+    start.compare_first(torch.nn.Linear(1, 1))
     assert 1 in first._peers.states()
     first.close()
     second.close()
