@@ -150,7 +150,8 @@ class CostModel:
         return self._measured(device) is not None
 
     def _measured(self, device: Device) -> DeviceProfile | None:
-        """The profile of a device; a CPU's is calmed, whose pace depends on what else the machine does."""
+        """The profile of a device. A CPU's is calmed, because its pace depends on what else the machine
+        does."""
         if device not in self._profiles:
             measured = self.profile.devices.get(device_key(device)) if self.profile else None
             self._profiles[device] = measured.calmed() if measured and device.kind == "cpu" else measured

@@ -18,7 +18,7 @@ from ...errors import InputError
 from ...runtime.accelerator import HOST_BACKEND
 
 CONNECT_S = 5.0  # a slower connection is useless for training
-LOOK_UPS = 2  # of an address: a packet that was lost is no fault
+LOOK_UPS = 2  # look-ups of each address, because a packet that was lost is no fault
 TOKEN_BYTES = 8
 
 
