@@ -77,10 +77,11 @@ class Peers:
                     self._seen[rank] = (seen, self._clock.now_s)
 
     def meet(self, store: dist.Store) -> None:
-        """Reads the state of ranks that have not been seen yet, all of which have written one, so that a rank
-        that stops before its next beat is noticed. ``store`` is the calling thread's connection."""
+        """Reads the states of ranks that have not been seen yet, so that a rank is noticed that stops before
+        its next beat. All that have a watch have written one. ``store`` is the calling thread's connection."""
         with self._asking():
-            for rank, seen in _read(store, [r for r in self._others if r not in self._seen]).items():
+            there = [r for r in self._others if r not in self._seen and store.check([_key(r)])]
+            for rank, seen in _read(store, there).items():
                 self._seen.setdefault(rank, (seen, self._clock.now_s))
 
     def note_silence(self, *, is_silent: bool) -> None:
