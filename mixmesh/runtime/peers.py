@@ -78,7 +78,7 @@ class Peers:
 
     def meet(self, store: dist.Store) -> None:
         """Reads the states of ranks that have not been seen yet, so that a rank is noticed that stops before
-        its next beat. All that have a watch have written one. ``store`` is the calling thread's connection."""
+        its next beat. All that have a watch have written one. ``store`` is this thread's connection."""
         with self._asking():
             there = [r for r in self._others if r not in self._seen and store.check([_key(r)])]
             for rank, seen in _read(store, there).items():
