@@ -204,7 +204,7 @@ MUTATIONS = {
         "runtime/watch.py", "Watch.meet_peers = lambda self: None", "tests/test_silent_store.py -k comparison"
     ),
     "a CPU's noise is left out": Mutation(
-        "cost/profile.py", "DeviceProfile.calmed = lambda self: self", "tests/test_calmed.py -k cpu"
+        "cost/profile.py", "DeviceProfile.calmed = property(lambda self: self)", "tests/test_calmed.py -k cpu"
     ),
     "lent operators": Mutation("cost/model.py", "CostModel._pace = lambda *_: None", "tests/test_lent.py"),
     "ranks agree on a batch": Mutation(

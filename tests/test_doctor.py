@@ -21,7 +21,7 @@ from warm_python import python
 
 from mixmesh.errors import InputError, PlanError
 from mixmesh.frontend.job import Job
-from mixmesh.measure.doctor import Asked, Check, Ground, checks, examine, ground
+from mixmesh.measure.doctor import Asked, Check, Ground, checks, examine, ground, reach
 from mixmesh.measure.doctor.meeting import Meeting, open_store
 from mixmesh.measure.doctor.reach import Address, Listener, call, look_up_s
 from mixmesh.runtime.versions import source_digest
@@ -213,9 +213,9 @@ def check_an_unreachable_machine(store) -> None:
 
 
 def check_a_name_server_that_does_not_answer(store) -> None:
-    checks.look_up_s = lambda host: 5.0
+    reach.look_up_s = lambda host: 5.0
     made = report(store, "names")
-    checks.look_up_s = look_up_s
+    reach.look_up_s = look_up_s
     assert statuses(made) == {"names": "note"} and made["names"].ranks == (0,)
     assert "takes 5.0 s to look up the name of 127.0.0.1" in made["names"].found
     assert '"::ffff:127.0.0.1 NAME" in its /etc/hosts' in made["names"].hint[0]

@@ -81,7 +81,6 @@ class CostModel:
         self._fits: dict[tuple, CollectiveFit | MeasuredCollective] = {}
         self._scales: dict[tuple, float] = {}
         self._issues: dict[Device, float] = {}
-        self._profiles: dict[Device, DeviceProfile | None] = {}
         self._books: dict[Device, Measured] = {}
         self._longer: dict[tuple[str, str], tuple[float, float]] = {}  # by operator and cut
         self._paces: dict[tuple[Device, Device, bool], float | None] = {}
@@ -152,10 +151,8 @@ class CostModel:
     def _measured(self, device: Device) -> DeviceProfile | None:
         """The profile of a device. A CPU's is calmed, because its pace depends on what else the machine
         does."""
-        if device not in self._profiles:
-            measured = self.profile.devices.get(device_key(device)) if self.profile else None
-            self._profiles[device] = measured.calmed() if measured and device.kind == "cpu" else measured
-        return self._profiles[device]
+        measured = self.profile.devices.get(device_key(device)) if self.profile else None
+        return measured.calmed if measured and device.kind == "cpu" else measured
 
     def _op(self, call: Call, grads: int, device: Device, cut: str) -> OpTime:
         measured = self._measured_or_lent(call, device, cut)

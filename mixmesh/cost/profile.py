@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 import pydantic
 
 from ..base.files import merge_mark, read_text, write_text
+from ..base.lazy import lazy
 from ..cluster import Cluster, Device, Machine
 from ..errors import InputError, unmerged, unreadable
 from ..lang.ir import Placement, Shard, refs
@@ -149,6 +150,7 @@ class OpMeasurement:
         forward, backward = self.cuts[cut]
         return forward.shaped(self.forward), backward.shaped(self.backward)
 
+    @lazy
     def calmed(self) -> OpMeasurement:
         """The operator with ``Curve.calmed`` seconds, except for parts of a weight: these are products of
         other shapes, whose seconds form no line."""
@@ -202,9 +204,10 @@ class DeviceProfile:
     redistribution_s: float = 0.0
     overhead_s: float = 0.0
 
+    @lazy
     def calmed(self) -> DeviceProfile:
         """The profile with ``OpMeasurement.calmed`` operators."""
-        return replace(self, ops={key: op.calmed() for key, op in self.ops.items()})
+        return replace(self, ops={key: op.calmed for key, op in self.ops.items()})
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ import os
 import shutil
 import socket
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
@@ -28,7 +27,7 @@ from ...runtime.launch_store import own_connection
 from ...runtime.processes import process_place
 from .ground import Ground, Note, count
 from .meeting import PREFIX
-from .reach import Address, Listener, call_all, host_towards, look_up_s, mapped, own_host
+from .reach import Address, Listener, call_all, host_towards_store, look_up_all, mapped, own_host
 
 SHARED_FOLDER = Path("/dev/shm")
 LEAST_SHARED_BYTES = 128 * 2**20  # containers have 64 MiB by default, which a loader's workers soon fill
@@ -129,15 +128,10 @@ def names(ground: Ground) -> str | Note:
     """Checks that the first rank's machine soon finds the names of all machines' addresses, or that there are
     none. PyTorch looks them up, and the store of a launch answers nobody meanwhile."""
 
-    def own_address() -> str:
-        return host_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
-
     def look_up() -> dict[str, float]:
-        hosts = list(dict.fromkeys(told)) if ground.meeting.rank == 0 else []
-        with ThreadPoolExecutor(max(1, len(hosts))) as pool:
-            return dict(zip(hosts, pool.map(look_up_s, hosts)))
+        return {} if ground.meeting.rank else look_up_all(list(dict.fromkeys(told)))
 
-    told = ground.meeting.gather("the choice of addresses", own_address)
+    told = ground.meeting.gather("the choice of addresses", host_towards_store)
     times_s = ground.meeting.gather("the look-up of names", look_up)[0]
     slowest = max(times_s, key=times_s.__getitem__)
     if times_s[slowest] > LOOK_UP_S:
@@ -145,7 +139,7 @@ def names(ground: Ground) -> str | Note:
             f"the first rank's machine takes {times_s[slowest]:.1f} s to look up the name of {slowest}: at a "
             "start, connections may wait as long",
             (
-                f'a line "{slowest if ":" in slowest else mapped(slowest)} NAME" in its /etc/hosts',
+                f'a line "{mapped(slowest)} NAME" in its /etc/hosts',
                 'or "options timeout:1 attempts:1" in its /etc/resolv.conf',
             ),
             ranks=(0,),

@@ -8,6 +8,7 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ def own_host(backend: str) -> str:
     PyTorch's ProcessGroupGloo). NCCL picks an interface itself; the one that leads to the store is assumed.
     Raises InputError for an interface that does not exist."""
     if backend != HOST_BACKEND:
-        return host_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+        return host_towards_store()
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if name:
         return interface_host(name)
@@ -91,6 +92,11 @@ def interface_host(name: str) -> str:
             hint="export GLOO_SOCKET_IFNAME=NAME on this machine, as `ip addr` names it",
         )
     return addresses[0]
+
+
+def host_towards_store() -> str:
+    """This machine's address on the route to the store of the launch."""
+    return host_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
 
 
 def host_towards(other: str) -> str:
@@ -124,16 +130,21 @@ def call_all(addresses: dict[int, Address], timeout_s: float = CONNECT_S) -> dic
 def look_up_s(host: str) -> float:
     """The seconds in which this machine finds the name of an address, or that there is none: the fewest of
     ``LOOK_UPS``."""
-    place = (host, 0, 0, 0) if ":" in host else (mapped(host), 0, 0, 0)
     times_s = []
     for _ in range(LOOK_UPS):
         started = time.perf_counter()
         with suppress(OSError):
-            socket.getnameinfo(place, 0)
+            socket.getnameinfo((mapped(host), 0, 0, 0), 0)
         times_s.append(time.perf_counter() - started)
     return min(times_s)
 
 
+def look_up_all(hosts: Sequence[str]) -> dict[str, float]:
+    """Looks up all addresses at the same time; the results are like those of ``look_up_s``."""
+    with ThreadPoolExecutor(max(1, len(hosts))) as pool:
+        return dict(zip(hosts, pool.map(look_up_s, hosts)))
+
+
 def mapped(host: str) -> str:
-    """The form in which PyTorch's sockets have an IPv4 address."""
-    return f"::ffff:{host}"
+    """The form in which PyTorch's sockets have an address: IPv6, to which IPv4 is mapped."""
+    return host if ":" in host else f"::ffff:{host}"

@@ -46,9 +46,10 @@ class Steps:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Mean seconds of a step on a batch by the clock and by the CPU time of the thread, and the sum of its
-    operators' in the costs."""
+    """The number of samples of a batch, mean seconds of a step on it by the clock and by the CPU time of the
+    thread, and the sum of its operators' in the costs."""
 
+    samples: int
     real_s: float
     cpu_s: float
     predicted_s: float
@@ -108,7 +109,7 @@ def measure_steps(
         optimizer.zero_grad()
 
     timed_steps: list[StepTimes] = []
-    timed_samples = samples = 0
+    samples = 0
     for number, factor in enumerate(factors):
         if number and limit is not None and limit.is_past(STEPS):
             break
@@ -127,12 +128,12 @@ def measure_steps(
         real_s, cpu_s = mean_s(meter, partial(step, batch), budget_s / len(factors), until)
         predicted_s = predicted_step_s(graph, costs, device_class, count / rows)
         if predicted_s > 0 and cpu_s > 0:
-            timed_steps.append(StepTimes(real_s, cpu_s, predicted_s))
-            timed_samples += count
+            timed_steps.append(StepTimes(count, real_s, cpu_s, predicted_s))
     if not timed_steps:
         return Steps(samples=samples)
     scale, host_scale = scales_of(timed_steps, by_cpu=meter.emulated)
-    return Steps(scale, host_scale, samples, sum(t.real_s for t in timed_steps) / timed_samples)
+    sample_s = sum(t.real_s for t in timed_steps) / sum(t.samples for t in timed_steps)
+    return Steps(scale, host_scale, samples, sample_s)
 
 
 def scales_of(times: Sequence[StepTimes], *, by_cpu: bool) -> tuple[float, float]:
