@@ -1,9 +1,11 @@
-"""The scaler of a job: its loss is scaled, and steps whose gradients overflow are left out by all ranks."""
+"""What ``train`` takes from a job. Its scaler: the loss is scaled, and steps whose gradients overflow are left
+out by all ranks. Its batch: each rank holds its share."""
 
 from __future__ import annotations
 
 import math
 import os
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -139,10 +141,22 @@ def check_a_checkpoint_without_a_scaler_is_refused(_) -> None:
         run("zero_3", folder, 2)
 
 
+def check_the_whole_batch_is_let_go(_) -> None:
+    """Before the first step: a rank on a CPU holds its share of a job's batch, as the plan counts."""
+    batch = rows(0)
+    whole, seen = weakref.ref(batch), []
+    jobs = [mixmesh.Job(Linear(), {"x": batch}, optimizer=sgd)]
+    del batch
+    plan = plan_of("data_parallel")
+    train(jobs.pop(), plan, steps=1, device="cpu", timeout_s=60, on_start=lambda: seen.append(whole()))
+    assert seen == [None]
+
+
 CHECKS = {
     **{kind: Trained(kind) for kind in KINDS},
     "below one": check_a_scale_below_one_mends_nothing,
     "kept without": check_a_checkpoint_without_a_scaler_is_refused,
+    "let go": check_the_whole_batch_is_let_go,
 }
 
 

@@ -303,8 +303,6 @@ def scaler_of(job: Any, model: ParallelModel) -> GradScaler | None:
     return with_agreement(job.scaler) if job.scaler is not None and job.scaler.is_enabled() else None
 
 
-@taking_part("the training")
-@memory_errors_named()
 def train(
     job: Any,
     plan: Any,
@@ -342,83 +340,85 @@ def train(
     that is not the plan's is refused. ``compile`` is passed to ``parallelize``. ``on_nan`` decides what
     happens at a loss or gradients that are not finite; if it is to stop, that raises JobError.
     """
-    model = job.model
-    optimizer = optimizer_of(job)
-    parallel, optimizer = parallelize(
-        model,
-        optimizer,
-        plan,
-        device=device,
-        timeout_s=timeout_s,
-        heartbeat_s=heartbeat_s,
-        seed=seed,
-        check_model=check_model,
-        compile=compile,
-    )
-    assert optimizer is not None  # parallelize returns an optimizer if it is given one
-    parallel.check_planned(job.batch)
-    comm = parallel.comm
-    scheduler, step_scheduler = scheduler_of(job, optimizer)
-    scaler = scaler_of(job, parallel)
-    first = 0
-    if keeper is None:
-        initial(parallel)
-        look, may_follow = ComparesFirst(parallel), balancer is not None
-        batches = own_batches(job, plan, comm.rank, epochs, look, may_follow=may_follow)
-    else:
-        batches, first = keeper.begin(Trained(parallel, optimizer, scheduler, scaler), job)
-    del job, model  # frees the parts that this rank does not need
-    if balancer is not None:
-        balancer.begin(parallel, optimizer, batches)
-    on_start()
-    wait_for_all("the start of training")
-    step_s: list[float] = []
-    losses: list[float] = []
-    recording = _Recording(parallel) if record else None
-    span: Span = nullcontext
-    is_stopped, guard = False, FiniteGuard(parallel, on_nan, scaler)
-    for number in itertools.count(first) if steps is None else range(first, steps):
-        started = time.perf_counter()
-        with span("batch"):
-            batch = next_batch(batches, comm)
-        if batch is None:
-            with comm.call(END_OF_DATA):  # if others continue, the watch reports it
+    # not as decorators, which would keep the job, and with it the whole batch, until the end
+    with taking_part("the training"), memory_errors_named():
+        model = job.model
+        optimizer = optimizer_of(job)
+        parallel, optimizer = parallelize(
+            model,
+            optimizer,
+            plan,
+            device=device,
+            timeout_s=timeout_s,
+            heartbeat_s=heartbeat_s,
+            seed=seed,
+            check_model=check_model,
+            compile=compile,
+        )
+        assert optimizer is not None  # parallelize returns an optimizer if it is given one
+        parallel.check_planned(job.batch)
+        comm = parallel.comm
+        scheduler, step_scheduler = scheduler_of(job, optimizer)
+        scaler = scaler_of(job, parallel)
+        first = 0
+        if keeper is None:
+            initial(parallel)
+            look, may_follow = ComparesFirst(parallel), balancer is not None
+            batches = own_batches(job, plan, comm.rank, epochs, look, may_follow=may_follow)
+        else:
+            batches, first = keeper.begin(Trained(parallel, optimizer, scheduler, scaler), job)
+        del job, model  # frees the parts that this rank does not need
+        if balancer is not None:
+            balancer.begin(parallel, optimizer, batches)
+        on_start()
+        wait_for_all("the start of training")
+        step_s: list[float] = []
+        losses: list[float] = []
+        recording = _Recording(parallel) if record else None
+        span: Span = nullcontext
+        is_stopped, guard = False, FiniteGuard(parallel, on_nan, scaler)
+        for number in itertools.count(first) if steps is None else range(first, steps):
+            started = time.perf_counter()
+            with span("batch"):
+                batch = next_batch(batches, comm)
+            if batch is None:
+                with comm.call(END_OF_DATA):  # if others continue, the watch reports it
+                    break
+            loaded, waited_s = time.perf_counter(), comm.waits.time_s
+            guard.backward(batch)
+            may_step = guard.may_step(number + 1, batch)
+            del batch  # freed before the next one is loaded
+            if recording is not None:
+                span = recording.before_optimizer(number - first)
+            with span("optimizer"):
+                if may_step:
+                    guard.step(optimizer, step_scheduler)
+                optimizer.zero_grad()
+            if recording is not None:
+                span = recording.after_optimizer(number - first)
+            losses.append(guard.loss(number + 1))
+            step_s.append(time.perf_counter() - started)
+            computing_s = time.perf_counter() - loaded
+            own_s = computing_s - (comm.waits.time_s - waited_s)
+            on_step(number, losses[-1], step_s[-1])
+            if balancer is not None and balancer.after_step(number + 1, computing_s, own_s):
+                is_stopped = keeper is not None and keeper.save_now(number + 1)
+                if not is_stopped:
+                    balancer.stay()
+            is_stopped = is_stopped or keeper is not None and keeper.after_step(number + 1)
+            if is_stopped:
                 break
-        loaded, waited_s = time.perf_counter(), comm.waits.time_s
-        guard.backward(batch)
-        may_step = guard.may_step(number + 1, batch)
-        del batch  # freed before the next one is loaded
-        if recording is not None:
-            span = recording.before_optimizer(number - first)
-        with span("optimizer"):
-            if may_step:
-                guard.step(optimizer, step_scheduler)
-            optimizer.zero_grad()
-        if recording is not None:
-            span = recording.after_optimizer(number - first)
-        losses.append(guard.loss(number + 1))
-        step_s.append(time.perf_counter() - started)
-        computing_s = time.perf_counter() - loaded
-        own_s = computing_s - (comm.waits.time_s - waited_s)
-        on_step(number, losses[-1], step_s[-1])
-        if balancer is not None and balancer.after_step(number + 1, computing_s, own_s):
-            is_stopped = keeper is not None and keeper.save_now(number + 1)
-            if not is_stopped:
-                balancer.stay()
-        is_stopped = is_stopped or keeper is not None and keeper.after_step(number + 1)
-        if is_stopped:
-            break
-    if balancer is not None:
-        balancer.end()
-    if keeper is not None:
-        keeper.end(first + len(losses))
-    with comm.call("the end of training"):
-        peaks = everyones_peaks(comm, len(losses), steps)
-    if not is_stopped:
-        on_end(parallel)
-    timelines = () if recording is None else recording.finish(peaks)
-    comm.close()
-    return RunReport(slowest(step_s), tuple(losses), peaks, timelines, guard.num_skipped)
+        if balancer is not None:
+            balancer.end()
+        if keeper is not None:
+            keeper.end(first + len(losses))
+        with comm.call("the end of training"):
+            peaks = everyones_peaks(comm, len(losses), steps)
+        if not is_stopped:
+            on_end(parallel)
+        timelines = () if recording is None else recording.finish(peaks)
+        comm.close()
+        return RunReport(slowest(step_s), tuple(losses), peaks, timelines, guard.num_skipped)
 
 
 class _Recording:
