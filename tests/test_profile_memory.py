@@ -15,6 +15,7 @@ from benchmarks import jobs
 from mixmesh.cost import CostModel, moved_bytes
 from mixmesh.frontend.job import Job
 from mixmesh.frontend.trace import trace
+from mixmesh.lang.ir import Graph
 from mixmesh.lang.rules import call_of
 from mixmesh.measure.profiler import steps
 from mixmesh.measure.profiler.children import Outcome
@@ -26,10 +27,10 @@ from mixmesh.measure.profiler.steps import (
     FACTORS,
     FEW_STEPS,
     LEAST_STEPS,
+    LocalSteps,
     Steps,
     fitting_count,
     kept_state,
-    measure_steps,
     predicted_step_s,
 )
 from mixmesh.measure.profiler.within import measure_within
@@ -88,7 +89,20 @@ class Counted(Hungry):
         return super().forward(x)
 
 
-def steps_of(most: int, compiles: bool = False) -> Steps:
+def timed(job: Job, meter: Meter, *, budget_s: float = 0.0, limit: Limit | None = None, **how) -> LocalSteps:
+    """The steps of a job with a share of a half, timed in every window of a profile."""
+    local = LocalSteps(job, 0.5, meter, **how)
+    for number in range(len(FACTORS)):
+        local.window(number, budget_s, limit)
+    return local
+
+
+def in_costs(local: LocalSteps, made: Graph) -> Steps:
+    return local.found(made, CostModel(cluster(THREE)), 0)
+
+
+def steps_of(most: int, compiles: bool = False) -> tuple[Steps, list[int]]:
+    """What was found, and the samples of each window."""
     batch = {"x": torch.randn(32, 8)}
     whole = Job(Hungry(32), batch, optimizer=jobs.adamw)
     made = trace(whole.model, batch).graph
@@ -96,27 +110,27 @@ def steps_of(most: int, compiles: bool = False) -> Steps:
     whole.model.most = most
     meter = Meter(CPU, emulated=False)
     with kept_state(whole.model):
-        found = measure_steps(made, whole, 0.5, CostModel(cluster(THREE)), 0, meter, 0.05, compiles)
+        local = timed(whole, meter, budget_s=0.05, compiles=compiles)
         comm = Comm(0, 1, CPU, 60.0, {})
-        within = measure_within(comm, whole, found.samples, meter, {}, (), Limit.of(comm, 0.0))
-    assert (within.optimizer_s_per_byte or 0) > 0 or not found.samples
+        within = measure_within(comm, whole, local.samples, meter, {}, (), Limit.of(comm, 0.0))
+    assert (within.optimizer_s_per_byte or 0) > 0 or not local.samples
     assert all(torch.equal(a, b) for a, b in zip(before, whole.model.parameters()))
-    return found
+    return in_costs(local, made), [w.samples for w in local.windows]
 
 
 def enough(_) -> None:
-    found = steps_of(32)
-    assert found.scale > 0 and found.samples == round(32 * 0.5 * FACTORS[-1])
+    found, samples = steps_of(32)
+    assert found.scale > 0 and samples == [round(32 * 0.5 * factor) for factor in FACTORS]
 
 
 def halved(_) -> None:
-    """5 of the 16 samples fit: 4 are measured."""
-    found = steps_of(5)
-    assert found.scale > 0 and found.samples == 5
+    """5 samples fit: of 16 that are asked for 4 are measured, of 10 half as many."""
+    found, samples = steps_of(5)
+    assert found.scale > 0 and samples == [4, 5, 4]
 
 
 def few(_) -> None:
-    """After the limit a batch is run a few times, and no other."""
+    """After the limit each window has a few steps."""
     comm = Comm(0, 1, CPU, 60.0, {})
     batch = {"x": torch.randn(32, 8)}
     whole = Job(Counted(32), batch, optimizer=jobs.adamw)
@@ -124,12 +138,9 @@ def few(_) -> None:
     counts = []
     for limit in (None, Limit.of(comm, 0.0)):
         whole.model.calls = 0
-        meter = Meter(CPU, emulated=False)
-        costs = CostModel(cluster(THREE))
-        assert measure_steps(made, whole, 0.5, costs, 0, meter, 0.0, limit=limit).scale > 0
+        assert in_costs(timed(whole, Meter(CPU, emulated=False), limit=limit), made).scale > 0
         counts.append(whole.model.calls)
-    assert counts[0] == len(FACTORS) * (1 + 1 + LEAST_STEPS)
-    assert counts[1] == 1 + 1 + FEW_STEPS
+    assert counts == [1 + len(FACTORS) * (1 + steps) for steps in (LEAST_STEPS, FEW_STEPS)]
 
 
 class Halting(Hungry):
@@ -147,8 +158,7 @@ def paused(_) -> None:
     made = trace(Hungry(32), batch).graph
     costs = CostModel(cluster(THREE))
     under_a_quota, without = (
-        measure_steps(made, whole, 0.5, costs, 0, Meter(CPU, emulated=emulated), 0.0)
-        for emulated in (True, False)
+        in_costs(timed(whole, Meter(CPU, emulated=emulated)), made) for emulated in (True, False)
     )
     assert without.host_scale == 1.0 < 2.0 < under_a_quota.host_scale
     least = 0.02 / predicted_step_s(made, costs, 0, 0.5)  # of the larger batch
@@ -171,15 +181,13 @@ def under_the_context_of_the_plan(_) -> None:
     batch = {"x": torch.randn(32, 8)}
     whole = Job(Seen(), batch, optimizer=jobs.adamw)
     for autocast in (("cpu", "bf16"), None):
-        made = trace(whole.model, batch, autocast=autocast).graph
         whole.model.seen.clear()
-        meter = Meter(CPU, emulated=False)
-        measure_steps(made, whole, 0.5, CostModel(cluster(THREE)), 0, meter, 0.0, autocast=autocast)
+        timed(whole, Meter(CPU, emulated=False), autocast=autocast)
         assert set(whole.model.seen) == {autocast is not None}
 
 
 def none(_) -> None:
-    assert steps_of(0) == Steps(samples=0)
+    assert steps_of(0) == (Steps(), [])
 
 
 def compiled(_) -> None:
@@ -192,7 +200,8 @@ def compiled(_) -> None:
 
     steps.compiled = partial(torch.compile, dynamic=False, backend=backend)
     for compiles in (False, True):
-        assert steps_of(32, compiles).scale > 0
+        found, _ = steps_of(32, compiles)
+        assert found.scale > 0
         assert len(graphs) == int(compiles)
 
 

@@ -31,7 +31,7 @@ from ...runtime.messages import meet
 from ...runtime.segments import check_can_compile
 from .constants import KeptProcess, ProcessMemory, gpu_process_memory, own_process_memory
 from .joins import measure_joins
-from .limit import LINKS, OPERATORS, OPERATORS_LEAST, PROCESS, STEPS, Limit
+from .limit import EARLY_STEPS, LINKS, OPERATORS, OPERATORS_LEAST, PROCESS, WITHIN, Limit
 from .links import link_sets, measure_links
 from .meter import Meter
 from .micro_batches import Largest, largest_micro_batches
@@ -39,7 +39,7 @@ from .operators import measure_ops, shares_to_measure
 from .overhead import measure_overhead
 from .overlap import measure_overlap
 from .rest import measure_rest
-from .steps import kept_state, measure_steps
+from .steps import FACTORS, STEPS_SHARE, LocalSteps, kept_state
 from .within import measure_within
 
 LINKS_SHARE = 0.27  # share of the budget for links; computing beside transfers has seconds of its own
@@ -98,23 +98,29 @@ def profile(
         size = batch_size(job.batch)
         assert size is not None  # micro-batches were cut from a batch with a size
         share = min(share, max(largest.samples[0], 1) / size)
-    progress("operators")
-    # links that are slower than expected must not use up the operators' time
-    deadline = time.perf_counter() + max(limit.left_s(OPERATORS), budget_s * OPERATORS_LEAST)
-    shares = shares_to_measure(share, comm.world_size)
-    declared = cluster.devices[comm.rank]
-    ops, skipped = measure_ops(graph, shares, meter, comm.device, declared, deadline, progress)
-    progress("whole steps")
+    declared, window_s = cluster.devices[comm.rank], budget_s * STEPS_SHARE / len(FACTORS)
+    with kept_state(job.model):
+        local = LocalSteps(job, share, meter, compiles=compiles, autocast=autocast)
+        progress("whole steps")
+        # a GPU has the memory for its operators first, and a pace of its own
+        is_early = comm.device.type == "cpu" and not compiles
+        if is_early:
+            local.window(0, window_s, limit, EARLY_STEPS)
+        progress("operators")
+        # links that are slower than expected must not use up the operators' time
+        deadline = time.perf_counter() + max(limit.left_s(OPERATORS), budget_s * OPERATORS_LEAST)
+        shares = shares_to_measure(share, comm.world_size)
+        ops, skipped = measure_ops(graph, shares, meter, comm.device, declared, deadline, progress)
+        progress("whole steps")
+        for number in range(int(is_early), 2):
+            local.window(number, window_s, limit)
+        within = measure_within(comm, job, local.samples, meter, overlap.host_s, joins, limit, autocast)
+        local.window(2, window_s, limit, WITHIN)
     own = device_key(declared)
     # devices lend each other operators in these costs as in those that plan
     lenders = {key: DeviceProfile(others, 0.0, 0) for key, others in everyones((own, ops))}
     costs = CostModel(cluster, Profile(lenders | {own: DeviceProfile(ops, 0.0, 0)}, ()), tf32=tf32_now())
-    device_class, steps_s = costs.class_of[comm.rank], limit.left_s(STEPS)
-    with kept_state(job.model):
-        steps = measure_steps(
-            graph, job, share, costs, device_class, meter, steps_s, compiles, limit, autocast
-        )
-        within = measure_within(comm, job, steps.samples, meter, overlap.host_s, joins, limit, autocast)
+    steps = local.found(graph, costs, costs.class_of[comm.rank])
     if within.optimizer_s_per_byte is None:
         optimizer_s = CostModel(cluster).optimizer_s(comm.rank, 1.0)
         skipped.append("whole steps, for which there is no memory, or there are no values")

@@ -16,7 +16,8 @@ from ...runtime.comm import Comm
 from ...runtime.first_rank import largest
 
 # shares of the budget by which each part has to be finished; the next part gets unused time
-PROCESS, LINKS, BESIDE, REST, OPERATORS, STEPS, WITHIN = 0.35, 0.5, 0.6, 0.7, 0.82, 0.96, 1.0
+PROCESS, LINKS, BESIDE, REST, EARLY_STEPS = 0.35, 0.5, 0.6, 0.7, 0.76
+OPERATORS, STEPS, WITHIN = 0.84, 0.94, 1.0
 OPERATORS_LEAST = 0.15  # share of the budget that operators get in any case
 
 

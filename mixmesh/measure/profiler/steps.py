@@ -27,122 +27,148 @@ from .children import Outcome, attempt_on
 from .limit import STEPS, Limit
 from .meter import Meter
 
-FACTORS = (1.0, 0.6)  # factors on the device's likely share
+FACTORS = (1.0, 0.6, 1.0)  # of each window, on the device's likely share
+STEPS_SHARE = 0.14  # share of the budget of all windows
 TRIAL_S = 60.0  # limit on the seconds of a first step
-LEAST_STEPS, FEW_STEPS = 6, 2
+LEAST_STEPS, FEW_STEPS = 4, 2
 
 
 @dataclass(frozen=True)
 class Steps:
     """Real seconds of a local step over the sum of its operators' in the costs, under a quota real seconds
-    over CPU seconds, the number of samples of the last step, 0 if none fits, and real seconds for a sample of
-    all that were timed, 0 without steps."""
+    over CPU seconds, and real seconds for a sample of all that were timed, 0 without steps."""
 
     scale: float = 1.0
     host_scale: float = 1.0
-    samples: int = 0
     sample_s: float = 0.0
 
 
 @dataclass(frozen=True)
-class StepTimes:
-    """The number of samples of a batch, mean seconds of a step on it by the clock and by the CPU time of the
-    thread, and the sum of its operators' in the costs."""
+class Window:
+    """The number of samples of a batch, and mean seconds of a step on it by the clock and by the CPU time of
+    the thread."""
 
     samples: int
     real_s: float
     cpu_s: float
-    predicted_s: float
 
 
-def measure_steps(
-    graph: Graph,
-    job: Any,
-    share: float,
-    costs: CostModel,
-    device_class: int,
-    meter: Meter,
-    budget_s: float,
-    compiles: bool = False,
-    limit: Limit | None = None,
-    autocast: Autocast | None = None,
-) -> Steps:
-    """Times local steps, if the device has the memory for steps of the whole model, and the model has values;
-    without them, no rank ever holds all of it.
+class LocalSteps:
+    """Whole steps of a job on one device, timed in windows of a profile, a batch in each. What else a machine
+    does changes its pace within seconds: two steps at one moment are off by 7 %, two in each of three moments
+    by 4 %.
 
-    Collective: all ranks run steps for equally long at the same time, as in training, so that a fast device
-    is measured while the slow ones are busy too. Every batch is tried first in a way that survives running
-    out of memory, and halved if memory runs out. After ``limit`` only one batch is run a few times. With
-    ``compiles`` the compiled model is measured with one batch, outside of any limit, as it is compiled for
-    each size of a batch.
+    If the model has no values, no rank ever holds all of it, and nothing is timed. With ``compiles`` the
+    compiled model is timed, on one batch, as it is compiled for each size of a batch.
     """
-    # the same on all ranks, which have compared their models
-    if any(p.is_meta for p in job.model.parameters()):
-        return Steps()
-    device = meter.device
-    give_back()  # frees memory that measuring operators left in the heap
-    model = job.model.to(device)
-    optimizer = optimizer_of(job)
-    rows = rows_of(job.batch)
-    timed = compiled(model) if compiles else model
-    factors = FACTORS[:1] if compiles else FACTORS
 
-    def backward(batch: Any, model: Callable[..., Any] = timed) -> None:
-        both_passes(model, batch, device, autocast)
+    def __init__(
+        self,
+        job: Any,
+        share: float,
+        meter: Meter,
+        *,
+        compiles: bool = False,
+        autocast: Autocast | None = None,
+    ) -> None:
+        self.job, self.share, self.meter, self.autocast = job, share, meter, autocast
+        self.compiles = compiles
+        self.rows = rows_of(job.batch)
+        self.windows: list[Window] = []
+        self.samples = 0  # of the last window; 0 before it, and if none fits
+        self._counts: dict[int, int] = {}  # those that fit, by those asked for
+        # the same on all ranks, which have compared their models
+        self.has_values = not any(p.is_meta for p in job.model.parameters())
+        self._timed: Callable[..., Any] | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
 
-    def step(batch: Any) -> None:
-        backward(batch)
-        optimizer.zero_grad()
+    def window(self, number: int, budget_s: float, limit: Limit | None = None, end: float = STEPS) -> None:
+        """Times steps for about ``budget_s`` seconds, if the device has the memory for steps of the whole
+        model; a few, if the ``end`` of their part of ``limit`` is over.
 
-    def optimize() -> None:
+        Collective: all ranks run steps for equally long at the same time, as in training, so that a fast
+        device is measured while the slow ones are busy too. A batch that is larger than all before is tried
+        first in a way that survives running out of memory, and halved if memory runs out.
+        """
+        if not self.has_values or (self.compiles and self.windows):
+            return
+        self.samples = count = self._fitting_count(max(1, round(self.rows * self.share * FACTORS[number])))
+        if not count:
+            meet()  # at the same time as the ranks that measure
+            return
+        batch, optimizer = self._part(count), self._optimizer_made()
+        if not self.windows:
+            self._step(batch, optimizer)
+        meet()
+        unlimited = limit is None or self.compiles
+        until = math.inf if unlimited else time.perf_counter() + limit.left_s(end)
+        real_s, cpu_s = mean_s(self.meter, partial(self._step, batch, optimizer), budget_s, until)
+        if cpu_s > 0:
+            self.windows.append(Window(count, real_s, cpu_s))
+
+    def found(self, graph: Graph, costs: CostModel, device_class: int) -> Steps:
+        """What the windows tell of the operators in these costs."""
+        predicted = {
+            count: predicted_step_s(graph, costs, device_class, count / self.rows)
+            for count in {w.samples for w in self.windows}
+        }
+        known = [(w, predicted[w.samples]) for w in self.windows if predicted[w.samples] > 0]
+        if not known:
+            return Steps()
+        scale, host_scale = scales_of(known, by_cpu=self.meter.emulated)
+        sample_s = sum(w.real_s for w in self.windows) / sum(w.samples for w in self.windows)
+        return Steps(scale, host_scale, sample_s)
+
+    def _fitting_count(self, count: int) -> int:
+        if count not in self._counts:
+            is_whole = any(fitting > asked for asked, fitting in self._counts.items())
+            if is_whole or count > max(self._counts.values(), default=0):
+                self._counts[count] = self._tried(count)
+            else:
+                self._counts[count] = count
+        return self._counts[count]
+
+    def _tried(self, count: int) -> int:
+        give_back()  # frees memory that measuring operators left in the heap
+        device = self.meter.device
+        self.job.model.to(device)
+        return fitting_count(
+            lambda count: attempt_on(device, partial(self._try, count), TRIAL_S), count, self.rows
+        )
+
+    def _optimizer_made(self) -> torch.optim.Optimizer:
+        if self._optimizer is None:
+            self._optimizer = optimizer_of(self.job)
+        return self._optimizer
+
+    def _try(self, count: int) -> None:
+        """A step with the optimizer's."""
+        model, optimizer = self.job.model, self._optimizer_made()
         for p in model.parameters():
             p.grad = torch.zeros_like(p) if p.requires_grad else None
         optimizer.step()
-
-    def part(count: int) -> Any:
-        return cut_batch(job.batch, rows, count, device)
-
-    def both(count: int) -> None:
-        optimize()
         # not compiled, because a compiler's own processes do not survive in a child
-        backward(part(count), model)
+        both_passes(model, self._part(count), self.meter.device, self.autocast)
         optimizer.zero_grad()
 
-    timed_steps: list[StepTimes] = []
-    samples = 0
-    for number, factor in enumerate(factors):
-        if number and limit is not None and limit.is_past(STEPS):
-            break
-        count = fitting_count(
-            lambda count: attempt_on(device, partial(both, count), TRIAL_S),
-            max(1, round(rows * share * factor)),
-            rows,
-        )
-        if not count:
-            meet()  # at the same time as the ranks that measure
-            continue
-        batch, samples = part(count), count
-        step(batch)
-        meet()
-        until = math.inf if limit is None or compiles else time.perf_counter() + limit.left_s(STEPS)
-        real_s, cpu_s = mean_s(meter, partial(step, batch), budget_s / len(factors), until)
-        predicted_s = predicted_step_s(graph, costs, device_class, count / rows)
-        if predicted_s > 0 and cpu_s > 0:
-            timed_steps.append(StepTimes(count, real_s, cpu_s, predicted_s))
-    if not timed_steps:
-        return Steps(samples=samples)
-    scale, host_scale = scales_of(timed_steps, by_cpu=meter.emulated)
-    sample_s = sum(t.real_s for t in timed_steps) / sum(t.samples for t in timed_steps)
-    return Steps(scale, host_scale, samples, sample_s)
+    def _step(self, batch: Any, optimizer: torch.optim.Optimizer) -> None:
+        if self._timed is None:
+            self._timed = compiled(self.job.model) if self.compiles else self.job.model
+        both_passes(self._timed, batch, self.meter.device, self.autocast)
+        optimizer.zero_grad()
+
+    def _part(self, count: int) -> Any:
+        return cut_batch(self.job.batch, self.rows, count, self.meter.device)
 
 
-def scales_of(times: Sequence[StepTimes], *, by_cpu: bool) -> tuple[float, float]:
-    """``Steps.scale`` and ``Steps.host_scale``. ``by_cpu``: a few steps meet more or fewer of a quota's
-    pauses, while their CPU time is nearly the same."""
+def scales_of(windows: Sequence[tuple[Window, float]], *, by_cpu: bool) -> tuple[float, float]:
+    """``Steps.scale`` and ``Steps.host_scale``, from windows with the seconds of a step's operators in the
+    costs. ``by_cpu``: a few steps meet more or fewer of a quota's pauses, while their CPU time is nearly the
+    same."""
     if not by_cpu:
-        return statistics.mean(t.real_s / t.predicted_s for t in times), 1.0
-    host_scale = sum(t.real_s for t in times) / sum(t.cpu_s for t in times)
-    return host_scale * statistics.mean(t.cpu_s / t.predicted_s for t in times), host_scale
+        return statistics.mean(w.real_s / predicted_s for w, predicted_s in windows), 1.0
+    host_scale = sum(w.real_s for w, _ in windows) / sum(w.cpu_s for w, _ in windows)
+    return host_scale * statistics.mean(w.cpu_s / predicted_s for w, predicted_s in windows), host_scale
 
 
 def optimizer_of(job: Any) -> torch.optim.Optimizer:
