@@ -2,8 +2,8 @@
 
 Every distinct operator of the job's graph runs forward and backward on shards of a few sizes around the
 device's likely share. A device under a CPU quota runs short bursts at full speed and then stands still, so
-single operators are timed by the CPU time of their thread. The real time of a whole step, measured after them
-at two batch sizes, turns these into seconds (``step_scale``).
+single operators are timed by the CPU time of their thread. The real time of whole steps, measured at three
+moments of a profile with two batch sizes, turns these into seconds (``step_scale``).
 """
 
 from __future__ import annotations

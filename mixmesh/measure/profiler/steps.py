@@ -59,7 +59,7 @@ class LocalSteps:
     by 4 %.
 
     If the model has no values, no rank ever holds all of it, and nothing is timed. With ``compiles`` the
-    compiled model is timed, on one batch, as it is compiled for each size of a batch.
+    compiled model is timed, in the first window only, as it is compiled for each size of a batch.
     """
 
     def __init__(
@@ -80,7 +80,6 @@ class LocalSteps:
         # the same on all ranks, which have compared their models
         self.has_values = not any(p.is_meta for p in job.model.parameters())
         self._timed: Callable[..., Any] | None = None
-        self._optimizer: torch.optim.Optimizer | None = None
 
     def window(self, number: int, budget_s: float, limit: Limit | None = None, end: float = STEPS) -> None:
         """Times steps for about ``budget_s`` seconds, if the device has the memory for steps of the whole
@@ -90,19 +89,19 @@ class LocalSteps:
         device is measured while the slow ones are busy too. A batch that is larger than all before is tried
         first in a way that survives running out of memory, and halved if memory runs out.
         """
-        if not self.has_values or (self.compiles and self.windows):
+        if not self.has_values or (self.compiles and number):
             return
         self.samples = count = self._fitting_count(max(1, round(self.rows * self.share * FACTORS[number])))
         if not count:
             meet()  # at the same time as the ranks that measure
             return
-        batch, optimizer = self._part(count), self._optimizer_made()
+        batch = self._part(count)
         if not self.windows:
-            self._step(batch, optimizer)
+            self._step(batch)
         meet()
         unlimited = limit is None or self.compiles
         until = math.inf if unlimited else time.perf_counter() + limit.left_s(end)
-        real_s, cpu_s = mean_s(self.meter, partial(self._step, batch, optimizer), budget_s, until)
+        real_s, cpu_s = mean_s(self.meter, partial(self._step, batch), budget_s, until)
         if cpu_s > 0:
             self.windows.append(Window(count, real_s, cpu_s))
 
@@ -136,14 +135,9 @@ class LocalSteps:
             lambda count: attempt_on(device, partial(self._try, count), TRIAL_S), count, self.rows
         )
 
-    def _optimizer_made(self) -> torch.optim.Optimizer:
-        if self._optimizer is None:
-            self._optimizer = optimizer_of(self.job)
-        return self._optimizer
-
     def _try(self, count: int) -> None:
         """A step with the optimizer's."""
-        model, optimizer = self.job.model, self._optimizer_made()
+        model, optimizer = self.job.model, optimizer_of(self.job)
         for p in model.parameters():
             p.grad = torch.zeros_like(p) if p.requires_grad else None
         optimizer.step()
@@ -151,11 +145,11 @@ class LocalSteps:
         both_passes(model, self._part(count), self.meter.device, self.autocast)
         optimizer.zero_grad()
 
-    def _step(self, batch: Any, optimizer: torch.optim.Optimizer) -> None:
+    def _step(self, batch: Any) -> None:
         if self._timed is None:
             self._timed = compiled(self.job.model) if self.compiles else self.job.model
         both_passes(self._timed, batch, self.meter.device, self.autocast)
-        optimizer.zero_grad()
+        self.job.model.zero_grad()
 
     def _part(self, count: int) -> Any:
         return cut_batch(self.job.batch, self.rows, count, self.meter.device)
