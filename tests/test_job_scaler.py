@@ -1,5 +1,5 @@
-"""What ``train`` takes from a job. Its scaler: the loss is scaled, and steps whose gradients overflow are left
-out by all ranks. Its batch: each rank holds its share."""
+"""Parts of a job in training. Its scaler: the loss is scaled, and all ranks leave out steps whose gradients
+overflow. Its batch: each rank holds its share."""
 
 from __future__ import annotations
 
