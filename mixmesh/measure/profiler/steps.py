@@ -27,7 +27,7 @@ from .children import Outcome, attempt_on
 from .limit import STEPS, Limit
 from .meter import Meter
 
-FACTORS = (1.0, 0.6, 1.0)  # of each window, on the device's likely share
+FACTORS = (1.0, 0.6, 1.0)  # each window's, on the device's likely share
 STEPS_SHARE = 0.14  # share of the budget of all windows
 TRIAL_S = 60.0  # limit on the seconds of a first step
 LEAST_STEPS, FEW_STEPS = 4, 2
@@ -75,7 +75,7 @@ class LocalSteps:
         self.compiles = compiles
         self.rows = rows_of(job.batch)
         self.windows: list[Window] = []
-        self.samples = 0  # of the last window; 0 before it, and if none fits
+        self.samples = 0  # the last window's; 0 before it, and if none fits
         self._counts: dict[int, int] = {}  # those that fit, by those asked for
         # the same on all ranks, which have compared their models
         self.has_values = not any(p.is_meta for p in job.model.parameters())
@@ -99,14 +99,13 @@ class LocalSteps:
         if not self.windows:
             self._step(batch)
         meet()
-        unlimited = limit is None or self.compiles
-        until = math.inf if unlimited else time.perf_counter() + limit.left_s(end)
+        until = math.inf if limit is None or self.compiles else time.perf_counter() + limit.left_s(end)
         real_s, cpu_s = mean_s(self.meter, partial(self._step, batch), budget_s, until)
         if cpu_s > 0:
             self.windows.append(Window(count, real_s, cpu_s))
 
     def found(self, graph: Graph, costs: CostModel, device_class: int) -> Steps:
-        """What the windows tell of the operators in these costs."""
+        """The scales of these costs that the windows give."""
         predicted = {
             count: predicted_step_s(graph, costs, device_class, count / self.rows)
             for count in {w.samples for w in self.windows}
