@@ -93,11 +93,7 @@ def profile(
     progress("computing after a rest")
     rest = measure_rest(comm.device, limit)
     links_s = time.perf_counter() - links_started
-    share = likely_share(cluster, comm.rank)
-    if largest is not None:
-        size = batch_size(job.batch)
-        assert size is not None  # micro-batches were cut from a batch with a size
-        share = min(share, max(largest.samples[0], 1) / size)
+    share = share_within(likely_share(cluster, comm.rank), job, largest)
     declared, window_s = cluster.devices[comm.rank], budget_s * STEPS_SHARE / len(FACTORS)
     with kept_state(job.model):
         local = LocalSteps(job, share, meter, compiles=compiles, autocast=autocast)
@@ -258,3 +254,12 @@ def merge(profiles: Sequence[tuple[DeviceProfile, float]]) -> DeviceProfile:
 def likely_share(cluster: Cluster, rank: int) -> float:
     """A device's share of the batch if shares follow the declared speeds."""
     return cluster.devices[rank].flop_per_s / sum(d.flop_per_s for d in cluster.devices)
+
+
+def share_within(share: float, job: Any, largest: Largest | None) -> float:
+    """This share of the batch, or that of the ``largest`` confirmed micro-batch if it is smaller."""
+    if largest is None:
+        return share
+    size = batch_size(job.batch)
+    assert size is not None  # micro-batches were cut from a batch with a size
+    return min(share, max(largest.samples[0], 1) / size)

@@ -79,7 +79,6 @@ class LocalSteps:
         self._counts: dict[int, int] = {}  # those that fit, by those asked for
         # the same on all ranks, which have compared their models
         self.has_values = not any(p.is_meta for p in job.model.parameters())
-        self._timed: Callable[..., Any] | None = None
 
     def window(self, number: int, budget_s: float, limit: Limit | None = None, end: float = STEPS) -> None:
         """Times steps for about ``budget_s`` seconds, if the device has the memory for steps of the whole
@@ -91,16 +90,17 @@ class LocalSteps:
         """
         if not self.has_values or (self.compiles and number):
             return
+        give_back()  # frees memory that measuring operators left in the heap
         self.samples = count = self._fitting_count(max(1, round(self.rows * self.share * FACTORS[number])))
         if not count:
             meet()  # at the same time as the ranks that measure
             return
-        batch = self._part(count)
+        step = self._step(count)
         if not self.windows:
-            self._step(batch)
+            step()
         meet()
         until = math.inf if limit is None or self.compiles else time.perf_counter() + limit.left_s(end)
-        real_s, cpu_s = mean_s(self.meter, partial(self._step, batch), budget_s, until)
+        real_s, cpu_s = mean_s(self.meter, step, budget_s, until)
         if cpu_s > 0:
             self.windows.append(Window(count, real_s, cpu_s))
 
@@ -127,7 +127,6 @@ class LocalSteps:
         return self._counts[count]
 
     def _tried(self, count: int) -> int:
-        give_back()  # frees memory that measuring operators left in the heap
         device = self.meter.device
         self.job.model.to(device)
         return fitting_count(
@@ -144,11 +143,16 @@ class LocalSteps:
         both_passes(model, self._part(count), self.meter.device, self.autocast)
         optimizer.zero_grad()
 
-    def _step(self, batch: Any) -> None:
-        if self._timed is None:
-            self._timed = compiled(self.job.model) if self.compiles else self.job.model
-        both_passes(self._timed, batch, self.meter.device, self.autocast)
-        self.job.model.zero_grad()
+    def _step(self, count: int) -> Callable[[], None]:
+        """A step without the optimizer's, of the compiled model if the job ``compiles``."""
+        model, batch = self.job.model, self._part(count)
+        timed = compiled(model) if self.compiles else model
+
+        def step() -> None:
+            both_passes(timed, batch, self.meter.device, self.autocast)
+            model.zero_grad()
+
+        return step
 
     def _part(self, count: int) -> Any:
         return cut_batch(self.job.batch, self.rows, count, self.meter.device)
