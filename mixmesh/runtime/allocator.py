@@ -19,6 +19,8 @@ import os
 import platform
 import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -95,6 +97,18 @@ class HeapLimit:
             give_back()
             self.limit_bytes = max(self.limit_bytes, round(SLACK * resident_bytes()))
             self._is_scarce = self._has_just_trimmed = True
+
+
+@contextmanager
+def heap_with_free(size_bytes: int) -> Iterator[None]:
+    """A context in which larger pieces come from the heap too, up to ``size_bytes``, as they do in a step
+    that has left so much of the heap free: a piece is only mapped directly if the heap has no room for it."""
+    changes = grows() and size_bytes > OWN_PIECE_BYTES and map_pieces_from(size_bytes)
+    try:
+        yield
+    finally:
+        if changes:
+            map_pieces_from(OWN_PIECE_BYTES)
 
 
 def give_back() -> None:

@@ -88,9 +88,7 @@ class Simulation:
         loss = self._loss(program)
         for group in dict.fromkeys(s.kind.ranks for s in step.summed):
             self.network.channel("gradient", group)
-        # for devices with burst credit, communication takes a share of the credit instead of slowing them
-        # down
-        slowdown = tuple(0.0 if s > 0 else self.costs.slowdown(r) for r, (s, _) in enumerate(rests))
+        slowdown = tuple(self.costs.slowdown(r) for r in range(program.world_size))
         cold = tuple(self.costs.cold(r) for r in range(program.world_size))
         if timed is None:
             forward = time_pass(step.forward, self.sheet, self.network)

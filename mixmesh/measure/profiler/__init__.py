@@ -24,7 +24,7 @@ from ...frontend.trace.autocast import Autocast
 from ...frontend.trace.tf32 import tf32_now
 from ...lang.ir import Graph, Program
 from ...runtime.accelerator import backend_of, indexed, is_accelerator
-from ...runtime.allocator import steady_heap
+from ...runtime.allocator import heap_with_free, steady_heap
 from ...runtime.comm import Comm, default_device
 from ...runtime.first_rank import everyones
 from ...runtime.messages import meet
@@ -35,7 +35,7 @@ from .limit import EARLY_STEPS, LINKS, OPERATORS, OPERATORS_LEAST, PROCESS, WITH
 from .links import link_sets, measure_links
 from .meter import Meter
 from .micro_batches import Largest, largest_micro_batches
-from .operators import measure_ops, shares_to_measure
+from .operators import left_in_heap_bytes, measure_ops, shares_to_measure
 from .overhead import measure_overhead
 from .overlap import measure_overlap
 from .rest import measure_rest
@@ -96,7 +96,7 @@ def profile(
     share = share_within(likely_share(cluster, comm.rank), job, largest)
     declared, window_s = cluster.devices[comm.rank], budget_s * STEPS_SHARE / len(FACTORS)
     with kept_state(job.model):
-        local = LocalSteps(job, share, meter, compiles=compiles, autocast=autocast)
+        local = LocalSteps(job, share, meter, declared.memory_bytes, compiles=compiles, autocast=autocast)
         progress("whole steps")
         # a GPU has the memory for its operators first, and a pace of its own
         is_early = comm.device.type == "cpu" and not compiles
@@ -106,7 +106,8 @@ def profile(
         # links that are slower than expected must not use up the operators' time
         deadline = time.perf_counter() + max(limit.left_s(OPERATORS), budget_s * OPERATORS_LEAST)
         shares = shares_to_measure(share, comm.world_size)
-        ops, skipped = measure_ops(graph, shares, meter, comm.device, declared, deadline, progress)
+        with heap_with_free(left_in_heap_bytes(graph, share)):
+            ops, skipped = measure_ops(graph, shares, meter, comm.device, declared, deadline, progress)
         progress("whole steps")
         for number in range(int(is_early), 2):
             local.window(number, window_s, limit)

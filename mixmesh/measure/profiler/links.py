@@ -39,6 +39,8 @@ BUCKET_SHARE = 0.7
 WIDTH = 64  # floats per row of the tensors that are moved
 MEMORY_SHARE = 1 / 32  # share of the smallest device's memory for a tensor: some algorithms hold several
 QUICK_S, LONG_S, SLOW_S = 0.02, 0.3, 1.0  # the shorter a run, the more often it is repeated
+# factor on the seconds for a byte of the size before: above it something else has slowed the runs
+OUT_OF_LINE = 1.15
 # weights of a case's seconds when the cheapest is chosen: training's own collectives come far ahead
 VITAL, OTHER, EVEN, PAIR, MACHINE = 1.0, 8.0, 12.0, 20.0, 40.0
 ALGORITHMS = {
@@ -95,6 +97,13 @@ class _Progress:
         if size < SURE_BYTES:
             return seconds + fit.s_per_byte * (self.next_bytes - size)
         return seconds * self.next_bytes / size
+
+    def is_out_of_line(self, seconds: float) -> bool:
+        """Whether a byte of the next size takes much longer than one of the size before, if that is large."""
+        if not self.points or self.points[-1][0] < SURE_BYTES:
+            return False
+        size, before_s = self.points[-1]
+        return seconds > OUT_OF_LINE * before_s * self.next_bytes / size
 
 
 def link_groups(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
@@ -174,7 +183,7 @@ def measure_links(
     largest = min(d.memory_bytes for d in cluster.devices) * MEMORY_SHARE
     going = [_Progress(case) for case in link_cases(cluster, backend)]
     finished: list[_Progress] = []
-    started, elapsed = time.perf_counter(), 0.0
+    started, elapsed, parts = time.perf_counter(), 0.0, level_parts(cluster)
     while going:
         early = elapsed < budget_s * BUCKET_SHARE
         chosen = min(going, key=lambda p: (urgency(p, early), p.expected_s(cluster) * p.case.weight))
@@ -182,9 +191,11 @@ def measure_links(
         affordable = is_sure(chosen) or elapsed + chosen.expected_s(cluster) * 2 <= budget_s
         if affordable and size <= largest:
             progress(f"links: {chosen.case.collective} {chosen.case.algorithm} {size >> 10} KB")
-            seconds, elapsed, count = measure(
-                comm, chosen.case, size, started, level_parts(cluster), is_short=elapsed >= most_s
-            )
+            short = elapsed >= most_s
+            seconds, elapsed, count = measure(comm, chosen.case, size, started, parts, is_short=short)
+            if not short and chosen.is_out_of_line(seconds):
+                again_s, elapsed, count = measure(comm, chosen.case, size, started, parts)
+                seconds = min(seconds, again_s)
             chosen.points.append((whole_bytes(size), seconds))
             chosen.runs.append(count)
             if len(chosen.points) < len(chosen.case.sizes_bytes):

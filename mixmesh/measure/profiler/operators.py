@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from ...base.heap import KEPT_BYTES, OWN_PIECE_BYTES
 from ...cluster import Device
 from ...cost import VIEWS, Curve, OpMeasurement, call_flop, moved_bytes, op_key, roofline_s
 from ...cost.model import is_product
@@ -116,6 +117,15 @@ class Bench:
         if resident_bytes() > allowed:
             give_back()  # frees what earlier operators left in the heap
         return resident_bytes() <= allowed
+
+
+def left_in_heap_bytes(graph: Graph, share: float) -> int:
+    """The bytes that a step with this share of the batch leaves free in the heap: its results that are not
+    mapped directly from the kernel, up to what the heap keeps at its end."""
+    sizes = [
+        t.size_bytes * share for n in graph.nodes if n.op not in VIEWS and not n.is_leaf for t in n.types
+    ]
+    return min(KEPT_BYTES, round(sum(size for size in sizes if size < OWN_PIECE_BYTES)))
 
 
 def share_bytes(call: Call, strategy: Strategy | None, share: float) -> float:

@@ -23,11 +23,12 @@ from ...runtime.messages import meet
 from .limit import REST, Limit
 from .overlap import piece_of_work
 
-REST_S = 0.05
+REST_S = 0.03  # a lead is as large after longer rests
 MOST_REST = 1.4  # longest rest over the shortest: rounds must not start in step with a quota's periods
-WATCHED_S = 0.16  # seconds watched after a rest: in the second half the device is at its usual pace
-ROUNDS, LEAST_ROUNDS = 15, 5
-STEPS = 320  # steps that are watched
+WATCHED_S = 0.14  # seconds watched after a rest
+SETTLED = 0.3  # share of these seconds after which the device is at its usual pace
+ROUNDS, LEAST_ROUNDS = 20, 5
+STEPS = 280  # steps that are watched
 NOISE = 1.1  # a device that is no faster than this after a rest counts as one that does not profit from it
 
 
@@ -58,12 +59,13 @@ def times_of(unit: Callable[[], object], seconds: float) -> list[float]:
 def rested(rounds: list[list[float]]) -> tuple[float, float]:
     """The lead in seconds, and the speed, relative to the usual one, at which its first half is gained.
 
-    The mean of the rounds counts, because a quota comes in periods. The line through the work done in the
-    second half is the usual pace; the lead is the time before the start at which that line reaches zero work.
+    The mean of the rounds counts, because a quota comes in periods. The line through the work done once the
+    lead is used up is the usual pace; the lead is the time before the start at which that line reaches zero
+    work.
     """
     grid = np.linspace(0.0, WATCHED_S, STEPS + 1)[1:]
     mean_counts = np.mean([np.searchsorted(times, grid, side="right") for times in rounds], axis=0)
-    late = grid >= WATCHED_S / 2
+    late = grid >= SETTLED * WATCHED_S
     per_second, first = np.polyfit(grid[late], mean_counts[late], 1)
     if per_second <= 0 or first <= 0:
         return 0.0, 1.0

@@ -19,7 +19,7 @@ from ...frontend.trace.autocast import Autocast, under
 from ...frontend.trace.capture import loss_of
 from ...lang.ir import Graph
 from ...lang.rules import call_of
-from ...runtime.allocator import give_back
+from ...runtime.allocator import give_back, resident_bytes
 from ...runtime.messages import meet
 from ...runtime.optimizers import fuse
 from ...runtime.segments import compiled
@@ -31,6 +31,7 @@ FACTORS = (1.0, 0.6, 1.0)  # each window's, on the device's likely share
 STEPS_SHARE = 0.14  # share of the budget of all windows
 TRIAL_S = 60.0  # limit on the seconds of a first step
 LEAST_STEPS, FEW_STEPS = 4, 2
+SCARCE = 0.5  # share of a device's memory: a process that holds more has no room for what is free in its heap
 
 
 @dataclass(frozen=True)
@@ -67,12 +68,13 @@ class LocalSteps:
         job: Any,
         share: float,
         meter: Meter,
+        memory_bytes: float = math.inf,
         *,
         compiles: bool = False,
         autocast: Autocast | None = None,
     ) -> None:
         self.job, self.share, self.meter, self.autocast = job, share, meter, autocast
-        self.compiles = compiles
+        self.memory_bytes, self.compiles = memory_bytes, compiles
         self.rows = rows_of(job.batch)
         self.windows: list[Window] = []
         self.samples = 0  # the last window's; 0 before it, and if none fits
@@ -90,7 +92,9 @@ class LocalSteps:
         """
         if not self.has_values or (self.compiles and number):
             return
-        give_back()  # frees memory that measuring operators left in the heap
+        if resident_bytes() > SCARCE * self.memory_bytes:
+            # steps on new pages of a heap are up to a tenth slower than those of a training are
+            give_back()
         self.samples = count = self._fitting_count(max(1, round(self.rows * self.share * FACTORS[number])))
         if not count:
             meet()  # at the same time as the ranks that measure
@@ -163,9 +167,9 @@ def scales_of(windows: Sequence[tuple[Window, float]], *, by_cpu: bool) -> tuple
     costs. ``by_cpu``: a few steps meet more or fewer of a quota's pauses, while their CPU time is nearly the
     same."""
     if not by_cpu:
-        return statistics.mean(w.real_s / predicted_s for w, predicted_s in windows), 1.0
+        return statistics.median(w.real_s / predicted_s for w, predicted_s in windows), 1.0
     host_scale = sum(w.real_s for w, _ in windows) / sum(w.cpu_s for w, _ in windows)
-    return host_scale * statistics.mean(w.cpu_s / predicted_s for w, predicted_s in windows), host_scale
+    return host_scale * statistics.median(w.cpu_s / predicted_s for w, predicted_s in windows), host_scale
 
 
 def optimizer_of(job: Any) -> torch.optim.Optimizer:
