@@ -21,8 +21,9 @@ def heap(monkeypatch):
             self.times += 1
             self.held -= self.free
 
-        def map_pieces_from(self, size_bytes: int) -> None:
+        def map_pieces_from(self, size_bytes: int) -> bool:
             self.mapped = size_bytes
+            return True
 
     made = Heap()
     monkeypatch.setattr(allocator, "grows", lambda: True)
@@ -54,6 +55,15 @@ def test_a_heap_that_grows_is_given_back(heap):
         heap.held = held
         limit.before_step()
     assert heap.times == 2 and limit.limit_bytes == 1000 and heap.mapped == SCARCE_PIECE_BYTES
+
+
+def test_what_a_step_leaves_free_serves_larger_pieces(heap):
+    with pytest.raises(RuntimeError), allocator.heap_with_free(KEPT_BYTES):
+        assert heap.mapped == KEPT_BYTES
+        raise RuntimeError
+    assert heap.mapped == OWN_PIECE_BYTES
+    with allocator.heap_with_free(OWN_PIECE_BYTES // 2):
+        assert heap.mapped == OWN_PIECE_BYTES
 
 
 def test_what_came_and_went_within_a_step_counts(heap):

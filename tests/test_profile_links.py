@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,6 +33,7 @@ from mixmesh.errors import InputError
 from mixmesh.frontend.job import Job
 from mixmesh.lang.check import check_program
 from mixmesh.lang.ir import even_ratio, parse_program
+from mixmesh.measure.profiler import links as measuring
 from mixmesh.measure.profiler.joins import SIZES_BYTES, measure_joins
 from mixmesh.measure.profiler.limit import Limit
 from mixmesh.measure.profiler.links import (
@@ -117,6 +120,14 @@ def test_unequal_pieces_cost_what_was_measured_of_them():
         "all_gather", ALL
     )
     assert far.seconds(16 * MB, 1.0) == pytest.approx(0.160)  # half, as at the largest size that both have
+    # not what small messages, which are mostly latency, save
+    small = costs(
+        measured("all_gather", "padded", 1, skew=1.0), measured("all_gather", "padded", 2, 20, 320, skew=2.0)
+    ).collective("all_gather", ALL)
+    assert small.seconds(16 * MB, 1.0) == pytest.approx(0.320)
+    large = LinkMeasurement("all_gather", "padded", ALL, ((MB, 0.010),), 1.0, "made up")
+    late = costs(large, measured("all_gather", "padded", 2, 20, skew=2.0)).collective("all_gather", ALL)
+    assert late.seconds(4 * KB, 1.0) == pytest.approx(0.001)
 
 
 def test_other_groups_are_estimated_from_the_one_most_alike():
@@ -498,6 +509,24 @@ def test_groups_tell_links_apart():
     assert sent == {(0, 1), (0, 2)}
     # between machines it is what stages of a pipeline need
     assert ("send", "", (0, 2)) in vital and ("send", "", (0, 1)) not in vital
+
+
+def test_a_size_that_something_has_slowed_is_measured_again(monkeypatch):
+    runs: Counter = Counter()
+
+    def measure(comm, case, size, *_, is_short=False):
+        runs[case, size] += 1
+        slowed = 1.4 if size == 2**22 and runs[case, size] == 1 else 1.1
+        return 1e-9 * slowed * measuring.whole_bytes(size), 0.0, 3
+
+    monkeypatch.setattr(measuring, "measure", measure)
+    monkeypatch.setattr(measuring, "agreed", lambda comm, values: values)
+    channel = SimpleNamespace(backend="gloo")
+    comm = SimpleNamespace(world_size=3, everyone=ALL, channel=lambda *_: channel)
+    found = measure_links(comm, cluster(), 1e3)
+    assert {size for m in found for size, _ in m.points} >= {2**20, 2**22, 2**24}
+    assert all(seconds == pytest.approx(1.1e-9 * size) for m in found for size, seconds in m.points)
+    assert {size for (_, size), count in runs.items() if count > 1} == {2**22}
 
 
 def make_comm() -> Comm:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,7 @@ from gloo_world import assert_passed, run_world
 from small_graphs import THREE, cluster, graph
 
 from benchmarks import jobs
+from mixmesh.base.heap import KEPT_BYTES
 from mixmesh.cost import CostModel, moved_bytes
 from mixmesh.frontend.job import Job
 from mixmesh.frontend.trace import trace
@@ -22,16 +24,18 @@ from mixmesh.measure.profiler.children import Outcome
 from mixmesh.measure.profiler.constants import KeptProcess, ProcessMemory, own_process_memory
 from mixmesh.measure.profiler.limit import Limit
 from mixmesh.measure.profiler.meter import Meter
-from mixmesh.measure.profiler.operators import measure_ops, sharded, share_bytes
+from mixmesh.measure.profiler.operators import left_in_heap_bytes, measure_ops, sharded, share_bytes
 from mixmesh.measure.profiler.steps import (
     FACTORS,
     FEW_STEPS,
     LEAST_STEPS,
     LocalSteps,
     Steps,
+    Window,
     fitting_count,
     kept_state,
     predicted_step_s,
+    scales_of,
 )
 from mixmesh.measure.profiler.within import measure_within
 from mixmesh.runtime.comm import Comm, initialise
@@ -53,6 +57,37 @@ def test_what_is_cut_takes_a_part_and_the_rest_its_whole():
     by_cut = {s.inputs[0]: share_bytes(call, s, 0.25) for s in sharded(call)}
     assert sorted(by_cut.values()) == sorted([x / 4 + w + y / 4, x + w / 4 + y / 4, (x + w) / 4 + y])
     assert share_bytes(call, None, 0.25) == x + w + y == moved_bytes(call)
+
+
+@pytest.mark.parametrize(("memory_bytes", "times"), [(math.inf, 0), (2**20, len(FACTORS))])
+def test_the_heap_is_shrunk_only_where_memory_is_scarce(monkeypatch, memory_bytes, times):
+    """Steps on new pages are slower than those of a training."""
+    shrunk = []
+    monkeypatch.setattr(steps, "give_back", lambda: shrunk.append(1))
+    monkeypatch.setattr(steps, "meet", lambda: None)
+    whole = Job(Hungry(32), {"x": torch.randn(32, 8)}, optimizer=jobs.adamw)
+    timed(whole, Meter(CPU, emulated=False), memory_bytes=memory_bytes)
+    assert len(shrunk) == times
+
+
+def test_a_window_that_something_has_slowed_does_not_count():
+    windows = [(Window(8, real_s, real_s / 2), 1.0) for real_s in (1.0, 2.0, 1.1)]
+    assert scales_of(windows, by_cpu=False) == (1.1, 1.0)
+    assert scales_of(windows, by_cpu=True) == pytest.approx((1.1, 2.0))
+
+
+def test_a_step_leaves_what_its_small_results_take():
+    made = graph(BODY, 1)
+    results = [n.types[0].size_bytes for n in made.nodes if n.op in ("aten.linear", "aten.relu", "aten.mean")]
+    assert left_in_heap_bytes(made, 0.25) == round(sum(results) / 4)
+    large = graph(BODY.replace("64", str(2**20)), 1)  # 64 MiB each
+    assert left_in_heap_bytes(large, 1.0) == 4
+    assert left_in_heap_bytes(large, 0.12) == 2 * round(2**26 * 0.12)
+    more = "".join(f"%s{n} = aten.relu(%y) : f32[64, 16]\n" for n in range(6))
+    assert (
+        left_in_heap_bytes(graph(BODY.replace("%loss", more + "%loss", 1).replace("64", str(2**20))), 0.12)
+        == KEPT_BYTES
+    )
 
 
 @pytest.mark.parametrize("memory_bytes", [2**20, 2**40])

@@ -322,6 +322,9 @@ def test_computing_is_slower_beside_a_collective(link):
     assert timeline.compute_s == pytest.approx(tuple(at))
     assert timeline.step_s == pytest.approx(max(*at, first) + fit.seconds(384 * 256 * 4))
     assert sum(timeline.compute_s) > 1.0001 * sum(simulate(program, CostModel(costs.cluster)).compute_s)
+    # also on devices that are faster after a rest
+    rested = simulate(program, Busy(costs.cluster, slowdown, rest=(1e-12, 2.0)))
+    assert rested.compute_s == pytest.approx(timeline.compute_s)
 
 
 @pytest.mark.parametrize("link", [1, 10, 1000])

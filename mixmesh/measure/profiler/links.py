@@ -21,6 +21,7 @@ from ...cluster import Cluster
 from ...cost import DIRECT, FLAT, LEVELLED, LinkMeasurement, default_algorithm, ring_fit
 from ...cost.collectives import on_gpus
 from ...cost.levels import machine_sizes
+from ...cost.links import TELLING_BYTES
 from ...lang.ir import Levels, Parts, make_ratio, shard_sizes
 from ...runtime import collectives
 from ...runtime.comm import Channel, Comm
@@ -42,7 +43,7 @@ QUICK_S, LONG_S, SLOW_S = 0.02, 0.3, 1.0  # the shorter a run, the more often it
 # factor on the seconds for a byte of the size before: above it something else has slowed the runs
 OUT_OF_LINE = 1.15
 # weights of a case's seconds when the cheapest is chosen: training's own collectives come far ahead
-VITAL, OTHER, EVEN, PAIR, MACHINE = 1.0, 8.0, 12.0, 20.0, 40.0
+VITAL, USUAL_EVEN, OTHER, EVEN, PAIR, MACHINE = 1.0, 2.0, 8.0, 12.0, 20.0, 40.0
 ALGORITHMS = {
     "all_gather": tuple(collectives.ALL_GATHER),
     "reduce_scatter": tuple(collectives.REDUCE_SCATTER),
@@ -68,6 +69,8 @@ class Case:
     def sizes_bytes(self) -> tuple[int, ...]:
         if self.collective == DIRECT:
             return DIRECT_SIZES_BYTES
+        if self.weight in (USUAL_EVEN, EVEN):
+            return tuple(size for size in RARE_SIZES_BYTES if size >= TELLING_BYTES)
         return SIZES_BYTES if self.weight <= OTHER else RARE_SIZES_BYTES
 
     @property
@@ -161,7 +164,8 @@ def _cases_of(ranks: tuple[int, ...], declared: tuple[float, ...], rest: float, 
             vital = everyone and algorithm == default and not rooted
             cases.append(Case(collective, algorithm, ranks, declared, VITAL if vital else rest))
             if everyone and collective in BY_SKEW and len(set(declared)) > 1:
-                cases.append(Case(collective, algorithm, ranks, (1.0,) * len(ranks), EVEN))
+                weight = USUAL_EVEN if algorithm == default else EVEN
+                cases.append(Case(collective, algorithm, ranks, (1.0,) * len(ranks), weight))
     return cases
 
 
