@@ -206,6 +206,27 @@ MUTATIONS = {
     "a CPU's noise is left out": Mutation(
         "cost/profile.py", "DeviceProfile.calmed = property(lambda self: self)", "tests/test_calmed.py -k cpu"
     ),
+    "a size out of line is measured again": Mutation(
+        "measure/profiler/links.py",
+        "_Progress.is_out_of_line = lambda *_: False",
+        "tests/test_profile_links.py -k slowed",
+    ),
+    "small messages do not tell": Mutation(
+        "cost/links.py", "TELLING_BYTES = 0", "tests/test_profile_links.py -k unequal_pieces"
+    ),
+    "steps on a warm heap": Mutation(
+        "measure/profiler/steps.py", "SCARCE = 0.0", "tests/test_profile_memory.py -k scarce"
+    ),
+    "operators on the heap of a step": Mutation(
+        "measure/profiler/__init__.py",
+        "left_in_heap_bytes = lambda *_: 0",
+        "tests/test_profile_memory.py -k heap_of_a_step",
+    ),
+    "the median of windows": Mutation(
+        "measure/profiler/steps.py",
+        "statistics.median = statistics.mean",
+        "tests/test_profile_memory.py -k slowed",
+    ),
     "lent operators": Mutation("cost/model.py", "CostModel._pace = lambda *_: None", "tests/test_lent.py"),
     "ranks agree on a batch": Mutation(
         "simulator/simulation.py",

@@ -88,10 +88,10 @@ DEMO = [
 ]
 DEMO_PROFILE = Path(__file__).with_name("demo_profile.json")
 DEMO_MEASURED = [
-    "The bottleneck is rank 0 (cpu-70, machine a): it computes for 98% of the step of 1.67 s.",
-    "The plan is 2.1x as fast as data parallelism with equal parts (3.42 s), mostly because rank 3 "
-    "(cpu-18, machine b) would compute for 3.35 s on an equal part, and computes for 1.47 s here.",
-    "With links 2x as fast this program would take 1.67 s a step: nothing is gained by faster links.",
+    "The bottleneck is rank 0 (cpu-70, machine a): it computes for 98% of the step of 1.7 s.",
+    "The plan is 2.1x as fast as data parallelism with equal parts (3.53 s), mostly because rank 3 "
+    "(cpu-18, machine b) would compute for 3.47 s on an equal part, and computes for 1.63 s here.",
+    "With links 2x as fast this program would take 1.68 s a step: nothing is gained by faster links.",
 ]
 
 
