@@ -73,7 +73,7 @@ class Way:
         seconds, (least, most) = self._at(last, size_bytes), (first.points[0][0], first.points[-1][0])
         if skew is None or high - low < SAME_SKEW or most < TELLING_BYTES:
             return seconds
-        # what even pieces save at sizes for which they were not measured is as at the nearest one
+        # beyond the sizes that were measured with even pieces, these save as much as at the nearest of them
         common = max(min(size_bytes, last.points[-1][0], most), least)
         saved = max(1 - first.at(common) / last.at(common), 0.0)
         return seconds * max(1 - saved * (high - skew) / (high - low), 1 - saved)
