@@ -222,16 +222,16 @@ def single_device_losses(steps: int) -> dict[int, float]:
 @pytest.mark.timeout(300)
 @pytest.mark.xdist_group("testbed")
 def test_a_small_training_survives(tmp_path):
-    """Two machines as plain processes: a rank that is told to end, and one that is killed after a bit of the
-    newest checkpoint was flipped. A rank that is stopped is in test_elastic.py."""
+    """Two machines as plain processes: a rank that is stopped, one that is told to end, and one that is
+    killed after a bit of the newest checkpoint was flipped."""
     training = Training(job.SAMPLES, job.BATCH_SIZE, epochs=3)
     setting = Setting(training, step_s=0.02, heartbeat_s=2.0, limit_s=90.0)
-    kinds = choose_kinds(["flip", "preempt"], True, print)
-    chaos = Chaos(kinds, 2, seed=1, setting=setting, num_machines=2, is_plain=True)
+    kinds = choose_kinds(["stop", "flip", "preempt"], True, print)
+    chaos = Chaos(kinds, 3, seed=1, setting=setting, num_machines=2, is_plain=True)
     expected = single_device_losses(training.steps)
     trained = list(chaos.disturb_all(expected, tmp_path))
     assert all(t.is_good for t in trained), trained
-    assert sorted(f.kind for t in trained for f in t.faults) == ["flip", "preempt"]
+    assert sorted(f.kind for t in trained for f in t.faults) == ["flip", "preempt", "stop"]
     assert [f.saved_s is not None for t in trained for f in t.faults if f.kind == "preempt"] == [True]
     assert sum(t.steps_made for t in trained) > training.steps  # some were made again
     for t in trained:

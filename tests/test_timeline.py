@@ -199,10 +199,9 @@ def test_run_writes_a_trace(planner, folder):
     assert traced.returncode == 0, traced.stderr
     found = json.loads(traced.stdout.splitlines()[-1])
     assert {"step_s_median", "predicted_step_s", "losses", "peak_memory_bytes"} <= set(found)
-    if planner != "ddp-even":  # one plan is enough for this
-        plain = json.loads(started(folder, TORCHRUN, rest).stdout.splitlines()[-1])
-        assert found["losses"] == plain["losses"]  # to the last bit: measuring changes nothing
-        assert "comparison" not in plain
+    plain = json.loads(started(folder, TORCHRUN, rest).stdout.splitlines()[-1])
+    assert found["losses"] == plain["losses"]  # to the last bit: measuring changes nothing
+    assert "comparison" not in plain
 
     trace = json.loads((folder / f"{planner}.json").read_text())
     events = check(trace)

@@ -5,14 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 from warm_python import python
-
-from mixmesh.errors import JobError
-from mixmesh.runtime.train import next_batch
 
 JOB = """
 import os, torch, mixmesh
@@ -37,20 +32,10 @@ def job():
 """
 
 
-def failing() -> Iterator[dict]:
-    raise ValueError("no such image")
-    yield {}
-
-
-def test_what_data_raises_is_an_error_of_the_job():
-    with pytest.raises(JobError, match=r"rank 1: the job's data raised ValueError: no such image") as caught:
-        next_batch(failing(), SimpleNamespace(rank=1, watch=None))
-    assert "test_data_that_fails.py" in caught.value.where
-
-
 @pytest.mark.parametrize(
     ("failure", "words"),
     [
+        ("raise ValueError('no such image')", "no such image"),
         ("return", "rank 1"),
         ("raise SystemExit(3)", "data raised SystemExit: 3"),
     ],
