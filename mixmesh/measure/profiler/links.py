@@ -33,6 +33,7 @@ from .meter import Meter
 
 SIZES_BYTES = (2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**25)
 RARE_SIZES_BYTES = (2**12, 2**18, 2**20, 2**22, 2**24)
+EVEN_SIZES_BYTES = tuple(size for size in RARE_SIZES_BYTES if size >= TELLING_BYTES)
 DIRECT_SIZES_BYTES = (2**10, 2**12, 2**14, 2**16, 2**18)  # for sums that are fast only while small
 SURE_BYTES = 2**20  # sizes up to this are measured with any budget for the cases that training needs most
 BUCKET_BYTES = 2**22  # sizes up to this come before all others, while most of the budget is left
@@ -40,7 +41,7 @@ BUCKET_SHARE = 0.7
 WIDTH = 64  # floats per row of the tensors that are moved
 MEMORY_SHARE = 1 / 32  # share of the smallest device's memory for a tensor: some algorithms hold several
 QUICK_S, LONG_S, SLOW_S = 0.02, 0.3, 1.0  # the shorter a run, the more often it is repeated
-# factor on the seconds for a byte of the size before: above it something else has slowed the runs
+# factor on the seconds expected from the size before: above it something else has slowed the runs
 OUT_OF_LINE = 1.15
 # weights of a case's seconds when the cheapest is chosen: training's own collectives come far ahead
 VITAL, USUAL_EVEN, OTHER, EVEN, PAIR, MACHINE = 1.0, 2.0, 8.0, 12.0, 20.0, 40.0
@@ -70,7 +71,7 @@ class Case:
         if self.collective == DIRECT:
             return DIRECT_SIZES_BYTES
         if self.weight in (USUAL_EVEN, EVEN):
-            return tuple(size for size in RARE_SIZES_BYTES if size >= TELLING_BYTES)
+            return EVEN_SIZES_BYTES
         return SIZES_BYTES if self.weight <= OTHER else RARE_SIZES_BYTES
 
     @property
@@ -101,12 +102,10 @@ class _Progress:
             return seconds + fit.s_per_byte * (self.next_bytes - size)
         return seconds * self.next_bytes / size
 
-    def is_out_of_line(self, seconds: float) -> bool:
-        """Whether a byte of the next size takes much longer than one of the size before, if that is large."""
-        if not self.points or self.points[-1][0] < SURE_BYTES:
-            return False
-        size, before_s = self.points[-1]
-        return seconds > OUT_OF_LINE * before_s * self.next_bytes / size
+    def is_out_of_line(self, seconds: float, cluster: Cluster) -> bool:
+        """Whether the next size takes much longer than expected from the size before, if that is large."""
+        follows_large = bool(self.points) and self.points[-1][0] >= SURE_BYTES
+        return follows_large and seconds > OUT_OF_LINE * self.expected_s(cluster)
 
 
 def link_groups(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
@@ -197,7 +196,7 @@ def measure_links(
             progress(f"links: {chosen.case.collective} {chosen.case.algorithm} {size >> 10} KB")
             short = elapsed >= most_s
             seconds, elapsed, count = measure(comm, chosen.case, size, started, parts, is_short=short)
-            if not short and chosen.is_out_of_line(seconds):
+            if not short and chosen.is_out_of_line(seconds, cluster):
                 again_s, elapsed, count = measure(comm, chosen.case, size, started, parts)
                 seconds = min(seconds, again_s)
             chosen.points.append((whole_bytes(size), seconds))
