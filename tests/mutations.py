@@ -153,6 +153,12 @@ MUTATIONS = {
     "budget of sets": Mutation(
         "planner/hap.py", "Synthesis.most_sets = lambda *_: 1", f"{MECHANISMS} budget"
     ),
+    "what is left to gain on some devices": Mutation(
+        "planner/hap.py", "ALMOST = LOST", "tests/test_planning.py -k little"
+    ),
+    "half of the least sum of a step": Mutation(
+        "planner/hap.py", "Synthesis.is_beaten = lambda *_: False", "tests/test_planning.py -k half"
+    ),
     "sets in place of those that are too small": Mutation(
         "planner/hap.py", "MORE_SETS = 0", "tests/test_mechanisms.py -k too_small"
     ),

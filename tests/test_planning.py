@@ -8,17 +8,20 @@ from hypothesis import strategies as st
 from small_graphs import GRAPHS, THREE, bodies, cluster, graph
 
 from benchmarks.planning import CASES, Case, mixed_cluster, report, run
+from benchmarks.planning_models import transformer
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.errors import Infeasible, InputError
+from mixmesh.frontend.trace import Traced, trace
 from mixmesh.lang.ir import make_ratio
+from mixmesh.lang.optimizer_states import ADAM
 from mixmesh.lang.plan_file import Plan
 from mixmesh.passes.buckets import bucketings, numbered
-from mixmesh.planner import make_plan
-from mixmesh.planner.task import LARGER_BYTES, SMALLER_BYTES, USUAL_BYTES
-from mixmesh.search.baselines import data_parallel, device_seconds
+from mixmesh.planner import hap, make_plan
+from mixmesh.planner.task import LARGER_BYTES, SMALLER_BYTES, USUAL_BYTES, Task
+from mixmesh.search.baselines import data_parallel, device_seconds, fully_sharded
 from mixmesh.search.ratios import equal_ranks, optimal_ratio
-from mixmesh.search.synthesis import Choices
+from mixmesh.search.synthesis import Choices, search
 from mixmesh.simulator import Simulation
 
 
@@ -48,6 +51,58 @@ def test_a_plan_keeps_how_it_was_made():
     # a plan of an older version has neither
     old = "\n".join(s for s in str(plan).split("\n") if not s.startswith(("timings_s", "gap")))
     assert Plan.parse(old).timings_s == {} and Plan.parse(old).gap is None
+
+
+LITTLE = 0.995  # the share of the fastest step that a search has to save at least
+NEAR = """\
+name = "near"
+[network]
+bandwidth_gbit_per_s = 1
+latency_us = 20
+[[machine]]
+link_gbit_per_s = 2400
+devices = [{ device = "A100-40GB", count = 2 }]
+[[machine]]
+devices = [{ device = "T4-16GB", count = 1 }]
+"""
+
+
+@pytest.fixture(scope="module")
+def deep() -> Traced:
+    """A model that is too large for a thorough examination of each program."""
+    job = transformer(18, 64)
+    return trace(job.model, job.batch)
+
+
+@pytest.mark.parametrize(
+    "where, limit, off",
+    [
+        (Cluster.parse(NEAR), (hap, "ALMOST"), hap.LOST),
+        (mixed_cluster(8), (hap.Synthesis, "is_beaten"), lambda *_: False),
+    ],
+    ids=["little is left to gain", "half of the least sum is too long"],
+)
+def test_a_large_model_is_searched_only_where_it_may_gain(monkeypatch, deep, where, limit, off):
+    searches = []
+    monkeypatch.setattr(hap, "search", lambda *given, **named: searches.append(0) or search(*given, **named))
+
+    def planned() -> tuple[float, int]:
+        searches.clear()
+        return make_plan(deep, where).predicted_step_s, len(searches)
+
+    step_s, fewer = planned()
+    monkeypatch.setattr(*limit, off)
+    least_s, every = planned()
+    assert fewer < every and step_s <= least_s / LITTLE
+
+
+def test_shares_do_not_matter_to_what_moves_no_pieces():
+    """Data parallelism with equal and with other shares is prepared for simulation once."""
+    task = Task(graph(GRAPHS["mlp"], 64), CostModel(cluster(THREE)), ADAM, lambda _: None)
+    even, other = (task.data_parallel(make_ratio(r)) for r in ([1, 1, 1], [3, 2, 1]))
+    assert task.simulation(even) is task.simulation(other)
+    pieces = [fully_sharded(p) for p in (even, other)]
+    assert task.simulation(pieces[0]) is not task.simulation(pieces[1])
 
 
 def test_equal_devices_get_equal_shares():

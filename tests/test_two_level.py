@@ -387,6 +387,20 @@ def test_the_fastest_plan_that_fits_computes_again(monkeypatch):
         plan_traced(known, where, planner="two-level")
 
 
+@pytest.mark.parametrize("limit, judged", [(two_level.HOPELESS, 1), (math.inf, 2)])
+def test_a_program_much_slower_than_the_best_is_not_judged(monkeypatch, limit, judged):
+    _, _, known = normed()
+    task = Task(known.graph, CostModel(thin(0.1)), ADAM, lambda _: None)
+    planner = TwoLevel(task)
+    (_, program), *_ = planner.candidates()
+    task.best_s = 1.0
+    monkeypatch.setattr(TwoLevel, "candidates", lambda _: iter([(1.0, program), (1.5, program)]))
+    monkeypatch.setattr(two_level, "HOPELESS", limit)
+    monkeypatch.setattr(two_level, "SPARE", ())
+    made = list(planner.proposals())
+    assert len(made) == judged and not any(p.feasible for p in made)
+
+
 def test_regions_are_of_one_machine():
     _, _, known = normed()
     program = plan_traced(known, thin(ROOM_MIB), planner="two-level").program

@@ -27,7 +27,8 @@ from .tried import Tried
 SUM_EXP = "mixmesh.sum_exp"
 DDP_TUNED = "ddp-tuned"
 # price of a second of gradient communication: all counts, none counts, much is hidden
-GRADIENT_PRICES = (0.0, 1.0, 0.3)
+FULL_PRICE = 1.0
+GRADIENT_PRICES = (0.0, FULL_PRICE, 0.3)
 DATA_PARALLEL_ONLY = (None,)
 # the least number of sets of devices to search; the share of the budget for a step of each set
 LEAST_SETS, SETS_SHARE = 2, 0.2834
@@ -42,6 +43,9 @@ SAME_RATIO = 0.025  # shares that differ by less lead to the same program
 # factor on the estimated least step on some devices: steps 6 % shorter than that were found
 ABOUT = 0.9
 LOST = 1.01  # a program whose step stays above the best one times this is dropped
+# in a large program, a set of devices is left as soon as no program there can gain more than the rest of 1
+ALMOST = 0.995
+HIDDEN_AT_BEST = 0.5  # the share of a sum of computing and communication that overlap may hide at best
 FAR = 1.05  # a program slower by this factor gets no other bucket sizes, shares or prices
 HOPELESS = 1.2  # if programs at both ends of the prices are slower by this factor, no price between is tried
 CLOSE = 1.1  # relative cost up to which whole classes are tried too: they may still be faster than cut ones
@@ -144,9 +148,13 @@ class Synthesis:
     def least_s(self, ranks: tuple[int, ...], prices: Sequence[float | None]) -> float:
         """A rough lower bound for programs on these devices. For data parallelism of a small program, the
         seconds saved by factors are unknown until it is made."""
-        large = not EACH.pays_for(CARE_STEPS, len(self.task.graph.nodes))
-        parallel = prices == DATA_PARALLEL_ONLY and large
+        parallel = prices == DATA_PARALLEL_ONLY and self.is_large
         return least_parallel_s(self.task, ranks) if parallel else self.task.least_seconds(ranks)
+
+    @lazy
+    def is_large(self) -> bool:
+        """Whether the model is too large for a thorough examination of every program."""
+        return not EACH.pays_for(CARE_STEPS, len(self.task.graph.nodes))
 
     def most_sets(self, prices: Sequence[float | None]) -> int:
         """The number of sets for which the budget pays for a search."""
@@ -157,13 +165,16 @@ class Synthesis:
     def on(self, ranks: tuple[int, ...], prices: Sequence[float | None], judged: bool) -> Iterator[Proposal]:
         """Proposals for a set of devices. The first one is ``judged`` however slow it is."""
         task, tried = self.task, self.task.tried.setdefault(ranks, Tried())
+        enough = ALMOST if self.is_large else LOST
         for price in prices:
             if len(ranks) == 1 and price is not None:
                 continue  # nothing to communicate
             if price is not None and tried.same_at_both_ends:
                 continue  # the cheapest program at both ends is also the cheapest in between
-            if not judged and 0.0 in tried.by_price and min(tried.floors_s) > LOST * task.best_s:
+            if not judged and 0.0 in tried.by_price and min(tried.floors_s) > enough * task.best_s:
                 return  # even with free gradients these devices are too slow, so no other price will help
+            if tried.is_beaten:
+                return
             if len(tried.by_price) == 2 and min(tried.least_s, default=0.0) > HOPELESS * task.best_s:
                 continue
             what = "data parallel" if price is None else f"gradient price {price:g}"
@@ -194,11 +205,19 @@ class Synthesis:
         return [path for path in (spread, self.paths.get(price)) if path is not None]
 
     def find(
-        self, ratio: Ratio, price: float | None, seen: set[int], *, whole_s: float | None = None
+        self,
+        ratio: Ratio,
+        price: float | None,
+        tried: Tried,
+        *,
+        judged: bool = True,
+        whole_s: float | None = None,
     ) -> tuple[Program | None, int, float | None]:
-        """The cheapest program under a ratio, with its identifying number and its gap; no program if its
-        number is in ``seen``. Without a price for gradients it is data parallelism. With ``whole_s`` the
-        classes of a loss are whole, and a program that costs more seconds than that does not count."""
+        """The cheapest program under a ratio, with its identifying number and its gap; no program if it was
+        ``tried``, or cannot become the fastest and need not be ``judged``. Without a price for gradients it
+        is data parallelism. With ``whole_s`` the classes of a loss are whole, and a program that costs more
+        seconds than that does not count."""
+        seen = tried.seen
         if price is None:
             program = self.task.data_parallel(ratio)
             path = self.task.data_parallel_path(alone=len(support(ratio)) == 1)
@@ -227,6 +246,9 @@ class Synthesis:
                 self.paths[price] = path
             self.task.states_expanded += path.states_expanded
             number = path.number
+            if price == FULL_PRICE and whole_s is None and not judged and self.is_beaten(path):
+                tried.is_beaten = True
+                return None, number, path.gap
             if number in seen or (whole_s is not None and path.cost_s > whole_s):
                 return None, number, path.gap
             program = self.task.spell(problem, path)
@@ -235,6 +257,11 @@ class Synthesis:
             was_seen = shape in seen
             seen.update((number, shape))
             return None if was_seen else program, number, path.gap
+
+    def is_beaten(self, cheapest: Found) -> bool:
+        """Whether no program of a large model can become the fastest on the devices for which this one has
+        the least sum of computing, exchanges and gradient sums: even if one of them hides the rest."""
+        return self.is_large and HIDDEN_AT_BEST * cheapest.cost_s > LOST * self.task.best_s
 
     def alternate(
         self,
@@ -252,7 +279,7 @@ class Synthesis:
         ratio = self.task.shares(ranks)
         best: Proposal | None = None
         for turn in range(MAX_ROUNDS):
-            program, number, gap = self.find(ratio, price, tried.seen, whole_s=whole_s)
+            program, number, gap = self.find(ratio, price, tried, judged=judged, whole_s=whole_s)
             if turn == 0 and price is not None and whole_s is None:
                 tried.by_price[price] = number
             if program is None:

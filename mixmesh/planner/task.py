@@ -343,7 +343,8 @@ class Task:
         """The simulation of a program, one for each set of ranks, for any ratio and micro-batches. The newest
         ones are kept."""
         ranks = supports(program)
-        evenly = bool(program.ratios) and is_even(program.shares)  # which costs of exchanges depend on
+        # what exchanges of pieces cost depends on whether these are even
+        evenly = bool(program.ratios) and program.body.moves_pieces and is_even(program.shares)
         way = accumulating, program.direct_bytes, evenly
         key = (program.body, ranks, way)
         if key not in self._simulations:

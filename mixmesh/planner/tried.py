@@ -19,6 +19,7 @@ class Tried:
     # cost of a program that cuts classes, by price (None: without a price)
     cutting_classes: dict[float | None, float] = field(default_factory=dict)
 
+    is_beaten: bool = False  # the least sum of a step is so large that no program here can be the fastest
     roomy: bool = True  # no tried program needs more memory than there is
 
     def holds(self, floor_s: float, least_s: float) -> bool:

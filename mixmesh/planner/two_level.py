@@ -33,6 +33,7 @@ from .passes.rematerialisation import fewest
 from .passes.shares import whole_counts
 from .proposal import Proposal
 from .task import HEADROOM, Task
+from .tried import Tried
 
 # prices of a second of gradient sums within a machine: sums between machines take longer, the more so the
 # slower the link
@@ -113,7 +114,9 @@ class TwoLevel:
         """Yields programs from the fastest until one fits in memory. If none does, yields the fastest that
         fits when planned with less memory."""
         candidate = None
-        for _, program in sorted(self.candidates(), key=lambda found: found[0]):
+        for step_s, program in sorted(self.candidates(), key=lambda found: found[0]):
+            if candidate is not None and step_s > HOPELESS * self.task.best_s:
+                break  # its memory takes long to find
             candidate = self.task.best_buckets("two-level", program)
             yield candidate
             if candidate.feasible:
@@ -233,7 +236,7 @@ class TwoLevel:
         """The cheapest program of a part on these ranks, and the best shares for it."""
         if len(ranks) == 1:
             return inner.data_parallel(only(ranks[0], inner.world_size))
-        program, _, _ = Synthesis(inner).find(inner.shares(ranks), price, set())
+        program, _, _ = Synthesis(inner).find(inner.shares(ranks), price, Tried())
         if program is None:
             return None
         ratio = inner.ratio(inner.simulation(program), program, ranks, limited=False)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ...base.lazy import lazy
 from .graph import Graph, Node, Ref, gradient_flow, map_arguments
 from .instruction import Instruction
+from .placement import Shard
 from .types import TensorType, ValueType
 
 # for each parameter, the number of the bucket in which its gradient is summed
@@ -64,6 +65,17 @@ class Body:
     def computations(self) -> tuple[Instruction, ...]:
         """All instructions except those that load parameters."""
         return tuple(i for i in self.instructions if i.op != "param")
+
+    @lazy
+    def moves_pieces(self) -> bool:
+        """Whether any redistribution begins or ends with values that are cut."""
+        types = self.values.types
+        return any(
+            isinstance(t.placement, Shard)
+            for i in self.instructions
+            if i.is_redistribution
+            for t in (i.type, types[i.inputs[0]])
+        )
 
     @lazy
     def buckets(self) -> Buckets:
