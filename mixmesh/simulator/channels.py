@@ -20,9 +20,9 @@ class Channels:
         """``rests`` has, for each rank, its burst credit in seconds and its speed while that lasts."""
         self.costs, self.rests = costs, rests
         self.numbers: dict[tuple[str, tuple[int, ...]], int] = {}  # by purpose and ranks
-        # for each channel, other channels and the links that both use
-        self.rivals: list[list[tuple[int, frozenset[int]]]] = []
+        self.rivals: list[list[int]] = []  # for each channel, others that cross some of its links
         self.crossed: list[frozenset[int]] = []  # for each channel, the links that it crosses
+        self.crossing: list[list[int]] = []  # for each link, the channels that cross it
         self.links: dict[Link, int] = {}
         self._calls: dict[tuple[str, Exchange, bool], Call] = {}
         self._s_per_byte: dict[tuple, dict[Link, float]] = {}
@@ -84,10 +84,11 @@ class Channels:
             cluster = self.costs.cluster
             crossed = set(one_way.link_s_per_byte(cluster) if one_way else links_of(cluster, ranks))
             mine = frozenset(self.links.setdefault(link, len(self.links)) for link in sorted(crossed))
-            self.rivals.append([])
-            for other, theirs in enumerate(self.crossed):
-                if mine & theirs:
-                    self.rivals[number].append((other, mine & theirs))
-                    self.rivals[other].append((number, mine & theirs))
+            self.crossing += [[] for _ in range(len(self.crossing), len(self.links))]
+            self.rivals.append(sorted({other for link in mine for other in self.crossing[link]}))
+            for other in self.rivals[number]:
+                self.rivals[other].append(number)
+            for link in mine:
+                self.crossing[link].append(number)
             self.crossed.append(mine)
         return self.numbers[key]

@@ -257,7 +257,7 @@ class Run:
             served[link] = (before if before > start else start) + seconds
             if call.yields and served[link] > carrying:
                 carrying = served[link]
-        for other, _ in self.parts.network.rivals[channel]:
+        for other in self.parts.network.rivals[channel]:
             if self.carrying[other] > start:
                 carrying = max(carrying, self.shared(call, start))
                 break
@@ -279,18 +279,22 @@ class Run:
 
     def shared(self, call: Call, start: float) -> float:
         """The time until which a collective occupies links that others are using."""
-        rivals = [
-            (self.carrying[other] - start, links)
-            for other, links in self.parts.network.rivals[call.channel]
+        network, longest_s = self.parts.network, 0.0
+        # the seconds for which each rival still occupies its links
+        rests = {
+            other: self.carrying[other] - start
+            for other in network.rivals[call.channel]
             if self.carrying[other] > start
-        ]
-        return max(
-            [
-                start + seconds + sum(min(seconds, rest) for rest, links in rivals if link in links)
-                for link, seconds in call.links
-            ],
-            default=start,
-        )
+        }
+        for link, seconds in call.links:  # loops: this is most of the simulation of many machines
+            total = seconds
+            for other in network.crossing[link]:
+                if other in rests:
+                    rest = rests[other]
+                    total += seconds if seconds < rest else rest
+            if total > longest_s:
+                longest_s = total
+        return start + longest_s
 
     def wait(self, end: float, call: Call) -> None:
         kinds = self.kinds[call.channel]
@@ -375,7 +379,9 @@ class Run:
 
     def issue(self, k: int, ranks: tuple[int, ...]) -> None:
         """Makes these ranks issue a gradient reduction."""
-        call, kinds = self.sums.calls[k], self.alike.of(ranks)
+        call = self.sums.calls[k]
+        # usually all ranks at once; a look-up would hash them
+        kinds = self.kinds[call.channel] if ranks is call.exchange.ranks else self.alike.of(ranks)
         self.occupy(call, kinds, issues=True)
         self.issued[k] = max([self.issued[k], *[self.clock[kind] for kind in kinds]])
         self.left[k] -= len(ranks)

@@ -64,15 +64,36 @@ def _points(
     rank."""
     program = outline.program
     everyone = program.participants(program.types[name])
+    uses = sorted(uses_of(outline, name))
+    if uses and not on and _is_everywhere(outline, uses[0][0], everyone):
+        yield _point(outline, *uses[0], later), everyone
+        return
     left = set(everyone)
-    for n, used in sorted(uses_of(outline, name)):
+    for n, used in uses:
         who = left & taking(outline, n, used, on)
         if who:
-            is_late = n in later and used == program.instructions[n].inputs[1]
-            yield later[n] if is_late else n, everyone if len(who) == len(everyone) else tuple(sorted(who))
+            ranks = everyone if len(who) == len(everyone) else tuple(sorted(who))
+            yield _point(outline, n, used, later), ranks
             left -= who
         if not left:
             break
+
+
+def _is_everywhere(outline: Outline, n: int, everyone: tuple[int, ...]) -> bool:
+    """Whether instruction ``n`` computes a value that takes a gradient on all of these ranks: the usual case,
+    for which sets of ranks would take up much of planning's time on a large cluster."""
+    program = outline.program
+    i = program.instructions[n]
+    return not i.is_redistribution and any(
+        result in program.requires_grad and program.participants(t) is everyone
+        for result, t in zip(i.results, i.types)
+    )
+
+
+def _point(outline: Outline, n: int, used: str, later: Mapping[int, float]) -> float:
+    """The point at which instruction ``n`` completes the gradient of an input."""
+    is_late = n in later and used == outline.program.instructions[n].inputs[1]
+    return later[n] if is_late else n
 
 
 def completing(program: Program, outline: Outline, later: Mapping[int, float]) -> dict[str, float]:
@@ -82,6 +103,5 @@ def completing(program: Program, outline: Outline, later: Mapping[int, float]) -
     for p in program.params:
         n = outline.uses.get(p.result, (None,))[0]
         if n is not None and outline.flows[n] and is_synchronised(program, p):
-            is_late = n in later and p.result == program.instructions[n].inputs[1]
-            out[p.result] = later[n] if is_late else n
+            out[p.result] = _point(outline, n, p.result, later)
     return out

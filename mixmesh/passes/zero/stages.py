@@ -78,18 +78,16 @@ def with_owners(program: Program, owners: Mapping[str, Ratio], stage: int = 1) -
     """
     if any(i.attr("owned") is not None for i in program.params):
         program = program.changed(instructions=tuple(map(_plain, program.instructions)))
-    out = []
-    held: set[tuple[Ratio, str | None]] = set()  # the shares of each ratio that ranks hold
-    for i in program.instructions:
-        if i.op == "param" and i.result in owners:
-            shares = owners[i.result]
-            if (shares, i.type.ratio) not in held:
-                _check_held(program, i, shares)
-                held.add((shares, i.type.ratio))
-            program, ratio = _with_ratio(program, shares)
-            i = with_attrs(i, (*i.attrs, ("owned", ratio), ("stage", stage)))
-        out.append(i)
-    return program.changed(instructions=tuple(out))
+    instructions = list(program.instructions)
+    names: dict[tuple[Ratio, str | None], str] = {}  # the ratio for these shares of a parameter's ranks
+    for n in [n for n, i in enumerate(instructions) if i.op == "param" and i.result in owners]:
+        i = instructions[n]
+        kind = owners[i.result], i.type.ratio
+        if kind not in names:
+            _check_held(program, i, kind[0])
+            program, names[kind] = _with_ratio(program, kind[0])
+        instructions[n] = with_attrs(i, (*i.attrs, ("owned", names[kind]), ("stage", stage)))
+    return program.changed(instructions=tuple(instructions))
 
 
 def _check_held(program: Program, i: Instruction, shares: Ratio) -> None:

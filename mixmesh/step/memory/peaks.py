@@ -125,7 +125,8 @@ class PeakMemory:
             self._bound = Bound(program, self.optimizer_states, self._step_of(program))
         constant, held = self.constants(program), self._bound.held_bytes(program)
         on_gpu = [device.kind == "gpu" for device in self.costs.cluster.devices]
-        lost = [allocator_loss() if gpu else ALLOWANCE + SMALL_ALLOWANCE for gpu in on_gpu]
+        losses = ALLOWANCE + SMALL_ALLOWANCE, allocator_loss()
+        lost = [losses[gpu] for gpu in on_gpu]
         heap = [POOL_BYTES if gpu else HEAP_BYTES for gpu in on_gpu]
         return tuple(
             round(constant[rank] + held[rank] * (1 + lost[rank]) + heap[rank])
