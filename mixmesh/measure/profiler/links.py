@@ -43,13 +43,31 @@ MEMORY_SHARE = 1 / 32  # share of the smallest device's memory for a tensor: som
 QUICK_S, LONG_S, SLOW_S = 0.02, 0.3, 1.0  # the shorter a run, the more often it is repeated
 # factor on the seconds expected from the size before: above it something else has slowed the runs
 OUT_OF_LINE = 1.15
-# weights of a case's seconds when the cheapest is chosen: training's own collectives come far ahead
-VITAL, USUAL_EVEN, OTHER, EVEN, PAIR, MACHINE = 1.0, 2.0, 8.0, 12.0, 20.0, 40.0
 ALGORITHMS = {
     "all_gather": tuple(collectives.ALL_GATHER),
     "reduce_scatter": tuple(collectives.REDUCE_SCATTER),
 }
 BY_SKEW = ("all_gather", "reduce_scatter")  # some algorithms for these cost more if pieces are unequal
+
+
+@dataclass(frozen=True)
+class Need:
+    """How much training needs a curve: the ``weight`` of its seconds when the cheapest is chosen, the sizes
+    to measure, and whether short runs are repeated ``often``."""
+
+    weight: float
+    sizes_bytes: tuple[int, ...]
+    often: bool = False
+
+
+# training's own collectives come far ahead
+VITAL = Need(1.0, SIZES_BYTES, often=True)
+VITAL_DIRECT = Need(1.0, DIRECT_SIZES_BYTES, often=True)
+USUAL_EVEN = Need(2.0, EVEN_SIZES_BYTES, often=True)
+OTHER = Need(8.0, SIZES_BYTES, often=True)
+EVEN = Need(12.0, EVEN_SIZES_BYTES)
+PAIR = Need(20.0, RARE_SIZES_BYTES)
+MACHINE = Need(40.0, RARE_SIZES_BYTES)
 
 
 @dataclass(frozen=True)
@@ -60,19 +78,11 @@ class Case:
     algorithm: str
     ranks: tuple[int, ...]
     shares: tuple[float, ...]
-    weight: float
+    need: Need
 
     @property
     def is_vital(self) -> bool:
-        return self.weight == VITAL
-
-    @property
-    def sizes_bytes(self) -> tuple[int, ...]:
-        if self.collective == DIRECT:
-            return DIRECT_SIZES_BYTES
-        if self.weight in (USUAL_EVEN, EVEN):
-            return EVEN_SIZES_BYTES
-        return SIZES_BYTES if self.weight <= OTHER else RARE_SIZES_BYTES
+        return self.need in (VITAL, VITAL_DIRECT)
 
     @property
     def skew(self) -> float:
@@ -89,7 +99,7 @@ class _Progress:
 
     @property
     def next_bytes(self) -> int:
-        return self.case.sizes_bytes[len(self.points)]
+        return self.case.need.sizes_bytes[len(self.points)]
 
     def expected_s(self, cluster: Cluster) -> float:
         """Expected seconds of one run at the next size: those of the last size, plus the time that the links
@@ -143,7 +153,7 @@ def link_cases(cluster: Cluster, backend: str) -> list[Case]:
         declared = tuple(cluster.devices[r].flop_per_s for r in ranks)
         cases += _cases_of(ranks, declared, OTHER if everyone else PAIR if across else MACHINE, backend)
         if everyone and on_gpus(cluster, ranks):
-            cases.append(Case(DIRECT, "", ranks, declared, VITAL))
+            cases.append(Case(DIRECT, "", ranks, declared, VITAL_DIRECT))
         if everyone and level_parts(cluster):
             cases.append(Case(LEVELLED["all_reduce"], "", ranks, declared, VITAL))
         if len(ranks) == 2 or not across:
@@ -152,8 +162,9 @@ def link_cases(cluster: Cluster, backend: str) -> list[Case]:
     return cases
 
 
-def _cases_of(ranks: tuple[int, ...], declared: tuple[float, ...], rest: float, backend: str) -> list[Case]:
-    """The collectives among some ranks, of urgency ``rest`` except for those that training needs most."""
+def _cases_of(ranks: tuple[int, ...], declared: tuple[float, ...], rest: Need, backend: str) -> list[Case]:
+    """The collectives among some ranks, needed like the ``rest`` except for those that training needs
+    most."""
     everyone = rest == OTHER
     cases = []
     for collective in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce"):
@@ -163,8 +174,8 @@ def _cases_of(ranks: tuple[int, ...], declared: tuple[float, ...], rest: float, 
             vital = everyone and algorithm == default and not rooted
             cases.append(Case(collective, algorithm, ranks, declared, VITAL if vital else rest))
             if everyone and collective in BY_SKEW and len(set(declared)) > 1:
-                weight = USUAL_EVEN if algorithm == default else EVEN
-                cases.append(Case(collective, algorithm, ranks, (1.0,) * len(ranks), weight))
+                need = USUAL_EVEN if algorithm == default else EVEN
+                cases.append(Case(collective, algorithm, ranks, (1.0,) * len(ranks), need))
     return cases
 
 
@@ -189,7 +200,7 @@ def measure_links(
     started, elapsed, parts = time.perf_counter(), 0.0, level_parts(cluster)
     while going:
         early = elapsed < budget_s * BUCKET_SHARE
-        chosen = min(going, key=lambda p: (urgency(p, early), p.expected_s(cluster) * p.case.weight))
+        chosen = min(going, key=lambda p: (urgency(p, early), p.expected_s(cluster) * p.case.need.weight))
         size = chosen.next_bytes
         affordable = is_sure(chosen) or elapsed + chosen.expected_s(cluster) * 2 <= budget_s
         if affordable and size <= largest:
@@ -201,7 +212,7 @@ def measure_links(
                 seconds = min(seconds, again_s)
             chosen.points.append((whole_bytes(size), seconds))
             chosen.runs.append(count)
-            if len(chosen.points) < len(chosen.case.sizes_bytes):
+            if len(chosen.points) < len(chosen.case.need.sizes_bytes):
                 continue
         going.remove(chosen)
         finished.append(chosen)
@@ -253,7 +264,7 @@ def measure(
         channel = comm.channel(group, f"profile of {case.collective}")
         run = prepared(comm, channel, case, rows_of(size_bytes), parts)
     (first,) = agreed(comm, [timed(comm, run)])
-    often = first < QUICK_S and case.weight <= OTHER
+    often = first < QUICK_S and case.need.often
     repeats = 5 if often else 3 if first < LONG_S else 1 if first < SLOW_S else 0
     repeats = 0 if is_short else repeats
     times = [timed(comm, run) for _ in range(repeats)]
