@@ -99,6 +99,29 @@ def spectrum(m, x, labels):
     return classified(m, torch.fft.irfft(f, n=6, dim=1).mean(1), labels) + m.audio(s.mean(-1)).pow(2).mean()
 
 
+def fourier_layer(m, x, labels):
+    """Products of some frequencies, written where they belong, as in Fourier neural operators."""
+    f = torch.fft.rfft(m.mix(x), dim=1)
+    out = torch.zeros_like(f)
+    out[:, :2] = f[:, :2] * torch.view_as_complex(m.filter.weight.view(2, 8, 2))
+    out[:, 3] = f[:, 2]
+    out[:, :, 1::3] += f[:, :, ::3]
+    return classified(m, torch.fft.irfft(out, n=6, dim=1).mean(1), labels)
+
+
+def conjugates(m, x, labels):
+    z = torch.complex(m.mix(x), x)
+    pairs = torch.view_as_real(z.conj().resolve_conj() + z.mH.imag.mT).flatten(2)
+    return classified(m, pairs.mean(1), labels)
+
+
+def strided_pairs(m, x, labels):
+    """Pairs that are neighbours in memory only in the model's own copy."""
+    z = torch.view_as_complex(torch.complex(m.mix(x), x).real.view(SAMPLES, 6, 4, 2).contiguous())
+    z = z * torch.view_as_complex(m.mix(x).view(SAMPLES, 6, 2, 4).mT.contiguous())
+    return classified(m, torch.view_as_real(z).flatten(2).mean(1), labels)
+
+
 def geometry(m, x, labels):
     distances = torch.cdist(m.mix(x), m.points.weight)
     pairs = distances[:, torch.tril_indices(6, 6)[0], torch.tril_indices(6, 6)[1]]
@@ -182,6 +205,13 @@ MODELS = {
             spectrum, mix=dense(8, 8), filter=nn.Embedding(4, 16), head=dense(8, 4), audio=dense(5, 3)
         ),
         (X, LABELS),
+    ),
+    "writes into complex values": lambda: (
+        Model(fourier_layer, mix=dense(8, 8), filter=nn.Embedding(2, 16), head=dense(8, 4)), (X, LABELS)
+    ),
+    "conjugates": lambda: (Model(conjugates, mix=dense(8, 8), head=dense(16, 4)), (X, LABELS)),
+    "pairs that are strided": lambda: (
+        Model(strided_pairs, mix=dense(8, 8), head=dense(8, 4)), (X, LABELS)
     ),
     "distances": lambda: (
         Model(geometry, mix=dense(8, 8), points=nn.Embedding(6, 8), head=dense(21, 4)),

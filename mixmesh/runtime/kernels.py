@@ -340,6 +340,34 @@ def experts_kernel(site: Site) -> LocalOp | None:
     return run
 
 
+# --- complex values ------------------------------------------------------------------------------------
+
+
+def writing_kernel(view: Callable[..., Tensor]) -> Callable[[Site], LocalOp | None]:
+    """Writes into a view of a copy, where PyTorch's operator has no gradient: of complex values."""
+
+    def kernel(site: Site) -> LocalOp | None:
+        call = site.local.call
+        if not call.outputs[0].dtype.startswith("c"):
+            return None
+        place, options = call.args[2:], dict(call.kwargs)
+
+        def run(x, source):
+            out = x.clone()
+            view(out, *place, **options).copy_(source)
+            return (out,)
+
+        return run
+
+    return kernel
+
+
+def complex_view_kernel(site: Site) -> LocalOp:
+    """The kernel of ``view_as_complex``, which needs pairs that are neighbours in memory: a program holds no
+    strides, and the model's own copies for that are left out of it."""
+    return lambda x: (torch.view_as_complex(x.contiguous()),)
+
+
 TORCH_FLOATS = {
     "f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16,
 }  # fmt: skip
@@ -369,4 +397,7 @@ KERNELS: dict[str, Callable[[Site], LocalOp | None]] = {
     "mixmesh.cross_entropy": cross_entropy_kernel,
     "mixmesh.experts": experts_kernel,
     "aten.scaled_dot_product_attention": attention_kernel,
+    "aten.slice_scatter": writing_kernel(torch.ops.aten.slice.Tensor),
+    "aten.select_scatter": writing_kernel(torch.ops.aten.select.int),
+    "aten.view_as_complex": complex_view_kernel,
 }

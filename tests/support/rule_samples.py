@@ -246,7 +246,7 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
     "aten.complex": (call(F(5, 4), F(5, 4)), call(F(5, 4), F(4))),
     "aten.real": (call(C(5, 4)),),
     "aten.imag": (call(C(5, 4)),),
-    "aten.conj": (call(C(5, 4)),),
+    "aten._conj_physical": (call(C(5, 4)),),
     # reductions
     "aten.sum": (*_REDUCE, call(I(9, 5, 4)), call(B(5, 4))),
     "aten.sum.dim_IntList": (

@@ -36,6 +36,8 @@ ALIASES: dict[str, str] = {
     **_aliases("concat=cat concatenate=cat clip=clamp absolute=abs negative=neg fix=trunc arctan2=atan2", ""),
     **_aliases("arctan=atan arcsin=asin arccos=acos special_expm1=expm1 special_erf=erf", ""),
     **_aliases("clip=clamp", ".Tensor"),
+    # views that compute later, on which few operators and no collective can work
+    **_aliases("conj=_conj_physical _conj=_conj_physical _neg_view=neg", ""),
 }
 
 

@@ -66,7 +66,7 @@ BINARY = """
 """.split()
 LINEAR_UNARY = """
     neg positive mul.Scalar div.Scalar _to_copy to.dtype detach clone alias contiguous lift_fresh_copy
-    real imag conj xlogy.Tensor xlogy.Scalar_Other
+    real imag _conj_physical xlogy.Tensor xlogy.Scalar_Other
 """.split()
 POOLS = "max_pool1d max_pool2d max_pool3d".split()
 LINEAR_POOLS = "avg_pool1d avg_pool2d avg_pool3d".split()
