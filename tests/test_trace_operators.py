@@ -264,6 +264,24 @@ def test_other_targets_of_unknown_length_are_refused():
     assert "test_trace_operators.py" in caught.value.where
 
 
+COMPLEX_NUMBERS = {
+    "1j": lambda z: z * torch.exp(1j * torch.arange(8)),
+    "(1+2j)": lambda z: z + torch.full_like(z, 1 + 2j),
+    "complex constant of shape []": lambda z: z * torch.tensor(1 + 2j),
+}
+
+
+@pytest.mark.parametrize("got", COMPLEX_NUMBERS)
+def test_complex_numbers_in_the_code_are_refused(got):
+    def loss(m, x):
+        return COMPLEX_NUMBERS[got](torch.complex(m.mix(x), x)).abs().mean()
+
+    with pytest.raises(TraceError) as caught:
+        trace(Model(loss, mix=dense(8, 8)), (ROWS,))
+    assert got in caught.value.got and "test_trace_operators.py" in caught.value.where
+    assert "register_buffer" in caught.value.hint[0]
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 @pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")  # as is meant

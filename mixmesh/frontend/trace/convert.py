@@ -23,6 +23,8 @@ from .schema import op_name
 from .stand_ins import without_values
 
 MAX_CONST_ELEMENTS = 65536
+# what to write in place of 1j * x, x.fill_(1j) or torch.tensor([1j])
+HOLD_COMPLEX = 'keep the number in a buffer of the module: self.register_buffer("unit", torch.tensor(1j))'
 WRAPPED = "model."  # the prefix that LossAndOutputs adds to names
 
 
@@ -154,12 +156,12 @@ class _Converter:
             return  # a constant in the batch
         if (op, key) not in self.leaf_of:
             self.leaf_of[op, key] = self.names.new(key)
-            args = (self.constant(target),) if op == "const" else (key,)
+            args = (self.constant(target, node),) if op == "const" else (key,)
             result = self.leaf_of[op, key]
             self.nodes.append(Node((result,), (self.type(value, node),), op, args, kwargs))
         self.single[node] = self.leaf_of[op, key]
 
-    def constant(self, target: str) -> Arg:
+    def constant(self, target: str, node: fx.Node) -> Arg:
         tensor = self.program.constants[target]
         if tensor.numel() > MAX_CONST_ELEMENTS:
             raise TraceError(
@@ -171,7 +173,8 @@ class _Converter:
         if tensor.is_meta:
             raise without_values(target.removeprefix(WRAPPED), tensor)
         if tensor.is_complex():
-            raise TraceError("complex constants cannot stand in program text", got=target)
+            kind = f"a complex constant of shape {list(tensor.shape)}"
+            self.refuse(next(iter(node.users), node), kind, "real numbers in program text", HOLD_COMPLEX)
         return tuple(tensor.detach().cpu().flatten().tolist())
 
     def call(self, node: fx.Node) -> None:
@@ -235,7 +238,12 @@ class _Converter:
                 return arg
             case tuple() | list():
                 return tuple(self.arg(a, node) for a in arg)
-        self.refuse(node, f"an argument {arg!r}", "tensors, numbers, strings, dtypes and lists of them")
+        self.refuse(
+            node,
+            f"an argument {arg!r}",
+            "tensors, real numbers, strings, dtypes and lists of them",
+            HOLD_COMPLEX if isinstance(arg, complex) else "",
+        )
 
     def type(self, value: Any, node: fx.Node) -> ValueType:
         if value is None:
