@@ -77,11 +77,14 @@ class Target:
         return OPTIMIZER_STEM if self.is_pretrained else f"{self.stem}.{OPTIMIZER_STEM}"
 
     def _check_folder(self, is_file: bool) -> None:
+        """Raises InputError unless the folder of a file is there and may be written to, or one that will be
+        made can be."""
         try:
-            if not is_file:
-                self.folder.mkdir(parents=True, exist_ok=True)
-            got = "" if self.folder.is_dir() else f"no such folder as {self.folder}"
-            got = got or ("" if os.access(self.folder, os.W_OK | os.X_OK) else "no permission to write there")
+            there = self.folder
+            while not is_file and not there.exists():
+                there = there.parent
+            got = "" if there.is_dir() else f"no such folder as {there}"
+            got = got or ("" if os.access(there, os.W_OK | os.X_OK) else "no permission to write there")
         except OSError as error:
             got = text_of(error)
         if got:
@@ -92,7 +95,7 @@ class Target:
         stems = "|".join(map(re.escape, (self.stem, self.optimizer_stem)))
         entry = re.compile(rf"({stems})({re.escape(SAFETENSORS)}|{re.escape(SAFETENSORS + INDEX)})")
         other = re.compile(rf"({stems})-\d{{5}}-of-\d{{5}}{re.escape(SAFETENSORS)}")
-        paths = sorted(self.folder.iterdir())
+        paths = sorted(self.folder.iterdir()) if self.folder.exists() else []
         first = [path for path in paths if entry.fullmatch(path.name)]
         return first + [path for path in paths if other.fullmatch(path.name)]
 
@@ -110,6 +113,7 @@ class Target:
         unfinished = self.folder / f"{leftover}{secrets.token_hex(4)}"
         names: list[str] = []
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)
             for path in self.folder.glob(f"{leftover}*"):  # leftovers of interrupted exports
                 shutil.rmtree(path, ignore_errors=True)
             unfinished.mkdir()

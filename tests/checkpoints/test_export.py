@@ -285,7 +285,7 @@ def test_a_damaged_checkpoint_is_refused_or_passed_over(run, tmp_path, capsys):
     status = execute(["export", str(newest), "--to", str(tmp_path / "out")])
     error = capsys.readouterr().err
     assert status == 2 and "another checksum" in error and f"mixmesh export {tmp_path / 'run'}" in error
-    assert not contents(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
     assert checkpoint.export(tmp_path / "run", tmp_path / "out").step == 1
     assert "is skipped" in capsys.readouterr().err
     for place, message in ((tmp_path / "none", "no such folder"), (tmp_path / "out", "without any")):
@@ -293,6 +293,10 @@ def test_a_damaged_checkpoint_is_refused_or_passed_over(run, tmp_path, capsys):
             checkpoint.export(place, tmp_path / "again")
     with pytest.raises(InputError, match="has no optimizer"):
         checkpoint.export(tmp_path / "run", tmp_path / "again", optimizer=True)
+    assert not (tmp_path / "again").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="cannot be written there"):
+        checkpoint.export(tmp_path / "run", tmp_path / "file" / "out")
     for to in ("x.bin", "none/x.safetensors"):
         with pytest.raises(InputError):
             checkpoint.export(tmp_path / "run", tmp_path / to)
