@@ -46,7 +46,7 @@ def explain(
     from ..explain import explain_plan, explain_tensor
 
     loaded = Plan.load(plan)
-    described = cluster_of(loaded, plan, tensor, cluster)
+    described = cluster_of(loaded, plan, cluster, f"explain {plan}{f' --tensor {tensor}' if tensor else ''}")
     check_loaded(loaded, str(plan))
     if tensor is None:
         seen = explain_plan(loaded, described, profile=load_profile(profile))
@@ -66,9 +66,9 @@ def explain(
         print(explanation_text(explanation, lines))
 
 
-def cluster_of(plan: Plan, path: Path, tensor: str | None, cluster: Path | None) -> Cluster:
+def cluster_of(plan: Plan, path: Path, cluster: Path | None, command: str) -> Cluster:
     """The cluster of a file, or else the preset for which the plan was made. Raises InputError if there is
-    neither."""
+    neither; ``command`` is what was typed."""
     if cluster is not None:
         return Cluster.load(cluster)
     for preset in map(Cluster.load, presets()):
@@ -79,7 +79,7 @@ def cluster_of(plan: Plan, path: Path, tensor: str | None, cluster: Path | None)
         expected=f'--cluster with the file of "{plan.cluster_name}" ({plan.cluster_fingerprint})',
         got="no --cluster",
         where=str(path),
-        hint=f"mixmesh explain {path} {f'--tensor {tensor} ' if tensor else ''}--cluster C.toml",
+        hint=f"mixmesh {command} --cluster C.toml",
     )
 
 

@@ -128,7 +128,8 @@ def page_of_plans(paths: list[Path], names: list[str], plans: list[Plan], option
     shown = []
     for n, (path, plan) in enumerate(zip(paths, plans)):
         check_loaded(plan, str(path))
-        described = cluster_of(plan, path, None, clusters[min(n, len(clusters) - 1)] if clusters else None)
+        cluster = clusters[min(n, len(clusters) - 1)] if clusters else None
+        described = cluster_of(plan, path, cluster, f"report {' '.join(map(str, paths))}")
         timeline = None if measured is None else read_trace(measured, described.world_size)
         is_first = n == 0
         shown.append(

@@ -295,6 +295,8 @@ def test_the_command(facts, tmp_path, capsys):
     plan, cluster, page = tmp_path / "x.plan", tmp_path / "c.toml", tmp_path / "r.html"
     facts.plan.save(plan)
     cluster.write_text(facts.cluster.to_toml())
+    assert execute(["report", str(plan)]) == 2
+    assert f"try      mixmesh report {plan} --cluster C.toml" in capsys.readouterr().err
     words = ["report", str(plan), "--cluster", str(cluster), "--out"]
     assert execute([*words, str(page), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
