@@ -286,9 +286,11 @@ def test_a_measured_timeline(facts, tmp_path):
     ]
     with pytest.raises(InputError, match="other devices"):
         read_trace(file, 2)
-    file.write_text("{}")
-    with pytest.raises(InputError, match="not a timeline"):
-        read_trace(file, 3)
+    for text, place, got in (("{}", ": traceEvents", "Field required"), ("x", "", "Invalid JSON")):
+        file.write_text(text)
+        with pytest.raises(InputError, match="not a timeline") as refused:
+            read_trace(file, 3)
+        assert refused.value.where == f"{file}{place}" and got in refused.value.got
 
 
 def test_the_command(facts, tmp_path, capsys):

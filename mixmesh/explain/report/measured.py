@@ -47,11 +47,13 @@ def read_trace(path: str | Path, world_size: int) -> Timeline:
     except OSError as error:
         raise unreadable("the timeline", path, error) from None
     except ValueError as error:
+        first = error.errors()[0] if isinstance(error, pydantic.ValidationError) else None
+        place = ".".join(map(str, first["loc"])) if first else ""
         raise InputError(
             "this is not a timeline of mixmesh",
-            where=str(path),
+            where=f"{path}: {place}" if place else str(path),
             expected="the file that `mixmesh run --trace T.json` writes",
-            got=str(error).partition("\n")[0],
+            got=first["msg"] if first else str(error).partition("\n")[0],
             hint="mixmesh run JOB --plan X.plan --trace T.json",
         ) from None
     rows = [row for row in recorded.traceEvents if isinstance(row, _Complete)]
