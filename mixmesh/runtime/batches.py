@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError
 from ..frontend.trace.dtypes import TORCH_DTYPE
-from ..lang.ir import Instruction, Program, Shard
+from ..lang.ir import Instruction, Program, Shard, TensorType
 from .executor import local_piece
 from .layout import layout
 from .streams import copied
@@ -39,6 +40,14 @@ def other_dtype(name: str, planned: torch.dtype, got: torch.dtype) -> InputError
         got=f"{got}",
         hint=f".to({planned}) before the model is called, or prepare it with a batch of {got}",
     )
+
+
+def dealt_type(i: Instruction, shape: tuple[int, ...]) -> TensorType:
+    """The type of an input in a batch of another size, as loaders deal its rows out."""
+    t, placement = i.type, i.type.placement
+    if isinstance(placement, Shard):
+        placement = placement.dealt(shape[placement.dim])
+    return replace(t, value=replace(t.value, shape=shape), placement=placement)
 
 
 def local_input(

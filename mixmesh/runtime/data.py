@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -20,7 +19,7 @@ from ..errors import InputError
 from ..lang.ir import Instruction, Program, Shard
 from ..lang.plan_file import Plan
 from .accelerator import indexed
-from .batches import batch_dim_input, local_input
+from .batches import batch_dim_input, dealt_type, local_input
 from .calls import Signature, signature_of
 from .executor import local_piece
 from .layout import Layout, layout
@@ -257,15 +256,13 @@ def _share(
 
 def _other_layout(program: Program, i: Instruction, shape: tuple[int, ...]) -> Layout:
     """The layout of an input in a batch of another shape: shares are rounded again. Raises InputError."""
-    placement = i.type.placement
-    units = placement.unit if isinstance(placement, Shard) else 1
-    if len(shape) != len(i.type.value.shape) or isinstance(placement, Shard) and shape[placement.dim] % units:
+    if len(shape) != len(i.type.value.shape):
         raise InputError(
             f"{i.args[0]} cannot be cut as planned",
-            expected=f"the dims of {list(i.type.value.shape)}, and multiples of {units} where it is cut",
+            expected=f"the dims of {list(i.type.value.shape)}",
             got=f"{list(shape)}",
         )
-    return layout(program, replace(i.type, value=replace(i.type.value, shape=shape)))
+    return layout(program, dealt_type(i, shape))
 
 
 class PlanSampler(Sampler[int]):

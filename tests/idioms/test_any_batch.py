@@ -15,6 +15,7 @@ from mixmesh.errors import Infeasible, InputError, MixmeshError
 from mixmesh.lang.ir import shard_sizes
 from mixmesh.lang.plan_file import MicroBatch
 from mixmesh.runtime.calls import Calls
+from mixmesh.runtime.data import shard_batches
 from mixmesh.runtime.interpret import interpret
 from mixmesh.runtime.parallel import parallelize
 from mixmesh.runtime.random import RandomPolicy
@@ -247,6 +248,35 @@ def check_limits(_) -> None:
     same_step(single, model, numbers(12))
 
 
+class Halves(nn.Module):
+    """Pairs each sample with one of the other half of its batch: rows are cut in units of half of it."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.double()
+
+    def forward(self, x, y):
+        h = self.first(x).tanh()
+        spread = h.view(2, -1, 8).var(0, unbiased=False).mean(1, keepdim=True)
+        return F.mse_loss(self.last(h + spread.repeat(2, 1)), y)
+
+
+def check_other_units(_) -> None:
+    """Rows are dealt out in the planned units of 6, or one by one; the model takes units of 5, 3 and 1."""
+    for stage in (0, 3):
+        single, plan = Halves(), plan_of(Halves(), numbers(12), stage)
+        (units,) = {i.type.placement.unit for i in plan.program.batch_inputs}
+        assert units == 6
+        model, _ = parallelize(Halves(), None, plan, device="cpu", timeout_s=60)
+        for size in (12, 10, 6, 2):
+            batch = numbers(size)
+            same_step(single, model, batch)
+            (own,) = shard_batches([batch], plan, model.comm.rank)
+            same_step(single, model, batch, own)
+
+
 def check_what_is_no_batch(_) -> None:
     _, _, model, _ = build("data_parallel")
     rank = model.comm.rank
@@ -282,8 +312,8 @@ def check_a_batch_that_others_do_not_have(_) -> None:
 
 IDIOMS = named(
     check_any_size_under_any_plan, check_lengths, check_statistics_of_the_short_batch, check_evaluation,
-    check_dropout, check_accumulation_and_schedules, check_micro_steps, check_limits, check_what_is_no_batch,
-    check_even_shares, check_a_batch_that_others_do_not_have,
+    check_dropout, check_accumulation_and_schedules, check_micro_steps, check_limits, check_other_units,
+    check_what_is_no_batch, check_even_shares, check_a_batch_that_others_do_not_have,
 )  # fmt: skip
 
 

@@ -40,6 +40,11 @@ class Shard:
     def __str__(self) -> str:
         return f"S({self.dim})" if self.unit == 1 else f"S({self.dim}, {self.unit})"
 
+    def dealt(self, size: int) -> Shard:
+        """How an input of ``size`` elements is dealt out in a batch of another size than planned: in single
+        elements if the unit does not divide them."""
+        return self if size % self.unit == 0 else Shard(self.dim)
+
 
 @dataclass(frozen=True, slots=True)
 class Replicate:

@@ -56,15 +56,15 @@ class Agreement:
         wanted: Collection[str] = (),
         modes: Modes = (),
         values: int = 0,
-    ) -> tuple[Shapes, int]:
-        """The shapes of the whole batch, in which evaluating ranks may all leave an input out, and the
-        ``values`` of the first computing rank. Collective. Raises InputError for tensors that cannot be the
-        program's inputs; and on all ranks if they are not parts of one batch, if only some want the gradient
-        of an input, or if modules are in different ``modes``."""
+    ) -> tuple[Shapes, bool, int]:
+        """The shapes of the whole batch, in which evaluating ranks may all leave an input out, whether ranks
+        were given their own rows of it, and the ``values`` of the first computing rank. Collective. Raises
+        InputError for tensors that cannot be the program's inputs; and on all ranks if they are not parts of
+        one batch, if only some want the gradient of an input, or if modules are in different ``modes``."""
         check_kinds(self.program, tensors, self.comm.rank, evaluates=evaluates)
         mine = self.given(tensors)
         if self.comm.world_size == 1:
-            return mine, values
+            return mine, False, values
         mark = zlib.crc32(bytes(modes))
         told, values, digests = self._told(tensors, wanted, mark, values, with_digests=self._was_unclear)
         choices = [_choices(self.program, i, told[n]) for n, i in enumerate(self.program.batch_inputs)]
@@ -73,7 +73,8 @@ class Agreement:
         if self._was_unclear:
             digests = self._exchange(self._digests(tensors)) if digests is None else digests
             are_same = _are_same(digests, constants_are=self._is_outside)
-        return resolve(self.program, told, choices, are_same=are_same), values
+        agreed = resolve(self.program, told, choices, are_same=are_same)
+        return agreed, _are_own_rows(told, agreed), values
 
     def given(self, tensors: Mapping[str, Tensor]) -> Shapes:
         """The shapes that this rank was given."""
@@ -244,6 +245,10 @@ def _check_samples(program: Program, agreed: Sequence[tuple[int, ...] | None]) -
                 )
 
 
+def _are_own_rows(told: Told, agreed: Shapes) -> bool:
+    return any(shape not in (None, whole) for given, whole in zip(told, agreed) for shape in given)
+
+
 def _choices(program: Program, i: Instruction, given: Given) -> set[tuple[int, ...]]:
     """The possible shapes of a whole input: every rank was given all of it, or its own rows."""
     ranks = program.participants(i.type)
@@ -259,8 +264,8 @@ def _choices(program: Program, i: Instruction, given: Given) -> set[tuple[int, .
     sizes = {r: shape[dim] for r, shape in told_by.items()}
     shapes = set()
     for total in {sum(sizes.values()), *sizes.values()}:
-        if total and total % placement.unit == 0:
-            rows = shard_sizes(total, program.cut_by(i.type), placement.unit)
+        if total:
+            rows = shard_sizes(total, program.cut_by(i.type), placement.dealt(total).unit)
             if all(size in (total, rows[r]) for r, size in sizes.items()):
                 shape = next(iter(told_by.values()))
                 shapes.add(shape[:dim] + (total,) + shape[dim + 1 :])
@@ -280,8 +285,8 @@ def _no_batch(program: Program, i: Instruction, given: Given) -> InputError:
     shares = ""
     shapes = [shape for r in ranks if (shape := given[r]) is not None]
     total = sum(shape[placement.dim] for shape in shapes) if len(shapes) == len(ranks) else 0
-    if total and total % placement.unit == 0:
-        rows = shard_sizes(total, program.cut_by(i.type), placement.unit)
+    if total:
+        rows = shard_sizes(total, program.cut_by(i.type), placement.dealt(total).unit)
         shares = f", or of {total} rows " + ", ".join(str(rows[r]) for r in ranks)
     return InputError(
         f"{input_words(name)}: the ranks were given neither one whole batch nor each its own part of one",

@@ -26,6 +26,8 @@ from ...lang.ir import (
     with_inputs,
 )
 from ...lang.rules import RULES, shard_units
+from ..batches import dealt_type
+from ..layout import layout
 from ..model_check import digest
 
 DROPOUT = "aten.native_dropout"  # may be absent if a module evaluates; the executor then skips it
@@ -35,10 +37,13 @@ class CannotCarry(PlanError):
     """The new graph has other operators than the planned program."""
 
 
-def carry(planned: Program, graph: Graph) -> Program:
-    """``planned`` for the shapes of ``graph``. Raises CannotCarry if the graph has other operators, or if the
-    placements do not fit its shapes."""
+def carry(planned: Program, graph: Graph, *, as_dealt: bool = False) -> Program:
+    """``planned`` for the shapes of ``graph``. Raises CannotCarry if the graph has other operators, if the
+    placements do not fit its shapes, or with ``as_dealt`` if ranks would have other rows than loaders deal
+    out."""
     carried = _Carrier(planned, graph).program()
+    if as_dealt:
+        _check_rows(planned, carried)
     if digest(_without_passed(carried, graph)) != digest(graph):
         raise CannotCarry(
             "the model computes something else now",
@@ -52,6 +57,17 @@ def carry(planned: Program, graph: Graph) -> Program:
             error.message, expected=error.expected, got=error.got, where=error.where, hint=error.hint
         ) from None
     return carried
+
+
+def _check_rows(planned: Program, carried: Program) -> None:
+    for before, now in zip(planned.batch_inputs, carried.batch_inputs):
+        dealt, wanted = layout(carried, dealt_type(before, now.type.value.shape)), layout(carried, now.type)
+        if dealt.sizes != wanted.sizes:
+            raise CannotCarry(
+                "the model takes its rows in other units than planned",
+                expected=f"{', '.join(map(str, wanted.sizes))} rows by rank",
+                got=f"{', '.join(map(str, dealt.sizes))} rows by rank",
+            )
 
 
 class _Carrier:

@@ -23,7 +23,7 @@ from ...frontend.trace import LossSource, trace
 from ...frontend.trace.outputs import first_part
 from ...frontend.trace.reads import Constant, Number, Reads, reads_of
 from ...frontend.trace.shapes import passes_for
-from ...lang.ir import Graph, Program, batch_norm_of, outputs_of
+from ...lang.ir import Graph, Program, Shard, batch_norm_of, outputs_of
 from ...lang.ir.graph import begins_gradient
 from ...lang.ir.recompute import buffers_kept_for_backward
 from ...lang.plan_file import Plan, accumulates
@@ -54,8 +54,8 @@ HINTS = {
     MODES: "train() and eval() of the model's modules before planning, as they are here",
     NUMBERS: "numbers that change as buffers: self.alpha.fill_(value)",
 }
-# (modes, with gradients, shapes, values); or (key of another form, inputs with a gradient)
-TracedKey = tuple[Modes, bool, Shapes, int]
+# (modes, with gradients, shapes, values, rows as dealt); or (key of another form, inputs with a gradient)
+TracedKey = tuple[Modes, bool, Shapes, int, bool]
 Key = TracedKey | str | tuple["Key", Wanted]
 
 
@@ -145,15 +145,20 @@ class Forms:
         PlanError."""
         if backend_of() == PRETENDED_BACKEND:
             return self.planned  # in a rehearsal the other ranks do not exist
-        shapes, values = self.agreement.shapes(
+        shapes, are_own_rows, values = self.agreement.shapes(
             tensors, evaluates=not modes[0], wanted=wanted, modes=modes, values=self._values()
         )
         if not values and self._is_planned(shapes, modes):
             form = self.planned
         else:
-            key = modes, torch.is_grad_enabled(), shapes, values
+            key = modes, torch.is_grad_enabled(), shapes, values, are_own_rows and self._has_units()
             form = self._kept(key, lambda: self._made(key, args, kwargs))
         return self._kept((form.key, wanted), lambda: self._with_gradients(form, wanted)) if wanted else form
+
+    def _has_units(self) -> bool:
+        """Whether rows are dealt out in units, which may be others in a batch of another size."""
+        placements = [i.type.placement for i in self.plan.program.batch_inputs]
+        return any(isinstance(p, Shard) and p.unit > 1 for p in placements)
 
     def _values(self) -> int:
         """0 if the numbers and tensors that the program holds are as planned, else a number derived from
@@ -221,7 +226,7 @@ class Forms:
         return replace(form, returns=form.returns.without_loss())
 
     def _plan_for(self, key: TracedKey, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
-        modes, learns, shapes, _ = key
+        modes, learns, shapes, _, as_dealt = key
         self._check_constants()
         numbers = self.reads.changed(Number)
         if numbers:
@@ -246,7 +251,9 @@ class Forms:
             )
         if learns and modes[0] and not planned.copies:
             self._check_learners(traced.graph)
-        plan, is_planned = self._placed(traced.graph, modes, learns=learns, has_others=bool(numbers))
+        plan, is_planned = self._placed(
+            traced.graph, modes, learns=learns, has_others=bool(numbers), as_dealt=as_dealt
+        )
         # the sums are of other gradients
         if learns and not is_planned and (planned.copies or planned.factored):
             raise InputError(
@@ -300,11 +307,14 @@ class Forms:
             set_modes(every, (modes[0], *modes))
             yield
 
-    def _placed(self, graph: Graph, modes: Modes, *, learns: bool, has_others: bool) -> tuple[Plan, bool]:
-        """A plan for a graph, and whether it has the planned placements."""
+    def _placed(
+        self, graph: Graph, modes: Modes, *, learns: bool, has_others: bool, as_dealt: bool
+    ) -> tuple[Plan, bool]:
+        """A plan for a graph, and whether it has the planned placements. With ``as_dealt`` ranks have rows of
+        their own, which are dealt out in the planned units."""
         planned = self.plan.program
         try:
-            return resized(self.plan, carry(planned, graph)), True
+            return resized(self.plan, carry(planned, graph, as_dealt=as_dealt)), True
         except CannotCarry as error:
             cause = NUMBERS if has_others else SHAPE if modes == self.modes else MODES
             updates = any(n.op == "update" for n in graph.nodes)

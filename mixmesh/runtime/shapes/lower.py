@@ -83,9 +83,8 @@ class _Lowering:
             t = TensorType(value)
         else:
             t, attrs = replace(leaf_of.type, value=value), leaf_of.attrs
-        if isinstance(t.placement, Shard) and value.shape[t.placement.dim] % t.placement.unit:
-            unit = self._unit(node.result, t.placement.dim)  # only for inputs: parameters keep their shapes
-            t = replace(t, placement=Shard(t.placement.dim, unit))
+        if isinstance(t.placement, Shard):
+            t = replace(t, placement=t.placement.dealt(value.shape[t.placement.dim]))
         self._append((node.result,), (t,), node.op, node.args, node.kwargs, attrs, node.location)
         if node.result not in self.used:
             return
