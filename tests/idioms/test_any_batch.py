@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gloo_world import assert_passed
-from plans import PLANS, Mlp, build, named, plan_of, program
+from plans import PLANS, Mlp, build, named, output_plan, plan_of, program
 from torch import nn
 
 from mixmesh.errors import Infeasible, InputError, MixmeshError
-from mixmesh.lang.ir import shard_sizes
+from mixmesh.lang.ir import Shard, shard_sizes
 from mixmesh.lang.plan_file import MicroBatch
 from mixmesh.runtime.calls import Calls
 from mixmesh.runtime.data import shard_batches
@@ -248,6 +248,43 @@ def check_limits(_) -> None:
     same_step(single, model, numbers(12))
 
 
+class Bags(nn.Module):
+    """Takes all words of a batch in one dim, which every rank needs whole, and a label of each bag."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.embedding, self.last = nn.EmbeddingBag(WORDS, 8, mode="mean"), nn.Linear(8, 4)
+        self.double()
+
+    def forward(self, ids, starts, labels):
+        return F.cross_entropy(self.last(self.embedding(ids, starts)), labels)
+
+
+def bags(size: int) -> dict:
+    g = torch.Generator().manual_seed(size)
+    lengths = torch.randint(1, 5, (size,), generator=g)
+    return {
+        "ids": torch.randint(WORDS, (int(lengths.sum()),), generator=g),
+        "starts": lengths.cumsum(0) - lengths,
+        "labels": torch.randint(4, (size,), generator=g),
+    }
+
+
+def check_values_that_all_ranks_need(_) -> None:
+    """They are the same whatever else a rank was given: three ranks have a row each, of three."""
+    example = bags(12)
+    traced = output_plan("even", Bags(), example)
+    single, (model, _) = Bags(), parallelize(Bags(), None, traced, device="cpu", timeout_s=60)
+    cut = [i.args[0] for i in traced.program.batch_inputs if isinstance(i.type.placement, Shard)]
+    assert cut == ["labels"]
+    for size in (12, 3):
+        batch = bags(size)
+        (own,) = shard_batches([batch], traced, model.comm.rank)
+        assert len(own["labels"]) == size // 3
+        same_step(single, model, batch, own)
+
+
 class Halves(nn.Module):
     """Pairs each sample with one of the other half of its batch: rows are cut in units of half of it."""
 
@@ -313,7 +350,8 @@ def check_a_batch_that_others_do_not_have(_) -> None:
 IDIOMS = named(
     check_any_size_under_any_plan, check_lengths, check_statistics_of_the_short_batch, check_evaluation,
     check_dropout, check_accumulation_and_schedules, check_micro_steps, check_limits, check_other_units,
-    check_what_is_no_batch, check_even_shares, check_a_batch_that_others_do_not_have,
+    check_values_that_all_ranks_need, check_what_is_no_batch, check_even_shares,
+    check_a_batch_that_others_do_not_have,
 )  # fmt: skip
 
 

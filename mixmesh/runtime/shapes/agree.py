@@ -72,7 +72,9 @@ class Agreement:
         are_same = False
         if self._was_unclear:
             digests = self._exchange(self._digests(tensors)) if digests is None else digests
-            are_same = _are_same(digests, constants_are=self._is_outside)
+            is_cut = [isinstance(i.type.placement, Shard) for i in self.program.batch_inputs]
+            of_cut = [[number for number, cut in zip(row, is_cut) if cut] for row in digests]
+            are_same = _are_same(of_cut, constants_are=self._is_outside)
         agreed = resolve(self.program, told, choices, are_same=are_same)
         return agreed, _are_own_rows(told, agreed), values
 
@@ -164,8 +166,8 @@ def _check_wanted(name: str, wants: Sequence[bool]) -> None:
 
 def _are_same(digests: list[list[int]], *, constants_are: bool) -> bool:
     """Whether all ranks were given the same values, judging by samples of them. ``digests`` are by rank and
-    input. Values that are all equal, such as zeros, may be the rows of different samples: ``constants_are``
-    says whether they count as the same."""
+    input that is cut: what every rank needs whole is the same in any case. Values that are all equal, such as
+    zeros, may be the rows of different samples: ``constants_are`` says whether they count as the same."""
     columns = [{n for n in column if n != ABSENT} for column in zip(*digests)]
     same = all(len(column) <= 1 for column in columns)
     return same and (constants_are or any(any(column) for column in columns))
