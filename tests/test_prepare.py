@@ -216,6 +216,25 @@ def test_inputs_are_what_the_loop_makes_of_a_batch():
     assert made == {"x": 2, "y": 1}
 
 
+@pytest.mark.parametrize(
+    ("batch", "call", "write"),
+    [
+        ({"x": 1, "y": 2}, r"inputs\(x, y\): values by their keys", r"inputs=lambda \*\*batch"),
+        ((1, 2, 3), r"inputs\(a, b, c\): one argument for each value", r"inputs=lambda a, b, c: "),
+    ],
+)
+def test_inputs_that_take_a_batch_as_one_value_are_refused(batch, call, write):
+    """With how they are called, in place of Python's own words."""
+    with pytest.raises(mixmesh.InputError, match=f"(?s){call}.*{write}"):
+        made_inputs(lambda batch: batch["x"], batch)
+    with pytest.raises(TypeError, match="of the function's own"):
+        made_inputs(fails, batch)
+
+
+def fails(*values, **named):
+    raise TypeError("of the function's own")
+
+
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_on_one_device_a_block_of_the_whole_model_is_without_the_loss(is_compiled):
     original = nn.Linear(3, 2)

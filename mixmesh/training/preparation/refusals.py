@@ -3,7 +3,9 @@ trained on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from inspect import signature
+from string import ascii_lowercase as ALPHABET
 from typing import Any
 
 from torch import nn
@@ -44,6 +46,25 @@ def check_gives_all(loader: Iterable) -> None:
                     f"or {type(holder).__name__}(..., num_replicas=1, rank=0), to keep its set_epoch",
                 ),
             )
+
+
+def check_takes(inputs: Callable[..., Any], values: Sequence[Any], named: Mapping[str, Any]) -> None:
+    """Raises InputError if the function ``inputs`` cannot be called with the values of a batch."""
+    try:
+        taken = signature(inputs)
+    except (TypeError, ValueError):  # a function that Python knows nothing about
+        return
+    try:
+        taken.bind(*values, **named)
+    except TypeError as error:
+        names = ", ".join(map(str, named or ALPHABET[: len(values)]))
+        raise InputError(
+            "the function inputs= does not take the values of a batch",
+            expected=f"inputs({names}): {'values by their keys' if named else 'one argument for each value'}",
+            got=f"inputs{taken}: {error}",
+            hint=f"mixmesh.prepare(..., inputs=lambda {names}: (...)), or inputs=lambda "
+            f"{'**batch' if named else '*batch'}: (...)",
+        ) from None
 
 
 def check_last_batch(loader: Any, plan: Plan) -> None:

@@ -40,7 +40,7 @@ from .loading import (
 from .modes import as_its_train_has_it
 from .outside_loss import needed_names, with_loss
 from .own_loader import OwnLoader
-from .refusals import check_gives_all, check_last_batch, check_unwrapped
+from .refusals import check_gives_all, check_last_batch, check_takes, check_unwrapped
 from .start import Options, Prepared, prepare_job
 
 WITHOUT_LOSS = (
@@ -211,11 +211,12 @@ def another_call(batch: Any) -> tuple[str, ...]:
 
 
 def made_inputs(inputs: Callable[..., Any], batch: Any) -> Any:
-    """The arguments with which a model is called for a batch of the loader: a tuple, or a dict by name."""
-    if isinstance(batch, Mapping):
-        arguments = inputs(**batch)
-    else:
-        arguments = inputs(*batch) if isinstance(batch, tuple) else inputs(batch)
+    """The arguments with which a model is called for a batch of the loader: a tuple, or a dict by name.
+    Raises InputError if the function does not take the batch's values."""
+    named = dict(batch) if isinstance(batch, Mapping) else {}
+    values = () if named else batch if isinstance(batch, tuple) else (batch,)
+    check_takes(inputs, values, named)
+    arguments = inputs(*values, **named)
     return arguments if isinstance(arguments, Mapping | tuple) else (arguments,)
 
 
