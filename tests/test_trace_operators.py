@@ -104,7 +104,7 @@ def fourier_layer(m, x, labels):
     f = torch.fft.rfft(m.mix(x), dim=1)
     out = torch.zeros_like(f)
     out[:, :2] = f[:, :2] * torch.view_as_complex(m.filter.weight.view(2, 8, 2))
-    out[:, 3] = f[:, 2]
+    out[:, -1] = f[:, 2]
     out[:, :, 1::3] += f[:, :, ::3]
     return classified(m, torch.fft.irfft(out, n=6, dim=1).mean(1), labels)
 
