@@ -104,6 +104,43 @@ def test_a_number_that_changes_is_warned_of():
     assert "the number count" in warning and "test_trace_state.py" in warning
 
 
+def stateful(m, h):
+    """Carries what it computes from one call to the next; ``mask`` and ``last`` do not matter."""
+    before, m.hidden = m.hidden, (mean(h), [mean(h)])
+    if m.mask is None:
+        m.mask = torch.ones(4).cumsum(0)
+    m.last = mean(h)
+    return m.mask if before is None else before[0]
+
+
+def asks_whether_it_is_there(m, h):
+    before = getattr(m, "hidden", None)
+    m.hidden = mean(h)
+    return 0 if before is None else before
+
+
+def empty(m):
+    m.hidden = m.mask = m.last = None
+
+
+@pytest.mark.parametrize(("body", "prepare"), [(stateful, empty), (asks_whether_it_is_there, None)])
+def test_what_is_carried_from_an_empty_attribute_is_warned_of(body, prepare):
+    model = Model(body, prepare)
+    before = dict(vars(model))
+    (warning,) = trace(model, BATCH).warnings
+    assert "finds hidden empty" in warning and "buffer" in warning
+    assert vars(model) == before
+
+
+def test_no_list_of_a_trace_stays_on_a_module():
+    def noted(m, h):
+        m.noted = {"means": [mean(h)]}
+        return 0
+
+    model = Model(noted)
+    assert trace(model, BATCH).warnings == () and "noted" not in vars(model)
+
+
 def one_value_for_two(m, h):
     value = mean(h)
     m.a.copy_(value)

@@ -15,6 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.utils import _pytree as pytree
 
 from ...errors import TraceError
 from .locate import Place, place_of_function
@@ -48,12 +50,15 @@ class Attributes:
         """A context for a forward pass: notes which tensors it replaces and then puts the old ones back,
         because the new ones are of no use outside of the export."""
         modules = dict(self._model.named_modules())
-        before = dict(_held(modules))
+        before, names = dict(_held(modules)), {path: set(vars(module)) for path, module in modules.items()}
         yield
         self.replaced = tuple(_replaced(modules, before))
         for (path, name), (value, *_) in list(_held(modules)):
             if isinstance(value, Tensor):
                 _put_back(modules[path], name, before.get((path, name), (None,))[0])
+        for path, module in modules.items():  # lists of such tensors
+            for name in [n for n, v in vars(module).items() if n not in names[path] and holds_tensors(v)]:
+                delattr(module, name)
 
 
 def _held(modules: Mapping[str, nn.Module]) -> Iterator[tuple[Key, tuple[Any, ...]]]:
@@ -110,6 +115,39 @@ def warnings_of(replaced: Sequence[Replaced]) -> list[str]:
         for each in replaced
         if each.is_number
     ]
+
+
+def warnings_of_carried(paths: Sequence[str]) -> list[str]:
+    """Returns a warning for each attribute that is empty at the first call and holds tensors afterwards."""
+    return [
+        f"the forward pass finds {path} empty while the model is traced, and keeps a tensor there: every "
+        "step computes as the first one does; begin with a buffer, and update it by copy_, if a step needs "
+        "what the one before it kept"
+        for path in paths
+    ]
+
+
+def holds_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
+
+
+def is_computed(value: Any) -> bool:
+    """Whether a value holds a tensor that the pass being exported computes from its inputs or parameters,
+    and not from constants alone, like a mask that is made once."""
+    mode = get_proxy_mode()
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    if mode is None:
+        return bool(tensors)
+    slots = [get_proxy_slot(tensor, mode.tracer, None) for tensor in tensors]
+    waiting = [slot.proxy.node for slot in slots if slot is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if node.op == "placeholder":
+            return True
+        waiting += [n for n in node.all_input_nodes if n not in seen]
+        seen.update(node.all_input_nodes)
+    return False
 
 
 def _put_back(module: nn.Module, name: str, value: Tensor | None) -> None:

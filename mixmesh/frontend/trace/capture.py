@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from ...errors import MixmeshError, TraceError
 from ...lang.ir import Returned
-from .attributes import Attributes, check_replaced, warnings_of
+from .attributes import Attributes, check_replaced, warnings_of, warnings_of_carried
 from .autocast import Autocast, no_autocast, under
 from .averages import means_over_batches
 from .branches import Paths, distributions_unchecked, past_checks
@@ -307,7 +307,11 @@ def capture(
         flat.arguments,
         wrapper.seen.outputs,
         wrapper.seen.returned,
-        (*warnings_of(wrapper.attributes.replaced), *wrapper.draws.warnings),
+        (
+            *warnings_of(wrapper.attributes.replaced),
+            *warnings_of_carried(wrapper.reads.carried),
+            *wrapper.draws.warnings,
+        ),
     )
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from .attributes import is_computed
 from .called import all_called, functions_of, is_own, names_in, plain_functions
 from .containers import (
     EVERY_KEY,
@@ -93,6 +94,7 @@ class Reads:
     object, because export undoes assignments to modules."""
 
     of: dict[Key, Number | Constant] = field(default_factory=dict)
+    carried: tuple[str, ...] = ()  # attributes that the last pass found empty, and left tensors in
     places: dict[int, tuple[str, Find]] = field(default_factory=dict)  # by the id of a tensor
 
     def changed(self, *kinds: type[Number] | type[Constant]) -> tuple[tuple[str, str], ...]:
@@ -147,6 +149,20 @@ class _Pass:
         self.objects = ObjectWatch(self._note_inner)
         self._containers: set[Key] = set()
         self.places: dict[int, tuple[str, Find]] = {}  # by the id of a tensor that may be read
+        self._empty: dict[Key, tuple[str, Mapping[str, Any]]] = {}  # paths, and the attributes of the module
+
+    def empty(self, module: nn.Module, name: str) -> None:
+        """Notes that an attribute was read which is None or not there."""
+        attributes = object.__getattribute__(module, "__dict__")
+        key = id(attributes), name
+        if key not in self._empty and id(attributes) in self._modules:
+            path, _ = self._place(module, attributes)
+            self._empty[key] = f"{path}.{name}".lstrip("."), attributes
+
+    def carried(self) -> tuple[str, ...]:
+        """The paths of attributes that were empty when they were read, and hold what was computed now."""
+        now = {path: attributes.get(name) for (_, name), (path, attributes) in self._empty.items()}
+        return tuple(path for path, value in now.items() if is_computed(value))
 
     def _place(self, module: nn.Module, attributes: Mapping[str, Any]) -> tuple[str, nn.Module | None]:
         """The path of a module, and the script's own module; None for a module outside of the model."""
@@ -277,6 +293,8 @@ def reading(model: nn.Module, reads: Reads) -> Iterator[None]:
 
     def attribute(module: nn.Module, name: str) -> Any:
         value = get(module, name)
+        if value is None:
+            seen.empty(module, name)
         if type(value) in SIMPLE or isinstance(value, Tensor):
             seen.attribute(module, name, value)
         elif is_container(value):
@@ -284,7 +302,11 @@ def reading(model: nn.Module, reads: Reads) -> Iterator[None]:
         return value
 
     def missing_attribute(module: nn.Module, name: str) -> Any:
-        value = get_missing(module, name)
+        try:
+            value = get_missing(module, name)
+        except AttributeError:
+            seen.empty(module, name)
+            raise
         if isinstance(value, Tensor):
             seen.attribute(module, name, value, is_own=False)
         return value
@@ -298,6 +320,7 @@ def reading(model: nn.Module, reads: Reads) -> Iterator[None]:
     finally:
         _passes.pop()
         _set_on_modules(before)
+    reads.carried = seen.carried()
     reads.places = seen.places
     for key, value in seen.noted.items():
         reads.keep(key, value)
