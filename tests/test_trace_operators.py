@@ -264,6 +264,12 @@ def test_other_targets_of_unknown_length_are_refused():
     assert "test_trace_operators.py" in caught.value.where
 
 
+def test_an_operator_that_looks_at_values_is_refused():
+    with pytest.raises(TraceError, match="cannot be traced") as caught:
+        trace(Model(lambda m, x: torch.cov(m.mix(x).T).mean(), mix=dense(8, 8)), (ROWS,))
+    assert "looks at its tensor's values" in caught.value.got and "torch.cov" in caught.value.hint[0]
+
+
 COMPLEX_NUMBERS = {
     "1j": lambda z: z * torch.exp(1j * torch.arange(8)),
     "(1+2j)": lambda z: z + torch.full_like(z, 1 + 2j),

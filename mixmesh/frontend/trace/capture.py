@@ -368,6 +368,7 @@ TIED = "expected compiled_fn to be GraphModule"  # PyTorch's message for updated
 HINTS = (
     ("GuardOnDataDependent", BRANCH_HINT),
     ("data-dependent", BRANCH_HINT),
+    ("DataDependentOutput", "write the operator out by others that read no values: torch.cov by a product"),
     ("DynamicOutputShape", "use operators whose result shape does not depend on values (torch.where, masks)"),
     (
         "but got FakeTensor",
@@ -390,6 +391,7 @@ OTHER_DEVICE = "FakeTensorDeviceMismatchError"
 MEANINGS = {
     "SpecViolationError": "an update of a buffer whose value is another result too",
     "GuardOnDataDependentSymNode": "a branch, a loop or an index that depends on a tensor's values",
+    "DataDependentOutputException": "an operator that looks at its tensor's values",
     "DynamicOutputShapeException": "a result whose shape depends on values",
 }
 
