@@ -270,6 +270,19 @@ def test_an_operator_that_looks_at_values_is_refused():
     assert "looks at its tensor's values" in caught.value.got and "torch.cov" in caught.value.hint[0]
 
 
+def test_an_operator_that_runs_on_values_alone():
+    """Its types cannot be checked without values; it runs whole."""
+
+    def loss(m, x, labels):
+        return classified(m, torch.fake_quantize_per_tensor_affine(m.mix(x), 0.1, 0, -8, 7), labels)
+
+    model, batch = Model(loss, mix=dense(8, 8), head=dense(8, 4)), (ROWS, LABELS)
+    traced = trace(model, batch)
+    plan = plan_traced(traced, CLUSTER, planner="ddp-proportional")
+    assert "fake_quantize" in str(unsupported_ops(plan.program))
+    assert verify(model, batch, plan, traced=traced).ok
+
+
 COMPLEX_NUMBERS = {
     "1j": lambda z: z * torch.exp(1j * torch.arange(8)),
     "(1+2j)": lambda z: z + torch.full_like(z, 1 + 2j),
