@@ -8,15 +8,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import GOOD, write_job
 from small_graphs import GRAPHS, THREE, cluster, graph
 from test_auto import graph_of, random_cluster
+from torch import nn
 
 from benchmarks.papers import floors
 from benchmarks.published import HAP_FIGURE_14
 from mixmesh.__main__ import execute
+from mixmesh.api import plan_traced
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel, Profile
 from mixmesh.cost.curve import Curve, affine_curve
@@ -157,6 +160,22 @@ def test_a_device_that_is_far_slower_takes_nothing_of_it(times):
     seconds = np.random.default_rng(0).random((12, 1)) * [[1.0, times]]
     others_s = seconds[:, 0].sum()
     assert (1 - 2 / times) * others_s <= bound_s(seconds, np.array([1, 1])) <= others_s
+
+
+def test_running_statistics_have_no_backward_pass():
+    """On one device, whose step is all computing, the ideal is the step."""
+
+    class Normalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+
+        def forward(self, x):
+            return self.layers(x).square().mean()
+
+    one = Cluster.parse('[[machine]]\ndevices = ["T4-16GB"]\n')
+    plan = plan_traced(trace(Normalised(), {"x": torch.randn(12, 8)}), one, planner="single")
+    assert plan.ideal_s == pytest.approx(plan.predicted_step_s)
 
 
 def test_repeated_blocks_count_as_often_as_they_are():

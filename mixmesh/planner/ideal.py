@@ -68,16 +68,19 @@ def operator_s(choices: Choices, at_peaks: bool) -> list[list[float]]:
             return peak_op_s(call, grads, device, tf32=costs.tf32)
         return costs.least_op_s(call, grads, device_class, parts=parts)
 
-    weights: dict[int, float] = {}
-    firsts: dict[int, Node] = {}
+    # by kind, and by whether the backward pass comes through: it does not through running statistics
+    weights: dict[tuple[int, bool], float] = {}
+    firsts: dict[tuple[int, bool], Node] = {}
     for node, kind, weight in zip(choices.steps, choices.kind_of_step, choices.fold.weights):
         if kind is not None:
-            weights[kind] = weights.get(kind, 0.0) + weight
-            firsts.setdefault(kind, node)
+            key = kind, any(r in graph.requires_grad for r in node.results)
+            weights[key] = weights.get(key, 0.0) + weight
+            firsts.setdefault(key, node)
     out = []
     for key, node in firsts.items():
         call = call_of(node, graph.types)
-        grads = sum(1 for name in dict.fromkeys(node.inputs) if name in graph.requires_grad)
+        flowing = dict.fromkeys(node.inputs) if key[1] else ()
+        grads = sum(1 for name in flowing if name in graph.requires_grad)
         out.append([weights[key] * least_s(call, grads, c) for c in range(len(costs.classes))])
     return out
 
