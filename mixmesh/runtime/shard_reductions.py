@@ -91,8 +91,23 @@ def _number(
 
 def _are_alike(func: Callable, rule: Rule, args: tuple, kwargs: dict) -> bool:
     first = next(x for x in args if isinstance(x, ShardBase))
-    check_alike(rule.name, first, [x for x in args if isinstance(x, Tensor)])
+    tensors = [x for x in args if isinstance(x, Tensor)]
+    if rule.name == "equal":
+        if any(_has_another_shape(first, x) for x in tensors):
+            return False
+        tensors = [x for x in tensors if isinstance(x, ShardBase)]  # others may differ in shape on one rank
+    check_alike(rule.name, first, tensors)
     alike = torch.tensor(float(func(*args, **kwargs)), dtype=torch.float64, device=first.whole.comm.device)
     whole = first.whole
     asked = number(alike, whole.comm, "min", row=whole.spokesman, dtype=torch.float64)
     return bool(known(asked) > 0)
+
+
+def _has_another_shape(first: ShardBase, x: Tensor) -> bool:
+    """Whether a tensor has neither the shape of the whole nor that of any rank's piece: all ranks say the
+    same."""
+    stored = first.whole.stored
+    if isinstance(x, ShardBase):
+        return x.whole.stored.shape != stored.shape
+    ranks = range(first.whole.comm.world_size)
+    return tuple(x.shape) not in {stored.shape, *(stored.held.shape(stored.shape, r) for r in ranks)}

@@ -241,6 +241,9 @@ def _written(x: Any) -> None:
 def _reduce(func: Callable, rule: Rule, args: tuple, kwargs: dict) -> Any:
     if rule.name in ("max", "min") and len(args) > 1 and isinstance(args[1], Tensor):
         return _elementwise(func, rule, args, kwargs)
+    if rule.name in ("equal", "allclose"):
+        first = next(x for x in args if isinstance(x, ShardTensor))
+        args = tuple(_cut_like(first, x) if isinstance(x, Tensor) else x for x in args)
     return reduce_whole(func, rule, args, kwargs)
 
 

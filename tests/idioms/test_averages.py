@@ -144,7 +144,21 @@ def check_whole_tensors_beside_shards_are_cut_like_them(_) -> None:
         same_loss(*(model for model, _ in pairs), 3, name)
 
 
+def check_weights_are_compared(_) -> None:
+    """With others of any shape, cut or whole, as a search for one among those of an optimizer does."""
+    for name in ("data_parallel", "fsdp", "tensor_parallel"):
+        _, (model, _) = start(name)
+        whole = {key: p.detach().clone() for key, p in Mlp(0).named_parameters()}
+        parameters = dict(model.named_parameters())
+        for key, p in parameters.items():
+            assert torch.equal(p, whole[key]) and torch.equal(whole[key], p) and torch.allclose(p, whole[key])
+            assert not torch.equal(p, whole[key] + 1) and not torch.allclose(p, whole[key] + 1)
+            assert [k for k, other in parameters.items() if torch.equal(p, other)] == [key]
+            assert not torch.equal(p, torch.zeros(3, 3, 3))
+
+
 IDIOMS = named(
+    check_weights_are_compared,
     check_a_deep_copy_stands_for_itself,
     check_a_copy_beside_an_original_that_was_made_whole,
     check_averaged_models,
