@@ -1,21 +1,26 @@
 """One device: PyTorch's own steps of a transformer, with and without ``torch.compile``, and ours.
 
-All variants take turns in one process, so that the comparison holds while the speed of a machine drifts.
+Each variant has a process of its own, as people run it: the allocator's settings and the fragments of a heap
+belong to a process. The variants take turns, so that the comparison holds while the speed of a machine
+drifts.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
 
 import torch
 
 import mixmesh
 from mixmesh.cluster import Cluster
 from mixmesh.frontend.trace import trace
-from mixmesh.lang.plan_file import Plan
 from mixmesh.planner import make_plan
 from mixmesh.runtime.optimizers import fuse
 
@@ -29,6 +34,7 @@ FUSED = "{}, fused AdamW"  # with it the optimizer's step is one call, as in our
 ASKED = {OURS: (EAGER, 0.95), OURS_COMPILED: (COMPILED, 1.03)}
 CLUSTER = '[[machine]]\nname = "a"\ndevices = [{ cpu_share = 1.0 }]\n'
 LAYERS, WIDTH, HEADS, SAMPLES, LENGTH = 24, 128, 4, 8, 64
+PROCESSES = multiprocessing.get_context("spawn")
 SAME = 1e-5  # relative difference of losses in float32
 
 
@@ -57,35 +63,51 @@ class Row:
 
 def run(effort: Effort, say: Callable[[str], None] = lambda _: None) -> list[Row]:
     """A row for each variant, on one thread."""
+    with ExitStack() as processes:
+        variants = {name: processes.enter_context(apart(name)) for name in STEPS}
+        losses, first_s = {}, {}
+        for name, steps in variants.items():
+            say(f"the first steps of {name}")
+            first_s[name], losses[name] = steps(1)
+            losses[name] += steps(2)[1]
+        step_s: dict[str, list[float]] = {name: [] for name in variants}
+        for number in range(effort.rounds):
+            say(f"round {number + 1} of {effort.rounds}")
+            for name, steps in variants.items():
+                step_s[name].append(steps(effort.steps)[0] / effort.steps)
+    return [Row(name, tuple(step_s[name]), first_s[name], tuple(losses[name])) for name in STEPS]
+
+
+@contextmanager
+def apart(name: str) -> Iterator[Callable[[int], tuple[float, list[float]]]]:
+    """A context with a process for a variant. Yields a function that lets it make so many steps, and returns
+    their seconds and losses."""
+    here, there = PROCESSES.Pipe()
+    process = PROCESSES.Process(target=serve, args=(name, there), daemon=True)
+    process.start()
+    there.close()
+
+    def steps(count: int) -> tuple[float, list[float]]:
+        here.send(count)
+        return here.recv()
+
+    try:
+        yield steps
+    finally:
+        here.close()
+        process.join()
+
+
+def serve(name: str, asked: Connection) -> None:
+    """Makes as many steps of a variant as are ``asked`` for, until nobody asks any more."""
     as_one_process()
     torch.set_num_threads(1)
-    batch = made_batch()
-    plan = make_plan(trace(made_model(), batch), Cluster.parse(CLUSTER), planner="single")
-    steps = {
-        EAGER: plain_step(batch, compiles=False, is_fused=False),
-        FUSED.format(EAGER): plain_step(batch, compiles=False, is_fused=True),
-        COMPILED: plain_step(batch, compiles=True, is_fused=False),
-        FUSED.format(COMPILED): plain_step(batch, compiles=True, is_fused=True),
-        OURS: our_step(batch, plan, compiles=False),
-        OURS_COMPILED: our_step(batch, plan, compiles=True),
-    }
-    losses: dict[str, list[float]] = {name: [] for name in steps}
-    first_s = {}
-    for name, step in steps.items():
-        say(f"the first steps of {name}")
-        started = time.perf_counter()
-        losses[name].append(step().item())
-        first_s[name] = time.perf_counter() - started
-        losses[name] += [step().item() for _ in range(2)]
-    step_s: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(effort.rounds):
-        say(f"round {number + 1} of {effort.rounds}")
-        for name, step in steps.items():
-            started = time.perf_counter()
-            for _ in range(effort.steps):
-                step()
-            step_s[name].append((time.perf_counter() - started) / effort.steps)
-    return [Row(name, tuple(step_s[name]), first_s[name], tuple(losses[name])) for name in steps]
+    step = STEPS[name](made_batch())
+    with suppress(EOFError):
+        while True:
+            count, started = asked.recv(), time.perf_counter()
+            losses = [step().item() for _ in range(count)]
+            asked.send((time.perf_counter() - started, losses))
 
 
 def made_model() -> GPT:
@@ -108,10 +130,21 @@ def plain_step(batch: dict, *, compiles: bool, is_fused: bool) -> Step:
     return step_of(torch.compile(model) if compiles else model, optimizer, batch)
 
 
-def our_step(batch: dict, plan: Plan, *, compiles: bool) -> Step:
+def our_step(batch: dict, *, compiles: bool) -> Step:
+    plan = make_plan(trace(made_model(), batch), Cluster.parse(CLUSTER), planner="single")
     model = made_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     return step_of(*mixmesh.parallelize(model, optimizer, plan, check_model=False, compile=compiles), batch)
+
+
+STEPS: dict[str, Callable[[dict], Step]] = {
+    EAGER: partial(plain_step, compiles=False, is_fused=False),
+    FUSED.format(EAGER): partial(plain_step, compiles=False, is_fused=True),
+    COMPILED: partial(plain_step, compiles=True, is_fused=False),
+    FUSED.format(COMPILED): partial(plain_step, compiles=True, is_fused=True),
+    OURS: partial(our_step, compiles=False),
+    OURS_COMPILED: partial(our_step, compiles=True),
+}
 
 
 def ratio(rows: Sequence[Row], name: str, other: str) -> float:
