@@ -15,7 +15,7 @@ def heap(monkeypatch):
     """A process of ``held`` bytes, of which ``free`` are given back when asked for."""
 
     class Heap:
-        held, free, times, peak, mapped = 0, 0, 0, 0, OWN_PIECE_BYTES
+        held, free, times, peak, mapped, kept = 0, 0, 0, 0, OWN_PIECE_BYTES, KEPT_BYTES
 
         def give_back(self) -> None:
             self.times += 1
@@ -25,10 +25,16 @@ def heap(monkeypatch):
             self.mapped = size_bytes
             return True
 
+        def set_limit(self, number: int, size_bytes: int) -> bool:
+            assert number == allocator.M_TRIM_THRESHOLD
+            self.kept = size_bytes
+            return True
+
     made = Heap()
     monkeypatch.setattr(allocator, "grows", lambda: True)
     monkeypatch.setattr(allocator, "give_back", made.give_back)
     monkeypatch.setattr(allocator, "map_pieces_from", made.map_pieces_from)
+    monkeypatch.setattr(allocator, "set_limit", made.set_limit)
     monkeypatch.setattr(allocator, "resident_bytes", lambda: made.held)
     monkeypatch.setattr(allocator, "peak_resident_bytes", lambda: made.peak)
     return made
@@ -55,6 +61,16 @@ def test_a_heap_that_grows_is_given_back(heap):
         heap.held = held
         limit.before_step()
     assert heap.times == 2 and limit.limit_bytes == 1000 and heap.mapped == SCARCE_PIECE_BYTES
+
+
+def test_a_heap_keeps_what_the_plan_has_room_for(heap):
+    """Once the first steps have shown how much the process holds, and no more than that leaves."""
+    limit = HeapLimit(1000)
+    steps = ((300, 300, 0), (700, 700, 0), (700, 700, 300), (720, 800, 200), (700, 800, 200), (900, 1100, 0))
+    for heap.held, heap.peak, room in steps:
+        limit.before_step()
+        assert heap.kept == KEPT_BYTES + room
+    assert heap.times == 1
 
 
 def test_what_a_step_leaves_free_serves_larger_pieces(heap):

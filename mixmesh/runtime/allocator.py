@@ -27,6 +27,7 @@ from pathlib import Path
 from ..base.heap import KEPT_BYTES, OWN_PIECE_BYTES
 
 SCARCE_PIECE_BYTES = 2 * 2**20  # the same where memory is scarce
+SETTLING_STEPS = 2  # steps after which a process has held about as much as it will
 NEAR = 0.98  # share of the planned memory from which on memory is scarce
 SLACK = 1.1  # factor above the held memory within which a process counts as unchanged
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
@@ -54,8 +55,9 @@ def trim_heap() -> None:
 
 
 class HeapLimit:
-    """Keeps the heap small, between steps, once a process has held about as much as was planned, or would
-    after a step that adds as much as the last one.
+    """Lets the heap keep as much of its free end as the planned memory has room for, and keeps it small,
+    between steps, once a process has held about as much as was planned, or would after a step that adds as
+    much as the last one.
 
     A process may hold other things as well, a data set for instance. If the next step exceeds the limit, the
     process needs that much, and the limit is raised: returning memory at every step would only cost time, a
@@ -67,6 +69,7 @@ class HeapLimit:
         self._is_scarce = self._has_just_trimmed = False
         self._num_steps = 0
         self._peak_bytes = 0  # the most that the process had ever held before the last step
+        self._kept_bytes = KEPT_BYTES  # free bytes that the heap keeps at its end
 
     @classmethod
     def of_plan(cls, planned_bytes: int) -> HeapLimit:
@@ -86,6 +89,7 @@ class HeapLimit:
         next_bytes = held_bytes + (grown_bytes if self._num_steps > 1 else 0)
         is_near = held_bytes > NEAR * self.limit_bytes or next_bytes > self.limit_bytes
         self._num_steps, self._peak_bytes = self._num_steps + 1, peak_bytes
+        self._keep(KEPT_BYTES if self._num_steps <= SETTLING_STEPS else KEPT_BYTES + self.room_bytes)
         if held_bytes <= self.limit_bytes and (self._is_scarce or not is_near):
             self._has_just_trimmed = False
         elif self._has_just_trimmed:
@@ -97,6 +101,17 @@ class HeapLimit:
             give_back()
             self.limit_bytes = max(self.limit_bytes, round(SLACK * resident_bytes()))
             self._is_scarce = self._has_just_trimmed = True
+
+    @property
+    def room_bytes(self) -> int:
+        """The bytes that the process has never held, of those that it may hold."""
+        return max(self.limit_bytes - self._peak_bytes, 0)
+
+    def _keep(self, size_bytes: int) -> None:
+        """Lets the heap keep so many free bytes at its end: otherwise a step that frees more gives them back
+        and maps them anew. What it keeps beyond ``KEPT_BYTES`` adds at most that to the peak."""
+        if size_bytes != self._kept_bytes and set_limit(M_TRIM_THRESHOLD, size_bytes):
+            self._kept_bytes = size_bytes
 
 
 @contextmanager
