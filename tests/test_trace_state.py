@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from small_graphs import TWO, cluster
@@ -104,13 +106,10 @@ def test_a_number_that_changes_is_warned_of():
     assert "the number count" in warning and "test_trace_state.py" in warning
 
 
-def stateful(m, h):
-    """Carries what it computes from one call to the next; ``mask`` and ``last`` do not matter."""
+def carried(m, h):
+    """Carries what it computes from one call to the next."""
     before, m.hidden = m.hidden, (mean(h), [mean(h)])
-    if m.mask is None:
-        m.mask = torch.ones(4).cumsum(0)
-    m.last = mean(h)
-    return m.mask if before is None else before[0]
+    return 0 if before is None else before[0]
 
 
 def asks_whether_it_is_there(m, h):
@@ -119,17 +118,126 @@ def asks_whether_it_is_there(m, h):
     return 0 if before is None else before
 
 
-def empty(m):
-    m.hidden = m.mask = m.last = None
+def without(m):
+    m.hidden = None
 
 
-@pytest.mark.parametrize(("body", "prepare"), [(stateful, empty), (asks_whether_it_is_there, None)])
-def test_what_is_carried_from_an_empty_attribute_is_warned_of(body, prepare):
+@pytest.mark.parametrize(("body", "prepare"), [(carried, without), (asks_whether_it_is_there, None)])
+def test_what_is_carried_in_an_attribute_that_is_empty_at_first_is_refused(body, prepare):
     model = Model(body, prepare)
     before = dict(vars(model))
-    (warning,) = trace(model, BATCH).warnings
-    assert "finds hidden empty" in warning and "buffer" in warning
+    with pytest.raises(TraceError, match="finds hidden empty") as caught:
+        trace(model, BATCH)
+    assert "test_trace_state.py" in caught.value.where and "self.hidden.copy_" in caught.value.hint[0]
     assert vars(model) == before
+
+
+def made_once(m, h):
+    """A table and a mask, made in the first call."""
+    if m.hidden is None:
+        m.hidden = (m.a * torch.arange(4.0)).cos(), torch.ones(4).cumsum(0)
+    return m.hidden[0] + m.hidden[1]
+
+
+def only_recorded(m, h):
+    m.hidden = mean(h)
+    return 0
+
+
+def set_anew(m, h):
+    """Collects within one call."""
+    m.hidden = None
+    for _ in range(2):
+        m.hidden = mean(h) if m.hidden is None else m.hidden + mean(h)
+    return m.hidden
+
+
+@pytest.mark.parametrize("body", [made_once, only_recorded, set_anew])
+def test_what_does_not_matter_to_the_next_call_is_no_state(body):
+    model = Model(body, without)
+    assert trace(model, BATCH).warnings == () and model.hidden is None
+
+
+def counts_entries(m, h):
+    m.notes["list"].append(1)
+    return len(m.notes["list"])
+
+
+def counts_in_a_dict(m, h):
+    m.notes["count"] = m.notes.get("count", 0) + 1
+    return m.notes["count"]
+
+
+def keeps_in_a_dict(m, h):
+    before, m.notes["mean"] = m.notes.get("mean"), mean(h)
+    return 0 if before is None else before
+
+
+def keeps_the_last(m, h):
+    m.past.append(mean(h))
+    m.past = m.past[-3:]
+    return sum(m.past)
+
+
+def counts_outside(m, h):
+    OUTSIDE[0] += 1
+    return OUTSIDE[0]
+
+
+OUTSIDE = [0]
+
+
+def stated(body) -> Model:
+    """A model with a dict and a list, whose own method ``body`` is."""
+
+    def prepare(m):
+        m.notes, m.past = {"list": []}, []
+
+    def forward(self, x):
+        h = self.layer(x)
+        return (h + self.change(h)).square().sum()
+
+    return type("Stated", (Model,), {"change": body, "forward": forward})(body, prepare)
+
+
+CHANGED = {
+    "notes['list']": counts_entries, "notes['count']": counts_in_a_dict, "notes['mean']": keeps_in_a_dict,
+    "past": keeps_the_last, "OUTSIDE": counts_outside,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_an_entry_that_is_read_and_changed_is_warned_of(name):
+    model = stated(CHANGED[name])
+    (warning,) = trace(model, BATCH).warnings
+    assert f"the forward pass changes {name}, which it reads" in warning
+    assert model.notes == {"list": []} and model.past == []
+
+
+def notes_only(m, h):
+    m.notes["mean"] = mean(h)
+    m.past.append(mean(h))
+    return 0
+
+
+def clears_first(m, h):
+    m.past.clear()
+    m.past.append(mean(h))
+    return sum(m.past)
+
+
+def makes_it_anew(m, h):
+    m.past = []
+    m.past.append(mean(h))
+    return sum(m.past)
+
+
+@pytest.mark.parametrize("body", [notes_only, clears_first, makes_it_anew])
+def test_entries_that_do_not_matter_to_the_next_call_are_no_state(body):
+    model = stated(body)
+    assert trace(model, BATCH).warnings == ()
+    assert model.notes == {"list": []} and model.past == []
+    copy.deepcopy(model)
 
 
 def test_no_list_of_a_trace_stays_on_a_module():

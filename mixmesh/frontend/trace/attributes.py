@@ -15,12 +15,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
-from torch.utils import _pytree as pytree
 
 from ...errors import TraceError
+from .carried import Entries, entries_of, holds_tensors, refill
 from .locate import Place, place_of_function
 
+OF_EVERY_MODULE = frozenset({"__dict__", *vars(nn.Module())})  # such as the tables of parameters
 KEPT = (InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
@@ -51,14 +51,22 @@ class Attributes:
         because the new ones are of no use outside of the export."""
         modules = dict(self._model.named_modules())
         before, names = dict(_held(modules)), {path: set(vars(module)) for path, module in modules.items()}
-        yield
-        self.replaced = tuple(_replaced(modules, before))
-        for (path, name), (value, *_) in list(_held(modules)):
-            if isinstance(value, Tensor):
-                _put_back(modules[path], name, before.get((path, name), (None,))[0])
-        for path, module in modules.items():  # lists of such tensors
-            for name in [n for n, v in vars(module).items() if n not in names[path] and holds_tensors(v)]:
-                delattr(module, name)
+        containers = [*_containers(modules)]
+        try:
+            yield
+        finally:
+            self.replaced = tuple(_replaced(modules, before))
+            for (path, name), (value, *_) in list(_held(modules)):
+                if isinstance(value, Tensor):
+                    _put_back(modules[path], name, before.get((path, name), (None,))[0])
+            for path, module in modules.items():  # lists of such tensors
+                for name in [n for n, v in vars(module).items() if n not in names[path] and holds_tensors(v)]:
+                    delattr(module, name)
+            for holder, name, entries in containers:
+                if vars(holder).get(name) is not entries[0][0] and holds_tensors(vars(holder).get(name)):
+                    vars(holder)[name] = entries[0][0]
+                for held, copied in entries:
+                    refill(held, copied)
 
 
 def _held(modules: Mapping[str, nn.Module]) -> Iterator[tuple[Key, tuple[Any, ...]]]:
@@ -69,6 +77,15 @@ def _held(modules: Mapping[str, nn.Module]) -> Iterator[tuple[Key, tuple[Any, ..
                 yield (path, name), (value, value.untyped_storage()._cdata)
             elif type(value) in (int, float) and not name.startswith("_"):
                 yield (path, name), (value,)
+
+
+def _containers(modules: Mapping[str, nn.Module]) -> Iterator[tuple[nn.Module, str, list[Entries]]]:
+    """Yields the lists and dicts that modules have as attributes, each with those inside, and their
+    entries."""
+    for module in modules.values():
+        for name, value in vars(module).items():
+            if type(value) in (list, dict) and name not in OF_EVERY_MODULE:
+                yield module, name, [*entries_of(value)]
 
 
 def _replaced(modules: Mapping[str, nn.Module], before: Mapping[Key, tuple[Any, ...]]) -> Iterator[Replaced]:
@@ -115,39 +132,6 @@ def warnings_of(replaced: Sequence[Replaced]) -> list[str]:
         for each in replaced
         if each.is_number
     ]
-
-
-def warnings_of_carried(paths: Sequence[str]) -> list[str]:
-    """Returns a warning for each attribute that is empty at the first call and holds tensors afterwards."""
-    return [
-        f"the forward pass finds {path} empty while the model is traced, and keeps a tensor there: every "
-        "step computes as the first one does; begin with a buffer, and update it by copy_, if a step needs "
-        "what the one before it kept"
-        for path in paths
-    ]
-
-
-def holds_tensors(value: Any) -> bool:
-    return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
-
-
-def is_computed(value: Any) -> bool:
-    """Whether a value holds a tensor that the pass being exported computes from its inputs or parameters,
-    and not from constants alone, like a mask that is made once."""
-    mode = get_proxy_mode()
-    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-    if mode is None:
-        return bool(tensors)
-    slots = [get_proxy_slot(tensor, mode.tracer, None) for tensor in tensors]
-    waiting = [slot.proxy.node for slot in slots if slot is not None]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        if node.op == "placeholder":
-            return True
-        waiting += [n for n in node.all_input_nodes if n not in seen]
-        seen.update(node.all_input_nodes)
-    return False
 
 
 def _put_back(module: nn.Module, name: str, value: Tensor | None) -> None:

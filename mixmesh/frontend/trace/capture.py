@@ -21,10 +21,11 @@ from torch.utils import _pytree as pytree
 
 from ...errors import MixmeshError, TraceError
 from ...lang.ir import Returned
-from .attributes import Attributes, check_replaced, warnings_of, warnings_of_carried
+from .attributes import Attributes, check_replaced, warnings_of
 from .autocast import Autocast, no_autocast, under
 from .averages import means_over_batches
 from .branches import Paths, distributions_unchecked, past_checks
+from .carried import warnings_of_changed
 from .causal_masks import masks_as_given
 from .checkpoints import regions_kept
 from .composites import with_known_operators
@@ -309,7 +310,7 @@ def capture(
         wrapper.seen.returned,
         (
             *warnings_of(wrapper.attributes.replaced),
-            *warnings_of_carried(wrapper.reads.carried),
+            *warnings_of_changed(wrapper.reads.changed_within),
             *wrapper.draws.warnings,
         ),
     )

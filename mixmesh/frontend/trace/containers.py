@@ -83,7 +83,7 @@ def _keys_in(code: CodeType, name: str) -> Keys:
     if name not in (*code.co_names, *code.co_freevars):
         return Keys()
     steps = [(x.opname, x.argval) for x in dis.get_instructions(code)]
-    names = set()
+    names, has_all = set(), False
     for n, (operation, argument) in enumerate(steps):
         if argument != name or not operation.startswith("LOAD_"):
             continue
@@ -95,8 +95,8 @@ def _keys_in(code: CodeType, name: str) -> Keys:
         elif then in ("LOAD_ATTR", "LOAD_METHOD") and key not in ("get", "items", "values", "keys"):
             names.add(key)  # name.key
         else:
-            return EVERY_KEY
-    return Keys(frozenset(names))
+            has_all = True
+    return Keys(frozenset(names), has_all)
 
 
 def is_container(value: Any) -> bool:
@@ -132,6 +132,8 @@ def numbers_in(
                 inner = f"{path}[{key!r}]" if is_dict else f"{path}.{key}"
                 find_inner = _find_item(find, key) if is_dict else find_in_object(find, key)
                 yield from numbers_in(inner, find_inner, items[key], EVERY_KEY, depth - 1)
+        for key in sorted((k for k in keys.names if is_dict and k not in items), key=str):
+            yield f"{path}[{key!r}]", _find_item(find, key), GONE  # it may be set later
     elif all(type(x) in SIMPLE for x in value) and len(value) <= MOST_ITEMS:
         yield path, _find_items(find), tuple(value)
     else:

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from .attributes import is_computed
+from .attributes import OF_EVERY_MODULE
 from .called import all_called, functions_of, is_own, names_in, plain_functions
+from .carried import Empty, is_read
 from .containers import (
     EVERY_KEY,
     GONE,
@@ -40,7 +41,6 @@ from .generators import NoDraws
 _OF_EVERY_MODULE = frozenset(
     {"training", "call_super_init", "dump_patches", "_version", "_compiled_call_impl"}
 )
-_TABLES = frozenset({"__dict__", *vars(nn.Module())})
 _OF_EXPORT = ("_tensor_constant", "_param_constant")  # the names that export gives to constants
 Key = tuple[int, str]  # id of the holder of a value, and the value's name there
 
@@ -56,8 +56,7 @@ class Number:
     def mark(self) -> str:
         """Describes how the value has changed; empty if it has not."""
         now = self.find()
-        is_same = now is self.value or (type(now) is type(self.value) and now == self.value)
-        return "" if is_same or now is GONE else f"{now!r}, was {self.value!r}"
+        return "" if _is_same(now, self.value) or now is GONE else f"{now!r}, was {self.value!r}"
 
     def renewed(self) -> Number:
         now = self.find()
@@ -94,7 +93,7 @@ class Reads:
     object, because export undoes assignments to modules."""
 
     of: dict[Key, Number | Constant] = field(default_factory=dict)
-    carried: tuple[str, ...] = ()  # attributes that the last pass found empty, and left tensors in
+    changed_within: tuple[str, ...] = ()  # entries of dicts and lists that the last pass read and changed
     places: dict[int, tuple[str, Find]] = field(default_factory=dict)  # by the id of a tensor
 
     def changed(self, *kinds: type[Number] | type[Constant]) -> tuple[tuple[str, str], ...]:
@@ -149,20 +148,35 @@ class _Pass:
         self.objects = ObjectWatch(self._note_inner)
         self._containers: set[Key] = set()
         self.places: dict[int, tuple[str, Find]] = {}  # by the id of a tensor that may be read
-        self._empty: dict[Key, tuple[str, Mapping[str, Any]]] = {}  # paths, and the attributes of the module
+        self.empty = Empty()
+        self._outside: set[Key] = set()  # numbers that functions read, and no module holds
+        # entries of dicts and lists that the code only writes, or that the pass has made itself
+        self._not_state: set[Key] = set()
 
-    def empty(self, module: nn.Module, name: str) -> None:
+    def reads_empty(self, module: nn.Module, name: str) -> None:
         """Notes that an attribute was read which is None or not there."""
         attributes = object.__getattribute__(module, "__dict__")
-        key = id(attributes), name
-        if key not in self._empty and id(attributes) in self._modules:
-            path, _ = self._place(module, attributes)
-            self._empty[key] = f"{path}.{name}".lstrip("."), attributes
+        if id(attributes) in self._modules and not name.startswith("__"):
+            path, true_module = self._place(module, attributes)
+            if is_metric(true_module if true_module is not None else module):
+                return
+            full = f"{path}.{name}".lstrip(".")
+            self.empty.reads((id(attributes), name), full, type(module), attributes)
 
-    def carried(self) -> tuple[str, ...]:
-        """The paths of attributes that were empty when they were read, and hold what was computed now."""
-        now = {path: attributes.get(name) for (_, name), (path, attributes) in self._empty.items()}
-        return tuple(path for path, value in now.items() if is_computed(value))
+    def sets(self, module: nn.Module, name: str) -> None:
+        """Notes that an attribute was set."""
+        self.empty.sets((id(object.__getattribute__(module, "__dict__")), name))
+
+    def changed(self) -> tuple[str, ...]:
+        """The paths of what the pass has read and changed: numbers that functions read from outside, and
+        entries of dicts, lists and objects (key 0). Those of modules are noted as attributes."""
+        return tuple(
+            x.path
+            for key, x in self.noted.items()
+            if (key in self._outside or (key[0] == 0 and key not in self._not_state))
+            and isinstance(x, Number)
+            and x.mark()
+        )
 
     def _place(self, module: nn.Module, attributes: Mapping[str, Any]) -> tuple[str, nn.Module | None]:
         """The path of a module, and the script's own module; None for a module outside of the model."""
@@ -191,7 +205,7 @@ class _Pass:
         """Notes the numbers in an attribute of a module that is a dict, a list or an object."""
         attributes = object.__getattribute__(module, "__dict__")
         key = id(attributes), name
-        if key in self._containers or name in _TABLES or type(module).__module__.startswith("torch."):
+        if key in self._containers or name in OF_EVERY_MODULE or type(module).__module__.startswith("torch."):
             return
         self._containers.add(key)
         self._held.append(attributes)
@@ -200,12 +214,15 @@ class _Pass:
         if is_metric(holder):
             return
         kind: Any = type(module)
-        find = find_in_object(weakref.ref(holder), name)
-        self._numbers_in(f"{path}.{name}".lstrip("."), find, value, keys_read_by_class(kind, name))
+        find, keys = find_in_object(weakref.ref(holder), name), keys_read_by_class(kind, name)
+        is_state = is_read(keys, value) and not self.empty.was_set(key)
+        self._numbers_in(f"{path}.{name}".lstrip("."), find, value, keys, is_state=is_state)
 
-    def _numbers_in(self, path: str, find: Find, value: Any, keys: Keys) -> None:
+    def _numbers_in(self, path: str, find: Find, value: Any, keys: Keys, *, is_state: bool) -> None:
         for each in numbers_in(path, find, value, keys):
             self.objects.note(*each)
+            if not is_state:
+                self._not_state.add((0, each[0]))
 
     def _note_inner(self, path: str, find: Find, value: Any) -> None:
         if _is_real(value):
@@ -240,8 +257,10 @@ class _Pass:
             self.places[id(value)] = name, find
             return
         self._note(key, name, find, value)
+        self._outside.add(key)
         if is_container(value):
-            self._numbers_in(name, find, value, keys_read(name, function))
+            keys = keys_read(name, function)
+            self._numbers_in(name, find, value, keys, is_state=is_read(keys, value))
         elif isinstance(value, ModuleType | type) and is_own(value):
             for inner in keys_read(name, function).names:
                 self._around_in(f"{name}.{inner}", (id(value), str(inner)), find, value)
@@ -254,7 +273,7 @@ class _Pass:
             return
         self._note(key, path, find_inner, value)
         if is_container(value):
-            self._numbers_in(path, find_inner, value, EVERY_KEY)
+            self._numbers_in(path, find_inner, value, EVERY_KEY, is_state=False)
 
     def _note(self, key: Key, path: str, find: Find, value: Any) -> None:
         if type(value) in SIMPLE:
@@ -288,13 +307,15 @@ def reading(model: nn.Module, reads: Reads) -> Iterator[None]:
     """A context for a forward pass of ``model``. Notes in ``reads`` the values that it reads, except those
     that it changes itself."""
     seen, modules = _Pass(model), [original_of(module) for module in model.modules()]
-    before = {name: nn.Module.__dict__.get(name) for name in ("__getattribute__", "__getattr__")}
+    names = ("__getattribute__", "__getattr__", "__setattr__")
+    before = {name: nn.Module.__dict__.get(name) for name in names}
+    set_value = nn.Module.__setattr__
     get, get_missing = before["__getattribute__"] or object.__getattribute__, nn.Module.__getattr__
 
     def attribute(module: nn.Module, name: str) -> Any:
         value = get(module, name)
         if value is None:
-            seen.empty(module, name)
+            seen.reads_empty(module, name)
         if type(value) in SIMPLE or isinstance(value, Tensor):
             seen.attribute(module, name, value)
         elif is_container(value):
@@ -305,13 +326,17 @@ def reading(model: nn.Module, reads: Reads) -> Iterator[None]:
         try:
             value = get_missing(module, name)
         except AttributeError:
-            seen.empty(module, name)
+            seen.reads_empty(module, name)
             raise
         if isinstance(value, Tensor):
             seen.attribute(module, name, value, is_own=False)
         return value
 
-    _set_on_modules({"__getattribute__": attribute, "__getattr__": missing_attribute})
+    def setting(module: nn.Module, name: str, value: Any) -> None:
+        seen.sets(module, name)
+        set_value(module, name, value)
+
+    _set_on_modules({"__getattribute__": attribute, "__getattr__": missing_attribute, "__setattr__": setting})
     _passes.append(seen)
     try:
         with seen.objects.watching():
@@ -320,10 +345,18 @@ def reading(model: nn.Module, reads: Reads) -> Iterator[None]:
     finally:
         _passes.pop()
         _set_on_modules(before)
-    reads.carried = seen.carried()
+    seen.empty.check(model)
+    reads.changed_within = seen.changed()
     reads.places = seen.places
     for key, value in seen.noted.items():
         reads.keep(key, value)
+
+
+def _is_same(now: Any, was: Any) -> bool:
+    """Whether a number, a string or a tuple of these has not changed. Tensors are never compared."""
+    if now is was or type(now) is not type(was):
+        return now is was
+    return len(now) == len(was) and all(map(_is_same, now, was)) if isinstance(was, tuple) else now == was
 
 
 def is_metric(module: nn.Module) -> bool:
