@@ -29,6 +29,7 @@ from mixmesh.measure.verification import verify
 from mixmesh.passes.recomputation import recomputed
 from mixmesh.planner.hap import Synthesis, synthesised
 from mixmesh.planner.task import Task
+from mixmesh.planner.tried import Tried
 from mixmesh.search.baselines import data_parallel
 from mixmesh.search.synthesis import Choices, Problem, emit, search
 from mixmesh.search.synthesis.choices import P
@@ -480,9 +481,9 @@ def test_the_search_cuts_classes_where_that_is_faster():
     graph = trace(Language(vocab), words(vocab, 600)).graph
     task = Task(graph, CostModel(cluster(THREE, 40)), ADAM, lambda _: None)
     for whole_s in (None, 1.0):
-        program, *_ = Synthesis(task).find(make_ratio(RATIOS[0]), 1.0, set(), whole_s=whole_s)
+        program, *_ = Synthesis(task).find(make_ratio(RATIOS[0]), 1.0, Tried(), whole_s=whole_s)
         assert cuts_classes(program) == (whole_s is None)
-    assert Synthesis(task).find(make_ratio(RATIOS[0]), 1.0, set(), whole_s=1e-6)[0] is None
+    assert Synthesis(task).find(make_ratio(RATIOS[0]), 1.0, Tried(), whole_s=1e-6)[0] is None
     proposals = list(synthesised(task))
     best = min(proposals, key=lambda p: p.key)
     assert cuts_classes(best.program)

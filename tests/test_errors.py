@@ -393,6 +393,13 @@ def test_wrong_usage(run):
     assert status == 2 and "--cluster C.toml, or --plan X.plan" in err
 
 
+def test_options_that_would_have_no_effect(run, plan):
+    status, _, err = run("verify", "x.py", "--plan", str(plan), "--planner", "hap", "--batch-norm", "local")
+    assert status == 2 and "--planner, --batch-norm: the plan is already made" in err
+    status, _, err = run("explain", str(plan), "--all-layers")
+    assert status == 2 and "--tensor NAME" in err and f"mixmesh explain {plan} --tensor" in err
+
+
 def test_our_own_bugs_are_one_line_and_a_file(capsys, monkeypatch, plan):
     import mixmesh.cli.show
 

@@ -176,7 +176,7 @@ def test_a_link_is_used_in_both_directions_at_once(traced):
     named = {n: key for key, n in number.items()}
 
     def rivals(key: tuple) -> set:
-        return {named[n] for n, _ in simulation.network.rivals[number[key]] if n in named}
+        return {named[n] for n in simulation.network.rivals[number[key]] if n in named}
 
     assert rivals((ACTIVATIONS, (0, 1))) == {(GRADIENTS, (1, 2))}
     assert rivals((ACTIVATIONS, (1, 2))) == {(GRADIENTS, (0, 1))}

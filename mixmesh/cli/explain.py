@@ -45,6 +45,13 @@ def explain(
     from ..api import load_profile
     from ..explain import explain_plan, explain_tensor
 
+    if all_layers and tensor is None:
+        raise InputError(
+            "--all-layers is about one tensor and its counterparts",
+            expected="--tensor NAME",
+            got="no --tensor",
+            hint=f"mixmesh explain {plan} --tensor layers.0.weight --all-layers",
+        )
     loaded = Plan.load(plan)
     described = cluster_of(loaded, plan, cluster, f"explain {plan}{f' --tensor {tensor}' if tensor else ''}")
     check_loaded(loaded, str(plan))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -37,6 +38,14 @@ def verify(
     """Run all ranks of a plan in one process and compare with the single device."""
     traced: Traced | None = None
     if plan is not None:
+        check_only_plans(
+            plan,
+            {
+                "--planner": planner != "auto",
+                "--profile": profile is not None,
+                "--batch-norm": batch_norm != "exact",
+            },
+        )
         verified_plan = Plan.load(plan)
         if cluster is not None:
             check_plan(verified_plan, Cluster.load(cluster), where=str(plan))
@@ -87,3 +96,15 @@ def verify(
         print("equal" if report.ok else "DIFFERENT")
     if not report.ok:
         raise typer.Exit(1)
+
+
+def check_only_plans(plan: Path, given: Mapping[str, bool]) -> None:
+    """Raises InputError if any option that says how to plan was ``given`` with a plan."""
+    useless = [option for option, is_given in given.items() if is_given]
+    if useless:
+        raise InputError(
+            f"{', '.join(useless)}: the plan is already made",
+            expected="these options with --cluster, which makes a plan, or --plan alone",
+            got=f"--plan {plan} with {', '.join(useless)}",
+            hint=f"mixmesh verify JOB --plan {plan}",
+        )
