@@ -215,6 +215,12 @@ MUTATIONS = {
     "a heap keeps what the plan has room for": Mutation(
         "runtime/allocator.py", "HeapLimit.room_bytes = 0", "tests/test_allocator.py -k room"
     ),
+    "state in an attribute that is empty at first": Mutation(
+        "frontend/trace/carried.py", "Empty.check = lambda *_: None", "tests/test_trace_state.py -k refused"
+    ),
+    "state in dicts and lists": Mutation(
+        "frontend/trace/reads.py", "_Pass.changed = lambda *_: ()", "tests/test_trace_state.py -k entry"
+    ),
     "a size out of line is measured again": Mutation(
         "measure/profiler/links.py",
         "_Progress.is_out_of_line = lambda *_: False",
