@@ -74,26 +74,39 @@ def deep() -> Traced:
     return trace(job.model, job.batch)
 
 
-@pytest.mark.parametrize(
-    "where, limit, off",
-    [
-        (Cluster.parse(NEAR), (hap, "ALMOST"), hap.LOST),
-        (mixed_cluster(8), (hap.Synthesis, "is_beaten"), lambda *_: False),
-    ],
-    ids=["little is left to gain", "half of the least sum is too long"],
-)
-def test_a_large_model_is_searched_only_where_it_may_gain(monkeypatch, deep, where, limit, off):
-    searches = []
+LIMITS = {
+    "little is left to gain": (Cluster.parse(NEAR), (hap, "ALMOST"), hap.LOST),
+    "half of the least sum is too long": (mixed_cluster(8), (hap.Synthesis, "is_beaten"), lambda *_: False),
+}
+
+
+@pytest.fixture
+def planned(monkeypatch, deep):
+    """A function that plans, and returns the predicted step and the number of searches."""
+    searches: list[int] = []
     monkeypatch.setattr(hap, "search", lambda *given, **named: searches.append(0) or search(*given, **named))
 
-    def planned() -> tuple[float, int]:
+    def plan(where: Cluster, **options) -> tuple[float, int]:
         searches.clear()
-        return make_plan(deep, where).predicted_step_s, len(searches)
+        return make_plan(deep, where, **options).predicted_step_s, len(searches)
 
-    step_s, fewer = planned()
+    return plan
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_large_model_is_searched_only_where_it_may_gain(monkeypatch, planned, name):
+    where, limit, off = LIMITS[name]
+    step_s, fewer = planned(where)
     monkeypatch.setattr(*limit, off)
-    least_s, every = planned()
+    least_s, every = planned(where)
     assert fewer < every and step_s <= least_s / LITTLE
+
+
+def test_a_planner_that_is_asked_for_searches_everywhere(monkeypatch, planned):
+    where, limit, off = LIMITS["little is left to gain"]
+    as_asked = planned(where, planner="hap")
+    monkeypatch.setattr(*limit, off)
+    assert planned(where, planner="hap") == as_asked
 
 
 def test_shares_do_not_matter_to_what_moves_no_pieces():

@@ -43,7 +43,7 @@ SAME_RATIO = 0.025  # shares that differ by less lead to the same program
 # factor on the estimated least step on some devices: steps 6 % shorter than that were found
 ABOUT = 0.9
 LOST = 1.01  # a program whose step stays above the best one times this is dropped
-# in a large program, a set of devices is left as soon as no program there can gain more than the rest of 1
+# with a large model, devices are left as soon as no program there can gain more than what is missing to 1
 ALMOST = 0.995
 HIDDEN_AT_BEST = 0.5  # the share of a sum of computing and communication that overlap may hide at best
 FAR = 1.05  # a program slower by this factor gets no other bucket sizes, shares or prices
@@ -156,6 +156,11 @@ class Synthesis:
         """Whether the model is too large for a thorough examination of every program."""
         return not EACH.pays_for(CARE_STEPS, len(self.task.graph.nodes))
 
+    @property
+    def is_brief(self) -> bool:
+        """Whether searches are left out that can gain little."""
+        return self.is_large and not self.task.budget.is_ample
+
     def most_sets(self, prices: Sequence[float | None]) -> int:
         """The number of sets for which the budget pays for a search."""
         if self.task.budget.is_ample or prices == DATA_PARALLEL_ONLY:
@@ -165,7 +170,7 @@ class Synthesis:
     def on(self, ranks: tuple[int, ...], prices: Sequence[float | None], judged: bool) -> Iterator[Proposal]:
         """Proposals for a set of devices. The first one is ``judged`` however slow it is."""
         task, tried = self.task, self.task.tried.setdefault(ranks, Tried())
-        enough = ALMOST if self.is_large else LOST
+        enough = ALMOST if self.is_brief else LOST
         for price in prices:
             if len(ranks) == 1 and price is not None:
                 continue  # nothing to communicate
@@ -259,9 +264,10 @@ class Synthesis:
             return None if was_seen else program, number, path.gap
 
     def is_beaten(self, cheapest: Found) -> bool:
-        """Whether no program of a large model can become the fastest on the devices for which this one has
-        the least sum of computing, exchanges and gradient sums: even if one of them hides the rest."""
-        return self.is_large and HIDDEN_AT_BEST * cheapest.cost_s > LOST * self.task.best_s
+        """Whether no program can become the fastest on the devices for which this one has the least sum of
+        computing, exchanges and gradient sums, even if one of them hides the rest. Never if the budget pays
+        for everything."""
+        return self.is_brief and HIDDEN_AT_BEST * cheapest.cost_s > LOST * self.task.best_s
 
     def alternate(
         self,

@@ -108,8 +108,8 @@ class HeapLimit:
         return max(self.limit_bytes - self._peak_bytes, 0)
 
     def _keep(self, size_bytes: int) -> None:
-        """Lets the heap keep so many free bytes at its end: otherwise a step that frees more gives them back
-        and maps them anew. What it keeps beyond ``KEPT_BYTES`` adds at most that to the peak."""
+        """Sets the free bytes that the heap keeps at its end; a step that frees more gives them back and maps
+        them anew. What is kept beyond ``KEPT_BYTES`` adds at most that to the peak."""
         if size_bytes != self._kept_bytes and set_limit(M_TRIM_THRESHOLD, size_bytes):
             self._kept_bytes = size_bytes
 
