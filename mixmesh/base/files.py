@@ -8,6 +8,10 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 PACKAGE = Path(__file__).absolute().parents[1]  # the folder of mixmesh's own modules, as tracebacks name it
 
@@ -31,6 +35,14 @@ def merge_mark(text: str) -> tuple[int, str] | None:
     has chosen yet; None without one."""
     match = re.search(r"^(?:<{7}|>{7})(?: .*)?$", text, re.MULTILINE)
     return None if match is None else (text.count("\n", 0, match.start()) + 1, match[0])
+
+
+def first_problem(path: str | Path, error: ValidationError) -> tuple[str, str]:
+    """Returns the place of the first problem that a validation has found in a file, and what is wrong
+    there."""
+    first = error.errors()[0]
+    place = ".".join(map(str, first["loc"]))
+    return f"{path}: {place}" if place else str(path), first["msg"]
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import pydantic
 
-from ..base.files import merge_mark, read_text, write_text
+from ..base.files import first_problem, merge_mark, read_text, write_text
 from ..base.lazy import lazy
 from ..cluster import Cluster, Device, Machine
 from ..errors import InputError, unmerged, unreadable
@@ -243,14 +243,9 @@ class Profile:
         try:
             file = (_FirstFile if version == 1 else _File).model_validate_json(text)
         except pydantic.ValidationError as err:
-            first = err.errors()[0]
-            place = ".".join(map(str, first["loc"]))
+            where, got = first_problem(path, err)
             raise InputError(
-                "this is not a profile",
-                where=f"{path}: {place}" if place else str(path),
-                expected=EXPECTED,
-                got=first["msg"],
-                hint=AGAIN,
+                "this is not a profile", where=where, expected=EXPECTED, got=got, hint=AGAIN
             ) from None
         devices = {
             name: DeviceProfile(

@@ -119,15 +119,12 @@ def order_of_sums(program: Program) -> tuple[Summed, ...]:
 def with_other_owners(program: Program, order: tuple[Summed, ...]) -> tuple[Summed, ...]:
     """``order_of_sums`` of a program, derived from ``order``, that of the same program with other owners."""
     sums, params, owned_types = [], program.params, program.owned  # runs thousands of times a second
-    kinds: dict[tuple[SumKind, str | None, int], SumKind] = {}
     for s in order:
         if s.cell is None and (s.kind.owned is not None or params[s.place].result in owned_types):
             owned, stage = _owners(program, params[s.place])
-            if owned != s.kind.owned or stage != s.kind.stage:
-                key = s.kind, owned, stage
-                if key not in kinds:
-                    kinds[key] = SumKind(s.kind.dtype, s.kind.ranks, owned, stage)
-                s = Summed(s.place, s.first_use, kinds[key], None, s.late)
+            if (owned, stage) != (s.kind.owned, s.kind.stage):
+                kind = SumKind(s.kind.dtype, s.kind.ranks, owned, stage)
+                s = Summed(s.place, s.first_use, kind, None, s.late)
         sums.append(s)
     return tuple(sums)
 

@@ -343,7 +343,7 @@ class Task:
         """The simulation of a program, one for each set of ranks, for any ratio and micro-batches. The newest
         ones are kept."""
         ranks = supports(program)
-        # what exchanges of pieces cost depends on whether these are even
+        # exchanges of pieces take another time if all pieces are of one size
         evenly = bool(program.ratios) and program.body.moves_pieces and is_even(program.shares)
         way = accumulating, program.direct_bytes, evenly
         key = (program.body, ranks, way)

@@ -89,7 +89,7 @@ class HeapLimit:
         next_bytes = held_bytes + (grown_bytes if self._num_steps > 1 else 0)
         is_near = held_bytes > NEAR * self.limit_bytes or next_bytes > self.limit_bytes
         self._num_steps, self._peak_bytes = self._num_steps + 1, peak_bytes
-        self._keep(KEPT_BYTES if self._num_steps <= SETTLING_STEPS else KEPT_BYTES + self.room_bytes)
+        self._keep(KEPT_BYTES + self.room_bytes)
         if held_bytes <= self.limit_bytes and (self._is_scarce or not is_near):
             self._has_just_trimmed = False
         elif self._has_just_trimmed:
@@ -104,8 +104,8 @@ class HeapLimit:
 
     @property
     def room_bytes(self) -> int:
-        """The bytes that the process has never held, of those that it may hold."""
-        return max(self.limit_bytes - self._peak_bytes, 0)
+        """The bytes that the process has never held, of those that it may hold; 0 until it has settled."""
+        return max(self.limit_bytes - self._peak_bytes, 0) if self._num_steps > SETTLING_STEPS else 0
 
     def _keep(self, size_bytes: int) -> None:
         """Sets the free bytes that the heap keeps at its end; a step that frees more gives them back and maps

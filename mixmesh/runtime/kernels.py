@@ -348,7 +348,7 @@ def writing_kernel(view: Callable[..., Tensor]) -> Callable[[Site], LocalOp | No
 
     def kernel(site: Site) -> LocalOp | None:
         call = site.local.call
-        if not call.outputs[0].dtype.startswith("c"):
+        if not TORCH_DTYPE[call.outputs[0].dtype].is_complex:
             return None
         place, options = call.args[2:], dict(call.kwargs)
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import pydantic
 
-from ...base.files import read_text
+from ...base.files import first_problem, read_text
 from ...base.timeline import STREAMS, Event, Timeline
 from ...errors import InputError, unreadable
 
@@ -47,13 +47,14 @@ def read_trace(path: str | Path, world_size: int) -> Timeline:
     except OSError as error:
         raise unreadable("the timeline", path, error) from None
     except ValueError as error:
-        first = error.errors()[0] if isinstance(error, pydantic.ValidationError) else None
-        place = ".".join(map(str, first["loc"])) if first else ""
+        where, got = str(path), str(error)
+        if isinstance(error, pydantic.ValidationError):
+            where, got = first_problem(path, error)
         raise InputError(
             "this is not a timeline of mixmesh",
-            where=f"{path}: {place}" if place else str(path),
+            where=where,
             expected="the file that `mixmesh run --trace T.json` writes",
-            got=first["msg"] if first else str(error).partition("\n")[0],
+            got=got,
             hint="mixmesh run JOB --plan X.plan --trace T.json",
         ) from None
     rows = [row for row in recorded.traceEvents if isinstance(row, _Complete)]

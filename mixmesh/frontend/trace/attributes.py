@@ -17,10 +17,10 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from ...errors import TraceError
-from .carried import Entries, entries_of, holds_tensors, refill
+from .carried import entries_of, holds_tensors, refill
 from .locate import Place, place_of_function
 
-OF_EVERY_MODULE = frozenset({"__dict__", *vars(nn.Module())})  # such as the tables of parameters
+TABLES = frozenset({"__dict__", *vars(nn.Module())})  # attributes of every module
 KEPT = (InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
@@ -50,23 +50,17 @@ class Attributes:
         """A context for a forward pass: notes which tensors it replaces and then puts the old ones back,
         because the new ones are of no use outside of the export."""
         modules = dict(self._model.named_modules())
-        before, names = dict(_held(modules)), {path: set(vars(module)) for path, module in modules.items()}
-        containers = [*_containers(modules)]
+        before = dict(_held(modules))
+        tables = [(t, dict(t)) for module in modules.values() for t in (module.__dict__, module._buffers)]
+        inside = [e for _, t in tables for name, v in t.items() if name not in TABLES for e in entries_of(v)]
         try:
             yield
         finally:
             self.replaced = tuple(_replaced(modules, before))
-            for (path, name), (value, *_) in list(_held(modules)):
-                if isinstance(value, Tensor):
-                    _put_back(modules[path], name, before.get((path, name), (None,))[0])
-            for path, module in modules.items():  # lists of such tensors
-                for name in [n for n, v in vars(module).items() if n not in names[path] and holds_tensors(v)]:
-                    delattr(module, name)
-            for holder, name, entries in containers:
-                if vars(holder).get(name) is not entries[0][0] and holds_tensors(vars(holder).get(name)):
-                    vars(holder)[name] = entries[0][0]
-                for held, copied in entries:
-                    refill(held, copied)
+            for table, old in tables:
+                _put_back(table, old)
+            for held, copied in inside:
+                refill(held, copied)
 
 
 def _held(modules: Mapping[str, nn.Module]) -> Iterator[tuple[Key, tuple[Any, ...]]]:
@@ -77,15 +71,6 @@ def _held(modules: Mapping[str, nn.Module]) -> Iterator[tuple[Key, tuple[Any, ..
                 yield (path, name), (value, value.untyped_storage()._cdata)
             elif type(value) in (int, float) and not name.startswith("_"):
                 yield (path, name), (value,)
-
-
-def _containers(modules: Mapping[str, nn.Module]) -> Iterator[tuple[nn.Module, str, list[Entries]]]:
-    """Yields the lists and dicts that modules have as attributes, each with those inside, and their
-    entries."""
-    for module in modules.values():
-        for name, value in vars(module).items():
-            if type(value) in (list, dict) and name not in OF_EVERY_MODULE:
-                yield module, name, [*entries_of(value)]
 
 
 def _replaced(modules: Mapping[str, nn.Module], before: Mapping[Key, tuple[Any, ...]]) -> Iterator[Replaced]:
@@ -134,12 +119,14 @@ def warnings_of(replaced: Sequence[Replaced]) -> list[str]:
     ]
 
 
-def _put_back(module: nn.Module, name: str, value: Tensor | None) -> None:
-    held = module._buffers if name in module._buffers else vars(module)
-    if value is None:
-        del held[name]
-    else:
-        held[name] = value
+def _put_back(table: dict[str, Any], old: Mapping[str, Any]) -> None:
+    """Gives names that hold other tensors now their ``old`` values; removes new names that hold any."""
+    for name, value in list(table.items()):
+        if value is not old.get(name) and holds_tensors(value):
+            if name in old:
+                table[name] = old[name]
+            else:
+                del table[name]
 
 
 def _same(a: Any, b: Any) -> bool:

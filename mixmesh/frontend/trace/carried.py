@@ -2,8 +2,9 @@
 attributes that are empty at first, and entries of dicts and lists.
 
 Such a program would compute every step like the first one. An attribute that is read while it is empty, and
-then holds what was computed from the batch or from what is trained, is refused. The order of reads and writes
-of a dict or a list cannot be observed, so an entry that the code reads and the pass changes gets a warning.
+then holds what was computed from the batch or from what is trained, is refused. Whether an entry of a dict or
+a list is read before it is written cannot be observed, so one that the code reads and the pass changes gets a
+warning.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .locate import place_of_function
 # methods of dicts and lists that read nothing
 WRITES = frozenset({"append", "extend", "insert", "clear", "update"})
 Entries = tuple[list | dict, list | dict]  # a list or a dict, and a copy of it
-Key = tuple[int, str]  # id of the attributes of a module, and a name among them
+Key = tuple[int, str]  # id of the holder of a value, and the value's name there
 
 
 class Empty:

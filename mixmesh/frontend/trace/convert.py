@@ -23,7 +23,7 @@ from .schema import op_name
 from .stand_ins import without_values
 
 MAX_CONST_ELEMENTS = 65536
-# what to write in place of 1j * x, x.fill_(1j) or torch.tensor([1j])
+# a hint for 1j * x, x.fill_(1j) and torch.tensor([1j])
 HOLD_COMPLEX = 'keep the number in a buffer of the module: self.register_buffer("unit", torch.tensor(1j))'
 WRAPPED = "model."  # the prefix that LossAndOutputs adds to names
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from .attributes import OF_EVERY_MODULE
+from .attributes import TABLES
 from .called import all_called, functions_of, is_own, names_in, plain_functions
-from .carried import Empty, is_read
+from .carried import Empty, Key, is_read
 from .containers import (
     EVERY_KEY,
     GONE,
@@ -42,7 +42,6 @@ _OF_EVERY_MODULE = frozenset(
     {"training", "call_super_init", "dump_patches", "_version", "_compiled_call_impl"}
 )
 _OF_EXPORT = ("_tensor_constant", "_param_constant")  # the names that export gives to constants
-Key = tuple[int, str]  # id of the holder of a value, and the value's name there
 
 
 @dataclass(frozen=True)
@@ -153,16 +152,6 @@ class _Pass:
         # entries of dicts and lists that the code only writes, or that the pass has made itself
         self._not_state: set[Key] = set()
 
-    def reads_empty(self, module: nn.Module, name: str) -> None:
-        """Notes that an attribute was read which is None or not there."""
-        attributes = object.__getattribute__(module, "__dict__")
-        if id(attributes) in self._modules and not name.startswith("__"):
-            path, true_module = self._place(module, attributes)
-            if is_metric(true_module if true_module is not None else module):
-                return
-            full = f"{path}.{name}".lstrip(".")
-            self.empty.reads((id(attributes), name), full, type(module), attributes)
-
     def sets(self, module: nn.Module, name: str) -> None:
         """Notes that an attribute was set."""
         self.empty.sets((id(object.__getattribute__(module, "__dict__")), name))
@@ -186,8 +175,9 @@ class _Pass:
         return self._modules.get(id(vars(original)), (type(module).__name__, None))
 
     def attribute(self, module: nn.Module, name: str, value: Any, *, is_own: bool = True) -> None:
-        """Notes an attribute of a module. During export, modules are replaced by stand-ins with the same
-        ``__dict__``. ``is_own`` is False for a tensor in the module's tables of parameters and buffers."""
+        """Notes an attribute of a module; ``value`` is GONE if there is none. During export, modules are
+        replaced by stand-ins with the same ``__dict__``. ``is_own`` is False for a tensor in the module's
+        tables of parameters and buffers."""
         attributes = object.__getattribute__(module, "__dict__")
         key = id(attributes), name
         if key in self.noted or name in _OF_EVERY_MODULE or name.startswith(_OF_EXPORT):
@@ -198,14 +188,17 @@ class _Pass:
         if is_metric(true_module if true_module is not None else module):
             return  # a metric only counts its inputs, and no program contains it
         self._held.append(attributes)
+        full = f"{path}.{name}".lstrip(".")
+        if (value is None or value is GONE) and id(attributes) in self._modules:
+            self.empty.reads(key, full, type(module), attributes)
         find = _find_attribute(weakref.ref(true_module if true_module is not None else module), name)
-        self._note(key, f"{path}.{name}".lstrip("."), find, value)
+        self._note(key, full, find, value)
 
     def container(self, module: nn.Module, name: str, value: Any) -> None:
         """Notes the numbers in an attribute of a module that is a dict, a list or an object."""
         attributes = object.__getattribute__(module, "__dict__")
         key = id(attributes), name
-        if key in self._containers or name in OF_EVERY_MODULE or type(module).__module__.startswith("torch."):
+        if key in self._containers or name in TABLES or type(module).__module__.startswith("torch."):
             return
         self._containers.add(key)
         self._held.append(attributes)
@@ -314,8 +307,6 @@ def reading(model: nn.Module, reads: Reads) -> Iterator[None]:
 
     def attribute(module: nn.Module, name: str) -> Any:
         value = get(module, name)
-        if value is None:
-            seen.reads_empty(module, name)
         if type(value) in SIMPLE or isinstance(value, Tensor):
             seen.attribute(module, name, value)
         elif is_container(value):
@@ -326,7 +317,7 @@ def reading(model: nn.Module, reads: Reads) -> Iterator[None]:
         try:
             value = get_missing(module, name)
         except AttributeError:
-            seen.reads_empty(module, name)
+            seen.attribute(module, name, GONE)
             raise
         if isinstance(value, Tensor):
             seen.attribute(module, name, value, is_own=False)

@@ -41,7 +41,7 @@ class Shard:
         return f"S({self.dim})" if self.unit == 1 else f"S({self.dim}, {self.unit})"
 
     def dealt(self, size: int) -> Shard:
-        """How an input of ``size`` elements is dealt out in a batch of another size than planned: in single
+        """The placement of an input of ``size`` elements in a batch of another size than planned: in single
         elements if the unit does not divide them."""
         return self if size % self.unit == 0 else Shard(self.dim)
 

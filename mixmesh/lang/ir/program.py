@@ -112,8 +112,7 @@ class Program:
         return {
             i.result: TensorType(i.type.value, Shard(0), ratio)
             for i in self.params
-            if i.attrs
-            and (ratio := i.attr("owned")) is not None
+            if (ratio := i.attr("owned")) is not None
             and i.result in self.requires_grad
             and isinstance(i.type.placement, Replicate)
             and len(self.participants(i.type)) > 1

@@ -81,12 +81,12 @@ def with_owners(program: Program, owners: Mapping[str, Ratio], stage: int = 1) -
     instructions = list(program.instructions)
     names: dict[tuple[Ratio, str | None], str] = {}  # the ratio for these shares of a parameter's ranks
     for n in [n for n, i in enumerate(instructions) if i.op == "param" and i.result in owners]:
-        i = instructions[n]
-        kind = owners[i.result], i.type.ratio
-        if kind not in names:
-            _check_held(program, i, kind[0])
-            program, names[kind] = _with_ratio(program, kind[0])
-        instructions[n] = with_attrs(i, (*i.attrs, ("owned", names[kind]), ("stage", stage)))
+        i, shares = instructions[n], owners[instructions[n].result]
+        key = shares, i.type.ratio
+        if key not in names:
+            _check_held(program, i, shares)
+            program, names[key] = _with_ratio(program, shares)
+        instructions[n] = with_attrs(i, (*i.attrs, ("owned", names[key]), ("stage", stage)))
     return program.changed(instructions=tuple(instructions))
 
 

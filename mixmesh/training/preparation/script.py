@@ -213,8 +213,9 @@ def another_call(batch: Any) -> tuple[str, ...]:
 def made_inputs(inputs: Callable[..., Any], batch: Any) -> Any:
     """The arguments with which a model is called for a batch of the loader: a tuple, or a dict by name.
     Raises InputError if the function does not take the batch's values."""
-    named = dict(batch) if isinstance(batch, Mapping) else {}
-    values = () if named else batch if isinstance(batch, tuple) else (batch,)
+    is_named = isinstance(batch, Mapping)
+    named = dict(batch) if is_named else {}
+    values = () if is_named else batch if isinstance(batch, tuple) else (batch,)
     check_takes(inputs, values, named)
     arguments = inputs(*values, **named)
     return arguments if isinstance(arguments, Mapping | tuple) else (arguments,)
