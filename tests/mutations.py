@@ -257,6 +257,9 @@ MUTATIONS = {
     "the runtime's own work": Mutation(
         "cost/model.py", "CostModel.overhead_s = lambda *_: 0.0", "tests/test_profile_links.py -k own_work"
     ),
+    "no node for a rank alone": Mutation(
+        "runtime/parallel.py", "runs_alone = lambda *_: False", "tests/idioms/test_alone.py"
+    ),
     "checksums before norms": Mutation(
         "runtime/drift.py", "is_same = lambda _: False", "tests/idioms/test_drift.py -k checksums"
     ),

@@ -5,19 +5,25 @@ pass runs as a whole within the node's, including the sums over ranks, and hands
 finished gradient. Everything outside of the model therefore works as on one device: a penalty on the
 parameters adds its gradient once, ``torch.autograd.grad`` returns finished gradients, hooks see them, and a
 frozen parameter gets none.
+
+A rank that is alone needs no node: it runs the program on the shown parameters themselves (``runs_alone``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import MixmeshError
+from ..lang.ir import Program, wgrad_of
+from .comm import Comm
 from .gradients import GradientReducer, Sums
 from .input_gradients import Given
+from .redistribute import bind
+from .sfb import is_sfb
 from .shard_numbers import Off
 from .shard_tensor import ShardTensor, shard
 
@@ -51,9 +57,8 @@ class Inner:
     ) -> list[Tensor | None]:
         """Runs the program's backward pass and returns the finished gradients. Without sums over ranks
         (``no_sync``), unfinished gradients stay inside."""
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()
         pairs = [(x, g) for x, g in zip(roots, gradients, strict=True) if x.requires_grad]
-        torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs], retain_graph=keep)
+        torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs], retain_graph=_keeps_graph())
         unsummed = set() if self.reducer.sums is Sums.ALL else self.reducer.summed_params
         out: list[Tensor | None] = []
         for p, mine, learns, wants in zip(self.shown, self.inner, self.learns, wanted):
@@ -77,27 +82,66 @@ class _Model(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients: Tensor):
-        if torch.is_grad_enabled():
-            raise MixmeshError(
-                "the gradient of a parallel model has no gradient itself",
-                expected="backward() and torch.autograd.grad without create_graph",
-                got="create_graph=True",
-                hint=(
-                    "a penalty without gradients of gradients, such as spectral norms, or clipped weights",
-                    "or train this model on one device, without torchrun",
-                ),
-            )
-        if not ctx.holder:
-            raise MixmeshError(
-                "backward() was called on this loss before, and its graph was freed",
-                expected="one backward pass for each call of the model",
-                got="a second one",
-                hint="loss.backward(retain_graph=True) in all but the last",
-            )
+        _check(is_freed=not ctx.holder)
         with Off():
             wanted = ctx.needs_input_grad[len(ctx.needs_input_grad) - len(ctx.inner.shown) :]
             out = ctx.inner.backward(ctx.holder, gradients, wanted)
             of_inputs = [x.gradient() for x in ctx.given]
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
+        if not _keeps_graph():
             ctx.holder.clear()
         return *(None,) * (4 + ctx.count), *of_inputs, *out
+
+
+def runs_alone(program: Program, shown: Iterable[Tensor], comm: Comm) -> bool:
+    """Whether this rank is alone, holds all parameters whole, and gets all their gradients from autograd."""
+    if comm.world_size > 1 or any(isinstance(p, ShardTensor) for p in shown):
+        return False
+    return not any(
+        bind(program, i, comm).communicates if i.is_redistribution else is_sfb(i) or wgrad_of(i)
+        for i in program.instructions
+    )
+
+
+class _Alone(torch.autograd.Function):
+    """The loss as it is; its backward pass refuses what the node's refuses."""
+
+    @staticmethod
+    def forward(ctx, loss: Tensor):
+        ctx.is_freed = False
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        _check(is_freed=ctx.is_freed)
+        ctx.is_freed = not _keeps_graph()
+        return gradient
+
+
+def rooted_alone(loss: Tensor) -> Tensor:
+    """The ``loss`` of a rank that runs alone, with its graph."""
+    return _Alone.apply(loss)
+
+
+def _keeps_graph() -> bool:
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def _check(*, is_freed: bool) -> None:
+    """Raises MixmeshError, in a backward pass, if its graph was freed or its gradients are to have some."""
+    if torch.is_grad_enabled():
+        raise MixmeshError(
+            "the gradient of a parallel model has no gradient itself",
+            expected="backward() and torch.autograd.grad without create_graph",
+            got="create_graph=True",
+            hint=(
+                "a penalty without gradients of gradients, such as spectral norms, or clipped weights",
+                "or train this model on one device, without torchrun",
+            ),
+        )
+    if is_freed:
+        raise MixmeshError(
+            "backward() was called on this loss before, and its graph was freed",
+            expected="one backward pass for each call of the model",
+            got="a second one",
+            hint="loss.backward(retain_graph=True) in all but the last",
+        )

@@ -29,7 +29,7 @@ from .gradients import Bucket, GradientReducer, assign_buckets
 from .guards import Guards, wrapped_twice
 from .loss import LossSum
 from .model_check import PlannedModel, check_can_compare
-from .node import Inner
+from .node import Inner, runs_alone
 from .optimizer_check import check_holds_only, check_new_optimizers, check_optimizer, common_holders
 from .original import TakenOver, take_over
 from .outputs import Output
@@ -234,6 +234,7 @@ def runtime_of(
         Inner.of(taken.inner, learning, reducer),
         Guards.of(first_names, taken.inner, comm.device, getattr(plan, "autocast", None)),
         model,
+        params if runs_alone(program, taken.inner, comm) else None,
         lambda twin: _take(
             twin,
             None,

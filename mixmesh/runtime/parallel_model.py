@@ -139,7 +139,6 @@ class ParallelModel(Face):
         self._agree(form.program, tensors)
         if self.training or form is run.forms.planned:
             self._check_planned(args, kwargs)
-        params = run.params
         buffers = {name: plain(b) for name, b in run.guards.tables.buffers().items()}
         read = buffers
         if torch.is_grad_enabled():
@@ -150,13 +149,16 @@ class ParallelModel(Face):
         training = self.training or form.is_traced
         if steps is None:
             shown: dict[str, Tensor] = {}
+            is_seen = run.recorder is not None or run.inspector is not None
+            alone = None if is_seen or given or form.outside is not None else run.alone
             local, updated, tokens = code_of(run, form, training=training).run(
-                params, read, inputs, shown=shown
+                alone or run.params, read, inputs, shown=shown
             )
             value = zero(run, form) if local is None else local.detach()
-            result = Forward(local, tokens, value, shown={name: [x] for name, x in shown.items()})
+            outputs = {name: [x] for name, x in shown.items()}
+            result = Forward(local, tokens, value, shown=outputs, is_alone=bool(alone))
         else:
-            result, updated = accumulate(run, form, params, read, inputs, training=training)
+            result, updated = accumulate(run, form, run.params, read, inputs, training=training)
         run.wholes.finish()
         with torch.no_grad():
             pieces = [local_piece(x, run.stored[name].held, run.comm.rank) for name, x in updated.items()]
@@ -207,7 +209,8 @@ class ParallelModel(Face):
             run.unchecked = None
 
     def _shown(self, loss: Tensor, done: Forward) -> Tensor:
-        return self._runtime.node.root([loss], done.given)[0] if loss.requires_grad else loss
+        is_rooted = done.is_alone or not loss.requires_grad
+        return loss if is_rooted else self._runtime.node.root([loss], done.given)[0]
 
     def _whole_outputs(self, done: Forward, outside: Outside) -> Any:
         """The outputs of a model without a loss, whole on every rank, in the form in which the model returns

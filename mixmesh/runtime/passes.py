@@ -26,7 +26,7 @@ from .inspection import Inspector
 from .loss import LossSum
 from .micro_steps import Earlier, next_seed
 from .model_check import PlannedModel
-from .node import Inner
+from .node import Inner, rooted_alone
 from .outputs import Returns
 from .outside import Outside
 from .owned import Awaited, Owned, WholeParams
@@ -45,7 +45,8 @@ class Forward:
     none) and the tokens, the addend's ``value``, the gradients of ``earlier`` micro-batches, the outputs
     ``shown`` by name with a piece for every micro-batch, the form in which the call ``returns`` them, and a
     handle on the ``total`` of all ranks' addends. ``outside`` makes the return value of a model without a
-    loss, and ``given`` are inputs with a gradient."""
+    loss, and ``given`` are inputs with a gradient. If it ``is_alone``, the graph begins at the shown
+    parameters."""
 
     local: Tensor | None
     tokens: list[Tensor]
@@ -56,6 +57,7 @@ class Forward:
     total: Handle | None = None
     outside: Outside | None = None
     given: Sequence[Given] = ()
+    is_alone: bool = False
 
 
 @dataclass
@@ -81,6 +83,7 @@ class Runtime:
     node: Inner
     guards: Guards
     original: nn.Module  # the model that was taken over
+    alone: Mapping[str, nn.Parameter] | None  # the shown parameters by every name, if this rank runs alone
     again: Callable[[nn.Module], nn.Module]  # makes another ParallelModel of a module with whole weights
     drift: DriftWatch
     unchecked: PlannedModel | None  # None after the first call
@@ -247,6 +250,8 @@ def zero(run: Runtime, form: Form) -> Tensor:
 
 def rooted(run: Runtime, value: Tensor, done: Forward) -> Tensor:
     """A loss with this ``value`` whose backward pass is that of this rank's addend."""
+    if done.is_alone and done.local is not None and done.local.requires_grad:
+        return rooted_alone(done.local)
     if not torch.is_grad_enabled():
         return value
     anchor = torch.empty(0, device=run.comm.device, requires_grad=True)

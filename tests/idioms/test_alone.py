@@ -1,0 +1,86 @@
+"""A rank that is alone runs on the shown parameters, and everything around the model sees one device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from plans import Mlp, batch, close, same_weights
+from test_gloo import adamw, same_gradients
+
+import mixmesh
+from mixmesh.cluster import Cluster
+from mixmesh.errors import MixmeshError
+from mixmesh.frontend.trace import trace
+from mixmesh.planner import make_plan
+
+ONE = Cluster.parse('[[machine]]\nname = "a"\ndevices = [{ cpu_share = 1.0 }]\n')
+
+
+@pytest.fixture
+def models(monkeypatch):
+    """A model with its optimizer, and the same in parallel on one rank."""
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }.items():
+        monkeypatch.setenv(name, value)
+    plan = make_plan(trace(Mlp(), batch(0)), ONE, planner="single")
+    single, other = Mlp(), Mlp()
+    return single, adamw(single.parameters()), *mixmesh.parallelize(other, adamw(other.parameters()), plan)
+
+
+def test_the_graph_begins_at_the_shown_parameters(models):
+    _, _, model, _ = models
+    loss, seen, below = model(**batch(0)), set(), []
+    below.append(loss.grad_fn)
+    while below:
+        node = below.pop()
+        seen.add(type(node).__name__)
+        below += [n for n, _ in node.next_functions if n is not None and n not in below]
+    assert "MeanBackward0" in seen and "_ModelBackward" not in seen
+
+
+def test_steps_with_a_penalty_and_accumulation(models):
+    single, optimizer, model, parallel = models
+    for step in range(3):
+        for m, o in ((single, optimizer), (model, parallel)):
+            o.zero_grad()
+            m(**batch(step)).backward()
+            loss = m(**batch(step + 1))
+            loss /= 2
+            (loss + 0.01 * sum(p.square().sum() for p in m.parameters())).backward()
+            o.step()
+    same_weights(single, model)
+
+
+def test_gradients_asked_for(models):
+    single, _, model, _ = models
+    names = [n for n, _ in single.named_parameters() if n != "unused"]
+    expected = torch.autograd.grad(single(**batch(0)), [single.get_parameter(n) for n in names])
+    got = torch.autograd.grad(model(**batch(0)), [model.get_parameter(n) for n in names])
+    for name, e, g in zip(names, expected, got):
+        close(g, e, name)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_gradients_of_inputs(models):
+    single, _, model, _ = models
+    mine, whole = batch(0), batch(0)
+    for inputs, m in ((whole, single), (mine, model)):
+        inputs["x"].requires_grad_()
+        (3 * m(**inputs)).backward()
+    close(mine["x"].grad, whole["x"].grad)
+    same_gradients(single, model)
+
+
+def test_what_is_refused(models):
+    _, _, model, _ = models
+    with pytest.raises(MixmeshError, match="has no gradient itself"):
+        torch.autograd.grad(model(**batch(0)), [model.get_parameter("fc1.weight")], create_graph=True)
+    loss = model(**batch(0))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    with pytest.raises(MixmeshError, match="was called on this loss before"):
+        loss.backward()
