@@ -808,6 +808,14 @@ def test_other_refusals():
     changed = failing(lambda m, y, t: (t.add_(1) * y).sum(), torch.ones(8, 5))
     assert changed.message.endswith("changes what it was given: 1")
     assert line_of("(t.add_(1) * y)") in changed.where
+    limited = Head(lambda m, y: y.sum())
+    limited.fc = nn.Embedding(5, 8, max_norm=1.0)
+    with pytest.raises(TraceError, match="changes a parameter: fc.weight") as caught:
+        trace(limited, (torch.arange(8) % 5,))
+    of_parameter = caught.value
+    assert "max_norm" in of_parameter.hint[1]
+    counted = failing(lambda m, y: y.sum() * torch.bincount(y.argmax(1), minlength=8).sum())
+    assert "one_hot" in counted.hint[0]
     big = torch.arange(300 * 300.0).reshape(300, 300)
     assert "register" in failing(lambda m, y: y.sum() * big.sum()).hint[0]
 

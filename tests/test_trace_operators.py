@@ -12,7 +12,7 @@ from torch.export import exported_program
 from benchmarks import coverage
 from mixmesh.api import plan_traced
 from mixmesh.cluster import Cluster
-from mixmesh.errors import TraceError
+from mixmesh.errors import TraceError, VerificationError
 from mixmesh.frontend.trace import decompositions, rewrite, trace
 from mixmesh.frontend.trace.draws import DRAW_RULES
 from mixmesh.lang.ir import Graph, Node, Ref, ValueType
@@ -281,6 +281,19 @@ def test_an_operator_that_runs_on_values_alone():
     plan = plan_traced(traced, CLUSTER, planner="ddp-proportional")
     assert "fake_quantize" in str(unsupported_ops(plan.program))
     assert verify(model, batch, plan, traced=traced).ok
+
+
+def test_an_operator_without_a_kernel_for_float64_cannot_be_verified():
+    scale, zero = torch.full((SAMPLES,), 0.1), torch.zeros(SAMPLES, dtype=torch.int32)
+
+    def loss(m, x, labels):
+        return classified(m, torch.fake_quantize_per_channel_affine(m.mix(x), scale, zero, 0, -8, 7), labels)
+
+    model = Model(loss, mix=dense(8, 8), head=dense(8, 4))
+    traced = trace(model, (ROWS, LABELS))
+    plan = plan_traced(traced, CLUSTER, planner="ddp-proportional")
+    with pytest.raises(VerificationError, match="fake_quantize_per_channel.* does not run in float64"):
+        verify(model, (ROWS, LABELS), plan, traced=traced)
 
 
 COMPLEX_NUMBERS = {

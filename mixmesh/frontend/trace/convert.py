@@ -25,6 +25,16 @@ from .stand_ins import without_values
 MAX_CONST_ELEMENTS = 65536
 # a hint for 1j * x, x.fill_(1j) and torch.tensor([1j])
 HOLD_COMPLEX = 'keep the number in a buffer of the module: self.register_buffer("unit", torch.tensor(1j))'
+INSTEAD_OF_COUNTS = "F.one_hot(x, number).sum(0) in place of torch.bincount(x)"
+INSTEAD_OF_MASKS = "replace indexing by a boolean mask with torch.where or a multiplication by the mask"
+CHANGE_A_COPY = (
+    "change a copy: x = x.clone()",
+    "where that is a library's code: a model of your own around it, which gives it a copy",
+)
+CHANGE_LATER = (
+    "change it after optimizer.step(): with torch.no_grad(): p.copy_(...)",
+    "where nn.Embedding(max_norm=...) does it: divide the results of one without max_norm by their norms",
+)
 WRAPPED = "model."  # the prefix that LossAndOutputs adds to names
 
 
@@ -255,7 +265,7 @@ class _Converter:
                 node,
                 f"{node.name} of shape {list(value.shape)}, known only at run time",
                 "shapes that do not depend on values",
-                "replace indexing by a boolean mask with torch.where or a multiplication by the mask",
+                INSTEAD_OF_COUNTS if "bincount" in str(node.target) else INSTEAD_OF_MASKS,
             )
         return ValueType(DTYPE_NAME[value.dtype], tuple(value.shape))
 
@@ -275,15 +285,13 @@ class _Converter:
                     self.nodes.append(Node((), (), "update", (name, fitting)))
                 case _:
                     name = self.input_of.get(spec.target or "") or (spec.target or "").removeprefix(WRAPPED)
+                    is_parameter = isinstance(self.tensors.get(name), torch.nn.Parameter)
+                    what = "a parameter" if is_parameter else "what it was given"
                     raise TraceError(
-                        f"the model's forward pass changes what it was given: {name}",
+                        f"the model's forward pass changes {what}: {name}",
                         expected="changes of buffers only",
                         where=str(place_of_stack(value.meta.get("stack_trace"))),
-                        hint=(
-                            "change a copy: x = x.clone()",
-                            "where that is a library's code: a model of your own around it, which gives it "
-                            "a copy",
-                        ),
+                        hint=CHANGE_LATER if is_parameter else CHANGE_A_COPY,
                     )
         loss, *others = shown
         for name, value in zip(self.outputs_named, others):

@@ -84,7 +84,7 @@ def exact(t: Tensor) -> Tensor:
 
 def run_in_float64(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Runs an operator on the numbers behind its arguments; its results claim the dtype that they would
-    have."""
+    have. Raises VerificationError for an operator that PyTorch does not have in float64."""
     if func in BITS:
         raise VerificationError(
             "the module reads the bits of a tensor, which float64 numbers do not have",
@@ -94,8 +94,16 @@ def run_in_float64(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     inputs = pytree.tree_leaves((args, kwargs))
     claimed = _claimed([x for x in inputs if isinstance(x, Tensor)], inputs)
     wide_args, wide_kwargs = pytree.tree_map(_wide_argument, (args, kwargs))
-    with default_dtype(torch.float64):
-        out = draw_alike(IN_FLOAT64.get(func, func), wide_args, wide_kwargs)
+    try:
+        with default_dtype(torch.float64):
+            out = draw_alike(IN_FLOAT64.get(func, func), wide_args, wide_kwargs)
+    except RuntimeError as error:
+        raise VerificationError(
+            f"{func} does not run in float64, in which plans are verified",
+            expected="operators that PyTorch has in float64 too",
+            got=str(error).splitlines()[0],
+            hint="verify the model without this operator",
+        ) from error
     narrow = lambda x: _claim(x, claimed)  # noqa: E731
     out = pytree.tree_map(narrow, out)
     return return_and_correct_aliasing(func, args, kwargs, out)
