@@ -19,8 +19,8 @@ from mixmesh.lang.plan_file import Plan
 from mixmesh.measure.testbed import enter_device
 from mixmesh.runtime.comm import default_device, initialise, leave
 from mixmesh.runtime.data import shard_batches
+from mixmesh.runtime.job_data import endless
 from mixmesh.runtime.parallel import parallelize
-from mixmesh.runtime.train import endless
 
 WARMUP_STEPS = 3
 

@@ -33,8 +33,8 @@ from mixmesh.measure.testbed import PlainBed, enter_device, leave_device
 from mixmesh.runtime.comm import default_device
 from mixmesh.runtime.data import shard_batches
 from mixmesh.runtime.first_rank import everyones
+from mixmesh.runtime.job_data import endless
 from mixmesh.runtime.parallel import parallelize
-from mixmesh.runtime.train import endless
 from mixmesh.search.baselines import data_parallel
 
 from . import jobs

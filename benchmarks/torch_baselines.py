@@ -18,8 +18,8 @@ from mixmesh.frontend.job import Job
 from mixmesh.lang.ir import even_ratio, make_ratio
 from mixmesh.planner import whole_counts
 from mixmesh.runtime.first_rank import everyones
+from mixmesh.runtime.job_data import endless
 from mixmesh.runtime.optimizers import fuse
-from mixmesh.runtime.train import endless
 
 Loss = Callable[[], float]  # the global loss of a step that was made; collective
 Step = Callable[[], Loss]

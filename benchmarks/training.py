@@ -21,7 +21,7 @@ from mixmesh.lang.ir import support
 from mixmesh.lang.plan_file import Plan
 from mixmesh.passes.algorithms import with_algorithms
 from mixmesh.planner import make_plan
-from mixmesh.runtime.train import endless
+from mixmesh.runtime.job_data import endless
 from mixmesh.search.placement.lower import even_over
 from mixmesh.search.ratios import with_ratio
 from mixmesh.simulator import simulate

@@ -34,10 +34,10 @@ from mixmesh.measure.testbed import enter_device
 from mixmesh.planner import whole_counts
 from mixmesh.runtime.comm import Comm, default_device, initialise, leave
 from mixmesh.runtime.data import shard_batches
+from mixmesh.runtime.job_data import endless
 from mixmesh.runtime.optimizers import fuse
 from mixmesh.runtime.parallel import parallelize
 from mixmesh.runtime.recording import Recorder, gather_steps, typical
-from mixmesh.runtime.train import endless
 
 DDP_BUCKET_MB = 4
 RECORDED_STEPS = 2  # number of recorded steps; one more step shows where they begin

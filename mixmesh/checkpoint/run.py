@@ -16,9 +16,10 @@ from ..base.units import plural
 from ..errors import InputError
 from ..lang.plan_file import Plan
 from ..runtime.agreement import COMPARED_STEPS
+from ..runtime.around_steps import Trained
 from ..runtime.data import Feed
+from ..runtime.job_data import Passes, own_batches, owned
 from ..runtime.parallel import ParallelModel
-from ..runtime.train import Passes, Trained, own_batches, owned
 from ..training.preparation.alike import HINTS, check_digests
 from ..training.preparation.loading import own_loader
 from ..training.preparation.own_loader import OwnIterator, OwnLoader

@@ -30,7 +30,7 @@ from .inspection import Inspector
 from .modes import Modes, modes_of
 from .outputs import Output
 from .outside import Outside
-from .passes import Forward, Runtime, accumulate, code_of, rooted, rooted_pieces, zero
+from .passes import Forward, Runtime, accumulate, code_of, rooted, rooted_pieces, run_batch
 from .pipeline import stage_inputs
 from .recording import RecordedComm, Recorder, recorded
 from .shard_numbers import Off
@@ -148,17 +148,9 @@ class ParallelModel(Face):
         run.wholes.start()
         training = self.training or form.is_traced
         if steps is None:
-            shown: dict[str, Tensor] = {}
-            is_seen = run.recorder is not None or run.inspector is not None
-            alone = None if is_seen or given or form.outside is not None else run.alone
-            local, updated, tokens = code_of(run, form, training=training).run(
-                alone or run.params, read, inputs, shown=shown
-            )
-            value = zero(run, form) if local is None else local.detach()
-            outputs = {name: [x] for name, x in shown.items()}
-            result = Forward(local, tokens, value, shown=outputs, is_alone=bool(alone))
+            result, updated = run_batch(run, form, read, inputs, takes_given=bool(given), training=training)
         else:
-            result, updated = accumulate(run, form, run.params, read, inputs, training=training)
+            result, updated = accumulate(run, form, read, inputs, training=training)
         run.wholes.finish()
         with torch.no_grad():
             pieces = [local_piece(x, run.stored[name].held, run.comm.rank) for name, x in updated.items()]

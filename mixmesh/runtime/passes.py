@@ -120,11 +120,25 @@ class Runtime:
             raise no_values(self.without_values, len({*map(id, self.stored.values())}))
 
 
+def run_batch(
+    run: Runtime, form: Form, buffers, inputs, *, takes_given: bool, training: bool
+) -> tuple[Forward, dict[str, Tensor]]:
+    """Runs a program without micro-batches. With ``takes_given`` some inputs get gradients."""
+    is_seen = run.recorder is not None or run.inspector is not None
+    alone = None if is_seen or takes_given or form.outside is not None else run.alone
+    shown: dict[str, Tensor] = {}
+    code = code_of(run, form, training=training)
+    local, updated, tokens = code.run(alone or run.params, buffers, inputs, shown=shown)
+    value = zero(run, form) if local is None else local.detach()
+    outputs = {name: [x] for name, x in shown.items()}
+    return Forward(local, tokens, value, shown=outputs, is_alone=bool(alone)), updated
+
+
 def accumulate(
-    run: Runtime, form: Form, params, buffers, inputs, *, training: bool
+    run: Runtime, form: Form, buffers, inputs, *, training: bool
 ) -> tuple[Forward, dict[str, Tensor]]:
     """Runs all micro-batches, and the backward passes of all but the last (see ``micro_steps``)."""
-    steps = form.steps
+    steps, params = form.steps, run.params
     assert steps is not None  # the caller has checked this
     if steps.once is not None:
         with torch.no_grad():
@@ -134,7 +148,7 @@ def accumulate(
     before = run.reducer.take() if learns else None
     if steps.is_pipeline:
         last = nullcontext if before is None else partial(run.reducer.early, before)
-        value, updated = _pipeline(run, form, params, buffers, inputs, last, training=training)
+        value, updated = _pipeline(run, form, buffers, inputs, last, training=training)
         earlier = None
         if before is not None:
             earlier = Earlier(run.reducer, run.seed)
@@ -170,7 +184,6 @@ def accumulate(
 def _pipeline(
     run: Runtime,
     form: Form,
-    params,
     buffers,
     inputs,
     last: Callable[[], AbstractContextManager],
@@ -193,7 +206,7 @@ def _pipeline(
         run.random.first_sample = steps.samples.first_sample(run.comm.rank, number * size, count)
         part = {**steps.cut(inputs, number * size, size), **received}
         handed: dict[str, Tensor] = {}
-        local, updated, _ = code_of(run, form, size, training=training).run(params, buffers, part, handed)
+        local, updated, _ = code_of(run, form, size, training=training).run(run.params, buffers, part, handed)
         if local is not None:
             value = value + local.detach()
         return local, handed

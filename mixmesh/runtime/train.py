@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import itertools
-import re
 import statistics
 import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 
-from ..base.files import PACKAGE
 from ..base.timeline import Timeline
 from ..errors import CollectiveError, JobError, MixmeshError
-from ..lang.ir import Program
-from ..lang.plan_file import Plan
 from .accelerator import peak_held_bytes
-from .agreement import COMPARED_STEPS
 from .allocator import peak_resident_bytes
+from .around_steps import Balancer, ChangesNothing, Keeper, KeepsNothing, Trained
 from .comm import Comm
-from .data import Feed, Followed, shard_batches_by
 from .finite import FiniteGuard, OnNan
 from .first_rank import everyones, largest, wait_for_all
+from .job_failures import failures_of
 from .memory_errors import memory_errors_named
 from .parallel import ParallelModel, parallelize
 from .recording import Recorder, gather_steps
@@ -36,53 +30,6 @@ from .verdicts import END_OF_DATA
 
 WARMUP_STEPS = 2  # steps that the median leaves out, while allocators and connections fill
 RECORDED_STEPS = 3  # number of recorded steps after the warm-up
-# PyTorch's error for a worker begins like this, and contains its traceback
-OF_WORKER = "in DataLoader worker process"
-FRAME = re.compile(r'File "([^"]+)", line ([0-9]+), in .*\n\s*(.*)')
-Span = Callable[[str], AbstractContextManager]
-
-
-class Trained(NamedTuple):
-    """The parts of a training that its steps change. ``scheduler`` and ``scaler`` may be None."""
-
-    model: ParallelModel
-    optimizer: torch.optim.Optimizer
-    scheduler: Any
-    scaler: GradScaler | None
-
-
-class Keeper(Protocol):
-    """Keeps the state of a training, so that another start can continue it. All calls are collective."""
-
-    def begin(self, trained: Trained, job: Any) -> tuple[Feed, int]:
-        """This rank's batches, and the number of steps made before this start."""
-
-    def after_step(self, num_steps: int) -> bool:
-        """Called after ``num_steps`` steps in all; returns whether the training should stop."""
-
-    def save_now(self, num_steps: int) -> bool:
-        """Keeps the state after ``num_steps`` steps; returns whether that was possible."""
-
-    def end(self, num_steps: int) -> None:
-        """Called after the last step."""
-
-
-class Balancer(Protocol):
-    """Adapts the shares of a training to the speeds of its devices. All calls are collective."""
-
-    def begin(self, model: ParallelModel, optimizer: torch.optim.Optimizer, feed: Feed) -> None:
-        """Called before the first step of this start."""
-
-    def after_step(self, num_steps: int, step_s: float, own_s: float) -> bool:
-        """Called after ``num_steps`` steps in all. The last took ``step_s`` seconds without loading its
-        batch, of which this rank spent ``own_s`` not waiting for others. Returns True if the training should
-        stop here and continue from its kept state under another plan."""
-
-    def stay(self) -> None:
-        """Called if the training cannot stop, because its state could not be kept."""
-
-    def end(self) -> None:
-        """Called after the last step."""
 
 
 @dataclass(frozen=True)
@@ -115,35 +62,6 @@ class RunReport:
         return statistics.median(warm[len(self.timelines) :] or warm or self.step_s)
 
 
-def endless(batches: Iterable | None, batch: Any, epochs: int | None = None) -> Iterator[Any]:
-    """Repeats ``batches``, or ``batch`` if there are none, forever or for ``epochs`` epochs."""
-    times = () if epochs is None else (epochs,)
-    if batches is None:
-        return itertools.repeat(batch, *times)
-    if iter(batches) is batches:
-        return iter(batches)  # an iterator runs once
-    return Passes(itertools.repeat(batches, *times))
-
-
-class Passes(Iterator[Any]):
-    """The batches of consecutive passes over data. Two passes in a row without a batch are the end: one may
-    be the rest of an epoch that was read before, but data that has no more would be asked forever. It is a
-    class, because a generator's frame would keep each batch alive."""
-
-    def __init__(self, passes: Iterable[Iterable]) -> None:
-        self._passes = iter(passes)
-        self._current: Iterator[Any] = iter(())
-
-    def __next__(self) -> Any:
-        for batch in self._current:
-            return batch
-        for _ in range(2):
-            self._current = iter(next(self._passes))
-            for batch in self._current:
-                return batch
-        raise StopIteration
-
-
 def next_batch(batches: Iterator[Any], comm: Comm) -> Any:
     """The next batch, None at the end. Raises JobError, on all ranks, if the job's data raises."""
     try:
@@ -153,91 +71,6 @@ def next_batch(batches: Iterator[Any], comm: Comm) -> Any:
         if comm.watch is not None:
             comm.watch.leave(error)
         raise
-
-
-def place_of(error: BaseException) -> str:
-    """The file and line where an error was raised: the last one outside of libraries if there is one."""
-    frames = [(f.filename, f.lineno, f.line) for f in traceback.extract_tb(error.__traceback__)]
-    if OF_WORKER in str(error):
-        frames = FRAME.findall(str(error)) or frames
-    own = [f for f in frames if "site-packages" not in f[0] and not f[0].startswith(str(PACKAGE))]
-    file, number, line = (own or frames)[-1]
-    return f"{file}:{number}, {line}"
-
-
-def named_line(error: BaseException) -> str:
-    """The class and the first line of an error. For an error of a DataLoader's worker it is the last line,
-    which has both."""
-    if OF_WORKER in str(error):
-        return str(error).strip().splitlines()[-1][:300]
-    return f"{type(error).__name__}: {first_line(error)}"
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:300]
-
-
-class ComparesFirst:
-    """Compares the first whole batches of all ranks, because ranks whose data is in another order would train
-    on other samples. Collective."""
-
-    def __init__(self, model: ParallelModel) -> None:
-        self._model, self._num_left = model, COMPARED_STEPS
-
-    def __call__(self, batch: Any) -> Any:
-        if self._num_left and isinstance(batch, Mapping | tuple | list):
-            self._num_left -= 1
-            self._model.compare(batch)
-        return batch
-
-
-def own_batches(
-    job: Any,
-    plan: Plan | Program,
-    rank: int,
-    epochs: int | None = None,
-    look: Callable[[Any], Any] = lambda batch: batch,
-    *,
-    may_follow: bool = False,
-) -> Feed:
-    """This rank's share of the job's batches; none is a view that would keep the whole batch alive. ``look``
-    gets each batch before it is cut, and returns it. A job without data has one batch, which is cut once:
-    another plan may follow only if ``may_follow`` is set, because then each rank keeps the whole batch."""
-    followed = Followed(plan)
-    share = partial(shard_batches_by, followed, rank=rank, model=job.model)
-    if job.data is not None:
-        return Feed(map(owned, share(map(look, endless(job.data, None, epochs)))), followed.follow)
-    if may_follow:
-        return Feed(map(owned, share(endless(None, look(job.batch), epochs))), followed.follow)
-    return Feed(endless(None, owned(next(share([look(job.batch)]))), epochs))
-
-
-def owned(batch: Any) -> Any:
-    """The batch, with copies of tensors that are pieces of larger ones."""
-
-    def copied(t: Any) -> Any:
-        part = isinstance(t, torch.Tensor) and t.untyped_storage().nbytes() > t.nbytes
-        return t.clone(memory_format=torch.contiguous_format) if part else t
-
-    if isinstance(batch, dict):
-        return {k: copied(v) for k, v in batch.items()}
-    return tuple(map(copied, batch))
-
-
-@contextmanager
-def failures_of(part: str, *, expected: str = "") -> Iterator[None]:
-    """A context in which an error raised by a ``part`` of the job becomes a JobError with the user's line."""
-    try:
-        yield
-    except MixmeshError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise JobError(
-            f"{part} raised {named_line(error)}",
-            expected=expected,
-            where=place_of(error),
-            hint="mixmesh --debug run ... shows the traceback",
-        ) from error
 
 
 def optimizer_of(job: Any) -> Any:
@@ -360,26 +193,20 @@ def train(
         comm = parallel.comm
         scheduler, step_scheduler = scheduler_of(job, optimizer)
         scaler = scaler_of(job, parallel)
-        first = 0
-        if keeper is None:
-            initial(parallel)
-            look, may_follow = ComparesFirst(parallel), balancer is not None
-            batches = own_batches(job, plan, comm.rank, epochs, look, may_follow=may_follow)
-        else:
-            batches, first = keeper.begin(Trained(parallel, optimizer, scheduler, scaler), job)
+        keeper = keeper or KeepsNothing(plan, epochs, initial, may_follow=balancer is not None)
+        balancer = balancer or ChangesNothing()
+        batches, first = keeper.begin(Trained(parallel, optimizer, scheduler, scaler), job)
         del job, model  # frees the parts that this rank does not need
-        if balancer is not None:
-            balancer.begin(parallel, optimizer, batches)
+        balancer.begin(parallel, optimizer, batches)
         on_start()
         wait_for_all("the start of training")
         step_s: list[float] = []
         losses: list[float] = []
-        recording = _Recording(parallel) if record else None
-        span: Span = nullcontext
+        recording = _Recording(parallel, is_on=record)
         is_stopped, guard = False, FiniteGuard(parallel, on_nan, scaler)
         for number in itertools.count(first) if steps is None else range(first, steps):
             started = time.perf_counter()
-            with span("batch"):
+            with recording.span("batch"):
                 batch = next_batch(batches, comm)
             if batch is None:
                 with comm.call(END_OF_DATA):  # if others continue, the watch reports it
@@ -388,66 +215,61 @@ def train(
             guard.backward(batch)
             may_step = guard.may_step(number + 1, batch)
             del batch  # freed before the next one is loaded
-            if recording is not None:
-                span = recording.before_optimizer(number - first)
-            with span("optimizer"):
+            recording.before_optimizer(number - first)
+            with recording.span("optimizer"):
                 if may_step:
                     guard.step(optimizer, step_scheduler)
                 optimizer.zero_grad()
-            if recording is not None:
-                span = recording.after_optimizer(number - first)
+            recording.after_optimizer(number - first)
             losses.append(guard.loss(number + 1))
             step_s.append(time.perf_counter() - started)
             computing_s = time.perf_counter() - loaded
             own_s = computing_s - (comm.waits.time_s - waited_s)
             on_step(number, losses[-1], step_s[-1])
-            if balancer is not None and balancer.after_step(number + 1, computing_s, own_s):
-                is_stopped = keeper is not None and keeper.save_now(number + 1)
+            if balancer.after_step(number + 1, computing_s, own_s):
+                is_stopped = keeper.save_now(number + 1)
                 if not is_stopped:
                     balancer.stay()
-            is_stopped = is_stopped or keeper is not None and keeper.after_step(number + 1)
+            is_stopped = is_stopped or keeper.after_step(number + 1)
             if is_stopped:
                 break
-        if balancer is not None:
-            balancer.end()
-        if keeper is not None:
-            keeper.end(first + len(losses))
+        balancer.end()
+        keeper.end(first + len(losses))
         with comm.call("the end of training"):
             peaks = everyones_peaks(comm, len(losses), steps)
         if not is_stopped:
             on_end(parallel)
-        timelines = () if recording is None else recording.finish(peaks)
+        timelines = recording.finish(peaks)
         comm.close()
         return RunReport(slowest(step_s), tuple(losses), peaks, timelines, guard.num_skipped)
 
 
 class _Recording:
-    """Records a run from the optimizer's step in the last warm-up step to that in the last recorded step, so
-    that whole periods lie between."""
+    """Records a run, if it ``is_on``, from the optimizer's step in the last warm-up step to that in the last
+    recorded step, so that whole periods lie between. ``span`` measures a part of the step."""
 
-    def __init__(self, parallel: ParallelModel) -> None:
-        self._parallel = parallel
+    def __init__(self, parallel: ParallelModel, *, is_on: bool) -> None:
+        self._parallel, self._is_on = parallel, is_on
         self._recorder: Recorder | None = None
         self._open = ExitStack()
-        self._span: Span = nullcontext
+        self.span: Callable[[str], AbstractContextManager] = nullcontext
 
-    def before_optimizer(self, number: int) -> Span:
-        """The spans by which to measure from here on."""
-        if number == WARMUP_STEPS - 1:
+    def before_optimizer(self, number: int) -> None:
+        """Begins to measure, if it is time."""
+        if self._is_on and number == WARMUP_STEPS - 1:
             self._recorder = Recorder(self._parallel.comm)
             self._open.enter_context(self._parallel.recorded(self._recorder))
-            self._span = self._recorder.span
+            self.span = self._recorder.span
             wait_for_all("the first recorded step")  # so that no rank compiles while others measure
-        return self._span
 
-    def after_optimizer(self, number: int) -> Span:
+    def after_optimizer(self, number: int) -> None:
+        """Ends measuring, if it is time."""
         if number == WARMUP_STEPS - 1 + RECORDED_STEPS:
             self._open.close()
-            self._span = nullcontext
-        return self._span
+            self.span = nullcontext
 
     def finish(self, peak_memory_bytes: tuple[int, ...]) -> tuple[Timeline, ...]:
-        """One timeline per recorded step. Collective."""
+        """One timeline per recorded step. Collective if it is on."""
         self._open.close()
         if self._recorder is None:
             return ()

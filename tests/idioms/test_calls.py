@@ -19,8 +19,8 @@ from mixmesh.lang.plan_file import Plan
 from mixmesh.measure.verification import verify
 from mixmesh.runtime.calls import Calls, Signature
 from mixmesh.runtime.data import shard_batches
+from mixmesh.runtime.job_data import own_batches
 from mixmesh.runtime.parallel import parallelize
-from mixmesh.runtime.train import own_batches
 
 A = torch.randint(0, 9, (8, 5), generator=torch.Generator().manual_seed(0))
 B = torch.randint(0, 9, (8, 5), generator=torch.Generator().manual_seed(1))

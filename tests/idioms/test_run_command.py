@@ -18,8 +18,9 @@ from warm_python import python
 import mixmesh
 from mixmesh.cluster import Cluster
 from mixmesh.errors import InputError, JobError
+from mixmesh.runtime.job_data import Passes, endless
 from mixmesh.runtime.saving import check_file, save_weights
-from mixmesh.runtime.train import Passes, endless, optimizer_of, scheduler_of
+from mixmesh.runtime.train import optimizer_of, scheduler_of
 
 JOB = """
 import os, torch, mixmesh

@@ -30,8 +30,9 @@ from ...passes.zero import with_stage
 from ...runtime.accelerator import PRETENDED_BACKEND, begin_peak, empty_cache, peak_held_bytes
 from ...runtime.allocator import resident_bytes
 from ...runtime.data import shard_batches
+from ...runtime.job_data import owned
 from ...runtime.parallel import parallelize
-from ...runtime.train import default_optimizer, owned, peak_memory_bytes
+from ...runtime.train import default_optimizer, peak_memory_bytes
 from ...step.memory import PeakMemory
 from .children import Outcome, attempt_on
 from .steps import tensors_of

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -107,12 +108,7 @@ def prepare(
     an epoch. Raises TraceError for a model that cannot be exported, Infeasible if nothing fits in memory.
     """
     if "RANK" not in os.environ:
-        if loss is not None:
-            check_unwrapped(model)
-        alone = model if loss is None else on_one_device(model, loss, outputs)
-        if compile and alone is uncompiled(alone):
-            alone.compile()
-        return alone, optimizer, loader
+        return without_torchrun(model, loss, outputs, compiles=compile), optimizer, loader
     model = uncompiled(model)
     check_unwrapped(model)
     check_not_parallel(model, "prepare")
@@ -139,7 +135,7 @@ def prepare(
             compiles=compile,
             loss=LossSource.MAYBE_CALLER if loss is None and not outputs else LossSource.RETURNED,
         )
-        try:
+        with naming_inputs(batch if inputs is None else None):
             prepared = prepare_job(
                 job,
                 int(os.environ["WORLD_SIZE"]),
@@ -147,10 +143,6 @@ def prepare(
                 cache=Cache(Path(cache) if cache is not None else default_folder()),
                 cluster_file=None if cluster is None else Path(cluster),
             )
-        except TraceError as error:
-            if inputs is None and CALL_ONCE in error.hint:
-                error.hint = (*error.hint, *another_call(batch))
-            raise
         check_last_batch(loader, prepared.plan)
         if os.environ["RANK"] == "0" and not prepared.plan.returned.has_loss:
             tell(f"mixmesh: {WITHOUT_LOSS}")
@@ -175,6 +167,30 @@ def prepare(
     if rebalance and optimizer is not None and int(os.environ["WORLD_SIZE"]) > 1:
         follow_devices(parallel, optimizer, own, prepared, optimizer_states(job.optimizer))
     return parallel, optimizer, own
+
+
+def without_torchrun(
+    model: nn.Module, loss: Callable[..., Any] | None, outputs: tuple[str | int, ...], *, compiles: bool
+) -> nn.Module:
+    """The model, with its loss, for a process that torchrun has not started."""
+    if loss is not None:
+        check_unwrapped(model)
+        model = on_one_device(model, loss, outputs)
+    if compiles and model is uncompiled(model):
+        model.compile()
+    return model
+
+
+@contextmanager
+def naming_inputs(batch: Any) -> Iterator[None]:
+    """A context that adds a hint to the error for a model that cannot be called with a ``batch``; None adds
+    nothing."""
+    try:
+        yield
+    except TraceError as error:
+        if batch is not None and CALL_ONCE in error.hint:
+            error.hint = (*error.hint, *another_call(batch))
+        raise
 
 
 def follow_devices(
