@@ -30,20 +30,26 @@ from .shard_tensor import ShardTensor, shard
 
 @dataclass(frozen=True)
 class Inner:
-    """For each shown parameter, the program's own tensor, and whether the program gives it a gradient."""
+    """For each shown parameter, the program's own tensor, and whether the program gives it a gradient. With
+    ``others`` one without a gradient here gets zeros, as it may have one on another rank."""
 
     shown: tuple[nn.Parameter, ...]
     inner: tuple[nn.Parameter, ...]
     learns: tuple[bool, ...]
     reducer: GradientReducer
+    others: bool
 
     @classmethod
     def of(
-        cls, pairs: Mapping[nn.Parameter, nn.Parameter], learning: set[int], reducer: GradientReducer
+        cls,
+        pairs: Mapping[nn.Parameter, nn.Parameter],
+        learning: set[int],
+        reducer: GradientReducer,
+        comm: Comm,
     ) -> Inner:
         """``learning`` has the ids of the inner parameters through which a gradient reaches the loss."""
         learns = tuple(id(p) in learning for p in pairs.values())
-        return cls(tuple(pairs), tuple(pairs.values()), learns, reducer)
+        return cls(tuple(pairs), tuple(pairs.values()), learns, reducer, comm.world_size > 1)
 
     def root(self, made: Sequence[Tensor], given: Sequence[Given] = ()) -> tuple[Tensor, ...]:
         """Connects results that were ``made`` from the inner parameters, and from the leaves of ``given``
@@ -66,7 +72,7 @@ class Inner:
                 out.append(None)
                 continue
             gradient, mine.grad = mine.grad, None
-            if not (learns and wants):
+            if not (learns and wants) or (gradient is None and not self.others):
                 out.append(None)
                 continue
             gradient = torch.zeros_like(mine) if gradient is None else gradient

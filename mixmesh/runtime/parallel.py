@@ -231,7 +231,7 @@ def runtime_of(
         {**inner, **{name: Awaited(wholes, o.name, o.whole) for name, o in owned.items()}},
         reducer,
         LossSum(program, comm),
-        Inner.of(taken.inner, learning, reducer),
+        Inner.of(taken.inner, learning, reducer, comm),
         Guards.of(first_names, taken.inner, comm.device, getattr(plan, "autocast", None)),
         model,
         params if runs_alone(program, taken.inner, comm) else None,

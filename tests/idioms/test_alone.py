@@ -17,15 +17,16 @@ ONE = Cluster.parse('[[machine]]\nname = "a"\ndevices = [{ cpu_share = 1.0 }]\n'
 
 
 @pytest.fixture
-def models(monkeypatch):
+def one_rank(monkeypatch):
+    for name in ("RANK", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+
+
+@pytest.fixture
+def models(one_rank):
     """A model with its optimizer, and the same in parallel on one rank."""
-    for name, value in {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-    }.items():
-        monkeypatch.setenv(name, value)
     plan = make_plan(trace(Mlp(), batch(0)), ONE, planner="single")
     single, other = Mlp(), Mlp()
     return single, adamw(single.parameters()), *mixmesh.parallelize(other, adamw(other.parameters()), plan)
@@ -73,6 +74,31 @@ def test_gradients_of_inputs(models):
         (3 * m(**inputs)).backward()
     close(mine["x"].grad, whole["x"].grad)
     same_gradients(single, model)
+
+
+class Scaled(Mlp):
+    """Its scale is used in training alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x, y):
+        return super().forward(x * self.scale if self.training else x, y)
+
+
+@pytest.mark.parametrize("takes_given", (False, True))
+def test_a_parameter_without_a_gradient_in_this_call(one_rank, takes_given):
+    """It has None as on one device, also where the graph has a node because an input gets a gradient."""
+    single, model = Scaled(), Scaled()
+    plan = make_plan(trace(model, batch(0)), ONE, planner="single")
+    model, _ = mixmesh.parallelize(model, None, plan)
+    for m in (single, model):
+        inputs = batch(0)
+        inputs["x"].requires_grad_(takes_given)
+        m.eval()(**inputs).backward()
+        assert m.get_parameter("scale").grad is None
+    close(model.get_parameter("fc1.weight").grad, single.fc1.weight.grad)
 
 
 def test_what_is_refused(models):

@@ -274,7 +274,7 @@ class Forms:
     def _check_learners(self, graph: Graph) -> None:
         """Raises InputError for a parameter that gets a gradient now but was planned without one: nothing
         sums or stores it. Warns of parameters that get no gradient now: they get zeros, while on one device
-        they have None."""
+        they have None, as on a rank that is alone."""
         before, now = learners_of(self.plan.program.graph), learners_of(graph)
         if gained := sorted(now - before):
             raise InputError(
@@ -287,7 +287,7 @@ class Forms:
                 ),
             )
         trainable = {str(n.args[0]) for n in graph.params if begins_gradient(n)}
-        if lost := sorted((before - now) & trainable):
+        if self.comm.world_size > 1 and (lost := sorted((before - now) & trainable)):
             warn_once(
                 f"{lost[0]} gets zeros in this call, as the planned one has a gradient of it: momentum and "
                 "weight decay move it, where one device leaves it out"
