@@ -222,16 +222,9 @@ class Synthesis:
         ``tried``, or cannot become the fastest and need not be ``judged``. Without a price for gradients it
         is data parallelism. With ``whole_s`` the classes of a loss are whole, and a program that costs more
         seconds than that does not count."""
-        seen = tried.seen
         if price is None:
-            program = self.task.data_parallel(ratio)
-            path = self.task.data_parallel_path(alone=len(support(ratio)) == 1)
-            assert path is not None  # it has been asked for just now
-            number = path.number
-            if number in seen:
-                return None, number, None
-            seen.add(shape_of(program))
-            return program, number, None
+            return self.data_parallel(ratio, tried.seen)
+        seen = tried.seen
         with self.task.timed("search"):
             problem = Problem(
                 self.task.graph,
@@ -262,6 +255,16 @@ class Synthesis:
             was_seen = shape in seen
             seen.update((number, shape))
             return None if was_seen else program, number, path.gap
+
+    def data_parallel(self, ratio: Ratio, seen: set[int]) -> tuple[Program | None, int, None]:
+        """What ``find`` returns without a price for gradients."""
+        program = self.task.data_parallel(ratio)
+        path = self.task.data_parallel_path(alone=len(support(ratio)) == 1)
+        assert path is not None  # it has been asked for just now
+        if path.number in seen:
+            return None, path.number, None
+        seen.add(shape_of(program))
+        return program, path.number, None
 
     def is_beaten(self, cheapest: Found) -> bool:
         """Whether no program can become the fastest on the devices for which this one has the least sum of
