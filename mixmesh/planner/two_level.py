@@ -182,17 +182,20 @@ class TwoLevel:
         return sorted(PRICES, key=lambda price: abs(log(price / times)))
 
     def dealt(self, price: float, speeds: list[float]) -> Iterator[Program]:
-        """Yields programs in which samples are dealt in proportion to the machines' measured speeds."""
+        """Yields programs in which samples are dealt in proportion to the machines' measured speeds. Ends at
+        a machine that alone takes too long."""
         seen: set[tuple[int, ...]] = set()
         for _ in range(ROUNDS):
             counts = whole_counts(make_ratio(speeds), self.task.batch)
             if counts in seen or 0 in counts:
                 return
             seen.add(counts)
-            parts = [self.found(price, counts, m) for m in range(len(self.machines))]
-            programs = [part for part in parts if part is not None]
-            if len(programs) < len(parts):
-                return
+            programs: list[Found] = []
+            for m in range(len(self.machines)):
+                part = self.found(price, counts, m)
+                if part is None or part.step_s > HOPELESS * self.task.best_s:
+                    return
+                programs.append(part)
             whole = {n.result: n.types[0] for n in self.task.graph.batch_inputs}
             yield join(self.task.graph.name, [f.set for f in programs], whole)
             speeds = [count / f.step_s for count, f in zip(counts, programs)]

@@ -9,6 +9,7 @@ from .rule import (
     LocalCall,
     Rule,
     Strategy,
+    call_key,
     call_of,
     fill_in_units,
     find_strategy,
@@ -20,6 +21,6 @@ from .units import Units, shard_units
 
 __all__ = [
     "EXPERTS", "MEANS", "RULES", "Bound", "Call", "LocalCall", "PatternMismatch", "Rule", "Strategy", "Units",
-    "call_of", "count_experts", "fill_in_units", "find_strategy", "mean_share", "multiply_adds",
+    "call_key", "call_of", "count_experts", "fill_in_units", "find_strategy", "mean_share", "multiply_adds",
     "parse_pattern", "shard_units", "strategies",
 ]  # fmt: skip

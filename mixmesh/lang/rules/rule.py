@@ -17,6 +17,7 @@ from ..ir import (
     Shard,
     TensorType,
     ValueType,
+    nameless,
 )
 from .pattern import Bound, Dim, PatternMismatch, bind, parse_pattern
 
@@ -280,6 +281,12 @@ def _factor_size(sizes: dict[str, int], factor: str) -> int:
     if factor == "...":
         return math.prod(n for f, n in sizes.items() if f.startswith("_"))
     return sizes.get(factor, 1)
+
+
+def call_key(call: Call) -> tuple:
+    """A key of the call without the names of values, which make no difference to rules."""
+    plain = tuple(map(nameless, call.args)), tuple((k, nameless(v)) for k, v in call.kwargs)
+    return (call.op, *plain, call.inputs, call.outputs)
 
 
 def call_of(node: Node | Instruction, types: Mapping[str, ValueType] | Mapping[str, TensorType]) -> Call:

@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import chain
 
-from ..ir import Graph, Node, Shard
-from .rule import Rule, call_of, strategies
+from ..ir import Graph, Shard
+from .rule import Call, Rule, call_key, call_of, strategies
 
 Units = dict[str, tuple[int, ...]]  # value -> unit per dim
 Tie = list[tuple[str, int, int]]  # dims that are cut together: (value, dim, trailing elements)
+CallTie = list[tuple[int, int, int]]  # the same with positions among a call's inputs and results
 
 
 def shard_units(graph: Graph, rules: dict[str, Rule]) -> Units:
     """The units of all values of a graph; a dim whose unit is its size cannot be cut."""
     units = {name: [1] * len(t.shape) for name, t in graph.types.items()}
-    ties = [tie for node in graph.nodes for tie in _ties(graph, node, rules.get(node.op))]
+    ties = list(_ties_of(graph, rules))
     changed = True
     while changed:
         changed = False
@@ -41,22 +41,36 @@ def shard_units(graph: Graph, rules: dict[str, Rule]) -> Units:
     return {name: tuple(dims) for name, dims in units.items()}
 
 
-def _ties(graph: Graph, node: Node, rule: Rule | None) -> Iterator[Tie]:
-    """Yields the dims that an operator cuts together, for each strategy that cuts any."""
-    if rule is None or node.is_leaf or node.is_sink:
-        return
-    call = call_of(node, graph.types)
+def _ties_of(graph: Graph, rules: dict[str, Rule]) -> Iterator[Tie]:
+    """Yields the dims that operators cut together, for each strategy that cuts any."""
+    positions: dict[tuple, list[CallTie]] = {}  # by call: most operators of a deep model are alike
+    for node in graph.nodes:
+        rule = rules.get(node.op)
+        if rule is None or node.is_leaf or node.is_sink:
+            continue
+        call = call_of(node, graph.types)
+        key = call_key(call)
+        if key not in positions:
+            positions[key] = _ties(rule, call)
+        names = (*node.inputs, *node.results)
+        for dims in positions[key]:
+            tie = [(name, dim, trailing) for n, dim, trailing in dims if (name := names[n]) is not None]
+            if len(tie) > 1 or any(trailing > 1 for _, _, trailing in tie):
+                yield tie
+
+
+def _ties(rule: Rule, call: Call) -> list[CallTie]:
+    """The dims that a call cuts together, for each strategy that cuts any."""
     sharded = [option for option in strategies(rule, call) if option.is_sharded]
     if not sharded:
-        return
+        return []
     bound = rule.bound(call)
-    for option in sharded:
-        inputs = zip(node.inputs, bound.inputs, option.inputs)
-        outputs = zip(node.results, bound.outputs, option.outputs)
-        tie = [
-            (name, placement.dim, bound.trailing(dims[placement.dim]))
-            for name, dims, placement in chain(inputs, outputs)
-            if name is not None and isinstance(placement, Shard)
+    all_dims = (*bound.inputs, *bound.outputs)
+    return [
+        [
+            (n, placement.dim, bound.trailing(dims[placement.dim]))
+            for n, (dims, placement) in enumerate(zip(all_dims, (*option.inputs, *option.outputs)))
+            if isinstance(placement, Shard)
         ]
-        if len(tie) > 1 or any(trailing > 1 for _, _, trailing in tie):
-            yield tie
+        for option in sharded
+    ]

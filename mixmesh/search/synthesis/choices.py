@@ -19,9 +19,8 @@ from ...lang.ir import (
     ValueType,
     batch_size_of,
     has_rows,
-    nameless,
 )
-from ...lang.rules import RULES, Call, Rule, Strategy, Units, call_of, shard_units, strategies
+from ...lang.rules import RULES, Rule, Strategy, Units, call_key, call_of, shard_units, strategies
 from .fold import Fold, fold, unfolded
 from .lives import Lives, lives_of
 
@@ -189,19 +188,13 @@ class Choices:
 
     def _allowed(self, node: Node) -> tuple[Strategy, ...]:
         call = call_of(node, self.graph.types)
-        # rules treat calls alike that differ only in the names of values
-        key = self._key(call)
+        key = call_key(call)
         if key not in self._strategies:
             rule = self.rules.get(node.op)
             options = strategies(rule, call) if rule is not None else ()
             whole = Strategy("", (REPLICATE,) * len(node.inputs), (REPLICATE,) * len(node.results))
             self._strategies[key] = options or (whole,)
         return self._strategies[key]
-
-    @staticmethod
-    def _key(call: Call) -> tuple:
-        plain = tuple(map(nameless, call.args)), tuple((k, nameless(v)) for k, v in call.kwargs)
-        return (call.op, *plain, call.inputs, call.outputs)
 
     def _tied_to_samples(self) -> frozenset[tuple[str, int]]:
         """Dims, as (value, dim), that are cut if the batch is cut between samples: dim 0 of every input, and
@@ -231,7 +224,7 @@ class Choices:
             return tuple(Choice(((ids[node.inputs[0]], c),), (), None, None) for c in self._shown(node))
         call = call_of(node, self.graph.types)
         grads = sum(1 for name in dict.fromkeys(node.inputs) if name in self.graph.requires_grad)
-        key = self._key(call)
+        key = call_key(call)
 
         def kind(cut: str = "") -> int:
             number = self._kinds.setdefault((key, grads, cut), len(self.timed))
