@@ -11,6 +11,7 @@ import pytest
 import torch
 from gloo_world import assert_passed, run_world
 from small_graphs import THREE, cluster, graph
+from torch import nn
 
 from benchmarks import jobs
 from mixmesh.base.heap import KEPT_BYTES
@@ -34,6 +35,7 @@ from mixmesh.measure.profiler.steps import (
     LocalSteps,
     Steps,
     Window,
+    both_passes,
     fitting_count,
     kept_state,
     predicted_step_s,
@@ -305,3 +307,14 @@ def test_a_step_is_timed_on_what_fits_and_the_model_takes(fits, takes, found):
         return Outcome(error="killed", out_of_memory=True) if count > fits else Outcome()
 
     assert fitting_count(tried, 8, 16) == found
+
+
+@pytest.mark.parametrize("shape", [lambda x: x, lambda x: (x.argmax(-1), x), lambda x: {"logits": x}])
+def test_a_step_of_a_model_without_a_loss(shape):
+    class Outputs(nn.Linear):
+        def forward(self, x):
+            return shape(super().forward(x))
+
+    model = Outputs(4, 3)
+    both_passes(model, (torch.randn(2, 4),), CPU, None)
+    assert model.weight.grad is not None and model.bias.grad is not None

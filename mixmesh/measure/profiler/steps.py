@@ -16,7 +16,8 @@ from torch import nn
 
 from ...cost import CostModel
 from ...frontend.trace.autocast import Autocast, under
-from ...frontend.trace.capture import loss_of
+from ...frontend.trace.capture import is_loss, loss_of
+from ...frontend.trace.outputs import named_tensors
 from ...lang.ir import Graph
 from ...lang.rules import call_of
 from ...runtime.allocator import give_back, resident_bytes
@@ -183,10 +184,13 @@ def optimizer_of(job: Any) -> torch.optim.Optimizer:
 def both_passes(
     model: Callable[..., Any], batch: Any, device: torch.device, autocast: Autocast | None
 ) -> None:
-    """Runs a forward and a backward pass as in training."""
+    """Runs a forward and a backward pass as in training. Without a loss the backward pass begins at all
+    outputs that have a gradient."""
     with under(autocast and (device.type, autocast[1])):
         out = model(**batch) if isinstance(batch, dict) else model(*batch)
-    loss_of(out).backward()
+    loss = loss_of(out)
+    roots = [loss] if is_loss(loss) else [x for _, x in named_tensors(out) if x.requires_grad]
+    torch.autograd.backward(roots, [torch.ones_like(x) for x in roots])
 
 
 @contextmanager
