@@ -263,8 +263,8 @@ def zero(run: Runtime, form: Form) -> Tensor:
 
 def rooted(run: Runtime, value: Tensor, done: Forward) -> Tensor:
     """A loss with this ``value`` whose backward pass is that of this rank's addend."""
-    if done.is_alone and done.local is not None and done.local.requires_grad:
-        return rooted_alone(done.local)
+    if done.is_alone and done.local is not None:
+        return rooted_alone(done.local) if done.local.requires_grad else value
     if not torch.is_grad_enabled():
         return value
     anchor = torch.empty(0, device=run.comm.device, requires_grad=True)

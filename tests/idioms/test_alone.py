@@ -101,6 +101,12 @@ def test_a_parameter_without_a_gradient_in_this_call(one_rank, takes_given):
     close(model.get_parameter("fc1.weight").grad, single.fc1.weight.grad)
 
 
+def test_all_parameters_frozen(models):
+    _, _, model, _ = models
+    model.requires_grad_(False)
+    assert not model(**batch(0)).requires_grad
+
+
 def test_what_is_refused(models):
     _, _, model, _ = models
     with pytest.raises(MixmeshError, match="has no gradient itself"):
