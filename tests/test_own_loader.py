@@ -86,6 +86,29 @@ def check_iterations_beside_each_other(plan) -> None:
         assert [rows_of(samples) for samples in seen] == expected
 
 
+def check_the_next_epoch_after_one_that_was_left(plan) -> None:
+    """It is shuffled as on one device: PyTorch's sampler draws once more at its end, which is not reached.
+    So is one that begins beside another."""
+
+    def few(num_workers: int = 0) -> DataLoader:
+        generator = torch.Generator().manual_seed(3)
+        data = TensorDataset(torch.arange(4.0 * BATCH)[:, None], torch.ones(4 * BATCH))
+        return DataLoader(data, BATCH, shuffle=True, generator=generator, num_workers=num_workers)
+
+    for num_workers in (0, 1):
+        for taken in (1, 3, 4):
+            plain, loader = few(num_workers), own_loader(few(num_workers), plan)
+            for batches in (plain, loader):
+                for _ in zip(range(taken), batches):  # asks for no batch more
+                    pass
+            for _ in range(2):
+                assert rows_of([x.clone() for x, _ in loader]) == first_columns(plain)
+    plain, loader = few(), own_loader(few(), plan)
+    expected = [first_columns(pair) for pair in zip(*zip(plain, plain))]
+    seen = zip(*[(first.clone(), second.clone()) for (first, _), (second, _) in zip(loader, loader)])
+    assert [rows_of(list(samples)) for samples in seen] == expected
+
+
 def check_iterations_with_one_set_of_workers(plan) -> None:
     # the second rank's own loader would not keep its workers
     options = {"num_workers": 1, "persistent_workers": dist.get_rank() == 0}
@@ -244,6 +267,7 @@ WORLD = (
     check_other_workers_on_other_ranks,
     check_other_workers_for_a_stream_are_refused,
     check_iterations_beside_each_other,
+    check_the_next_epoch_after_one_that_was_left,
     check_iterations_with_one_set_of_workers,
     check_a_class_that_begins_anew,
     check_a_generator_goes_on,

@@ -101,11 +101,23 @@ class Iteration:
         before = numbers_of_process()
         if self.order is None:
             self.order = self.begin_order()
-        batches = list(islice(self.order, BATCHES_PER_MESSAGE))
-        is_last = len(batches) < BATCHES_PER_MESSAGE
+        num_drawn = self.num_next()
+        batches = list(islice(self.order, num_drawn))
+        is_last = len(batches) < num_drawn
         after = numbers_of_process()
         drawn = after if fingerprint(before) != fingerprint(after) else None
         return batches, Numbers.of(self.loader, with_process=False) if is_last else None, drawn
+
+    def num_next(self) -> int:
+        """The number of batches to draw for the next message. The sampler is asked for more than it has only
+        when the loop is: PyTorch's random sampler draws once more at its end, and where an epoch is left
+        before, the next one must be shuffled as on one device."""
+        num_skipped = 0 if self.state is None else self.state.num_yielded
+        try:
+            num_left = length(sampler_of(self.loader)) - num_skipped - self.num_received
+        except TypeError:  # no length
+            return BATCHES_PER_MESSAGE
+        return min(num_left, BATCHES_PER_MESSAGE) if num_left > 0 else BATCHES_PER_MESSAGE
 
     def begin_order(self) -> Iterator[list[int]]:
         """The batches of the sampler, from the start or from the state on."""
