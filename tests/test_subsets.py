@@ -14,6 +14,7 @@ from small_graphs import GRAPHS, graph
 from benchmarks.subsets import TOLERANCE, draw_pairs, graph_of, parts, report, run
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
+from mixmesh.lang.ir import support
 from mixmesh.lang.optimizer_states import ADAM
 from mixmesh.planner import make_plan
 from mixmesh.planner.device_sets import device_sets, least_parallel_s, machine_sets
@@ -107,6 +108,42 @@ def test_sets_of_machines():
     found = set(device_sets(task))
     assert found >= {*machine_sets(task), first + second + (8,), first + (8,), (9,)}
     assert second not in found and first + second in found
+
+
+FOUR_CARDS = """
+[[machine]]
+devices = [{{ device = "RTX3090-24GB", count = 4 }}]
+p2p = false
+link_gbit_per_s = 60
+{links}
+"""
+PAIR = "links = [{ devices = [1, 2], gbit_per_s = 448, latency_us = 3 }]"
+
+
+PRODUCT = """
+%x = input("x") : f[65536, 1024]
+%w = param("w") : f[1024, 1024]
+%y = aten.linear(%x, %w) : f[65536, 1024]
+%loss = aten.mean(%y) : f[]
+return %loss
+"""
+
+
+@pytest.mark.parametrize(("links", "together"), [(PAIR, (1, 2)), ("", (0, 1))])
+def test_two_of_four_equal_cards_work_alone(links, together):
+    """The two with a link of their own, or any two: three or four would crowd the bridge that all share."""
+    cluster, model = Cluster.parse(FOUR_CARDS.format(links=links)), graph(PRODUCT)
+    assert together in device_sets(task_of(cluster))
+    plan = make_plan(model, cluster, planner="ddp-tuned")
+    assert support(plan.program.shares) == together
+    alone_s = make_plan(model, cluster, planner="single").predicted_step_s
+    assert 1.2 * plan.predicted_step_s < alone_s
+
+
+def test_linked_pairs_of_two_boxes_work_together():
+    box = FOUR_CARDS.format(links=PAIR)
+    found = device_sets(task_of(Cluster.parse(f"[network]\nbandwidth_gbit_per_s = 100\n{box}{box}")))
+    assert {(1, 2, 5, 6), (1, 2), (0, 1, 2, 3)} <= set(found)
 
 
 def test_many_machines_have_few_sets():

@@ -63,11 +63,13 @@ def _firsts(order: Sequence[Ranks]) -> Iterator[Sequence[Ranks]]:
 
 
 def device_sets(task: Task) -> list[Ranks]:
-    """All devices, sets of machines, and each of these without the slowest class of devices, without the two
-    slowest, …: leaving out devices is always legal."""
+    """All devices, sets of machines, the close devices of these, and each of these without the slowest class
+    of devices, without the two slowest, …: leaving out devices is always legal."""
     class_of, shares = task.costs.class_of, task.proportional
     sets: dict[Ranks, None] = {}
-    for ranks in (task.ranks, *machine_sets(task)):
+    whole = dict.fromkeys((task.ranks, *machine_sets(task)))
+    close = [fewer for ranks in whole for fewer in _close(task, ranks)]
+    for ranks in (*whole, *close):
         fastest_first = sorted(ranks, key=lambda r: -shares[r])
         order = list(dict.fromkeys(class_of[r] for r in fastest_first))
         for count in range(len(order), 0, -1):
@@ -76,6 +78,27 @@ def device_sets(task: Task) -> list[Ranks]:
     for r in task.ranks:
         alone.setdefault(class_of[r], (r,))
     return _unlike(task, [*sets, *alone.values()])
+
+
+def _close(task: Task, ranks: Ranks) -> Iterator[Ranks]:
+    """Yields fewer devices of every machine, those that exchange faster alone than with the others."""
+    cluster = task.costs.cluster
+    machines = [_close_within(task, m, mine) for m, mine in cluster.by_machine(ranks).items()]
+    for n in range(1, max(map(len, machines))):
+        yield tuple(sorted(r for ways in machines for r in ways[min(n, len(ways) - 1)]))
+
+
+def _close_within(task: Task, number: int, mine: Ranks) -> list[Ranks]:
+    """All of a machine's devices ``mine``, those with a link of their own, and the fastest two, three, …
+    where all share a bridge, which then carries less."""
+    machine, first = task.costs.cluster.machines[number], task.costs.cluster.ranks_of(number)[0]
+    ways = {mine: None}
+    for link in machine.links:
+        ways[tuple(r for r in mine if r - first in link.devices)] = None
+    if machine.bridge_bytes_per_s is not None:
+        fastest_first = sorted(mine, key=lambda r: -task.proportional[r])
+        ways |= {tuple(sorted(fastest_first[:count])): None for count in range(2, len(mine))}
+    return [ranks for ranks in ways if len(ranks) > 1 or ranks == mine]
 
 
 def sets_in_need(task: Task) -> list[Ranks]:
