@@ -26,6 +26,7 @@ from .compiled import uncompiled
 from .convert import convert, graph_name
 from .draws import DRAW_RULES
 from .dtypes import DTYPE_NAME, TORCH_DTYPE
+from .folded import linears_without_folding
 from .locate import Place
 from .lookups import LOOKUP_RULES
 from .losses import LOSS_RULES
@@ -125,6 +126,7 @@ PASSES: tuple[Pass, ...] = (
     exact_attention,
     exact_losses,
     exact_batch_norms,
+    linears_without_folding,
     drop_identities,
     drop_useless_detach,
     drop_dead,
