@@ -16,11 +16,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ..base.callers import line_of_script
 from ..errors import InputError
 from ..frontend.trace.capture import key_text
 from ..frontend.trace.leaves import TENSOR, describe_argument
 from ..frontend.trace.words import WORDS, is_words
 from ..lang.ir import Program
+from .batches import input_words
 
 Parameter = inspect.Parameter
 POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
@@ -180,12 +182,17 @@ class Calls:
 
 def missing(name: str, given: str = "None") -> InputError:
     """The error for a call without an input that the loss depends on."""
+    words = input_words(name)
+    absent = words if name.isdigit() else f"tensor {name!r}"
     return InputError(
-        f"the batch has no tensor {name!r}, and the planned loss is made of it",
-        expected=f"a tensor {name}, as in the batch that was planned with",
+        f"the batch has no {absent}, and the planned loss is made of it",
+        expected=f"{words}, as in the batch that was planned with",
         got=given,
+        where=line_of_script(),
         hint=(
-            f"pass {name}",
+            f"pass {words}",
+            "if the script computes the loss itself: mixmesh.prepare(..., inputs=lambda x, y: (x,)), "
+            'in Accelerate planning={"batch": (x,)}, with what the model is called with',
             "to evaluate without it: mixmesh.prepare(..., outputs=(...,)), and model.eval()",
         ),
     )

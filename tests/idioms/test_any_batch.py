@@ -368,3 +368,12 @@ def test_labels_that_are_missing_are_named():
         with pytest.raises(InputError, match="no tensor 'labels', and the planned loss is made of it"):
             tensors = calls.tensors((words(3, 6)["ids"],), given)
             check_kinds(plan.program, tensors, 0)
+
+
+def test_a_loss_of_the_script_is_planned_without_labels():
+    """A loop that keeps the labels of a tuple for itself: the error names what to write, and where."""
+    plan = plan_of(Words(), tuple(words(12, 6).values()), 0)
+    with pytest.raises(InputError, match="no input 2 of the model") as raised:
+        check_kinds(plan.program, {"0": words(3, 6)["ids"]}, 0)
+    assert raised.value.got == "input 1 of the model" and "test_any_batch.py" in raised.value.where
+    assert any("inputs=lambda x, y: (x,)" in hint for hint in raised.value.hint)

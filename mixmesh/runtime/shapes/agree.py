@@ -196,7 +196,7 @@ def check_kinds(
         if got is None and evaluates:
             continue
         if got is None:
-            raise missing(name, ", ".join(tensors) or "no tensors")
+            raise missing(name, ", ".join(map(input_words, tensors)) or "no tensors")
         dtype = TORCH_DTYPE[value.dtype]
         if got.dtype != dtype:
             raise other_dtype(name, dtype, got.dtype)
