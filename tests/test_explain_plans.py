@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -15,11 +16,13 @@ from mixmesh.api import plan_traced
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.cost.calls import is_computation
+from mixmesh.errors import InputError
 from mixmesh.explain import explain_plan, explain_tensor
+from mixmesh.explain.report.facts import facts_of, what_if
 from mixmesh.frontend.trace import trace
 from mixmesh.lang.check import check_program
 from mixmesh.lang.ir import Shard, parse_program, regions, support
-from mixmesh.lang.plan_file import Plan
+from mixmesh.lang.plan_file import Candidate, Plan
 from mixmesh.measure.verification import TOLERANCE_F64, verify
 from mixmesh.search.placement.join import join
 from mixmesh.search.placement.lift import lifted, placed_of, ratios_of
@@ -289,3 +292,20 @@ def test_a_plan_as_a_whole(name, tmp_path, capsys):
         assert execute([*command, "--json"]) == 0
         found = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert found["kind"] == seen.kind and len(found["units"]) == len(seen.units)
+
+
+@pytest.mark.parametrize("name", ("hap", "pipeline", "tensor-parallel"))
+def test_what_ifs_of_a_plan_are_for_the_samples_of_its_batch(name):
+    """However often ranks compute them: every stage of a pipeline all of them."""
+    found = what_if(planned(name), cluster_of(name), None).answers
+    assert {a.samples for a in found} == {SAMPLES}
+
+
+def test_a_program_of_two_levels_is_not_taken_for_the_model():
+    """It has the model once for every machine, so nothing else is planned from it."""
+    plan, cluster = planned("two-level"), cluster_of("two-level")
+    candidate = Candidate("ddp-even", True, 2 * plan.predicted_step_s)
+    rivals = facts_of(replace(plan, candidates=(candidate,)), cluster).rivals
+    assert [(r.planner, r.fits, r.step_s) for r in rivals] == [("ddp-even", True, candidate.predicted_step_s)]
+    with pytest.raises(InputError, match="what-ifs need the model"):
+        what_if(plan, cluster, None)

@@ -7,8 +7,10 @@ import pytest
 
 import mixmesh
 from mixmesh.cluster import Cluster
-from mixmesh.explain.headline import headline, summed_speeds, times_text
+from mixmesh.explain.headline import headline, samples_per_rank, summed_speeds, times_text
+from mixmesh.explain.overview import _whole
 from mixmesh.frontend.job import load_job
+from mixmesh.lang.ir import parse_program
 from mixmesh.lang.plan_file import Candidate, Plan
 
 ROOT = Path(__file__).parents[1]
@@ -68,3 +70,27 @@ def test_one_device_is_compared_with_nothing():
 
 def test_ratios_in_two_digits():
     assert [times_text(ratio) for ratio in (1.44, 12.3, 99.4, 120.4)] == ["1.4x", "12x", "99x", "120x"]
+
+
+CUT_TABLE = """
+program words world=3 {
+  ratio r0 = [0.5, 0.25, 0.25]
+  %t = param("t") : f32[10, 4] S(1)@r0
+  %x = input("x") : i64[8] R
+  %e = aten.embedding(%t, %x) : f32[8, 4] S(1)@r0
+  %e.s0 = all_to_all(%e) : f32[8, 4] S(0)@r0
+  %g = aten.gelu(%e.s0) : f32[8, 4] S(0)@r0
+  %h = aten.relu(%g) : f32[8, 4] S(0)@r0
+  %loss = aten.mean(%h) : f32[] P(sum)
+  return %loss
+}
+"""
+
+
+def test_samples_where_all_ranks_need_all_words(plan, cluster):
+    """Columns of the table are for the words of all samples; the rest runs on the rank's own."""
+    words = replace(plan, program=parse_program(CUT_TABLE))
+    assert samples_per_rank(words) == (4, 2, 2)
+    assert ", 4 / 2 / 2 samples, " in headline(words, cluster)
+    (unit,) = _whole(words)
+    assert unit.samples == (4, 2, 2)

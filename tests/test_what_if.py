@@ -97,6 +97,12 @@ def test_one_machine_has_no_network():
     assert not {c.kind for c in changes(alone)} & {"network", "machine"}
 
 
+def test_the_beginning_of_a_name_is_asked_back():
+    with pytest.raises(InputError) as caught:
+        changes(cluster(), ("H100",))
+    assert caught.value.hint == ("--swap H100-80GB",)
+
+
 def test_a_device_that_the_catalogue_lacks():
     with pytest.raises(InputError, match="no such device") as caught:
         changes(cluster(), ["RTX9999"])

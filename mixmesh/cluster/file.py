@@ -118,7 +118,7 @@ class DeviceTable(Table):
             return value
         if isinstance(device, str):
             calibrated = [path.stem for path in files()]
-            near = [row.name for row in rows] or _closest(device, [*CATALOGUE, *calibrated], num=3)
+            near = [row.name for row in rows] or closest(device, [*CATALOGUE, *calibrated], num=3)
             raise _problem(
                 "a device of the catalogue: " + ", ".join(CATALOGUE),
                 f'unknown device "{device}"',
@@ -318,7 +318,7 @@ def _meant(key: str, value: Any, keys: tuple[str, ...], schema: type[BaseModel])
             return f"did you mean {known}" + (f" = {(value * factor).normalize():f}?" if is_number else "?")
     if key.lower() in _ALIASES and _ALIASES[key.lower()] in keys:
         return f"did you mean {_ALIASES[key.lower()]}?"
-    near = _closest(key, keys)
+    near = closest(key, keys)
     place = next((place for table, place in _PLACES.items() if key in table.model_fields), "")
     if place and schema is ClusterTable and not (near and _is_close(key, near[0])):
         return f"{key} is a key of {place}"
@@ -414,7 +414,8 @@ def _holds_table(annotation: Any) -> bool:
     return is_table or any(map(_holds_table, get_args(annotation)))
 
 
-def _closest(word: str, words: Iterable[str], num: int = 1) -> list[str]:
+def closest(word: str, words: Iterable[str], num: int = 1) -> list[str]:
+    """The ``num`` closest of ``words``: those that begin with ``word``, then those of similar letters."""
     lower = {w.lower(): w for w in words}
     near = [w for w in lower if w.startswith(word.lower())]
     near += difflib.get_close_matches(word.lower(), lower, n=num, cutoff=0.5)

@@ -7,7 +7,8 @@ from math import floor, inf
 
 from ..base.units import plural, seconds_text
 from ..cluster import Cluster, Device
-from ..lang.ir import Shard
+from ..cost.calls import is_computation
+from ..lang.ir import Instruction, Program, Shard
 from ..lang.plan_file import Plan
 
 ROUNDING = 1e-6  # tolerance for rounding when speeds are added up
@@ -63,8 +64,27 @@ def samples_per_rank(plan: Plan) -> tuple[int, ...]:
     program = plan.program
     if plan.micro_batches is not None:
         return tuple(sum(m.sizes) for m in plan.micro_batches)
-    for i in program.instructions:
-        if i.op == "input" and isinstance(i.type.placement, Shard) and i.type.placement.dim == 0:
-            shapes = [program.local_shape(i.result, rank) for rank in range(program.world_size)]
-            return tuple(shape[0] if shape else 0 for shape in shapes)
-    return (0,) * program.world_size
+    cut = _cut_samples(program)
+    if cut is None:
+        return (0,) * program.world_size
+    shapes = [program.local_shape(cut.result, rank) for rank in range(program.world_size)]
+    return tuple(shape[0] if shape else 0 for shape in shapes)
+
+
+def _cut_samples(program: Program) -> Instruction | None:
+    """An input whose samples are cut, or a value of the same length where most of these are: ranks may need
+    all words of a batch, for columns of a table, and compute the rest on their own samples."""
+    inputs = [i for i in program.instructions if i.op == "input" and i.type.placement == Shard(0)]
+    if inputs:
+        return inputs[0]
+    size = batch_size(program)
+    single = [i for i in program.instructions if is_computation(i) and len(i.types) == 1]
+    long = [i for i in single if i.type.value.shape[:1] == (size,)]
+    cut = [i for i in long if i.type.placement == Shard(0)]
+    return cut[0] if 2 * len(cut) > len(long) else None
+
+
+def batch_size(program: Program) -> int:
+    """The samples of a global batch; 0 if no input has a dim."""
+    shapes = (n.types[0].shape for n in program.graph.batch_inputs)
+    return max((shape[0] for shape in shapes if shape), default=0)

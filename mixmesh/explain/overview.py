@@ -29,6 +29,7 @@ from ..search.placement.sets import is_joined, members_of
 from ..search.placement.split import split
 from .changes import collectives
 from .explanation import SAME
+from .headline import batch_size, samples_per_rank
 from .judge import Judge
 from .summary import kinds
 
@@ -107,16 +108,9 @@ def _whole(plan: Plan) -> Iterator[Unit]:
     ratio = next(iter((*ratios_of(program).values(), *(r for _, r in program.ratios))), None)
     ranks = tuple(r for r in range(program.world_size) if ratio is None or ratio[r])
     operators = [i for i in program.instructions if is_computation(i)]
-    batch_input = next((i for i in program.instructions if i.op == "input" and i.type.value.shape), None)
-    samples = (
-        () if batch_input is None else tuple(_held_samples(program, batch_input, rank) for rank in ranks)
-    )
+    size, cut = batch_size(program), samples_per_rank(plan)
+    samples = tuple((cut[r] if any(cut) else size) for r in ranks) if size else ()
     yield _unit("all" if len(ranks) == program.world_size else "in use", program, ranks, samples, operators)
-
-
-def _held_samples(program: Program, i: Instruction, rank: int) -> int:
-    shape = program.local_shape(i.result, rank)
-    return shape[0] if shape else 0
 
 
 def _machines(plan: Plan) -> Iterator[Unit]:
@@ -140,7 +134,7 @@ def _stages(plan: Plan) -> Iterator[Unit]:
 
 def _groups(plan: Plan) -> Iterator[Unit]:
     program, ratios = plan.program, ratios_of(plan.program)
-    batch = max((n.types[0].shape[0] for n in program.graph.batch_inputs if n.types[0].shape), default=0)
+    batch = batch_size(program)
     for ratio in dict.fromkeys(ratios.values()):
         name = next(n for n, r in program.ratios if r == ratio)
         ranks = support(ratio)

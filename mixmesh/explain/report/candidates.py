@@ -14,6 +14,7 @@ from ...planner import make_plan
 from ...planner.planners import BY_NAME, When
 from ...planner.proposal import BASELINES
 from ...planner.task import HEADROOM, Task
+from ...search.placement.sets import is_joined
 from ...search.ratios import usable_bytes
 from ...simulator import Simulation
 from .drawing import busiest_link, device_name
@@ -66,9 +67,10 @@ def rivals_of(plan: Plan, cluster: Cluster, parts: Parts, profile: Profile | Non
 
 
 def is_quick(plan: Plan, name: str) -> bool:
-    """Whether a candidate may be planned once more for a page."""
+    """Whether a candidate may be planned once more for a page: not from a program of two levels, which has
+    the model once for every machine."""
     row = BY_NAME.get(name)
-    if row is None or row.asked in (When.IN_NEED, When.IN_A_SEARCH):
+    if is_joined(plan.program) or row is None or row.asked in (When.IN_NEED, When.IN_A_SEARCH):
         return False
     return name in BASELINES or plan.planning_s < LONG_S
 

@@ -11,15 +11,17 @@ from dataclasses import dataclass
 from ...base.timeline import Event, Timeline
 from ...cluster import Cluster, with_faster_links
 from ...cost import CostModel, Profile
+from ...errors import InputError
 from ...lang.check import check_loaded, check_plan
 from ...lang.ir import print_program
 from ...lang.plan_file import Plan, accumulates, is_measured
 from ...planner import make_plan
 from ...planner.task import Task
+from ...search.placement.sets import is_joined
 from ...simulator import Simulation
 from ...simulator import simulate as run
 from ...simulator.memory import MemoryCourse, memory_courses
-from ..headline import samples_per_rank
+from ..headline import batch_size, samples_per_rank
 from ..whatif import Answer, Change, answers, changes
 from .candidates import EVENLY, Rival, rivals_of
 from .parts import Bounds, KindOf, Parts, kinds_of
@@ -141,14 +143,21 @@ def with_faster(plan: Plan, cluster: Cluster, profile: Profile | None, step_s: f
 
 
 def what_if(plan: Plan, cluster: Cluster, profile: Profile | None) -> WhatIf:
-    """Answers what-ifs for the program's own batch only, because a plan does not have the model."""
+    """Answers what-ifs for the program's own batch only, because a plan does not have the model. Raises
+    InputError for a plan of two levels, whose program has the model once for every machine."""
+    if is_joined(plan.program):
+        raise InputError(
+            "what-ifs need the model, and a plan of two levels holds a part of it for every machine",
+            got=f"a plan by {plan.planner}",
+            hint="mixmesh what-if JOB --cluster C.toml",
+        )
     started = time.perf_counter()
     asked = [change for change in changes(cluster) if change.batches == 1]
     what_ifs = answers(
         Change("now", "as it is", cluster),
         asked,
         lambda _: plan.program.graph,
-        sum(samples_per_rank(plan)) or 1,
+        batch_size(plan.program) or 1,
         lambda graph, changed, costs: make_plan(
             graph, changed, profile=costs, optimizer_states=plan.optimizer_states
         ),

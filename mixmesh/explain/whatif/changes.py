@@ -9,6 +9,7 @@ from ...base.units import GBIT, GIB, number_text, si
 from ...cluster import Cluster, Device, Machine, with_faster_inside, with_faster_links, without_device
 from ...cluster.catalogue import CATALOGUE, rows_named
 from ...cluster.devices_folder import device_file
+from ...cluster.file import closest
 from ...cluster.toml import toml_string
 from ...errors import InputError
 
@@ -42,11 +43,12 @@ def device_of(name: str) -> Device:
     """The device of the catalogue, or of a device file, that ``name`` means. Raises InputError."""
     rows = rows_named(name)
     if len(rows) != 1 and device_file(name) is None:
+        near = [row.name for row in rows] or closest(name, CATALOGUE) or ["A100-80GB"]
         raise InputError(
             "no such device in the catalogue" if not rows else "several devices have this name",
             expected=", ".join(row.name for row in rows) or ", ".join(CATALOGUE),
             got=name,
-            hint=f"--swap {rows[0].name if rows else 'A100-80GB'}",
+            hint=f"--swap {near[0]}",
         )
     text = f"[[machine]]\ndevices = [{toml_string(rows[0].name if rows else name)}]\n"
     return Cluster.parse(text, f"catalogue: {name}").devices[0]
