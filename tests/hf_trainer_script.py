@@ -261,9 +261,15 @@ class Watching(TrainerCallback):
 
 
 def watched(name: str, planner: str) -> None:
-    """A callback that reads the model and changes what the loss reads; batches that are a list."""
+    """A callback that reads the model and changes what the loss reads; batches that are a list; a
+    ``save_model`` of the script's own that reads what trains."""
 
     class Listed(Penalised):
+        def save_model(self, output_dir=None, _internal_call=False):
+            super().save_model(output_dir, _internal_call)
+            kept = {name: float(p.sum()) for name, p in self.model.named_parameters() if p.requires_grad}
+            self.state.log_history.append({**kept, "step": self.state.global_step})
+
         def get_train_dataloader(self):
             rows = labelled(9)
             return [self.data_collator(rows[n : n + 3]) for n in range(0, 9, 3)]

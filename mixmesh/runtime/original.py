@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _python_dispatch as dispatch
 
+from ..base.callers import line_of_script
 from ..errors import InputError
 from .shard_numbers import Off
 
@@ -49,10 +50,12 @@ class TakenOver(torch.Tensor):
             "this model was taken over by parallelize: its own parameters hold no values",
             expected="the model that parallelize returned",
             got=f"{attribute or name} of a parameter or buffer of the original",
+            where=line_of_script(),
             hint=(
                 "model, optimizer = mixmesh.parallelize(model, optimizer, plan)",
                 "make further optimizers after that, of parameters of the model that is returned",
                 "with model.whole() as m: ...  # the original with whole weights, within the block",
+                "in a Trainer: with mixmesh.whole(trainer.model_wrapped) as m: ..., on every rank",
                 "original.load_state_dict(model.full_state_dict()) makes the original whole again",
             ),
         )

@@ -31,6 +31,7 @@ def check_the_original_is_taken_over(_) -> None:
             with pytest.raises(InputError, match="taken over by parallelize") as caught:
                 use()
             assert "mixmesh.parallelize(model, optimizer, plan)" in str(caught.value)
+            assert ".py:" in caught.value.where
         assert original.fc1.weight.shape == (8, 6) and "TakenOver" in repr(original.fc1.weight)
 
 

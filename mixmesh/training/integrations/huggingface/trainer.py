@@ -62,6 +62,7 @@ class Trainer(transformers.Trainer):
         self.planning = dict(planning or {})
         self.parallel: ParallelModel | None = None  # set while it trains
         self._has_trained = False
+        self._is_whole = False  # whether the script's own model has whole weights for a while, as it trains
         self._example: dict[str, Any] = {}  # a batch by which to plan, while training is being prepared
         if is_launched():
             check_version()
@@ -184,11 +185,11 @@ class Trainer(transformers.Trainer):
     @contextmanager
     def _whole(self) -> Iterator[None]:
         """A context in which the script's own model, and that of callbacks, has whole weights."""
-        if self.parallel is None:
+        if self.parallel is None or self._is_whole:
             yield
             return
         in_callbacks = patched(self.callback_handler, "model", self._own_model)
-        with whole_weights(self._own_model, self.parallel), in_callbacks:
+        with whole_weights(self._own_model, self.parallel), in_callbacks, patched(self, "_is_whole", True):
             yield
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -207,7 +208,14 @@ class Trainer(transformers.Trainer):
         return None
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
+        save = self.save_model  # perhaps that of a subclass, which reads self.model
+
+        def save_whole(*args: Any, **kwargs: Any) -> None:
+            with self._whole():
+                save(*args, **kwargs)
+
+        with patched(self, "save_model", save_whole):
+            super()._save_checkpoint(model, trial)
         if self.parallel is not None:  # another rank may have looked for the folder before it was written
             self.state.best_model_checkpoint = from_first_rank(lambda: self.state.best_model_checkpoint)
 
