@@ -98,6 +98,8 @@ class Guards:
                         hint=(
                             "freeze it after planning: it may be trained again whenever the script wants",
                             f"set requires_grad before planning: {AGAIN}",
+                            "let it train from the start, and drop its gradients until it should: "
+                            "p.grad = None after backward, in Lightning in on_after_backward",
                         ),
                     )
             if list(map(Tensor.data_ptr, self.shown)) != list(map(Tensor.data_ptr, self.inner)):

@@ -38,7 +38,7 @@ def check_unfreezing_is_refused(_) -> None:
         model.get_parameter("fc1.weight").requires_grad_(True)
         with pytest.raises(InputError, match="was frozen when the plan was made") as caught:
             model(**batch(0))
-        assert "plan again" in str(caught.value)
+        assert "plan again" in str(caught.value) and "p.grad = None" in str(caught.value)
 
 
 def check_what_is_frozen_while_it_is_lent_stays_so(_) -> None:
