@@ -4,6 +4,7 @@ iterators that begin anew."""
 from __future__ import annotations
 
 import os
+import random
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from launches import cluster_file
 from test_resuming import BATCH, FOLDER, LOADERS, Rows, Stream, plan_of_world, rows_of
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, Sampler, TensorDataset
 
 import mixmesh
 from mixmesh import InputError
@@ -107,6 +108,43 @@ def check_the_next_epoch_after_one_that_was_left(plan) -> None:
     expected = [first_columns(pair) for pair in zip(*zip(plain, plain))]
     seen = zip(*[(first.clone(), second.clone()) for (first, _), (second, _) in zip(loader, loader)])
     assert [rows_of(list(samples)) for samples in seen] == expected
+
+
+class AsItGoes(Sampler):
+    """Batches of which each is drawn when it is asked for, from numbers of the process."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self):
+        for _ in range(8):
+            yield random.sample(range(50), BATCH)
+
+
+def check_samplers_that_draw_batch_by_batch(plan) -> None:
+    """They draw no batch before the loop asks for it, and so the loop's own numbers are those of one device,
+    and the next epoch, where one was left."""
+
+    def drawn(loader, rows) -> tuple[list, list[float]]:
+        random.seed(5)
+        batches, numbers = [], []
+        for _ in range(2):
+            for n, (x, _) in enumerate(loader):
+                batches.append(x.clone())
+                numbers.append(random.random())
+                if n == 5:
+                    break
+        return rows(batches), numbers
+
+    def repeated(is_replacing: bool) -> DataLoader:
+        generator = torch.Generator().manual_seed(3)
+        sampler = RandomSampler(Rows(), replacement=is_replacing, num_samples=96, generator=generator)
+        return DataLoader(Rows(), BATCH, sampler=sampler)
+
+    own = lambda: DataLoader(Rows(), batch_sampler=AsItGoes())  # noqa: E731
+    for make in (own, lambda: repeated(True), lambda: repeated(False)):
+        alone = drawn(make(), lambda batches: [x[:, 0].tolist() for x in batches])
+        assert drawn(own_loader(make(), plan), rows_of) == alone
 
 
 def check_iterations_with_one_set_of_workers(plan) -> None:
@@ -268,6 +306,7 @@ WORLD = (
     check_other_workers_for_a_stream_are_refused,
     check_iterations_beside_each_other,
     check_the_next_epoch_after_one_that_was_left,
+    check_samplers_that_draw_batch_by_batch,
     check_iterations_with_one_set_of_workers,
     check_a_class_that_begins_anew,
     check_a_generator_goes_on,

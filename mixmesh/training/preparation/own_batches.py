@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from ...runtime.data import Followed
 from ...runtime.first_rank import from_first_rank
@@ -25,6 +33,7 @@ from .resuming import (
 )
 
 Rows = Callable[[int], tuple[int, int]]  # maps a batch's size to (a rank's first row, its number of rows)
+DRAW_AT_START = (SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 BATCHES_PER_MESSAGE = 64  # one message has indices for many steps, but does not grow with the data set
 
 
@@ -109,15 +118,15 @@ class Iteration:
         return batches, Numbers.of(self.loader, with_process=False) if is_last else None, drawn
 
     def num_next(self) -> int:
-        """The number of batches to draw for the next message. The sampler is asked for more than it has only
-        when the loop is: PyTorch's random sampler draws once more at its end, and where an epoch is left
-        before, the next one must be shuffled as on one device."""
+        """The number of batches to draw for the next message: only as many as one device would have drawn by
+        now, unless the sampler draws no random numbers for them. PyTorch's random sampler draws once more at
+        its end, so it is asked for more than it has only when the loop is."""
+        sampler = sampler_of(self.loader)
+        if not draws_at_start(sampler):
+            return 1
         num_skipped = 0 if self.state is None else self.state.num_yielded
-        try:
-            num_left = length(sampler_of(self.loader)) - num_skipped - self.num_received
-        except TypeError:  # no length
-            return BATCHES_PER_MESSAGE
-        return min(num_left, BATCHES_PER_MESSAGE) if num_left > 0 else BATCHES_PER_MESSAGE
+        num_left = length(sampler) - num_skipped - self.num_received
+        return min(num_left, BATCHES_PER_MESSAGE) if num_left > 0 else 1
 
     def begin_order(self) -> Iterator[list[int]]:
         """The batches of the sampler, from the start or from the state on."""
@@ -134,6 +143,17 @@ def sampler_of(loader: DataLoader) -> Iterable[list[int]]:
     sampler = loader.batch_sampler
     assert sampler is not None
     return sampler
+
+
+def draws_at_start(batch_sampler: Iterable[list[int]]) -> bool:
+    """Whether the order of a loader is known to be drawn with its first batch. Samplers of a script may draw
+    batch by batch, and the numbers that the loop draws in between, or in the next epoch, follow from that."""
+    if type(batch_sampler) is not BatchSampler:
+        return False
+    sampler = batch_sampler.sampler
+    if type(sampler) is RandomSampler:  # which draws for one pass over the data at a time
+        return not sampler.replacement and sampler.num_samples <= length(sampler.data_source)
+    return type(sampler) in DRAW_AT_START
 
 
 class OwnBatches:
