@@ -63,6 +63,7 @@ OF_DATA = {
     "data raises": ("rank 1: the job's data raised ValueError: no such file", "raise ValueError("),
     "a worker raises": ("rank 1: the job's data raised ValueError: row 50 is spoilt", "raise ValueError("),
 }
+ENDING = ("data ends", "data ends and begins anew")
 FIRST_ONLY = {
     "no input": "rank 1 has ended",
     "killed": "rank 1 has ended without a message",
@@ -74,7 +75,7 @@ LAST_ONLY = {"stopped first": "rank 0 is stopped", "stopped before a beat": "ran
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory) -> dict[str, list[Ended]]:
     """All scenarios side by side: they wait most of the time."""
-    scenarios = [*AGREED, *OF_DATA, "data ends", *FIRST_ONLY, *LAST_ONLY, "slow"]
+    scenarios = [*AGREED, *OF_DATA, *ENDING, *FIRST_ONLY, *LAST_ONLY, "slow"]
     return ends_of(scenarios, tmp_path_factory.mktemp("ranks"))
 
 
@@ -149,8 +150,9 @@ def test_an_error_of_the_data_of_one_rank_ends_all(ends, scenario):
     assert "watch_worker.py" in ends[scenario][1].text and code in ends[scenario][1].text
 
 
-def test_data_that_ends_early_on_one_rank_ends_all(ends):
-    first, last = ends["data ends"]
+@pytest.mark.parametrize("scenario", ENDING)
+def test_data_that_ends_early_on_one_rank_ends_all(ends, scenario):
+    first, last = ends[scenario]
     assert first.status == last.status == 3, first.text + last.text
     assert "rank 1 in the end of the data" in first.text
     assert "data of as many batches on every rank" in first.text

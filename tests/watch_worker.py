@@ -122,7 +122,7 @@ def fail() -> None:
 def run_on_data_in_trouble(scenario: str, rank: int, program) -> None:
     """As ``mixmesh run`` does."""
     last = rank == WORLD - 1
-    troubles = {"data raises": fail, "data ends": lambda: "ends"}
+    troubles = {"data raises": fail, "data ends": lambda: "ends", "data ends and begins anew": lambda: "ends"}
     data = Data(troubles.get(scenario, bool) if last else bool)
     if scenario == "a worker raises":
         data = torch.utils.data.DataLoader(Rows(last), 12, collate_fn=Collate(), num_workers=1)
@@ -130,7 +130,8 @@ def run_on_data_in_trouble(scenario: str, rank: int, program) -> None:
         # of ``x`` each rank sees rows of its own alone
         data = [{"x": batch(step + last)["x"], "scale": batch(step)["scale"]} for step in range(7)]
     job = mixmesh.Job(Small(), batch(0), data=data, optimizer=lambda p: torch.optim.SGD(p, 0.01))
-    run_training(job, program, steps=None, epochs=1, device="cpu", timeout_s=150)
+    steps, epochs = (30, None) if scenario == "data ends and begins anew" else (None, 1)
+    run_training(job, program, steps=steps, epochs=epochs, device="cpu", timeout_s=150)
 
 
 def train_for_epochs(model, optimizer, rank: int) -> None:

@@ -72,8 +72,11 @@ class KeepsNothing:
     def begin(self, trained: Trained, job: Any) -> tuple[Feed, int]:
         model = trained.model
         self.initial(model)
-        look = ComparesFirst(model)
-        return own_batches(job, self.plan, model.comm.rank, self.epochs, look, may_follow=self.may_follow), 0
+        look, rank = ComparesFirst(model), model.comm.rank
+        batches = own_batches(
+            job, self.plan, rank, self.epochs, look, on_end=look.meet, may_follow=self.may_follow
+        )
+        return batches, 0
 
     def after_step(self, num_steps: int) -> bool:
         return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,14 @@ def test_data_that_gives_no_more_batches_ends_the_training(epochs):
 
 def test_a_pass_may_be_the_rest_of_an_epoch_that_was_read():
     assert list(Passes([[], [1, 2], [], [3], [], [], [4]])) == [1, 2, 3]
+
+
+def test_ranks_meet_at_the_end_of_passes_of_data():
+    ends = []
+    for _ in zip(range(19), endless([1, 2], None, None, lambda: ends.append(True))):
+        ends.append(False)
+    passes = [len([*same]) for is_end, same in groupby(ends) if not is_end]
+    assert passes == [2, 2, 4, 8, 3]
 
 
 @pytest.mark.parametrize("name", ["w.safetensors", "w.pt"])
