@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
+from ..base.units import plural
 from ..cluster import Cluster
 from ..cost import CostModel
 from ..cost.gaps import gaps
@@ -140,10 +141,11 @@ def check_proposed(task: Task, planner: str) -> None:
     cluster = task.costs.cluster
     if not task.proposed:
         needs = BY_NAME[planner].needs if planner in BY_NAME else ""
+        machines = plural(len(cluster.machines), "machine")
         raise InputError(
             f"the planner {planner} has no plan for this job on this cluster",
             expected=f"what it is for: {needs or 'several devices'}",
-            got=task.refused or f"{len(cluster.machines)} machines, {cluster.world_size} devices",
+            got=task.refused or f"{machines}, {plural(cluster.world_size, 'device')}",
             hint='planner="auto"',
         )
     if not any(p.feasible for p in task.proposed.values()):
