@@ -93,6 +93,11 @@ def test_job_names(tmp_path, monkeypatch):
             load_job(name)
         assert hint in " ".join(caught.value.hint), (name, caught.value.hint)
     assert load_job("train.py:wide").model.up.out_features == 64
+    for name, hint in (("s.plan", "mixmesh show s.plan"), ("c.toml", "--cluster c.toml")):
+        (tmp_path / name).write_text("[[machine]]\na: b = 1 c\n")
+        with pytest.raises(JobError, match="is not Python") as caught:
+            load_job(name)
+        assert hint in caught.value.hint[0]
     (tmp_path / "bytes.py").write_bytes(b"\x80\x81\x00")
     with pytest.raises(JobError, match="is not Python"):
         load_job("bytes.py")
@@ -308,6 +313,8 @@ def test_a_missing_folder_is_told_before_the_work(command, run):
     """The job, the cluster and the plan of these commands are not even looked for."""
     status, _, err = run(*command.split(), "nowhere/x")
     assert status == 2 and "cannot write the " in err and "mkdir -p nowhere" in err
+    status, _, err = run(*command.split(), ".")
+    assert status == 2 and "Is a directory" in err
 
 
 def test_profile_and_tune_say_how_to_describe_the_cluster(run, monkeypatch):

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from errno import ENOENT
+from errno import EISDIR, ENOENT
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,9 +39,12 @@ def error_text(error: MixmeshError) -> str:
 
 def check_folder_of(path: Path | None, what: str, kind: type[MixmeshError] | None = None) -> None:
     """Raises the error of a file that cannot be written, ahead of work that takes long, where its folder is
-    not there."""
-    if path is not None and not path.parent.is_dir():
-        raise unwritable(what, path, FileNotFoundError(ENOENT, os.strerror(ENOENT)), kind)
+    not there, or it is one itself."""
+    if path is None:
+        return
+    number = EISDIR if path.is_dir() else 0 if path.parent.is_dir() else ENOENT
+    if number:
+        raise unwritable(what, path, OSError(number, os.strerror(number)), kind)
 
 
 def error_object(error: MixmeshError) -> dict[str, Any]:

@@ -24,6 +24,13 @@ from ...errors import JobError, MixmeshError
 from .checks import DEFAULT_FUNCTION, EXAMPLE, check_job
 from .job import WORKLOAD, Job
 
+# by suffix, where a file belongs that was given in place of a job
+HINTS = {
+    ".plan": "the job's file in its place; to look at a plan: mixmesh show {path}",
+    ".toml": "the job's file in its place, and --cluster {path}",
+    ".json": "the job's file in its place, and --profile {path}",
+}
+
 
 def load_job(text: str, *, weights: bool = True) -> Job:
     """Loads the job named by ``path/to/file.py:function`` or ``workload:NAME:SAMPLES``. Raises JobError for
@@ -102,7 +109,10 @@ def _import(path: Path) -> ModuleType:
     except SyntaxError as error:
         line = (error.text or "").strip()
         raise JobError(
-            f"{path} is not Python: {error.msg}", where=f"{_short(error.filename)}:{error.lineno}", got=line
+            f"{path} is not Python: {error.msg}",
+            where=f"{_short(error.filename)}:{error.lineno}",
+            got=line,
+            hint=HINTS.get(path.suffix, "").format(path=path),
         ) from None
     except MixmeshError:
         raise
