@@ -257,6 +257,9 @@ MUTATIONS = {
     "the runtime's own work": Mutation(
         "cost/model.py", "CostModel.overhead_s = lambda *_: 0.0", "tests/test_profile_links.py -k own_work"
     ),
+    "the gradient of what a block without gradients reads": Mutation(
+        "frontend/trace/regions.py", "itself = lambda _: None", "tests/test_trace.py -k block_without"
+    ),
     "no node for a rank alone": Mutation(
         "runtime/parallel.py", "runs_alone = lambda *_: False", "tests/idioms/test_alone.py"
     ),

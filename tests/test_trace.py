@@ -428,6 +428,55 @@ def test_no_grad_and_detach_stop_gradients_and_checkpoint_does_not():
     check(Blocks().double(), (torch.randn(3, 4).double(),))
 
 
+SAME = {
+    "float": lambda h: h.float(),
+    "double": lambda h: h.double(),
+    "device": lambda h: h.to(h.device),
+    "flatten": lambda h: h.flatten(1),
+    "two": lambda h: h.double().flatten(1),
+    "of several": lambda h: torch.broadcast_tensors(h, h[:1])[0],
+    "view": lambda h: h.view(3, 4),
+    "complex": lambda h: torch.view_as_real(torch.view_as_complex(h.view(3, 2, 2))).flatten(1),
+}
+
+
+@pytest.mark.parametrize("block", ["no_grad", "inference_mode", "within_autocast", "around_autocast"])
+@pytest.mark.parametrize("same", SAME)
+def test_a_block_without_gradients_leaves_those_of_what_it_reads(same, block):
+    """Most of these operators return their argument itself, in float64; it has a gradient after the block."""
+
+    class Centered(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            h = self.fc(x)
+            own = torch.autocast("cpu", dtype=torch.bfloat16)
+            before, within = (own, own) if block == "within_autocast" else (contextlib.nullcontext(), own)
+            stops = torch.inference_mode if block == "inference_mode" else torch.no_grad
+            with before, stops(), within if block == "around_autocast" else contextlib.nullcontext():
+                mean = SAME[same](h).mean()
+            return (h - mean).tanh().sum()
+
+    check(Centered().double(), (torch.randn(3, 4).double(),))
+
+
+def test_complex_values_have_no_gradient_within_no_grad():
+    class Spectrum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            z = torch.view_as_complex(self.fc(x).view(3, 2, 2))
+            with torch.no_grad():
+                size = z.abs().mean()
+            return torch.view_as_real(z / size).tanh().sum()
+
+    check(Spectrum().double(), (torch.randn(3, 4).double(),))
+
+
 def test_autocast_becomes_casts():
     class Mixed(nn.Module):
         def __init__(self):

@@ -42,7 +42,7 @@ from .loops import experts_in_groups
 from .moves import moves_in_place
 from .outputs import named_tensors, names_of_all, selected
 from .reads import reading, reads_of
-from .regions import inline_regions, no_grad_within_autocast
+from .regions import inference_as_no_grad, inline_regions, no_grad_within_autocast
 from .replaced_functions import ReplacedFunctions
 from .selections import targets_by_sample
 from .stand_ins import lost_constant, meta_on_device
@@ -339,7 +339,8 @@ def _as_it_is_traced() -> Iterator[None]:
         fixed_shapes(), exact_functions(), moves_in_place(), means_over_batches(),
         whole_stacks(),
         regions_kept(), experts_in_groups(), masks_as_given(), synced_norms_as_plain(),
-        no_autocast(), no_grad_within_autocast(), no_inner_gradients(), distributions_unchecked(),
+        no_autocast(), no_grad_within_autocast(), inference_as_no_grad(), no_inner_gradients(),
+        distributions_unchecked(),
     ):  # fmt: skip
         yield
 

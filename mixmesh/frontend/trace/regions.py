@@ -2,15 +2,15 @@
 
 Export keeps such a block as one higher-order operator, and decomposing merely inlines it: gradients would
 flow through ``no_grad`` again, and the lines of the user's file would be lost. So blocks are inlined here
-first, with a ``detach`` on everything that enters a ``no_grad`` block. An enabled ``autocast`` block stays,
-because decomposing inserts its casts.
+first, with a ``detach`` on everything that enters a ``no_grad`` block, but none on what leaves it as the same
+tensor. An enabled ``autocast`` block stays, because decomposing inserts its casts.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -20,9 +20,9 @@ from torch.amp.autocast_mode import _enter_autocast
 
 from ...base.patch import patched
 from .fx_nodes import block_of, node_argument
+from .same_tensors import AUTOCAST, itself
 
 SET_GRAD = "wrap_with_set_grad_enabled"
-AUTOCAST = "wrap_with_autocast"
 
 
 def no_grad_within_autocast() -> AbstractContextManager[None]:
@@ -40,6 +40,23 @@ def no_grad_within_autocast() -> AbstractContextManager[None]:
         return not omit_if_same_with_ambient or first.args[0] != torch.is_grad_enabled()
 
     return patched(grad_pass, "_is_set_grad_enabled_sub_mod", is_block)
+
+
+@contextmanager
+def inference_as_no_grad() -> Iterator[None]:
+    """A context in which an ``inference_mode`` block is exported as a ``no_grad`` block. Export does not see
+    the former: gradients would flow through."""
+    before: list[bool] = []
+
+    def enter(self: torch.inference_mode) -> None:
+        before.append(torch.is_grad_enabled())
+        torch.set_grad_enabled(not self.mode)
+
+    def leave(self: torch.inference_mode, *_: Any) -> None:
+        torch.set_grad_enabled(before.pop())
+
+    with patched(torch.inference_mode, "__enter__", enter), patched(torch.inference_mode, "__exit__", leave):
+        yield
 
 
 def inline_regions(module: fx.GraphModule) -> None:
@@ -66,17 +83,20 @@ def _inline(
     module: fx.GraphModule, node: fx.Node, block: fx.GraphModule, args: Sequence[Any], detach: bool
 ) -> None:
     copies: dict[fx.Node, Any] = {}
+    given: dict[fx.Node, Any] = {}  # the outer values that inner ones are, without a detach between them
     arguments = iter(args)
     outputs: Any = ()
     with module.graph.inserting_before(node):
         for inner in block.graph.nodes:
             if inner.op == "placeholder":
-                outer = next(arguments)
+                outer = given[inner] = next(arguments)
                 copies[inner] = _detached(module.graph, outer) if detach else outer
             elif inner.op == "output":
                 outputs = inner.args[0]
             else:
                 copies[inner] = module.graph.node_copy(inner, lambda n: copies[n])
+                if detach and (same := itself(inner)) in given:
+                    given[inner] = given[same]
                 if inner.op == "get_attr":
                     copies[inner].target = _adopt(
                         module, getattr(block, str(inner.target)), str(inner.target)
@@ -85,15 +105,16 @@ def _inline(
         index: Any = user.args[1]
         if user.target is not operator.getitem:
             raise NotImplementedError(f"{node.target} is used whole")
-        user.replace_all_uses_with(copies[outputs[index]])
+        result = outputs[index]
+        user.replace_all_uses_with(given.get(result, copies[result]))
         module.graph.erase_node(user)
     module.graph.erase_node(node)
 
 
 def _detached(graph: fx.Graph, value: fx.Node) -> fx.Node:
-    """Returns a detached copy of a floating-point tensor; any other value itself."""
+    """Returns a detached copy of a tensor that may have a gradient; any other value itself."""
     example = value.meta.get("val")
-    if not isinstance(example, torch.Tensor) or not example.dtype.is_floating_point:
+    if not isinstance(example, torch.Tensor) or not (example.is_floating_point() or example.is_complex()):
         return value
     copy = graph.call_function(torch.ops.aten.detach.default, (value,))
     copy.meta = {k: v for k, v in value.meta.items() if k in ("val", "stack_trace")}
