@@ -206,6 +206,8 @@ def test_unknown_planner():
     with pytest.raises(InputError, match="unknown planner 'hop'") as caught:
         make_plan(SMALL, cluster(THREE), planner="hop")
     assert 'planner="hap"' in str(caught.value)
+    with pytest.raises(InputError, match="unknown planner None"):
+        make_plan(SMALL, cluster(THREE), planner=None)
 
 
 def test_same_input_same_plan():

@@ -46,11 +46,11 @@ def check_planner(planner: str) -> None:
     """Raises InputError for a planner that does not exist."""
     if planner in PLANNERS:
         return
-    near = difflib.get_close_matches(planner, PLANNERS, 1)
+    near = difflib.get_close_matches(str(planner), PLANNERS, 1)
     raise InputError(
         f"unknown planner {planner!r}",
         expected=", ".join(PLANNERS),
-        got=planner,
+        got=str(planner),
         hint=f'planner="{near[0]}"' if near else "",
     )
 
