@@ -257,7 +257,7 @@ class Synthesis:
             return None if was_seen else program, number, path.gap
 
     def data_parallel(self, ratio: Ratio, seen: set[int]) -> tuple[Program | None, int, None]:
-        """What ``find`` returns without a price for gradients."""
+        """The result of ``find`` without a price for gradients."""
         program = self.task.data_parallel(ratio)
         path = self.task.data_parallel_path(alone=len(support(ratio)) == 1)
         assert path is not None  # it has been asked for just now

@@ -26,6 +26,7 @@ from ..lang.ir import (
     Shard,
     batch_norm_of,
     is_even,
+    largest_batch_of,
     lonely_norms,
     make_ratio,
     owned_type,
@@ -239,8 +240,7 @@ class Task:
     @lazy
     def batch(self) -> int:
         """Samples in the global batch, in which shares are counted (1000 if no input has a batch)."""
-        sizes = [i.types[0].shape[0] for i in self.graph.batch_inputs if i.types[0].shape]
-        return max(sizes, default=1000)
+        return largest_batch_of(n.types[0] for n in self.graph.batch_inputs) or 1000
 
     @lazy
     def gradient_bytes(self) -> int:

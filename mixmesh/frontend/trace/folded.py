@@ -1,15 +1,15 @@
 """Linear layers for which a model folds samples and places into one dim, and unfolds them afterwards.
 
 ``torch.nn.MultiheadAttention`` projects its output, [length, samples, features], as rows of a matrix,
-[length * samples, features]. A cut between samples is no cut of these rows, so every rank would compute all
-of them. A linear layer takes a tensor of any number of dims, and gives the same rows.
+[length * samples, features]. A cut between samples is no cut of these rows, so every rank would compute them
+all. A linear layer takes a tensor of any number of dims, and gives the same rows.
 """
 
 from __future__ import annotations
 
 from math import prod
 
-from ...lang.ir import Graph, Node, Ref
+from ...lang.ir import Graph, Node, Ref, users_of
 from .build import Builder, rewrite
 
 
@@ -37,12 +37,9 @@ def linears_without_folding(graph: Graph) -> Graph:
 
 def _unfolding_views(graph: Graph) -> dict[str, Node]:
     """By result of a linear layer of rows: its only use, where that gives the rows several dims."""
-    uses: dict[str, list[Node]] = {}
-    for node in graph.nodes:
-        for name in node.inputs:
-            uses.setdefault(name, []).append(node)
+    users = users_of(graph.nodes)
     layers = [n for n in graph.nodes if n.op == "aten.linear" and len(n.types[0].shape) == 2]
-    only = ((n, uses[n.result][0]) for n in layers if len(uses.get(n.result, ())) == 1)
+    only = ((n, users[n.result][0]) for n in layers if len(users.get(n.result, ())) == 1)
     return {n.result: view for n, view in only if _unfolds(view, *n.types[0].shape)}
 
 

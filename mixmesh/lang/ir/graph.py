@@ -96,6 +96,15 @@ def with_names(operation: AnyOperation, names: Mapping[str, str]) -> AnyOperatio
     return replace(operation, args=renamed[0], kwargs=renamed[1])  # type: ignore[type-var]
 
 
+def users_of(operations: Iterable[AnyOperation]) -> dict[str, list[AnyOperation]]:
+    """The nodes or instructions that use each value, each of them once."""
+    users: dict[str, list[AnyOperation]] = {}
+    for operation in operations:
+        for name in dict.fromkeys(operation.inputs):
+            users.setdefault(name, []).append(operation)
+    return users
+
+
 def nameless(arg: Arg) -> Arg:
     """An argument without the names of values, for comparisons. Values carry their types, so that 1, 1.0 and
     True differ."""

@@ -52,6 +52,11 @@ def batch_size_of(inputs: Iterable[ValueType]) -> int:
     return max(sizes, key=sizes.__getitem__, default=0)
 
 
+def largest_batch_of(inputs: Iterable[ValueType]) -> int:
+    """The largest size of dim 0 of a batch's inputs, in which shares are counted; 0 if there are none."""
+    return max((t.shape[0] for t in inputs if t.shape), default=0)
+
+
 def dealt_rows(program: Program) -> tuple[int, ...] | None:
     """The number of samples of each rank; None unless all inputs with samples are cut alike along dim 0."""
     inputs = [i.type for i in program.instructions if i.op == "input" and i.type.value.shape]

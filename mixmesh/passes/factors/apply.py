@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from ...lang.ir import Instruction, Program, Replicate, Shard, region_of, with_attrs
+from ...lang.ir import Instruction, Program, Replicate, Shard, region_of, users_of, with_attrs
 
 
 def factorable(program: Program) -> dict[str, tuple[Instruction, ...]]:
     """Weights that ``sfb`` would fit, with the instructions that use each."""
-    users: dict[str, list[Instruction]] = {}
-    for i in program.instructions:
-        for name in dict.fromkeys(i.inputs):
-            users.setdefault(name, []).append(i)
+    users = users_of(program.instructions)
     out: dict[str, tuple[Instruction, ...]] = {}
     for i in program.instructions:
         if i.op == "aten.linear" and region_of(i) is None and _fits(program, i):
