@@ -324,6 +324,24 @@ def test_a_stopped_launcher_leaves_nothing(number):
     assert leftovers(launcher.pid) == []
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_ends_the_run_even_if_a_finalizer_hides_it(cluster, number):
+    class Thing:
+        def __del__(self):
+            signal.raise_signal(number)  # Python prints what the handler raises here, and goes on
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        error = KeyboardInterrupt if number == signal.SIGINT else SystemExit
+        with pytest.raises(error), testbed.PlainBed(cluster) as bed:
+            bed.spawn(["sleep", "30"])
+            Thing()
+            bed.wait(timeout_s=5)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @emulation
 def test_a_killed_launcher_is_swept_by_the_next(cluster):
     launcher = start_launcher()

@@ -196,13 +196,13 @@ def raise_late(what: str, limit_s: float) -> None:
 
 @contextmanager
 def alarm(what: str, limit_s: float) -> Iterator[None]:
-    """A context that raises Late in the main thread after ``limit_s``; in other threads, which get no
-    signals, never."""
+    """A context that raises Late in the main thread after ``limit_s``, and again after as long, since Python
+    only prints an exception raised within a finalizer; in other threads, which get no signals, never."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.signal(signal.SIGALRM, lambda *_: raise_late(what, limit_s))
-    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    signal.setitimer(signal.ITIMER_REAL, limit_s, limit_s)
     try:
         yield
     finally:

@@ -9,6 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from signal import default_int_handler
 from typing import Self
 
 from ...cluster import Cluster
@@ -25,7 +26,7 @@ from .result import Emulation, RankResult, RunResult, device_lost, timed_out
 
 POLL_S = 0.05
 TERM_TO_KILL_S = 1.0
-_ENDING = (signal.SIGTERM, signal.SIGHUP)
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Bed(ABC):
@@ -43,6 +44,7 @@ class Bed(ABC):
         self._processes = Processes(on_output)
         self._start_s = time.monotonic()
         self._handlers: dict[signal.Signals, object] = {}
+        self._ended_by: int | None = None  # the number of a signal that this process got
 
     @abstractmethod
     def _open(self) -> None: ...
@@ -107,7 +109,7 @@ class Bed(ABC):
     def __exit__(self, *_: object) -> None:
         in_main = threading.current_thread() is threading.main_thread()
         # so that a second Ctrl-C does not stop the clean-up
-        held = {s: signal.signal(s, signal.SIG_IGN) for s in (signal.SIGINT, *_ENDING)} if in_main else {}
+        held = {s: signal.signal(s, signal.SIG_IGN) for s in _ENDING} if in_main else {}
         try:
             self._processes.close()
             self._close()
@@ -118,10 +120,20 @@ class Bed(ABC):
 
     def _catch_signals(self) -> None:
         def end(number: int, _: object) -> None:
-            raise SystemExit(128 + number)
+            self._ended_by = number
+            self._raise_if_ended()
 
         if threading.current_thread() is threading.main_thread():
-            self._handlers = {number: signal.signal(number, end) for number in _ENDING}
+            caught = [n for n in _ENDING if n != signal.SIGINT or signal.getsignal(n) is default_int_handler]
+            self._handlers = {number: signal.signal(number, end) for number in caught}
+
+    def _raise_if_ended(self) -> None:
+        """Raises once more what a signal's handler raised: Python only prints an exception raised while it
+        runs a callback of a weak reference or a finalizer."""
+        if self._ended_by == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self._ended_by is not None:
+            raise SystemExit(128 + self._ended_by)
 
     def spawn(self, argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> None:
         """Starts argv once for every device. ``env`` is added to this process's environment."""
@@ -182,6 +194,7 @@ class Bed(ABC):
         """Passes on output for this many seconds. Returns whether any rank still runs."""
         deadline = time.monotonic() + timeout_s
         while self._processes.running:
+            self._raise_if_ended()
             left_s = deadline - time.monotonic()
             self._processes.poll(max(0.0, min(POLL_S, left_s)))
             if left_s <= 0:
@@ -198,6 +211,7 @@ class Bed(ABC):
         stop_s: float | None = None  # the time at which the remaining ranks get a signal
         sent: signal.Signals | None = None
         while self._processes.running:
+            self._raise_if_ended()
             self._processes.poll(POLL_S)
             now = time.monotonic()
             failure_s = self._first_failure_s()
