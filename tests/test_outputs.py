@@ -17,7 +17,7 @@ from mixmesh.cost import CostModel
 from mixmesh.errors import ParseError, PlanError, TraceError, VerificationError
 from mixmesh.frontend.trace import LossSource, trace
 from mixmesh.lang.check import check_program
-from mixmesh.lang.ir import Returned, has_gradient, outputs_of, parse_program
+from mixmesh.lang.ir import Returned, batch_size_of, has_gradient, outputs_of, parse_program
 from mixmesh.lang.plan_file import MicroBatch, Plan
 from mixmesh.measure.verification import verify
 from mixmesh.runtime.outside import Outside
@@ -78,6 +78,24 @@ def test_a_trace_names_what_the_model_returns():
     assert traced.returned.loss == "loss" and not traced.returned.is_tuple
     assert outputs_in(traced.graph) == {"words": True, "nested.0": True, "nested.1.0": True, "norm": False}
     assert not outputs_in(trace(Tagger(as_dict), BATCH).graph)
+
+
+class Shifted(nn.Module):
+    """Adds positions and multiplies by a mask, which all samples share: dim 0 of most inputs is 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, positions, mask):
+        return self.linear(x + positions) * mask
+
+
+def test_values_that_all_samples_share_are_no_samples():
+    x, shared = torch.ones(6, 4), torch.ones(1, 4)
+    traced = trace(Shifted(), (x, shared, shared), loss=LossSource.MAYBE_CALLER)
+    assert outputs_in(traced.graph) == {"": True}
+    assert batch_size_of(n.types[0] for n in traced.graph.batch_inputs) == 6
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -8,7 +8,7 @@ from math import floor, inf
 from ..base.units import plural, seconds_text
 from ..cluster import Cluster, Device
 from ..cost.calls import is_computation
-from ..lang.ir import Instruction, Program, Shard, largest_batch_of
+from ..lang.ir import Instruction, Program, Shard, batch_size_of
 from ..lang.plan_file import Plan
 
 ROUNDING = 1e-6  # tolerance for rounding when speeds are added up
@@ -86,4 +86,4 @@ def _cut_samples(program: Program) -> Instruction | None:
 
 def batch_size(program: Program) -> int:
     """The samples of a global batch; 0 if no input has a dim."""
-    return largest_batch_of(n.types[0] for n in program.graph.batch_inputs)
+    return batch_size_of(n.types[0] for n in program.graph.batch_inputs)

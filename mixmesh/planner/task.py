@@ -25,8 +25,8 @@ from ..lang.ir import (
     Ratio,
     Shard,
     batch_norm_of,
+    batch_size_of,
     is_even,
-    largest_batch_of,
     lonely_norms,
     make_ratio,
     owned_type,
@@ -240,7 +240,7 @@ class Task:
     @lazy
     def batch(self) -> int:
         """Samples in the global batch, in which shares are counted (1000 if no input has a batch)."""
-        return largest_batch_of(n.types[0] for n in self.graph.batch_inputs) or 1000
+        return batch_size_of(n.types[0] for n in self.graph.batch_inputs) or 1000
 
     @lazy
     def gradient_bytes(self) -> int:

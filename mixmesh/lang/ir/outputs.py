@@ -46,15 +46,11 @@ def outputs_of(program: Program) -> dict[str, Instruction]:
 
 
 def batch_size_of(inputs: Iterable[ValueType]) -> int:
-    """The size of dim 0 that most inputs of a batch have; among equally frequent sizes the first; 0 if there
-    are none."""
+    """The size of dim 0 that most inputs of a batch have, in which shares are counted; among equally frequent
+    sizes the first; 0 if there are none. A size of 1 counts last: masks and positions that all samples share
+    may have it."""
     sizes = Counter(t.shape[0] for t in inputs if t.shape)
-    return max(sizes, key=sizes.__getitem__, default=0)
-
-
-def largest_batch_of(inputs: Iterable[ValueType]) -> int:
-    """The largest size of dim 0 of a batch's inputs, in which shares are counted; 0 if there are none."""
-    return max((t.shape[0] for t in inputs if t.shape), default=0)
+    return max(sizes, key=lambda size: (size > 1, sizes[size]), default=0)
 
 
 def dealt_rows(program: Program) -> tuple[int, ...] | None:

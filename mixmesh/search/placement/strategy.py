@@ -15,7 +15,15 @@ from itertools import combinations
 from ...base.lazy import lazy
 from ...cost import CostModel
 from ...errors import InputError
-from ...lang.ir import Instruction, Program, Ratio, make_ratio, ratio_of_speeds, shard_sizes, support
+from ...lang.ir import (
+    Program,
+    Ratio,
+    batch_size_of,
+    make_ratio,
+    ratio_of_speeds,
+    shard_sizes,
+    support,
+)
 from .lower import SYNCS, Placed, even_over, lower
 
 # with up to this many device groups every subset is a choice; with more only the fastest ones
@@ -126,7 +134,7 @@ class Space:
     @lazy
     def batch(self) -> int:
         """Samples in the batch; shares are whole numbers of them."""
-        return max((i.type.value.shape[0] for i in self.program.instructions if _has_batch(i)), default=1000)
+        return batch_size_of(i.type.value for i in self.program.batch_inputs) or 1000
 
     @lazy
     def proportional(self) -> Ratio:
@@ -203,10 +211,6 @@ class Space:
             )
         placed = [a.placed if isinstance(a, Action) else a for a in actions]
         return lower(self.program, {name: placed[k] for name, k in self.grouping.group_of.items()})
-
-
-def _has_batch(i: Instruction) -> bool:
-    return i.op == "input" and bool(i.type.value.shape)
 
 
 def device_groups(costs: CostModel) -> tuple[tuple[int, ...], ...]:

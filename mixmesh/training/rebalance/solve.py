@@ -16,7 +16,7 @@ from ...cluster import Cluster, Device
 from ...cost import CostModel, Profile, device_key
 from ...cost.profile import links_fingerprint
 from ...errors import Infeasible, PlanError
-from ...lang.ir import Program, Shard, largest_batch_of, make_ratio, shard_sizes, support
+from ...lang.ir import Program, Shard, batch_size_of, make_ratio, shard_sizes, support
 from ...lang.optimizer_states import OptimizerStates
 from ...lang.plan_file import MicroBatch, Plan, accumulation
 from ...measure.tuning.correct import corrected
@@ -199,7 +199,7 @@ def _all_take_part(ratio: Sequence[float], ranks: Sequence[int], program: Progra
 
 def samples_of_batch(program: Program) -> int:
     """The size of dim 0 of the inputs, in which shares are counted."""
-    return largest_batch_of(i.type.value for i in program.batch_inputs) or 1000
+    return batch_size_of(i.type.value for i in program.batch_inputs) or 1000
 
 
 def polished(program: Program, name: str, simulation: Simulation) -> Program:
