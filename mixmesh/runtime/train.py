@@ -14,6 +14,7 @@ import torch
 
 from ..base.timeline import Timeline
 from ..errors import CollectiveError, JobError, MixmeshError
+from ..frontend.job import check_returned
 from .accelerator import peak_held_bytes
 from .allocator import peak_resident_bytes
 from .around_steps import Balancer, ChangesNothing, Keeper, KeepsNothing, Trained
@@ -77,12 +78,7 @@ def optimizer_of(job: Any) -> Any:
     """The optimizer of a job. Raises JobError if there is none, or it cannot be made."""
     with failures_of("the job's optimizer"):
         optimizer = (job.optimizer or default_optimizer)(job.model.parameters())
-    if optimizer is None:
-        raise JobError(
-            "the job's optimizer function returns None",
-            expected="an optimizer of torch.optim",
-            hint="optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)",
-        )
+    check_returned(optimizer)
     return optimizer
 
 

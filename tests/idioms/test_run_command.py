@@ -19,6 +19,7 @@ from warm_python import python
 import mixmesh
 from mixmesh.cluster import Cluster
 from mixmesh.errors import InputError, JobError
+from mixmesh.frontend.job.optimizers import needs_whole_parameters
 from mixmesh.runtime.job_data import Passes, endless
 from mixmesh.runtime.saving import check_file, save_weights
 from mixmesh.runtime.train import optimizer_of, scheduler_of
@@ -132,6 +133,8 @@ def test_errors_of_a_jobs_own_functions_are_told_as_its_own():
         optimizer_of(job)
     with pytest.raises(JobError, match="the job's optimizer function returns None"):
         optimizer_of(mixmesh.Job(job.model, (), optimizer=lambda p: None))
+    with pytest.raises(JobError, match="the job's optimizer function returns None"):  # when it is planned
+        needs_whole_parameters(lambda p: None)
     optimizer = torch.optim.SGD(job.model.parameters(), lr=0.1)
     with pytest.raises(JobError, match="the job's scheduler function returns no scheduler"):
         scheduler_of(mixmesh.Job(job.model, (), scheduler=no_scheduler), optimizer)

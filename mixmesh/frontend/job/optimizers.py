@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from inspect import unwrap
 from typing import Any
 
-from ...errors import InputError
+from ...errors import InputError, JobError
 from ...lang.optimizer_states import ADAM, OptimizerStates
 from .pieces import steps_alike_in_pieces
 
@@ -80,6 +80,16 @@ def can_step_pieces(optimizer: Any) -> bool:
     return is_elementwise(optimizer) or steps_alike_in_pieces(optimizer)
 
 
+def check_returned(optimizer: Any) -> None:
+    """Raises JobError for None, which an optimizer function without a return statement returns."""
+    if optimizer is None:
+        raise JobError(
+            "the job's optimizer function returns None",
+            expected="an optimizer of torch.optim",
+            hint="optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)",
+        )
+
+
 def check_supported(optimizer: Any) -> None:
     """Raises InputError for an optimizer that no plan can step."""
     import torch
@@ -109,7 +119,7 @@ def check_supported(optimizer: Any) -> None:
 
 def needs_whole_parameters(optimizer: Callable[[Iterable], Any] | None) -> bool:
     """Whether a job's optimizer computes with whole parameters (LAMB, Adafactor); False if it fails on a
-    probe. Raises InputError for one that no plan can step."""
+    probe. Raises InputError for one that no plan can step, JobError for a function that returns None."""
     import torch
 
     if optimizer is None:
@@ -118,5 +128,6 @@ def needs_whole_parameters(optimizer: Callable[[Iterable], Any] | None) -> bool:
         on_sample = optimizer([torch.nn.Parameter(torch.zeros(4, 4))])
     except Exception:  # the user's own function may fail on parameters that are not the model's
         return False
+    check_returned(on_sample)
     check_supported(on_sample)
     return not can_step_pieces(on_sample)
