@@ -1,19 +1,15 @@
-"""Feeds a program: every rank's share of a stream of global batches, either cut or loaded.
-
-``shard_batches`` cuts batches that every rank has loaded whole; ``plan_sampler`` makes a DataLoader load only
-the samples of its own rank.
-"""
+"""Feeds a program: cuts every rank's share out of global batches that each rank has loaded whole, and tells
+which samples of a batch are a rank's own."""
 
 from __future__ import annotations
 
 import copy
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Sampler
 
 from ..errors import InputError
 from ..lang.ir import Instruction, Program, Shard
@@ -265,39 +261,6 @@ def _other_layout(program: Program, i: Instruction, shape: tuple[int, ...]) -> L
     return layout(program, dealt_type(i, shape))
 
 
-class PlanSampler(Sampler[int]):
-    """Indices of one rank's samples, in the order in which global batches deal them out.
-
-    Global batch k is ``batch_size`` consecutive indices of a common order (shuffled alike on all ranks), and
-    this rank takes its shard of dim 0. Incomplete batches are dropped. Give the DataLoader
-    ``batch_size=sampler.local_batch_size``; call ``set_epoch`` for another order.
-    """
-
-    def __init__(self, num_samples: int, batch_size: int, start: int, size: int, shuffle: bool, seed: int):
-        self.local_batch_size = size
-        self._num_samples, self._batch_size, self._start = num_samples, batch_size, start
-        self._shuffle, self._seed, self._epoch = shuffle, seed, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
-
-    @property
-    def num_batches(self) -> int:
-        return self._num_samples // self._batch_size
-
-    def __len__(self) -> int:
-        return self.num_batches * self.local_batch_size
-
-    def __iter__(self) -> Iterator[int]:
-        order: Sequence[int] = range(self._num_samples)
-        if self._shuffle:
-            generator = torch.Generator().manual_seed(self._seed + self._epoch)
-            order = torch.randperm(self._num_samples, generator=generator).tolist()
-        for k in range(self.num_batches):
-            first = k * self._batch_size + self._start
-            yield from order[first : first + self.local_batch_size]
-
-
 def own_samples(program: Program, rank: int) -> tuple[int, int, int] | None:
     """(first sample of ``rank``, their number, samples of the global batch); None if the inputs are not all
     cut alike along dim 0."""
@@ -318,23 +281,3 @@ def own_rows(program: Program, rank: int, num_samples: int) -> tuple[int, int]:
     first = batch_dim_input(program)
     assert first is not None  # checked by own_samples
     return _other_layout(program, first, (num_samples, *first.type.value.shape[1:])).piece(rank)
-
-
-def plan_sampler(
-    dataset: Sized, program: Program, rank: int, shuffle: bool = True, seed: int = 0
-) -> PlanSampler:
-    """A sampler for ``DataLoader(dataset, sampler=..., batch_size=sampler.local_batch_size)``.
-
-    Raises InputError if the inputs are not all cut alike along dim 0: then every rank needs whole batches,
-    and ``shard_batches`` cuts them.
-    """
-    own = own_samples(program, rank)
-    if own is None:
-        raise InputError(
-            "this program does not deal out samples: some input is needed whole, or cut otherwise",
-            expected="every input S(0) with one ratio",
-            got=", ".join(f"{i.args[0]} {i.type}" for i in program.batch_inputs),
-            hint="load whole batches on every rank and use shard_batches",
-        )
-    start, size, batch_size = own
-    return PlanSampler(len(dataset), batch_size, start, size, shuffle, seed)
