@@ -14,7 +14,12 @@ from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.errors import InputError
 from mixmesh.frontend.trace import trace
-from mixmesh.lang.ir import Program
+from mixmesh.lang.ir import REPLICATE, Program
+from mixmesh.runtime.comm import Comm
+from mixmesh.runtime.layout import Layout
+from mixmesh.runtime.shard_tensor import ShardTensor, shard
+from mixmesh.runtime.shard_whole import Whole
+from mixmesh.runtime.shards import Stored
 from mixmesh.search.baselines import data_parallel
 from mixmesh.training.preparation.own_rows import WATCHED_BATCHES, OwnRows, RowWatch
 
@@ -111,6 +116,16 @@ def test_numbers_made_of_own_rows_are_warned_of_once(read):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         read(x, y)  # the first rank says it
+
+
+def test_a_number_of_own_rows_that_changes_a_piece_of_a_gradient_is_warned_of():
+    whole = Whole(Stored("w", (4,), torch.float32, Layout(REPLICATE, (0,))), Comm(0, 1, "cpu", 60.0, {}))
+    for change in (lambda g, n: g.div_(n), lambda g, n: torch._foreach_div_([g], n), lambda g, n: g / n):
+        _, y = watch().watched(rows())
+        piece = shard(torch.ones(4), whole)
+        with pytest.warns(UserWarning, match=r"sum\(\) has made of a rank's own 5 rows"):
+            change(piece, (y != 0).sum())
+        assert type(piece) is ShardTensor
 
 
 class Meter:

@@ -166,6 +166,23 @@ def halved(_) -> None:
     assert found.scale > 0 and samples == [4, 5, 4]
 
 
+class Normed(nn.Module):
+    """Fails on one sample in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x).square().mean()
+
+
+def refused(_) -> None:
+    """Of 2 samples that are measured first 0.6 are 1, which batch norm does not take."""
+    local = timed(Job(Normed(), {"x": torch.randn(4, 8)}, optimizer=jobs.adamw), Meter(CPU, emulated=False))
+    assert [w.samples for w in local.windows] == [2, 2, 2] and local.samples == 2
+
+
 def few(_) -> None:
     """After the limit each window has a few steps."""
     comm = Comm(0, 1, CPU, 60.0, {})
@@ -261,6 +278,7 @@ CHECKS = {
     for f in (
         enough,
         halved,
+        refused,
         few,
         paused,
         under_the_context_of_the_plan,

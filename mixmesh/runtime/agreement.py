@@ -29,6 +29,7 @@ POLL_S = (0.005, 0.2)  # first and longest pause between looks
 NOTICE_S = 10.0
 LAST_READ_S = 5.0  # longest wait for the other ranks to read why they are about to fail
 HASHED_BYTES = 64 * 2**20  # limit on the bytes hashed of a tensor
+OF_LOSS = "= the gradient of the loss"
 HINTS = {
     "plan": "give every process the same plan file, or no --plan: then all get what rank 0 plans",
     "seed": "parallelize(..., seed=...) with one number on all ranks",
@@ -187,6 +188,12 @@ def facts_of_values(name: str, tensor: Tensor) -> Facts:
     return {f"= {name}": _values(tensor)}
 
 
+def facts_of_loss(gradient: Tensor) -> Facts:
+    """The fact about the gradient of a loss, by which the loop multiplies all gradients. Unequal devices may
+    round it differently."""
+    return {OF_LOSS: f"{gradient.item():.4g}"}
+
+
 def batch_disagreement(told: list[Facts]) -> InputError | None:
     """The error for an input that differs between two ranks and must not; None if there is none.
 
@@ -195,7 +202,10 @@ def batch_disagreement(told: list[Facts]) -> InputError | None:
     """
     for rank, other in enumerate(told[1:], 1):
         for first, mine in enumerate(told[:rank]):
-            if (name := _conflict(mine, other)) is not None:
+            name = _conflict(mine, other)
+            if name == OF_LOSS:
+                return _unequal_weights(f"{mine[name]} on rank {first} and {other[name]} on rank {rank}")
+            if name is not None:
                 return InputError(
                     f"the ranks were not given the same batch: {name[2:]} differs",
                     expected="one global batch, or each rank's own rows of it",
@@ -203,6 +213,19 @@ def batch_disagreement(told: list[Facts]) -> InputError | None:
                     hint="seed the order of the data alike on all ranks, or deal it out: shard_batches",
                 )
     return None
+
+
+def _unequal_weights(got: str) -> InputError:
+    return InputError(
+        "the loss is multiplied or divided by another number on each rank: it is that of the whole batch",
+        expected="one number on all ranks, made of the whole batch",
+        got=f"gradients of the loss: {got}",
+        hint=(
+            "model, optimizer, _ = mixmesh.prepare(...)  # and the script's own loader, of whole batches",
+            "mixmesh.prepare(..., loss=function), with the number in the loss",
+            "for a number of rows or tokens: torch.distributed.all_reduce(number)",
+        ),
+    )
 
 
 def _conflict(mine: Facts, other: Facts) -> str | None:

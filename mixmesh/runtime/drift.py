@@ -41,7 +41,7 @@ SETTINGS_ROUNDING = 1e-6  # mathematical functions may differ between machines
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
 HINTS = (
     "draw random numbers alike on all ranks: seed them by one number right before, torch.manual_seed(0)",
-    "change weights and gradients on every rank, outside of `if rank == 0:`",
+    "change weights and gradients on every rank, outside of `if rank == 0:`, and by numbers of whole batches",
     "model.load_full_state_dict(state), with the state of one rank, makes them the same again",
 )
 

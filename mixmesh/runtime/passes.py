@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..frontend.trace.dtypes import TORCH_DTYPE
 from ..lang.ir import Program
+from .agreement import COMPARED_STEPS, facts_of_loss
 from .allocator import HeapLimit
 from .calls import Calls
 from .collectives import Handle
@@ -304,6 +305,7 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, runtime, earlier, value, anchor, local, *tokens):
         ctx.runtime, ctx.earlier = runtime, earlier
+        ctx.is_compared = runtime.random.step - runtime.random.first_step <= COMPARED_STEPS
         ctx.has_local, ctx.num_tokens = local is not None, len(tokens)
         return value.clone()
 
@@ -312,6 +314,8 @@ class _Loss(torch.autograd.Function):
         runtime = ctx.runtime
         runtime.reducer.begin()
         runtime.comm.begin_backward()
+        if ctx.is_compared:
+            runtime.comm.compare(lambda: facts_of_loss(gradient))
         if ctx.earlier is not None:
             ctx.earlier.deliver(gradient)
             runtime.seed = next_seed(gradient, runtime.seed)

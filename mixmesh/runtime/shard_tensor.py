@@ -26,6 +26,10 @@ from .shard_rules import REFUSED_GETTERS, Kind, Rule, rule_of
 from .shard_whole import ShardBase, Whole, check_alike, refusal
 
 
+class SeesFirst(Tensor):
+    """A tensor whose class gets a function before the shards among its arguments do."""
+
+
 class ShardTensor(ShardBase):
     """This rank's piece of a parameter, of its gradient or of its optimizer state.
 
@@ -38,6 +42,8 @@ class ShardTensor(ShardBase):
         kwargs = kwargs or {}
         if ShardNumber in types:
             args, kwargs = known((args, kwargs))
+        if len(types) > 1 and any(issubclass(t, SeesFirst) for t in types):
+            return NotImplemented
         with Off():
             return _call(func, args, kwargs)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from gloo_world import assert_passed
 from plans import CUT, PLANS, batch, build, close, named, same_weights
 from test_gloo import same_gradients
@@ -117,6 +118,16 @@ def check_weights_clamped_in_place(_) -> None:
         same_weights(single, model)
 
 
+def check_a_weight_of_the_loss_is_one_number(_) -> None:
+    """A loss that each rank divides by its own number of tokens has a gradient that is nobody's."""
+    for name in PLANS:
+        model = build(name)[2]
+        (model(**batch(0)) / 3).backward()
+        with pytest.raises(InputError, match="divided by another number on each rank") as caught:
+            (model(**batch(1)) / (1 + dist.get_rank())).backward()
+        assert "1 on rank 0 and 0.5 on rank 1" in str(caught.value)
+
+
 def check_functions_across_pieces_are_refused(_) -> None:
     for name in CUT:
         p = next(p for p in build(name)[2].parameters() if hasattr(p, "full_tensor") and p.ndim == 2)
@@ -137,6 +148,7 @@ IDIOMS = named(
     check_a_second_backward_pass,
     check_gradients_of_inputs,
     check_weights_clamped_in_place,
+    check_a_weight_of_the_loss_is_one_number,
     check_functions_across_pieces_are_refused,
 )
 

@@ -105,9 +105,21 @@ class LocalSteps:
             step()
         meet()
         until = math.inf if limit is None or self.compiles else time.perf_counter() + limit.left_s(end)
-        real_s, cpu_s = mean_s(self.meter, step, budget_s, until)
-        if cpu_s > 0:
-            self.windows.append(Window(count, real_s, cpu_s))
+        window = self._window(count, step, budget_s, until)
+        self.samples = window.samples
+        if window.cpu_s > 0:
+            self.windows.append(window)
+
+    def _window(self, count: int, step: Callable[[], None], budget_s: float, until: float) -> Window:
+        """A window of steps on ``count`` samples. If the model fails on fewer than before (batch norm on one
+        row, an odd number of halves), it is timed on as many as before."""
+        before = min((w.samples for w in self.windows), default=0)
+        try:
+            return Window(count, *mean_s(self.meter, step, budget_s, until))
+        except Exception:  # whatever the model raises
+            if count >= before:
+                raise
+        return Window(before, *mean_s(self.meter, self._step(before), budget_s, until))
 
     def found(self, graph: Graph, costs: CostModel, device_class: int) -> Steps:
         """The scales of these costs that the windows give."""

@@ -3,7 +3,8 @@ the whole batch: a mean that goes into the model, rows chosen by position, a sum
 
 Tensors of the first batches have a class that sees every operation on them. A result is marked if it joins
 rows (it no longer has one for each sample) or picks them by position. A marked tensor is refused as an input
-of the model. A warning follows if a number is read from joined rows, or if samples are counted.
+of the model. A warning follows if a number is read from joined rows, or changes a piece of a parameter or of
+a gradient, or if samples are counted.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from ...errors import InputError
 from ...frontend.trace.words import is_words
 from ...lang.plan_file import Plan
 from ...runtime.data import own_samples
+from ...runtime.shard_tensor import SeesFirst, ShardTensor
 from .counted_rows import SIZES, counts_samples
 
 WATCHED_BATCHES = 3
 MESSAGE = (
-    "a number was read that {function} has made of a rank's own {rows} rows of the batch: other ranks have "
+    "a number is used that {function} has made of a rank's own {rows} rows of the batch: other ranks have "
     "other rows, and other numbers. Write model, optimizer, _ = mixmesh.prepare(...) and loop over your own "
     "loader, which has whole batches on every rank, or take out.gather(), or sum it over ranks"
 )
@@ -57,7 +59,7 @@ _BETWEEN = frozenset({torch._tensor.__file__, torch.overrides.__file__})
 READING = frozenset("item tolist __float__ __int__ __bool__ __format__ __repr__".split())
 
 
-class OwnRows(Tensor):
+class OwnRows(SeesFirst):
     """A tensor that was made from a rank's own ``rows``. ``joined`` and ``picked`` name the function that
     joined some rows, or picked some by position."""
 
@@ -73,7 +75,7 @@ class OwnRows(Tensor):
         sources = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, OwnRows)]
         joined = next((x.joined for x in sources if x.joined), "")
         picked = next((x.picked for x in sources if x.picked), "")
-        if name in READING:
+        if name in READING or any(isinstance(x, ShardTensor) for x in pytree.tree_leaves((args, kwargs))):
             if joined and sources[0].watch is not None:
                 sources[0].watch.warn(joined, sources[0].rows)
             return func(*pytree.tree_map(plain, args), **pytree.tree_map(plain, kwargs))
@@ -204,7 +206,7 @@ class RowWatch:
         self._has_warned = self._has_warned_of_count = rank != 0
 
     def warn(self, function: str, rows: int) -> None:
-        """Warns of a number that was read, once, on the first rank."""
+        """Warns of a number that was read or meets a piece, once, on the first rank."""
         if not self._has_warned:
             self._has_warned = True
             warn(MESSAGE.format(function=_shown(function), rows=rows))
