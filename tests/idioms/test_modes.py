@@ -12,6 +12,7 @@ from plans import close, named
 from torch import nn
 from torch.nn import functional as F
 
+import mixmesh
 from mixmesh.errors import InputError
 
 
@@ -123,6 +124,27 @@ def check_dropout_that_is_switched_off(_) -> None:
         assert len({float(value) for value in (plain[0], *drawn)}) == 3, kind
 
 
+def check_the_whole_model_has_the_modes_of_each_module(_) -> None:
+    """Dropout that draws in evaluation, as for an estimate of uncertainty, and batch norm that evaluates."""
+
+    def loop(prepare):
+        model = Net(rate=0.5)
+        model, _, _ = prepare(model, sgd(model), batches(), loss=F.cross_entropy)
+        x = batches()[0][0]
+        model.eval()
+        model.dropout.train()
+        with torch.no_grad(), mixmesh.whole(model) as whole:
+            torch.manual_seed(1)
+            yield from (whole(x).square().sum(), whole(x).square().sum())
+        model.train()
+        model.norm.eval()
+        with torch.no_grad(), mixmesh.whole(model) as whole:
+            whole.dropout.eval()
+            yield whole(x).square().sum()
+
+    check_same(loop)
+
+
 def check_other_modes_on_one_rank_are_refused(_) -> None:
     model = Net()
     model, _, loader = prepare(model, sgd(model), batches(), loss=F.cross_entropy)
@@ -138,6 +160,7 @@ IDIOMS = named(
     check_train_of_the_models_own,
     check_without_train_it_is_as_it_was_made,
     check_dropout_that_is_switched_off,
+    check_the_whole_model_has_the_modes_of_each_module,
     check_other_modes_on_one_rank_are_refused,
 )
 
