@@ -118,6 +118,8 @@ def test_of_a_named_tuple_too():
     [
         (lambda loss, logits, _: (loss, logits.mean()), "loss=lambda losses: sum(losses)"),
         (lambda loss, logits, _: dict(a=loss, b=loss * 2), "loss=lambda losses: sum(losses.values())"),
+        (lambda loss, logits, _: (logits.mean().detach(), loss), "loss=lambda out: out[1])"),
+        (lambda loss, logits, _: dict(a=loss, b=loss.detach()), "loss=lambda out: out['a'])"),
     ],
 )
 def test_several_losses_are_refused_with_the_line_to_write(form, line):

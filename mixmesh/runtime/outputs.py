@@ -95,8 +95,18 @@ class Output:
     def __getattr__(self, name: str) -> Any:
         values = self.__dict__.get("_values", {})
         if name not in values:
-            raise AttributeError(f"the model returns no {name!r}, but {', '.join(values)}")
+            tensors = ", ".join(values)
+            raise AttributeError(f"the model returns no {name!r}, but {tensors}{self._instead_of_methods()}")
         return _checked(values[name])
+
+    def _instead_of_methods(self) -> str:
+        """What to write for an object whose methods the loop calls."""
+        if self._returned.loss or self._returned.is_tuple:
+            return ""
+        return (
+            ": its tensors. An object with methods is made of them in the loop, as in "
+            "torch.distributions.Categorical(logits=out.logits)"
+        )
 
     def __contains__(self, key: object) -> bool:
         return key in self._values

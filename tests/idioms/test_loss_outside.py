@@ -104,6 +104,20 @@ def check_outputs_are_those_of_one_device(_) -> None:
                 close(model(drawn(1, rows)), single(drawn(1, rows)), f"{kind} {rows}")
 
 
+class Policy(Net):
+    def forward(self, x):
+        return torch.distributions.Categorical(logits=super().forward(x))
+
+
+def check_an_object_with_methods_is_made_in_the_loop(_) -> None:
+    model, _ = parallel("data_parallel", Policy(), (drawn(0),))
+    out, single = model(drawn(0)), Policy()
+    with pytest.raises(AttributeError, match=r"no 'log_prob', but .* made of them in the loop, as in"):
+        out.log_prob(torch.zeros(BATCH))
+    made = torch.distributions.Categorical(logits=out.logits)
+    close(made.entropy(), single(drawn(0)).entropy(), "entropy")
+
+
 def check_two_models_in_turn(_) -> None:
     """As a generator and its critic: the one learns through the other."""
     for kinds in (("fsdp", "data_parallel"), ("one_rank", "tensor_parallel")):
@@ -219,6 +233,7 @@ IDIOMS = named(
     check_a_number_beside_outputs_in_a_smaller_batch,
     check_any_loss_of_several_calls,
     check_outputs_are_those_of_one_device,
+    check_an_object_with_methods_is_made_in_the_loop,
     check_two_models_in_turn,
     check_gradients_of_own_rows,
     check_a_batch_of_equal_values_is_a_whole_batch,

@@ -250,8 +250,7 @@ def check_loss(loss: Any, output: Any, where: str) -> torch.Tensor:
     if not isinstance(output, torch.Tensor) and loss is None and _offers_loss(output):
         hint = "put labels into the batch, so that the model computes its loss"
     elif loss is None and _num_losses(output) > 1:
-        total = "sum(losses.values())" if isinstance(output, Mapping) else "sum(losses)"
-        hint = f"mixmesh.prepare(..., loss=lambda losses: {total}), or a forward that returns the sum"
+        hint = _hint_for_several(output)
     elif isinstance(loss, torch.Tensor) and loss.ndim == 1 and loss.is_floating_point():
         hint = "return the mean of the samples' losses: loss.mean()"
     got = _describe(output) if loss is output or loss is None else f"a loss that is {_describe(loss)}"
@@ -262,6 +261,17 @@ def check_loss(loss: Any, output: Any, where: str) -> torch.Tensor:
         where=where,
         hint=hint,
     )
+
+
+def _hint_for_several(output: Mapping | tuple | list) -> str:
+    """What to write for a model that returns several scalars. If only one has a gradient, the others are
+    metrics."""
+    named = output.items() if isinstance(output, Mapping) else enumerate(output)
+    learning = [name for name, x in named if is_loss(x) and x.requires_grad]
+    if len(learning) == 1:
+        return f"mixmesh.prepare(..., loss=lambda out: out[{learning[0]!r}]): the others have no gradient"
+    total = "sum(losses.values())" if isinstance(output, Mapping) else "sum(losses)"
+    return f"mixmesh.prepare(..., loss=lambda losses: {total}), or a forward that returns the sum"
 
 
 def _num_losses(output: Any) -> int:
