@@ -12,6 +12,7 @@ import types
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import isclose
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ NOTICE_S = 10.0
 LAST_READ_S = 5.0  # longest wait for the other ranks to read why they are about to fail
 HASHED_BYTES = 64 * 2**20  # limit on the bytes hashed of a tensor
 OF_LOSS = "= the gradient of the loss"
+OF_LOSS_ROUNDING = 1e-3  # relative: devices of several kinds may round it differently
 HINTS = {
     "plan": "give every process the same plan file, or no --plan: then all get what rank 0 plans",
     "seed": "parallelize(..., seed=...) with one number on all ranks",
@@ -189,9 +191,8 @@ def facts_of_values(name: str, tensor: Tensor) -> Facts:
 
 
 def facts_of_loss(gradient: Tensor) -> Facts:
-    """The fact about the gradient of a loss, by which the loop multiplies all gradients. Unequal devices may
-    round it differently."""
-    return {OF_LOSS: f"{gradient.item():.4g}"}
+    """The fact about the gradient of a loss, by which the loop multiplies all gradients."""
+    return {OF_LOSS: f"{gradient.item():.6g}"}
 
 
 def batch_disagreement(told: list[Facts]) -> InputError | None:
@@ -204,6 +205,8 @@ def batch_disagreement(told: list[Facts]) -> InputError | None:
         for first, mine in enumerate(told[:rank]):
             name = _conflict(mine, other)
             if name == OF_LOSS:
+                if isclose(float(mine[name]), float(other[name]), rel_tol=OF_LOSS_ROUNDING):
+                    continue
                 return _unequal_weights(f"{mine[name]} on rank {first} and {other[name]} on rank {rank}")
             if name is not None:
                 return InputError(
