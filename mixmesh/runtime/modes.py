@@ -35,6 +35,32 @@ def set_modes_by_name(model: nn.Module, modes: Mapping[str, bool]) -> None:
         module.training = mode_of.get(name.replace(COMPILED, ""), module.training)
 
 
+class FollowedModes:
+    """Makes a parallel model follow the modes that a script sets on modules it took from its model before
+    that was made parallel: ``norm = net.norm; net, ... = prepare(net, ...); norm.eval()``."""
+
+    def __init__(self, original: nn.Module, parallel: nn.Module) -> None:
+        shown = dict(parallel.named_modules())
+        pairs = [(module, shown[name]) for name, module in original.named_modules() if name in shown]
+        self._originals, self._shown = tuple(m for m, _ in pairs), tuple(m for _, m in pairs)
+        self.show()
+
+    def show(self) -> None:
+        """Gives the script's own modules the modes of the parallel model, which has just been set."""
+        self._seen = modes_of(self._shown)
+        set_modes(self._originals, self._seen)
+
+    def pass_on(self) -> None:
+        """Passes the modes that changed since the last time to the other side; those of the script's own
+        modules come first."""
+        own, shown = modes_of(self._originals), modes_of(self._shown)
+        if own == shown == self._seen:
+            return
+        self._seen = tuple(o if o != seen else s for o, s, seen in zip(own, shown, self._seen))
+        set_modes(self._originals, self._seen)
+        set_modes(self._shown, self._seen)
+
+
 @contextmanager
 def modes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
     """A context at whose end the modules train or evaluate as they did before."""

@@ -113,6 +113,8 @@ class ParallelModel(Face):
         return self._shown(rooted(self._runtime, result.value.clone(), result), result)
 
     def _run(self, args, kwargs, *, sums: bool = True) -> Forward:
+        if self._runtime.followed is not None:
+            self._runtime.followed.pass_on()
         with self.comm.call("train forward" if self.training else "evaluation forward"):
             self._runtime.check_values()
             self._runtime.guards.check(self)
@@ -305,8 +307,10 @@ class ParallelModel(Face):
         self._runtime.drop_gradients()
 
     def train(self, mode: bool = True) -> ParallelModel:
-        """Sets the training mode, also on the whole model while it is lent."""
+        """Sets the training mode, also on the whole model while it is lent, and on the script's own."""
         super().train(mode)
+        if self._runtime.followed is not None:
+            self._runtime.followed.show()
         if (lent := self._runtime.lent) is not None:
             lent.train(mode)
         return self

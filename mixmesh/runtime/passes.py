@@ -27,6 +27,7 @@ from .inspection import Inspector
 from .loss import LossSum
 from .micro_steps import Earlier, next_seed
 from .model_check import PlannedModel
+from .modes import FollowedModes
 from .node import Inner, rooted_alone
 from .outputs import Returns
 from .outside import Outside
@@ -93,6 +94,7 @@ class Runtime:
     summed: Program | None = None  # the program that ran last
     # returns the arguments to use
     before_call: Callable[[tuple, Mapping], tuple[tuple, Mapping]] | None = None
+    followed: FollowedModes | None = None
     num_zeroed: int = 0  # number of times that zero_grad has dropped gradients
     loans: WeakSet[Loan] = field(default_factory=WeakSet)  # open loans
     compiles: bool = False  # whether operators between collectives are compiled

@@ -101,6 +101,7 @@ def change_shares(model: ParallelModel, optimizer: optim.Optimizer, plan: Plan) 
         runtime.forms = replace(runtime.forms, modes=run.forms.modes)
         runtime.seed, runtime.unchecked = run.seed, run.unchecked
         runtime.before_call, runtime.num_zeroed = run.before_call, run.num_zeroed
+        runtime.followed = run.followed
         vars(run).update(vars(runtime))
         run.wholes.changed()
         if run.comm.device.type == "cpu":

@@ -189,6 +189,8 @@ class Lending(AbstractContextManager):
     def __enter__(self) -> nn.Module:
         original, parallel, run = self._original, self._parallel, self._run
         run.check_values()
+        if run.followed is not None:
+            run.followed.pass_on()
         with run.comm.call("whole"):
             values = whole_tensors(parallel, run.stored, run.comm)
         own = own_module(original)
@@ -217,6 +219,8 @@ class Lending(AbstractContextManager):
             self._run.loans.discard(loan)
             for m, training in self._modes.items():
                 m.training = training
+            if self._run.followed is not None:
+                self._run.followed.show()
             shown = _tensors(self._parallel)
             give_learning(loan.learning, loan.tensors, shown)
             for name, x in loan.tensors.items() if self._is_empty else ():

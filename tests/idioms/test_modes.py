@@ -145,6 +145,29 @@ def check_the_whole_model_has_the_modes_of_each_module(_) -> None:
     check_same(loop)
 
 
+def check_modules_taken_before(_) -> None:
+    """Modes set on modules that the script took from its model before it was prepared: in the next epoch
+    ``train()`` of the model that is returned resets them, and they are set again."""
+
+    def loop(prepare):
+        model = Net(rate=0.0)
+        norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm1d)]
+        model, optimizer, loader = prepare(model, sgd(model), batches(), loss=F.cross_entropy)
+        for _ in range(2):
+            model.train()
+            for norm in norms:
+                norm.eval()
+            yield from train(model, optimizer, loader)
+        norms[0].train()
+        with mixmesh.whole(model) as whole:
+            assert all(m.training for m in whole.modules() if isinstance(m, nn.BatchNorm1d))
+        yield from train(model, optimizer, loader)
+        model.eval()
+        assert not any(norm.training for norm in norms)
+
+    check_same(loop)
+
+
 def check_other_modes_on_one_rank_are_refused(_) -> None:
     model = Net()
     model, _, loader = prepare(model, sgd(model), batches(), loss=F.cross_entropy)
@@ -161,6 +184,7 @@ IDIOMS = named(
     check_without_train_it_is_as_it_was_made,
     check_dropout_that_is_switched_off,
     check_the_whole_model_has_the_modes_of_each_module,
+    check_modules_taken_before,
     check_other_modes_on_one_rank_are_refused,
 )
 

@@ -39,6 +39,7 @@ def parallel_for(
     """Like ``prepare_for``, if the optimizer may be missing, or may also have parameters of other models."""
     parallel, _, _ = prepare(model, optimizer, [example], **planning)
     assert isinstance(parallel, ParallelModel)  # a launched process always gets one
+    parallel._runtime.followed = None  # trainers set modes on the script's own model for reasons of theirs
     return parallel
 
 

@@ -27,7 +27,7 @@ from ...frontend.trace.words import is_words
 from ...lang.optimizer_states import OptimizerStates
 from ...measure.testbed import enter_device
 from ...runtime.calls import Signature
-from ...runtime.modes import set_modes
+from ...runtime.modes import FollowedModes, set_modes
 from ...runtime.optimizer_check import check_can_be_prepared, check_holds_only
 from ...runtime.parallel import ParallelModel, check_not_parallel, parallelize
 from ..rebalance import LoopBalancer, Solver
@@ -157,6 +157,7 @@ def prepare(
             check_model=False,  # it has just been traced
         )
     set_modes(parallel.modules(), modes)
+    parallel._runtime.followed = FollowedModes(model, parallel)
     take_random_numbers(own_generators)
     # in the testbed: all groups exist by now, with their threads outside of the device's quota
     enter_device()
