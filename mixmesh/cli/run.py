@@ -19,7 +19,7 @@ from .checkpoint import (
 from .launch import meet
 from .live import Live, LogJson, PrintEvery, TensorBoard, check_targets
 from .on_nan import AllowNan, OnNanName, on_nan_of
-from .output import Json, print_json
+from .output import Json, check_folder_of, print_json
 from .plan import JobName, PlannerName, ProfileFile
 from .prepare import CacheFolder, Fresh, Preparing, ProfileSeconds
 from .rebalance import Rebalance
@@ -116,6 +116,9 @@ def run(
         )
     if save is not None:
         check_weights_file(save, timeout_s)
+    num_steps = steps or (None if epochs else DEFAULT_STEPS)
+    if trace is not None:
+        check_trace(trace, num_steps, timeout_s)
     check_targets(log, tensorboard, timeout_s)
     initial = initial_weights(weights, timeout_s)
     what_on_nan = on_nan_of(on_nan, allow_nan)
@@ -123,7 +126,7 @@ def run(
     options = RunOptions(
         job=job,
         plan=plan,
-        num_steps=steps or (None if epochs else DEFAULT_STEPS),
+        num_steps=num_steps,
         epochs=epochs,
         save=save,
         trace=trace,
@@ -152,8 +155,6 @@ def run_training(options: RunOptions) -> int:
     from ..runtime.comm import leave
 
     start, job = start_run(options)
-    if options.trace is not None:
-        check_trace(options.trace, options.num_steps)
     described, predicted = prediction_of(options, start.plan)
     check_start(options, start.plan)
     jobs = [load_job(options.job) if job is None else job]
@@ -196,9 +197,10 @@ def check_weights_file(path: Path, timeout_s: float) -> None:
     from_first_rank(lambda: check_file(path))
 
 
-def check_trace(trace: Path, steps: int | None) -> None:
-    """Raises InputError if the timeline could not be measured or written: before the training, not after
-    it."""
+def check_trace(trace: Path, steps: int | None, timeout_s: float) -> None:
+    """Raises InputError on all ranks if the timeline could not be measured, or written by the first one:
+    before the training, not after it."""
+    from ..runtime.first_rank import from_first_rank
     from ..runtime.train import WARMUP_STEPS
 
     if steps is not None and steps <= WARMUP_STEPS:
@@ -207,7 +209,5 @@ def check_trace(trace: Path, steps: int | None) -> None:
             expected=f"--steps {WARMUP_STEPS + 1} or more: the first {WARMUP_STEPS} are not like the others",
             got=f"--steps {steps}",
         )
-    if not trace.parent.is_dir():
-        raise InputError(
-            "the timeline could not be written", where=str(trace), got=f"no folder {trace.parent}"
-        )
+    meet(timeout_s)
+    from_first_rank(lambda: check_folder_of(trace, "the timeline"))
