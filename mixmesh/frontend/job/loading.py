@@ -107,6 +107,12 @@ def _import(path: Path) -> ModuleType:
     try:
         loader.exec_module(module)
     except SyntaxError as error:
+        if error.lineno is None:  # null bytes, since Python 3.11.4
+            raise JobError(
+                f"{path} is not Python: it is not text",
+                where=str(path),
+                hint=HINTS.get(path.suffix, "").format(path=path),
+            ) from None
         line = (error.text or "").strip()
         raise JobError(
             f"{path} is not Python: {error.msg}",
