@@ -10,8 +10,11 @@ import pytest
 import torch.distributed as dist
 from jobs import GOOD, HEAD, returning, write_job
 from programs import MLP, THREE_DEVICES, TWO_DEVICES, make_plan
+from torch import nn
 
+import mixmesh
 from mixmesh.__main__ import execute
+from mixmesh.base.launched import rank_and_world_size
 from mixmesh.cli.told import is_first_to_tell
 from mixmesh.cluster import Cluster
 from mixmesh.errors import InputError, JobError, MixmeshError
@@ -98,9 +101,11 @@ def test_job_names(tmp_path, monkeypatch):
         with pytest.raises(JobError, match="is not Python") as caught:
             load_job(name)
         assert hint in caught.value.hint[0]
-    (tmp_path / "bytes.py").write_bytes(b"\x80\x81\x00")
-    with pytest.raises(JobError, match="is not Python"):
-        load_job("bytes.py")
+    for data in (b"\x80\x81\x00", b"a = 1\x00", b"\x80"):
+        (tmp_path / "bytes.py").write_bytes(data)
+        with pytest.raises(JobError, match=r"is not Python: (it is not text|.*codec)") as caught:
+            load_job("bytes.py")
+        assert caught.value.where.startswith("bytes.py"), data
 
 
 # what job() returns, the message, what was got
@@ -308,7 +313,8 @@ def test_a_plan_that_cannot_be_written(run, tmp_path, two):
 
 
 @pytest.mark.parametrize("command", ["plan job.py --cluster c.toml --out", "report x.plan --out",
-                                     "detect --out", "calibrate --out"])  # fmt: skip
+                                     "detect --out", "calibrate --out",
+                                     "run job.py --steps 9 --trace"])  # fmt: skip
 def test_a_missing_folder_is_told_before_the_work(command, run):
     """The job, the cluster and the plan of these commands are not even looked for."""
     status, _, err = run(*command.split(), "nowhere/x")
@@ -389,6 +395,25 @@ def test_running_outside_of_torchrun(run, plan, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     status, _, err = run("run", job, "--plan", str(plan))
     assert status == 2 and "WORLD_SIZE=2" in err
+
+
+@pytest.mark.parametrize("rank, world_size", [("0", "two"), ("x", "1"), ("-1", "1"), ("2", None), ("0", "0")])
+def test_an_environment_that_no_launcher_made(rank, world_size, run, monkeypatch):
+    monkeypatch.setenv("RANK", rank)
+    if world_size is not None:
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+    got = f"RANK={rank}, " + ("no WORLD_SIZE" if world_size is None else f"WORLD_SIZE={world_size}")
+    for command in ("run job.py", "detect"):
+        status, _, err = run(*command.split())
+        assert status == 2 and got in err and "unset RANK WORLD_SIZE" in err
+    with pytest.raises(InputError, match=got):
+        mixmesh.prepare(nn.Linear(1, 1), None, [])
+
+
+def test_an_empty_size_of_a_launch_is_one_process(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "")
+    assert rank_and_world_size() == (0, 1)
 
 
 def test_wrong_usage(run):

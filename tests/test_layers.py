@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[set[str], ...], ...] = (
         {"lang.operators"},
         {"lang.optimizer_states"},
     ),
-    ({"lang.ir"}, {"base.timeline"}, {"base.run_log"}, {"base.uncaught"}, {"cluster"}),
+    ({"lang.ir"}, {"base.timeline"}, {"base.run_log"}, {"base.launched"}, {"base.uncaught"}, {"cluster"}),
     ({"lang.rules"},),
     ({"lang.plan_file", "lang.plan_header", "lang.plan_devices"}, {"frontend.trace"}, {"frontend.job"}),
     ({"cost"},),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..base.files import write_text
+from ..base.launched import rank_and_world_size
 from ..base.progress import telling
 from ..errors import unwritable
 from .output import Json, check_folder_of, print_json
@@ -22,7 +22,7 @@ def detect(
 ) -> None:
     """Find the devices and links of a cluster: one process per device, under torchrun or in the testbed."""
     check_folder_of(out, "the cluster file")
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, world_size = rank_and_world_size()
     from ..cluster.detection import detect as find
     from ..measure.testbed import enter_device, leave_device
     from ..runtime.comm import default_device, initialise, leave

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ..base.launched import rank_and_world_size
 from ..errors import InputError, MixmeshError
 from ..lang.plan_file import Plan
 
@@ -46,7 +47,7 @@ def launched_plan(job: str, path: Path, batch_norm: str | None, timeout_s: float
 def meet(timeout_s: float) -> bool:
     """Joins the other processes of this launch. Returns False if this one is alone, or the environment lacks
     variables of a launcher."""
-    world_size = int(os.environ.get("WORLD_SIZE") or 1)
+    _, world_size = rank_and_world_size()
     if "RANK" not in os.environ or world_size == 1:
         return False
     from ..runtime.comm import RANK_VARIABLES, default_device, initialise
@@ -92,4 +93,4 @@ def check_launch(job: str, path: Path, plan: Plan) -> int:
             where=str(path),
             hint=f"torchrun --nproc-per-node {world_size} -m mixmesh run {job} --plan {path}",
         )
-    return int(os.environ["RANK"])
+    return rank_and_world_size()[0]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..base.launched import rank_and_world_size
 from ..frontend.job import Job
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Preparing:
 def prepared_plan(job: str, preparing: Preparing) -> tuple[Job, Prepared, int]:
     """Loads a job and plans it for the devices of this launch. Returns both with this process's rank.
     Collective. Random numbers stay as the job left them, equal on all ranks."""
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, world_size = rank_and_world_size()
     from ..planner import check_planner
 
     check_planner(preparing.planner)

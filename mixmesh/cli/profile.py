@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ..base.launched import rank_and_world_size
 from ..base.progress import telling
 from ..cluster import Cluster
 from ..errors import InputError
@@ -119,7 +120,7 @@ def check_launch(command: str, job: str, cluster: Cluster, path: Path | str, out
     world_size = cluster.world_size
     line = f"mixmesh {command} {job} --cluster {path} --out {out}"
     if os.environ.get("WORLD_SIZE") == str(world_size) and "RANK" in os.environ:
-        return int(os.environ["RANK"])
+        return rank_and_world_size()[0]
     raise InputError(
         f"mixmesh {command} needs one process on every device",
         expected=f"{world_size} processes, started by torchrun or the testbed",

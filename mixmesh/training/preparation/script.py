@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...base.launched import rank_and_world_size
 from ...base.progress import tell
 from ...cluster.detection import Cache
 from ...cluster.detection.cache import default_folder
@@ -109,6 +110,7 @@ def prepare(
     """
     if "RANK" not in os.environ:
         return without_torchrun(model, loss, outputs, compiles=compile), optimizer, loader
+    rank, world_size = rank_and_world_size()
     model = uncompiled(model)
     check_unwrapped(model)
     check_not_parallel(model, "prepare")
@@ -138,13 +140,13 @@ def prepare(
         with naming_inputs(batch if inputs is None else None):
             prepared = prepare_job(
                 job,
-                int(os.environ["WORLD_SIZE"]),
+                world_size,
                 options=options,
                 cache=Cache(Path(cache) if cache is not None else default_folder()),
                 cluster_file=None if cluster is None else Path(cluster),
             )
         check_last_batch(loader, prepared.plan)
-        if os.environ["RANK"] == "0" and not prepared.plan.returned.has_loss:
+        if rank == 0 and not prepared.plan.returned.has_loss:
             tell(f"mixmesh: {WITHOUT_LOSS}")
         parallel, optimizer = parallelize(
             model,
@@ -165,7 +167,7 @@ def prepare(
         return parallel, optimizer, loader
     own = own_loader(loader, prepared.plan)
     own.watch_rows(parallel._runtime)
-    if rebalance and optimizer is not None and int(os.environ["WORLD_SIZE"]) > 1:
+    if rebalance and optimizer is not None and world_size > 1:
         follow_devices(parallel, optimizer, own, prepared, optimizer_states(job.optimizer))
     return parallel, optimizer, own
 
@@ -205,7 +207,7 @@ def follow_devices(
     unknown."""
     if model.comm.device.type != "cpu":
         return
-    is_first = os.environ["RANK"] == "0"
+    is_first = model.comm.rank == 0
 
     def say(text: str) -> None:
         if is_first:

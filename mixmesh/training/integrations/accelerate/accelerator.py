@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
 from torch.utils.data import DataLoader
 
+from ....base.launched import rank_and_world_size
 from ....base.patch import patched
 from ....frontend.trace.own_generators import generators_in
 from ....runtime.comm import default_device, initialise
@@ -83,7 +83,7 @@ class Accelerator(accelerate.Accelerator):
             check_arguments(bound.arguments)
             state = PartialState(bound.arguments.get("cpu", False), **_start_options(kwargs))
             look_like_one_process(state)
-            initialise(int(os.environ["WORLD_SIZE"]), default_device(), TIMEOUT_S)
+            initialise(rank_and_world_size()[1], default_device(), TIMEOUT_S)
             keep_to_first_rank(state)
             keep_metrics_apart()
         super().__init__(*args, **kwargs)

@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
+from ....base.launched import rank_and_world_size
 from ....errors import InputError
 from ....frontend.trace.outputs import IfGiven
 from ....runtime.comm import default_device, initialise
@@ -148,7 +149,7 @@ class Strategy(SingleDeviceStrategy):
     def setup_environment(self) -> None:
         if is_launched():
             check_device(self.root_device, default_device())
-            initialise(int(os.environ["WORLD_SIZE"]), default_device(), TIMEOUT_S)
+            initialise(rank_and_world_size()[1], default_device(), TIMEOUT_S)
             keep_metrics_apart()
         super().setup_environment()
 

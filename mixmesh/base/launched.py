@@ -1,0 +1,30 @@
+"""This process's place in its launch, as torchrun writes it into the environment."""
+
+from __future__ import annotations
+
+import os
+
+from ..errors import InputError
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    """Returns ``RANK`` and ``WORLD_SIZE``; 0 and 1 where they are not set. Raises InputError for values that
+    no launcher sets."""
+    texts = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
+    try:
+        rank, world_size = int(texts["RANK"] or 0), int(texts["WORLD_SIZE"] or 1)
+    except ValueError:
+        raise _unusable(texts) from None
+    if not 0 <= rank < world_size:
+        raise _unusable(texts)
+    return rank, world_size
+
+
+def _unusable(texts: dict[str, str | None]) -> InputError:
+    told = [f"no {name}" if text is None else f"{name}={text}" for name, text in texts.items()]
+    return InputError(
+        "the environment does not say which of the processes this one is",
+        expected="a RANK from 0 to WORLD_SIZE - 1, as torchrun sets both",
+        got=", ".join(told),
+        hint=("torchrun --nproc-per-node N ...", "for one device: unset RANK WORLD_SIZE"),
+    )
