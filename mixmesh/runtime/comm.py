@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from ..base.launched import rank_and_world_size
 from ..errors import CollectiveError, InputError, PlanError
 from ..lang.ir import Instruction, Program, print_instruction
 from .accelerator import (
@@ -259,7 +260,7 @@ def default_device() -> torch.device:
 def backend_for(device: torch.device) -> str:
     """The device's own backend (NCCL) if every process of this machine has its own GPU, else gloo: NCCL
     refuses two ranks on one GPU."""
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE") or rank_and_world_size()[1])
     has_own = is_accelerator(device) and local_world <= device_count()
     return device_backend(device) if has_own else HOST_BACKEND
 
