@@ -278,6 +278,9 @@ def refused(name: str) -> None:
     optimizer.param_groups[0]["lr"] = 0.1
     accelerator.unwrap_model(model).first.requires_grad_(True)
     expect(lambda: model(x, y))
+    accelerator.sync_gradients = False  # as before the last batch of a step
+    expect(lambda: accelerator.clip_grad_norm_(model.parameters(), 0.1))
+    expect(lambda: accelerator.clip_grad_value_(list(model.parameters()), 0.1))
     tell(FOLDER, name, errors=errors)
 
 

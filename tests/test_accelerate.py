@@ -118,12 +118,16 @@ def test_the_loss_is_scaled_in_float16(runs):
 
 def test_what_a_prepared_model_refuses(runs):
     for rank in of(runs, "mixmesh.accelerate", "refused"):
-        other_batch, through_logits, changed, other_rates, unfrozen = rank["errors"]
+        other_batch, through_logits, changed, other_rates, unfrozen, *clipped = rank["errors"]
         assert "[0.1] and [1.1]" in other_rates
         assert "first.weight was frozen when the plan was made" in unfrozen
         assert "2 different batches" in other_batch
         assert "backward through logits" in through_logits
         assert "weights were changed" in changed and "last.bias" in changed
+        norms, values = clipped
+        assert "if accelerator.sync_gradients: accelerator.clip_grad_norm_(...)" in norms
+        assert "if accelerator.sync_gradients: accelerator.clip_grad_value_(...)" in values
+        assert "accelerate_script.py" in norms
 
 
 def test_cards_without_bf16_are_refused_where_nothing_scales_the_loss(runs):

@@ -35,7 +35,7 @@ from ..launched import (
 from ..lending import Lender
 from .model import as_one_device, lend_in_its_modes, without_loss_in_evaluation
 from .one_process import as_first_process, keep_to_first_rank, look_like_one_process
-from .refusals import check_accelerator, check_arguments, check_prepared
+from .refusals import check_accelerator, check_arguments, check_prepared, check_summed
 
 T = TypeVar("T")
 TIMEOUT_S = 300.0
@@ -171,15 +171,19 @@ class Accelerator(accelerate.Accelerator):
             yield
 
     def clip_grad_norm_(self, parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return super().clip_grad_norm_(self._trained(parameters), *args, **kwargs)
+        return super().clip_grad_norm_(self._to_clip(parameters, "clip_grad_norm_"), *args, **kwargs)
 
     def clip_grad_value_(self, parameters: Any, *args: Any, **kwargs: Any) -> None:
-        return super().clip_grad_value_(self._trained(parameters), *args, **kwargs)
+        return super().clip_grad_value_(self._to_clip(parameters, "clip_grad_value_"), *args, **kwargs)
 
-    def _trained(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Replaces the parameters that the script listed before ``prepare`` by the trained ones."""
+    def _to_clip(self, parameters: torch.Tensor | Iterable[torch.Tensor], method: str) -> list[torch.Tensor]:
+        """Replaces the parameters that the script listed before ``prepare`` by the trained ones. Raises
+        InputError if gradients of these are still to be summed."""
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        return [self._shown.get(p, p) for p in parameters]
+        trained = [self._shown.get(p, p) for p in parameters]
+        if not self.sync_gradients:
+            check_summed(trained, self._lenders, method)
+        return trained
 
     def check_trigger(self) -> bool:
         mine = super().check_trigger()

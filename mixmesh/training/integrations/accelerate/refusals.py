@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
+from ....base.callers import line_of_script
 from ....errors import InputError
 
 PLAN_DECIDES = "the plan decides which parameters are cut, and where"
@@ -89,6 +90,20 @@ def check_prepared(
             expected="one model, one optimizer and its training loader in one call",
             got=f"{len(models)} models, {len(optimizers)} optimizers, {len(loaders)} loaders",
             hint=TOGETHER,
+        )
+
+
+def check_summed(parameters: Iterable[Tensor], models: Iterable[nn.Module], method: str) -> None:
+    """Raises InputError if a parameter belongs to one of the parallel ``models``, whose gradients are summed
+    with those of the last batch of an optimizer step."""
+    unsummed = {id(p) for model in models for p in model.parameters()}
+    if any(id(p) in unsummed for p in parameters):
+        raise InputError(
+            f"{method} before the last batch of an optimizer step: gradients are not summed yet",
+            expected="gradients of all batches of the step",
+            got="accelerator.sync_gradients = False",
+            where=line_of_script(),
+            hint=f"if accelerator.sync_gradients: accelerator.{method}(...)",
         )
 
 
