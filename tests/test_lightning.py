@@ -14,7 +14,7 @@ import lightning as L
 import pytest
 import torch
 from launches import run_each
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelPruning
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch import nn
 from torch.utils.data import DataLoader
@@ -219,6 +219,7 @@ class Reads(Tiny):
         (Reads, [], 1, "dataloader_iter"),
         (Tiny, [], 2, "2 optimizers"), (Tiny, [BatchSizeFinder()], 1, "BatchSizeFinder"),
         (Tiny, [LearningRateFinder()], 1, "LearningRateFinder"),
+        (Tiny, [ModelPruning("l1_unstructured")], 1, "ModelPruning"),
     ],
 )  # fmt: skip
 def test_modules_and_callbacks_that_cannot_be_kept_are_refused(module, callbacks, optimizers, expected):

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     LearningRateFinder,
+    ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
 )
@@ -29,6 +30,7 @@ MANUAL = "self.automatic_optimization = False in __init__: training_step then ru
 CALLBACKS = {
     BatchSizeFinder: "choose batch_size on a single device; it is that of all devices together",
     LearningRateFinder: "find the learning rate on a single device, without the strategy",
+    ModelPruning: "leave it out, and prune on a single device: it replaces parameters",
     StochasticWeightAveraging: "leave it out: it reads weights while they are in parts",
     WeightAveraging: "leave it out: it reads weights while they are in parts",
 }
