@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -145,3 +147,32 @@ def test_aliases_take_the_same_arguments():
         one, other = (overload(op)._schema.arguments for op in (alias, name))
         assert [(a.name, str(a.type)) for a in one] == [(a.name, str(a.type)) for a in other], alias
     assert "aten.mul.Tensor" in ops(lambda m, y: torch.multiply(y, y).sum())
+
+
+class LeavesOut(nn.Module):
+    """Decides as models of transformers do; ``owner`` has the chance, or its configuration."""
+
+    def __init__(self, owner: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.config = SimpleNamespace(layerdrop=0.1)
+        self.chance = lambda: self.config.layerdrop
+        if owner == "layer":
+            self.layer.layerdrop = 0.2
+            self.chance = lambda: self.layer.layerdrop
+
+    def forward(self, x):
+        skip_the_layer = torch.rand([]) < self.chance()
+        if not skip_the_layer:
+            x = self.layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(
+    "owner, name", [("config", "model.config.layerdrop"), ("layer", "model.layer.layerdrop")]
+)
+def test_layers_that_are_left_out_at_random(owner, name):
+    with pytest.raises(TraceError, match="leaves out layers") as caught:
+        trace(LeavesOut(owner), {"x": torch.randn(6, 4)})
+    assert caught.value.hint == (f"{name} = 0.0, before the model is prepared",)
+    assert "if not skip_the_layer" in caught.value.where

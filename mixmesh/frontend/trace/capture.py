@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.export import ExportedProgram
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from ...errors import MixmeshError, TraceError
@@ -37,6 +38,7 @@ from .generators import Draws
 from .hooks import hooks_traced
 from .inner_gradients import no_inner_gradients
 from .leaves import check_leaf, describe_argument, instead_of
+from .left_out import of_a_layer_left_out
 from .locate import place_of_error, place_of_function, whole_stacks
 from .loops import experts_in_groups
 from .moves import moves_in_place
@@ -413,6 +415,9 @@ def explain(error: Exception, model: nn.Module) -> TraceError:
     if TIED in str(error) and (tied := _buffers_of_one_memory(model)) is not None:
         return _of_tied_buffers(*tied)
     place = place_of_error(error)
+    is_decision = isinstance(error, MixmeshError | GuardOnDataDependentSymNode)
+    if is_decision and (left_out := of_a_layer_left_out(place, model)) is not None:
+        return left_out
     if LEAKED in str(error):
         return _of_a_tensor_not_followed(str(error), model)
     if type(error).__name__ == OTHER_DEVICE and (lost := lost_constant(model)) is not None:
