@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -176,3 +178,32 @@ def test_layers_that_are_left_out_at_random(owner, name):
         trace(LeavesOut(owner), {"x": torch.randn(6, 4)})
     assert caught.value.hint == (f"{name} = 0.0, before the model is prepared",)
     assert "if not skip_the_layer" in caught.value.where
+
+
+class Noisy(nn.Module):
+    """Draws noise as it is told to."""
+
+    def __init__(self, draw) -> None:
+        super().__init__()
+        self.layer, self.draw = nn.Linear(4, 4), draw
+
+    def forward(self, x):
+        return (self.layer(x) * self.draw()).square().mean()
+
+
+@pytest.mark.parametrize(
+    "draw, name",
+    [
+        (lambda: np.random.rand(), "numpy.random:"),  # noqa: PLW0108
+        (lambda: random.uniform(0, 1), "random:"),
+        (lambda: np.random.default_rng().random(), "a new numpy.random.Generator:"),
+    ],
+)
+def test_draws_from_other_generators_are_refused_with_their_line(draw, name):
+    with pytest.raises(TraceError, match=f"draws from {name}") as caught:
+        trace(Noisy(draw), {"x": torch.randn(6, 4)})
+    assert "test_trace_python.py" in caught.value.where and "lambda" in caught.value.where
+
+
+def test_new_generators_with_a_seed_are_right():
+    trace(Noisy(lambda: float(np.random.default_rng(3).random())), {"x": torch.randn(6, 4)})

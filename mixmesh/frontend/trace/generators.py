@@ -5,8 +5,8 @@ on one device they come from the script's generator."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...base.patch import patched
 from ...errors import TraceError
 from ...lang.ir.samples import draws_numbers
+from .locate import place_in_model
 from .own_generators import OF_PROCESS, generators_in, marks_of, set_states, states_of
+
+NO_DRAWS = "seed", "getstate", "setstate", "get_state", "set_state"
 
 
 class NoDraws(TorchDispatchMode):
@@ -50,6 +53,7 @@ class Draws:
         self._generators = [*OF_PROCESS, *own]
         self._names = ["random", "numpy.random", *names]
         self._seeded: set[str] = set()
+        self._places: dict[str, str] = {}  # the model's line of the first draw, by the generator's name
 
     @property
     def warnings(self) -> list[str]:
@@ -70,13 +74,14 @@ class Draws:
         before = self._marks()
         try:
             with self._seeding(random, 0, before), self._seeding(np.random, 1, before):
-                yield
+                with self._placing(random, 0), self._placing(np.random, 1), _none_made():
+                    yield
             after = self._marks()
         finally:
             set_states(OF_PROCESS, states)
         for name, was, now in zip(self._names, before, after):
             if was != now and name not in self._seeded:
-                raise _refusal(name)
+                raise _refusal(name, self._places.get(name, ""))
 
     def _marks(self) -> list[str]:
         return [marks_of([each]) for each in self._generators]
@@ -95,14 +100,47 @@ class Draws:
 
         return patched(module, "seed", seed)
 
+    @contextmanager
+    def _placing(self, module: Any, number: int) -> Iterator[None]:
+        """A context that notes the place of the first draw by one of the functions of ``module``."""
+        name, generator = self._names[number], self._generators[number]
 
-def _refusal(name: str) -> TraceError:
+        def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+            def draw(*args: Any, **kwargs: Any) -> Any:
+                self._places.setdefault(name, str(place_in_model()))
+                return function(*args, **kwargs)
+
+            return draw
+
+        with ExitStack() as stack:
+            for key, function in list(vars(module).items()):
+                if getattr(function, "__self__", None) is generator and key not in NO_DRAWS:
+                    stack.enter_context(patched(module, key, noted(function)))
+            yield
+
+
+def _none_made() -> AbstractContextManager[None]:
+    """A context that refuses new generators of NumPy without a seed, which differ in every pass."""
+    make = np.random.default_rng
+
+    def default_rng(seed: Any = None) -> np.random.Generator:
+        if seed is None:
+            raise _refusal("a new numpy.random.Generator", str(place_in_model()))
+        return make(seed)
+
+    return patched(np.random, "default_rng", default_rng)
+
+
+def _refusal(name: str, where: str) -> TraceError:
     return TraceError(
         f"the forward pass draws from {name}: every step would have the numbers of the first",
         expected="random numbers of torch, which are operators of the program",
         got=f"a draw from {name}",
+        where=where,
         hint=(
             "torch.rand(()) < p with torch.where, in place of random.random() < p",
             "numbers that are drawn in the loop, and passed to the model as a tensor of the batch",
+            "where that is a library's code, the setting that turns it off: "
+            "model.config.apply_spec_augment = False",
         ),
     )

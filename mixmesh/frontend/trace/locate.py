@@ -79,6 +79,11 @@ def place_of_function(function: object) -> Place:
     return _pick([(code.co_filename, code.co_firstlineno, code.co_name)]) if code else Place()
 
 
+def place_in_model() -> Place:
+    """The line of the model that runs at the moment: of the frames within its ``forward``."""
+    return _pick([(f.filename, f.lineno or 0, f.name) for f in _ModelFrames.summary()])
+
+
 def _inside_model(frames: list[Frame]) -> list[Frame]:
     """The frames inside our call of the model, without those of the caller of ``trace``."""
     frames = [f for f in frames if f[0] not in _WITHIN]
