@@ -660,6 +660,8 @@ def fails_in_sends_and_receives(_) -> None:
 
 def fails_in_the_backward_pass(_) -> None:
     model, _ = parallelize(Mlp(), None, program("data_parallel"), device="cpu", timeout_s=2)
+    for _ in range(COMPARED_STEPS + 1):  # in the first steps, ranks meet at the beginning of a backward pass
+        model(**batch(0)).backward()
     loss = model(**batch(0))
     if model.comm.rank == 0:
         time.sleep(LATE_S)
@@ -670,6 +672,8 @@ def fails_in_the_backward_pass(_) -> None:
 
 def fails_by_levels(_) -> None:
     model, _ = parallelize(Mlp(), None, program("levels"), device="cpu", timeout_s=2)
+    for _ in range(COMPARED_STEPS + 1):
+        model(**batch(0)).backward()
     loss = model(**batch(0))
     if model.comm.rank == 1:
         time.sleep(LATE_S)
