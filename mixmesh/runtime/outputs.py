@@ -100,7 +100,7 @@ class Output:
         return _checked(values[name])
 
     def _instead_of_methods(self) -> str:
-        """What to write for an object whose methods the loop calls."""
+        """The hint for an object whose methods the loop calls."""
         if self._returned.loss or self._returned.is_tuple:
             return ""
         return (

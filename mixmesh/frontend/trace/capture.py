@@ -266,7 +266,7 @@ def check_loss(loss: Any, output: Any, where: str) -> torch.Tensor:
 
 
 def _hint_for_several(output: Mapping | tuple | list) -> str:
-    """What to write for a model that returns several scalars. If only one has a gradient, the others are
+    """The hint for a model that returns several scalars. If only one has a gradient, the others are
     metrics."""
     named = output.items() if isinstance(output, Mapping) else enumerate(output)
     learning = [name for name, x in named if is_loss(x) and x.requires_grad]
