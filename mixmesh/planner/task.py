@@ -42,7 +42,7 @@ from ..passes.order import coalesced, levels_of_sums, most_saved_s
 from ..search.baselines import data_parallel, device_seconds
 from ..search.ratios import optimal_ratio, usable_bytes
 from ..search.synthesis import Choices, Found, Problem, emit
-from ..simulator import MicroBatches, Simulation
+from ..simulator import MicroBatches, Simulation, Timeline
 from .budget import AMPLE, CARE_STEPS, EACH, Budget
 from .ideal import ideal_s, seconds_by_class
 from .proposal import BASELINES, Proposal, ranks_of
@@ -254,6 +254,10 @@ class Task:
         """Bytes of every rank's memory that a plan may fill."""
         return tuple(usable_bytes(self.costs, rank, HEADROOM) for rank in range(self.world_size))
 
+    def has_room(self, timeline: Timeline) -> bool:
+        """Whether the memory of every rank holds the peaks of a timeline; it does if there are none."""
+        return all(a <= b for a, b in zip(timeline.peak_memory_bytes, self.usable_bytes))
+
     def memory(self, rank: int) -> int:
         return self.costs.cluster.devices[rank].memory_bytes
 
@@ -385,8 +389,7 @@ class Task:
         simulation = simulation or self.simulation(program)
         with self.timed(step):
             timeline = simulation.run(program, micro_batches, usable_bytes=self.usable_bytes)
-        fits = all(a <= b for a, b in zip(timeline.peak_memory_bytes, self.usable_bytes))
-        fits = fits and self.agrees(program) and not self.parting(program)
+        fits = self.has_room(timeline) and self.agrees(program) and not self.parting(program)
         fits = fits and not (self.has_local_norms and any(lonely_norms(program)))
         proposal = Proposal(planner, program, timeline, fits, simulation, micro_batches=micro_batches)
         if fits:

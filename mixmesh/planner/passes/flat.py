@@ -13,18 +13,18 @@ SAME = 1e-6  # share of a step: less is rounding
 
 
 def flat(task: Task, proposal: Proposal) -> Proposal:
-    """The proposal without levels, if it is as fast without them or no sum is hierarchical: if both are equal
-    in simulation, flat sums take less processor time."""
+    """The proposal without levels, if it is as fast without them and fits, or no sum is hierarchical: if both
+    are equal in simulation, flat sums take less processor time. Memory differs because other ranks meet."""
     if proposal.program.levels is None:
         return proposal
     program = proposal.program.changed(levels=None)
     if not any(s.parts for s in gradient_sums(proposal.program)):
         return replace(proposal, program=program)
     with task.timed("sync"):
-        step_s = proposal.simulation.step_s(program, proposal.micro_batches)
-    if step_s > proposal.timeline.step_s * (1 + SAME):
+        timeline = proposal.simulation.run(program, proposal.micro_batches, usable_bytes=task.usable_bytes)
+    is_slower = timeline.step_s > proposal.timeline.step_s * (1 + SAME)
+    if is_slower or (proposal.feasible and not task.has_room(timeline)):
         return proposal
-    timeline = replace(proposal.timeline, step_s=step_s)
     return replace(proposal, program=program, timeline=timeline)
 
 
