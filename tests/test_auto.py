@@ -124,3 +124,21 @@ def test_auto_is_the_fastest_of_all_that_fit(name, seed):
     assert timeline.step_s == pytest.approx(plan.predicted_step_s)
     for rank, peak in enumerate(timeline.peak_memory_bytes):
         assert peak <= usable_bytes(costs, rank, HEADROOM)
+
+
+CRAMPED = """
+[[machine]]
+link_gbit_per_s = 64
+devices = [
+    { device = "A100-40GB", memory_gib = 1.45, name = "small" },
+    { name = "slow", tflop_per_s = 0.05, memory_gib = 64, memory_gbyte_per_s = 20 },
+]
+"""
+
+
+def test_planners_that_save_memory_are_asked_where_only_a_slow_plan_fits():
+    """A slow device with much memory holds any model: a plan that fits is not always one to take."""
+    model, where = graph_of("mlp"), Cluster.parse(CRAMPED)
+    alone_s = seconds_of(model, where, "model-parallel")
+    assert seconds_of(model, where, "hap") > 10 * alone_s
+    assert make_plan(model, where).predicted_step_s <= alone_s * SAME

@@ -24,7 +24,7 @@ class When(Enum):
     """When ``auto`` asks a planner."""
 
     ALWAYS = "always"
-    IN_NEED = "where nothing else fits, or with seconds to search"
+    IN_NEED = "where nothing else fits, or only much slower, or with seconds to search"
     IN_A_SEARCH = "with seconds to search"
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from ..lang.ir import regions
 from .budget import AMPLE, AUTO, EACH, SEARCH_S, Budget
@@ -17,13 +18,16 @@ from .proposal import Proposal
 from .task import Task
 from .two_level import machines_of
 
+# relative to the fastest step that lacks only memory: slower plans that fit are not enough, and the planners
+# that save memory are asked too
+CRAMPED = 1.5
 LEADING = 4  # factor on the budget for sets of machines if the planner leads on all machines
 
 
 @dataclass(frozen=True)
 class Asked:
-    """The planners to ask; those to ask only ``in_need``, when nothing of the others fits; and the budget.
-    ``is_auto``: the user named no planner."""
+    """The planners to ask; those to ask only ``in_need``, when nothing of the others fits, or only something
+    much slower than what does not; and the budget. ``is_auto``: the user named no planner."""
 
     rows: tuple[Planner, ...]
     in_need: tuple[Planner, ...]
@@ -61,8 +65,7 @@ def proposals_of(task: Task, asked: Asked) -> list[Proposal]:
     every: list[Proposal] = []
     to_reduce: list[Proposal] = []
     for row in (*asked.rows, *asked.in_need):
-        # a plan that fits only with rematerialised activations may be far from the best that fits
-        if row in asked.in_need and any(p.feasible and not regions(p.program) for p in best.values()):
+        if row in asked.in_need and not lacks_memory(task, every):
             continue
         task.progress(f"planning: {row.name}")
         proposals = list(asked.propose(row, task)(task))
@@ -80,6 +83,14 @@ def proposals_of(task: Task, asked: Asked) -> list[Proposal]:
                 every += reduced
                 task.record(reduced)
     return every
+
+
+def lacks_memory(task: Task, every: Sequence[Proposal]) -> bool:
+    """Whether nothing fits well: everything that fits rematerialises activations, and so may be far from the
+    best that fits, or takes much longer than the fastest that only lacks memory."""
+    fitting = [p.timeline.step_s for p in task.proposed.values() if p.feasible and not regions(p.program)]
+    cramped = [p.timeline.step_s for p in every if not task.has_room(p.timeline)]
+    return not fitting or min(fitting) > CRAMPED * min(cramped, default=inf)
 
 
 def on_machine_sets(task: Task, propose: Propose, on_sets: OnSets, *, leads: bool) -> Iterator[Proposal]:
