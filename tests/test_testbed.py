@@ -396,12 +396,12 @@ def test_the_plain_run_ends_with_a_failing_rank(cluster):
             bed.set_rate(0, 1e6)
 
 
-def test_outside_the_testbed_nothing_happens(monkeypatch):
+def test_outside_the_testbed_nothing_happens(monkeypatch, tmp_path):
     for name in ("MIXMESH_COMPUTE_TASKS", "MIXMESH_FREE_TASKS", "MIXMESH_MEMORY_PEAK_FILE"):
         monkeypatch.delenv(name, raising=False)
     assert testbed.enter_device() is False and testbed.leave_device() is False
     assert testbed.device_memory_peak_bytes() is None
-    monkeypatch.setenv("MIXMESH_COMPUTE_TASKS", "/nonexistent/tasks")
+    monkeypatch.setenv("MIXMESH_COMPUTE_TASKS", str(tmp_path / "missing" / "tasks"))
     with pytest.raises(TestbedUnavailable, match="cannot move this thread"):
         testbed.enter_device()
 
