@@ -35,6 +35,14 @@ def set_modes_by_name(model: nn.Module, modes: Mapping[str, bool]) -> None:
         module.training = mode_of.get(name.replace(COMPILED, ""), module.training)
 
 
+def set_modes_like(module: nn.Module, parallel: nn.Module) -> None:
+    """Gives each module within ``module`` the mode of the one of its name in ``parallel``; one that is not
+    there gets the mode of the whole."""
+    for each in module.modules():
+        each.training = parallel.training
+    set_modes_by_name(module, modes_by_name(parallel))
+
+
 class FollowedModes:
     """Makes a parallel model follow the modes that a script sets on modules it took from its model before
     that was made parallel: ``norm = net.norm; net, ... = prepare(net, ...); norm.eval()``."""

@@ -213,9 +213,8 @@ class ParallelModel(Face):
         pieces = rooted_pieces(run, outside.pieces(done.shown, run.comm), done)
         if torch.is_grad_enabled():
             pieces = run.node.root(pieces, done.given)
-        is_compared = run.random.step - run.random.first_step <= COMPARED_STEPS
         with run.comm.call("gather of outputs"):
-            return outside.whole(pieces, run.comm, is_compared=is_compared)
+            return outside.whole(pieces, run.comm, is_compared=run.is_in_first_steps)
 
     def no_sync(self):
         """A context for gradient accumulation: backward passes within it leave the gradients of replicated

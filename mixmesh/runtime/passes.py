@@ -101,6 +101,11 @@ class Runtime:
     without_values: tuple[str, ...] = ()  # tensors of a model on the device meta that have no values yet
 
     @property
+    def is_in_first_steps(self) -> bool:
+        """Whether ranks still compare in the step under way, whose forward pass has counted it."""
+        return self.random.step - self.random.first_step <= COMPARED_STEPS
+
+    @property
     def lent(self) -> nn.Module | None:
         """The user's own module with whole weights, while it is lent."""
         return next((loan.module for loan in self.loans), None)
@@ -307,7 +312,7 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, runtime, earlier, value, anchor, local, *tokens):
         ctx.runtime, ctx.earlier = runtime, earlier
-        ctx.is_compared = runtime.random.step - runtime.random.first_step <= COMPARED_STEPS
+        ctx.is_compared = runtime.is_in_first_steps
         ctx.has_local, ctx.num_tokens = local is not None, len(tokens)
         return value.clone()
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..frontend.trace.compiled import uncompiled
 from .comm import Comm
-from .modes import modes_by_name, set_modes_by_name
+from .modes import set_modes_like
 from .original import TakenOver, give_back, take_over
 from .shard_numbers import Off
 from .shard_tensor import plain
@@ -201,9 +201,7 @@ class Lending(AbstractContextManager):
         self._modes = {m: m.training for m in module.modules()}
         for name, x in loan.tensors.items():
             _fill(x, values[name])
-        for m in module.modules():  # those that the parallel model does not have
-            m.training = parallel.training
-        set_modes_by_name(module, modes_by_name(parallel))
+        set_modes_like(module, parallel)
         loan.note()
         loan.learning = learn_alike(_tensors(parallel), loan.tensors)
         run.loans.add(loan)

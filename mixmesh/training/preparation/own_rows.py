@@ -3,8 +3,8 @@ the whole batch: a mean that goes into the model, rows chosen by position, a sum
 
 Tensors of the first batches have a class that sees every operation on them. A result is marked if it joins
 rows (it no longer has one for each sample) or picks them by position. A marked tensor is refused as an input
-of the model. A warning follows if a number is read from joined rows, or changes a piece of a parameter or of
-a gradient, or if samples are counted.
+of the model. If a number is read from joined rows, or changes a piece of a parameter or of a gradient, or if
+samples are counted, a warning follows.
 """
 
 from __future__ import annotations
@@ -72,10 +72,11 @@ class OwnRows(SeesFirst):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         _check_count(func, name, args, sys._getframe(1))
-        sources = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, OwnRows)]
+        given = pytree.tree_leaves((args, kwargs))
+        sources = [x for x in given if isinstance(x, OwnRows)]
         joined = next((x.joined for x in sources if x.joined), "")
         picked = next((x.picked for x in sources if x.picked), "")
-        if name in READING or any(isinstance(x, ShardTensor) for x in pytree.tree_leaves((args, kwargs))):
+        if name in READING or any(isinstance(x, ShardTensor) for x in given):
             if joined and sources[0].watch is not None:
                 sources[0].watch.warn(joined, sources[0].rows)
             return func(*pytree.tree_map(plain, args), **pytree.tree_map(plain, kwargs))

@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from ....runtime.modes import modes_by_name
+from ....runtime.modes import modes_by_name, set_modes_like
 from ....runtime.outputs import Output
 from ....runtime.parallel import ParallelModel
 from ....runtime.whole_model import own_module
@@ -64,9 +64,7 @@ def lend_in_its_modes(lender: Lender) -> nn.Module:
 
 def set_modes_of(module: nn.Module, parallel: nn.Module) -> None:
     """Gives each module within the script's own the mode that it has in the parallel model."""
-    modes = modes_by_name(parallel)
-    for name, each in module.named_modules():
-        each.training = modes.get(name, parallel.training)
+    set_modes_like(module, parallel)
     parallel.__dict__["_shown_modes"] = modes_by_name(module)
 
 
