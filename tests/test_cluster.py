@@ -122,6 +122,13 @@ def test_devices_may_have_the_names_that_pytorch_reports():
     assert '"RTX3080-10GB" or "RTX3080-12GB"' in str(caught.value)
 
 
+def test_devices_may_have_the_names_that_people_use():
+    given = ["RTX 4090", "rtx3060", "V100 32GB", "v100-16gb", "P100 SXM2", "T4"]
+    cluster = Cluster.parse(f"[[machine]]\ndevices = {given}")
+    names = ["RTX4090-24GB", "RTX3060-12GB", "V100-32GB", "V100-16GB", "P100SXM2-16GB", "T4-16GB"]
+    assert [d.name for d in cluster.devices] == names
+
+
 # what is wrong, the key path, words that help
 BAD = [
     ("", "machine", ["no machines", "[[machine]]"]),
@@ -169,9 +176,9 @@ BAD = [
     ),
     (with_device("{ efficiency = ['product'] }"), "machine[1].devices[0].efficiency[0]", ["a list of rows"]),
     (with_device("'V100-16'"), "machine[1].devices[0]", ["unknown device", '"V100-16GB"']),
-    (with_device("'v100-16gb'"), "machine[1].devices[0]", ["unknown device", '"V100-16GB"']),
+    (with_device("'v100'"), "machine[1].devices[0]", ["several devices", '"V100-16GB" or "V100-32GB"']),
     (with_device("'abacus'"), "machine[1].devices[0]", ["unknown device", "tflop_per_s = ..."]),
-    (with_device("{ device = 'T4' }"), "machine[1].devices[0]", ["unknown device", '"T4-16GB"']),
+    (with_device("{ device = 'T416GB' }"), "machine[1].devices[0]", ["unknown device", '"T4-16GB"']),
     (with_device("3"), "machine[1].devices[0]", ["catalogue", "got      3"]),
     (with_device("{ name = 'x' }"), "machine[1].devices[0]", ["missing tflop_per_s, memory_gib"]),
     (with_device("{ cpu_share = 0 }"), "machine[1].devices[0].cpu_share", ["above 0", "at most 1"]),

@@ -98,9 +98,13 @@ def test_one_machine_has_no_network():
 
 
 def test_the_beginning_of_a_name_is_asked_back():
-    with pytest.raises(InputError) as caught:
-        changes(cluster(), ("H100",))
-    assert caught.value.hint == ("--swap H100-80GB",)
+    with pytest.raises(InputError, match="several devices have this name") as caught:
+        changes(cluster(), ("A100",))
+    assert caught.value.hint == ("--swap A100-40GB",)
+
+
+def test_a_name_of_one_device_need_not_be_whole():
+    assert changes(cluster(), ("H100",)) == changes(cluster(), ("H100-80GB",))
 
 
 def test_a_device_that_the_catalogue_lacks():

@@ -152,13 +152,11 @@ def catalogue_row(reported_name: str, memory_bytes: int) -> CatalogueRow | None:
 
 
 def rows_named(name: str) -> tuple[CatalogueRow, ...]:
-    """The rows that a name may mean: the row of that name, or all rows of cards with that name in PyTorch,
-    which may have several sizes of memory."""
+    """The rows that a name may mean: the row of that name, or all rows of cards that people or PyTorch call
+    so ("RTX 4090", "NVIDIA GeForce RTX 4090"), which may have several sizes of memory."""
     if name in CATALOGUE:
         return (CATALOGUE[name],)
     words = _words(name)
-    if words == _split(name):
-        return ()  # PyTorch's names include the maker
     sizes = {int(size[1]) for w in words if (size := _SIZE.fullmatch(w)) and size[1]}
     rows = next((rows for rows in _rows_by_form(words) if rows), [])
     return tuple(row for row in rows if not sizes or row.memory_gib in sizes)

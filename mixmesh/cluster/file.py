@@ -111,22 +111,20 @@ class DeviceTable(Table):
         if not isinstance(value, dict):
             raise _problem("the name of a device in the catalogue, or a table")
         device = value.get("device")
-        rows = rows_named(device) if isinstance(device, str) else ()
-        if len(rows) == 1:
-            return {**value, "device": rows[0].name}
-        if isinstance(device, str) and device_file(device) is not None:
+        if not isinstance(device, str) or device in CATALOGUE or device_file(device) is not None:
             return value
-        if isinstance(device, str):
+        rows = rows_named(device)
+        if len(rows) != 1:
             calibrated = [path.stem for path in files()]
             near = [row.name for row in rows] or closest(device, [*CATALOGUE, *calibrated], num=3)
             raise _problem(
-                "a device of the catalogue: " + ", ".join(CATALOGUE),
-                f'unknown device "{device}"',
+                "a device of the catalogue: " + ", ".join(near if rows else CATALOGUE),
+                f'several devices are called "{device}"' if rows else f'unknown device "{device}"',
                 "did you mean " + " or ".join(f'"{name}"' for name in near) + "?"
                 if near
                 else f"give its figures instead: {{ name = ..., {' = ..., '.join(_FIGURES)} = ... }}",
             )
-        return value
+        return {**value, "device": rows[0].name}
 
     @model_validator(mode="after")
     def _has_figures(self) -> DeviceTable:

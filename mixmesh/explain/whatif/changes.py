@@ -41,7 +41,7 @@ def changes(cluster: Cluster, swaps: Sequence[str] = ()) -> tuple[Change, ...]:
 
 def device_of(name: str) -> Device:
     """The device of the catalogue, or of a device file, that ``name`` means. Raises InputError."""
-    rows = rows_named(name)
+    rows = () if device_file(name) is not None else rows_named(name)
     if len(rows) != 1 and device_file(name) is None:
         near = [row.name for row in rows] or closest(name, CATALOGUE) or ["A100-80GB"]
         raise InputError(
