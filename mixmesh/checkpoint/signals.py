@@ -2,6 +2,9 @@
 
 The first one is noted. A second one ends the process at once, even if its main thread waits in a collective
 and runs no Python: PyTorch's collectives do not return for a signal, so a separate thread reads them.
+
+Processes that are forked meanwhile, such as a loader's workers, have no part in this: a signal to one of them
+does not count, and SIGTERM ends it as before.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # processes have received too
 SAME_S = 2.0
 OF_SIGNAL = 128  # added to a signal's number in the exit status of a process ended by it
+END = 0  # no signal's number: ends the thread
 
 
 class Signals:
@@ -36,17 +40,33 @@ class Signals:
         self._handlers = {number: signal.signal(number, _ignore) for number in SIGNALS}
         self._wakeup = signal.set_wakeup_fd(self._to, warn_on_full_buffer=False)
         self._thread.start()
+        _entered.append(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self not in _entered:  # in a forked process
+            return
+        _entered.remove(self)
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._handlers.items():
             signal.signal(number, self._unless_same(handler) if self.number else handler)
-        os.close(self._to)  # makes the thread's read return
+        os.write(self._to, bytes([END]))
         self._thread.join()
+        self._close()
+
+    def _close(self) -> None:
+        os.close(self._to)
         os.close(self._from)
+
+    def leave_in_fork(self) -> None:
+        """Lets SIGTERM end a forked process, which no longer tells its parent of signals. It ignores the
+        others, which come to all processes of a terminal or of a job: workers have to give the batches of the
+        last step."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, self._handlers[signal.SIGTERM])
+        self._close()
 
     def _unless_same(self, handler: Any) -> Callable[[int, Any], None]:
         """Wraps ``handler`` to ignore repeats of the first signal: they may arrive when all is saved and the
@@ -61,14 +81,25 @@ class Signals:
         return handle
 
     def _read(self) -> None:
-        while got := os.read(self._from, 1):
-            number = got[0]
+        while (number := os.read(self._from, 1)[0]) != END:
             if number not in SIGNALS:
                 continue
             if self.number and time.monotonic() - self._came_at > SAME_S:
                 os._exit(OF_SIGNAL + number)
             if not self.number:
                 self.number, self._came_at = number, time.monotonic()
+
+
+_entered: list[Signals] = []  # the contexts that this process is in
+
+
+def _leave_in_fork() -> None:
+    """Runs in every forked process."""
+    while _entered:
+        _entered.pop().leave_in_fork()
+
+
+os.register_at_fork(after_in_child=_leave_in_fork)
 
 
 def _ignore(_number: int, _frame: object) -> None:

@@ -1,0 +1,75 @@
+"""Signals while other processes of the training live: a loader's workers, a pool for a metric."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
+
+import pytest
+
+from mixmesh.checkpoint.signals import SIGNALS, Signals
+
+LIMIT_S = 20
+
+
+@pytest.fixture(autouse=True)
+def limited() -> Iterator[None]:
+    """Ends a test that hangs, and leaves signals as they were."""
+
+    def end(_number: int, _frame: object) -> None:
+        raise TimeoutError
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGALRM, *SIGNALS)}
+    signal.signal(signal.SIGALRM, end)
+    signal.alarm(LIMIT_S)
+    yield
+    signal.alarm(0)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def forked() -> BaseProcess:
+    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(3 * LIMIT_S,), daemon=True)
+    process.start()
+    return process
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_what_a_forked_process_gets_is_not_for_the_training(number):
+    with Signals() as signals:
+        process = forked()
+        time.sleep(0.2)  # for the process to begin
+        os.kill(process.pid, number)
+        time.sleep(0.2)
+        assert signals.number == 0
+        process.terminate()
+        process.join()
+        assert process.exitcode == -signal.SIGTERM
+        assert signals.number == 0
+        os.kill(os.getpid(), number)
+        time.sleep(0.2)
+        assert signals.number == number
+
+
+def test_a_forked_process_that_lives_on_does_not_hold_up_the_end():
+    before = signal.getsignal(signal.SIGTERM)
+    with Signals():
+        process = forked()
+    assert signal.getsignal(signal.SIGTERM) is before
+    process.kill()
+    process.join()
+
+
+def test_a_forked_process_leaves_the_context_by_itself():
+    with Signals() as signals:
+        if not (child := os.fork()):
+            try:
+                signals.__exit__(None, None, None)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
