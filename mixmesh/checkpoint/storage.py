@@ -71,8 +71,10 @@ class RankPart:
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a checkpoint: its folder until it is complete, its final name, and this rank."""
+    """The place of a checkpoint: the first rank's folder of checkpoints, the checkpoint's own folder in it
+    until it is complete, its final name, and this rank."""
 
+    folder: str
     unfinished: str
     name: str
     rank: int
@@ -108,14 +110,16 @@ class Writer(StorageWriter):
         name = next_name(self.folder, self.manifest.step)
         self.unfinished = self.folder / f"{UNFINISHED}{name}-{secrets.token_hex(4)}"
         self.unfinished.mkdir()
+        folder = str(self.folder.absolute())
         return [
-            replace(plan, storage_data=Place(self.unfinished.name, name, rank))
+            replace(plan, storage_data=Place(folder, self.unfinished.name, name, rank))
             for rank, plan in enumerate(plans)
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         place: Place = plan.storage_data
         self.name = place.name
+        self._check_is_shared(place)
         results, entry = [], None
         if plan.items:
             file_name = f"rank-{place.rank:05d}.safetensors"
@@ -152,6 +156,21 @@ class Writer(StorageWriter):
         sync(folder)
         folder.rename(self.folder / self.name)
         sync(self.folder)
+
+    def _check_is_shared(self, place: Place) -> None:
+        """Raises InputError unless this rank sees the folder that the first rank has made."""
+        if not (self.folder / place.unfinished).is_dir():
+            raise InputError(
+                f"rank {place.rank} does not see the folder in which the first rank begins a checkpoint",
+                expected=f"{place.unfinished}, which the first rank has made in {place.folder}",
+                got="no such folder",
+                where=str(self.folder.absolute()),
+                hint=(
+                    "a folder that all machines share, of the same name on every rank: the first rank's time "
+                    "or number may be sent with torch.distributed.broadcast_object_list",
+                    "a folder of its own, if another training writes to this one",
+                ),
+            )
 
     @property
     def _unfinished_folder(self) -> Path:

@@ -6,6 +6,7 @@ import math
 import os
 import resource
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -265,6 +266,21 @@ def check_a_rank_that_cannot_write_stops_nobody(_) -> None:
     dist.barrier()
 
 
+def check_ranks_that_do_not_share_the_folder_are_refused(_) -> None:
+    """At the first save, whichever ranks have something to write."""
+    folder = shared_folder()
+    _, _, model, optimizer = build("fsdp")
+    own = folder / f"at-{time.time()}"  # another name on each rank
+    if dist.get_rank():
+        own.mkdir()
+    for save in (checkpoint.save, lambda *args, **kwargs: checkpoint.save_async(*args, **kwargs).result()):
+        with pytest.raises(InputError, match="rank 1 does not see the folder") as refused:
+            save(own, step=1, model=model, optimizer=optimizer)
+        assert "a folder that all machines share" in str(refused.value)
+    dist.barrier()
+    assert not [path for path in folder.rglob("*") if path.is_file()]
+
+
 def check_saving_while_the_training_goes_on(_) -> None:
     """What is written is what was trained when it was begun."""
     for name, other in zip(PLANS, PLANS[1:] + PLANS[:1]):
@@ -336,6 +352,7 @@ CHECKS = named(
     check_what_one_device_saved_goes_on,
     check_what_is_of_another_job_is_refused_and_changes_nothing,
     check_a_rank_that_cannot_write_stops_nobody,
+    check_ranks_that_do_not_share_the_folder_are_refused,
     check_saving_while_the_training_goes_on,
     check_a_failure_of_one_rank_in_the_background,
     check_a_file_that_is_damaged_for_one_rank_is_passed_over_by_all,
