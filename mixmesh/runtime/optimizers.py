@@ -43,8 +43,35 @@ def put_on_shards(
     """Turns a model's optimizer into this rank's: its parameters are swapped, its steps fused if possible,
     and gradients get the memory layout of their parameters."""
     swap_params(optimizer, swapped, rank)
-    fuse(optimizer)
+    if fuse(optimizer) and isinstance(optimizer, optim.SGD):
+        _fuse_with_every_momentum(optimizer)
     optimizer.register_step_pre_hook(lambda o, *_: lay_out(o))
+
+
+def _fuse_with_every_momentum(optimizer: optim.Optimizer) -> None:
+    """Makes SGD step a group without the fused kernel while some of its parameters have a momentum and others
+    have their first gradient, such as unfrozen ones: for the kernel, all have one or none has."""
+    unfused: list[dict[str, Any]] = []
+
+    def before(*_: Any) -> None:
+        with Off():
+            groups = [group for group in optimizer.param_groups if group["fused"]]
+            unfused[:] = [group for group in groups if _some_have_momentum(group, optimizer)]
+        for group in unfused:
+            group["fused"] = None
+
+    def after(*_: Any) -> None:
+        for group in unfused:
+            group["fused"] = True
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+
+
+def _some_have_momentum(group: Mapping[str, Any], optimizer: optim.Optimizer) -> bool:
+    """Whether some parameters of a group that have gradients have a momentum, and others have none yet."""
+    stepped = [p for p in group["params"] if p.grad is not None] if group["momentum"] else []
+    return len({optimizer.state.get(p, {}).get("momentum_buffer") is None for p in stepped}) == 2
 
 
 def lay_out(optimizer: optim.Optimizer) -> None:

@@ -26,6 +26,24 @@ def check_freezing_is_exact(_) -> None:
         same_weights(single, model)
 
 
+def check_a_momentum_begins_later(_) -> None:
+    """SGD keeps no momentum of what is frozen from the start, or loses its first gradients, as in SwAV."""
+    for name in PLANS:
+        single, optimizer, model, sharded = build(
+            name, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.01)
+        )
+        for step in range(4):
+            for m, o in ((single, optimizer), (model, sharded)):
+                m.get_parameter("fc1.weight").requires_grad_(step > 1)
+                o.zero_grad()
+                m(**batch(step)).backward()
+                if step < 1:
+                    m.get_parameter("fc2.bias").grad = None
+                o.step()
+        same_weights(single, model)
+        assert sharded.param_groups[0]["fused"]
+
+
 def check_unfreezing_is_refused(_) -> None:
     """A program that was planned with a frozen parameter computes no gradient of it."""
     for name in ("data_parallel", "fsdp"):
@@ -106,6 +124,7 @@ def check_conversions(_) -> None:
 
 IDIOMS = named(
     check_freezing_is_exact,
+    check_a_momentum_begins_later,
     check_unfreezing_is_refused,
     check_what_is_frozen_while_it_is_lent_stays_so,
     check_what_is_unfrozen_while_it_is_lent_is_refused,
