@@ -12,6 +12,7 @@ from mixmesh.api import plan_traced
 from mixmesh.errors import MixmeshError
 from mixmesh.frontend.trace import PASSES, trace
 from mixmesh.frontend.trace.shapes import passes_for
+from mixmesh.lang.ir import parse_program
 from mixmesh.lang.plan_file import MicroBatch
 from mixmesh.measure.verification import verify
 from mixmesh.runtime.shapes.agree import _choices, resolve
@@ -154,3 +155,25 @@ def test_ranks_agree_on_a_batch():
     for rows in ([(6, 6), (4, 5), (2, 6)], [(3, 6), (4, 6), (5, 6)], [(0, 6)] * 3):
         with pytest.raises(MixmeshError, match="neither one whole batch"):
             agreed(program, rows)
+
+
+CUT_ALONG_TWO_DIMS = """
+program pair world=2 {
+  ratio r0 = [0.5, 0.5]
+  %x = input("x") : f32[8, 8] S(1)@r0
+  %noise = input("noise") : f32[8, 4] S(0)@r0
+  %a = aten.sum(%x) : f32[] P(sum)
+  %b = aten.sum(%noise) : f32[] P(sum)
+  %loss = aten.add(%a, %b) : f32[] P(sum)
+  return %loss
+}
+"""
+
+
+def test_samples_are_compared_along_one_dim():
+    """One input is cut along its features, which happen to be as many as the samples."""
+    program = parse_program(CUT_ALONG_TWO_DIMS)
+    inputs, shapes = program.batch_inputs, ((4, 8), (4, 4))
+    told = tuple((shape, shape) for shape in shapes)
+    choices = [_choices(program, i, rows) for i, rows in zip(inputs, told)]
+    assert resolve(program, told, choices, are_same=True) == shapes

@@ -233,12 +233,14 @@ def resolve(
 
 
 def _check_samples(program: Program, agreed: Sequence[tuple[int, ...] | None]) -> None:
-    """Raises InputError if inputs that were planned with equally many samples now have different numbers."""
-    counts: dict[int, tuple[str, int]] = {}  # by the planned number of samples
+    """Raises InputError if inputs that were planned with equally many samples now have different numbers. Two
+    that are cut along different dims are not compared, as one of them may be cut along its features."""
+    counts: dict[tuple[int, int], tuple[str, int]] = {}  # by the dim and its planned size
     for i, shape in zip(program.batch_inputs, agreed):
         if shape is not None and isinstance(i.type.placement, Shard):
             dim = i.type.placement.dim
-            name, count = counts.setdefault(i.type.value.shape[dim], (i.args[0], shape[dim]))
+            planned = dim, i.type.value.shape[dim]
+            name, count = counts.setdefault(planned, (i.args[0], shape[dim]))
             if count != shape[dim]:
                 raise InputError(
                     f"{input_words(name)} and {input_words(i.args[0])} are of batches of other sizes",
