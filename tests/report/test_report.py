@@ -187,6 +187,18 @@ def test_sentences_where_links_do():
     assert 30 < saved <= 50
 
 
+def test_sentences_where_devices_wait_for_each_other(facts):
+    """As in a pipeline that fills and drains: faster links would gain little."""
+    step_s = facts.timeline.step_s
+    timeline = replace(facts.timeline, compute_s=tuple(s / 2 for s in facts.timeline.compute_s))
+    parts = replace(facts.parts, waits_s=(0.1 * step_s, 0.0, 0.0, 0.4 * step_s))
+    pace = sentences(replace(facts, timeline=timeline, parts=parts))[0]
+    waited = re.escape(seconds_text(0.4 * step_s))
+    assert re.fullmatch(
+        rf"Devices wait for each other: even rank \d .+, and waits for others for {waited} .+", pace
+    )
+
+
 def test_where_equal_parts_do_not_fit(facts):
     (evenly,) = (rival for rival in facts.rivals if rival.planner == "ddp-even")
     alone = replace(facts, rivals=(replace(evenly, fits=False),))

@@ -7,7 +7,7 @@ from ...base.units import seconds_text
 from ..headline import times_text
 from .drawing import device_name
 from .facts import FASTER_LINKS, Facts
-from .parts import busiest_rank
+from .parts import OTHERS, WAITS, busiest_rank
 
 BUSY = 0.9  # share of the step: a device that is busy for longer sets the pace, otherwise the waits do
 SAME = 0.01  # share of a step
@@ -20,13 +20,19 @@ def sentences(facts: Facts) -> list[str]:
 
 
 def pace(facts: Facts) -> str:
-    """Names what the step waits for: a device, or links."""
+    """Names what the step waits for: a device, links, or others' computing, as in a pipeline."""
     compute_s, step_s = facts.timeline.compute_s, facts.timeline.step_s
     rank = busiest_rank(compute_s)
     busy = f"computes for {compute_s[rank] / step_s:.0%} of the step of {seconds_text(step_s)}"
     if compute_s[rank] >= BUSY * step_s:
         return f"The bottleneck is {device_name(facts.cluster, rank)}: it {busy}."
-    waited = seconds_text(facts.parts.exposed_s)
+    others_s, exposed_s = facts.parts.waits_s[WAITS.index(OTHERS)], facts.parts.exposed_s
+    if others_s > exposed_s / 2:
+        return (
+            f"Devices wait for each other: even {device_name(facts.cluster, rank)}, the busiest device, "
+            f"{busy}, and waits for others for {seconds_text(others_s)} in which no exchange is under way."
+        )
+    waited = seconds_text(exposed_s)
     return (
         f"Links are the bottleneck: even {device_name(facts.cluster, rank)}, the busiest device, {busy}, and "
         f"{waited} of communication and waiting are hidden behind nothing."
