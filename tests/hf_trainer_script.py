@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import random
 import sys
 from functools import partial
@@ -291,6 +292,32 @@ def changing(name: str, planner: str) -> None:
     done(name, trainer)
 
 
+class Decides(TrainerCallback):
+    """Decides on one rank what all must do: the first or the last, which alone sees a file or the clock."""
+
+    is_first = rank() == 0
+    is_last = rank() == int(os.environ.get("WORLD_SIZE", "1")) - 1
+
+    def on_log(self, args, state, control, **_):
+        if self.is_first and state.global_step == 2:
+            control.should_evaluate = control.should_save = True
+
+    def on_substep_end(self, args, state, control, **_):
+        control.should_epoch_stop = self.is_last and state.global_step == 3
+
+    def on_step_end(self, args, state, control, **_):
+        control.should_training_stop = self.is_last and state.global_step == 5
+
+
+def deciding(name: str, planner: str) -> None:
+    """A callback that evaluates, saves and stops, an epoch and the training, on one rank."""
+    args = arguments(name, gradient_accumulation_steps=2, num_train_epochs=9, save_strategy="no")
+    data = dict(train_dataset=labelled(12), eval_dataset=labelled(4), callbacks=[Decides()])
+    trainer = trainer_with(planner)(classifier(), args, **data)
+    trainer.train()
+    done(name, trainer)
+
+
 def noting(name: str, planner: str, kind: type = Weighted) -> None:
     """A loss that is noted in an attribute of the Trainer, or in one of its class: refused."""
     trainer = trainer_with(planner, kind)(classifier(), arguments(name), train_dataset=labelled(4))
@@ -355,6 +382,7 @@ if __name__ == "__main__":  # workers of a loader may import it
     own_loss("adafactor", "ddp-proportional", optim="adafactor")
     written("written", "ddp-even")
     changing("changing", "ddp-even")
+    deciding("deciding", "ddp-proportional")
     watched("watched", "tensor-parallel")
     if LIBRARY == "mixmesh.hf":
         noting("noting", "ddp-even")

@@ -35,6 +35,7 @@ NAMES = {
     "own loss": AutoModelForSequenceClassification,
     "adafactor": AutoModelForSequenceClassification,
     "watched": AutoModelForSequenceClassification,
+    "deciding": AutoModelForSequenceClassification,
     "written": AutoModelForSeq2SeqLM,
 }
 # Trainer sums losses in float32
@@ -84,6 +85,14 @@ def test_numbers_of_the_model_change_as_on_one_device(runs):
     assert len(losses) == 3 and losses[1] < 0.7 * losses[0] and losses[2] > 1.5 * losses[1]
     for rank in histories(runs, "mixmesh.hf", "changing"):
         assert [row["loss"] for row in rank if "loss" in row] == pytest.approx(losses, rel=LOGGED)
+
+
+def test_callbacks_decide_once_for_all_ranks(runs):
+    """As on one device: the training ended when one rank said so, and saved where one asked for it."""
+    for library, (folder, _) in runs.items():
+        for history in histories(runs, library, "deciding"):
+            assert history[-1]["step"] == 5 and [r["step"] for r in history if "eval_loss" in r] == [2]
+        assert [path.name for path in (folder / "deciding").glob("checkpoint-*")] == ["checkpoint-2"]
 
 
 def test_checkpoints_are_those_of_one_device(runs):

@@ -16,6 +16,7 @@ from ..launched import unlike_in_steps
 EXTENDED = (
     "_prepare_for_training", "_wrap_model", "_get_dataloader", "_finalize_training", "_load_best_model",
     "_save", "_save_checkpoint", "_save_rng_state", "_save_optimizer_and_scheduler",
+    "_maybe_log_save_evaluate",
 )  # fmt: skip
 EXACT_OPTIMIZERS = frozenset(("adafactor", "adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"))
 # attributes that change from step to step, in compute_loss -> what to write instead

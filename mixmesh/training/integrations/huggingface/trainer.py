@@ -26,6 +26,7 @@ from ...preparation.loading import load, same_random_numbers
 from ..accelerate.one_process import as_first_process, look_like_one_process
 from ..launched import check_alike, check_not_spread, check_scaled, is_launched, prepare_for
 from ..weights import fill, whole_weights
+from .decisions import share_decisions
 from .loss import NUM_ITEMS, with_trainer_loss
 from .refusals import (
     check_args,
@@ -62,6 +63,7 @@ class Trainer(transformers.Trainer):
         self.planning = dict(planning or {})
         self.parallel: ParallelModel | None = None  # set while it trains
         self._has_trained = False
+        self._is_in_turn = False  # whether it is about to log, evaluate and save, on all ranks
         self._is_whole = False  # whether the script's own model has whole weights for a while, as it trains
         self._example: dict[str, Any] = {}  # a batch by which to plan, while training is being prepared
         if is_launched():
@@ -77,6 +79,9 @@ class Trainer(transformers.Trainer):
             check_not_spread(self.model)
             check_dataset(self.train_dataset)
             check_eval_dataset(self.eval_dataset)
+            share_decisions(
+                self.callback_handler, lambda: self.parallel is not None, lambda: self._is_in_turn
+            )
 
     # ---- data
 
@@ -151,6 +156,10 @@ class Trainer(transformers.Trainer):
             patched(self, "compute_loss", in_program),
         ):
             return super().training_step(model, *args, **kwargs)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        with patched(self, "_is_in_turn", True):
+            super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def compute_loss(
         self,
