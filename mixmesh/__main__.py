@@ -107,9 +107,8 @@ def execute(arguments: Sequence[str], run: Callable[[Sequence[str]], int] = run)
         return 0
     try:
         status = run(arguments)
-        if status == INTERRUPTED:  # typer turns the interrupt into the status
-            print("interrupted", file=sys.stderr)
-        return status
+        # typer turns the interrupt into the status
+        return _interrupted(as_json) if status == INTERRUPTED else status
     except UsageError as error:
         error.show(file=sys.stderr)
         command = error.ctx.command_path if error.ctx is not None else "mixmesh"
@@ -123,8 +122,7 @@ def execute(arguments: Sequence[str], run: Callable[[Sequence[str]], int] = run)
         print(text, file=sys.stderr, flush=True)
         return _fail(error, as_json)
     except (KeyboardInterrupt, typer.Abort):
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return _interrupted(as_json)
     except BrokenPipeError:  # the reader of the pipe, such as head, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -158,6 +156,12 @@ def _fail(error: MixmeshError, as_json: bool) -> int:
     if as_json:
         print_json(error_object(error))
     return error.exit_status
+
+
+def _interrupted(as_json: bool) -> int:
+    print("interrupted", file=sys.stderr)
+    _fail(MixmeshError("interrupted"), as_json)
+    return INTERRUPTED
 
 
 def _version() -> str:

@@ -456,7 +456,12 @@ def test_an_interrupt(monkeypatch, plan, capsys):
 
     monkeypatch.setattr(mixmesh.cli.show.Plan, "load", interrupt)
     assert execute(["show", str(plan)]) == 130
-    assert capsys.readouterr().err == "interrupted\n"
+    told = capsys.readouterr()
+    assert (told.out, told.err) == ("", "interrupted\n")
+    for run in (interrupt, lambda _: 130):  # typer returns a status
+        assert execute(["simulate", str(plan), "--json"], run) == 130
+        told = capsys.readouterr()
+        assert told.err == "interrupted\n" and json.loads(told.out)["error"]["message"] == "interrupted"
 
 
 def test_good_file_is_good(tmp_path):
