@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from warm_python import python
 
 import mixmesh
+from mixmesh.errors import TraceError
 from mixmesh.frontend.trace import trace
 from mixmesh.frontend.trace.own_generators import generators_in, marks_of
 from mixmesh.runtime.batches import other_dtype
@@ -32,7 +33,7 @@ from mixmesh.training.preparation import script
 from mixmesh.training.preparation.loading import depends_on_others, example_batch, same_random_numbers
 from mixmesh.training.preparation.outside_loss import with_loss
 from mixmesh.training.preparation.refusals import check_gives_all, check_last_batch
-from mixmesh.training.preparation.script import made_inputs, maker_like, taken_by
+from mixmesh.training.preparation.script import made_inputs, maker_like, naming_inputs, taken_by
 from mixmesh.training.preparation.untouched import untouched
 
 TRAINING_LOOP = Path(__file__).parents[1] / "docs" / "guide" / "training-loop.md"
@@ -229,6 +230,16 @@ def test_inputs_that_take_a_batch_as_one_value_are_refused(batch, call, write):
         made_inputs(lambda batch: batch["x"], batch)
     with pytest.raises(TypeError, match="of the function's own"):
         made_inputs(fails, batch)
+
+
+def test_the_hint_for_a_call_with_other_arguments_comes_first():
+    """Such as a loss of two values for a loader that gives three; for any other error it comes last."""
+    batch = torch.ones(4, 3), torch.zeros(4, 2), torch.ones(4)
+    short, wrong = (lambda out, y: out.sum()), (lambda out, y, weight: out @ y)
+    for loss, place in ((short, 0), (wrong, -1)):
+        with pytest.raises(TraceError) as caught, naming_inputs(batch):
+            trace(with_loss(nn.Linear(3, 2), loss), batch)
+        assert "inputs=lambda a, b, c: (a, ...)" in caught.value.hint[place] and len(caught.value.hint) > 1
 
 
 def fails(*values, **named):

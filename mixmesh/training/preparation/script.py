@@ -192,7 +192,10 @@ def naming_inputs(batch: Any) -> Iterator[None]:
         yield
     except TraceError as error:
         if batch is not None and CALL_ONCE in error.hint:
-            error.hint = (*error.hint, *another_call(batch))
+            # the most fitting one comes first: the call has too many or too few arguments, or something else
+            is_of_arguments = error.got.startswith("TypeError") and "argument" in error.got
+            added = another_call(batch)
+            error.hint = (*added, *error.hint) if is_of_arguments else (*error.hint, *added)
         raise
 
 
