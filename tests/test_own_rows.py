@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.functional import cross_entropy, normalize, one_hot
 
 from mixmesh.cluster import Cluster
@@ -116,6 +117,27 @@ def test_numbers_made_of_own_rows_are_warned_of_once(read):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         read(x, y)  # the first rank says it
+
+
+@pytest.fixture
+def alone(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_numbers_that_the_script_sums_over_ranks_are_not_warned_of(alone):
+    """Unlike means over ranks that have other numbers of rows."""
+    _, y = watch().watched(rows())
+    count, most, mean = (y != 0).sum(), y.max(), y.double().mean()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dist.all_reduce(count)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        assert (count.item(), float(most / 2)) == (3, 1.0)
+    dist.all_reduce(mean)
+    with pytest.warns(UserWarning, match=r"mean\(\) has made of a rank's own 5 rows"):
+        mean.item()
 
 
 def test_a_number_of_own_rows_that_changes_a_piece_of_a_gradient_is_warned_of():

@@ -10,11 +10,12 @@ samples are counted, a warning follows.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -56,6 +57,12 @@ FORMS = frozenset(
 )
 # PyTorch's own code between len(x) in a script and this file
 _BETWEEN = frozenset({torch._tensor.__file__, torch.overrides.__file__})
+# functions whose results of each rank's own rows an all_reduce makes those of the whole batch, by its op
+OVER_RANKS = {
+    dist.ReduceOp.SUM: frozenset(("sum", "nansum", "count_nonzero")),
+    dist.ReduceOp.MAX: frozenset(("max", "amax")),
+    dist.ReduceOp.MIN: frozenset(("min", "amin")),
+}
 READING = frozenset("item tolist __float__ __int__ __bool__ __format__ __repr__".split())
 
 
@@ -80,6 +87,8 @@ class OwnRows(SeesFirst):
             if joined and sources[0].watch is not None:
                 sources[0].watch.warn(joined, sources[0].rows)
             return func(*pytree.tree_map(plain, args), **pytree.tree_map(plain, kwargs))
+        if func is dist.all_reduce and joined in OVER_RANKS.get(kwargs.get("op"), ()):
+            _stop_watching(sources)
         result = super().__torch_function__(func, types, args, kwargs)
         for rows_made in pytree.tree_leaves(result) if sources else ():
             if isinstance(rows_made, OwnRows):
@@ -88,6 +97,11 @@ class OwnRows(SeesFirst):
                 rows_made.joined = joined or (name if _joins(name, source, rows_made, args, kwargs) else "")
                 rows_made.picked = picked or (name if _picks(name, source, rows_made, args, kwargs) else "")
         return result
+
+
+def _stop_watching(rows: Iterable[OwnRows]) -> None:
+    for x in rows:
+        x.watch, x.joined, x.picked = None, "", ""
 
 
 def _check_count(func: Any, name: str, args: tuple, reader: FrameType) -> None:
