@@ -49,6 +49,13 @@ class Whole:
         return f"{stored.name} {list(stored.shape)}, rank {rank} holds {where}"
 
 
+# functions, also those in place, that draw a random number for each element
+DRAWS = frozenset(
+    "bernoulli cauchy dropout exponential geometric log_normal normal poisson rand_like randint_like "
+    "randn_like random uniform".split()
+)
+
+
 class ShardBase(torch.Tensor):
     """A rank's piece of ``whole``; its one subclass is ``ShardTensor``, which answers for the whole."""
 
@@ -67,6 +74,8 @@ def check_alike(name: str, first: ShardBase, tensors: Iterable[Tensor]) -> None:
 
 def refusal(name: str, whole: Whole, beside: str = "") -> InputError:
     """The error for a function that needs elements of other ranks."""
+    if name.removesuffix("_") in DRAWS:
+        return _refused_draw(name, whole)
     by_dynamo = ("a training step without torch.compile around it",) if is_within_compiled() else ()
     return InputError(
         f"{name} of {whole.stored.name} needs elements that other ranks hold",
@@ -76,5 +85,19 @@ def refusal(name: str, whole: Whole, beside: str = "") -> InputError:
             "p.full_tensor() is the whole, p.to_local() this rank's piece",
             'a plan that keeps parameters whole: planner="ddp-proportional"',
             *by_dynamo,
+        ),
+    )
+
+
+def _refused_draw(name: str, whole: Whole) -> InputError:
+    """The error for random numbers drawn for the elements of a piece."""
+    return InputError(
+        f"{name} of {whole.stored.name} would draw numbers for a piece, and other ones than on one device",
+        expected="numbers drawn for the whole tensor, the same ones on every rank",
+        got=f"{name} of {whole.text}",
+        hint=(
+            "g = torch.Generator().manual_seed(0), alike on every rank, and p.grad.add_(torch.randn(p.shape, "
+            "generator=g)): a rank takes those for its piece",
+            'a plan that keeps parameters whole, and the same seed on every rank: planner="ddp-proportional"',
         ),
     )

@@ -139,6 +139,28 @@ def check_functions_across_pieces_are_refused(_) -> None:
             p.data.mul_(torch.ones(5, 5))
 
 
+def check_noise_is_drawn_for_the_whole(_) -> None:
+    """On gradients; that of a piece alone is refused, and the error says how it is right."""
+    for name in PLANS:
+        single, optimizer, model, sharded = build(name)
+        for m, o in ((single, optimizer), (model, sharded)):
+            m(**batch(0)).backward()
+            g = torch.Generator().manual_seed(0)
+            for p in m.parameters():
+                noise = torch.randn(p.shape, generator=g, dtype=p.dtype)
+                if p.grad is not None:
+                    p.grad.add_(noise)
+            o.step()
+        same_weights(single, model)
+        shards = [p for p in model.parameters() if hasattr(p, "full_tensor")]
+        assert bool(shards) == (name in CUT)
+        for p in shards:
+            for draw in (torch.randn_like, torch.nn.init.normal_, lambda x: x.data.uniform_(0, 1)):
+                with pytest.raises(InputError, match="would draw numbers for a piece") as caught:
+                    draw(p)
+                assert "p.grad.add_(torch.randn(p.shape, generator=g))" in str(caught.value)
+
+
 IDIOMS = named(
     check_penalties,
     check_a_penalty_while_gradients_accumulate,
@@ -150,6 +172,7 @@ IDIOMS = named(
     check_weights_clamped_in_place,
     check_a_weight_of_the_loss_is_one_number,
     check_functions_across_pieces_are_refused,
+    check_noise_is_drawn_for_the_whole,
 )
 
 
