@@ -17,7 +17,7 @@ from mixmesh.cluster import Cluster
 from mixmesh.cost import BLOCKING_SENDS, CostModel
 from mixmesh.cost.exchanges import held_share
 from mixmesh.cost.micro_steps import costed_micro_step
-from mixmesh.errors import PlanError
+from mixmesh.errors import Infeasible, PlanError
 from mixmesh.frontend.trace import trace
 from mixmesh.lang.check import check_plan, check_program
 from mixmesh.lang.ir import even_ratio, samples_of, support, with_whole_rows
@@ -396,6 +396,14 @@ def test_a_plan_of_the_planner_trains_as_one_device():
     plan = pipelined(longest.program, max(m.steps for m in longest.micro_batches), cluster)
     report = verify(model, batch(), replace(plan, graph_fingerprint=traced.graph.fingerprint), traced=traced)
     assert report.ok and report.max_gradient_error_f64 < 1e-12
+
+
+def test_memory_that_no_pipeline_fits_in_is_the_reason(traced):
+    """Not that there is no pipeline for such a job."""
+    small = Cluster.parse(SLOW_NETWORK.replace("memory_gib = 4", "memory_gib = 0.8"))
+    with pytest.raises(Infeasible, match="no plan fits in memory") as caught:
+        make_plan(traced, small, planner="pipeline", optimizer_states=ADAM)
+    assert "usable on rank" in caught.value.expected and "GiB needed there by pipeline" in caught.value.got
 
 
 def test_statistics_of_the_whole_batch_make_no_pipeline():

@@ -49,6 +49,7 @@ APART = 1.3  # smallest factor between two tried numbers of micro-batches
 BACKWARD = 2 / 3  # rough share of the backward pass in a micro-batch's seconds
 LAST = 0.1  # rough share of a stage's gradients whose sum begins after all of its passes
 FILLED = (1.0, 0.85, 0.7)  # shares of memory that the estimate may fill; less if the simulator refuses
+OVERFILLED = (1.5, 2.0, 4.0, float("inf"))  # the same where nothing fits, to tell how much memory lacks
 
 Ranks = tuple[int, ...]
 
@@ -77,12 +78,13 @@ def pipelines(task: Task, planner: str = "pipeline") -> Iterator[Proposal]:
     """The chains of every kind of stages with the best estimates, simulated. None for a model that cannot run
     in micro-batches."""
     space = space_of(task, count=GROUPS)
-    refused = False
+    refused = found = False
     for part in FILLED:
         fits = False
         with task.timed("pipelines"):
             chains = list(proposed(task, space, part))
         for chain in chains:
+            found = True
             try:
                 chained = judged(task, space, chain, planner)
             except PlanError as error:
@@ -91,6 +93,21 @@ def pipelines(task: Task, planner: str = "pipeline") -> Iterator[Proposal]:
             fits = fits or chained.feasible
             yield chained
         if fits or refused:
+            return
+    if not (found or task.proposed):
+        yield from too_large(task, space, planner)
+
+
+def too_large(task: Task, space: Space, planner: str) -> Iterator[Proposal]:
+    """The chains that lack the least memory, where none fits. None if memory is not the reason."""
+    for part in OVERFILLED:
+        chains = list(proposed(task, space, part))
+        for chain in chains:
+            try:
+                yield judged(task, space, chain, planner)
+            except PlanError as error:
+                task.refused = str(error)
+        if chains:
             return
 
 
