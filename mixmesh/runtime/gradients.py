@@ -82,6 +82,7 @@ class Taken:
     summed: set[int]
     early: tuple[int, ...] = ()
     handles: Sequence[Handle] = ()
+    is_unsummed: bool = False
 
 
 @dataclass
@@ -117,6 +118,8 @@ class GradientReducer:
         origins: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self.sums = Sums.ALL
+        self.is_unsummed = False  # whether some rank has gradients that wait to be summed: alike on all ranks
+        self._has_sums = bool(buckets)
         self._rank, self._on_sum = comm.rank, on_sum
         self._all = list(
             {id(p): p for p in (*params.values(), *(o.piece for o in (owned or {}).values()))}.values()
@@ -209,8 +212,9 @@ class GradientReducer:
             self._summed,
             tuple(n for n, missing in enumerate(progress.missing) if missing is not None),
             progress.handles,
+            self.is_unsummed,
         )
-        self._summed = set()
+        self._summed, self.is_unsummed = set(), False
         for p, _ in removed.gradients:
             p.grad = None
         return removed
@@ -220,12 +224,13 @@ class GradientReducer:
         for p in self._all:
             p.grad = None
         self._summed.clear()
+        self.is_unsummed = False
 
     def put_back(self, taken: Taken) -> None:
         """Undoes ``take``, provided that nothing has accumulated since then."""
         for p, gradient in taken.gradients:
             p.grad = gradient
-        self._summed = taken.summed
+        self._summed, self.is_unsummed = taken.summed, taken.is_unsummed
 
     @contextmanager
     def early(self, held: Taken):
@@ -282,6 +287,7 @@ class GradientReducer:
         self._summed.clear()
         pairs = zip(self._buckets, self._own)
         self._progress = _Progress([{id(p) for p in m} if self._is_summed(b) else None for m, b in pairs])
+        self.is_unsummed = self._has_sums and self.sums is not Sums.ALL
         if self.sums is Sums.ALL:
             self._on_sum()
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)

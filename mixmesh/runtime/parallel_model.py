@@ -37,6 +37,7 @@ from .shard_numbers import Off
 from .shard_tensor import plain
 from .start import meets
 from .states import check_model_state
+from .unsummed import refuse_clipping
 
 
 class ParallelModel(Face):
@@ -219,7 +220,9 @@ class ParallelModel(Face):
     def no_sync(self):
         """A context for gradient accumulation: backward passes within it leave the gradients of replicated
         parameters unsummed; they are summed with those of the next pass outside. Until then ``p.grad`` does
-        not show them; ``zero_grad`` of the model or of the optimizer drops them."""
+        not show them, and clipping them is refused; ``zero_grad`` of the model or of the optimizer drops
+        them."""
+        refuse_clipping(self, lambda model: model._runtime.reducer.is_unsummed)
         return self._runtime.reducer.summing(Sums.NONE)
 
     @contextmanager

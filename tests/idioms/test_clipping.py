@@ -9,7 +9,9 @@ import torch
 from gloo_world import assert_passed
 from plans import PLANS, build, close, named, same_weights
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 
+from mixmesh.errors import InputError
 from mixmesh.runtime import collectives
 
 from plans import batch  # isort: skip
@@ -110,7 +112,31 @@ def check_an_idle_rank_takes_part(_) -> None:
     stepped("parameter_server", lambda ps: nn.utils.clip_grad_norm_(ps, 0.1))
 
 
+def check_clipping_between_batches_of_a_step(_) -> None:
+    """Under ``no_sync`` gradients wait to be summed: clipping them is refused, and right
+    once they are summed. Where nothing waits, it is right at once."""
+    for name in PLANS:
+        single, optimizer, model, sharded = build(name)
+        single(**batch(0)).backward()
+        with model.no_sync():
+            model(**batch(0)).backward()
+        clip_grad_norm_(single.parameters(), 1e9)
+        if name == "fsdp":
+            clip_grad_norm_(model.parameters(), 1e9)
+        else:
+            for clip in (clip_grad_norm_, lambda ps, n: nn.utils.clip_grad_value_(iter(ps), n)):
+                with pytest.raises(InputError, match="no_sync has left unsummed") as caught:
+                    clip(model.parameters(), 1e9)
+                assert "test_clipping.py" in caught.value.where
+        for m, o in ((single, optimizer), (model, sharded)):
+            m(**batch(1)).backward()
+            clip_grad_norm_(m.parameters(), 0.1)
+            o.step()
+        same_weights(single, model)
+
+
 IDIOMS = named(
+    check_clipping_between_batches_of_a_step,
     check_clip_grad_norm,
     check_clip_grad_norm_with_and_without_foreach,
     check_total_norm_and_scaling_apart,

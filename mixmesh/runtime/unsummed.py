@@ -1,0 +1,66 @@
+"""Refuses PyTorch's clipping of gradients that ``no_sync`` has left unsummed. ``p.grad`` does not have them,
+so the clipping would silently change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
+from typing import Any
+from weakref import WeakSet
+
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+
+from ..base.callers import line_of_script
+from ..base.patch import put_on
+from ..errors import InputError
+
+# what makes the norm to clip by, whatever name the script has imported, and what clips by value
+NORM, BY_VALUE = "_get_total_norm", "clip_grad_value_"
+_waiting: WeakSet[nn.Module] = WeakSet()  # models whose parameters' gradients may be left unsummed
+
+
+def refuse_clipping(model: nn.Module, is_unsummed: Callable[[nn.Module], bool]) -> None:
+    """Makes clipping refuse the gradients of ``model`` from now on, whenever it ``is_unsummed``."""
+    _waiting.add(model)
+    for owner, name in ((clip_grad, NORM), (clip_grad, BY_VALUE), (nn.utils, BY_VALUE)):
+        function = getattr(owner, name)
+        if not hasattr(function, "checks_sums"):
+            put_on(owner, name, _checked(function, is_unsummed))
+
+
+def _checked(function: Callable[..., Any], is_unsummed: Callable[[nn.Module], bool]) -> Callable[..., Any]:
+    """``function`` of gradients, or of parameters with some. It is to fail before ranks meet in it: they may
+    lack gradients of different parameters."""
+
+    @wraps(function)
+    def checked(given: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+        given = [given] if isinstance(given, Tensor) else list(given)
+        taken = set(map(id, given))
+        for model in _waiting:
+            if is_unsummed(model) and (not given or not taken.isdisjoint(_ids(model))):
+                raise _refusal()
+        return function(given, *args, **kwargs)
+
+    put_on(checked, "checks_sums", True)
+    return checked
+
+
+def _ids(model: nn.Module) -> Iterator[int]:
+    """The ids of the parameters and of their gradients."""
+    for p in model.parameters():
+        yield id(p)
+        yield id(p.grad)
+
+
+def _refusal() -> InputError:
+    return InputError(
+        "gradients are clipped that no_sync has left unsummed: p.grad does not have them yet",
+        expected="clipping after a backward pass outside of model.no_sync(), which sums all gradients",
+        got="gradients that wait for such a pass",
+        where=line_of_script(),
+        hint=(
+            "clip once for each optimizer step, after its last backward pass, outside of model.no_sync()",
+            "leave model.no_sync() out, to clip what has accumulated after every backward pass",
+        ),
+    )
