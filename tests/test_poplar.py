@@ -20,8 +20,9 @@ from mixmesh.lang.plan_file import MicroBatch, Plan
 from mixmesh.measure.verification import verify
 from mixmesh.passes.zero import zero_stage
 from mixmesh.planner import make_plan
-from mixmesh.planner.poplar import Staged
-from mixmesh.planner.task import HEADROOM, Task
+from mixmesh.planner.budget import AMPLE, AUTO
+from mixmesh.planner.poplar import Staged, poplar
+from mixmesh.planner.task import HEADROOM, HOPEFUL, Task
 from mixmesh.runtime.parallel import parallelize
 from mixmesh.search.ratios import with_ratio
 from mixmesh.simulator import simulate
@@ -105,6 +106,37 @@ def splits(samples: int) -> list[MicroBatch]:
         for steps in range(1, samples + 2)
         if 0 <= samples - (steps - 1) * m <= m
     ]
+
+
+def test_sets_of_devices_share_the_programs_of_a_stage():
+    task = task_of(CLUSTERS["both"])
+    for stage in (1, 2, 3):
+        pair, every = Staged(task, stage, (0, 2)), Staged(task, stage, (0, 1, 2))
+        assert pair.program.body is every.program.body
+        assert pair.program.ratios != every.program.ratios
+        list(every.proposals())
+        walked = task.simulation(every.program).memory._walked
+        assert task.simulation(pair.program).memory._walked is walked
+
+
+def test_with_a_short_budget_lost_programs_are_not_examined(monkeypatch):
+    """Programs far slower than the best so far get neither buckets nor memory, and no set is tried twice."""
+    judged: list[tuple] = []
+    best_buckets = Task.best_buckets
+
+    def noted(task, planner, program, *args):
+        proposal = best_buckets(task, planner, program, *args)
+        judged.append((proposal.timeline.step_s, task.best_s))
+        return proposal
+
+    monkeypatch.setattr(Task, "best_buckets", noted)
+    for budget, is_pruned in ((AUTO, True), (AMPLE, False)):
+        judged.clear()
+        task = Task(traced().graph, CostModel(CLUSTERS["both"]), ADAM, lambda _: None, budget)
+        fastest = min(p.timeline.step_s for p in poplar(task) if p.feasible)
+        slow = [step_s for step_s, best_s in judged if step_s > HOPEFUL * best_s]
+        assert not slow if is_pruned else slow
+        assert fastest == pytest.approx(min(step_s for step_s, _ in judged), rel=0.05)
 
 
 @pytest.mark.parametrize("name", CLUSTERS)

@@ -18,7 +18,7 @@ from ..search.synthesis import Found, NoProgram, Prices, Problem, search
 from ..search.synthesis.choices import code_of
 from ..simulator import Simulation
 from .budget import CARE_STEPS, EACH
-from .device_sets import device_sets, least_parallel_s, sets_in_need
+from .device_sets import ABOUT, device_sets, least_parallel_s, sets_in_need
 from .passes import FACTORS, REMATERIALISATION, SHARES, Pass
 from .proposal import Proposal
 from .task import HEADROOM, HIDDEN, HOPEFUL, SMALLER_BYTES, USUAL_BYTES, Task
@@ -40,8 +40,6 @@ WEIGHT = 1.01  # factor by which the program that a search returns may cost more
 MAX_STATES, MAX_STATES_PER_STEP = 50, 1.5
 MAX_ROUNDS = 4
 SAME_RATIO = 0.025  # shares that differ by less lead to the same program
-# factor on the estimated least step on some devices: steps 6 % shorter than that were found
-ABOUT = 0.9
 LOST = 1.01  # a program whose step stays above the best one times this is dropped
 # with a large model, devices are left as soon as no program there can gain more than what is missing to 1
 ALMOST = 0.995
@@ -380,16 +378,19 @@ class Synthesis:
         """The same program with as few rematerialised activations as make it fit in memory, and also with
         parameters stored in shards if that is not enough. Left out if ``least_s``, a bound without
         rematerialisation, is slower than the best plan."""
-        candidate = recomputed(program)
+        candidate = self.task.made_once(recomputed, program, recomputed)
         if not regions(candidate) or least_s > LOST * self.task.best_s:
             return
-        for stored in (candidate, *([fully_sharded(candidate)] if len(ranks) > 1 else [])):
+        for stored in (candidate, *([self.sharded(candidate)] if len(ranks) > 1 else [])):
             best = self.fitting(stored, ranks)
             if best is not None:
                 yield best
                 if best.feasible:
                     yield self.improved(best, REMATERIALISATION, SHARES)
                     return
+
+    def sharded(self, program: Program) -> Program:
+        return self.task.made_once(fully_sharded, program, fully_sharded)
 
     def fitting(self, program: Program, ranks: tuple[int, ...]) -> Proposal | None:
         """The program under the LP's shares, with a little more memory left free if rounding requires it;
@@ -412,7 +413,7 @@ class Synthesis:
         """
         if len(ranks) == 1:
             return
-        sharded = fully_sharded(program)
+        sharded = self.sharded(program)
         simulation = self.task.simulation(sharded)
         for spare in SPARE:
             ratio = self.task.ratio(simulation, sharded, ranks, HEADROOM + spare)

@@ -17,24 +17,25 @@ This departs from the paper, which takes the first stage that fits and divides o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 
-from ..cost.micro_steps import costed_micro_step
 from ..errors import PlanError
-from ..lang.ir import Program, Ratio, Samples, make_ratio, regions, samples_of, support, with_whole_rows
+from ..lang.ir import Program, Ratio, make_ratio, regions, support, with_whole_rows
 from ..lang.plan_file import MicroBatch
+from ..passes.buckets import bucketings
 from ..passes.recomputation import recomputed
 from ..passes.zero import Allocation, allocate, with_stage
 from ..search.placement.lower import even_over
 from ..search.ratios import with_ratio
-from ..simulator import Simulation
-from ..step.memory import Held, PeakMemory
-from .device_sets import device_sets, sets_in_need
+from ..simulator import MicroBatches, Simulation
+from ..step.memory import Held
+from .device_sets import ABOUT, device_sets, least_parallel_s, sets_in_need
 from .passes import REMATERIALISATION
 from .proposal import Proposal
 from .room import Room
-from .task import Task
+from .task import HOPEFUL, USUAL_BYTES, Task
 
 STAGES = (0, 1, 2, 3)
 HIDDEN = (1.0, 0.25)  # shares of the collectives' seconds that a micro-batch is assumed to wait for
@@ -48,32 +49,42 @@ GROWTH = 1.2  # factor between neighbouring micro-batches of a curve
 
 
 def poplar(task: Task) -> Iterator[Proposal]:
-    """Yields the best allocation of every stage, on all devices and on only the faster ones."""
-    best_s, is_any = float("inf"), False
-    sets = sorted(device_sets(task), key=lambda ranks: (task.least_seconds(ranks), -len(ranks)))
+    """Yields the best allocation of every stage, on all devices and on only the faster ones; with a short
+    budget, only allocations that may become the fastest plan."""
+    best_s, is_any, tried = float("inf"), False, Tried()
+    # in every stage, gradients are summed as in data parallelism, or scattered and then gathered
+    sets = sorted(device_sets(task), key=lambda ranks: (least_parallel_s(task, ranks), -len(ranks)))
     for ranks in (*sets, *sets_in_need(task)):
-        if best_s < float("inf") and task.least_seconds(ranks) >= best_s:
-            return  # slower sets will not help either
+        if ABOUT * least_parallel_s(task, ranks) >= min(best_s, enough_s(task)):
+            continue
         short = []  # ZeRO stages in which some rank lacks the memory to take its whole share at once
         for stage in STAGES:
             task.progress(f"planning: poplar, stage {stage}, {len(ranks)} devices")
-            proposals = list(Staged(task, stage, ranks).proposals())
-            is_any = is_any or bool(proposals)
-            best_s = min([best_s, *(p.timeline.step_s for p in proposals if p.feasible)])
-            yield from proposals
-            if not any(p.feasible and p.micro_batches is None for p in proposals):
+            for proposal in Staged(task, stage, ranks, tried=tried).proposals():
+                is_any = True
+                best_s = min(best_s, proposal.timeline.step_s if proposal.feasible else best_s)
+                yield proposal
+            if not tried[stage, ranks]:
                 short.append(stage)
-        for stage in short if best_s > AGAIN * task.least_seconds(ranks) else ():
+        for stage in short:
+            if min(best_s, enough_s(task)) <= AGAIN * task.least_seconds(ranks):
+                break
             for recomputed_one in computed_again(task, stage, ranks, best_s):
                 is_any, best_s = True, recomputed_one.timeline.step_s
                 yield recomputed_one
-    if not is_any:  # the closest: the least memory on each device
+    if not is_any and enough_s(task) == float("inf"):  # the closest: the least memory on each device
         yield task.judge("poplar", Staged(task, 3, tuple(range(task.world_size))).program)
+
+
+def enough_s(task: Task) -> float:
+    """The seconds of the fastest plan so far, which a proposal has to beat; infinite if the budget pays for
+    everything."""
+    return float("inf") if task.budget.is_ample else task.best_s
 
 
 def computed_again(task: Task, stage: int, ranks: tuple[int, ...], best_s: float) -> Iterator[Proposal]:
     """The best with rematerialised activations, if it fits and is faster than ``best_s``."""
-    program = recomputed(task.data_parallel(task.shares(ranks)))
+    program = task.made_once(recomputed, task.data_parallel(task.shares(ranks)), recomputed)
     if not regions(program):
         return
     task.progress(f"planning: poplar, stage {stage}, {len(ranks)} devices, computing again")
@@ -83,9 +94,14 @@ def computed_again(task: Task, stage: int, ranks: tuple[int, ...], best_s: float
         yield REMATERIALISATION(task, best, task.budget)
 
 
+class Tried(dict[tuple[int, tuple[int, ...]], bool]):
+    """For every stage and set of devices that was tried: whether no memory is lacking to take all samples at
+    once, or only too much time."""
+
+
 class Staged:
-    """Data parallelism on some devices in a ZeRO stage; made from ``plain``, if that is given and may be
-    faster than ``best_s``."""
+    """Data parallelism on some devices in a ZeRO stage, unless that was ``tried``; made from ``plain``, if
+    that is given and may be faster than ``best_s``."""
 
     def __init__(
         self,
@@ -94,37 +110,47 @@ class Staged:
         ranks: tuple[int, ...],
         plain: Program | None = None,
         best_s: float = float("inf"),
+        tried: Tried | None = None,
     ) -> None:
         self.task, self.stage, self.ranks, self.best_s = task, stage, ranks, best_s
+        self.tried = Tried() if tried is None else tried
         self.again = plain is not None
-        plain = with_whole_rows(plain or task.data_parallel(task.shares(ranks)))
+        plain = plain or task.data_parallel(task.shares(ranks))
         even = even_over(ranks, task.world_size)
-        self.program = with_stage(plain, stage, even)
-        owners: set[str | None] = {name for name, _ in self.program.ratios[len(plain.ratios) :]}
+        program = task.made_once(
+            (with_stage, stage), plain, lambda plain: with_stage(with_whole_rows(plain), stage, even)
+        )
+        owners: set[str | None] = {name for name, _ in program.ratios[len(plain.ratios) :]}
         (self.owners,) = owners or {None}
+        self.program = self.owned_as(program, even)
         self.passes_s: dict[tuple[int, int], float] = {}  # by class of devices and samples
 
     def proposals(self) -> Iterator[Proposal]:
         """The best of several numbers of micro-batches, and the step without any."""
+        if (self.stage, self.ranks) in self.tried:
+            return
+        self.tried[self.stage, self.ranks] = False
         if self.stage and self.owners is None:
             return  # nothing has an owner
-        for samples in dict.fromkeys((samples_if_any(self.program), None)):
-            memory = PeakMemory(self.task.costs, self.task.optimizer_states, samples)
+        for simulation in self.simulations():
             for spare in SPARE:
-                judged_plans = list(self.judge(spare, memory))
+                judged_plans = list(self.judge(spare, simulation))
                 yield from judged_plans
                 if not judged_plans or any(p.feasible for p in judged_plans):
                     break
 
-    def judge(self, spare: float, memory: PeakMemory) -> Iterator[Proposal]:
-        accumulating = memory.samples is not None
-        samples = memory.samples
-        step = self.program if samples is None else costed_micro_step(self.program, samples)
+    def simulations(self) -> Iterator[Simulation]:
+        """Simulations in micro-batches, if the program can run in them, and without any."""
+        with suppress(PlanError):  # a value of the whole batch depends on parameters
+            yield self.task.simulation(self.program, accumulating=True)
+        yield self.task.simulation(self.program)
+
+    def judge(self, spare: float, simulation: Simulation) -> Iterator[Proposal]:
+        accumulating = simulation.samples is not None
         held = Held.of(self.stage == 2) if accumulating else Held.NOTHING
-        room = Room(self.task, step, self.ranks, self.owners, held, spare, memory)
+        room = Room(self.task, simulation.program, self.ranks, self.owners, held, spare, simulation.memory)
         if not accumulating and sum(room.largest(0).values()) < self.task.batch:
             return
-        simulation = self.task.simulation(self.program, accumulating=accumulating)
         in_each_s = micro_step_s(simulation, self.program)
         seen: set = set()
         prices = [in_each_s * share for share in HIDDEN] if accumulating else [ONCE_S]
@@ -135,7 +161,7 @@ class Staged:
             if first is None or accumulating != (max(first[0].accumulation_steps) > 1):
                 continue
             allocation, owners = first
-            if allocation.step_s - price_s * max(allocation.accumulation_steps) > self.best_s:
+            if allocation.step_s - price_s * max(allocation.accumulation_steps) > self.limit_s:
                 continue  # even free collectives would not help
             micro_batches = rows(allocation)
             if (micro_batches, owners) in seen:
@@ -145,12 +171,28 @@ class Staged:
             if ranks != self.ranks:
                 if ranks not in seen and not self.again:
                     seen.add(ranks)
-                    yield from Staged(self.task, self.stage, ranks).proposals()
+                    yield from Staged(self.task, self.stage, ranks, tried=self.tried).proposals()
                 continue
             program = self.program.with_shares(make_ratio(allocation.samples))
             program = self.owned_as(program, owners)
             planned = micro_batches if accumulating else None
-            yield self.task.best_buckets("poplar", program, simulation, planned)
+            is_lost = self.is_lost(program, simulation, planned)
+            if not is_lost:
+                yield (proposal := self.task.best_buckets("poplar", program, simulation, planned))
+            if not accumulating and (is_lost or proposal.feasible):
+                self.tried[self.stage, self.ranks] = True
+
+    @property
+    def limit_s(self) -> float:
+        return min(self.best_s, enough_s(self.task))
+
+    def is_lost(self, program: Program, simulation: Simulation, micro_batches: MicroBatches) -> bool:
+        """Whether a program is too slow to become the fastest by other buckets or another order."""
+        if enough_s(self.task) == float("inf"):
+            return False
+        program = self.task.in_our_sums("poplar", program)
+        (buckets,) = bucketings(program, (USUAL_BYTES,), simulation.step.summed)
+        return simulation.step_s(program, micro_batches, buckets) > HOPEFUL * enough_s(self.task)
 
     def owned_as(self, program: Program, owners: Ratio | None) -> Program:
         """``program`` with these shares for the owners, if it has any."""
@@ -201,15 +243,6 @@ class Staged:
             if (kind, m) not in self.passes_s:
                 self.passes_s[kind, m] = simulation.passes_s(kind, m / self.task.batch)
         return sizes, [self.passes_s[kind, m] for m in sizes]
-
-
-def samples_if_any(program: Program) -> Samples | None:
-    """The samples of a program; None if it cannot run in micro-batches because a value of the whole batch
-    depends on parameters."""
-    try:
-        return samples_of(program)
-    except PlanError:
-        return None
 
 
 def micro_step_s(simulation: Simulation, program: Program) -> float:

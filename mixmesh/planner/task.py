@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
@@ -107,6 +107,7 @@ class Task:
         self.searched: dict[int, tuple[Problem, Found]] = {}  # by the shape of the program
         self._programs: dict[tuple[bool, int], Program] = {}
         self._packed: dict[Body, tuple[Program | None, float]] = {}
+        self._made: dict[tuple, Program] = {}
         self._simulations: dict[tuple[Body, tuple, tuple[bool, int, bool]], Simulation] = {}
         # by the largest size of one-shot sums, the number of computations, and whether pieces are even
         self._same_but_owners: dict[tuple[int, int, bool], list[Simulation]] = {}
@@ -288,6 +289,16 @@ class Task:
         if key not in self._programs:
             self._programs[key] = emit(problem, found, named=True)
         return self._programs[key].with_shares(problem.ratio)
+
+    def made_once(self, way: Hashable, program: Program, make: Callable[[Program], Program]) -> Program:
+        """``make(program)``, made once for all programs of the same instructions, which share one simulation
+        then. Ratios that ``make`` adds keep their first shares. ``way`` names what is made."""
+        key = way, program.body
+        if key not in self._made:
+            self._made[key] = make(program)
+        made = self._made[key]
+        ratios = (*program.ratios, *made.ratios[len(program.ratios) :])
+        return made.changed(ratios=ratios, levels=program.levels, direct_bytes=program.direct_bytes)
 
     def packed(self, program: Program) -> Program:
         """The program with the small sums of a level packed, if that saves much of the step; for smaller
