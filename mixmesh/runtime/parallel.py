@@ -45,6 +45,7 @@ from .shells import parallel_class
 from .start import check_can_follow, stand_in_for_meta, start_together
 from .taken import Taken, owners_of
 from .taking_part import taking_part
+from .unsummed import refuse_steps
 from .whole_model import own_module
 
 __all__ = [
@@ -262,6 +263,7 @@ def _adapt(
     optimizers.show_shards(optimizer)
     # looks up the runtime, whose parts change with the shares
     optimizers.also_drop(optimizer, lambda: runtime.drop_gradients())
+    refuse_steps(optimizer, lambda: runtime.reducer.is_unsummed)
     if runtime.owned:
 
         def gather(stepped: torch.optim.Optimizer, *_) -> None:

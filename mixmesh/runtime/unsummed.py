@@ -1,5 +1,5 @@
-"""Refuses PyTorch's clipping of gradients that ``no_sync`` has left unsummed. ``p.grad`` does not have them,
-so the clipping would silently change nothing."""
+"""Refuses to clip gradients that ``no_sync`` has left unsummed, and to step by them. ``p.grad`` does not have
+them, so both would silently change nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import wraps
 from typing import Any
 from weakref import WeakSet
 
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.nn.utils import clip_grad
 
 from ..base.callers import line_of_script
@@ -39,7 +39,7 @@ def _checked(function: Callable[..., Any], is_unsummed: Callable[[nn.Module], bo
         taken = set(map(id, given))
         for model in _waiting:
             if is_unsummed(model) and (not given or not taken.isdisjoint(_ids(model))):
-                raise _refusal()
+                raise _refusal("gradients are clipped", *CLIPPING)
         return function(given, *args, **kwargs)
 
     put_on(checked, "checks_sums", True)
@@ -53,14 +53,31 @@ def _ids(model: nn.Module) -> Iterator[int]:
         yield id(p.grad)
 
 
-def _refusal() -> InputError:
+def refuse_steps(optimizer: optim.Optimizer, is_unsummed: Callable[[], bool]) -> None:
+    """Makes the optimizer refuse to step whenever gradients of its model are unsummed."""
+
+    def check(*_: Any) -> None:
+        if is_unsummed():
+            raise _refusal("the optimizer steps by gradients", *STEPPING)
+
+    optimizer.register_step_pre_hook(check)
+
+
+CLIPPING = (
+    "clip once for each optimizer step, after its last backward pass, outside of model.no_sync()",
+    "leave model.no_sync() out, to clip what has accumulated after every backward pass",
+)
+STEPPING = (
+    "the last backward pass before each step outside of model.no_sync(), which is for those before it",
+    "leave model.no_sync() out, if every backward pass is followed by a step",
+)
+
+
+def _refusal(words: str, *hint: str) -> InputError:
     return InputError(
-        "gradients are clipped that no_sync has left unsummed: p.grad does not have them yet",
-        expected="clipping after a backward pass outside of model.no_sync(), which sums all gradients",
+        f"{words} that no_sync has left unsummed: p.grad does not have them yet",
+        expected="a backward pass outside of model.no_sync() before, which sums all gradients",
         got="gradients that wait for such a pass",
         where=line_of_script(),
-        hint=(
-            "clip once for each optimizer step, after its last backward pass, outside of model.no_sync()",
-            "leave model.no_sync() out, to clip what has accumulated after every backward pass",
-        ),
+        hint=hint,
     )

@@ -113,7 +113,7 @@ def check_an_idle_rank_takes_part(_) -> None:
 
 
 def check_clipping_between_batches_of_a_step(_) -> None:
-    """Under ``no_sync`` gradients wait to be summed: clipping them is refused, and right
+    """Under ``no_sync`` gradients wait to be summed: to clip them or to step by them is refused, and right
     once they are summed. Where nothing waits, it is right at once."""
     for name in PLANS:
         single, optimizer, model, sharded = build(name)
@@ -128,6 +128,8 @@ def check_clipping_between_batches_of_a_step(_) -> None:
                 with pytest.raises(InputError, match="no_sync has left unsummed") as caught:
                     clip(model.parameters(), 1e9)
                 assert "test_clipping.py" in caught.value.where
+            with pytest.raises(InputError, match="the optimizer steps by gradients that no_sync has left"):
+                sharded.step()
         for m, o in ((single, optimizer), (model, sharded)):
             m(**batch(1)).backward()
             clip_grad_norm_(m.parameters(), 0.1)
