@@ -69,6 +69,9 @@ class RankPart:
     optimizer_state: dict[str, Any]
 
 
+_shared: set[str] = set()  # the first rank's folders of which this rank has seen a checkpoint begin
+
+
 @dataclass(frozen=True)
 class Place:
     """The place of a checkpoint: the first rank's folder of checkpoints, the checkpoint's own folder in it
@@ -158,8 +161,11 @@ class Writer(StorageWriter):
         sync(self.folder)
 
     def _check_is_shared(self, place: Place) -> None:
-        """Raises InputError unless this rank sees the folder that the first rank has made."""
-        if not (self.folder / place.unfinished).is_dir():
+        """Raises InputError unless this rank sees the folder that the first rank has made. If it saw earlier
+        ones, its file system has a fault, as with a full disk: the training goes on."""
+        if (self.folder / place.unfinished).is_dir():
+            _shared.add(place.folder)
+        elif place.folder not in _shared:
             raise InputError(
                 f"rank {place.rank} does not see the folder in which the first rank begins a checkpoint",
                 expected=f"{place.unfinished}, which the first rank has made in {place.folder}",

@@ -281,6 +281,17 @@ def check_ranks_that_do_not_share_the_folder_are_refused(_) -> None:
     assert not [path for path in folder.rglob("*") if path.is_file()]
 
 
+def check_a_folder_that_one_rank_loses_stops_nobody(_) -> None:
+    """Once all ranks have seen the folder, a rank that no longer does has a fault of its file system."""
+    folder = shared_folder()
+    _, _, model, optimizer = build("fsdp")
+    first = checkpoint.save(folder, step=1, model=model, optimizer=optimizer)
+    seen = folder / "gone" if dist.get_rank() else folder
+    assert checkpoint.save(seen, step=2, model=model, optimizer=optimizer) is None
+    assert checkpoint.latest(folder) == first
+    dist.barrier()
+
+
 def check_saving_while_the_training_goes_on(_) -> None:
     """What is written is what was trained when it was begun."""
     for name, other in zip(PLANS, PLANS[1:] + PLANS[:1]):
@@ -353,6 +364,7 @@ CHECKS = named(
     check_what_is_of_another_job_is_refused_and_changes_nothing,
     check_a_rank_that_cannot_write_stops_nobody,
     check_ranks_that_do_not_share_the_folder_are_refused,
+    check_a_folder_that_one_rank_loses_stops_nobody,
     check_saving_while_the_training_goes_on,
     check_a_failure_of_one_rank_in_the_background,
     check_a_file_that_is_damaged_for_one_rank_is_passed_over_by_all,
