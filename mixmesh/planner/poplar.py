@@ -94,9 +94,8 @@ def computed_again(task: Task, stage: int, ranks: tuple[int, ...], best_s: float
         yield REMATERIALISATION(task, best, task.budget)
 
 
-class Tried(dict[tuple[int, tuple[int, ...]], bool]):
-    """For every stage and set of devices that was tried: whether no memory is lacking to take all samples at
-    once, or only too much time."""
+# for every stage and set of devices that was tried: whether memory suffices to take all samples at once
+Tried = dict[tuple[int, tuple[int, ...]], bool]
 
 
 class Staged:
@@ -151,39 +150,44 @@ class Staged:
         room = Room(self.task, simulation.program, self.ranks, self.owners, held, spare, simulation.memory)
         if not accumulating and sum(room.largest(0).values()) < self.task.batch:
             return
-        in_each_s = micro_step_s(simulation, self.program)
-        seen: set = set()
-        prices = [in_each_s * share for share in HIDDEN] if accumulating else [ONCE_S]
-        # in stages 0 and 1 every device may have its own number; a common one can allow larger micro-batches
-        counted = dict.fromkeys((self.stage, COMMON)) if accumulating else (COMMON,)
-        for price_s, together in product(prices, counted):
-            first = self.allocated(room, price_s, together, simulation)
-            if first is None or accumulating != (max(first[0].accumulation_steps) > 1):
-                continue
-            allocation, owners = first
-            if allocation.step_s - price_s * max(allocation.accumulation_steps) > self.limit_s:
-                continue  # even free collectives would not help
-            micro_batches = rows(allocation)
-            if (micro_batches, owners) in seen:
-                continue
-            seen.add((micro_batches, owners))
+        for allocation, owners in self.allocations(room, simulation):
             ranks = support(allocation.samples)
             if ranks != self.ranks:
-                if ranks not in seen and not self.again:
-                    seen.add(ranks)
+                if not self.again:
                     yield from Staged(self.task, self.stage, ranks, tried=self.tried).proposals()
                 continue
             program = self.program.with_shares(make_ratio(allocation.samples))
             program = self.owned_as(program, owners)
-            planned = micro_batches if accumulating else None
-            is_lost = self.is_lost(program, simulation, planned)
-            if not is_lost:
+            planned, proposal = rows(allocation) if accumulating else None, None
+            if not self.is_lost(program, simulation, planned):
                 yield (proposal := self.task.best_buckets("poplar", program, simulation, planned))
-            if not accumulating and (is_lost or proposal.feasible):
+            if not accumulating and (proposal is None or proposal.feasible):
                 self.tried[self.stage, self.ranks] = True
+
+    def allocations(self, room: Room, simulation: Simulation) -> Iterator[tuple[Allocation, Ratio | None]]:
+        """Yields different allocations, with the shares of the owners, that would be fast enough if
+        collectives were free: for several shares of their seconds that a micro-batch waits for, and with
+        numbers of micro-batches of each device and in common."""
+        accumulating = simulation.samples is not None
+        in_each_s = micro_step_s(simulation, self.program)
+        prices = [in_each_s * share for share in HIDDEN] if accumulating else [ONCE_S]
+        # in stages 0 and 1 every device may have its own number; a common one can allow larger micro-batches
+        counted = dict.fromkeys((self.stage, COMMON)) if accumulating else (COMMON,)
+        seen = set()
+        for price_s, together in product(prices, counted):
+            found = self.allocated(room, price_s, together, simulation)
+            if found is None or accumulating != (max(found[0].accumulation_steps) > 1):
+                continue
+            allocation, owners = found
+            if allocation.step_s - price_s * max(allocation.accumulation_steps) > self.limit_s:
+                continue
+            if (rows(allocation), owners) not in seen:
+                seen.add((rows(allocation), owners))
+                yield allocation, owners
 
     @property
     def limit_s(self) -> float:
+        """The seconds that a step must not take longer than, to be worth examining."""
         return min(self.best_s, enough_s(self.task))
 
     def is_lost(self, program: Program, simulation: Simulation, micro_batches: MicroBatches) -> bool:
