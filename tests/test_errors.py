@@ -7,6 +7,7 @@ import os
 import pickle
 
 import pytest
+import torch
 import torch.distributed as dist
 from jobs import GOOD, HEAD, returning, write_job
 from programs import MLP, THREE_DEVICES, TWO_DEVICES, make_plan
@@ -23,6 +24,7 @@ from mixmesh.lang.ir import REPLICATE, parse_program
 from mixmesh.lang.optimizer_states import ADAM, OptimizerStates
 from mixmesh.lang.plan_file import Plan
 from mixmesh.planner import check_planner
+from mixmesh.runtime.comm import Comm
 
 
 @pytest.fixture
@@ -492,3 +494,11 @@ def test_a_text_is_told_once_in_a_start(monkeypatch, tmp_path):
     monkeypatch.setenv("MASTER_PORT", "1")  # nobody answers
     monkeypatch.setattr("mixmesh.cli.told.STORE_S", 0.2)
     assert is_first_to_tell("a") and is_first_to_tell("a")
+
+
+def test_a_worker_of_a_loader_that_is_killed_is_named():
+    """PyTorch raises its error in whatever the process does, which often is a collective."""
+    channel = Comm(0, 1, torch.device("cpu"), 60.0, {}).channel((0,), "all_reduce")
+    error = channel.failed(RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "))
+    assert "by the end of a data loader's worker" in str(error)
+    assert "killed by signal: Killed." in error.got and "/dev/shm" in error.hint[0]

@@ -235,7 +235,10 @@ class Channel:
                 return cause
         text = str(error)
         ranks = ", ".join(map(str, self.ranks))
-        if "imed out" in text or "imeout" in text:
+        if "DataLoader worker" in text:
+            reason = "was interrupted by the end of a data loader's worker"
+            hint = "fewer workers, or more memory, also in /dev/shm: a worker that finds none is killed"
+        elif "imed out" in text or "imeout" in text:
             reason = f"timed out after {self.comm.timeout_s:g} s"
             hint = "a rank of these is slow, stuck or never got here: look at the output of each"
         elif "onnection" in text or "peer" in text:
