@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from mixmesh.cluster import Cluster
+from mixmesh.cluster.catalogue import CATALOGUE
 from mixmesh.errors import Infeasible, InputError
 from mixmesh.frontend.job import Job
 from mixmesh.frontend.trace import trace
@@ -31,12 +32,14 @@ SAMPLES_PER_DEVICE = 8
 
 @dataclass(frozen=True)
 class Case:
-    """A model of ``size`` layers or branches on ``devices``; ``most_s`` is the target, if there is one.
-    ``most_times``: the target as a multiple of the time on 8 devices."""
+    """A model of ``size`` layers or branches on ``devices``, which have a part ``memory`` of their usual
+    memory; ``most_s`` is the target, if there is one. ``most_times``: the target as a multiple of the time on
+    8 devices."""
 
     model: str
     size: int
     devices: int
+    memory: float = 1.0
     most_s: float | None = None
     most_times: float | None = None
     quick: bool = False
@@ -53,6 +56,8 @@ CASES = (
     Case("transformer", 24, 64, most_times=3.0, quick=True),
     Case("transformer", 24, 256),
     Case("transformer", 24, 1024, most_s=1.4),
+    Case("transformer", 24, 8, memory=0.3),
+    Case("transformer", 24, 8, memory=0.15),
     Case("mixture", 24, 8, most_s=2.0),
     Case("branches", 1, 8, quick=True),
     Case("branches", 2, 8),
@@ -69,6 +74,7 @@ class Row:
     model: str
     size: int
     devices: int
+    memory: float
     nodes: int
     trace_s: float
     search_s: float
@@ -88,8 +94,9 @@ class Row:
         return None if self.target_s is None else self.total_s <= self.target_s
 
 
-def mixed_cluster(devices: int) -> Cluster:
-    """``devices`` of four types on machines of two (up to 64) or eight, the types in equal parts."""
+def mixed_cluster(devices: int, memory: float = 1.0) -> Cluster:
+    """``devices`` of four types on machines of two (up to 64) or eight, the types in equal parts. All have a
+    part ``memory`` of what the catalogue says."""
     each = 2 if devices >= 8 else 1
     each = 8 if devices > 64 else each
     if devices % (each * len(TYPES)):
@@ -98,11 +105,14 @@ def mixed_cluster(devices: int) -> Cluster:
             expected=f"a multiple of {each * len(TYPES)}",
             got=str(devices),
         )
-    machines = [
-        f'[[machine]]\ndevices = [{{ device = "{TYPES[n % len(TYPES)]}", count = {each} }}]\n'
-        "link_gbit_per_s = 100\n"
-        for n in range(devices // each)
-    ]
+    machines = []
+    for n in range(devices // each):
+        name = TYPES[n % len(TYPES)]
+        gib = memory * CATALOGUE[name].memory_gib
+        machines.append(
+            f'[[machine]]\ndevices = [{{ device = "{name}", memory_gib = {gib:g}, count = {each} }}]\n'
+            "link_gbit_per_s = 100\n"
+        )
     head = f'name = "mixed-{devices}"\n[network]\nbandwidth_gbit_per_s = 25\nlatency_us = 20\n'
     return Cluster.parse(head + "".join(machines))
 
@@ -111,7 +121,7 @@ def run(cases: Sequence[Case], progress: Callable[[str], None] = lambda _: None)
     """A row per case."""
     known: dict[tuple[str, int, int], float] = {}
     for case in cases:
-        what = f"{case.model} {case.size} on {case.devices}"
+        what = f"{case.model} {case.size} on {case.devices}, {case.memory:.0%} of memory"
         progress(f"{what}: tracing")
         job = MODELS[case.model](case.size, SAMPLES_PER_DEVICE * case.devices)
         started = time.perf_counter()
@@ -123,12 +133,13 @@ def run(cases: Sequence[Case], progress: Callable[[str], None] = lambda _: None)
         if case.most_times is not None and on_eight is not None:
             target = case.most_times * on_eight
         row = plan_case(case, traced, trace_s, target)
-        known[case.model, case.size, case.devices] = row.total_s
+        if case.memory == 1:
+            known[case.model, case.size, case.devices] = row.total_s
         yield row
 
 
 def plan_case(case: Case, traced, trace_s: float, target_s: float | None) -> Row:
-    cluster = mixed_cluster(case.devices)
+    cluster = mixed_cluster(case.devices, case.memory)
     started, cpu = time.perf_counter(), time.process_time()
     try:
         plan = make_plan(traced, cluster, optimizer_states=ADAM)
@@ -140,6 +151,7 @@ def plan_case(case: Case, traced, trace_s: float, target_s: float | None) -> Row
         model=case.model,
         size=case.size,
         devices=case.devices,
+        memory=case.memory,
         nodes=len(traced.graph.nodes),
         trace_s=trace_s,
         **{f"{step}_s": spent.get(step, 0.0) for step in STEPS},

@@ -21,7 +21,7 @@ def planning(
     out: Out = Path("out/bench/planning.json"),
     as_json: Json = False,
 ) -> None:
-    """Seconds that planning takes, by layers, devices, experts and parallel branches."""
+    """Seconds that planning takes, by layers, devices, memory, experts and parallel branches."""
     from ..planning import CASES, report, run
 
     chosen = [case for case in CASES if case.quick or not quick]
@@ -40,11 +40,11 @@ def planning(
 
 
 def shown(rows: list[Row]) -> str:
-    header = ("model", "size", "devices", "trace", "search", "ratios", "simulate", "polish", "total", "cpu",
-              "states", "gap", "target", "")  # fmt: skip
+    header = ("model", "size", "devices", "memory", "trace", "search", "ratios", "simulate", "polish",
+              "total", "cpu", "states", "gap", "target", "")  # fmt: skip
     lines = [
         (
-            r.model, str(r.size), str(r.devices),
+            r.model, str(r.size), str(r.devices), f"{r.memory:.0%}",
             *(f"{s:.2f}" for s in (r.trace_s, r.search_s, r.ratios_s, r.simulate_s, r.polish_s, r.total_s)),
             f"{r.cpu_s:.2f}", str(r.states_expanded), "-" if r.gap is None else f"{r.gap:.1%}",
             "-" if r.target_s is None else f"{r.target_s:.2f}", {True: "met", False: "missed"}.get(r.met, ""),
