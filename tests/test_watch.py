@@ -193,6 +193,7 @@ def test_collectives_are_started_where_the_watch_knows_of_them():
         "runtime/shapes/agree.py": "given to a channel",
         "training/rebalance/balancer.py": "given to a channel",
         "checkpoint/vote.py": "within a meeting",
+        "training/preparation/own_rows.py": "starts none: recognises the script's own",
     }
     before_training = ("measure/", "cluster/detection/")  # a script calls none of it
     pattern = re.compile(r"\bdist\.(all_\w+|broadcast\w*|barrier|reduce\w*|gather\w*|scatter\w*)\b(?!_)")

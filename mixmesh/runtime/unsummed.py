@@ -54,10 +54,12 @@ def _ids(model: nn.Module) -> Iterator[int]:
 
 
 def refuse_steps(optimizer: optim.Optimizer, is_unsummed: Callable[[], bool]) -> None:
-    """Makes the optimizer refuse to step whenever gradients of its model are unsummed."""
+    """Makes the optimizer refuse to step whenever gradients of its model are unsummed. A closure, which may
+    run the last backward pass, is not looked into."""
 
-    def check(*_: Any) -> None:
-        if is_unsummed():
+    def check(_: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        has_closure = any(map(callable, (*args, *kwargs.values())))
+        if is_unsummed() and not has_closure:
             raise _refusal("the optimizer steps by gradients", *STEPPING)
 
     optimizer.register_step_pre_hook(check)
