@@ -62,7 +62,7 @@ def test_auto_is_never_slower_than_a_candidate(where, model):
     assert all(plan.predicted_step_s <= c.predicted_step_s for c in plan.candidates if c.feasible)
     # what is promised is what the simulator says of the program that is handed out
     check_program(plan.program)
-    timeline = simulate(plan.program, CostModel(where))
+    timeline = simulate(plan.program, CostModel(where), micro_batches=plan.micro_batches)
     assert timeline.step_s == pytest.approx(plan.predicted_step_s)
     assert timeline.peak_memory_bytes == plan.predicted_peak_memory_bytes
     assert parse_program(str(plan.program)) == plan.program
