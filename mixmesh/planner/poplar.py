@@ -187,7 +187,7 @@ class Staged:
 
     @property
     def limit_s(self) -> float:
-        """The seconds that a step must not take longer than, to be worth examining."""
+        """The seconds of the best step so far; allocations that must take longer are not examined."""
         return min(self.best_s, enough_s(self.task))
 
     def is_lost(self, program: Program, simulation: Simulation, micro_batches: MicroBatches) -> bool:

@@ -291,8 +291,9 @@ class Task:
         return self._programs[key].with_shares(problem.ratio)
 
     def made_once(self, way: Hashable, program: Program, make: Callable[[Program], Program]) -> Program:
-        """``make(program)``, made once for all programs of the same instructions, which share one simulation
-        then. Ratios that ``make`` adds keep their first shares. ``way`` names what is made."""
+        """Returns ``make(program)``. It is made only once for all programs of the same instructions, so that
+        the results share a simulation. Ratios that ``make`` adds keep their first shares. ``way`` names it.
+        """
         key = way, program.body
         if key not in self._made:
             self._made[key] = make(program)

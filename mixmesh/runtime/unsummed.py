@@ -15,7 +15,7 @@ from ..base.callers import line_of_script
 from ..base.patch import put_on
 from ..errors import InputError
 
-# what makes the norm to clip by, whatever name the script has imported, and what clips by value
+# the function that every clipping by norm calls, by whatever name it was imported, and that by value
 NORM, BY_VALUE = "_get_total_norm", "clip_grad_value_"
 _waiting: WeakSet[nn.Module] = WeakSet()  # models whose parameters' gradients may be left unsummed
 

@@ -35,7 +35,7 @@ def share_decisions(
 
 
 def of_any_rank(control: TrainerControl) -> TrainerControl:
-    """What at least one rank has decided. Collective."""
+    """Returns the decisions that at least one rank has made. Collective."""
     own = asdict(control)
     flags = torch.tensor([bool(flag) for flag in own.values()], dtype=torch.uint8)
     of_all = largest(flags, "the decisions of callbacks").tolist()
