@@ -7,6 +7,8 @@ import os
 import re
 from pathlib import Path
 
+from .catalogue import rows_named
+
 VARIABLE = "MIXMESH_DEVICES"
 NONE = "none"  # value of the variable that turns device files off
 SUFFIX = ".toml"
@@ -38,6 +40,12 @@ def device_file(name: str) -> Path | None:
     folder = devices_folder()
     path = None if folder is None else folder / file_name(name)
     return path if path is not None and path.is_file() else None
+
+
+def names_meant(name: str) -> tuple[str, ...]:
+    """The full names of the devices that ``name`` may mean: itself, if a device file has it, or else those of
+    cards in the catalogue."""
+    return (name,) if device_file(name) is not None else tuple(row.name for row in rows_named(name))
 
 
 def files() -> list[Path]:

@@ -26,9 +26,9 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from ..base.files import merge_mark
 from ..errors import ClusterError, unmerged
-from .catalogue import CATALOGUE, rows_named
+from .catalogue import CATALOGUE
 from .classes import ROWS
-from .devices_folder import device_file, files
+from .devices_folder import files, names_meant
 
 T = TypeVar("T", bound=BaseModel)
 _FIGURES = ("tflop_per_s", "memory_gib", "memory_gbyte_per_s")
@@ -111,20 +111,20 @@ class DeviceTable(Table):
         if not isinstance(value, dict):
             raise _problem("the name of a device in the catalogue, or a table")
         device = value.get("device")
-        if not isinstance(device, str) or device in CATALOGUE or device_file(device) is not None:
+        if not isinstance(device, str):
             return value
-        rows = rows_named(device)
-        if len(rows) != 1:
+        names = names_meant(device)
+        if len(names) != 1:
             calibrated = [path.stem for path in files()]
-            near = [row.name for row in rows] or closest(device, [*CATALOGUE, *calibrated], num=3)
+            near = names or closest(device, [*CATALOGUE, *calibrated], num=3)
             raise _problem(
-                "a device of the catalogue: " + ", ".join(near if rows else CATALOGUE),
-                f'several devices are called "{device}"' if rows else f'unknown device "{device}"',
+                "a device of the catalogue: " + ", ".join(names or CATALOGUE),
+                f'several devices are called "{device}"' if names else f'unknown device "{device}"',
                 "did you mean " + " or ".join(f'"{name}"' for name in near) + "?"
                 if near
                 else f"give its figures instead: {{ name = ..., {' = ..., '.join(_FIGURES)} = ... }}",
             )
-        return {**value, "device": rows[0].name}
+        return {**value, "device": names[0]}
 
     @model_validator(mode="after")
     def _has_figures(self) -> DeviceTable:

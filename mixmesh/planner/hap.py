@@ -378,7 +378,7 @@ class Synthesis:
         """The same program with as few rematerialised activations as make it fit in memory, and also with
         parameters stored in shards if that is not enough. Left out if ``least_s``, a bound without
         rematerialisation, is slower than the best plan."""
-        candidate = self.task.made_once(recomputed, program, recomputed)
+        candidate = self.task.made_once(recomputed, program)
         if not regions(candidate) or least_s > LOST * self.task.best_s:
             return
         for stored in (candidate, *([self.sharded(candidate)] if len(ranks) > 1 else [])):
@@ -390,7 +390,7 @@ class Synthesis:
                     return
 
     def sharded(self, program: Program) -> Program:
-        return self.task.made_once(fully_sharded, program, fully_sharded)
+        return self.task.made_once(fully_sharded, program)
 
     def fitting(self, program: Program, ranks: tuple[int, ...]) -> Proposal | None:
         """The program under the LP's shares, with a little more memory left free if rounding requires it;

@@ -75,11 +75,13 @@ class Chain:
 
 
 def pipelines(task: Task, planner: str = "pipeline") -> Iterator[Proposal]:
-    """The chains of every kind of stages with the best estimates, simulated. None for a model that cannot run
-    in micro-batches."""
+    """The chains of every kind of stages with the best estimates, simulated; those that lack the least memory
+    if nothing was proposed. None for a model that cannot run in micro-batches."""
     space = space_of(task, count=GROUPS)
     refused = found = False
-    for part in FILLED:
+    for part in (*FILLED, *OVERFILLED):
+        if part in OVERFILLED and (found or task.proposed):
+            return
         fits = False
         with task.timed("pipelines"):
             chains = list(proposed(task, space, part))
@@ -93,21 +95,6 @@ def pipelines(task: Task, planner: str = "pipeline") -> Iterator[Proposal]:
             fits = fits or chained.feasible
             yield chained
         if fits or refused:
-            return
-    if not (found or task.proposed):
-        yield from too_large(task, space, planner)
-
-
-def too_large(task: Task, space: Space, planner: str) -> Iterator[Proposal]:
-    """The chains that lack the least memory, where none fits. None if memory is not the reason."""
-    for part in OVERFILLED:
-        chains = list(proposed(task, space, part))
-        for chain in chains:
-            try:
-                yield judged(task, space, chain, planner)
-            except PlanError as error:
-                task.refused = str(error)
-        if chains:
             return
 
 

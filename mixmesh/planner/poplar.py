@@ -62,7 +62,8 @@ def poplar(task: Task) -> Iterator[Proposal]:
             task.progress(f"planning: poplar, stage {stage}, {len(ranks)} devices")
             for proposal in Staged(task, stage, ranks, tried=tried).proposals():
                 is_any = True
-                best_s = min(best_s, proposal.timeline.step_s if proposal.feasible else best_s)
+                if proposal.feasible:
+                    best_s = min(best_s, proposal.timeline.step_s)
                 yield proposal
             if not tried[stage, ranks]:
                 short.append(stage)
@@ -84,7 +85,7 @@ def enough_s(task: Task) -> float:
 
 def computed_again(task: Task, stage: int, ranks: tuple[int, ...], best_s: float) -> Iterator[Proposal]:
     """The best with rematerialised activations, if it fits and is faster than ``best_s``."""
-    program = task.made_once(recomputed, task.data_parallel(task.shares(ranks)), recomputed)
+    program = task.made_once(recomputed, task.data_parallel(task.shares(ranks)))
     if not regions(program):
         return
     task.progress(f"planning: poplar, stage {stage}, {len(ranks)} devices, computing again")
@@ -115,13 +116,10 @@ class Staged:
         self.tried = Tried() if tried is None else tried
         self.again = plain is not None
         plain = plain or task.data_parallel(task.shares(ranks))
-        even = even_over(ranks, task.world_size)
-        program = task.made_once(
-            (with_stage, stage), plain, lambda plain: with_stage(with_whole_rows(plain), stage, even)
-        )
+        program = task.made_once(in_stage, plain, stage)
         owners: set[str | None] = {name for name, _ in program.ratios[len(plain.ratios) :]}
         (self.owners,) = owners or {None}
-        self.program = self.owned_as(program, even)
+        self.program = self.owned_as(program, even_over(ranks, task.world_size))
         self.passes_s: dict[tuple[int, int], float] = {}  # by class of devices and samples
 
     def proposals(self) -> Iterator[Proposal]:
@@ -247,6 +245,12 @@ class Staged:
             if (kind, m) not in self.passes_s:
                 self.passes_s[kind, m] = simulation.passes_s(kind, m / self.task.batch)
         return sizes, [self.passes_s[kind, m] for m in sizes]
+
+
+def in_stage(program: Program, stage: int) -> Program:
+    """A program in a ZeRO stage, with equal shares for the owners."""
+    even = even_over(support(program.shares), program.world_size)
+    return with_stage(with_whole_rows(program), stage, even)
 
 
 def micro_step_s(simulation: Simulation, program: Program) -> float:

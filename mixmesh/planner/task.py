@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
@@ -290,13 +290,12 @@ class Task:
             self._programs[key] = emit(problem, found, named=True)
         return self._programs[key].with_shares(problem.ratio)
 
-    def made_once(self, way: Hashable, program: Program, make: Callable[[Program], Program]) -> Program:
-        """Returns ``make(program)``. It is made only once for all programs of the same instructions, so that
-        the results share a simulation. Ratios that ``make`` adds keep their first shares. ``way`` names it.
-        """
-        key = way, program.body
+    def made_once(self, make: Callable[..., Program], program: Program, *args) -> Program:
+        """Returns ``make(program, *args)``. It is made only once for all programs of the same instructions,
+        so that the results share a simulation. Ratios that ``make`` adds keep their first shares."""
+        key = make, program.body, args
         if key not in self._made:
-            self._made[key] = make(program)
+            self._made[key] = make(program, *args)
         made = self._made[key]
         ratios = (*program.ratios, *made.ratios[len(program.ratios) :])
         return made.changed(ratios=ratios, levels=program.levels, direct_bytes=program.direct_bytes)

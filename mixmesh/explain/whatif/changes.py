@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from ...base.units import GBIT, GIB, number_text, si
 from ...cluster import Cluster, Device, Machine, with_faster_inside, with_faster_links, without_device
-from ...cluster.catalogue import CATALOGUE, rows_named
-from ...cluster.devices_folder import device_file
+from ...cluster.catalogue import CATALOGUE
+from ...cluster.devices_folder import names_meant
 from ...cluster.file import closest
 from ...cluster.toml import toml_string
 from ...errors import InputError
@@ -41,16 +41,16 @@ def changes(cluster: Cluster, swaps: Sequence[str] = ()) -> tuple[Change, ...]:
 
 def device_of(name: str) -> Device:
     """The device of the catalogue, or of a device file, that ``name`` means. Raises InputError."""
-    rows = () if device_file(name) is not None else rows_named(name)
-    if len(rows) != 1 and device_file(name) is None:
-        near = [row.name for row in rows] or closest(name, CATALOGUE) or ["A100-80GB"]
+    names = names_meant(name)
+    if len(names) != 1:
+        near = names or closest(name, CATALOGUE) or ["A100-80GB"]
         raise InputError(
-            "no such device in the catalogue" if not rows else "several devices have this name",
-            expected=", ".join(row.name for row in rows) or ", ".join(CATALOGUE),
+            "no such device in the catalogue" if not names else "several devices have this name",
+            expected=", ".join(names or CATALOGUE),
             got=name,
             hint=f"--swap {near[0]}",
         )
-    text = f"[[machine]]\ndevices = [{toml_string(rows[0].name if rows else name)}]\n"
+    text = f"[[machine]]\ndevices = [{toml_string(names[0])}]\n"
     return Cluster.parse(text, f"catalogue: {name}").devices[0]
 
 

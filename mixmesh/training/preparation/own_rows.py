@@ -3,8 +3,8 @@ the whole batch: a mean that goes into the model, rows chosen by position, a sum
 
 Tensors of the first batches have a class that sees every operation on them. A result is marked if it joins
 rows (it no longer has one for each sample) or picks them by position. A marked tensor is refused as an input
-of the model. If a number is read from joined rows, or changes a piece of a parameter or of a gradient, or if
-samples are counted, a warning follows.
+of the model. A warning follows if a number is read from joined rows, or changes a piece of a parameter or of
+a gradient, or if samples are counted.
 """
 
 from __future__ import annotations
