@@ -274,6 +274,24 @@ def check_what_the_model_does_not_take_goes_with_its_rows(plan) -> None:
         assert len(names) < len(whole)
 
 
+def check_a_batch_that_one_rank_alone_skips(plan) -> None:
+    """It is refused in the next call, also long after the first steps; one that all ranks skip is not."""
+    data = DataLoader(TensorDataset(torch.ones(48, 3), torch.ones(48, 3)), 4)
+    model, optimizer, loader = prepared_on_two(torch.optim.SGD, data, "ddp-even")
+    ends = pytest.raises(InputError, match="rows of different batches")
+    for is_skipped, caught in ((lambda _: True, nullcontext()), (lambda rank: rank == 1, ends)):
+        with caught:
+            for number, (x, y) in enumerate(loader):
+                if number == 6 and is_skipped(dist.get_rank()):
+                    continue
+                model(x, y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert number == 11
+    assert number == 6 + dist.get_rank()
+    assert "batch 7 of the epoch on rank 0; batch 8 of the epoch on rank 1" in str(ends.excinfo.value)
+
+
 class AroundClass(torch.optim.Optimizer):
     """As SAM is written: it cannot be made of parameters alone, and asks for a norm of them all."""
 
@@ -312,6 +330,7 @@ WORLD = (
     check_a_generator_goes_on,
     check_no_numbers_are_drawn_by_a_look_at_a_loader,
     check_what_the_model_does_not_take_goes_with_its_rows,
+    check_a_batch_that_one_rank_alone_skips,
     check_ranks_draw_the_same_numbers_after_the_order,
     check_an_optimizer_that_is_not_made_again_keeps_parameters_whole,
     check_a_last_batch_that_a_pipeline_cannot_cut,

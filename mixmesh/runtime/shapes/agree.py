@@ -15,13 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...base.units import ranks_text
 from ...errors import InputError
 from ...frontend.trace.dtypes import TORCH_DTYPE
 from ...lang.ir import Instruction, Program, Shard, shard_sizes
+from ..agreement import by_value
 from ..batches import input_words, other_dtype
 from ..calls import missing
 from ..collectives import done
 from ..comm import Comm
+from ..given import num_given
 from ..listeners import Listeners
 from ..modes import Modes
 
@@ -60,7 +63,8 @@ class Agreement:
         """The shapes of the whole batch, in which evaluating ranks may all leave an input out, whether ranks
         were given their own rows of it, and the ``values`` of the first computing rank. Collective. Raises
         InputError for tensors that cannot be the program's inputs; and on all ranks if they are not parts of
-        one batch, if only some want the gradient of an input, or if modules are in different ``modes``."""
+        one batch or of different ones, if only some want the gradient of an input, or if modules are in
+        different ``modes``."""
         check_kinds(self.program, tensors, self.comm.rank, evaluates=evaluates)
         mine = self.given(tensors)
         if self.comm.world_size == 1:
@@ -95,7 +99,7 @@ class Agreement:
         """The messages of all ranks. First, by input and rank, the shape that the rank was given; None for a
         rank that takes no part. Then the ``values`` of the first rank that computes, and each rank's digests,
         if they were sent. ``mark`` must be the same on all ranks."""
-        inputs, numbers = self.program.batch_inputs, [mark, values]
+        inputs, numbers = self.program.batch_inputs, [mark, num_given(), values]
         for i in inputs:
             tensor = tensors.get(i.args[0]) if self._takes_part(i) else None
             num_dims = len(i.type.value.shape)
@@ -105,6 +109,7 @@ class Agreement:
         table = self._exchange(numbers + (self._digests(tensors) if with_digests else []))
         rows = [iter(row[:length]) for row in table]
         _check_modes([next(row) for row in rows])
+        _check_given([next(row) for row in rows])
         values = [next(row) for row in rows][self._listeners.working[0]]
         told = []
         for i in inputs:
@@ -151,6 +156,24 @@ def _check_modes(marks: Sequence[int]) -> None:
             expected="model.train(), model.eval() and those of its modules alike on all ranks",
             got=f"other modes on rank {one[0]} than on rank {other[0]}",
             hint="no train() or eval() within `if rank == 0:`",
+        )
+
+
+def _check_given(counts: Sequence[int]) -> None:
+    """Raises InputError if the loader has given more batches on some ranks than on others. ``counts`` are by
+    rank."""
+    by_count = by_value({rank: str(count) for rank, count in enumerate(counts) if count != ABSENT})
+    if len(by_count) > 1:
+        got = (f"batch {count} of the epoch on {ranks_text(ranks)}" for count, ranks in by_count.items())
+        raise InputError(
+            "the ranks call the model with rows of different batches",
+            expected="every rank to call it with its own rows of one batch, or to skip the same batches",
+            got="; ".join(got),
+            hint=(
+                "model, optimizer, _ = mixmesh.prepare(...)  # and the script's own loader: by whole batches "
+                "all ranks decide alike",
+                "or let all ranks decide together: torch.distributed.all_reduce of what decides",
+            ),
         )
 
 

@@ -19,6 +19,7 @@ from ...lang.ir import Program
 from ...lang.plan_file import Plan
 from ...runtime.data import Followed, own_rows, shard_batches_by
 from ...runtime.first_rank import everyones, from_first_rank
+from ...runtime.given import begin_epoch, count_given
 from ...runtime.passes import Runtime
 from ...runtime.verdicts import START_OF_EPOCH
 from ...runtime.watch import in_call
@@ -122,6 +123,7 @@ class OwnLoader:
             self._settle()
         with in_call(START_OF_EPOCH):
             self._resume = from_first_rank(self._next_resume)
+        begin_epoch()
         resumed = replace(self._resume.state) if self._resume is not None else None
         self._is_resumed = False
         self._progress = replace(self._progress)  # a copy, because another iteration may still run and count
@@ -198,6 +200,13 @@ class OwnLoader:
         """Whether the loop only took a look at a resumed epoch before it left the iteration."""
         return self._resume is not None and self._resume.was_left_at(self._progress)
 
+    def _advance(self, progress: Progress, num_samples: int, of: str) -> None:
+        """Counts a batch of ``num_samples`` and the digest ``of`` it, which the loop is about to get."""
+        progress.add(num_samples, of)
+        self._show(progress)
+        if self._plan is not None:
+            count_given()
+
     def _show(self, progress: Progress) -> None:
         """Makes ``state_dict`` describe the iteration that advanced last, unless another state was loaded."""
         if not self._is_resumed:
@@ -221,8 +230,7 @@ class OwnLoader:
         def count(batch: Any) -> Any:
             given = iteration.count()
             progress.numbers = iteration.numbers
-            progress.add(given.num_samples, given.digest)
-            self._show(progress)
+            self._advance(progress, given.num_samples, given.digest)
             if given.own_rows:
                 return batch
             return pytree.tree_map_only(torch.Tensor, lambda x: x[:0], batch)
@@ -260,8 +268,7 @@ class OwnLoader:
             batches = skipped.remaining
 
         def count(batch: Any) -> Any:
-            progress.add(num_rows(batch), digests[0])
-            self._show(progress)
+            self._advance(progress, num_rows(batch), digests[0])
             return batch
 
         def end() -> None:
