@@ -12,6 +12,7 @@ from torch import nn
 
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
+from mixmesh.cost.gpu_memory import KERNEL_BYTES, MIB, workspace_bytes
 from mixmesh.errors import Infeasible
 from mixmesh.frontend.trace import trace
 from mixmesh.lang.ir import make_ratio, support
@@ -134,6 +135,46 @@ def test_with_a_short_budget_lost_programs_are_not_examined(monkeypatch):
         slow = [step_s for step_s, best_s in judged if step_s > HOPEFUL * best_s]
         assert not slow if is_pruned else slow
         assert fastest == pytest.approx(min(step_s for step_s, _ in judged), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "devices, is_examined",
+    [
+        pytest.param(((100, 1), (100, 1)), False, id="nothing fits"),
+        pytest.param(((100, 40), (100, 40)), True, id="all fit"),
+    ],
+)
+def test_no_stage_is_examined_where_not_even_the_least_memory_fits(devices, is_examined):
+    said: list[str] = []
+    found = list(poplar(Task(traced().graph, CostModel(cluster(*devices)), ADAM, said.append)))
+    assert bool(said) == is_examined == any(p.feasible for p in found)
+    assert found  # to say what comes closest
+
+
+KERNELS_MIB = (KERNEL_BYTES + workspace_bytes("d")) / MIB  # not loaded by a process that computes nothing
+
+
+@pytest.mark.parametrize("room", [0.5 - KERNELS_MIB, 12])
+def test_a_device_that_must_take_part_is_in_every_set(monkeypatch, room):
+    """One without the memory for the initial values can neither compute nor take no part."""
+    examined: list[tuple[int, ...]] = []
+    proposals = Staged.proposals
+
+    def noted(staged):
+        examined.append(staged.ranks)
+        return proposals(staged)
+
+    monkeypatch.setattr(Staged, "proposals", noted)
+    task = task_of(cluster((160, 40), (160, 40), (40, room)))
+    found = list(poplar(task))
+    without = [ranks for ranks in examined if 2 not in ranks]
+    if room > 1:
+        assert any(p.feasible for p in found) and len(without) > 1
+    else:
+        # one of them, in one stage, to say which device to leave out
+        assert not any(p.feasible for p in found) and len(without) == 1
+        with pytest.raises(Infeasible, match="without rank 2"):
+            make_plan(traced(), task.costs.cluster)
 
 
 @pytest.mark.parametrize("name", CLUSTERS)

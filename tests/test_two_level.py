@@ -401,6 +401,22 @@ def test_a_program_much_slower_than_the_best_is_not_judged(monkeypatch, limit, j
     assert len(made) == judged and not any(p.feasible for p in made)
 
 
+@pytest.mark.parametrize("room_mib, most", [(0.1, 1), (ROOM_MIB, len(two_level.SPARE))])
+def test_where_a_machine_lacks_memory_no_more_is_left_free(monkeypatch, room_mib, most):
+    _, _, known = normed()
+    tried: dict[float, None] = {}
+    fitting = TwoLevel.fitting
+
+    def noted(planner, inner, program, ranks, spare):
+        tried[spare] = None
+        return fitting(planner, inner, program, ranks, spare)
+
+    monkeypatch.setattr(TwoLevel, "fitting", noted)
+    made = list(TwoLevel(Task(known.graph, CostModel(thin(room_mib)), ADAM, lambda _: None)).proposals())
+    assert any(p.feasible for p in made) == (room_mib == ROOM_MIB)
+    assert [*tried] == [*two_level.SPARE][: len(tried)] and 1 <= len(tried) <= most
+
+
 def test_regions_are_of_one_machine():
     _, _, known = normed()
     program = plan_traced(known, thin(ROOM_MIB), planner="two-level").program

@@ -52,10 +52,17 @@ def poplar(task: Task) -> Iterator[Proposal]:
     """Yields the best allocation of every stage, on all devices and on only the faster ones; with a short
     budget, only allocations that may become the fastest plan."""
     best_s, is_any, tried = float("inf"), False, Tried()
+    if task.best_s == float("inf") and not fits_somehow(task):
+        yield task.judge("poplar", Staged(task, 3, tuple(range(task.world_size))).program)
+        return
     # in every stage, gradients are summed as in data parallelism, or scattered and then gathered
     sets = sorted(device_sets(task), key=lambda ranks: (least_parallel_s(task, ranks), -len(ranks)))
+    lacking = []  # sets whose other devices cannot even hold a process that takes no part
     for ranks in (*sets, *sets_in_need(task)):
         if ABOUT * least_parallel_s(task, ranks) >= min(best_s, enough_s(task)):
+            continue
+        if not idle_ranks_fit(task, ranks):
+            lacking.append(ranks)
             continue
         short = []  # ZeRO stages in which some rank lacks the memory to take its whole share at once
         for stage in STAGES:
@@ -73,8 +80,21 @@ def poplar(task: Task) -> Iterator[Proposal]:
             for recomputed_one in computed_again(task, stage, ranks, best_s):
                 is_any, best_s = True, recomputed_one.timeline.step_s
                 yield recomputed_one
+    if lacking and task.best_s == float("inf"):  # to say which devices to leave out
+        yield from Staged(task, 3, lacking[0]).proposals()
     if not is_any and enough_s(task) == float("inf"):  # the closest: the least memory on each device
         yield task.judge("poplar", Staged(task, 3, tuple(range(task.world_size))).program)
+
+
+def fits_somehow(task: Task) -> bool:
+    """Whether memory may suffice for some allocation. If the least memory does not, on all devices together,
+    no stage fits, nor does any set of fewer devices: each of them would have to hold more."""
+    every = tuple(range(task.world_size))
+    plain = task.made_once(recomputed, task.data_parallel(task.shares(every)))
+    staged = Staged(task, STAGES[-1], every, plain)
+    rooms = ((staged.room(0.0, simulation), simulation) for simulation in staged.simulations())
+    allocations = (found for room, simulation in rooms for found in staged.allocations(room, simulation))
+    return next(allocations, None) is not None
 
 
 def enough_s(task: Task) -> float:
@@ -143,15 +163,13 @@ class Staged:
         yield self.task.simulation(self.program)
 
     def judge(self, spare: float, simulation: Simulation) -> Iterator[Proposal]:
-        accumulating = simulation.samples is not None
-        held = Held.of(self.stage == 2) if accumulating else Held.NOTHING
-        room = Room(self.task, simulation.program, self.ranks, self.owners, held, spare, simulation.memory)
+        accumulating, room = simulation.samples is not None, self.room(spare, simulation)
         if not accumulating and sum(room.largest(0).values()) < self.task.batch:
             return
         for allocation, owners in self.allocations(room, simulation):
             ranks = support(allocation.samples)
             if ranks != self.ranks:
-                if not self.again:
+                if not self.again and idle_ranks_fit(self.task, ranks):
                     yield from Staged(self.task, self.stage, ranks, tried=self.tried).proposals()
                 continue
             program = self.program.with_shares(make_ratio(allocation.samples))
@@ -161,6 +179,11 @@ class Staged:
                 yield (proposal := self.task.best_buckets("poplar", program, simulation, planned))
             if not accumulating and (proposal is None or proposal.feasible):
                 self.tried[self.stage, self.ranks] = True
+
+    def room(self, spare: float, simulation: Simulation) -> Room:
+        """The memory for samples and owned state, with a part ``spare`` of it left free."""
+        held = Held.NOTHING if simulation.samples is None else Held.of(self.stage == 2)
+        return Room(self.task, simulation.program, self.ranks, self.owners, held, spare, simulation.memory)
 
     def allocations(self, room: Room, simulation: Simulation) -> Iterator[tuple[Allocation, Ratio | None]]:
         """Yields different allocations, with the shares of the owners, that would be fast enough if
@@ -245,6 +268,17 @@ class Staged:
             if (kind, m) not in self.passes_s:
                 self.passes_s[kind, m] = simulation.passes_s(kind, m / self.task.batch)
         return sizes, [self.passes_s[kind, m] for m in sizes]
+
+
+def idle_ranks_fit(task: Task, ranks: tuple[int, ...]) -> bool:
+    """Whether the other ranks have the memory for taking no part: they receive the initial values and the
+    loss."""
+    idle = set(range(task.world_size)) - set(ranks)
+    if not idle:
+        return True
+    program = task.in_our_sums("poplar", task.data_parallel(task.shares(ranks)))
+    peaks = task.simulation(program).memory.peaks(program)
+    return all(peaks[rank] <= task.usable_bytes[rank] for rank in idle)
 
 
 def in_stage(program: Program, stage: int) -> Program:

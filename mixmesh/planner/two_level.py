@@ -48,12 +48,17 @@ MOST_MACHINES = 8
 BUCKET_BYTES = 16e6  # bucket size of programs under comparison
 
 
+Fitting = tuple[Program, bool]  # a machine's program, and whether some shares of it fit in memory
+
+
 @dataclass(frozen=True)
 class Found:
-    """The program that a set of ranks has for its part of the batch, and that set's predicted step."""
+    """The program that a set of ranks has for its part of the batch, that set's predicted step, and whether
+    some shares of it fit in memory, if that counts."""
 
     set: Set
     step_s: float
+    may_fit: bool = True
 
 
 def two_level(task: Task) -> Iterator[Proposal]:
@@ -104,10 +109,10 @@ class TwoLevel:
         self.machines = machines_of(task)
         self._parts: dict[tuple[tuple[int, ...], int], tuple[Part, str]] = {}
         self._found: dict[tuple, Program | None] = {}
-        self._fitting: dict[tuple, Program] = {}
-        self.spare: float | None = (
-            None  # share of memory that machines leave free; None if memory does not count
-        )
+        self._fitting: dict[tuple, Fitting] = {}
+        # share of memory that machines leave free; None if memory does not count
+        self.spare: float | None = None
+        self.may_fit = False  # whether all machines have had shares that fit, with that much left free
         self._tasks: dict[tuple, Task] = {}
 
     def proposals(self) -> Iterator[Proposal]:
@@ -125,6 +130,7 @@ class TwoLevel:
             return
         # joining machines takes more memory than their own programs
         for self.spare in SPARE:
+            self.may_fit = False
             for step_s, program in sorted(self.candidates(), key=lambda found: found[0]):
                 if step_s > LOST * self.task.best_s:
                     return
@@ -132,6 +138,8 @@ class TwoLevel:
                 if candidate.feasible:
                     yield self.with_fewest_regions(candidate)
                     return
+            if not self.may_fit:
+                return  # nor with more memory left free
 
     def with_fewest_regions(self, made: Proposal) -> Proposal:
         """Drops rematerialised regions as memory allows: first equally in all machines, then in the one that
@@ -197,6 +205,7 @@ class TwoLevel:
                     return
                 programs.append(part)
             whole = {n.result: n.types[0] for n in self.task.graph.batch_inputs}
+            self.may_fit = self.may_fit or all(f.may_fit for f in programs)
             yield join(self.task.graph.name, [f.set for f in programs], whole)
             speeds = [count / f.step_s for count, f in zip(counts, programs)]
 
@@ -214,14 +223,15 @@ class TwoLevel:
         program = self._found[price, key]
         if program is None:
             return None
+        may_fit = True
         if self.spare is not None:
             if (price, key, self.spare) not in self._fitting:
                 self._fitting[price, key, self.spare] = self.fitting(inner, program, ranks, self.spare)
-            program = self._fitting[price, key, self.spare]
+            program, may_fit = self._fitting[price, key, self.spare]
         found_on = support(program.shares)
         shares = dict(zip(ranks, (program.shares[r] for r in found_on)))
         mine = program.with_shares(make_ratio([shares.get(r, 0.0) for r in range(self.task.world_size)]))
-        return Found(Set(part, mine), inner.simulation(mine).step_s(mine))
+        return Found(Set(part, mine), inner.simulation(mine).step_s(mine), may_fit)
 
     def inner(self, key: tuple, part: Part) -> Task:
         if key not in self._tasks:
@@ -245,24 +255,24 @@ class TwoLevel:
         ratio = inner.ratio(inner.simulation(program), program, ranks, limited=False)
         return program if ratio is None else program.with_shares(ratio)
 
-    def fitting(self, inner: Task, program: Program, ranks: tuple[int, ...], spare: float) -> Program:
+    def fitting(self, inner: Task, program: Program, ranks: tuple[int, ...], spare: float) -> Fitting:
         """The fastest form of a machine's program that fits; if none does, the one that needs the least
         memory."""
-        timeline = inner.simulation(program).run(program)
-        if fits(inner, timeline, ranks, spare):
-            return program
-        again, candidates = recomputed(program), []
-        forms = (program, again, *([fully_sharded(again)] if len(ranks) > 1 else []))
+        if fits(inner, inner.simulation(program).run(program), ranks, spare):
+            return program, True
+        again, candidates, may_fit = inner.made_once(recomputed, program), [], False
+        forms = (program, again, *([inner.made_once(fully_sharded, again)] if len(ranks) > 1 else []))
         for form in forms:
             simulation = inner.simulation(form)
             ratio = inner.ratio(simulation, form, ranks, HEADROOM + spare)
             if ratio is None:
                 continue
-            shared = form.with_shares(ratio)
+            may_fit, shared = True, form.with_shares(ratio)
             timeline = simulation.run(shared)
             if fits(inner, timeline, ranks, spare):
                 candidates.append((timeline.step_s, shared))
-        return min(candidates, key=lambda pair: pair[0])[1] if candidates else forms[-1]
+        fastest = min(candidates, key=lambda pair: pair[0], default=None)
+        return (forms[-1] if fastest is None else fastest[1]), may_fit
 
 
 def regions_on(program: Program, ranks: tuple[int, ...]) -> list[int]:
