@@ -547,6 +547,31 @@ def test_in_place_writes_and_slices():
     check(Head(loss).double(), (rows(),))
 
 
+def fill_diagonal(y):
+    pairs = y @ y.T
+    pairs.fill_diagonal_(-torch.inf)
+    return F.cross_entropy(pairs, torch.arange(len(y)).roll(1))
+
+
+def fill_diagonal_again(y):
+    return (y.repeat(4, 1)[:, :3].clone().fill_diagonal_(2, wrap=True) ** 3).sum()
+
+
+def write_strided(y):
+    y = y.clone()
+    y.as_strided((2, 3), (y.shape[1], 1), 1).mul_(2)
+    return (y**3).sum()
+
+
+def call_scatter(y):
+    return (torch.as_strided_scatter(y, y[0, :2] ** 2, (2,), (1,), 1) ** 3).sum()
+
+
+@pytest.mark.parametrize("loss", [fill_diagonal, fill_diagonal_again, write_strided, call_scatter])
+def test_writes_by_stride_have_the_gradients_of_one_device(loss):
+    check(Head(lambda m, y: loss(y)).double(), (rows(),))
+
+
 # attention with dropout
 
 

@@ -219,6 +219,10 @@ MODELS = {
     ),
     "composite operators": lambda: (Model(composites, mix=dense(8, 8), head=dense(12, 4)), (X, LABELS)),
     "checks of values": lambda: (Model(checked, mix=dense(8, 8), head=dense(4, 4)), (X, LABELS)),
+    "a diagonal filled in place": lambda: (
+        Model(lambda m, x: m.head(x).mm(m.head(x).T).fill_diagonal_(-1).exp().mean(), head=dense(8, 4)),
+        (ROWS,),
+    ),
     "norms without arguments": lambda: (
         Model(lambda m, x: torch.linalg.vector_norm(m.head(x)) + m.head(x).norm(), head=dense(8, 4)),
         (ROWS,),

@@ -621,6 +621,7 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
     "aten.hann_window.periodic": (call(5, False, dtype=DType("f64")),),
     "aten.hamming_window": (call(5, dtype=DType("f64")),),
     "aten.eye": (call(5, dtype=DType("f64")),),
+    "aten.eye.m": (call(5, 4, dtype=DType("f64")),),
     "aten.tril_indices": (call(5, 4, -1, dtype=DType("i64")),),
     "aten.triu_indices": (call(5, 4, 1, dtype=DType("i64")),),
     "aten.scalar_tensor": (call(2.0, dtype=DType("f64")),),

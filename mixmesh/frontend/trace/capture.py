@@ -46,6 +46,7 @@ from .outputs import named_tensors, names_of_all, selected
 from .reads import reading, reads_of
 from .regions import inference_as_no_grad, inline_regions, no_grad_within_autocast
 from .replaced_functions import ReplacedFunctions
+from .scattered_writes import write_decompositions
 from .selections import targets_by_sample
 from .stand_ins import lost_constant, meta_on_device
 from .stopped_writes import check_stopped_writes
@@ -310,7 +311,7 @@ def capture(
             inline_regions(program.graph_module)
             check_stopped_writes(program.graph_module)
             targets_by_sample(program.graph_module)
-            program = with_known_operators(decomposed(program, {}), known)
+            program = with_known_operators(decomposed(program, write_decompositions(program)), known)
     except Exception as error:
         raise explain(error, model) from error
     return Capture(

@@ -337,6 +337,7 @@ RULES: dict[str, Rule] = {
     "aten.hann_window.periodic": Rule("-> d!"),
     "aten.hamming_window": Rule("-> d!"),
     "aten.eye": Rule("-> a! b!"),
+    "aten.eye.m": Rule("-> a! b!"),
     "aten.tril_indices": Rule("-> a! b!"),
     "aten.triu_indices": Rule("-> a! b!"),
     "aten.scalar_tensor": Rule("->"),
