@@ -153,6 +153,29 @@ def test_dtypes_that_the_module_names():
     assert report.max_gradient_error > 1e-6, "its own precision rounds"
 
 
+class Reshaped(nn.Module):
+    """Changes shapes in place, of float32 and of other dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+
+    def forward(self, x, y):
+        h = self.first(x)
+        is_large = (h > 0).any(1)
+        is_large.unsqueeze_(1)
+        places = y.clone().unsqueeze_(0).t_()
+        return F.cross_entropy(h.unsqueeze_(0).squeeze_(0) * is_large, places.squeeze_(1))
+
+
+def test_shapes_that_change_in_place():
+    torch.manual_seed(0)
+    model = Reshaped()
+    traced, program = program_of(model, BATCH)
+    report = verify(model, BATCH, program, traced=traced)
+    assert report.ok, report
+
+
 def convolutions() -> nn.Module:
     class Pictures(nn.Module):
         def __init__(self) -> None:
