@@ -21,6 +21,7 @@ from mixmesh.lang.plan_file import MicroBatch, Plan
 from mixmesh.measure.verification import verify
 from mixmesh.passes.zero import zero_stage
 from mixmesh.planner import make_plan
+from mixmesh.planner import poplar as poplar_module
 from mixmesh.planner.budget import AMPLE, AUTO
 from mixmesh.planner.poplar import Staged, poplar
 from mixmesh.planner.task import HEADROOM, HOPEFUL, Task
@@ -154,27 +155,20 @@ def test_no_stage_is_examined_where_not_even_the_least_memory_fits(devices, is_e
 KERNELS_MIB = (KERNEL_BYTES + workspace_bytes("d")) / MIB  # not loaded by a process that computes nothing
 
 
-@pytest.mark.parametrize("room", [0.5 - KERNELS_MIB, 12])
-def test_a_device_that_must_take_part_is_in_every_set(monkeypatch, room):
+def test_sets_without_a_device_that_must_take_part_are_not_examined(monkeypatch):
     """One without the memory for the initial values can neither compute nor take no part."""
-    examined: list[tuple[int, ...]] = []
-    proposals = Staged.proposals
+    where = cluster((160, 40), (160, 40), (40, 0.5 - KERNELS_MIB))
 
-    def noted(staged):
-        examined.append(staged.ranks)
-        return proposals(staged)
+    def stages() -> list[str]:
+        said: list[str] = []
+        assert not any(p.feasible for p in poplar(Task(traced().graph, CostModel(where), ADAM, said.append)))
+        return said
 
-    monkeypatch.setattr(Staged, "proposals", noted)
-    task = task_of(cluster((160, 40), (160, 40), (40, room)))
-    found = list(poplar(task))
-    without = [ranks for ranks in examined if 2 not in ranks]
-    if room > 1:
-        assert any(p.feasible for p in found) and len(without) > 1
-    else:
-        # one of them, in one stage, to say which device to leave out
-        assert not any(p.feasible for p in found) and len(without) == 1
-        with pytest.raises(Infeasible, match="without rank 2"):
-            make_plan(traced(), task.costs.cluster)
+    examined = stages()
+    with pytest.raises(Infeasible, match="without rank 2"):
+        make_plan(traced(), where)
+    monkeypatch.setattr(poplar_module, "idle_ranks_fit", lambda *_: True)
+    assert len(examined) < len(stages())
 
 
 @pytest.mark.parametrize("name", CLUSTERS)

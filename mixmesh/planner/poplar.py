@@ -57,12 +57,10 @@ def poplar(task: Task) -> Iterator[Proposal]:
         return
     # in every stage, gradients are summed as in data parallelism, or scattered and then gathered
     sets = sorted(device_sets(task), key=lambda ranks: (least_parallel_s(task, ranks), -len(ranks)))
-    lacking = []  # sets whose other devices cannot even hold a process that takes no part
     for ranks in (*sets, *sets_in_need(task)):
         if ABOUT * least_parallel_s(task, ranks) >= min(best_s, enough_s(task)):
             continue
         if not idle_ranks_fit(task, ranks):
-            lacking.append(ranks)
             continue
         short = []  # ZeRO stages in which some rank lacks the memory to take its whole share at once
         for stage in STAGES:
@@ -80,8 +78,6 @@ def poplar(task: Task) -> Iterator[Proposal]:
             for recomputed_one in computed_again(task, stage, ranks, best_s):
                 is_any, best_s = True, recomputed_one.timeline.step_s
                 yield recomputed_one
-    if lacking and task.best_s == float("inf"):  # to say which devices to leave out
-        yield from Staged(task, 3, lacking[0]).proposals()
     if not is_any and enough_s(task) == float("inf"):  # the closest: the least memory on each device
         yield task.judge("poplar", Staged(task, 3, tuple(range(task.world_size))).program)
 
@@ -169,7 +165,7 @@ class Staged:
         for allocation, owners in self.allocations(room, simulation):
             ranks = support(allocation.samples)
             if ranks != self.ranks:
-                if not self.again and idle_ranks_fit(self.task, ranks):
+                if not self.again:
                     yield from Staged(self.task, self.stage, ranks, tried=self.tried).proposals()
                 continue
             program = self.program.with_shares(make_ratio(allocation.samples))
