@@ -419,13 +419,12 @@ def check_stuck(_) -> None:
     if rank == 1:
         time.sleep(9)  # for longer than the others ask why: then it makes its next call
         return
-    with pytest.raises(CollectiveError, match=rf"rank {rank}: ") as caught:
+    with pytest.raises(CollectiveError) as caught:
         model(**batch())
     said = str(caught.value)
     # the first steps compare their batches, and the rank that never comes is missed there
-    assert "nothing from rank 1" in said or (
-        "shapes" in said and ("timed out" in said or "lost a peer" in said)
-    )
+    assert "shapes" in said or "nothing from rank 1" in said
+    assert "rank 1 has not come within 2 s" in said or f"rank {rank}: " in said
 
 
 CHECKS = {

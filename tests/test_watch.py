@@ -75,7 +75,7 @@ LAST_ONLY = {"stopped first": "rank 0 is stopped", "stopped before a beat": "ran
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory) -> dict[str, list[Ended]]:
     """All scenarios side by side: they wait most of the time."""
-    scenarios = [*AGREED, *OF_DATA, *ENDING, *FIRST_ONLY, *LAST_ONLY, "slow"]
+    scenarios = [*AGREED, *OF_DATA, *ENDING, *FIRST_ONLY, *LAST_ONLY, "slow", "too slow"]
     return ends_of(scenarios, tmp_path_factory.mktemp("ranks"))
 
 
@@ -180,6 +180,12 @@ def test_a_rank_that_is_busy_between_two_calls_is_waited_for(ends):
         assert ended.status == 0 and "DONE" in ended.text, ended.text
     notice = ends["slow"][0].text
     assert "rank 1 has been outside of mixmesh" in notice and "watch_worker.py:" in notice
+
+
+def test_a_rank_that_does_not_come_in_time_is_named(ends):
+    first, _ = ends["too slow"]
+    assert first.status == 3 and "rank 1 has not come within 20 s" in first.text, first.text
+    assert "outside of mixmesh for" in first.text and "watch_worker.py:" in first.text
 
 
 def test_collectives_are_started_where_the_watch_knows_of_them():

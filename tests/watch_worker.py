@@ -195,7 +195,7 @@ def train_in_trouble(scenario: str, rank: int) -> None:
         Peers.read = lambda peers: None  # as if the others stopped before the first one
     model, optimizer = parallelize(
         model, optimizer, parse_program(TEXT % (WORLD, shares, op)), device="cpu", heartbeat_s=heartbeat_s,
-        timeout_s=150, seed=seed,
+        timeout_s=20 if scenario == "too slow" else 150, seed=seed,
     )  # fmt: skip
     train(model, optimizer, COMPARED_STEPS, lambda step: batch(step + last if scenario == "data" else step))
     print("START", flush=True)
@@ -216,6 +216,7 @@ def train_in_trouble(scenario: str, rank: int) -> None:
         "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
         "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
         "slow": lambda: time.sleep(14),
+        "too slow": lambda: time.sleep(32),
     }
     if scenario in ("stopped first", "stopped before a beat"):
         if rank == 0:

@@ -234,11 +234,15 @@ class Channel:
             if (cause := watch.explain()) is not None:
                 return cause
         text = str(error)
+        is_timeout = "imed out" in text or "imeout" in text
+        if is_timeout and watch is not None:
+            if (cause := watch.explain_timeout(self.comm.timeout_s)) is not None:
+                return cause
         ranks = ", ".join(map(str, self.ranks))
         if "DataLoader worker" in text:
             reason = "was interrupted by the end of a data loader's worker"
             hint = "fewer workers, or more memory, also in /dev/shm: a worker that finds none is killed"
-        elif "imed out" in text or "imeout" in text:
+        elif is_timeout:
             reason = f"timed out after {self.comm.timeout_s:g} s"
             hint = "a rank of these is slow, stuck or never got here: look at the output of each"
         elif "onnection" in text or "peer" in text:

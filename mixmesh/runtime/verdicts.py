@@ -59,4 +59,15 @@ def late_ranks(rank: int, number: int, states: Mapping[int, Seen]) -> dict[int, 
     waits in that call too, as it then reports them itself."""
     if any(seen.waiting and seen.number == number and other < rank for other, seen in states.items()):
         return {}
+    return ranks_outside(number, states)
+
+
+def ranks_outside(number: int, states: Mapping[int, Seen]) -> dict[int, Seen]:
+    """The ranks outside of mixmesh that have not reached call ``number``."""
     return {other: seen for other, seen in states.items() if not seen.doing and seen.number < number}
+
+
+def stay_text(seen: Seen) -> str:
+    """A text that says how long a rank has been outside of mixmesh, and where."""
+    at = f", in {seen.at}" if seen.at else ""
+    return f"outside of mixmesh for {seen.for_s:.0f} s, after call {seen.number}{at}"

@@ -44,7 +44,7 @@ from .lost import Lost, Position, Waiting, error_of, fields_of
 from .peers import Peers, Seen
 from .processes import process_place, shut
 from .taking_part import current_stretch
-from .verdicts import different_calls, late_ranks
+from .verdicts import different_calls, late_ranks, ranks_outside, stay_text
 
 BEAT_S = 1.0
 STUCK_S = 5.0  # seconds in one collective after which the other ranks are checked
@@ -198,6 +198,15 @@ class Watch:
             time.sleep(0.05)
         return self._verdict
 
+    def explain_timeout(self, timeout_s: float) -> CollectiveError | None:
+        """The error that names a rank for which this one has waited up to the time-out; None if all ranks
+        have come to this call."""
+        for rank, seen in ranks_outside(self.number, self._peers.states()).items():
+            if self.waiting is not None:
+                late = Lost(rank, f"has not come within {timeout_s:g} s", stay_text(seen))
+                return self.position.error(late, self.waiting, self.world_size)
+        return None
+
     def close(self) -> None:
         """Tells the others that this process ends, and why if it failed."""
         if self._over.is_set():
@@ -339,8 +348,7 @@ class Watch:
         for rank, seen in late.items():
             print(
                 f"mixmesh: rank {self.rank} has waited for {waited_s:.0f} s in {what}: rank {rank} has been "
-                f"outside of mixmesh for {seen.for_s:.0f} s, after call {seen.number}"
-                f"{f', in {seen.at}' if seen.at else ''}; waiting on",
+                f"{stay_text(seen)}; waiting on",
                 file=sys.stderr,
                 flush=True,
             )
