@@ -122,11 +122,27 @@ def without(m):
     m.hidden = None
 
 
-@pytest.mark.parametrize(("body", "prepare"), [(carried, without), (asks_whether_it_is_there, None)])
-def test_what_is_carried_in_an_attribute_that_is_empty_at_first_is_refused(body, prepare):
+def averaged_from_zero(m, h):
+    m.hidden = 0.9 * m.hidden + 0.1 * mean(h)
+    return m.hidden
+
+
+def zero(m):
+    m.hidden = 0.0
+
+
+@pytest.mark.parametrize(
+    ("body", "prepare", "found"),
+    [
+        (carried, without, "empty"),
+        (asks_whether_it_is_there, None, "empty"),
+        (averaged_from_zero, zero, r"to be 0\.0"),
+    ],
+)
+def test_what_is_carried_in_an_attribute_that_holds_no_tensor_at_first_is_refused(body, prepare, found):
     model = Model(body, prepare)
     before = dict(vars(model))
-    with pytest.raises(TraceError, match="finds hidden empty") as caught:
+    with pytest.raises(TraceError, match=f"finds hidden {found}") as caught:
         trace(model, BATCH)
     assert "test_trace_state.py" in caught.value.where and "self.hidden.copy_" in caught.value.hint[0]
     assert vars(model) == before
@@ -152,7 +168,14 @@ def set_anew(m, h):
     return m.hidden
 
 
-@pytest.mark.parametrize("body", [made_once, only_recorded, set_anew])
+def summed_anew(m, h):
+    m.hidden = 0.0
+    for _ in range(2):
+        m.hidden = m.hidden + mean(h)
+    return m.hidden
+
+
+@pytest.mark.parametrize("body", [made_once, only_recorded, set_anew, summed_anew])
 def test_what_does_not_matter_to_the_next_call_is_no_state(body):
     model = Model(body, without)
     assert trace(model, BATCH).warnings == () and model.hidden is None

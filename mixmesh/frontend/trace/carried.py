@@ -1,10 +1,10 @@
 """Finds state that a forward pass leaves for the next one where a program cannot update it: tensors in
-attributes that are empty at first, and entries of dicts and lists.
+attributes that are empty or a number at first, and entries of dicts and lists.
 
-Such a program would compute every step like the first one. An attribute that is read while it is empty, and
-then holds what was computed from the batch or from what is trained, is refused. Whether an entry of a dict or
-a list is read before it is written cannot be observed, so one that the code reads and the pass changes gets a
-warning.
+Such a program would compute every step like the first one. An attribute that is read while it holds no
+tensor, and then holds what was computed from the batch or from what is trained, is refused. Whether an entry
+of a dict or a list is read before it is written cannot be observed, so one that the code reads and the pass
+changes gets a warning.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Key = tuple[int, str]  # id of the holder of a value, and the value's name there
 
 
 class Empty:
-    """The attributes of modules that a running forward pass reads while they are None or not there, unless it
-    sets them before."""
+    """The attributes of modules that a running forward pass reads while they are None, a number or not there,
+    unless it sets them before."""
 
     def __init__(self) -> None:
         self._set: set[Key] = set()
-        # by key: the path, the module's class and its attributes
-        self._read: dict[Key, tuple[str, type[nn.Module], Mapping[str, Any]]] = {}
+        # by key: the path and what was found there, the module's class and its attributes
+        self._read: dict[Key, tuple[str, Any, type[nn.Module], Mapping[str, Any]]] = {}
 
     def was_set(self, key: Key) -> bool:
         """Whether the pass has set an attribute itself, so that nothing was left there by the pass before."""
@@ -43,17 +43,20 @@ class Empty:
         if key not in self._read:
             self._set.add(key)
 
-    def reads(self, key: Key, path: str, kind: type[nn.Module], attributes: Mapping[str, Any]) -> None:
+    def reads(
+        self, key: Key, path: str, found: Any, kind: type[nn.Module], attributes: Mapping[str, Any]
+    ) -> None:
         if key not in self._set:
-            self._read.setdefault(key, (path, kind, attributes))
+            self._read.setdefault(key, (path, found, kind, attributes))
 
     def check(self, model: nn.Module) -> None:
         """Raises TraceError for an attribute that holds what the pass has computed from the batch, or from
         what is trained; masks and tables that are made once do not count."""
-        for (_, name), (path, kind, attributes) in self._read.items():
+        for (_, name), (path, found, kind, attributes) in self._read.items():
             if is_computed(attributes.get(name), model):
+                was = "empty" if found is None else f"to be {found!r}"
                 raise TraceError(
-                    f"the forward pass finds {path} empty and leaves a tensor there for the next step, so "
+                    f"the forward pass finds {path} {was} and leaves a tensor there for the next step, so "
                     "every step would compute like the first one",
                     expected="a buffer that is updated in place",
                     got=f"self.{name} = ... in forward",
@@ -61,7 +64,8 @@ class Empty:
                     hint=(
                         f'self.register_buffer("{name}", tensor) in __init__, self.{name}.copy_(value) in '
                         "forward",
-                        f"self.{name} = None at the beginning of forward, if no step needs the one before it",
+                        f"self.{name} = {found!r} at the beginning of forward, if no step needs the one "
+                        "before it",
                     ),
                 )
 

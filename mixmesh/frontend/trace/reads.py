@@ -189,8 +189,8 @@ class _Pass:
             return  # a metric only counts its inputs, and no program contains it
         self._held.append(attributes)
         full = f"{path}.{name}".lstrip(".")
-        if (value is None or value is GONE) and id(attributes) in self._modules:
-            self.empty.reads(key, full, type(module), attributes)
+        if (value is GONE or type(value) in SIMPLE) and id(attributes) in self._modules:
+            self.empty.reads(key, full, None if value is GONE else value, type(module), attributes)
         find = _find_attribute(weakref.ref(true_module if true_module is not None else module), name)
         self._note(key, full, find, value)
 
