@@ -16,8 +16,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+from ..base.units import ranks_text
 from ..errors import InputError
 from ..frontend.trace.compiled import uncompiled
+from ..runtime.agreement import by_value
 from ..runtime.parallel_model import ParallelModel
 from ..runtime.versions import versions_text
 from ..training.preparation.saving import check_has_state
@@ -65,7 +67,7 @@ def save(
     Each rank writes its own pieces, one tensor at a time. The checkpoint gets its name when all of it is on
     the disk. If it cannot be written, for instance because the disk is full, the first rank warns, all ranks
     get None, and existing files are unchanged. Raises InputError on all ranks for a folder that cannot be
-    written to, or a value that cannot be saved (``values.encode``).
+    written to, a value that cannot be saved (``values.encode``), or ranks that save different steps or parts.
     """
     parts = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
     with _begun("checkpoint.save", model, optimizer, step, parts, extra, keep) as begun:
@@ -124,7 +126,21 @@ def _begun(
     ranks = Ranks.of(model)
     buffers = background.finish(model)
     with ranks.meeting(what):
+        check_alike(ranks, step, {"optimizer": optimizer, **parts})
         yield _Begun(ranks, content_of(ranks, step, model, optimizer, parts, extra, keep), buffers)
+
+
+def check_alike(ranks: Ranks, step: int, parts: Mapping[str, Any]) -> None:
+    """Raises InputError on all ranks unless they save the same step and the same parts. Collective."""
+    given = ", ".join((f"step {step}", "model", *(name for name, part in parts.items() if part is not None)))
+    by_given = by_value(dict(enumerate(ranks.everyones(given))))
+    if len(by_given) > 1:
+        raise InputError(
+            "the ranks save different checkpoints",
+            expected="the same step and the same parts on every rank: each writes its own pieces",
+            got="; ".join(f"{what} on {ranks_text(those)}" for what, those in by_given.items()),
+            hint="mixmesh.checkpoint.save(...) outside of `if rank == 0:`, with the same arguments",
+        )
 
 
 def check_numbers(step: int, keep: int | None) -> None:

@@ -281,6 +281,21 @@ def check_ranks_that_do_not_share_the_folder_are_refused(_) -> None:
     assert not [path for path in folder.rglob("*") if path.is_file()]
 
 
+def check_ranks_that_save_different_checkpoints_are_refused(_) -> None:
+    """The others' pieces would be missing, or of another step."""
+    folder, last = shared_folder(), bool(dist.get_rank())
+    _, _, model, optimizer = build("fsdp")
+    for different, said in (
+        ({"step": 1 + last, "optimizer": optimizer}, "step 2, model, optimizer on"),
+        ({"step": 1, "optimizer": None if last else optimizer}, "step 1, model on"),
+    ):
+        with pytest.raises(InputError, match="the ranks save different checkpoints") as refused:
+            checkpoint.save(folder, model=model, **different)
+        assert said in str(refused.value)
+    dist.barrier()
+    assert not checkpoint.latest(folder)
+
+
 def check_a_folder_that_one_rank_loses_stops_nobody(_) -> None:
     """Once all ranks have seen the folder, a rank that no longer does has a fault of its file system."""
     folder = shared_folder()
@@ -364,6 +379,7 @@ CHECKS = named(
     check_what_is_of_another_job_is_refused_and_changes_nothing,
     check_a_rank_that_cannot_write_stops_nobody,
     check_ranks_that_do_not_share_the_folder_are_refused,
+    check_ranks_that_save_different_checkpoints_are_refused,
     check_a_folder_that_one_rank_loses_stops_nobody,
     check_saving_while_the_training_goes_on,
     check_a_failure_of_one_rank_in_the_background,
