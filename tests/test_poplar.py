@@ -152,6 +152,26 @@ def test_no_stage_is_examined_where_not_even_the_least_memory_fits(devices, is_e
     assert found  # to say what comes closest
 
 
+class OneTable(nn.Module):
+    """A model that is nearly all one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(4096, 512), nn.Linear(512, 4)
+
+    def forward(self, ids, labels):
+        return nn.functional.cross_entropy(self.head(self.table(ids).mean(1)), labels)
+
+
+def test_a_large_parameter_may_fit_where_it_is_not_gathered():
+    """In stage 3 the whole table is held beside its pieces; in stages 1 and 2 it is held once."""
+    data = {"ids": torch.zeros(BATCH, 4, dtype=torch.long), "labels": torch.zeros(BATCH, dtype=torch.long)}
+    where = cluster((100, 27), (100, 27))
+    found = list(poplar(Task(trace(OneTable(), data).graph, CostModel(where), ADAM, lambda _: None)))
+    assert {zero_stage(p.program) for p in found if p.feasible} <= {1, 2}
+    assert any(p.feasible for p in found)
+
+
 KERNELS_MIB = (KERNEL_BYTES + workspace_bytes("d")) / MIB  # not loaded by a process that computes nothing
 
 

@@ -83,14 +83,19 @@ def poplar(task: Task) -> Iterator[Proposal]:
 
 
 def fits_somehow(task: Task) -> bool:
-    """Whether memory may suffice for some allocation. If the least memory does not, on all devices together,
-    no stage fits, nor does any set of fewer devices: each of them would have to hold more."""
+    """Whether memory may suffice for some allocation. A stage that does not fit on all devices together, with
+    activations rematerialised, fits on no set of fewer devices: each of them would have to hold more."""
     every = tuple(range(task.world_size))
     plain = task.made_once(recomputed, task.data_parallel(task.shares(every)))
-    staged = Staged(task, STAGES[-1], every, plain)
-    rooms = ((staged.room(0.0, simulation), simulation) for simulation in staged.simulations())
-    allocations = (found for room, simulation in rooms for found in staged.allocations(room, simulation))
-    return next(allocations, None) is not None
+
+    def has_allocation(stage: int) -> bool:
+        staged = Staged(task, stage, every, plain)
+        rooms = ((staged.room(0.0, simulation), simulation) for simulation in staged.simulations())
+        allocations = (found for room, simulation in rooms for found in staged.allocations(room, simulation))
+        return next(allocations, None) is not None
+
+    # not the last one alone: one large parameter takes more memory if it is gathered beside its pieces
+    return any(map(has_allocation, reversed(STAGES)))
 
 
 def enough_s(task: Task) -> float:
