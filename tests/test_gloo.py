@@ -649,8 +649,10 @@ def fails_when_a_rank_never_calls(_) -> None:
         model(**batch(0)).backward()
     assert time.monotonic() - started < 10
     message = str(caught.value)
-    assert f"rank {rank}: all_gather" in message and "%w1 = all_gather(%p_w1)" in message
-    assert "timed out after 2 s" in message or "lost a peer" in message
+    assert "%w1 = all_gather(%p_w1)" in message
+    is_own = f"rank {rank}: all_gather" in message and ("timed out" in message or "lost a peer" in message)
+    # once the late one has left its call, it is known to have come to no other
+    assert is_own or "rank 2 has not come within 2 s" in message, message
 
 
 def fails_in_sends_and_receives(_) -> None:
@@ -666,7 +668,7 @@ def fails_in_the_backward_pass(_) -> None:
     if model.comm.rank == 0:
         time.sleep(LATE_S)
         return
-    with pytest.raises(CollectiveError, match=f"rank {model.comm.rank}: all_reduce of gradients"):
+    with pytest.raises(CollectiveError, match="all_reduce of gradients"):
         loss.backward()
 
 
@@ -678,7 +680,7 @@ def fails_by_levels(_) -> None:
     if model.comm.rank == 1:
         time.sleep(LATE_S)
         return
-    with pytest.raises(CollectiveError, match=f"rank {model.comm.rank}: all_reduce of gradients"):
+    with pytest.raises(CollectiveError, match="all_reduce of gradients"):
         loss.backward()
 
 
