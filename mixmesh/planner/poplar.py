@@ -52,15 +52,14 @@ def poplar(task: Task) -> Iterator[Proposal]:
     """Yields the best allocation of every stage, on all devices and on only the faster ones; with a short
     budget, only allocations that may become the fastest plan."""
     best_s, is_any, tried = float("inf"), False, Tried()
-    if task.best_s == float("inf") and not fits_somehow(task):
-        yield task.judge("poplar", Staged(task, 3, tuple(range(task.world_size))).program)
-        return
-    # in every stage, gradients are summed as in data parallelism, or scattered and then gathered
-    sets = sorted(device_sets(task), key=lambda ranks: (least_parallel_s(task, ranks), -len(ranks)))
-    for ranks in (*sets, *sets_in_need(task)):
-        if ABOUT * least_parallel_s(task, ranks) >= min(best_s, enough_s(task)):
-            continue
-        if not idle_ranks_fit(task, ranks):
+    sets: list[tuple[int, ...]] = []
+    if task.best_s < float("inf") or fits_somehow(task):
+        # in every stage, gradients are summed as in data parallelism, or scattered and then gathered
+        sets = sorted(device_sets(task), key=lambda ranks: (least_parallel_s(task, ranks), -len(ranks)))
+        sets += sets_in_need(task)
+    for ranks in sets:
+        is_slower = ABOUT * least_parallel_s(task, ranks) >= min(best_s, enough_s(task))
+        if is_slower or not idle_ranks_fit(task, ranks):
             continue
         short = []  # ZeRO stages in which some rank lacks the memory to take its whole share at once
         for stage in STAGES:

@@ -228,15 +228,11 @@ class Channel:
                 watch.waiting = None
 
     def failed(self, error: RuntimeError) -> CollectiveError:
-        watch = self.comm.watch
+        watch, text = self.comm.watch, str(error)
+        is_timeout = "imed out" in text or "imeout" in text
         if watch is not None:
             watch.waiting = watch.waiting or Waiting.now(self.what, self.where)
-            if (cause := watch.explain()) is not None:
-                return cause
-        text = str(error)
-        is_timeout = "imed out" in text or "imeout" in text
-        if is_timeout and watch is not None:
-            if (cause := watch.explain_timeout(self.comm.timeout_s)) is not None:
+            if (cause := watch.explain(self.comm.timeout_s if is_timeout else None)) is not None:
                 return cause
         ranks = ", ".join(map(str, self.ranks))
         if "DataLoader worker" in text:

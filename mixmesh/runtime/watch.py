@@ -190,22 +190,19 @@ class Watch:
         if self._verdict is not None:
             raise self._verdict
 
-    def explain(self) -> CollectiveError | None:
-        """The reason why a collective has failed, if a rank knows it; waits a little for a rank that may."""
+    def explain(self, timeout_s: float | None = None) -> CollectiveError | None:
+        """The reason why a collective has failed, if a rank knows it; waits a little for a rank that may.
+        Where this rank has waited for ``timeout_s``, that a rank has not come is a reason too."""
         self._asked = True
         deadline = time.monotonic() + 5 * BEAT_S
         while self._verdict is None and time.monotonic() < deadline and not self._over.is_set():
             time.sleep(0.05)
-        return self._verdict
-
-    def explain_timeout(self, timeout_s: float) -> CollectiveError | None:
-        """The error that names a rank for which this one has waited up to the time-out; None if all ranks
-        have come to this call."""
-        for rank, seen in ranks_outside(self.number, self._peers.states()).items():
-            if self.waiting is not None:
-                late = Lost(rank, f"has not come within {timeout_s:g} s", stay_text(seen))
-                return self.position.error(late, self.waiting, self.world_size)
-        return None
+        late = ranks_outside(self.number, self._peers.states())
+        if self._verdict is not None or timeout_s is None or self.waiting is None or not late:
+            return self._verdict
+        rank, seen = next(iter(late.items()))
+        lost = Lost(rank, f"has not come within {timeout_s:g} s", stay_text(seen))
+        return self.position.error(lost, self.waiting, self.world_size)
 
     def close(self) -> None:
         """Tells the others that this process ends, and why if it failed."""

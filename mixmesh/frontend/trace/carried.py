@@ -2,9 +2,9 @@
 attributes that are empty or a number at first, and entries of dicts and lists.
 
 Such a program would compute every step like the first one. An attribute that is read while it holds no
-tensor, and then holds what was computed from the batch or from what is trained, is refused. Whether an entry
-of a dict or a list is read before it is written cannot be observed, so one that the code reads and the pass
-changes gets a warning.
+tensor, and then holds what was computed from the batch or from what is trained, is refused. It cannot be
+observed whether an entry of a dict or a list is read before it is written, so one that the code reads and the
+pass changes gets a warning.
 """
 
 from __future__ import annotations

@@ -145,10 +145,7 @@ class Agreement:
 
 def _check_modes(marks: Sequence[int]) -> None:
     """Raises InputError if modules train on some ranks and evaluate on others. ``marks`` are by rank."""
-    by_mark: dict[int, list[int]] = {}
-    for rank, mark in enumerate(marks):
-        if mark != ABSENT:
-            by_mark.setdefault(mark, []).append(rank)
+    by_mark = _ranks_by(marks)
     if len(by_mark) > 1:
         one, other = list(by_mark.values())[:2]
         raise InputError(
@@ -159,10 +156,15 @@ def _check_modes(marks: Sequence[int]) -> None:
         )
 
 
+def _ranks_by(numbers: Sequence[int]) -> dict[str, list[int]]:
+    """The ranks that have told a number, by that number."""
+    return by_value({rank: str(number) for rank, number in enumerate(numbers) if number != ABSENT})
+
+
 def _check_given(counts: Sequence[int]) -> None:
     """Raises InputError if the loader has given more batches on some ranks than on others. ``counts`` are by
     rank."""
-    by_count = by_value({rank: str(count) for rank, count in enumerate(counts) if count != ABSENT})
+    by_count = _ranks_by(counts)
     if len(by_count) > 1:
         got = (f"batch {count} of the epoch on {ranks_text(ranks)}" for count, ranks in by_count.items())
         raise InputError(
