@@ -12,6 +12,7 @@ from torch import nn
 from mixmesh.api import plan_traced
 from mixmesh.errors import TraceError
 from mixmesh.frontend.trace import trace
+from mixmesh.lang.plan_file import Plan
 from mixmesh.measure.verification import verify
 
 BATCH = {"x": torch.randn(6, 4, generator=torch.Generator().manual_seed(0))}
@@ -253,6 +254,32 @@ def makes_it_anew(m, h):
     m.past = []
     m.past.append(mean(h))
     return sum(m.past)
+
+
+def leaves_nothing(m, h):
+    m.count, m.notes["width"] = 0, h.shape[1]
+    return m.plain
+
+
+LEFT = {
+    "hidden": (only_recorded, set_anew),
+    "c": (made_anew,),
+    "notes past": (notes_only,),
+    "past": (clears_first, makes_it_anew),
+    "": (leaves_nothing,),
+}
+
+
+@pytest.mark.parametrize(
+    ("names", "body"), [(names, body) for names, bodies in LEFT.items() for body in bodies]
+)
+def test_attributes_where_a_call_leaves_tensors_are_noted(names, body):
+    model = stated(body)
+    model.hidden = 0.0
+    traced = trace(model, BATCH)
+    assert sorted(traced.left) == names.split()
+    plan = plan_traced(traced, cluster(TWO), planner="ddp-even")
+    assert plan.left == traced.left == Plan.parse(str(plan)).left
 
 
 @pytest.mark.parametrize("body", [notes_only, clears_first, makes_it_anew])

@@ -92,6 +92,7 @@ class Plan:
     - ``arguments``: the arguments of the model's call by name, each "tensor" or the text of a constant; None
       if they are unknown.
     - ``returned``: what the model returns, if that is not the loss itself.
+    - ``left``: attributes of the model's modules where its call leaves tensors, which the program does not.
     - ``devices``: the planned device of each rank; None if they are unknown, and then no start compares them.
     - ``usable_bytes``: per rank, the memory that the plan may use, also with batches of other shapes; empty
       if it is unknown.
@@ -129,6 +130,7 @@ class Plan:
     autocast: tuple[str, str] | None = None
     tf32: bool = False
     optimizer_states: OptimizerStates = ADAM
+    left: tuple[str, ...] = ()
     edited: bool = field(default=False, compare=False)
     notes: dict[int, str] = field(default_factory=dict, compare=False, repr=False)
     passes: tuple[PassResult, ...] = field(default=(), compare=False, repr=False)  # known only for a new plan
@@ -248,6 +250,7 @@ def _optional_values(plan: Plan, program_digest: str) -> tuple[tuple[str, object
         ("returns", returned and returned.names, "by the model"),
         ("loss_name", returned and returned.loss, "of these"),
         ("returns_tuple", returned and returned.is_tuple, ""),
+        ("left", plan.left or None, "by the model in attributes, and not by the program"),
         ("autocast", plan.autocast, "around the model's call"),
         ("tf32", plan.tf32 or None, "in matrix products of float32"),
         (
@@ -318,6 +321,7 @@ def _from_header(header: dict[str, Any], program: Program, where: str, *, edited
         usable_bytes=tuple(header.get("usable_bytes", ())),
         autocast=tuple(header["autocast"]) if "autocast" in header else None,
         tf32=header.get("tf32", False),
+        left=tuple(header.get("left", ())),
         optimizer_states=OptimizerStates(*header.get("optimizer_states", ADAM)),
         edited=edited,
         **values,

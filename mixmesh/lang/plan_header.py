@@ -117,6 +117,7 @@ ROWS: dict[str, Row] = {
     "returns": Row(lambda v: _is_list(v, _is_text), "a list of names", optional=True),
     "loss_name": TEXT._replace(optional=True),
     "returns_tuple": FLAG._replace(optional=True),
+    "left": Row(lambda v: _is_list(v, _is_text), "a list of names", optional=True),
     "autocast": Row(
         lambda v: _is_argument(v) and v[0] in DEVICE_TYPES and v[1] in ("bf16", "f16"),
         'a type of device and a dtype: ["cuda", "bf16"]',

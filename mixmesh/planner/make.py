@@ -51,6 +51,8 @@ class Traced(Protocol):
     def returned(self) -> Returned: ...
     @property
     def tf32(self) -> bool: ...
+    @property
+    def left(self) -> tuple[str, ...]: ...
 
 
 def make_plan(
@@ -112,7 +114,9 @@ def plans_of(
     planning_s = time.perf_counter() - started
     others = finalists(task, chosen, count) if count > 1 else []
     # a bare graph does not say how its model is called
-    names = () if isinstance(traced, Graph) else ("output_has_loss", "arguments", "returned", "autocast")
+    names = (
+        () if isinstance(traced, Graph) else ("output_has_loss", "arguments", "returned", "autocast", "left")
+    )
     called = {name: getattr(traced, name) for name in names}
 
     def finished_plan(p: Proposal) -> Plan:

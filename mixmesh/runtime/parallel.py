@@ -27,6 +27,7 @@ from .comm import Comm
 from .drift import DriftWatch
 from .gradients import Bucket, GradientReducer, assign_buckets
 from .guards import Guards, wrapped_twice
+from .left_tensors import refuse_left
 from .loss import LossSum
 from .model_check import PlannedModel, check_can_compare
 from .node import Inner, runs_alone
@@ -178,6 +179,7 @@ def _take(
     kind: type = type(own_module(model))
     model_class = parallel_class(ParallelModel, kind)
     parallel = model_class(runtime, model, taken.params, taken.buffers)
+    refuse_left(parallel, () if isinstance(plan, Program) else plan.left)
     if optimizer is not None:
         _adapt(optimizer, taken, runtime, common_holders(stored[n] for n in _learning(program)))
     for whole, shown in taken.shown.items():

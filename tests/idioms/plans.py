@@ -94,5 +94,6 @@ def output_plan(
         output_has_loss=traced.output_has_loss,
         arguments=traced.arguments,
         returned=traced.returned,
+        left=traced.left,
         micro_batches=MICRO_BATCHES if kind == "micro_steps" else None,
     )

@@ -5,18 +5,20 @@ from __future__ import annotations
 import copy
 import gc
 import io
+from operator import attrgetter
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from gloo_world import assert_passed
-from plans import PLANS, Mlp, batch, close, named, plan_of, program
+from plans import PLANS, Mlp, batch, close, named, output_plan, plan_of, program
 from torch import nn
 
 import mixmesh
 from mixmesh.errors import InputError
 from mixmesh.frontend.trace import trace
+from mixmesh.lang.plan_file import Plan
 from mixmesh.runtime.parallel import parallelize
 from mixmesh.training.integrations.lending import Lender
 
@@ -252,6 +254,58 @@ def check_a_block_that_is_left_within_a_trace_is_not_in_it(_) -> None:
             close(m.layers[1].weight, single.layers[1].weight)
 
 
+class Balanced(nn.Module):
+    """A layer that leaves an auxiliary loss for the training loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.aux_loss, self.calls = nn.Linear(6, 4), 0.0, 3
+
+    def forward(self, x):
+        shares = self.gate(x).softmax(-1)
+        self.aux_loss = 4 * shares.mean(0).square().sum()
+        return shares
+
+
+class Noting(nn.Module):
+    maps: list | None = None  # an attribute of the class
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.layers = nn.ModuleList([Balanced()])
+        self.double()
+
+    def forward(self, x, y):
+        shares = self.layers[0](x)
+        self.maps = [shares]
+        return nn.functional.nll_loss(shares.log(), y)
+
+    def penalty(self):
+        return sum(layer.aux_loss for layer in self.layers)
+
+
+def check_what_a_call_leaves_in_attributes_is_refused(_) -> None:
+    for kind in ("data_parallel", "fsdp"):
+        single, plan = Noting(), output_plan(kind, Noting(), inputs())
+        model, _ = parallelize(Noting(), None, Plan.parse(str(plan)), device="cpu", timeout_s=20)
+        for each in (model, copy.deepcopy(model)):
+            close(each(**inputs()), single(**inputs()))
+            for ask, path in ((Noting.penalty, "layers.0.aux_loss"), (attrgetter("maps"), "maps")):
+                with pytest.raises(InputError, match=f"leaves a tensor in {path}") as caught:
+                    ask(each)
+                assert "test_face.py" in caught.value.where and "loss=lambda" in caught.value.hint[0]
+            assert type(each).__name__ == "Noting" and isinstance(each.layers[0], Balanced)
+            assert each.layers[0].calls == 3 and "gate" in repr(each)
+        model.layers[0].aux_loss = 0.0  # before each call, as some loops do
+        with pytest.raises(InputError, match="leaves a tensor in"):
+            model.penalty()
+        with model.whole() as m, torch.no_grad():
+            m(**inputs())
+            close(m.penalty(), single.penalty())
+            close(model.penalty(), single.penalty())
+
+
 def check_it_cannot_be_pickled(_) -> None:
     _, _, model = speaker(2)
     with pytest.raises(InputError, match="cannot be written as an object") as caught:
@@ -271,6 +325,7 @@ IDIOMS = named(
     check_an_original_that_was_made_whole_stays,
     check_a_lending_that_is_garbage_changes_nothing,
     check_a_block_that_is_left_within_a_trace_is_not_in_it,
+    check_what_a_call_leaves_in_attributes_is_refused,
     check_it_cannot_be_pickled,
 )
 

@@ -68,7 +68,8 @@ class Traced:
     point out probable mistakes in the model. ``arguments`` are those of the call, by name: "tensor", or the
     text of a constant. ``returned`` describes the return value if it is not the loss itself. ``autocast`` is
     the context of the call. ``tf32``: whether the process allowed TF32 in float32 matrix products
-    (``torch.backends.cuda.matmul.allow_tf32``).
+    (``torch.backends.cuda.matmul.allow_tf32``). ``left`` are the attributes of the model's modules where the
+    call leaves tensors, which a program does not.
     """
 
     graph: Graph
@@ -78,6 +79,7 @@ class Traced:
     returned: Returned = Returned()
     autocast: Autocast | None = None
     tf32: bool = False
+    left: tuple[str, ...] = ()
 
 
 # operators that have a rule, or that a pass replaces
@@ -184,7 +186,7 @@ def trace(
         graph = mark_outputs(graph, is_outside=may_be_outside and not captured.returned.has_loss)
     warnings = (*captured.warnings, *_warnings(graph))
     call = captured.arguments, captured.returned, autocast
-    return Traced(graph, captured.output_has_loss, warnings, *call, tf32_now())
+    return Traced(graph, captured.output_has_loss, warnings, *call, tf32_now(), captured.left)
 
 
 def depends_on_batch(graph: Graph) -> bool:

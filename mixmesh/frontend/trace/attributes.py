@@ -2,7 +2,9 @@
 
 Export takes their values at the time of tracing, so every step would begin with these. A buffer that is
 updated in place becomes part of the program. A tensor that is replaced is refused if the forward pass reads
-the old one, or if a checkpoint would save it; a replaced number gets a warning.
+the old one, or if a checkpoint would save it; a replaced number gets a warning. Tensors that the pass leaves
+in attributes for its caller (``self.aux_loss = ...``) are not there on a parallel model, which refuses to be
+asked for them.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, starmap
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,7 +20,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from ...errors import TraceError
-from .carried import entries_of, holds_tensors, refill
+from .carried import Entries, entries_of, holds_tensors, is_changed, refill
 from .locate import Place, place_of_function
 
 TABLES = frozenset({"__dict__", *vars(nn.Module())})  # attributes of every module
@@ -37,13 +40,26 @@ class Replaced:
 Key = tuple[str, str]  # (path of a module, name of its attribute)
 
 
+@dataclass(frozen=True)
+class Table:
+    """The attributes or the buffers of the module at ``path``: as they are ``now``, a copy from before a
+    forward pass, and by name the lists and dicts ``inside`` with copies of these."""
+
+    path: str
+    now: dict[str, Any]
+    old: dict[str, Any]
+    inside: dict[str, list[Entries]]
+
+
 class Attributes:
     """The tensors and numbers that modules have as attributes; ``replaced`` are those that the last forward
-    pass replaced. They cannot be kept on a module, whose attributes export resets."""
+    pass replaced, and ``left`` the paths of attributes where it left tensors. They cannot be kept on a
+    module, whose attributes export resets."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.replaced: tuple[Replaced, ...] = ()
+        self.left: tuple[str, ...] = ()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -51,16 +67,29 @@ class Attributes:
         because the new ones are of no use outside of the export."""
         modules = dict(self._model.named_modules())
         before = dict(_held(modules))
-        tables = [(t, dict(t)) for module in modules.values() for t in (module.__dict__, module._buffers)]
-        inside = [e for _, t in tables for name, v in t.items() if name not in TABLES for e in entries_of(v)]
+        held = [(path, t) for path, m in modules.items() for t in (m.__dict__, m._buffers)]
+        tables = [Table(path, t, dict(t), _entries(t)) for path, t in held]
         try:
             yield
         finally:
             self.replaced = tuple(_replaced(modules, before))
-            for table, old in tables:
-                _put_back(table, old)
-            for held, copied in inside:
-                refill(held, copied)
+            self.left = tuple(dict.fromkeys(name for table in tables for name in _left(table)))
+            for table in tables:
+                _put_back(table.now, table.old)
+                for entries, copied in chain.from_iterable(table.inside.values()):
+                    refill(entries, copied)
+
+
+def _entries(table: Mapping[str, Any]) -> dict[str, list[Entries]]:
+    return {name: list(entries_of(value)) for name, value in table.items() if name not in TABLES}
+
+
+def _left(table: Table) -> Iterator[str]:
+    """Yields the path of each attribute where a forward pass left tensors, also within a list or a dict."""
+    for name, value in table.now.items():
+        is_new = value is not table.old.get(name)
+        if (is_new or any(starmap(is_changed, table.inside.get(name, ())))) and holds_tensors(value):
+            yield f"{table.path}.{name}".lstrip(".")
 
 
 def _held(modules: Mapping[str, nn.Module]) -> Iterator[tuple[Key, tuple[Any, ...]]]:

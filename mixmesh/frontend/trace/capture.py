@@ -79,7 +79,7 @@ class Request:
 class Capture:
     """An exported call. ``inputs`` names the batch's tensors, in the order of the program's user inputs;
     ``arguments`` are all leaves of the batch. ``outputs`` names the program's results after the loss, taken
-    from what the model ``returned``."""
+    from what the model ``returned``. ``left`` are the attributes where the pass left tensors."""
 
     program: ExportedProgram
     inputs: tuple[str, ...]
@@ -88,6 +88,7 @@ class Capture:
     outputs: tuple[str, ...] = ()
     returned: Returned = Returned()
     warnings: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -326,6 +327,7 @@ def capture(
             *warnings_of_changed(wrapper.reads.changed_within),
             *wrapper.draws.warnings,
         ),
+        wrapper.attributes.left,
     )
 
 

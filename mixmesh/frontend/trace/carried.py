@@ -10,6 +10,7 @@ pass changes gets a warning.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -122,6 +123,12 @@ def entries_of(value: Any, depth: int = DEPTH) -> Iterator[Entries]:
         yield value, value.copy()
         for inner in value.values() if isinstance(value, dict) else value:
             yield from entries_of(inner, depth - 1)
+
+
+def is_changed(held: list | dict, copied: list | dict) -> bool:
+    """Whether a list or a dict has other entries than its copy. Tensors are not compared by value."""
+    now, old = (x if isinstance(x, list) else [*x, *x.values()] for x in (held, copied))
+    return len(now) != len(old) or not all(map(is_, now, old))
 
 
 def refill(held: list | dict, copied: list | dict) -> None:

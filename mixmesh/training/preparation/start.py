@@ -156,7 +156,7 @@ def _prepared(
             profile_words,
         )
     what_plans_rest_on = replace(options, timeout_s=0.0, heartbeat_s=0.0)
-    call = traced.arguments, traced.output_has_loss, traced.returned
+    call = traced.arguments, traced.output_has_loss, traced.returned, traced.left
     plan_key = key_of(job_key, what_plans_rest_on, *call, allocator_loss())
     plan = phases.kept(
         "plan",
