@@ -179,6 +179,31 @@ def test_values_that_the_loss_needs_are_not_for_optional_arguments():
     assert torch.equal(both(x, y, mask), (mask * (model(x) - y)).mean())
 
 
+class Penalised(nn.Module):
+    """A model that leaves a penalty for its loss."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.layer, self.penalty = nn.Linear(4, 1), 0.0
+
+    def forward(self, x):
+        out = self.layer(x)
+        self.penalty = out.square().mean()
+        return out
+
+
+def test_a_loss_reads_what_the_model_leaves_in_attributes():
+    net = Penalised()
+    model = with_loss(net, lambda out, y: (out - y).square().mean() + net.penalty)
+    x, y = torch.randn(6, 4), torch.randn(6, 1)
+    out = net.layer(x)
+    torch.testing.assert_close(model(x, y), (out - y).square().mean() + out.square().mean())
+    traced = trace(model, (x, y))
+    assert [n.op for n in traced.graph.nodes].count("aten.mean") == 2
+    assert traced.left == ("penalty",) and net.penalty == 0.0
+
+
 def test_a_batch_has_more_than_the_model_and_its_loss_take():
     """Without a loss the rest is for the loop; with one words are, at the end, and other values are not."""
     linear, x, y, words = nn.Linear(3, 2), torch.ones(2, 3), torch.ones(2), ["a", "b"]

@@ -4,10 +4,14 @@ original, and go on to set attributes on it."""
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+
+from .carried import holds_tensors
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
@@ -46,6 +50,32 @@ def take_attributes(copy: nn.Module) -> None:
     for name, value in _attributes(original).items():
         if name not in link.taken or value is not link.taken[name]:
             vars(copy)[name] = link.taken[name] = value
+
+
+@contextmanager
+def shown_on_original(copy: nn.Module) -> Iterator[None]:
+    """A context in which the original has the attributes where a call of the copy has left tensors, so that a
+    loss reads them from the script's own model."""
+    link = _LINKS.get(id(copy))
+    original = None if link is None else link.original()
+    if original is None:
+        yield
+        return
+    table, before = vars(original), dict(vars(original))
+    left = {
+        name: value
+        for name, value in vars(copy).items()
+        if name not in _OF_EVERY_MODULE and value is not before.get(name) and holds_tensors(value)
+    }
+    table.update(left)
+    try:
+        yield
+    finally:
+        for name in left:
+            if name in before:
+                table[name] = before[name]
+            else:
+                del table[name]
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
