@@ -62,7 +62,8 @@ def _worker(
         except Exception:
             results[name] = traceback.format_exc()
         else:
-            over.add(name)
+            with suppress(dist.DistError):  # the first rank failed and has gone
+                over.add(name)
     Path(folder, str(rank)).write_bytes(pickle.dumps(results))
     if dist.is_initialized() and not any(results.values()):
         with suppress(RuntimeError, CollectiveError):  # another rank failed and has gone

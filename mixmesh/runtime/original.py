@@ -17,6 +17,7 @@ from torch.utils import _python_dispatch as dispatch
 
 from ..base.callers import line_of_script
 from ..errors import InputError
+from .left_tensors import left_shown
 from .shard_numbers import Off
 
 _KNOWN = frozenset(
@@ -96,7 +97,8 @@ def traceable(model: nn.Module) -> Iterator[None]:
     for x in lent:
         x.__class__ = x.was
     try:
-        yield
+        with left_shown(model):
+            yield
     finally:
         for x in lent:
             x.__class__ = TakenOver

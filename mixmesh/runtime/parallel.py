@@ -27,7 +27,7 @@ from .comm import Comm
 from .drift import DriftWatch
 from .gradients import Bucket, GradientReducer, assign_buckets
 from .guards import Guards, wrapped_twice
-from .left_tensors import refuse_left
+from .left_tensors import left_of, refuse_left
 from .loss import LossSum
 from .model_check import PlannedModel, check_can_compare
 from .node import Inner, runs_alone
@@ -180,6 +180,7 @@ def _take(
     model_class = parallel_class(ParallelModel, kind)
     parallel = model_class(runtime, model, taken.params, taken.buffers)
     refuse_left(parallel, () if isinstance(plan, Program) else plan.left)
+    runtime.left.hide()
     if optimizer is not None:
         _adapt(optimizer, taken, runtime, common_holders(stored[n] for n in _learning(program)))
     for whole, shown in taken.shown.items():
@@ -252,6 +253,7 @@ def runtime_of(
         DriftWatch(comm, dict(zip(first_names, taken.inner)), stored),
         PlannedModel(model, plan) if is_checked else None,
         compiles=compiles,
+        left=left_of(model, () if isinstance(plan, Program) else plan.left, own=own_module(model)),
     )
 
 

@@ -24,6 +24,7 @@ from .gradients import GradientReducer
 from .guards import Guards
 from .input_gradients import Given
 from .inspection import Inspector
+from .left_tensors import Left
 from .loss import LossSum
 from .micro_steps import Earlier, next_seed
 from .model_check import PlannedModel
@@ -98,6 +99,7 @@ class Runtime:
     num_zeroed: int = 0  # number of times that zero_grad has dropped gradients
     loans: WeakSet[Loan] = field(default_factory=WeakSet)  # open loans
     compiles: bool = False  # whether operators between collectives are compiled
+    left: Left = Left()
     without_values: tuple[str, ...] = ()  # tensors of a model on the device meta that have no values yet
 
     @property

@@ -202,6 +202,7 @@ class Lending(AbstractContextManager):
         for name, x in loan.tensors.items():
             _fill(x, values[name])
         set_modes_like(module, parallel)
+        run.left.show()
         loan.note()
         loan.learning = learn_alike(_tensors(parallel), loan.tensors)
         run.loans.add(loan)
@@ -215,6 +216,8 @@ class Lending(AbstractContextManager):
                 _check(loan)
         finally:
             self._run.loans.discard(loan)
+            if self._run.lent is None:
+                self._run.left.hide()
             for m, training in self._modes.items():
                 m.training = training
             if self._run.followed is not None:

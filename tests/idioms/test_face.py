@@ -18,9 +18,11 @@ from torch import nn
 import mixmesh
 from mixmesh.errors import InputError
 from mixmesh.frontend.trace import trace
+from mixmesh.frontend.trace.reads import Number
 from mixmesh.lang.plan_file import Plan
 from mixmesh.runtime.parallel import parallelize
 from mixmesh.training.integrations.lending import Lender
+from mixmesh.training.preparation.outside_loss import with_loss
 
 
 class Speaker(nn.Module):
@@ -306,6 +308,70 @@ def check_what_a_call_leaves_in_attributes_is_refused(_) -> None:
             close(model.penalty(), single.penalty())
 
 
+def check_what_a_call_leaves_on_the_script_s_own_model_is_refused_too(_) -> None:
+    single, original = Noting(), Noting()
+    plan = output_plan("data_parallel", Noting(), inputs())
+    model, _ = parallelize(original, None, plan, device="cpu", timeout_s=20)
+    own = original.layers[0]
+
+    def check_refused() -> None:
+        for use in (
+            original.penalty,
+            lambda: torch.stack([own.aux_loss]),
+            lambda: own.aux_loss.item(),
+            lambda: f"{own.aux_loss:.3f}",
+            lambda: original.maps[0],
+        ):
+            with pytest.raises(InputError, match="leaves a tensor in") as caught:
+                use()
+            assert "test_face.py" in caught.value.where and "own model" in caught.value.got
+
+    check_refused()
+    assert "NotLeft(layers.0.aux_loss" in repr(own.aux_loss)
+    assert copy.deepcopy(own.aux_loss) == 0.0 and own.calls == 3
+    own.aux_loss = 0.0  # before each call, as some loops do
+    close(model(**inputs()), single(**inputs()))
+    check_refused()
+    few = {name: x[:7] for name, x in inputs().items()}
+    close(model(**few), single(**few))  # traced again
+    check_refused()
+    with model.whole() as m, torch.no_grad():
+        assert m.penalty() == 0.0
+        with model.whole():
+            pass
+        m(**inputs())
+        single(**inputs())
+        close(m.penalty(), single.penalty())
+    check_refused()
+    original.load_state_dict(model.full_state_dict())
+    original(**inputs())
+    close(original.penalty(), single.penalty())
+
+
+class Penalised(nn.Linear):
+    penalty = 0.0
+
+    def forward(self, x):
+        out = super().forward(x)
+        self.penalty = out.square().mean()
+        return out
+
+
+def check_a_loss_reads_what_the_script_s_own_model_leaves(_) -> None:
+    torch.manual_seed(0)
+    net = Penalised(6, 4, dtype=torch.float64)
+    single = copy.deepcopy(net)
+    whole = with_loss(net, lambda out, y: nn.functional.cross_entropy(out, y) + net.penalty)
+    model, _ = parallelize(whole, None, output_plan("fsdp", whole, inputs()), device="cpu", timeout_s=20)
+    for size in (12, 7, 12):
+        x, y = (v[:size] for v in inputs().values())
+        loss, expected = model(x=x, y=y), nn.functional.cross_entropy(single(x), y) + single.penalty
+        close(loss, expected)
+        with pytest.raises(InputError, match="leaves a tensor in penalty"):
+            loss + net.penalty
+    assert not model._runtime.forms.reads.changed(Number)  # so a size is traced once
+
+
 def check_it_cannot_be_pickled(_) -> None:
     _, _, model = speaker(2)
     with pytest.raises(InputError, match="cannot be written as an object") as caught:
@@ -326,6 +392,8 @@ IDIOMS = named(
     check_a_lending_that_is_garbage_changes_nothing,
     check_a_block_that_is_left_within_a_trace_is_not_in_it,
     check_what_a_call_leaves_in_attributes_is_refused,
+    check_what_a_call_leaves_on_the_script_s_own_model_is_refused_too,
+    check_a_loss_reads_what_the_script_s_own_model_leaves,
     check_it_cannot_be_pickled,
 )
 

@@ -37,9 +37,11 @@ def whole_weights(original: nn.Module, parallel: ParallelModel) -> Iterator[None
         own = dict(original.named_parameters())
         learning = learn_alike(heirs, own)
         heirs.update(parallel.named_buffers(remove_duplicate=False))
+        parallel._runtime.left.show()
         try:
             yield
         finally:
+            parallel._runtime.left.hide()
             give_learning(learning, own, heirs)
             for name, x in [*original.named_parameters(), *original.named_buffers()]:
                 take_over(x, heirs[name])
