@@ -19,6 +19,7 @@ from ...runtime.whole_model import give_learning, learn_alike
 def fill(original: nn.Module, parallel: ParallelModel) -> None:
     """Copies the values of ``parallel`` into ``original``, including buffers that are in no state dict.
     Collective."""
+    parallel._runtime.left.show()
     original.load_state_dict(parallel.full_state_dict())
     shown = dict(parallel.named_buffers(remove_duplicate=False))
     for name, buffer in original.named_buffers():
@@ -37,7 +38,6 @@ def whole_weights(original: nn.Module, parallel: ParallelModel) -> Iterator[None
         own = dict(original.named_parameters())
         learning = learn_alike(heirs, own)
         heirs.update(parallel.named_buffers(remove_duplicate=False))
-        parallel._runtime.left.show()
         try:
             yield
         finally:
