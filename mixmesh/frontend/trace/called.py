@@ -106,8 +106,13 @@ def is_own(value: ModuleType | type) -> bool:
     """Whether a module or a class belongs to the script."""
     if isinstance(value, ModuleType):
         return is_script(getattr(value, "__file__", None) or "<none>")
+    return is_own_class(value) and not issubclass(value, nn.Module)
+
+
+def is_own_class(value: type) -> bool:
+    """Whether a class belongs to the script; unlike for ``is_own``, also a class of modules."""
     module = sys.modules.get(value.__module__)
-    return module is not None and is_own(module) and not issubclass(value, nn.Module)
+    return module is not None and is_own(module)
 
 
 @lru_cache(maxsize=4096)

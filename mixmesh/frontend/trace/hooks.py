@@ -25,6 +25,10 @@ GRADIENT_HINT = (
     "takes each element by itself",
     "to scale a gradient within the model: x.detach() + factor * (x - x.detach())",
 )
+TRAINED_HINT = (
+    "to train on what it keeps: self.features = h in forward, and mixmesh.prepare(..., loss=lambda out, y: "
+    "criterion(out, y) + penalty(net.features)), where net is the script's own model"
+)
 OF_PARAMETERS = {
     "_backward_hooks": "register_hook",
     "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
@@ -124,7 +128,10 @@ def _observed(hook: Any) -> Any:
                 expected="forward hooks that change tensors, which become part of the program",
                 got=f"a forward hook on {type(module).__name__} that returns nothing",
                 where=str(place_of_hook(hook)),
-                hint="take the hook off (handle.remove()) before planning, and look at the original model",
+                hint=(
+                    "take the hook off (handle.remove()) before planning, and look at the original model",
+                    TRAINED_HINT,
+                ),
             )
         if (name := changed(kept, reach(_function(hook), hook, module))) is not None:
             raise TraceError(
@@ -132,7 +139,10 @@ def _observed(hook: Any) -> Any:
                 expected="forward hooks that change tensors, and keep nothing",
                 got=f"a forward hook on {type(module).__name__} that changes {name}",
                 where=str(place_of_hook(hook)),
-                hint="take out of the hook what collects, and look at the original model for that",
+                hint=(
+                    "take out of the hook what collects, and look at the original model for that",
+                    TRAINED_HINT,
+                ),
             )
         return result
 

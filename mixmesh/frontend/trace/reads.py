@@ -37,6 +37,7 @@ from .containers import (
 )
 from .copies import original_of
 from .generators import NoDraws
+from .outside import Outside, check_outside
 
 _OF_EVERY_MODULE = frozenset(
     {"training", "call_super_init", "dump_patches", "_version", "_compiled_call_impl"}
@@ -94,6 +95,7 @@ class Reads:
     of: dict[Key, Number | Constant] = field(default_factory=dict)
     changed_within: tuple[str, ...] = ()  # entries of dicts and lists that the last pass read and changed
     places: dict[int, tuple[str, Find]] = field(default_factory=dict)  # by the id of a tensor
+    losses: list[Any] = field(default_factory=list)  # functions that are not the model's own
 
     def changed(self, *kinds: type[Number] | type[Constant]) -> tuple[tuple[str, str], ...]:
         """The path of each value of these kinds that has changed, with a description of the change."""
@@ -136,7 +138,7 @@ def reads_of(model: nn.Module) -> Reads:
 class _Pass:
     """A running forward pass of ``model``, and the values that it has read so far."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, losses: list[Any]) -> None:
         self._modules = {
             id(vars(each)): (path, original_of(module))
             for path, module in model.named_modules()
@@ -148,6 +150,7 @@ class _Pass:
         self._containers: set[Key] = set()
         self.places: dict[int, tuple[str, Find]] = {}  # by the id of a tensor that may be read
         self.empty = Empty()
+        self.left = Outside(model, losses)
         self._outside: set[Key] = set()  # numbers that functions read, and no module holds
         # entries of dicts and lists that the code only writes, or that the pass has made itself
         self._not_state: set[Key] = set()
@@ -280,6 +283,7 @@ def loss_outside(function: Any) -> AbstractContextManager[Any]:
     that the function reads from outside are noted, and random numbers are refused."""
     if not _passes:
         return nullcontext()
+    _passes[-1].left.begins_loss(function)
     own = list(plain_functions(function))
     _passes[-1].functions(own, [each for each, _ in own])
     _passes[-1].holder_of(function)
@@ -291,6 +295,9 @@ def part_outside(path: str, find: Find, holder: Any, functions: Iterable[Any]) -
     the ``holder`` of the methods among them, whose values are then those of what ``find`` gives. Unlike in
     ``loss_outside``, the functions may call the model, and draw random numbers there."""
     if _passes:
+        functions = list(functions)
+        for function in functions:
+            _passes[-1].left.has_part(function)
         _passes[-1].functions(each for function in functions for each in plain_functions(function))
         _passes[-1].objects.show(path, find, holder)
 
@@ -299,7 +306,7 @@ def part_outside(path: str, find: Find, holder: Any, functions: Iterable[Any]) -
 def reading(model: nn.Module, reads: Reads) -> Iterator[None]:
     """A context for a forward pass of ``model``. Notes in ``reads`` the values that it reads, except those
     that it changes itself."""
-    seen, modules = _Pass(model), [original_of(module) for module in model.modules()]
+    seen, modules = _Pass(model, reads.losses), [original_of(module) for module in model.modules()]
     names = ("__getattribute__", "__getattr__", "__setattr__")
     before = {name: nn.Module.__dict__.get(name) for name in names}
     set_value = nn.Module.__setattr__
@@ -336,7 +343,9 @@ def reading(model: nn.Module, reads: Reads) -> Iterator[None]:
     finally:
         _passes.pop()
         _set_on_modules(before)
+        lost = seen.left.put_back()
     seen.empty.check(model)
+    check_outside(lost)
     reads.changed_within = seen.changed()
     reads.places = seen.places
     for key, value in seen.noted.items():

@@ -1,0 +1,175 @@
+"""Tensors that a forward pass leaves outside of the model's modules: refused, unless the loss reads them."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from functools import lru_cache
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_graphs import TWO, cluster
+from torch import nn
+
+from mixmesh.cost import CostModel
+from mixmesh.errors import TraceError
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.ir import make_ratio
+from mixmesh.measure.verification import verify
+from mixmesh.search.baselines import data_parallel
+from mixmesh.training.preparation.outside_loss import with_loss
+
+X = torch.randn(10, 6, generator=torch.Generator().manual_seed(0))
+BATCH = {"x": X, "y": torch.arange(10) % 4}
+
+
+class Net(nn.Module):
+    last = None  # an attribute of the class
+
+    def __init__(self, keep) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.first, self.second, self.keep = nn.Linear(6, 8), nn.Linear(8, 4), keep
+
+    def forward(self, x):
+        h = self.first(x).relu()
+        kept = self.keep(h)
+        return self.second(h if kept is None else kept)
+
+
+class WithLoss(Net):
+    def forward(self, x, y):
+        return F.cross_entropy(super().forward(x), y)
+
+
+class Feature:
+    def __init__(self, value) -> None:
+        self.value = value
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.last, self.all = None, []
+
+    def note(self, h) -> None:
+        self.last = h
+
+    def __call__(self, h) -> None:
+        self.all.append(Feature(h))
+
+
+AUX, BY_NAME, RECENT = [], defaultdict(list), deque(maxlen=3)
+TOTAL, SPACE, LAST, RECORDER = {"aux": 0.0}, SimpleNamespace(h=0.0), None, Recorder()
+
+
+def append(h) -> None:
+    AUX.append(h.square().mean())
+
+
+def add(h) -> None:
+    TOTAL["aux"] = TOTAL["aux"] + h.square().mean()
+
+
+def set_global(h) -> None:
+    global LAST
+    LAST = h.detach()
+
+
+def set_on_class(h) -> None:
+    Net.last = h
+
+
+def set_in_closure():
+    last = None
+
+    def keep(h) -> None:
+        nonlocal last
+        last = h
+
+    return keep
+
+
+LEAVING = {
+    "AUX": append,
+    "TOTAL['aux']": add,
+    "BY_NAME['h']": lambda h: BY_NAME["h"].append(h),
+    "RECENT": lambda h: RECENT.append(h),
+    "SPACE.h": lambda h: setattr(SPACE, "h", h),
+    "LAST": set_global,
+    "Net.last": set_on_class,
+    "last": set_in_closure(),
+    "RECORDER.last": lambda h: RECORDER.note(h),
+    "keep.last": Recorder().note,
+    "keep.all": Recorder(),
+}
+
+
+@pytest.mark.parametrize("name", LEAVING)
+def test_a_tensor_that_is_left_outside_is_refused_and_taken_out(name):
+    with pytest.raises(TraceError, match="leaves a tensor in") as caught:
+        trace(WithLoss(LEAVING[name]), BATCH)
+    assert caught.value.got.startswith(f"{name}, ") and "test_left_outside.py:" in caught.value.where
+    assert "loss=function" in caught.value.hint[0]
+    assert (AUX, dict(BY_NAME), list(RECENT), TOTAL, SPACE.h) == ([], {}, [], {"aux": 0.0}, 0.0)
+    assert LAST is Net.last is RECORDER.last is None
+
+
+def criterion(out, y):
+    return F.cross_entropy(out, y)
+
+
+READ = {
+    "AUX": lambda out, y: criterion(out, y) + AUX.pop(),
+    "Net.last": lambda out, y: criterion(out, y) + Net.last.square().mean(),
+    "RECORDER.last": lambda out, y: criterion(out, y) + RECORDER.last.square().mean(),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_the_loss_reads_is_part_of_the_program(name):
+    model = with_loss(Net(LEAVING[name]), READ[name])
+    traced = trace(model, BATCH)
+    ratio = make_ratio((0.6, 0.4))
+    program = data_parallel(traced.graph, CostModel(cluster(TWO)), ratio)
+    assert not AUX and Net.last is RECORDER.last is None
+    assert verify(model, BATCH, program, traced=traced).ok
+    Net.last = RECORDER.last = None  # verify has run the model itself
+    without = with_loss(Net(lambda h: None), criterion)
+    assert len(traced.graph.nodes) > len(trace(without, BATCH).graph.nodes)
+
+
+def test_a_tensor_that_the_loss_leaves_is_refused():
+    parts: dict = {}
+
+    def noting(out, y):
+        parts["ce"] = criterion(out, y)
+        return 2 * parts["ce"]
+
+    with pytest.raises(TraceError, match="leaves a tensor in parts"):
+        trace(with_loss(Net(lambda h: None), noting), BATCH)
+    assert not parts
+
+
+MASKS: dict = {}
+
+
+@lru_cache
+def scale(size: int) -> torch.Tensor:
+    return torch.linspace(0, 1, size)
+
+
+def masked(h):
+    if h.shape[1] not in MASKS:
+        MASKS[h.shape[1]] = torch.ones(h.shape[1]).cumsum(0)
+    return h * MASKS[h.shape[1]] * scale(h.shape[1])
+
+
+def test_what_is_made_once_of_constants_can_be_made_again():
+    """PyTorch's exporter refuses the tensors of another export, and a model cannot run with them."""
+    model = WithLoss(masked)
+    for _ in range(2):
+        trace(model, BATCH)
+        assert not MASKS and not scale.cache_info().currsize
+    assert model(**BATCH).isfinite()
+    MASKS.clear()
