@@ -89,7 +89,10 @@ class _Whole(torch.autograd.Function):
     def forward(ctx, piece: Tensor, kept: Kept, comm: Comm, is_compared: bool):
         ctx.kept, ctx.comm, ctx.is_compared, ctx.piece_shape = kept, comm, is_compared, piece.shape
         whole = kept.held.whole(piece, comm)
-        return whole.clone() if whole.untyped_storage()._cdata == piece.untyped_storage()._cdata else whole
+        if whole.untyped_storage()._cdata == piece.untyped_storage()._cdata:
+            return whole.clone()
+        # gathered rows are a view of a buffer, and autograd refuses a loop that changes such a view in place
+        return whole.new_empty(0).set_(whole)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):

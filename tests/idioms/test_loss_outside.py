@@ -118,6 +118,20 @@ def check_an_object_with_methods_is_made_in_the_loop(_) -> None:
     close(made.entropy(), single(drawn(0)).entropy(), "entropy")
 
 
+def check_outputs_are_changed_in_place(_) -> None:
+    """As in fast_neural_style, whose loop scales the image that the model returns."""
+    for kind in KINDS:
+        single, (model, _) = Net("tuple"), parallel(kind, Net("tuple"), (drawn(0),))
+        for m in (single, model):
+            features, _, (hidden, best) = m(drawn(1))
+            best.add_(1)
+            features.div_(2.0)[:, 0].mul_(3.0)
+            (features.square().sum() + (hidden * best[:, None]).mean()).backward()
+        for name, p in single.named_parameters():
+            got = dict(model.named_parameters())[name].grad
+            close(got.full_tensor() if hasattr(got, "full_tensor") else got, p.grad)
+
+
 def check_two_models_in_turn(_) -> None:
     """As a generator and its critic: the one learns through the other."""
     for kinds in (("fsdp", "data_parallel"), ("one_rank", "tensor_parallel")):
@@ -234,6 +248,7 @@ IDIOMS = named(
     check_any_loss_of_several_calls,
     check_outputs_are_those_of_one_device,
     check_an_object_with_methods_is_made_in_the_loop,
+    check_outputs_are_changed_in_place,
     check_two_models_in_turn,
     check_gradients_of_own_rows,
     check_a_batch_of_equal_values_is_a_whole_batch,
