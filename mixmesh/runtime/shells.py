@@ -14,6 +14,7 @@ import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -79,16 +80,16 @@ class Original:
 
 
 def check_attribute(module: nn.Module, name: str, value: Any) -> None:
-    """Sets a new number or string on the original too: every call compares those that a forward pass reads,
-    and traces again if one differs. Raises InputError for any other new value, as the program was planned
-    with the old one."""
+    """Sets a new number or string, or a collection equal to the old one, on the original too: every call
+    compares the numbers that a forward pass reads there, and traces again if one differs. Raises InputError
+    for any other new value, as the program was planned with the old one."""
     planned, original = module.__dict__.get("_planned_attributes", {}), module.__dict__.get("_stands_for")
     of_class = NOTHING if original is None else _of_class(type(original.module), name)
     before = planned.get(name, of_class)
-    if before is NOTHING or value is before or _is_equal(value, before):
+    if before is NOTHING or value is before or (_is_plain(value) and _is_equal(value, before)):
         return
     are_numbers = type(value) in NUMBERS and type(before) in NUMBERS
-    if original is not None and are_numbers and original.is_watched():
+    if original is not None and (_is_equal(value, before) or (are_numbers and original.is_watched())):
         setattr(original.module, name, value)
         planned[name] = value
     else:
@@ -112,8 +113,22 @@ def _of_class(kind: type, name: str) -> Any:
     return NOTHING if hasattr(nn.Module, name) or hasattr(type(value), "__get__") else value
 
 
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (*NUMBERS, type(None)))
+
+
 def _is_equal(value: Any, other: Any) -> bool:
-    return type(value) is type(other) and isinstance(value, (*NUMBERS, type(None))) and value == other
+    """Whether two numbers or strings, or collections of them, are alike. Other objects, such as tensors, are
+    not compared."""
+    if type(value) is not type(other):
+        return False
+    if isinstance(value, SimpleNamespace):
+        return _is_equal(vars(value), vars(other))
+    if isinstance(value, dict):
+        return _is_equal(list(value.items()), list(other.items()))
+    if isinstance(value, list | tuple):
+        return len(value) == len(other) and all(map(_is_equal, value, other))
+    return _is_plain(value) and value == other
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:

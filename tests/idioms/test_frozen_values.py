@@ -217,6 +217,28 @@ def check_a_number_within_a_container_is_traced_again(_) -> None:
         check_same(loop, kinds=("fsdp-even",))
 
 
+def check_an_equal_container_may_be_set_and_is_read_from_then_on(_) -> None:
+    """As ``update_attr`` of YOLO's averages does at every epoch, with the names of classes."""
+
+    def loop(prepare):
+        model = Net(Configured())
+        model, optimizer, loader = prepare(model, sgd(model), batches(size=21), loss=F.cross_entropy)
+        average = copy.deepcopy(model)
+        for target in (average, model):
+            target.body.options, target.body.powers = dict(model.body.options), list(model.body.powers)
+        yield from train(model, optimizer, loader)
+        model.body.options["scale"] = 2.0
+        yield from train(model, optimizer, loader)
+        if hasattr(model, "_runtime"):
+            for other in ([1.0, 0.25], [1, 0.5], [1.0], (1.0, 0.5)):
+                with pytest.raises(InputError, match="powers was planned"):
+                    model.body.powers = other
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check_same(loop, kinds=("fsdp-even",))
+
+
 def check_numbers_that_are_drawn_with_the_batch(_) -> None:
     """The way that a loss with draws is told."""
 
@@ -474,6 +496,7 @@ IDIOMS = named(
     check_a_number_of_an_object_whose_method_is_the_loss_is_traced_again,
     check_numbers_that_are_drawn_with_the_batch,
     check_a_number_within_a_container_is_traced_again,
+    check_an_equal_container_may_be_set_and_is_read_from_then_on,
     check_a_number_of_the_script_s_own_model_is_traced_again,
     check_a_number_set_on_the_parallel_model_is_traced_again,
     check_a_parameter_that_was_planned_without_a_gradient_is_refused_when_it_has_one,
