@@ -22,6 +22,8 @@ from transformers import (
 from transformers import Trainer as PlainTrainer
 
 import mixmesh
+from mixmesh.frontend.trace import trace
+from mixmesh.frontend.trace.reads import Number, reads_of
 from mixmesh.hf import Trainer
 from mixmesh.training.integrations.huggingface.loss import with_trainer_loss
 from mixmesh.training.integrations.huggingface.refusals import check_args, check_dataset
@@ -235,6 +237,21 @@ def test_what_changes_from_step_to_step_is_refused_in_a_loss(tmp_path, name):
     wrapped = with_trainer_loss(torch.nn.Linear(2, 2), Own(torch.nn.Linear(2, 2), arguments(tmp_path)))
     with pytest.raises(mixmesh.InputError, match=rf"uses self\.{name}, and is traced once"):
         wrapped(input=torch.ones(3, 2))
+
+
+class Returning(torch.nn.Linear):
+    def forward(self, input):
+        return {"loss": super().forward(input).square().mean()}
+
+
+def test_a_step_is_not_traced_again_because_training_has_begun(tmp_path):
+    """It was, with a warning that named ``trainer.parallel``, which the Trainer's own code reads."""
+    model = Returning(2, 2)
+    trainer = Trainer(model, arguments(tmp_path))
+    wrapped = with_trainer_loss(model, trainer)
+    trace(wrapped, {"input": torch.ones(3, 2)})
+    trainer.parallel = torch.nn.Linear(2, 2)
+    assert not reads_of(wrapped).changed(Number)
 
 
 class Numbers(IterableDataset):

@@ -168,7 +168,8 @@ class Trainer(transformers.Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        if model is not self.parallel or model is None:
+        # not ``self.parallel``: a trace would note it as a number that the loss reads, and that changes
+        if not isinstance(model, ParallelModel):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if return_outputs:
             raise refused("outputs are not kept in training", "trainer.predict(dataset), or compute_metrics")
