@@ -92,7 +92,8 @@ class _Whole(torch.autograd.Function):
         if whole.untyped_storage()._cdata == piece.untyped_storage()._cdata:
             return whole.clone()
         # gathered rows are a view of a buffer, and autograd refuses a loop that changes such a view in place
-        return whole.new_empty(0).set_(whole)
+        storage, shape, stride = whole.untyped_storage(), whole.shape, whole.stride()
+        return whole.new_empty(0).set_(storage, whole.storage_offset(), shape, stride)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
