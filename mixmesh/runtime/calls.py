@@ -26,6 +26,9 @@ from .batches import input_words
 
 Parameter = inspect.Parameter
 POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+WITHOUT_GRADIENTS = (
+    "a call without gradients: with mixmesh.whole(model) as m, torch.no_grad(): ..., on every rank"
+)
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,7 @@ class Calls:
                 hint=(
                     f"plan again with {name} in the batch: mixmesh.prepare(model, optimizer, [batch])",
                     "and give it in every call: the first state of a recurrent network as zeros, not None",
+                    WITHOUT_GRADIENTS,
                 ),
             )
         argument = name.partition(".")[0]
@@ -176,6 +180,7 @@ class Calls:
             hint=(
                 f"plan again with {name}={text} in the batch",
                 *changing,
+                WITHOUT_GRADIENTS,
             ),
         )
 
