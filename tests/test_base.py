@@ -1,12 +1,17 @@
-"""Figures in words, and files that are written whole or not at all."""
+"""Figures in words, files that are written whole or not at all, and lines for people that may be lost."""
 
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
+import torch
+from torch import nn
 
+from mixmesh import checkpoint
 from mixmesh.base.files import write_text, write_to_disk, written_whole
+from mixmesh.base.progress import flush_output, tell, telling
 from mixmesh.base.units import (
     GBIT,
     flop_rate_text,
@@ -91,3 +96,40 @@ def test_links_and_devices_stay(tmp_path):
     write_text(pipe, "through")
     assert os.read(reader, 99) == b"through" and pipe.is_fifo()
     os.close(reader)
+
+
+@pytest.fixture(params=("a full disk", "a pipe without a reader", "closed by the shell", "closed"))
+def lost_stderr(request, monkeypatch):
+    """Makes standard error one that cannot be written."""
+    if request.param == "closed by the shell":
+        return monkeypatch.setattr(sys, "stderr", None)
+    if request.param == "a pipe without a reader":
+        read_end, write_end = os.pipe()
+        os.close(read_end)
+        stream = os.fdopen(write_end, "w", buffering=1)
+    else:
+        stream = open("/dev/full", "w", buffering=1)
+    if request.param == "closed":
+        stream.close()
+    return monkeypatch.setattr(sys, "stderr", stream)
+
+
+@pytest.mark.usefixtures("lost_stderr")
+def test_a_line_that_cannot_be_written_is_lost(capsys):
+    with telling(0, "planning") as teller:
+        teller("tracing")
+        teller.line("done")
+    tell("a notice")
+    flush_output()
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("lost_stderr")
+def test_a_training_outlives_a_disk_that_is_full_for_its_checkpoint_and_its_log(tmp_path, monkeypatch):
+    def no_space(*args):
+        raise OSError(28, "No space left on device")
+
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monkeypatch.setattr("mixmesh.checkpoint.storage.write_to_disk", no_space)
+    assert checkpoint.save(tmp_path, step=1, model=model, optimizer=optimizer) is None

@@ -6,7 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from .callers import line_of_script, warn
@@ -38,7 +38,7 @@ def telling(rank: int, doing: str) -> Iterator[Teller]:
     nothing."""
     if rank:
         yield Teller()
-    elif sys.stderr.isatty():
+    elif sys.stderr is not None and sys.stderr.isatty():
         from rich.console import Console
 
         console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -68,8 +68,21 @@ def lines_of(doing: str, print_line: Say, clock: Callable[[], float] = time.mono
 
 
 def tell(text: str) -> None:
-    """Prints a line on standard error."""
-    print(text, file=sys.stderr, flush=True)
+    """Prints a line on standard error. A line that cannot be written is lost: the disk of a log file is full,
+    or the reader of a pipe is gone. Neither may end a training, or the thread that watches it."""
+    if sys.stderr is None:  # closed: print would write to standard output
+        return
+    with suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def flush_output() -> None:
+    """Writes what standard output and standard error still hold, as before a fork, whose child would write it
+    once more."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            if stream is not None:
+                stream.flush()
 
 
 def warn_once(text: str) -> None:

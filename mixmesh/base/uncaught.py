@@ -13,6 +13,7 @@ from types import TracebackType
 
 from ..errors import MixmeshError
 from .callers import is_script
+from .progress import tell
 
 ALL_FRAMES = "MIXMESH_DEBUG"  # an environment variable: Python's own text is printed if it is set
 LEFT_OUT = f"  (without the frames of libraries; {ALL_FRAMES}=1 shows them)"
@@ -28,7 +29,7 @@ def shorten() -> None:
         if text is None:
             before(kind, error, trace)
         else:
-            print(text, file=sys.stderr, flush=True)
+            tell(text)
 
     sys.excepthook = hook
 

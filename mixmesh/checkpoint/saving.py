@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import shutil
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+from ..base.progress import tell
 from ..base.units import ranks_text
 from ..errors import InputError
 from ..frontend.trace.compiled import uncompiled
@@ -236,4 +236,4 @@ def remove_old(folder: Path, newest: str, keep: int) -> None:
 
 def warn(text: str) -> None:
     """Prints a warning for the people who watch the training on standard error."""
-    print(f"mixmesh: warning: {text}", file=sys.stderr, flush=True)
+    tell(f"mixmesh: warning: {text}")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..base.progress import tell
 from ..cluster import Cluster
 from ..cost import Profile
 from ..lang.plan_file import Plan
@@ -60,7 +60,7 @@ def balancer_of(
 
     def say(text: str) -> None:
         if is_first:
-            print(f"mixmesh: {text}", file=sys.stderr, flush=True)
+            tell(f"mixmesh: {text}")
 
     solvers: list[Solver] = []  # empty on all ranks but the first, which solves for all
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 import time
 import types
 import zlib
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..base.progress import tell
 from ..base.units import ranks_text
 from ..errors import CollectiveError, InputError, PlanError
 from ..lang.ir import Program, Shard, print_program
@@ -114,7 +114,7 @@ class Round:
             if waited_s > NOTICE_S and not noticed and self.rank == min(set(names) - set(missing)):
                 noticed = True
                 text = f"mixmesh: nothing from {ranks_text(missing)} in {self.what} yet"
-                print(text, file=sys.stderr, flush=True)
+                tell(text)
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, POLL_S[1])
         return list(names.values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..base.progress import tell
 from ..base.units import ranks_text
 from ..errors import JobError
 from .collectives import Handle, done
@@ -208,4 +208,4 @@ def warn_of_loss(comm: Comm, step: int, loss: float, mine: Tensor) -> None:
 
 def warn(text: str) -> None:
     """Prints a warning on standard error."""
-    print(f"mixmesh: warning: {text}", file=sys.stderr, flush=True)
+    tell(f"mixmesh: warning: {text}")

@@ -12,13 +12,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 import time
 import uuid
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from ..base.progress import tell
 from ..base.units import ranks_text
 from ..errors import CollectiveError
 from .agreement import NOTICE_S, POLL_S
@@ -52,7 +52,7 @@ def connect_store(timeout_s: float) -> dist.Store:
     store = open_store(timeout_s)
     if not rank and may_change():
         text = f"mixmesh: no machine can come back under this torchrun; {HINT}"
-        print(text, file=sys.stderr, flush=True)
+        tell(text)
     return store_of_start(store, rank, world_size, timeout_s)
 
 
@@ -139,7 +139,7 @@ class _Meeting:
         if waited_s > NOTICE_S and not self._has_told:
             self._has_told = True
             text = f"mixmesh: rank {self._rank}: nothing from {ranks_text(missing)} at the start yet"
-            print(text, file=sys.stderr, flush=True)
+            tell(text)
         time.sleep(self._pause_s)
         self._pause_s = min(self._pause_s * 1.5, POLL_S[1])
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..base.progress import tell
 from ..errors import InputError
 from ..lang.ir import Program
 from ..lang.plan_devices import PlannedDevice
@@ -93,7 +93,7 @@ def compare_start(watch: Watch, facts: Facts, planned: Planned, found: FoundDevi
         raise error
     if planned.devices is None and watch.rank == 0 and found.kind == "gpu":
         text = "the plan does not say which devices it was made for, so they are not compared: plan again"
-        print(f"mixmesh: {text}", file=sys.stderr, flush=True)
+        tell(f"mixmesh: {text}")
 
 
 def check_values(model: nn.Module) -> None:

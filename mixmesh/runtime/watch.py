@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 
 from ..base.callers import line_of_script
+from ..base.progress import tell
 from ..errors import CollectiveError
 from .agreement import Facts, Round
 from .awake import AwakeClock
@@ -343,11 +344,9 @@ class Watch:
             return
         self._noticed = True
         for rank, seen in late.items():
-            print(
+            tell(
                 f"mixmesh: rank {self.rank} has waited for {waited_s:.0f} s in {what}: rank {rank} has been "
-                f"{stay_text(seen)}; waiting on",
-                file=sys.stderr,
-                flush=True,
+                f"{stay_text(seen)}; waiting on"
             )
 
     def _lose(self, lost: Lost, waiting: Waiting) -> None:
@@ -360,7 +359,7 @@ class Watch:
             self.on_lost(lost, self.position)
         if not self._is_taking_part:
             text = f"mixmesh: {error.message}; the next call on this rank raises it"
-            print(text, file=sys.stderr, flush=True)
+            tell(text)
         # even if this rank waits for nothing: its checkpoint thread may be waiting in a group of its own
         shut(self.sockets)
 

@@ -8,13 +8,13 @@ import os
 import pickle
 import select
 import signal
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 
+from ...base.progress import flush_output
 from ...runtime.accelerator import empty_cache
 from ...runtime.allocator import give_back
 from ..testbed.system import die_with
@@ -65,8 +65,7 @@ def in_child(work: Callable[[], Any], timeout_s: float) -> Outcome:
     Threads do not survive a fork: the work must not need any that this process has made. It may initialise
     ``torch.distributed`` if this process has not.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     # Linux starts the child's peak resident size at this process's size: free memory in its heap would hide
     # as much of the child's
     gc.collect()
@@ -102,8 +101,7 @@ def _work_and_leave(work: Callable[[], Any], write_end: int, parent: int) -> NoR
         _go_first()
         torch.set_num_threads(1)  # OpenMP's threads belong to the parent
         outcome = attempt(work)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_output()
         with os.fdopen(write_end, "wb") as pipe:
             pickle.dump(outcome, pipe)
         status = 0

@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from typing import NamedTuple
 
 import pymetis
 
+from ...base.progress import flush_output
 from ...cost import VIEWS, CostModel
 from ...errors import InputError
 from ...lang.ir import Graph, Node
@@ -197,7 +197,7 @@ def partition(piece: _Piece, parts: int) -> Sequence[int]:
 def silent() -> Iterator[None]:
     """A context that discards standard output: METIS writes there if one of two halves turns out empty, which
     is not an error and must not appear in a command's output."""
-    sys.stdout.flush()
+    flush_output()
     kept = os.dup(1)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
@@ -214,7 +213,7 @@ def follow_devices(
 
     def say(text: str) -> None:
         if is_first:
-            print(f"mixmesh: {text}", file=sys.stderr, flush=True)
+            tell(f"mixmesh: {text}")
 
     solver = Solver(prepared.cluster, prepared.profile, states) if is_first else None
     LoopBalancer(model, optimizer, loader, solver, say)
