@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from ..errors import InputError, PlanError
 from ..frontend.trace.compiled import uncompiled
 from .background import finish
-from .manifest import Damaged, Manifest, check_files, checkpoints_in
+from .manifest import Damaged, Manifest, check_files, checkpoints_at
 from .random_state import restore_random_state
 from .ranks import FilesFailure, Ranks
 from .saving import warn
@@ -33,10 +33,11 @@ class Loaded:
 
 
 def latest(folder: str | Path) -> Path | None:
-    """The newest undamaged checkpoint in ``folder``; None if there is no checkpoint.
+    """The newest undamaged checkpoint in ``folder``, or ``folder`` itself if it is one; None if there is no
+    checkpoint.
 
-    All of its files are read. A damaged one is skipped with a warning. Raises InputError if there are
-    checkpoints and all are damaged. Not collective.
+    All of its files are read. A damaged one is skipped with a warning. Raises InputError for a file, and if
+    there are checkpoints and all are damaged. Not collective.
     """
     newest = newest_good(Path(folder), Ranks(0, 1, None))
     return None if newest is None else newest[0]
@@ -51,8 +52,8 @@ def load(
     loader: Any = None,
     scaler: Any = None,
 ) -> Loaded | None:
-    """Restores the newest undamaged checkpoint in ``folder``; if there is no checkpoint, changes nothing and
-    returns None. Collective.
+    """Restores the newest undamaged checkpoint in ``folder``, or the one that ``folder`` itself is, such as
+    ``run/000007-step-300``; if there is no checkpoint, changes nothing and returns None. Collective.
 
     It may have been saved under any plan, on any number of ranks, or by a single device. All ranks together
     read the files and compare them with their checksums; a damaged checkpoint is skipped with a warning for
@@ -60,8 +61,8 @@ def load(
     without an optimizer, for instance, only the model. Random numbers are restored; on another number of
     ranks all get the first rank's.
 
-    Raises InputError if all checkpoints are damaged; and PlanError, before anything is changed, if the newest
-    one is of another model or optimizer or lacks the state of a given part.
+    Raises InputError for a file, and if all checkpoints are damaged; and PlanError, before anything is
+    changed, if the newest one is of another model or optimizer or lacks the state of a given part.
     """
     model = uncompiled(model)
     ranks = Ranks.of(model)
@@ -97,9 +98,10 @@ def load(
 
 
 def newest_good(folder: Path, ranks: Ranks) -> tuple[Path, Manifest] | None:
-    """The newest undamaged checkpoint, with its manifest. Collective."""
+    """The newest undamaged checkpoint of a folder, or the checkpoint that the folder is, with its manifest.
+    Collective."""
     reasons: list[str] = []
-    for path in ranks.from_first(lambda: checkpoints_in(folder)):
+    for path in ranks.from_first(lambda: checkpoints_at(folder)):
         manifest, reason = checked(path, ranks)
         if manifest is not None:
             return path, manifest

@@ -19,6 +19,8 @@ from typing import Any
 
 import xxhash
 
+from ..errors import InputError
+
 FORMAT = 2  # 1 had other checksums
 MANIFEST, PLAN = "manifest.json", "run.plan"
 UNFINISHED, REMOVED = ".unfinished-", ".removed-"
@@ -173,6 +175,30 @@ def checkpoints_in(folder: Path) -> list[Path]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     return [path for _, path in sorted(numbered, key=lambda pair: int(pair[0][1]), reverse=True)]
+
+
+def checkpoints_at(path: Path) -> list[Path]:
+    """The checkpoints of a folder, the newest first; a checkpoint itself, if it is one. Raises InputError for
+    a file."""
+    if path.is_file():
+        raise InputError(
+            "a checkpoint is a folder, and so is what holds several",
+            expected="a folder of checkpoints, or one of them, such as run/000007-step-300",
+            got="a file",
+            where=str(path),
+        )
+    return [path] if (path / MANIFEST).is_file() else checkpoints_in(path)
+
+
+def check_is_no_checkpoint(folder: Path) -> None:
+    """Raises InputError for a folder that is a checkpoint, where others are to be written."""
+    if (folder / MANIFEST).is_file():
+        raise InputError(
+            "checkpoints cannot be written within a checkpoint",
+            expected=f"the folder that holds it: {folder.parent}",
+            got="a checkpoint",
+            where=str(folder),
+        )
 
 
 def number_of(path: Path) -> int:

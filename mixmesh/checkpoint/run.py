@@ -25,7 +25,7 @@ from ..training.preparation.loading import own_loader
 from ..training.preparation.own_loader import OwnIterator, OwnLoader
 from .background import Saving
 from .loading import load
-from .manifest import checkpoints_in, number_of
+from .manifest import check_is_no_checkpoint, checkpoints_in, number_of
 from .ranks import Ranks
 from .saving import save, save_async
 from .signals import OF_SIGNAL, Signals
@@ -68,7 +68,9 @@ class Settings:
     is_fresh: bool = False
 
     def check_folder(self) -> None:
-        """Raises InputError if the folder is not writable: before the training rather than during it."""
+        """Raises InputError if the folder is not writable, or is itself a checkpoint: before the training
+        rather than during it."""
+        check_is_no_checkpoint(self.folder)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -98,7 +98,7 @@ def save_async(
         copies = background.staged(begun.content.tensors, begun.buffers)
         begun.ranks.group()  # a group is made by the thread that trains
     content = replace(begun.content, tensors=copies)
-    write_it = partial(write, Path(folder), begun.ranks.unwatched, content, keep)
+    write_it = partial(write, Path(folder).absolute(), begun.ranks.unwatched, content, keep)
     return background.begin(uncompiled(model), begun.ranks, copies, write_it)
 
 

@@ -48,6 +48,7 @@ from .manifest import (
     Manifest,
     Piece,
     TensorEntry,
+    check_is_no_checkpoint,
     digest_of,
     new_digest,
     next_name,
@@ -109,6 +110,7 @@ class Writer(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self.folder.mkdir(parents=True, exist_ok=True)
+        check_is_no_checkpoint(self.folder)
         remove_leftovers(self.folder)
         name = next_name(self.folder, self.manifest.step)
         self.unfinished = self.folder / f"{UNFINISHED}{name}-{secrets.token_hex(4)}"

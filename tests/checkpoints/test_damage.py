@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -153,7 +154,10 @@ def test_a_folder_that_is_none(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(InputError, match="cannot be written there"):
         checkpoint.save(tmp_path / "file", step=1, model=model)
-    assert checkpoint.latest(tmp_path / "file") is None and checkpoint.latest(tmp_path / "none") is None
+    for read in (checkpoint.latest, partial(checkpoint.load, model=model)):
+        with pytest.raises(InputError, match="is a folder"):
+            read(tmp_path / "file")
+        assert read(tmp_path / "none") is None
     for wrong in ({"step": -1}, {"step": True}, {"step": 1, "keep": 0}):
         with pytest.raises(InputError):
             checkpoint.save(tmp_path, model=model, **wrong)
@@ -168,6 +172,20 @@ def copied_from_before(older, newer):
 def with_a_number_without_end(_older, newer):
     file = newer / manifest.MANIFEST
     file.write_text(file.read_text().replace('"step":3', '"step":1e999'))
+
+
+def test_a_path_of_one_checkpoint_is_loaded_and_nothing_is_written_within(tmp_path, monkeypatch):
+    model, optimizer = training()
+    saved = [checkpoint.save(tmp_path, step=n, model=model, optimizer=optimizer) for n in (1, 2)]
+    found = checkpoint.load(saved[0], model=model, optimizer=optimizer)
+    assert (found.path, found.step) == (saved[0], 1) and checkpoint.latest(saved[0]) == saved[0]
+    with pytest.raises(InputError, match="within a checkpoint") as caught:
+        checkpoint.save(saved[0], step=3, model=model)
+    assert str(tmp_path) in caught.value.expected
+    monkeypatch.chdir(tmp_path)
+    saving = checkpoint.save_async("relative", step=3, model=model)
+    monkeypatch.chdir("/")
+    assert saving.result().parent == tmp_path / "relative"
 
 
 @pytest.mark.parametrize("harm", [copied_from_before, with_a_number_without_end])
