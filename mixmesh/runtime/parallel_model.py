@@ -119,7 +119,7 @@ class ParallelModel(Face):
         with self.comm.call("train forward" if self.training else "evaluation forward"):
             self._runtime.check_values()
             self._runtime.guards.check(self)
-            self._runtime.left.hide()  # what the script has set since the last call
+            self._runtime.left.hide()  # also those that the script has set since the last call
             if self._runtime.before_call is not None:
                 args, kwargs = self._runtime.before_call(args, kwargs)
             self._hooks_seen.check(self)

@@ -79,7 +79,7 @@ Left = tuple[_Holder, Any]  # a holder, and the name or the key of its entry
 
 
 class Outside:
-    """What the forward pass of ``model``, and a loss, may leave outside of its modules."""
+    """The places outside of the modules of ``model`` where its forward pass, or a loss, may leave tensors."""
 
     def __init__(self, model: nn.Module, losses: list[Any]) -> None:
         """``losses`` are those that passes of this model have called; this one adds its own."""
