@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from gloo_world import assert_passed, run_world
+from graph_eval import evaluate
 from small_graphs import THREE, TWO, cluster
 from torch import nn
 
@@ -16,6 +19,7 @@ from mixmesh.lang.ir import make_ratio
 from mixmesh.measure.verification import verify
 from mixmesh.runtime.parallel import parallelize
 from mixmesh.search.baselines import data_parallel
+from mixmesh.training.preparation.outside_loss import with_loss
 
 BATCH = {"x": torch.randn(10, 6, generator=torch.Generator().manual_seed(0)), "y": torch.arange(10) % 4}
 HERE = "test_hooks.py:"
@@ -49,6 +53,10 @@ def look(*of) -> None:
 
 def change_in_place(module, inputs, output) -> None:
     output.mul_(2)
+
+
+def scale(module, inputs, output, factor):
+    return output * factor
 
 
 def double_inputs(module, inputs):
@@ -105,7 +113,7 @@ def test_a_hook_on_a_tensor_of_the_forward_pass_is_refused(how):
     assert h.grad.tolist() == [2, 2]
 
 
-@pytest.mark.parametrize("hook", [look, Observer(), lambda m, i, o: setattr(m, "seen", o)])
+@pytest.mark.parametrize("hook", [look, Observer()])
 def test_a_forward_hook_that_only_looks_is_refused(hook):
     hooked = model()
     hooked.first.register_forward_hook(hook)
@@ -118,6 +126,7 @@ def test_a_forward_hook_that_only_looks_is_refused(hook):
 KEPT = {
     "a result in place of another": lambda m: m.first.register_forward_hook(double),
     "a result changed in place": lambda m: m.first.register_forward_hook(change_in_place),
+    "a function with an argument": lambda m: m.first.register_forward_hook(partial(scale, factor=3)),
     "inputs": lambda m: m.first.register_forward_pre_hook(double_inputs),
     "weight norm": lambda m: nn.utils.weight_norm(m.first),
 }
@@ -172,28 +181,94 @@ def into_a_closure():
     return hook
 
 
-def into_the_module(module, inputs, output):
-    module.seen = output
-    return output * 2
+def into_a_set(module, inputs, output):
+    OTHERS.add(output)
 
 
+def named(module, inputs, output, name) -> None:
+    FEATURES[name] = output
+
+
+def of_input(module, inputs) -> None:
+    FEATURES["x"] = inputs[0]
+
+
+FEATURES: dict = {}
+OTHERS: set = set()
+KEEPER = Keeper()
 COLLECTING = {
     "SEEN": lambda: into_a_global,
-    "COUNTS['calls']": lambda: counting,
     "kept['values']": into_a_closure,
-    "self.last": lambda: Keeper().attribute,
-    "self.by_name": lambda: Keeper().entry,
-    "the module.seen": lambda: into_the_module,
+    "Keeper.last": lambda: Keeper().attribute,
+    "Keeper.by_name": lambda: Keeper().entry,
+    "FEATURES['h']": lambda: partial(named, name="h"),
 }
 
 
 @pytest.mark.parametrize("what", COLLECTING)
-def test_a_forward_hook_that_changes_and_collects_is_refused(what):
+def test_a_forward_hook_that_collects_is_refused_unless_the_loss_reads_it(what):
     hooked = model()
     hooked.first.register_forward_hook(COLLECTING[what]())
-    with pytest.raises(TraceError, match="collects would do so once") as caught:
+    with pytest.raises(TraceError, match="leaves a tensor in") as caught:
         trace(hooked, BATCH)
-    assert what in caught.value.got and HERE in caught.value.where
+    assert caught.value.got.startswith(what) and HERE in caught.value.where
+    assert not SEEN and not FEATURES
+
+
+@pytest.mark.parametrize("hook", [counting, into_a_set])
+def test_a_forward_hook_that_collects_other_things_is_refused(hook):
+    hooked = model()
+    hooked.first.register_forward_hook(hook)
+    with pytest.raises(TraceError, match="would .* once") as caught:
+        trace(hooked, BATCH)
+    assert HERE in caught.value.where
+    COUNTS["calls"] = 0
+    OTHERS.clear()
+
+
+class Plain(Net):
+    def forward(self, x):
+        return self.last(self.first(x).relu())
+
+
+class Penalty:
+    def __call__(self, out, y):
+        return F.cross_entropy(out, y) + FEATURES["h"].square().mean()
+
+
+READ = {
+    "an entry": (partial(named, name="h"), Penalty()),
+    "all entries": (
+        partial(named, name="h"),
+        lambda out, y: F.cross_entropy(out, y) + sum(h.square().mean() for h in FEATURES.values()),
+    ),
+    "a list": (into_a_global, lambda out, y: F.cross_entropy(out, y) + SEEN.pop()),
+    "an object": (KEEPER.attribute, lambda out, y: F.cross_entropy(out, y) + KEEPER.last.mean()),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_a_hook_keeps_for_the_loss_is_part_of_the_program(name):
+    hook, loss = READ[name]
+    torch.manual_seed(0)
+    hooked = Plain()
+    hooked.first.register_forward_hook(hook)
+    whole = with_loss(hooked, loss)
+    traced = trace(whole, BATCH)
+    assert not SEEN and not FEATURES and KEEPER.last is None
+    params, weight = dict(whole.named_parameters()), hooked.first.weight
+    losses = evaluate(traced.graph, params, BATCH)[0], whole(**BATCH)
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, weight) for loss in losses))
+    SEEN.clear()
+    FEATURES.clear()
+    KEEPER.last = None
+
+
+def test_what_a_hook_keeps_on_its_module_is_noted():
+    hooked = model()
+    hooked.first.register_forward_hook(lambda m, i, o: setattr(m, "seen", o))
+    assert trace(hooked, BATCH).left == ("first.seen",)
 
 
 def later(_: None) -> None:

@@ -23,6 +23,9 @@ from ...base.callers import is_script
 MOST_FUNCTIONS = 512  # limit on the functions that are followed
 
 
+_FUNCTIONS = (FunctionType, MethodType, partial)
+
+
 @dataclass(frozen=True)
 class Names:
     """The names in a function's code: variables outside of the function, and attributes of any object."""
@@ -42,8 +45,13 @@ def functions_of(module: nn.Module) -> Iterator[tuple[FunctionType, type | None]
         if isinstance(forward, FunctionType):
             yield forward, type(module)
     for value in vars(module).values():
-        if isinstance(value, FunctionType | MethodType | partial):
+        if isinstance(value, _FUNCTIONS):
             yield from plain_functions(value)
+
+
+def as_function(function: Any) -> Any:
+    """A callable itself; for an object with ``__call__``, that method of it."""
+    return function if isinstance(function, (*_FUNCTIONS, nn.Module)) else function.__call__
 
 
 def plain_functions(function: Any) -> Iterator[tuple[FunctionType, type | None]]:

@@ -1,8 +1,8 @@
 """Hooks, which export drops: forward hooks that only change tensors are traced, all others are refused.
 
-A forward hook runs while the model is traced, so its changes to tensors become part of the program. All else
-that it does (inspecting, printing, collecting) would happen once and never in a step. So a hook is refused if
-it changes no tensor, or if it also collects. A hook on a gradient is no operator and cannot be traced.
+A forward hook runs while the model is traced, so its changes to tensors become part of the program, and so do
+tensors that it keeps, where the loss reads them. All else that it does (inspecting, printing, counting) would
+happen once and never in a step, and is refused. A hook on a gradient is no operator and cannot be traced.
 """
 
 from __future__ import annotations
@@ -18,16 +18,13 @@ from torch.utils import _pytree as pytree
 from ...base.patch import patched
 from ...errors import TraceError
 from .locate import Place, place_of_function
-from .reach import changed, reach
+from .reach import LENGTH, changed, reach
+from .reads import hook_outside
 
 GRADIENT_HINT = (
     "between loss.backward() and optimizer.step(): p.grad = f(p.grad) for p of the parallel model, where f "
     "takes each element by itself",
     "to scale a gradient within the model: x.detach() + factor * (x - x.detach())",
-)
-TRAINED_HINT = (
-    "to train on what it keeps: self.features = h in forward, and mixmesh.prepare(..., loss=lambda out, y: "
-    "criterion(out, y) + penalty(net.features)), where net is the script's own model"
 )
 OF_PARAMETERS = {
     "_backward_hooks": "register_hook",
@@ -81,7 +78,7 @@ def _function(hook: Any) -> Any:
 @contextmanager
 def hooks_traced(model: nn.Module) -> Iterator[None]:
     """A context that raises TraceError if the forward pass puts a hook on a gradient, or if a forward hook
-    changes nothing or collects values."""
+    changes no tensor and keeps none, or collects anything else."""
     check_gradient_hooks(model)
     held = [
         (hooks, key) for m in model.modules() for at in FORWARD for hooks in [getattr(m, at)] for key in hooks
@@ -113,14 +110,20 @@ def _refusal_of(method: str) -> Callable[..., Any]:
 
 
 def _observed(hook: Any) -> Any:
-    """Wraps a hook so that it raises TraceError if it changes no tensor, or collects values."""
+    """Wraps a hook so that it raises TraceError if it changes no tensor and keeps none, or collects anything
+    else. Tensors that it keeps are refused after the pass, unless the loss reads them."""
     if _function(hook).__module__.startswith(FOR_THE_FORWARD):
         return hook
 
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         before, kept = _state(module, args, kwargs), reach(_function(hook), hook, module)
+        has_left_all = hook_outside(hook)
         with _gradients_required() as required:
             result = hook(module, *args, **kwargs)
+        after = reach(_function(hook), hook, module)
+        names = changed(kept, after)
+        if names and has_left_all(after.get(n) for n in names if not n.endswith(LENGTH)):
+            return result
         if result is None and not required and _state(module, args, kwargs) == before:
             raise TraceError(
                 "a forward hook that changes nothing would run once, while the model is traced, and never in "
@@ -128,21 +131,15 @@ def _observed(hook: Any) -> Any:
                 expected="forward hooks that change tensors, which become part of the program",
                 got=f"a forward hook on {type(module).__name__} that returns nothing",
                 where=str(place_of_hook(hook)),
-                hint=(
-                    "take the hook off (handle.remove()) before planning, and look at the original model",
-                    TRAINED_HINT,
-                ),
+                hint="take the hook off (handle.remove()) before planning, and look at the original model",
             )
-        if (name := changed(kept, reach(_function(hook), hook, module))) is not None:
+        if names:
             raise TraceError(
                 "a forward hook that collects would do so once, while the model is traced, never in a step",
                 expected="forward hooks that change tensors, and keep nothing",
-                got=f"a forward hook on {type(module).__name__} that changes {name}",
+                got=f"a forward hook on {type(module).__name__} that changes {names[0]}",
                 where=str(place_of_hook(hook)),
-                hint=(
-                    "take out of the hook what collects, and look at the original model for that",
-                    TRAINED_HINT,
-                ),
+                hint="take out of the hook what collects, and look at the original model for that",
             )
         return result
 

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from ...base.callers import is_script
 from ...errors import TraceError
 from .attributes import TABLES
-from .called import all_called, is_own, is_own_class, names_in, plain_functions
+from .called import all_called, as_function, is_own, is_own_class, names_in, plain_functions
 from .carried import is_computed
 from .containers import MOST_ITEMS
 from .copies import original_of
@@ -105,6 +105,20 @@ class Outside:
                 self._read |= {(id(holder.of), key) for key in left if names is None or key in names}
         self._hold(reached)
 
+    def begins_hook(self, hook: Any) -> None:
+        """Watches what a forward hook may write to."""
+        self._hold(self._reached(hook))
+
+    def has_all(self, values: Iterable[Any]) -> bool:
+        """Whether all these values are tensors, or hold only tensors, that the pass has left so far: outside,
+        or in attributes of the model's modules."""
+        left = [x for holder in self._held.values() for x in holder.left().values()]
+        for module in self._model.modules():
+            left += [x for name, x in vars(module).items() if name not in TABLES]
+        known = {id(x) for x in _tensors_in(left)}
+        leaves = pytree.tree_leaves(list(values))
+        return all(isinstance(x, Tensor) and id(x) in known for x in leaves)
+
     def has_part(self, function: Any) -> None:
         """Notes a function that runs the model as a part of it: it may read all that it names."""
         for holder, names in self._reached(function):
@@ -139,6 +153,7 @@ class Outside:
         """Yields each holder that functions of a model or of a loss may write to, with the names of those of
         its entries that they name; None for all."""
         walk = _Walk(self._modules, self._caches)
+        root = as_function(root)
         called = all_called(plain_functions(root))
         for function in called:
             walk.around(function)

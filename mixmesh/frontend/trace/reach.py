@@ -6,11 +6,13 @@ from __future__ import annotations
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 DEPTH = 3  # levels of containers within each other that are followed
+LENGTH = " (its length)"  # follows the name of a container whose entries are named too
 MOST = 2000  # limit on the objects visited
 PLAIN = (int, float, complex, str, bytes, bool, type(None))
 CLOSED = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, Tensor)
@@ -30,12 +32,13 @@ def reach(function: Any, hook: Any, module: nn.Module) -> Reached:
     return reached
 
 
-def changed(before: Reached, after: Reached) -> str | None:
-    """The name of the first object that was replaced; None if there is none."""
-    for name in {**before, **after}:
-        if name not in before or name not in after or not _is_same(before[name], after[name]):
-            return name
-    return None
+def changed(before: Reached, after: Reached) -> list[str]:
+    """The names of the objects that were replaced. The length of a container is named by itself."""
+    return [
+        name
+        for name in {**before, **after}
+        if name not in before or name not in after or not _is_same(before[name], after[name])
+    ]
 
 
 def _is_same(a: Any, b: Any) -> bool:
@@ -60,7 +63,9 @@ def _roots(function: Any, hook: Any) -> Iterator[tuple[str, Any]]:
         yield "self", owner
     elif not isinstance(hook, types.FunctionType):
         yield "self", hook  # an object with __call__, or a functools.partial
-        yield "arguments", (getattr(hook, "args", ()), getattr(hook, "keywords", {}))
+        if isinstance(hook, partial):
+            yield "arguments", hook.args
+            yield "named arguments", hook.keywords
 
 
 def _visit(name: str, value: Any, depth: int, reached: Reached) -> None:
@@ -77,10 +82,10 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         yield from ((f"[{key!r}]", inner) for key, inner in list(value.items())[:MOST])
     elif isinstance(value, list | tuple | deque):
-        yield " (its length)", len(value)
+        yield LENGTH, len(value)
         yield from ((f"[{n}]", inner) for n, inner in enumerate(list(value)[:MOST]))
     elif isinstance(value, set | frozenset):
-        yield " (its length)", len(value)
+        yield " (its size)", len(value)
     elif isinstance(value, nn.Module):
         own = {k: v for k, v in vars(value).items() if k not in OF_MODULES and not k.endswith("_hooks")}
         yield from ((f".{key}", inner) for key, inner in own.items())

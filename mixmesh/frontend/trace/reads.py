@@ -8,7 +8,7 @@ module is free to count and note things that its forward pass does not use.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import FunctionType, ModuleType
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from .attributes import TABLES
-from .called import all_called, functions_of, is_own, names_in, plain_functions
+from .called import all_called, as_function, functions_of, is_own, names_in, plain_functions
 from .carried import Empty, Key, is_read
 from .containers import (
     EVERY_KEY,
@@ -284,10 +284,20 @@ def loss_outside(function: Any) -> AbstractContextManager[Any]:
     if not _passes:
         return nullcontext()
     _passes[-1].left.begins_loss(function)
+    function = as_function(function)
     own = list(plain_functions(function))
     _passes[-1].functions(own, [each for each, _ in own])
     _passes[-1].holder_of(function)
     return NoDraws()
+
+
+def hook_outside(hook: Any) -> Callable[[Iterable[Any]], bool]:
+    """Watches, if a forward pass is being traced, what a forward hook leaves. The returned function tells
+    whether values are all tensors that were left; these are refused later unless the loss reads them."""
+    if not _passes:
+        return lambda values: False
+    _passes[-1].left.begins_hook(hook)
+    return _passes[-1].left.has_all
 
 
 def part_outside(path: str, find: Find, holder: Any, functions: Iterable[Any]) -> None:
