@@ -59,13 +59,20 @@ class ShardNumber(torch.Tensor):
 
 
 def number(
-    mine: Tensor | None, comm: Comm, kind: str, *, order: float = 2.0, row: int, dtype: torch.dtype
+    mine: Tensor | None,
+    comm: Comm,
+    kind: str,
+    *,
+    order: float = 2.0,
+    row: int,
+    dtype: torch.dtype,
+    has_gradient: bool = False,
 ) -> ShardNumber:
     """A number of the whole tensor, made from the number of this rank's piece (None if that does not
-    count)."""
+    count: it then has a gradient, which goes nowhere, if the other ranks' numbers have one)."""
     if mine is None:
         wide = dtype if dtype.is_floating_point else torch.float64  # integers have no infinity
-        mine = torch.full((), COMBINE[kind][1], dtype=wide, device=comm.device)
+        mine = torch.full((), COMBINE[kind][1], dtype=wide, device=comm.device, requires_grad=has_gradient)
     return _number(mine, comm, kind, order, row)
 
 

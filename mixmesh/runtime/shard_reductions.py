@@ -80,13 +80,15 @@ def _number(
 ) -> ShardNumber:
     """The number of all pieces by ``kind``, combined from ``part``, that of one piece."""
     whole, stored = x.whole, x.whole.stored
-    if stored.copies and torch.is_grad_enabled() and x.requires_grad:
+    has_gradient = torch.is_grad_enabled() and x.requires_grad
+    if stored.copies and has_gradient:
         raise refusal(f"{kind} with a gradient", whole, "of which ranks hold copies that overlap")
     holds = x.numel() > 0 and whole.comm.rank in stored.held.ranks
     value = part(x.as_subclass(Tensor)) if holds else None
     if value is not None and not stored.counts(whole.comm.rank) and stored.copies:
         value = None
-    return number(value, whole.comm, kind, order=order, row=whole.spokesman, dtype=dtype)
+    row = whole.spokesman
+    return number(value, whole.comm, kind, order=order, row=row, dtype=dtype, has_gradient=has_gradient)
 
 
 def _are_alike(func: Callable, rule: Rule, args: tuple, kwargs: dict) -> bool:

@@ -23,7 +23,7 @@ from . import collectives
 from .shard_numbers import Off, ShardNumber, known
 from .shard_reductions import reduce_whole
 from .shard_rules import REFUSED_GETTERS, Kind, Rule, rule_of
-from .shard_whole import ShardBase, Whole, check_alike, refusal
+from .shard_whole import ShardBase, Whole, check_alike, check_no_gradient, refusal
 
 
 class SeesFirst(Tensor):
@@ -177,11 +177,13 @@ def _elementwise(func: Callable, rule: Rule, args: tuple, kwargs: dict) -> Any:
                 ShardTensor, ShardTensor.full_tensor, (args, kwargs)
             )
             return func(*args, **kwargs)
+        check_no_gradient(rule.name, first, tensors)  # before the cut, which drops it
         args, kwargs = torch.utils._pytree.tree_map_only(
             Tensor, lambda x: _cut_like(first, x), (args, kwargs)
         )
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     check_alike(rule.name, first, tensors)
+    check_no_gradient(rule.name, first, tensors)
     out = func(*args, **kwargs)
     if rule.in_place:
         _written(args[0])
@@ -222,6 +224,7 @@ def _elementwise_lists(func: Callable, rule: Rule, args: tuple, kwargs: dict) ->
             if _is_of_whole(rule, row[0], row):
                 row, first = tuple(x.full_tensor() if isinstance(x, ShardTensor) else x for x in row), None
             else:
+                check_no_gradient(rule.name, first, row)
                 row = tuple(_cut_like(first, x) for x in row)
         firsts.append(first)
         alike.append(list(row))

@@ -72,6 +72,23 @@ def check_alike(name: str, first: ShardBase, tensors: Iterable[Tensor]) -> None:
             raise refusal(name, first.whole, f"beside a plain tensor of shape {list(x.shape)}")
 
 
+def check_no_gradient(name: str, first: ShardBase, tensors: Iterable[Tensor]) -> None:
+    """Raises InputError if one of ``tensors`` has a gradient and is no shard: from a function on pieces, such
+    as ``p / p.norm()``, each rank would get only its piece's part of it, where one device has their sum."""
+    for x in tensors:
+        if torch.is_grad_enabled() and x.requires_grad and not isinstance(x, ShardBase):
+            raise InputError(
+                f"beside {first.whole.stored.name}, {name} would give a tensor one rank's part of a gradient",
+                expected="constants, and parameters cut alike, beside a parameter that is cut",
+                got=f"{name} of {first.whole.text}, beside a tensor of shape {list(x.shape)} with a gradient",
+                hint=(
+                    "compute it in the model's forward, or in a module with parameters as loss= of prepare",
+                    "x.detach(), if no gradient should go back from here",
+                    'a plan that keeps parameters whole: planner="ddp-proportional"',
+                ),
+            )
+
+
 def refusal(name: str, whole: Whole, beside: str = "") -> InputError:
     """The error for a function that needs elements of other ranks."""
     if name.removesuffix("_") in DRAWS:

@@ -31,6 +31,33 @@ def check_penalties(_) -> None:
             same_weights(single, model)
 
 
+MIXED = {
+    "a share": lambda p: (p / p.norm()).pow(4).sum(),
+    "a distance from the mean": lambda p: (p - p.mean()).pow(4).sum(),
+    "a tensor of the whole's shape": lambda p: (p * torch.ones(p.shape, requires_grad=True)).sum(),
+}
+
+
+def check_gradients_of_what_is_beside_a_parameter(_) -> None:
+    """Each rank would have only its piece's part: right where parameters are whole, and refused where cut."""
+    for name in PLANS:
+        single, optimizer, model, sharded = build(name)
+        for mixed in MIXED.values():
+            if name in CUT:
+                p = next(p for p in model.parameters() if hasattr(p, "full_tensor"))
+                with pytest.raises(InputError, match="one rank's part of a gradient") as caught:
+                    mixed(p)
+                assert "keeps parameters whole" in str(caught.value)
+                with torch.no_grad():
+                    mixed(p)
+                continue
+            for m, o in ((single, optimizer), (model, sharded)):
+                o.zero_grad()
+                (m(**batch(0)) + 0.01 * sum(mixed(p) for p in m.parameters())).backward()
+                o.step()
+        same_weights(single, model)
+
+
 def check_a_penalty_while_gradients_accumulate(_) -> None:
     for name in PLANS:
         single, _, model, _ = build(name)
@@ -163,6 +190,7 @@ def check_noise_is_drawn_for_the_whole(_) -> None:
 
 IDIOMS = named(
     check_penalties,
+    check_gradients_of_what_is_beside_a_parameter,
     check_a_penalty_while_gradients_accumulate,
     check_dropped_gradients_do_not_come_back,
     check_gradients_asked_for,
