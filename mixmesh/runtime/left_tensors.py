@@ -9,21 +9,24 @@ both refuse to be asked, unless the script's own model is lent or traced.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
-from ..base.callers import line_of_script
+from ..base.callers import is_script, line_of_script
 from ..errors import InputError
 from ..frontend.trace.copies import original_of
 
 MISSING = object()
 _USES = """add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg
-    pos abs lt le eq ne gt ge bool float int index len iter getitem array format""".split()
+    pos abs lt le eq ne gt ge and rand or ror xor rxor invert round contains setitem delitem bool float int
+    index len iter getitem array format""".split()
 
 
 class NotLeft:
@@ -42,6 +45,14 @@ class NotLeft:
         if name.startswith("__"):  # asked for by libraries
             raise AttributeError(name)
         raise _refusal(self.path, "the script's own model")
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The class; ``isinstance(value, Tensor)`` of the script, which would leave out a term, is a use."""
+        asking = sys._getframe(1).f_code
+        if is_script(asking.co_filename) or asking is torch.is_tensor.__code__:
+            raise _refusal(self.path, "the script's own model")
+        return NotLeft
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(None if self.before is MISSING else self.before, memo)

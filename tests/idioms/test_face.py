@@ -319,6 +319,9 @@ def check_what_a_call_leaves_on_the_script_s_own_model_is_refused_too(_) -> None
             original.penalty,
             lambda: torch.stack([own.aux_loss]),
             lambda: own.aux_loss.item(),
+            lambda: isinstance(own.aux_loss, torch.Tensor),
+            lambda: torch.is_tensor(own.aux_loss),
+            lambda: own.aux_loss & torch.ones(1),
             lambda: f"{own.aux_loss:.3f}",
             lambda: original.maps[0],
         ):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +15,7 @@ from torch import nn
 from mixmesh.cost import CostModel
 from mixmesh.errors import TraceError
 from mixmesh.frontend.trace import trace
+from mixmesh.frontend.trace.reads import Number, reads_of
 from mixmesh.lang.ir import make_ratio
 from mixmesh.measure.verification import verify
 from mixmesh.search.baselines import data_parallel
@@ -59,6 +60,37 @@ class Recorder:
         self.all.append(Feature(h))
 
 
+class Slotted:
+    __slots__ = ("h",)
+
+    def note(self, h) -> None:
+        self.h = h
+
+
+class Features(nn.Module):
+    """A module outside of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h, self.all, self.inner = 0.0, [], nn.Identity()
+
+    def forward(self, h):
+        self.h = h.square()
+        return self.h
+
+
+class Ruled:
+    """A loss that is an object."""
+
+    def __init__(self, weight=2.0) -> None:
+        self.last, self.weight = None, weight
+
+    def __call__(self, out, y):
+        self.last = F.cross_entropy(out, y)
+        return self.weight * self.last
+
+
+SLOTTED, FEATURES = Slotted(), Features()
 AUX, BY_NAME, RECENT = [], defaultdict(list), deque(maxlen=3)
 TOTAL, SPACE, LAST, RECORDER = {"aux": 0.0}, SimpleNamespace(h=0.0), None, Recorder()
 
@@ -100,6 +132,8 @@ LEAVING = {
     "Net.last": set_on_class,
     "last": set_in_closure(),
     "RECORDER.last": lambda h: RECORDER.note(h),
+    "SLOTTED.h": lambda h: SLOTTED.note(h),
+    "FEATURES.h": lambda h: FEATURES(h),
     "keep.last": Recorder().note,
     "keep.all": Recorder(),
 }
@@ -113,6 +147,7 @@ def test_a_tensor_that_is_left_outside_is_refused_and_taken_out(name):
     assert "loss=function" in caught.value.hint[0]
     assert (AUX, dict(BY_NAME), list(RECENT), TOTAL, SPACE.h) == ([], {}, [], {"aux": 0.0}, 0.0)
     assert LAST is Net.last is RECORDER.last is None
+    assert FEATURES.h == 0.0 and not hasattr(SLOTTED, "h")
 
 
 def criterion(out, y):
@@ -151,6 +186,63 @@ def test_a_tensor_that_the_loss_leaves_is_refused():
     assert not parts
 
 
+class Doubled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Features()
+
+    def forward(self, out, y):
+        return self.inner(out).mean() + F.cross_entropy(out, y)
+
+
+DOUBLED = Doubled()
+
+
+@pytest.mark.parametrize(
+    "loss, name",
+    [
+        (Ruled(), "Ruled.last"),
+        (DOUBLED, "Doubled.inner.h"),
+        (lambda out, y: DOUBLED(out, y), "DOUBLED.inner.h"),
+    ],
+)
+def test_what_the_object_or_the_modules_of_a_loss_keep_is_refused(loss, name):
+    with pytest.raises(TraceError, match=f"leaves a tensor in {name}"):
+        trace(with_loss(Net(lambda h: None), loss), BATCH)
+
+
+def test_a_loss_that_is_an_object_reads_what_is_left_and_its_numbers_are_watched():
+    class Summed(Ruled):
+        def __call__(self, out, y):
+            return F.cross_entropy(out, y) + self.weight * sum(AUX)
+
+    loss = Summed()
+    model = with_loss(Net(append), loss)
+    trace(model, BATCH)
+    assert not AUX and not reads_of(model).changed(Number)
+    loss.weight = 3.0
+    assert [path for path, _ in reads_of(model).changed(Number)] == ["Summed.weight"]
+
+
+class Forwarding:
+    """An object that has no attributes of its own besides the one that it forwards to."""
+
+    __slots__ = ("of",)
+
+    def __init__(self, of) -> None:
+        self.of = of
+
+    def __getattr__(self, name):
+        return getattr(self.of, name)
+
+
+FORWARDING = Forwarding(SimpleNamespace(scale=2.0))
+
+
+def test_an_object_that_forwards_attributes_is_visited():
+    trace(WithLoss(lambda h: h * FORWARDING.scale), BATCH)
+
+
 MASKS: dict = {}
 
 
@@ -159,10 +251,24 @@ def scale(size: int) -> torch.Tensor:
     return torch.linspace(0, 1, size)
 
 
+class Tables:
+    @cached_property
+    def ramp(self) -> torch.Tensor:
+        return torch.linspace(0, 1, 8)
+
+    @staticmethod
+    @lru_cache
+    def scale(size: int) -> torch.Tensor:
+        return torch.linspace(0, 1, size)
+
+
+TABLES = Tables()
+
+
 def masked(h):
     if h.shape[1] not in MASKS:
         MASKS[h.shape[1]] = torch.ones(h.shape[1]).cumsum(0)
-    return h * MASKS[h.shape[1]] * scale(h.shape[1])
+    return h * MASKS[h.shape[1]] * scale(h.shape[1]) * TABLES.ramp * Tables.scale(h.shape[1])
 
 
 def test_what_is_made_once_of_constants_can_be_made_again():

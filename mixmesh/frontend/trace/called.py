@@ -49,11 +49,6 @@ def functions_of(module: nn.Module) -> Iterator[tuple[FunctionType, type | None]
             yield from plain_functions(value)
 
 
-def as_function(function: Any) -> Any:
-    """A callable itself; for an object with ``__call__``, that method of it."""
-    return function if isinstance(function, (*_FUNCTIONS, nn.Module)) else function.__call__
-
-
 def plain_functions(function: Any) -> Iterator[tuple[FunctionType, type | None]]:
     """Yields the function behind a callable, with the class whose methods it calls."""
     if isinstance(function, partial):
@@ -66,6 +61,10 @@ def plain_functions(function: Any) -> Iterator[tuple[FunctionType, type | None]]
     elif isinstance(function, nn.Module):
         for module in function.modules():
             yield from functions_of(module)
+    elif callable(function):  # an object
+        kind: Any = type(function)
+        if isinstance(kind.__call__, FunctionType):
+            yield kind.__call__, kind
 
 
 def all_called(first: Iterable[tuple[FunctionType, type | None]]) -> list[FunctionType]:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any
 
@@ -213,7 +213,7 @@ class ObjectWatch:
 
 def _is_computed(kind: type, name: str) -> bool:
     """Whether an attribute is a property, which reads others."""
-    return any(isinstance(vars(base).get(name), property) for base in kind.__mro__)
+    return any(isinstance(vars(base).get(name), property | cached_property) for base in kind.__mro__)
 
 
 def find_in_object(holder: Find, name: str) -> Find:

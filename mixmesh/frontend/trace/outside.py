@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from itertools import islice
+from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from torch.utils import _pytree as pytree
 from ...base.callers import is_script
 from ...errors import TraceError
 from .attributes import TABLES
-from .called import all_called, as_function, is_own, is_own_class, names_in, plain_functions
+from .called import all_called, is_own, is_own_class, names_in, plain_functions
 from .carried import is_computed
 from .containers import MOST_ITEMS
 from .copies import original_of
@@ -69,6 +70,9 @@ class _Holder:
         for key in left:
             if isinstance(self.of, type | CellType):
                 setattr(self.of, key, self.old[key]) if key in self.old else delattr(self.of, key)
+            elif key in (slots := _slots(self.of)):
+                slot = slots[key]
+                slot.__set__(self.of, self.old[key]) if key in self.old else slot.__delete__(self.of)
             else:
                 table = _table(self.of)
                 table.pop(key)
@@ -153,7 +157,6 @@ class Outside:
         """Yields each holder that functions of a model or of a loss may write to, with the names of those of
         its entries that they name; None for all."""
         walk = _Walk(self._modules, self._caches)
-        root = as_function(root)
         called = all_called(plain_functions(root))
         for function in called:
             walk.around(function)
@@ -210,6 +213,8 @@ class _Walk:
             self._module(path, value, function, depth)
         elif isinstance(value, MethodType):
             self.visit(path, value.__self__, function, depth)
+        elif isinstance(value, staticmethod | classmethod):
+            self.visit(path, value.__func__, function, depth)
         elif isinstance(value, partial):
             self.visit(path, [value.func, *value.args, *value.keywords.values()], function, depth)
         elif isinstance(value, _CACHED):
@@ -217,28 +222,35 @@ class _Walk:
         elif isinstance(value, tuple) or _is_holder(value):
             if not isinstance(value, tuple):
                 self._enter(path, value, function)
-            for key, inner in list(_entries(value).items())[:MOST_ITEMS]:
+            entries = self.found[id(value)].old if id(value) in self.found else _entries(value)
+            for key, inner in islice(entries.items(), MOST_ITEMS):
                 self.visit(_inner(path, value, key), inner, function, depth - 1)
 
     def _module(self, path: str, module: nn.Module, function: FunctionType, depth: int) -> None:
         for name, each in module.named_modules():
             if id(each) in self._seen:
                 continue
-            self._seen.add(id(each))
             function = _forward_of(each) or function
+            is_outside = id(each) not in self._modules and is_own_class(type(each))
+            if is_outside:
+                self._enter(".".join(part for part in (path, name) if part), each, function)
+            self._seen.add(id(each))
+            visit = self.visit if is_outside else self._attribute
             for key, value in vars(each).items():
                 if key not in TABLES and not isinstance(value, nn.Module):
                     inner = ".".join(part for part in (path, name, key) if part)
-                    self._attribute(inner, value, function, depth - 1)
+                    visit(inner, value, function, depth - 1)
             self._class(type(each), function)
 
     def _attribute(self, path: str, value: Any, function: FunctionType, depth: int) -> None:
         """Visits an attribute of a module. Lists and dicts there are compared as its attributes, and only
         objects within them are visited."""
+        if depth <= 0:
+            return
         if isinstance(value, (dict, *COLLECTIONS)):
-            for key, inner in list(_entries(value).items())[:MOST_ITEMS]:
+            for key, inner in islice(_entries(value).items(), MOST_ITEMS):
                 self._attribute(_inner(path, value, key), inner, function, depth - 1)
-        elif depth > 0:
+        else:
             self.visit(path, value, function, depth)
 
     def _class(self, kind: type, function: FunctionType) -> None:
@@ -267,11 +279,35 @@ def _entries(of: Any) -> dict[Any, Any]:
             return {_IN_CELL: of.cell_contents}
         except ValueError:  # the variable is not assigned yet
             return {}
-    return dict(enumerate(of)) if isinstance(of, (tuple, *COLLECTIONS)) else dict(_table(of))
+    if isinstance(of, (tuple, *COLLECTIONS)):
+        return dict(enumerate(of))
+    return dict(_table(of)) if isinstance(of, type | dict) else {**_table(of), **dict(_filled(of))}
 
 
 def _table(of: Any) -> Any:
-    return of if isinstance(of, dict) else object.__getattribute__(of, "__dict__")
+    """The attributes of an object, whatever its class says of them; a dict itself."""
+    if isinstance(of, dict):
+        return of
+    try:
+        return object.__getattribute__(of, "__dict__")
+    except AttributeError:  # its class has __slots__ alone
+        return {}
+
+
+def _slots(of: Any) -> dict[str, Any]:
+    """The places of those attributes of an object that classes of the script name in ``__slots__``."""
+    bases = [base for base in type(of).__mro__ if is_own_class(base)]
+    members = [item for base in bases for item in vars(base).items()]
+    return {name: each for name, each in members if isinstance(each, MemberDescriptorType)}
+
+
+def _filled(of: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the name and the value of each such attribute that is assigned."""
+    for name, slot in _slots(of).items():
+        try:
+            yield name, slot.__get__(of)
+        except AttributeError:  # not assigned
+            continue
 
 
 def _is_holder(value: Any) -> bool:
@@ -281,7 +317,7 @@ def _is_holder(value: Any) -> bool:
 
 def _is_object(value: Any) -> bool:
     """Whether a value is an object of the script, with attributes."""
-    if isinstance(value, (type, *_CLOSED)) or not hasattr(value, "__dict__"):
+    if isinstance(value, (type, *_CLOSED)):
         return False
     return isinstance(value, SimpleNamespace) or is_own_class(type(value))
 
@@ -298,7 +334,7 @@ def _tensors_in(value: Any) -> list[Tensor]:
     leaves = [
         inner
         for leaf in pytree.tree_leaves(value)
-        for inner in (pytree.tree_leaves(dict(_table(leaf))) if _is_object(leaf) else [leaf])
+        for inner in (pytree.tree_leaves(_entries(leaf)) if _is_object(leaf) else [leaf])
     ]
     return [x for x in leaves if isinstance(x, Tensor)]
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from .attributes import TABLES
-from .called import all_called, as_function, functions_of, is_own, names_in, plain_functions
+from .called import all_called, functions_of, is_own, is_own_class, names_in, plain_functions
 from .carried import Empty, Key, is_read
 from .containers import (
     EVERY_KEY,
@@ -242,9 +242,9 @@ class _Pass:
                     self._around(function, key, find, around[name], is_sure=is_sure)
 
     def holder_of(self, method: Any) -> None:
-        """Watches the object whose method is called, unless it is a module."""
-        holder = getattr(method, "__self__", None)
-        if is_plain_object(holder):
+        """Watches the object whose method is called, or that is called itself, unless it is a module."""
+        holder = getattr(method, "__self__", method)
+        if is_plain_object(holder) or (is_own_class(type(holder)) and not isinstance(holder, nn.Module)):
             self.objects.show(type(holder).__name__, lambda: holder, holder)
 
     def _around(self, function: FunctionType, key: Key, find: Find, value: Any, *, is_sure: bool) -> None:
@@ -284,7 +284,6 @@ def loss_outside(function: Any) -> AbstractContextManager[Any]:
     if not _passes:
         return nullcontext()
     _passes[-1].left.begins_loss(function)
-    function = as_function(function)
     own = list(plain_functions(function))
     _passes[-1].functions(own, [each for each, _ in own])
     _passes[-1].holder_of(function)
