@@ -191,6 +191,27 @@ def test_every_planner_keeps_outputs_and_verify_compares_them(planner):
     assert (read.program, read.returned) == (made.program, made.returned)
 
 
+APART = Cluster.parse("""
+[network]
+bandwidth_gbit_per_s = 1
+[[machine]]
+devices = [{ cpu_share = 0.6 }]
+[[machine]]
+devices = [{ cpu_share = 0.3, count = 2 }]
+""")
+
+
+@pytest.mark.parametrize("planner", ["segments", "poplar", "hap"])
+def test_a_rank_without_samples_shows_what_has_no_rows(planner):
+    """Its share became 0 after the program was made: it showed an empty tensor, of which a mean is NaN."""
+    model = Tagger(lambda loss, logits, _: dict(loss=loss, mean=logits.mean((0, 1)), worst=logits.amax()))
+    made = plan(model, BATCH, APART, planner=planner, outputs=("mean", "worst"))
+    assert 0 in dict(made.program.ratios)["r0"]
+    for i in outputs_of(made.program).values():
+        assert made.program.participants(made.program.types[i.inputs[0]]) == (0, 1, 2)
+    assert verify(model, BATCH, made).ok
+
+
 class Shown(Language):
     """Returns logits beside the loss."""
 

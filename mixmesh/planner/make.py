@@ -16,7 +16,7 @@ from ..cost.gaps import gaps
 from ..cost.placed import Sheet
 from ..cost.tf32 import tf32_warnings
 from ..errors import InputError
-from ..lang.ir import Graph, Returned
+from ..lang.ir import Graph, Returned, with_rows_as_dealt
 from ..lang.plan_devices import planned_devices
 from ..lang.plan_file import Candidate, Plan
 from .answers import check_memory, dtype_warnings, infeasible, notes_of, warnings_of
@@ -163,9 +163,11 @@ def plan_of(task: Task, proposal: Proposal, planning_s: float) -> Plan:
     proposal = spelled = CHECKPOINTING(task, proposal, task.budget)
     for row in SPELLING:
         spelled = row(task, spelled, task.budget)
-    program = replace(spelled.program, dtypes=task.dtypes)
+    # shares that became 0 after the program was spelled leave ranks without outputs
+    program = replace(with_rows_as_dealt(spelled.program), dtypes=task.dtypes)
     # with micro-batches the simulation has only the cost table of a single one
-    sheet = proposal.simulation.sheet if proposal.micro_batches is None else Sheet(program, task.costs)
+    is_simulated = proposal.micro_batches is None and program.body is spelled.program.body
+    sheet = proposal.simulation.sheet if is_simulated else Sheet(program, task.costs)
     return Plan(
         program=program,
         planner=proposal.planner,
