@@ -273,6 +273,14 @@ def _copy_(func: Callable, args: tuple, kwargs: dict) -> Tensor:
     return target
 
 
+def _as_number(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """The number that a tensor of one element is, such as a temperature that a loop logs. Collective."""
+    x = args[0]
+    if x.whole.shape.numel() != 1:
+        raise refusal(func.__name__, x.whole)
+    return func(x.full_tensor(), *args[1:], **kwargs)
+
+
 def _piece_of(x: ShardTensor, value: Tensor, what: str) -> Tensor:
     """The part of another shard, of a whole tensor or of a piece that belongs into ``x``."""
     whole = x.whole
@@ -382,6 +390,7 @@ _SPECIAL: dict[str, Callable] = {
     "__format__": _show,
     "__reduce_ex__": _refuse_pickling,
     "__deepcopy__": _deepcopy,
+    **dict.fromkeys(("item", "tolist", "__float__", "__int__", "__bool__"), _as_number),
     "data_ptr": lambda func, args, kwargs: 0,  # as for a DTensor, because the whole has no memory
     "new_empty": _new_empty,
     **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_tensor"), _new_plain),

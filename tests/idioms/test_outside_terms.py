@@ -6,10 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_world import assert_passed
-from plans import CUT, PLANS, batch, build, close, named, same_weights
+from plans import CUT, PLANS, batch, build, close, named, output_plan, same_weights
 from test_gloo import same_gradients
+from torch import nn
 
 from mixmesh.errors import InputError, MixmeshError
+from mixmesh.runtime.parallel import parallelize
 
 PENALTIES = {
     "norms": lambda ps: 0.01 * sum(p.norm() for p in ps),
@@ -188,10 +190,29 @@ def check_noise_is_drawn_for_the_whole(_) -> None:
                 assert "p.grad.add_(torch.randn(p.shape, generator=g))" in str(caught.value)
 
 
+class Tempered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+        self.bias = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, x):
+        return (self.scale.exp() * x + self.bias).square().mean()
+
+
+def check_a_parameter_of_one_element_is_a_number(_) -> None:
+    x = dict(x=torch.ones(6, 2, dtype=torch.float64))
+    for kind in ("data_parallel", "fsdp", "one_rank"):
+        model, _ = parallelize(Tempered(), None, output_plan(kind, Tempered(), x), device="cpu", timeout_s=20)
+        assert model.scale.exp().item() == float(model.scale.exp()) == torch.tensor(0.5).double().exp().item()
+        assert model.bias.tolist() == [0.0] and not model.bias and int(model.scale) == 0
+
+
 IDIOMS = named(
     check_penalties,
     check_gradients_of_what_is_beside_a_parameter,
     check_a_penalty_while_gradients_accumulate,
+    check_a_parameter_of_one_element_is_a_number,
     check_dropped_gradients_do_not_come_back,
     check_gradients_asked_for,
     check_second_gradients_are_refused,
