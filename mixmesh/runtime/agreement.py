@@ -195,6 +195,9 @@ def facts_of_loss(gradient: Tensor) -> Facts:
     return {OF_LOSS: f"{gradient.item():.6g}"}
 
 
+ROWS_HINT = 'if each rank loads its own rows: planner="ddp-proportional", under which ranks take part by rows'
+
+
 def batch_disagreement(told: list[Facts]) -> InputError | None:
     """The error for an input that differs between two ranks and must not; None if there is none.
 
@@ -209,11 +212,17 @@ def batch_disagreement(told: list[Facts]) -> InputError | None:
                     continue
                 return _unequal_weights(f"{mine[name]} on rank {first} and {other[name]} on rank {rank}")
             if name is not None:
+                is_dealt = name[0] == "|"
                 return InputError(
                     f"the ranks were not given the same batch: {name[2:]} differs",
-                    expected="one global batch, or each rank's own rows of it",
+                    expected="one global batch, or each rank's own rows of it"
+                    if is_dealt
+                    else "one global batch: under this plan every rank needs all of its rows",
                     got=f"rank {first}: {mine[name]}; rank {rank}: {other[name]}",
-                    hint="seed the order of the data alike on all ranks, or deal it out: shard_batches",
+                    hint=(
+                        "seed the order of the data alike on all ranks, or deal it out: shard_batches",
+                        *(() if is_dealt else (ROWS_HINT,)),
+                    ),
                 )
     return None
 
