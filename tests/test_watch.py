@@ -12,6 +12,7 @@ from traceback import StackSummary
 
 import pytest
 import torch.distributed as dist
+from torch._utils import ExceptionWrapper
 from torch.distributed.checkpoint.api import CheckpointException
 from warm_python import python
 
@@ -99,6 +100,22 @@ def ends_of(scenarios: list[str], folder: Path) -> dict[str, list[Ended]]:
         ]
         for s in scenarios
     }
+
+
+def test_the_error_of_a_loaders_worker_is_told_without_its_traceback():
+    """The text of such an error begins with the frames of PyTorch, and ends with what others should know."""
+    store = dist.HashStore()
+    watch = Watch(store, 0, 1, heartbeat_s=30.0)
+    try:
+        raise ValueError("no such image")
+    except ValueError:
+        error = ExceptionWrapper(where="in DataLoader worker process 0")
+    with pytest.raises(ValueError, match="Caught ValueError in DataLoader worker") as caught:
+        error.reraise()
+    watch.leave(caught.value)
+    watch.close()
+    told = json.loads(store.get("mixmesh/watch/0"))["ended"]
+    assert told.startswith("ValueError: no such image (") and "test_watch.py:" in told
 
 
 def test_an_error_of_a_checkpoint_is_told_too():

@@ -22,6 +22,8 @@ from .layout import Layout, layout
 from .streams import copied
 
 T = TypeVar("T")
+# where a collate_fn returns None for a batch that the loop leaves out
+SKIPPED = "model, optimizer, _ = mixmesh.prepare(...)  # and the script's own loader: all ranks skip alike"
 Inputs = Mapping[str, Instruction]  # inputs of a program by the path of a call's argument: past.0.key
 
 
@@ -139,6 +141,7 @@ def shard_batches_by(
             "a batch must say how the model is called",
             expected="a dict or a tuple of tensors, or a tensor",
             got=type(batch).__name__,
+            hint=SKIPPED if batch is None else "",
         )
 
     return map(cut, batches)  # not a generator, whose frame would keep the whole batch alive

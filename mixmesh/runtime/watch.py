@@ -40,6 +40,7 @@ from ..base.progress import tell
 from ..errors import CollectiveError
 from .agreement import Facts, Round
 from .awake import AwakeClock
+from .job_failures import OF_WORKER, named_line, place_of
 from .launch_store import is_of_launcher, own_connection, store_of_start
 from .lost import Lost, Position, Waiting, error_of, fields_of
 from .peers import Peers, Seen
@@ -370,6 +371,9 @@ def is_in_backward() -> bool:
 
 
 def _one_line(error: BaseException) -> str:
+    """The class and the words of an error. Those of a data loader's worker stand after its traceback."""
+    if OF_WORKER in str(error):
+        return f"{named_line(error)} ({place_of(error)})"
     text = " ".join(str(getattr(error, "message", "") or error).split())[:300]
     return f"{type(error).__name__}: {text}"
 

@@ -166,6 +166,8 @@ def test_batches_are_cut_by_their_names():
     assert share[0].shape == share[1].shape and share[2] == 1.0
     with pytest.raises(InputError, match="a tuple has no names"):
         list(shard_batches([(A, B, W)], wide, 0))
+    with pytest.raises(InputError, match="and the script's own loader: all ranks skip alike"):
+        list(shard_batches([None], wide, 0, model=model()))  # of a collate_fn that leaves a batch out
 
 
 def test_number_of_items_of_transformers():
