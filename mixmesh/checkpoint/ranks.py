@@ -35,6 +35,16 @@ class FilesFailure(Exception):
     the same text on all ranks."""
 
 
+def _hint_within(model: nn.Module) -> str:
+    """The hint for a module that is not parallel itself, such as the averages of a parallel one."""
+    within = parallel_models(model)
+    if len(within) != 1:
+        return "one folder of checkpoints for each parallel model"
+    name = next(name for name, module in model.named_modules() if module is within[0])
+    own = f"model=m.{name}, where m is the {type(model).__name__}"
+    return f"{own}: in a folder of its own, with the other numbers of m in extra=..."
+
+
 @dataclass(frozen=True)
 class Ranks:
     """All ranks of a model; ``comm`` is None for a model of one device."""
@@ -56,7 +66,7 @@ class Ranks:
                 "a checkpoint is of one parallel model, or of a model on one device",
                 expected="the model that mixmesh.prepare or parallelize returned",
                 got=f"a {type(model).__name__} on {world_size} ranks",
-                hint="one folder of checkpoints for each parallel model",
+                hint=_hint_within(model),
             )
         return cls(0, 1, None)
 

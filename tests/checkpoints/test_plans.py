@@ -19,6 +19,7 @@ from gloo_world import assert_passed, run_world, shared_folder
 from idioms.plans import PLANS, named, same_weights
 from safetensors.torch import load_file, save_file
 from test_gloo import Mlp, adamw, batch, build, close
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 from mixmesh import checkpoint
@@ -230,6 +231,8 @@ def check_what_one_device_saved_goes_on(_) -> None:
     checkpoint.save(os.environ["OF_ALL"], step=3, model=model, optimizer=optimizer)
     with pytest.raises(InputError, match="of one parallel model"):
         checkpoint.load(os.environ["OF_ALL"], model=single, optimizer=own)
+    with pytest.raises(InputError, match=r"model=m\.module, where m is the AveragedModel"):
+        checkpoint.load(os.environ["OF_ALL"], model=AveragedModel(model))
 
 
 def check_what_is_of_another_job_is_refused_and_changes_nothing(_) -> None:
