@@ -279,3 +279,14 @@ def test_what_is_made_once_of_constants_can_be_made_again():
         assert not MASKS and not scale.cache_info().currsize
     assert model(**BATCH).isfinite()
     MASKS.clear()
+
+
+@lru_cache
+def teacher() -> nn.Module:
+    return nn.Linear(4, 4)
+
+
+def test_what_is_cached_before_stays():
+    made = teacher()
+    trace(with_loss(Net(lambda h: None), lambda out, y: criterion(out, y) + teacher()(out).mean()), BATCH)
+    assert teacher() is made

@@ -79,6 +79,7 @@ class _Holder:
                 table.update({key: self.old[key]} if key in self.old else {})
 
 
+Caches = dict[int, tuple[Any, int]]  # functions with a cache, by id, and the misses before the pass
 Left = tuple[_Holder, Any]  # a holder, and the name or the key of its entry
 
 
@@ -91,7 +92,7 @@ class Outside:
         self._has_loss = False
         self._modules = {id(x) for each in model.modules() for x in (each, original_of(each))}
         self._held: dict[int, _Holder] = {}
-        self._caches: list[Any] = []
+        self._caches: Caches = {}
         self._read: set[tuple[int, Any]] = set()  # entries that a loss reads, by the id of their holder
         # by the id of a holder, the names of its entries that a function around the model reads; None for all
         self._free: dict[int, frozenset[str] | None] = {}
@@ -141,8 +142,9 @@ class Outside:
         ]
         for holder in self._held.values():
             holder.put_back()
-        for cache in self._caches:
-            cache.cache_clear()
+        for cache, misses in self._caches.values():
+            if cache.cache_info().misses != misses:
+                cache.cache_clear()
         return lost
 
     def _is_read(self, holder: _Holder, key: Any) -> bool:
@@ -170,7 +172,7 @@ class _Walk:
     """A walk through what functions name. ``modules`` are the ids of those of the model, in whose attributes
     tensors may be left."""
 
-    def __init__(self, modules: set[int], caches: list[Any]) -> None:
+    def __init__(self, modules: set[int], caches: Caches) -> None:
         self.found: dict[int, _Holder] = {}
         self.names: dict[int, frozenset[str]] = {}  # by the id of a file's variables
         self._modules, self._caches = modules, caches
@@ -218,7 +220,7 @@ class _Walk:
         elif isinstance(value, partial):
             self.visit(path, [value.func, *value.args, *value.keywords.values()], function, depth)
         elif isinstance(value, _CACHED):
-            self._caches.append(value)
+            self._caches.setdefault(id(value), (value, value.cache_info().misses))
         elif isinstance(value, tuple) or _is_holder(value):
             if not isinstance(value, tuple):
                 self._enter(path, value, function)
