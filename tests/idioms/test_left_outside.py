@@ -174,6 +174,29 @@ def test_what_the_loss_reads_is_part_of_the_program(name):
     assert len(traced.graph.nodes) > len(trace(without, BATCH).graph.nodes)
 
 
+def of_two(h) -> None:
+    TOTAL["aux"], TOTAL["entropy"] = h.square().mean(), h.abs().mean()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda out, y: criterion(out, y) + sum(TOTAL.values()),
+        lambda out, y: criterion(out, y) + TOTAL["aux"] - TOTAL.get("entropy"),
+        lambda out, y: criterion(out, y) + sum(TOTAL[name] for name in ("aux", "entropy")),
+        lambda out, y: criterion(out, y) + TOTAL.pop("aux") + TOTAL.pop("entropy"),
+    ],
+)
+def test_a_loss_reads_all_entries_of_a_dict(loss):
+    trace(with_loss(Net(of_two), loss), BATCH)
+    assert TOTAL == {"aux": 0.0}
+
+
+def test_an_entry_that_the_loss_does_not_read_is_refused():
+    with pytest.raises(TraceError, match=r"leaves a tensor in TOTAL\['entropy'\]"):
+        trace(with_loss(Net(of_two), lambda out, y: criterion(out, y) + TOTAL["aux"]), BATCH)
+
+
 def test_a_tensor_that_the_loss_leaves_is_refused():
     parts: dict = {}
 

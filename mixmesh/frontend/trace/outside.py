@@ -25,7 +25,7 @@ from ...errors import TraceError
 from .attributes import TABLES
 from .called import all_called, is_own, is_own_class, names_in, plain_functions
 from .carried import is_computed
-from .containers import MOST_ITEMS
+from .containers import MOST_ITEMS, keys_read
 from .copies import original_of
 from .locate import place_of_function
 
@@ -61,7 +61,7 @@ class _Holder:
         return {n: x for n, x in now.items() if x is not self.old.get(n) and _tensors_in(x)}
 
     def put_back(self) -> None:
-        """Gives entries that hold new tensors their old values."""
+        """Gives entries that hold new tensors their old values, and a dict what was taken out of it."""
         left = self.left()
         if left and isinstance(self.of, COLLECTIONS):
             self.of.clear()
@@ -77,6 +77,8 @@ class _Holder:
                 table = _table(self.of)
                 table.pop(key)
                 table.update({key: self.old[key]} if key in self.old else {})
+        if isinstance(self.of, dict) and len(self.of) < len(self.old):
+            self.of.update({key: x for key, x in self.old.items() if key not in self.of})
 
 
 Caches = dict[int, tuple[Any, int]]  # functions with a cache, by id, and the misses before the pass
@@ -174,7 +176,8 @@ class _Walk:
 
     def __init__(self, modules: set[int], caches: Caches) -> None:
         self.found: dict[int, _Holder] = {}
-        self.names: dict[int, frozenset[str]] = {}  # by the id of a file's variables
+        # by the id of a file's variables or of a dict: the names of entries that functions read; None for all
+        self.names: dict[int, frozenset[Any] | None] = {}
         self._modules, self._caches = modules, caches
         self._seen: set[int] = set()
 
@@ -184,9 +187,10 @@ class _Walk:
             self._enter(name, cell, function)
             for value in _entries(cell).values():
                 self.visit(name, value, function)
+                self._keys(name, value, function)
         variables, names = function.__globals__, names_in(function.__code__)
         self._enter("", variables, function)
-        self.names[id(variables)] = self.names.get(id(variables), frozenset()) | frozenset(names.of_globals)
+        self._also(variables, names.of_globals)
         for name in names.of_globals:
             self._variable(name, variables.get(name), names.attributes, function)
 
@@ -198,6 +202,18 @@ class _Walk:
                 self.visit(f"{name}.{inner}", vars(value)[inner], function)
         else:
             self.visit(name, value, function)
+            self._keys(name, value, function)
+
+    def _keys(self, name: str, value: Any, function: FunctionType) -> None:
+        """Notes the keys of a dict that a function reads."""
+        if isinstance(value, dict):
+            keys = keys_read(name, function)
+            reads_all = keys.has_all or any(hasattr(dict, str(key)) for key in keys.names)
+            self._also(value, None if reads_all else keys.names)
+
+    def _also(self, holder: Any, names: Iterable[Any] | None) -> None:
+        before = self.names.get(id(holder), frozenset())
+        self.names[id(holder)] = None if names is None or before is None else before | frozenset(names)
 
     def root(self, root: Any, function: FunctionType) -> None:
         """Visits a model; a loss, if it is a module or a method, with its object."""
