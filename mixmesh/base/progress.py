@@ -76,6 +76,11 @@ def tell(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
+def tell_warning(text: str) -> None:
+    """Prints a warning for the people who watch the training."""
+    tell(f"mixmesh: warning: {text}")
+
+
 def flush_output() -> None:
     """Writes what standard output and standard error still hold, as before a fork, whose child would write it
     once more."""

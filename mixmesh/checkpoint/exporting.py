@@ -19,7 +19,7 @@ from ..base.units import plural
 from ..errors import InputError
 from ..frontend.trace.dtypes import TORCH_DTYPE
 from .loading import newest_good
-from .manifest import MANIFEST, Damaged, Manifest, TensorEntry, check_files
+from .manifest import Damaged, Manifest, TensorEntry, check_files, is_checkpoint
 from .pretrained import CONFIG, PRETRAINED
 from .ranks import Ranks, text_of
 from .state import MODEL, OPTIMIZER
@@ -94,7 +94,7 @@ def export(
 def good_checkpoint(path: Path) -> tuple[Path, Manifest]:
     """The checkpoint at ``path``, or the newest good one in that folder, with its manifest. All of its files
     are read. Raises InputError if there is none, or if it is damaged."""
-    if not (path / MANIFEST).is_file():
+    if not is_checkpoint(path):
         newest = newest_good(path, Ranks(0, 1, None))
         if newest is None:
             raise InputError(

@@ -10,13 +10,13 @@ import torch.distributed.checkpoint as dcp
 from torch import nn, optim
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
+from ..base.progress import tell_warning
 from ..errors import InputError, PlanError
 from ..frontend.trace.compiled import uncompiled
 from .background import finish
 from .manifest import Damaged, Manifest, check_files, checkpoints_at
 from .random_state import restore_random_state
 from .ranks import FilesFailure, Ranks
-from .saving import warn
 from .state import NamedOptimizer, check_model, load_optimizer_room, model_tensors, with_elements
 from .storage import Reader
 from .values import decode
@@ -107,7 +107,7 @@ def newest_good(folder: Path, ranks: Ranks) -> tuple[Path, Manifest] | None:
             return path, manifest
         reasons.append(f"{path.name}: {reason}")
         if not ranks.rank:
-            warn(f"the checkpoint {path.name} is skipped: {reason}")
+            tell_warning(f"the checkpoint {path.name} is skipped: {reason}")
     if reasons:
         raise InputError(
             "no checkpoint can be resumed",

@@ -177,6 +177,11 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return [path for _, path in sorted(numbered, key=lambda pair: int(pair[0][1]), reverse=True)]
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is a checkpoint itself, rather than one that holds several."""
+    return (path / MANIFEST).is_file()
+
+
 def checkpoints_at(path: Path) -> list[Path]:
     """The checkpoints of a folder, the newest first; a checkpoint itself, if it is one. Raises InputError for
     a file."""
@@ -187,12 +192,12 @@ def checkpoints_at(path: Path) -> list[Path]:
             got="a file",
             where=str(path),
         )
-    return [path] if (path / MANIFEST).is_file() else checkpoints_in(path)
+    return [path] if is_checkpoint(path) else checkpoints_in(path)
 
 
 def check_is_no_checkpoint(folder: Path) -> None:
     """Raises InputError for a folder that is a checkpoint, where others are to be written."""
-    if (folder / MANIFEST).is_file():
+    if is_checkpoint(folder):
         raise InputError(
             "checkpoints cannot be written within a checkpoint",
             expected=f"the folder that holds it: {folder.parent}",

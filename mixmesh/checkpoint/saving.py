@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from ..base.progress import tell
+from ..base.progress import tell_warning
 from ..base.units import ranks_text
 from ..errors import InputError
 from ..frontend.trace.compiled import uncompiled
@@ -210,7 +210,8 @@ def write(folder: Path, ranks: Ranks, content: Content, keep: int | None) -> Pat
     except FilesFailure as failure:
         if not ranks.rank:
             stays = next((path.name for path in checkpoints_in(folder)), "none was written before")
-            warn(f"the checkpoint of step {content.manifest.step} could not be written ({failure}); {stays}")
+            step = content.manifest.step
+            tell_warning(f"the checkpoint of step {step} could not be written ({failure}); {stays}")
         return None
     finally:
         if writer.unfinished is not None:  # has been renamed by now, or is of no use
@@ -231,9 +232,4 @@ def remove_old(folder: Path, newest: str, keep: int) -> None:
             path.rename(removed)
             shutil.rmtree(removed)
         except OSError as error:
-            warn(f"the old checkpoint {path.name} could not be removed: {text_of(error)}")
-
-
-def warn(text: str) -> None:
-    """Prints a warning for the people who watch the training on standard error."""
-    tell(f"mixmesh: warning: {text}")
+            tell_warning(f"the old checkpoint {path.name} could not be removed: {text_of(error)}")

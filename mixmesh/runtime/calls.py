@@ -23,12 +23,11 @@ from ..frontend.trace.leaves import TENSOR, describe_argument
 from ..frontend.trace.words import WORDS, is_words
 from ..lang.ir import Program
 from .batches import input_words
+from .shells import WHOLE_HINT
 
 Parameter = inspect.Parameter
 POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-WITHOUT_GRADIENTS = (
-    "a call without gradients: with mixmesh.whole(model) as m, torch.no_grad(): ..., on every rank"
-)
+WITHOUT_GRADIENTS = f"a call without gradients: {WHOLE_HINT}"
 
 
 @dataclass(frozen=True)

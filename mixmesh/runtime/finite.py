@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..base.progress import tell
+from ..base.progress import tell_warning
 from ..base.units import ranks_text
 from ..errors import JobError
 from .collectives import Handle, done
@@ -158,7 +158,7 @@ class FiniteGuard:
         if not self._model.comm.rank:
             so_far = f"; {self.num_skipped} in all" if self.num_skipped > 1 else ""
             where = "" if skipped is None else f" ({skipped})"
-            warn(f"{message}{where}: the step is left out{so_far}")
+            tell_warning(f"{message}{where}: the step is left out{so_far}")
 
 
 def call(function: Callable[..., T], batch: Any) -> T:
@@ -203,9 +203,4 @@ def warn_of_loss(comm: Comm, step: int, loss: float, mine: Tensor) -> None:
     ranks = [rank for rank, is_finite in enumerate(finite) if not is_finite]
     where = f"{ranks_text(ranks)}: not finite there" if ranks else "finite on every rank, not in their sum"
     if not comm.rank:
-        warn(f"the loss is {loss:g} at step {step} ({where})")
-
-
-def warn(text: str) -> None:
-    """Prints a warning on standard error."""
-    tell(f"mixmesh: warning: {text}")
+        tell_warning(f"the loss is {loss:g} at step {step} ({where})")

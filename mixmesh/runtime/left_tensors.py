@@ -22,6 +22,7 @@ from torch import nn
 from ..base.callers import is_script, line_of_script
 from ..errors import InputError
 from ..frontend.trace.copies import original_of
+from .shells import lent_part
 
 MISSING = object()
 _USES = """add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg
@@ -186,6 +187,4 @@ def _refusal(path: str, model: str) -> InputError:
 
 def _lent(module: nn.Module) -> nn.Module | None:
     runtime = module.__dict__.get("_runtime")
-    if runtime is not None:
-        return runtime.lent
-    return module.__dict__["_lent"]() if "_lent" in module.__dict__ else None
+    return lent_part(module) if runtime is None else runtime.lent

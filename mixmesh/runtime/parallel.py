@@ -179,7 +179,7 @@ def _take(
     kind: type = type(own_module(model))
     model_class = parallel_class(ParallelModel, kind)
     parallel = model_class(runtime, model, taken.params, taken.buffers)
-    refuse_left(parallel, () if isinstance(plan, Program) else plan.left)
+    refuse_left(parallel, getattr(plan, "left", ()))
     runtime.left.hide()
     if optimizer is not None:
         _adapt(optimizer, taken, runtime, common_holders(stored[n] for n in _learning(program)))
@@ -253,7 +253,7 @@ def runtime_of(
         DriftWatch(comm, dict(zip(first_names, taken.inner)), stored),
         PlannedModel(model, plan) if is_checked else None,
         compiles=compiles,
-        left=left_of(model, () if isinstance(plan, Program) else plan.left, own=own_module(model)),
+        left=left_of(model, getattr(plan, "left", ()), own=own_module(model)),
     )
 
 

@@ -75,8 +75,8 @@ def check_alike(name: str, first: ShardBase, tensors: Iterable[Tensor]) -> None:
 def check_no_gradient(name: str, first: ShardBase, tensors: Iterable[Tensor]) -> None:
     """Raises InputError if one of ``tensors`` has a gradient and is no shard: from a function on pieces, such
     as ``p / p.norm()``, each rank would get only its piece's part of it, where one device has their sum."""
-    for x in tensors:
-        if torch.is_grad_enabled() and x.requires_grad and not isinstance(x, ShardBase):
+    for x in tensors if torch.is_grad_enabled() else ():
+        if x.requires_grad and not isinstance(x, ShardBase):
             raise InputError(
                 f"beside {first.whole.stored.name}, {name} would give a tensor one rank's part of a gradient",
                 expected="constants, and parameters cut alike, beside a parameter that is cut",

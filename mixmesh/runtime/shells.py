@@ -47,7 +47,7 @@ class Shell(nn.Module):
     __eq__ = object.__eq__
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        lent = self.__dict__["_lent"]() if "_lent" in self.__dict__ else None
+        lent = lent_part(self)
         if lent is not None:
             return lent(*args, **kwargs)
         raise InputError(
@@ -64,6 +64,11 @@ class Shell(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         check_attribute(self, name, value)
         super().__setattr__(name, value)
+
+
+def lent_part(shell: nn.Module) -> nn.Module | None:
+    """The module of the script's own model that a shell stands for, while that model is lent."""
+    return shell.__dict__["_lent"]() if "_lent" in shell.__dict__ else None
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from ...errors import TraceError
-from .carried import Entries, entries_of, holds_tensors, is_changed, refill
+from .carried import Entries, entries_of, holds_tensors, is_changed, refill, restore
 from .locate import Place, place_of_function
 
 TABLES = frozenset({"__dict__", *vars(nn.Module())})  # attributes of every module
@@ -150,12 +150,8 @@ def warnings_of(replaced: Sequence[Replaced]) -> list[str]:
 
 def _put_back(table: dict[str, Any], old: Mapping[str, Any]) -> None:
     """Gives names that hold other tensors now their ``old`` values; removes new names that hold any."""
-    for name, value in list(table.items()):
-        if value is not old.get(name) and holds_tensors(value):
-            if name in old:
-                table[name] = old[name]
-            else:
-                del table[name]
+    replaced = [n for n, value in table.items() if value is not old.get(n) and holds_tensors(value)]
+    restore(table, replaced, old)
 
 
 def _same(a: Any, b: Any) -> bool:

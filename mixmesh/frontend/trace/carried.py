@@ -131,6 +131,15 @@ def is_changed(held: list | dict, copied: list | dict) -> bool:
     return len(now) != len(old) or not all(map(is_, now, old))
 
 
+def restore(table: dict[Any, Any], names: Iterable[Any], old: Mapping[Any, Any]) -> None:
+    """Gives these names of a table their ``old`` values, and removes those that are new."""
+    for name in names:
+        if name in old:
+            table[name] = old[name]
+        else:
+            del table[name]
+
+
 def refill(held: list | dict, copied: list | dict) -> None:
     """Puts the entries of a list or a dict back."""
     if isinstance(held, list):

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .carried import holds_tensors
+from .carried import holds_tensors, restore
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
@@ -56,12 +56,8 @@ def take_attributes(copy: nn.Module) -> None:
 def shown_on_original(copy: nn.Module) -> Iterator[None]:
     """A context in which the original has the attributes where a call of the copy has left tensors, so that a
     loss reads them from the script's own model."""
-    link = _LINKS.get(id(copy))
-    original = None if link is None else link.original()
-    if original is None:
-        yield
-        return
-    table, before = vars(original), dict(vars(original))
+    table = vars(original_of(copy))  # for a module that is not a copy its own, and then nothing differs
+    before = dict(table)
     left = {
         name: value
         for name, value in vars(copy).items()
@@ -71,11 +67,7 @@ def shown_on_original(copy: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for name in left:
-            if name in before:
-                table[name] = before[name]
-            else:
-                del table[name]
+        restore(table, left, before)
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

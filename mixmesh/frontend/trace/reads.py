@@ -37,7 +37,7 @@ from .containers import (
 )
 from .copies import original_of
 from .generators import NoDraws
-from .outside import Outside, check_outside
+from .left_outside import LeftOutside, check_outside
 
 _OF_EVERY_MODULE = frozenset(
     {"training", "call_super_init", "dump_patches", "_version", "_compiled_call_impl"}
@@ -150,7 +150,7 @@ class _Pass:
         self._containers: set[Key] = set()
         self.places: dict[int, tuple[str, Find]] = {}  # by the id of a tensor that may be read
         self.empty = Empty()
-        self.left = Outside(model, losses)
+        self.left = LeftOutside(model, losses)
         self._outside: set[Key] = set()  # numbers that functions read, and no module holds
         # entries of dicts and lists that the code only writes, or that the pass has made itself
         self._not_state: set[Key] = set()
@@ -293,10 +293,7 @@ def loss_outside(function: Any) -> AbstractContextManager[Any]:
 def hook_outside(hook: Any) -> Callable[[Iterable[Any]], bool]:
     """Watches, if a forward pass is being traced, what a forward hook leaves. The returned function tells
     whether values are all tensors that were left; these are refused later unless the loss reads them."""
-    if not _passes:
-        return lambda values: False
-    _passes[-1].left.begins_hook(hook)
-    return _passes[-1].left.has_all
+    return _passes[-1].left.begins_hook(hook) if _passes else lambda values: False
 
 
 def part_outside(path: str, find: Find, holder: Any, functions: Iterable[Any]) -> None:

@@ -10,7 +10,7 @@ an export are of no use after it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import islice
@@ -24,7 +24,7 @@ from ...base.callers import is_script
 from ...errors import TraceError
 from .attributes import TABLES
 from .called import all_called, is_own, is_own_class, names_in, plain_functions
-from .carried import is_computed
+from .carried import is_computed, restore
 from .containers import MOST_ITEMS, keys_read
 from .copies import original_of
 from .locate import place_of_function
@@ -60,23 +60,22 @@ class _Holder:
             return {n: x for n, x in now.items() if id(x) not in known and _tensors_in(x)}
         return {n: x for n, x in now.items() if x is not self.old.get(n) and _tensors_in(x)}
 
-    def put_back(self) -> None:
-        """Gives entries that hold new tensors their old values, and a dict what was taken out of it."""
-        left = self.left()
-        if left and isinstance(self.of, COLLECTIONS):
-            self.of.clear()
-            self.of.extend(self.old.values())
+    def put_back(self, left: Mapping[Any, Any]) -> None:
+        """Gives the entries that are ``left`` their old values, and a dict what was taken out of it."""
+        if isinstance(self.of, COLLECTIONS):
+            if left:
+                self.of.clear()
+                self.of.extend(self.old.values())
             return
+        slots = {} if isinstance(self.of, type | CellType | dict) else _slots(self.of)
         for key in left:
             if isinstance(self.of, type | CellType):
                 setattr(self.of, key, self.old[key]) if key in self.old else delattr(self.of, key)
-            elif key in (slots := _slots(self.of)):
+            elif key in slots:
                 slot = slots[key]
                 slot.__set__(self.of, self.old[key]) if key in self.old else slot.__delete__(self.of)
             else:
-                table = _table(self.of)
-                table.pop(key)
-                table.update({key: self.old[key]} if key in self.old else {})
+                restore(_table(self.of), [key], self.old)
         if isinstance(self.of, dict) and len(self.of) < len(self.old):
             self.of.update({key: x for key, x in self.old.items() if key not in self.of})
 
@@ -85,7 +84,7 @@ Caches = dict[int, tuple[Any, int]]  # functions with a cache, by id, and the mi
 Left = tuple[_Holder, Any]  # a holder, and the name or the key of its entry
 
 
-class Outside:
+class LeftOutside:
     """The places outside of the modules of ``model`` where its forward pass, or a loss, may leave tensors."""
 
     def __init__(self, model: nn.Module, losses: list[Any]) -> None:
@@ -112,14 +111,15 @@ class Outside:
                 self._read |= {(id(holder.of), key) for key in left if names is None or key in names}
         self._hold(reached)
 
-    def begins_hook(self, hook: Any) -> None:
-        """Watches what a forward hook may write to."""
-        self._hold(self._reached(hook))
+    def begins_hook(self, hook: Any) -> Callable[[Iterable[Any]], bool]:
+        """Watches what a forward hook may write to. The returned function tells whether values are all
+        tensors, or hold only tensors, that were left there, or in attributes of the model's modules."""
+        reached = list(self._reached(hook))
+        self._hold(reached)
+        return partial(self._has_left_all, [self._held[id(holder.of)] for holder, _ in reached])
 
-    def has_all(self, values: Iterable[Any]) -> bool:
-        """Whether all these values are tensors, or hold only tensors, that the pass has left so far: outside,
-        or in attributes of the model's modules."""
-        left = [x for holder in self._held.values() for x in holder.left().values()]
+    def _has_left_all(self, holders: Iterable[_Holder], values: Iterable[Any]) -> bool:
+        left = [x for holder in holders for x in holder.left().values()]
         for module in self._model.modules():
             left += [x for name, x in vars(module).items() if name not in TABLES]
         known = {id(x) for x in _tensors_in(left)}
@@ -136,14 +136,15 @@ class Outside:
         and which no loss reads."""
         for loss in () if self._has_loss else self._losses:  # an evaluation without labels
             self.has_part(loss)
+        left = [(holder, holder.left()) for holder in self._held.values()]
         lost = [
             (holder, key)
-            for holder in self._held.values()
-            for key, value in holder.left().items()
+            for holder, entries in left
+            for key, value in entries.items()
             if not self._is_read(holder, key) and is_computed(_tensors_in(value), self._model)
         ]
-        for holder in self._held.values():
-            holder.put_back()
+        for holder, entries in left:
+            holder.put_back(entries)
         for cache, misses in self._caches.values():
             if cache.cache_info().misses != misses:
                 cache.cache_clear()
@@ -197,7 +198,7 @@ class _Walk:
     def _variable(self, name: str, value: Any, used: frozenset[str], function: FunctionType) -> None:
         if isinstance(value, ModuleType) and is_own(value):
             self._enter(name, vars(value), function)
-            self.names.setdefault(id(vars(value)), used)
+            self._also(vars(value), used)
             for inner in used & vars(value).keys():
                 self.visit(f"{name}.{inner}", vars(value)[inner], function)
         else:
