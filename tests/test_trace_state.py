@@ -238,6 +238,35 @@ def test_an_entry_that_is_read_and_changed_is_warned_of(name):
     assert model.notes == {"list": []} and model.past == []
 
 
+class Config:
+    kind = None
+    scale = None
+
+
+def names_its_kind_once(m, h):
+    if m.config.kind is None:
+        m.config.kind = "regression"
+    return 0 if m.config.kind == "regression" else h
+
+
+def scales_from_the_second_call_on(m, h):
+    if m.config.scale is None:
+        m.config.scale = "twice"
+        return 0
+    return h if m.config.scale == "twice" else 0
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "is_amiss"),
+    [("kind", names_its_kind_once, False), ("scale", scales_from_the_second_call_on, True)],
+)
+def test_what_the_first_call_sets_for_all_is_warned_of_only_where_the_second_differs(name, body, is_amiss):
+    model = Model(body)
+    model.config = Config()
+    warning = "".join(trace(model, BATCH).warnings)
+    assert (f"the forward pass changes config.{name}, which it reads" in warning) == is_amiss
+
+
 def notes_only(m, h):
     m.notes["mean"] = mean(h)
     m.past.append(mean(h))

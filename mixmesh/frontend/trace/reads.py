@@ -62,6 +62,10 @@ class Number:
         now = self.find()
         return self if now is GONE else replace(self, value=now)
 
+    def was_empty(self) -> bool:
+        """Whether nothing was there that a pass could count on: a pass that sets it may set it once."""
+        return self.value is None or self.value is GONE or self.value is False
+
 
 @dataclass(frozen=True)
 class Constant:
@@ -93,7 +97,8 @@ class Reads:
     object, because export undoes assignments to modules."""
 
     of: dict[Key, Number | Constant] = field(default_factory=dict)
-    changed_within: tuple[str, ...] = ()  # entries of dicts and lists that the last pass read and changed
+    # entries of dicts, lists and objects that the last pass read and changed, as they were before
+    changed_within: tuple[Number, ...] = ()
     places: dict[int, tuple[str, Find]] = field(default_factory=dict)  # by the id of a tensor
     losses: list[Any] = field(default_factory=list)  # functions that are not the model's own
 
@@ -159,11 +164,11 @@ class _Pass:
         """Notes that an attribute was set."""
         self.empty.sets((id(object.__getattribute__(module, "__dict__")), name))
 
-    def changed(self) -> tuple[str, ...]:
-        """The paths of what the pass has read and changed: numbers that functions read from outside, and
+    def changed(self) -> tuple[Number, ...]:
+        """What the pass has read and changed, as it was before: numbers that functions read from outside, and
         entries of dicts, lists and objects (key 0). Those of modules are noted as attributes."""
         return tuple(
-            x.path
+            x
             for key, x in self.noted.items()
             if (key in self._outside or (key[0] == 0 and key not in self._not_state))
             and isinstance(x, Number)

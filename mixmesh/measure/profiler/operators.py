@@ -36,6 +36,7 @@ from ...runtime.random import RandomPolicy
 from .meter import Meter
 
 LESS, MORE = 0.5, 1.6  # factors on the device's likely share
+NEARLY_ALL = 0.6  # from here on, the whole is measured: a plan may leave all other devices out
 LEAST = 1 / 16  # factor on the likely share for a small micro-batch
 # bytes written before each run of an operator: about as many as the rest of a pass touches
 EVICTED_BYTES = 8 * 2**20
@@ -46,7 +47,8 @@ FILLED = 0.9  # share of a device's memory that may be filled
 
 def shares_to_measure(likely: float, world_size: int) -> tuple[float, ...]:
     """The shares to measure: around the likely share, and up to an even one."""
-    return tuple(min(s, 1.0) for s in (likely * LESS, likely, max(likely * MORE, 1 / world_size)))
+    most = max(likely * MORE, 1 / world_size)
+    return likely * LESS, likely, 1.0 if most >= NEARLY_ALL else most
 
 
 def measure_ops(

@@ -20,7 +20,7 @@ from ...errors import TraceError
 from ...frontend.job import Job, can_step_pieces, check_supported, optimizer_states
 from ...frontend.trace import LossSource
 from ...frontend.trace.autocast import autocast_for
-from ...frontend.trace.capture import CALL_ONCE
+from ...frontend.trace.failures import CALL_ONCE
 from ...frontend.trace.compiled import is_compiled, uncompiled
 from ...frontend.trace.own_generators import generators_in
 from ...frontend.trace.words import is_words

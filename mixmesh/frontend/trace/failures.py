@@ -1,0 +1,128 @@
+"""The error for a model that cannot be traced: PyTorch's reason in a line or two, the user's line and a
+remedy."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+from torch import nn
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from ...errors import MixmeshError, TraceError
+from .left_out import of_a_layer_left_out
+from .locate import place_of_error, place_of_function
+from .stand_ins import lost_constant
+
+LEAKED = "fake tensor in the exported program"  # PyTorch's message for a value that it has lost track of
+CALL_ONCE = "call the model once on this batch without mixmesh"
+TRACED_OTHERWISE = "if that works, its code does something else while it is traced: give it masks, or none"
+BRANCH_HINT = (
+    "replace an `if` or loop on a tensor's value by torch.where, and x[mask] by a multiplication by the mask"
+)
+TIED = "expected compiled_fn to be GraphModule"  # PyTorch's message for updated inputs that share memory
+# a part of PyTorch's message -> the remedy
+HINTS = (
+    ("GuardOnDataDependent", BRANCH_HINT),
+    ("data-dependent", BRANCH_HINT),
+    ("DataDependentOutput", "write the operator out by others that read no values: torch.cov by a product"),
+    ("DynamicOutputShape", "use operators whose result shape does not depend on values (torch.where, masks)"),
+    (
+        "but got FakeTensor",
+        "read no sizes from tensors: instead of packed sequences, padded ones with a mask over the loss",
+    ),
+    (".numpy()", "keep the computation in torch: numpy cannot be traced"),
+    ("lifted_tensor", "register tensors that the model keeps with register_buffer"),
+    ("aliases", "return the loss and keep no tensors on the module"),
+    (
+        "is not in the correct order or is not found in the exported program's user_output",
+        "give each buffer a value of its own: self.a.copy_(value); self.b.copy_(value.clone())",
+    ),
+    ("is mutated in the forward", 'self.register_buffer("name", tensor) in __init__, and update it in place'),
+    ("assigned during export", "register the tensor with register_buffer, and update it in place"),
+)
+
+
+OTHER_DEVICE = "FakeTensorDeviceMismatchError"
+# PyTorch's name for an error -> its cause in the model
+MEANINGS = {
+    "SpecViolationError": "an update of a buffer whose value is another result too",
+    "GuardOnDataDependentSymNode": "a branch, a loop or an index that depends on a tensor's values",
+    "DataDependentOutputException": "an operator that looks at its tensor's values",
+    "DynamicOutputShapeException": "a result whose shape depends on values",
+}
+
+
+def explain(error: Exception, model: nn.Module) -> TraceError:
+    """Turns ``error`` into a TraceError with the reason in a line or two, the user's line, and a remedy."""
+    if TIED in str(error) and (tied := _buffers_of_one_memory(model)) is not None:
+        return _of_tied_buffers(*tied)
+    place = place_of_error(error)
+    is_decision = isinstance(error, MixmeshError | GuardOnDataDependentSymNode)
+    if is_decision and (left_out := of_a_layer_left_out(place, model)) is not None:
+        return left_out
+    if LEAKED in str(error):
+        return _of_a_tensor_not_followed(str(error), model)
+    if type(error).__name__ == OTHER_DEVICE and (lost := lost_constant(model)) is not None:
+        error = lost
+    if isinstance(error, MixmeshError):
+        where = error.where or str(place)
+        return TraceError(error.message, expected=error.expected, got=error.got, where=where, hint=error.hint)
+    kind = type(error).__name__
+    text = f"{kind} {error}"
+    hints = dict.fromkeys(hint for key, hint in HINTS if key in text)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    got = f"{MEANINGS.get(kind, kind)}: {' '.join(lines[:2])}" if lines else kind
+    if kind == "GuardOnDataDependentSymNode":  # its text names symbols that the user does not know
+        got = MEANINGS[kind]
+    message = "the model cannot be traced" if hints else "the model's forward pass failed while it was traced"
+    return TraceError(
+        message,
+        got=_clip(got),
+        where=str(place),
+        hint=tuple(hints)[:1] or (CALL_ONCE, TRACED_OTHERWISE),
+    )
+
+
+def _of_a_tensor_not_followed(text: str, model: nn.Module) -> TraceError:
+    """The error for a tensor that export does not follow. PyTorch names the module in which it found the
+    tensor, but no line."""
+    path = re.search(r"model attribute: ([\w.]+)\.lifted_tensor", text)
+    name = path[1].removeprefix("model").removeprefix(".") if path else ""
+    module = dict(model.named_modules()).get(name, model)
+    return TraceError(
+        "the model cannot be traced",
+        expected="values of the batch, of parameters and of buffers",
+        got=f"one from elsewhere in {name or 'the model'} ({type(module).__name__}): x.data, or a global",
+        where=str(place_of_function(inspect.unwrap(type(module).forward))),
+        hint=(
+            "use .detach() instead of .data, and no tensors kept as globals",
+            "weights are changed after the optimizer's step: with torch.no_grad(): p.clamp_(-1, 1)",
+        ),
+    )
+
+
+def _buffers_of_one_memory(model: nn.Module) -> tuple[str, str] | None:
+    """The names of the first two buffers that share memory; None if no two do."""
+    names: dict[int, str] = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        first = names.setdefault(buffer.untyped_storage()._cdata, name)
+        if first != name:
+            return first, name
+    return None
+
+
+def _of_tied_buffers(one: str, other: str) -> TraceError:
+    return TraceError(
+        "a buffer that has two names is updated in the forward pass",
+        expected="one name for a buffer that is updated",
+        got=f"{one} and {other}, which share memory",
+        hint=(
+            f"register {one} once, and use it by that name in place of {other}",
+            "a module that is used in two places: self.again = [self.module], and self.again[0](x)",
+        ),
+    )
+
+
+def _clip(text: str, limit: int = 300) -> str:
+    return text if len(text) <= limit else text[: limit - 3] + "..."
