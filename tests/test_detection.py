@@ -51,12 +51,17 @@ ROOT = Path(__file__).parents[1]
         ("Tesla V100-SXM2-32GB", 31.7, "V100-32GB"),
         ("Tesla T4", 14.6, "T4-16GB"),
         ("NVIDIA A100-PCIE-40GB", 39.4, "A100-40GB"),
-        ("NVIDIA A100 80GB PCIe", 79.1, "A100-80GB"),
+        ("NVIDIA A100 80GB PCIe", 79.1, "A100PCIE-80GB"),
+        ("NVIDIA A100-SXM4-80GB", 79.1, "A100-80GB"),
+        ("NVIDIA TITAN Xp", 11.9, "TITANXp-12GB"),
+        ("Quadro RTX 8000", 47.4, "QUADRORTX8000-48GB"),
+        ("NVIDIA GeForce RTX 2080 SUPER", 7.8, "RTX2080SUPER-8GB"),
         ("NVIDIA H100 80GB HBM3", 79.1, "H100-80GB"),
         ("NVIDIA H100 PCIe", 79.1, "H100PCIe-80GB"),
         ("AMD Instinct MI210", 63.9, "MI210-64GB"),
         ("NVIDIA GeForce RTX 3080 Laptop GPU", 9.6, None),  # another chip
-        ("NVIDIA A10G", 22.0, None),  # not an A10
+        ("NVIDIA A10G", 22.0, "A10G-24GB"),
+        ("NVIDIA A16", 14.6, None),  # neither an A10 nor an A2
         ("NVIDIA GeForce RTX 3090", 12.0, None),  # no card of that name has this memory
     ],
 )

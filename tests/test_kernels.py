@@ -41,6 +41,18 @@ def conv(channels: int, groups: int) -> Call:
     return call("aten.conv2d", image, weight, out=image, args=args)
 
 
+@pytest.mark.parametrize(("name", "power"), [(e.PRODUCT, 1 / 6), (e.CONVOLUTION, 1 / 2)])
+def test_faster_tensor_cores_reach_less_of_their_peak(name, power):
+    """Those of a GeForce card, which are only twice as fast as its other arithmetic, reach most of it."""
+    geforce = card("RTX3090-24GB")
+    shares = [e.efficiency(name, e.HALF, device).share for device in (geforce, V100, A100)]
+    ratios = [device.half_flop_per_s / device.flop_per_s for device in (geforce, V100, A100)]
+    assert shares == pytest.approx([0.9 * ratio**-power for ratio in ratios]) and shares[0] > shares[1]
+    own = replace(A100, efficiency=((name, e.HALF, 0.5, 0.0),))
+    assert e.efficiency(name, e.HALF, own).share == 0.5
+    assert e.efficiency(e.PRODUCT, e.F32, A100).share == e.efficiency(e.PRODUCT, e.F32, V100).share
+
+
 def test_every_class_has_a_usual_row():
     assert set(e.USUAL) == set(CLASSES) and len(CLASSES) == 3 * len(PRODUCTS) + len(MEMORY_BOUND)
     assert all(0 < row.share <= 1 and row.ramp_s > 0 and row.backward == 1 for row in e.USUAL.values())
@@ -96,7 +108,7 @@ def test_small_products_reach_less_of_the_peak():
         forward, _ = kernels(mm(size, size, size, "bf16"), 0, A100, tf32=False)
         return 2 * size**3 / A100.half_flop_per_s / (forward.ramp_s + forward.full_s)
 
-    row = e.USUAL[e.PRODUCT, e.HALF]
+    row = e.efficiency(e.PRODUCT, e.HALF, A100)
     assert share(256) < 0.05 < share(1024) < share(8192) < row.share
     assert share(8192) == pytest.approx(row.share, rel=0.01)
 

@@ -2,6 +2,7 @@
 
 from . import (
     accuracy,
+    cards,
     checkpoints,
     collectives,
     compiled,
@@ -27,6 +28,7 @@ from .common import app
 __all__ = [
     "accuracy",
     "app",
+    "cards",
     "checkpoints",
     "collectives",
     "compiled",

@@ -3,7 +3,7 @@
 A kernel takes its ``ramp_s`` plus the time of its work at ``share`` of the peak. So a product that would take
 t seconds at the peak reaches ``share * t / (t + share * ramp_s)`` of it, half as much as a large product if t
 is ``share * ramp_s``. Figures are for usual shapes in training, not the best that a library can do, and are
-fitted to no card. A cluster file may give a card's own (``efficiency``).
+those of no single card. A cluster file may give a card's own (``efficiency``).
 
 Sources, by row:
 
@@ -13,10 +13,15 @@ Sources, by row:
   bf16, 1024 x 1024 x 2048 32 and 35 % (OpenXLA, ``matmul_interpolator_data.h``): a ramp of 5 us. Products of
   a training are less square, and under load the clock falls: whole trainings that were measured had 50 to
   65 % in half precision.
+- half, by the device's ratio of half to fp32 peak: the faster the tensor cores are beside the rest of a
+  multiprocessor, which feeds them, the smaller is the share of their peak that is reached. GeForce cards
+  (ratio 2 since Ampere) reach most of it, an A100 (16) little. The powers, 1/6 for products and 1/2 for
+  convolutions, are from single-card trainings of BERT and ResNet-50 on eleven cards from V100 to H100
+  (github.com/lambdal/deeplearning-benchmark; ``python -m benchmarks cards``).
 - f32: nearly all of the peak alone, 60 to 75 % in the whole trainings that were measured. Taken in between.
 - thin products: a side below a tile of the kernel, which is 64 to 256 (NVIDIA, "Matrix Multiplication
   Background User's Guide", on tile and wave quantization), as the heads of attention are. An estimate.
-- convolutions: an estimate; kernels for tensor cores that are given channels first turn their data around.
+- convolutions: from the same trainings of ResNet-50. In fp32, Winograd's algorithm saves multiply-adds.
 - depthwise convolutions have few multiply-adds a byte and no kernels for tensor cores (Qin et al.,
   "Diagonalwise Refactorization", 2018). An estimate.
 - attention: FlashAttention-2 reaches 50 to 73 % on A100 (Dao, 2023, section 4.1), kernels for fp32 and older
@@ -27,7 +32,7 @@ Sources, by row:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..cluster import Device
 from ..cluster.classes import (
@@ -61,15 +66,17 @@ class Efficiency:
 
 # class, dtype, share of the peak, ramp in us
 ROWS = (
-    (PRODUCT, F32, 0.80, 4.0), (PRODUCT, TF32, 0.65, 5.0), (PRODUCT, HALF, 0.65, 5.0),
+    (PRODUCT, F32, 0.80, 4.0), (PRODUCT, TF32, 0.65, 5.0), (PRODUCT, HALF, 0.90, 5.0),
     (THIN, F32, 0.55, 4.0), (THIN, TF32, 0.35, 5.0), (THIN, HALF, 0.30, 5.0),
-    (CONVOLUTION, F32, 0.70, 6.0), (CONVOLUTION, TF32, 0.35, 8.0), (CONVOLUTION, HALF, 0.30, 8.0),
+    (CONVOLUTION, F32, 0.90, 6.0), (CONVOLUTION, TF32, 0.38, 8.0), (CONVOLUTION, HALF, 0.90, 8.0),
     (DEPTHWISE, F32, 0.06, 6.0), (DEPTHWISE, TF32, 0.06, 6.0), (DEPTHWISE, HALF, 0.06, 6.0),
     (ATTENTION, F32, 0.50, 8.0), (ATTENTION, TF32, 0.30, 8.0), (ATTENTION, HALF, 0.45, 8.0),
     (ELEMENTWISE, ANY, 0.85, 2.0), (REDUCTION, ANY, 0.75, 3.0), (LOOKUP, ANY, 0.50, 3.0),
 )  # fmt: skip
 USUAL = {(name, dtype): Efficiency(share, ramp_us * MICRO) for name, dtype, share, ramp_us in ROWS}
 
+# Shares above that fall with the ratio of a device's half to its fp32 peak: to this power of it.
+FALLS = {(PRODUCT, HALF): 1 / 6, (CONVOLUTION, HALF): 1 / 2}
 
 # On a CPU, products reach this share of its peak in practice, and other operators its whole memory rate
 CPU_EFFICIENCY = 0.5
@@ -84,7 +91,9 @@ def efficiency(name: str, dtype: str, device: Device) -> Efficiency:
             return Efficiency(*figures)
     if device.kind == "cpu":
         return CPU_PRODUCT if name in PRODUCTS else CPU_MEMORY_BOUND
-    return USUAL[name, dtype]
+    usual = USUAL[name, dtype]
+    ratio = max(device.half_flop_per_s / device.flop_per_s, 1.0)
+    return replace(usual, share=usual.share * ratio ** -FALLS.get((name, dtype), 0.0))
 
 
 def peak_flop_per_s(name: str, dtype: str, device: Device) -> float:
