@@ -66,6 +66,28 @@ def test_what_is_carried_over_is_the_single_device_s(planner):
         assert verify(Attention(), words(size, length), program).ok, (size, length)
 
 
+class Routed(Attention):
+    """Counts the best two of every position, in units of the length, and does not use their values."""
+
+    def forward(self, ids, labels):
+        n, t = ids.shape
+        scores = self.head(self.embedding(ids)).flatten(0, 1)
+        best = F.one_hot(torch.topk(scores.softmax(-1), 2).indices, WORDS)
+        kept = (ids != 0)[:, :, None, None].expand(n, t, 2, WORDS).reshape(-1, 2, WORDS)
+        return (scores * (best * kept).float().sum(1)).square().mean()
+
+
+@pytest.mark.parametrize("planner", ["ddp-proportional", "fsdp-even"])
+def test_results_that_nobody_uses_are_cut_in_the_units_of_their_call(planner):
+    plan = plan_traced(trace(Routed(), words(12, 6)), cluster(THREE), planner=planner)
+    topk = next(i for i in plan.program.instructions if i.op == "aten.topk")
+    assert topk.results[0] is None and topk.types[0].placement.unit == 6, "the lengths are units"
+    for size, length in ((7, 3), (3, 9)):
+        graph = trace(Routed(), words(size, length), passes=passes_for(plan.program)).graph
+        for program in (carry(plan.program, graph), lower(graph, plan.program)):
+            assert verify(Routed(), words(size, length), program).ok, (size, length)
+
+
 @pytest.mark.parametrize("planner", ["hap", "fsdp-even", "tensor-parallel", "two-level"])
 @pytest.mark.parametrize("norm", [False, True])
 def test_what_is_lowered_is_the_single_device_s(planner, norm):

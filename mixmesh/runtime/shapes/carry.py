@@ -25,7 +25,7 @@ from ...lang.ir import (
     map_arguments,
     with_inputs,
 )
-from ...lang.rules import RULES, shard_units
+from ...lang.rules import RULES, call_of, fill_in_units, find_strategy, shard_units
 from ..batches import dealt_type
 from ..layout import layout
 from ..model_check import digest
@@ -96,7 +96,24 @@ class _Carrier:
             replace(t, value=value) if i.op == "param" else self._placed(r, t, value)
             for r, t, value in zip(i.results, i.types, node.types)
         )
+        if None in i.results:
+            types = self._with_units(i, node, types)
         return replace(i, types=types, args=args, kwargs=kwargs)
+
+    def _with_units(
+        self, i: Instruction, node: Node, types: tuple[TensorType, ...]
+    ) -> tuple[TensorType, ...]:
+        """``types`` where unused results, which have no units of their own, get those of the call."""
+        rule, before = RULES.get(i.op), [self.planned.types[n] for n in i.inputs]
+        if rule is None:
+            return types
+        held, gives = (tuple(t.placement for t in each) for each in (before, i.types))
+        strategy = find_strategy(rule, call_of(i, self.planned.types), held, gives)
+        assert strategy is not None  # the planned program is valid
+        now = tuple(self._type(n, t).placement for n, t in zip(i.inputs, before))
+        named = [None if r is None else t.placement for r, t in zip(i.results, types)]
+        placed = fill_in_units(rule, call_of(node, self.graph.types), strategy, now, named)
+        return tuple(replace(t, placement=p) for t, p in zip(types, placed))
 
     def _is_passed(self, i: Instruction) -> bool:
         return i.op == DROPOUT and i.results[0] not in self.graph.producers
@@ -132,9 +149,11 @@ class _Carrier:
         return TensorType(value, placement, t.ratio)
 
     def _unit(self, result: str | None, placement: Shard, value: ValueType) -> int:
+        if result is None:  # follows from those of its call
+            return 1
         if self._units is None:
             self._units = shard_units(self.graph, RULES)
-        units = self._units.get("" if result is None else self.logical.get(result, ""))
+        units = self._units.get(self.logical.get(result, ""))
         unit = placement.unit if units is None else units[placement.dim]
         if value.shape[placement.dim] % unit:
             raise CannotCarry(

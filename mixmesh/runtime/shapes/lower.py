@@ -33,7 +33,7 @@ from ...lang.ir import (
     with_inputs,
     with_rows_as_dealt,
 )
-from ...lang.rules import RULES, Strategy, call_of, shard_units, strategies
+from ...lang.rules import RULES, Strategy, call_of, fill_in_units, shard_units, strategies
 
 
 def lower(graph: Graph, planned: Program) -> Program:
@@ -119,12 +119,13 @@ class _Lowering:
         whole = Strategy("", (REPLICATE,) * len(node.inputs), (REPLICATE,) * len(node.results))
         options = [whole] if rule is None else strategies(rule, call_of(node, self.graph.types))
         best = min(options, key=lambda option: self.cost(node, option))
-        names = [self.convert(n, self._placed(n, p)) for n, p in zip(node.inputs, best.inputs)]
+        needs = tuple(self._placed(n, p) for n, p in zip(node.inputs, best.inputs))
+        names = [self.convert(n, p) for n, p in zip(node.inputs, needs)]
         args, kwargs = with_inputs(node.args, node.kwargs, names)
-        types = tuple(
-            self._type(t, p if r is None else self._placed(r, p))
-            for r, t, p in zip(node.results, node.types, best.outputs)
-        )
+        gives = [None if r is None else self._placed(r, p) for r, p in zip(node.results, best.outputs)]
+        call = call_of(node, self.graph.types)
+        placed = fill_in_units(rule, call, best, needs, gives)  # unused results have no units of their own
+        types = tuple(self._type(t, p) for t, p in zip(node.types, placed))
         self._append(node.results, types, node.op, args, kwargs, (), node.location)
         for name, t in zip(node.results, types):
             if name is not None:
