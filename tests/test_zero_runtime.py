@@ -180,7 +180,7 @@ def check_held(_) -> None:
         used = [o.whole for o in model._runtime.owned.values()]
         gradients = [plain(p.grad) for p in (*model.parameters(), *used) if p.grad is not None]
         optimizer.step()
-        state = [t for s in optimizer.state.values() for t in s.values() if t.ndim]
+        state = [plain(t) for s in optimizer.state.values() for t in s.values() if t.ndim]
         whole = sum(p.numel() for p in model_of().parameters()) - 1  # the scale has no rows
         # rows of the table, of up, of down, of their biases and of the norm's two, as owned
         rank = model.comm.rank

@@ -136,10 +136,13 @@ def step_on_pieces(optimizer: optim.Optimizer, holders: tuple[int, ...] | None, 
         pieces = context()
         seeing = _seeing_shards(closure, pieces)
         with pieces:
-            if takes_part:
-                closures = () if seeing is None else (seeing,)  # some optimizers take no closure
-                return kernel(self, *closures, **kwargs)
-            return None if seeing is None else seeing()
+            if not takes_part:
+                return None if seeing is None else seeing()
+            closures = () if seeing is None else (seeing,)  # some optimizers take no closure
+            out = kernel(self, *closures, **kwargs)
+        if by_element:  # on all ranks; other optimizers have state on their holders only, whole
+            _show_state(self)
+        return out
 
     step = optim.Optimizer.profile_hook_step(on_pieces)
     if tracked:
@@ -148,8 +151,8 @@ def step_on_pieces(optimizer: optim.Optimizer, holders: tuple[int, ...] | None, 
 
 
 class _AsPieces:
-    """A context in which the parameters of an optimizer and their gradients are plain tensors: this rank's
-    pieces."""
+    """A context in which the parameters of an optimizer, their gradients and their state are plain tensors:
+    this rank's pieces."""
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -158,7 +161,8 @@ class _AsPieces:
     def __enter__(self) -> None:
         with Off():
             for p in params_of(self._optimizer):
-                self._shards += [x for x in (p, p.grad) if isinstance(x, ShardTensor)]
+                state = self._optimizer.state.get(p, {}).values()
+                self._shards += [x for x in (p, p.grad, *state) if isinstance(x, ShardTensor)]
             for x in self._shards:
                 x.__class__ = Tensor  # type: ignore[assignment]
 
@@ -204,6 +208,20 @@ def show_shards(optimizer: optim.Optimizer) -> None:
     whole tensors."""
     optimizer.register_state_dict_post_hook(_with_shards)
     optimizer.register_load_state_dict_pre_hook(_with_pieces)
+    optimizer.register_load_state_dict_post_hook(_show_state)
+
+
+def _show_state(optimizer: optim.Optimizer) -> None:
+    """Makes shards, in the same memory, of the state that was made on pieces: a norm of it that the loop
+    reads is the whole's, as that of a gradient is."""
+    with Off():
+        for p in params_of(optimizer):
+            if not isinstance(p, ShardTensor):
+                continue
+            state = optimizer.state.get(p) or {}
+            for key, value in state.items():
+                if type(value) is Tensor:
+                    state[key] = _shown(value, p)
 
 
 def _with_shards(optimizer: optim.Optimizer, packed: dict[str, Any]) -> dict[str, Any]:

@@ -80,6 +80,27 @@ def check_norms_by_hand(_) -> None:
         stepped(name, by_hand)
 
 
+def check_norms_of_state(_) -> None:
+    """Norms of the optimizer's state that a loop logs, also of a state that was loaded."""
+
+    def norms(optimizer) -> torch.Tensor:
+        state = optimizer.state.values()
+        of_each = [entries[key].norm() for entries in state for key in ("exp_avg", "exp_avg_sq")]
+        return torch.tensor([float(x) for x in of_each], dtype=torch.float64).sort().values
+
+    for name in PLANS:
+        single, optimizer, model, sharded = build(name)
+        for step in range(2):
+            for m, o in ((single, optimizer), (model, sharded)):
+                m(**batch(step)).backward()
+                o.step()
+                o.zero_grad()
+            close(norms(sharded), norms(optimizer), name)
+            sharded.load_state_dict(sharded.state_dict())
+            close(norms(sharded), norms(optimizer), f"{name}, loaded")
+        same_weights(single, model)
+
+
 def check_the_optimizers_own_list(_) -> None:
     """Lightning clips what the optimizer holds."""
     single, optimizer, model, sharded = build("fsdp")
@@ -144,6 +165,7 @@ IDIOMS = named(
     check_total_norm_and_scaling_apart,
     check_clip_grad_value,
     check_norms_by_hand,
+    check_norms_of_state,
     check_the_optimizers_own_list,
     check_clipping_takes_one_message,
     check_an_idle_rank_takes_part,
