@@ -50,20 +50,16 @@ def finish(task: Task, chosen: Proposal, every: Sequence[Proposal]) -> Proposal:
 
 
 def finished_near(task: Task, proposals: Sequence[Proposal]) -> list[Proposal]:
-    """Finishes the fastest proposal and those near it that may overtake it. Among programs that are almost
-    the same, one is finished on each set of devices."""
-    first = min(proposals, key=lambda p: p.key)
-    unlike = [first]
-    for proposal in sorted(proposals, key=lambda p: p.key):
-        hopeful = proposal.feasible and can_lead(proposal, first.timeline.step_s)
-        if hopeful and not any(are_alike(proposal, other) for other in unlike):
-            unlike.append(proposal)
+    """Finishes the fastest proposal and those near it that may overtake it, and then, as far as the budget
+    allows, slower ones whose bound is lower: another order may hide their gradient sums, such as those of
+    data parallelism on all devices. Among programs that are almost the same, one is finished on each set of
+    devices."""
+    first, hopeful, slow = unlike_ones(proposals)
     finished_ones, left = [finished(task, first)], FEW - 1
     visits = task.budget.part(SHARE).visits
-    others = [p for p in unlike[1:] if task.budget.pays_for(CARE_STEPS, len(p.program.instructions))]
-    finished_ones += [finished(task, p) for p in medium_near(task, first, unlike[1:])]
+    finished_ones += [finished(task, p) for p in medium_near(task, first, hopeful)]
     left_out, gain = [], finished_ones[0].timeline.step_s / first.timeline.step_s
-    for proposal, in_order_s in by_turns_of_sets([(p, least_s(task, p)) for p in others]):
+    for proposal, in_order_s in (*in_turns(task, hopeful), *in_turns(task, slow)):
         step_s = min(p.timeline.step_s for p in finished_ones)
         needed = 0 if proposal.micro_batches is not None else len(proposal.program.instructions)
         reordered_s = max(*proposal.timeline.compute_s, in_order_s - most_hidden_s(proposal))
@@ -80,6 +76,30 @@ def finished_near(task: Task, proposals: Sequence[Proposal]) -> list[Proposal]:
         if LIKELY_GAIN * gain * proposal.timeline.step_s < min(p.timeline.step_s for p in finished_ones):
             finished_ones.append(finished(task, proposal))
     return finished_ones
+
+
+def unlike_ones(proposals: Sequence[Proposal]) -> tuple[Proposal, list[Proposal], list[Proposal]]:
+    """The fastest proposal, those that can lead, and a few that are slower because their gradient sums are
+    not hidden yet. Of almost equal ones only the fastest is there."""
+    ordered = sorted((p for p in proposals if p.feasible), key=lambda p: p.key)
+    first = min(proposals, key=lambda p: p.key)
+    hopeful: list[Proposal] = []
+    for proposal in ordered:
+        is_new = not any(are_alike(proposal, other) for other in (first, *hopeful))
+        if is_new and can_lead(proposal, first.timeline.step_s):
+            hopeful.append(proposal)
+    slow: list[Proposal] = []
+    for proposal in ordered:
+        if len(slow) < FEW and not any(are_alike(proposal, other) for other in (first, *hopeful, *slow)):
+            slow.append(proposal)
+    return first, hopeful, slow
+
+
+def in_turns(task: Task, proposals: Sequence[Proposal]) -> list[tuple[Proposal, float]]:
+    """The proposals that are small enough for a thorough examination, in their turns, each with its least
+    seconds."""
+    small = [p for p in proposals if task.budget.pays_for(CARE_STEPS, len(p.program.instructions))]
+    return by_turns_of_sets([(p, least_s(task, p)) for p in small])
 
 
 def medium_near(task: Task, first: Proposal, others: Sequence[Proposal]) -> list[Proposal]:
