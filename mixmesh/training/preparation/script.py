@@ -20,8 +20,8 @@ from ...errors import TraceError
 from ...frontend.job import Job, can_step_pieces, check_supported, optimizer_states
 from ...frontend.trace import LossSource
 from ...frontend.trace.autocast import autocast_for
-from ...frontend.trace.failures import CALL_ONCE
 from ...frontend.trace.compiled import is_compiled, uncompiled
+from ...frontend.trace.failures import CALL_ONCE
 from ...frontend.trace.own_generators import generators_in
 from ...frontend.trace.words import is_words
 from ...lang.optimizer_states import OptimizerStates
