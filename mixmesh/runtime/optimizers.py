@@ -233,7 +233,7 @@ def _with_shards(optimizer: optim.Optimizer, packed: dict[str, Any]) -> dict[str
 
 
 def _shown(value: Any, p: ShardTensor) -> Any:
-    if isinstance(value, Tensor) and value.ndim and plain(value).shape == p.to_local().shape:
+    if isinstance(value, Tensor) and plain(value).ndim and plain(value).shape == p.to_local().shape:
         return shard(plain(value), replace(p.whole, written=None))
     return value
 
@@ -314,9 +314,10 @@ def _full_entries(
 
 
 def _outline(value: Any, p: Tensor) -> tuple[bool, Any]:
-    if isinstance(value, Tensor) and value.ndim and plain(value).shape == plain(p).shape:
-        return True, value.dtype
-    return False, value.cpu() if isinstance(value, Tensor) else value
+    if not isinstance(value, Tensor):
+        return False, value
+    piece = plain(value)  # of a parameter without dims it has one, where a rank holds nothing
+    return (True, piece.dtype) if piece.ndim and piece.shape == plain(p).shape else (False, piece.cpu())
 
 
 def load_full_state(
