@@ -212,3 +212,23 @@ def test_an_optimizer_that_cannot_work_on_shards():
     traced, program = program_of(model)
     with pytest.raises(InputError, match="LBFGS"):
         verify(model, BATCH, program, traced=traced, optimizer=torch.optim.LBFGS)
+
+
+class Resized(nn.Module):
+    """Makes its positions anew for another length, as ConViT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("positions", torch.zeros(1), persistent=False)
+
+    def forward(self, x):
+        if len(self.positions) != x.shape[1]:
+            self.positions = torch.arange(x.shape[1], dtype=x.dtype)
+        return (self.layer(x) * self.positions[:, None]).square().mean()
+
+
+def test_a_buffer_that_gets_another_shape_and_that_no_step_reads():
+    model, batch = Resized(), (torch.randn(12, 5, 4),)
+    program = data_parallel(trace(model, batch).graph, COSTS, RATIO)
+    assert verify(model, batch, program).ok

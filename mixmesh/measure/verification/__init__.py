@@ -183,7 +183,7 @@ class _Runs:
                     differs_in = "plan" if compare(alone, want).within(TOLERANCE_F64) else "trace"
             updates.append(Difference(0.0, optimizers.step(want.gradients, got.gradients)))
             params = {n: p.detach() for n, p in optimizers.params.items()}
-            buffers = dict(want.buffers)
+            buffers = {**buffers, **want.buffers}
         of_steps, of_updates = _largest(differences), _largest(updates)
         if not differs_in and not of_updates.within(TOLERANCE_UPDATE):
             differs_in = "optimizer"

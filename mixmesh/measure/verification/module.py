@@ -37,7 +37,8 @@ class Reference:
 
     def run(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Outcome:
         """Runs the forward and backward pass of a step with these parameters and buffers, which do not
-        change."""
+        change. A buffer of another shape afterwards is left out: only one that no step reads and no
+        checkpoint saves can be traced, such as positions that are made anew for another size."""
         self._put(params, buffers)
         with _compared(self._wide), torch.enable_grad():
             with under(self._autocast):
@@ -51,8 +52,12 @@ class Reference:
             for n, p in self._model.named_parameters()
             if p.requires_grad
         }
-        buffers = {n: exact(b).detach() for n, b in self._model.named_buffers()}
-        return Outcome(value, gradients, buffers, {n: exact(x).detach() for n, x in shown.items()})
+        after = {
+            n: exact(b).detach()
+            for n, b in self._model.named_buffers()
+            if n in buffers and b.shape == buffers[n].shape
+        }
+        return Outcome(value, gradients, after, {n: exact(x).detach() for n, x in shown.items()})
 
     def _put(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
         """Replaces all parameters and buffers by these values, under every name of each."""
