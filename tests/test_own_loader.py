@@ -292,6 +292,27 @@ def check_a_batch_that_one_rank_alone_skips(plan) -> None:
     assert "batch 7 of the epoch on rank 0; batch 8 of the epoch on rank 1" in str(ends.excinfo.value)
 
 
+class Noisy(Rows):
+    """Draws from a generator that is found nowhere, so that a sample comes out otherwise each time."""
+
+    def __getitem__(self, n: int):
+        x, y = super().__getitem__(n)
+        return x + random.Random(os.urandom(8)).random(), y
+
+
+def check_other_data_on_one_rank_is_refused(plan) -> None:
+    """The first rank's indices would mean other samples there. Noise that differs is no other data."""
+    rank, rows = dist.get_rank(), [Rows()[n] for n in range(BATCH * 2)]
+    fewer = rows[: len(rows) - rank]
+    of_other_samples = rows[rank::2]
+    for data, words in ((fewer, "other lengths"), (of_other_samples, "the ranks have other data")):
+        with pytest.raises(InputError, match=words) as caught:
+            own_loader(DataLoader(data, BATCH), plan)
+        assert "on rank 1" in str(caught.value) and "give every rank the whole data set" in str(caught.value)
+    own_loader(DataLoader([(x * (1 + 1e-6 * rank), y) for x, y in rows], BATCH), plan)
+    own_loader(DataLoader(Noisy(), BATCH), plan)
+
+
 class AroundClass(torch.optim.Optimizer):
     """As SAM is written: it cannot be made of parameters alone, and asks for a norm of them all."""
 
@@ -322,6 +343,7 @@ def check_a_last_batch_that_a_pipeline_cannot_cut(_) -> None:
 WORLD = (
     check_other_workers_on_other_ranks,
     check_other_workers_for_a_stream_are_refused,
+    check_other_data_on_one_rank_is_refused,
     check_iterations_beside_each_other,
     check_the_next_epoch_after_one_that_was_left,
     check_samplers_that_draw_batch_by_batch,

@@ -13,9 +13,11 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset
 
 from ...base.callers import warn
+from ...base.units import ranks_text
 from ...errors import InputError
 from ...frontend.trace.own_generators import generators_in, marks_of, set_states, states_of
 from ...lang.plan_file import Plan
+from ...runtime.agreement import by_value
 from ...runtime.data import own_rows, own_samples
 from ...runtime.first_rank import everyones, from_first_rank
 from .alike import digest
@@ -26,11 +28,16 @@ from .resuming import fingerprint, numbers_of_process, set_numbers_of_process
 from .untouched import untouched
 
 PROBED_ROWS = 8  # number of rows among which lengths will differ, if they differ at all
+SAME_SUM = 1e-3  # relative: machines of several kinds may decode or resize a sample differently
 KEPT_OPTIONS = "collate_fn", "pin_memory", "worker_init_fn", "generator"
 OTHERWISE_AGAIN = (
     "the same samples, loaded twice with the same random numbers, came out otherwise: what changes them is "
     "not found, so a rank changes its own rows otherwise than one device. If it is a generator, make it an "
     "attribute of the data set or of an object that is the collate_fn, or draw torch's own random numbers"
+)
+HINTS_OF_DATA = (
+    "give every rank the whole data set, not Subset(data, range(rank, n, world_size)): prepare deals it out",
+    "the same files in the same order on all machines; data made at random seeded alike on all ranks",
 )
 OPTIONS_OF_WORKERS = (
     "num_workers", "prefetch_factor", "persistent_workers", "timeout", "multiprocessing_context",
@@ -172,6 +179,61 @@ def load_again(loader: DataLoader, indices: list[int], generators: Sequence[Any]
     return [x for x in leaves if isinstance(x, torch.Tensor) and x.ndim]
 
 
+Sums = tuple[tuple[int, ...], float, float, float]  # shape, sum, weighted sum, and sum of absolute values
+
+
+def check_same_data(loader: DataLoader) -> None:
+    """Raises InputError, on all ranks, if their data sets have other lengths, or another first or last
+    sample: the first rank's indices would then mean other samples on the others. Collective."""
+    generators = generators_in(loader)
+    with same_random_numbers(generators):
+        take_random_numbers(generators)
+        looks = everyones(look_at(loader, generators))
+    sizes = by_value({rank: f"{size} samples" for rank, (size, _) in enumerate(looks) if size is not None})
+    if len(sizes) > 1:
+        got = "; ".join(f"{size} on {ranks_text(ranks)}" for size, ranks in sizes.items())
+        raise _other_data("the ranks have data sets of other lengths", got)
+    sums = {rank: own for rank, (_, own) in enumerate(looks) if own is not None}
+    first = min(sums, default=0)
+    if others := [rank for rank, own in sums.items() if not _are_close(own, sums[first])]:
+        got = f"another first or last sample on {ranks_text(others)} than on rank {first}"
+        raise _other_data("the ranks have other data", got)
+
+
+def _other_data(message: str, got: str) -> InputError:
+    return InputError(message, expected="the same data set on every rank", got=got, hint=HINTS_OF_DATA)
+
+
+def look_at(loader: DataLoader, generators: Sequence[Any]) -> tuple[int | None, list[Sums] | None]:
+    """The length of the data set, and sums over its first and its last sample. None if unknown: for a data
+    set without a length, and for samples that come out otherwise each time or cannot be loaded alone."""
+    size = None
+    try:
+        size = length(loader.dataset)
+        first, again = (
+            [sums_of(x) for n in (0, size - 1) for x in load_again(loader, [n], generators)] for _ in range(2)
+        )
+    except Exception:  # a data set may fail in any way; the training will show it
+        return size, None
+    return size, first if first == again else None
+
+
+def sums_of(x: torch.Tensor) -> Sums:
+    """Numbers that depend on all values of a tensor and on their order."""
+    values = x.detach().cpu().double().flatten()
+    weighted = values * torch.linspace(0, 1, len(values), dtype=torch.float64)
+    return tuple(x.shape), values.sum().item(), weighted.sum().item(), values.abs().sum().item()
+
+
+def _are_close(some: list[Sums], others: list[Sums]) -> bool:
+    """Whether sums are equal, but for rounding."""
+    if [shape for shape, *_ in some] != [shape for shape, *_ in others]:
+        return False
+    return all(
+        abs(a - b) <= SAME_SUM * max(x[3], y[3]) for x, y in zip(some, others) for a, b in zip(x[1:3], y[1:3])
+    )
+
+
 def whole_batch(num_samples: int) -> tuple[int, int]:
     """All rows of a batch."""
     return 0, num_samples
@@ -181,13 +243,15 @@ def own_loader(loader: Iterable, plan: Plan, *, is_compared: bool = True) -> Own
     """A loader of this rank's rows. If all inputs of the program are cut alike by samples, and no row of a
     batch depends on the others, the rank loads only its own rows; else it loads whole batches and cuts them.
     A loader without indices (an iterable data set) must give the same batches on every rank, which is checked
-    at every batch, unless the caller does it (``is_compared=False``). Collective."""
+    at every batch, unless the caller does it (``is_compared=False``). Raises InputError if the ranks have
+    other data. Collective."""
     program, rank = plan.program, dist.get_rank()
     if is_iterator(loader):
         return OwnIterator(loader, plan)
     if not has_indices(loader):
         check_same_workers(loader)
         return OwnLoader(loader, loader, plan, is_whole=True, is_compared=is_compared)
+    check_same_data(loader)
     own = own_samples(program, rank) if plan.order is None else None
     _, size, _ = own or (0, 0, 0)
     depends = from_first_rank(lambda: depends_on_others(loader))
