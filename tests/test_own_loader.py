@@ -310,6 +310,7 @@ def check_other_data_on_one_rank_is_refused(plan) -> None:
             own_loader(DataLoader(data, BATCH), plan)
         assert "on rank 1" in str(caught.value) and "give every rank the whole data set" in str(caught.value)
     own_loader(DataLoader([(x * (1 + 1e-6 * rank), y) for x, y in rows], BATCH), plan)
+    own_loader(DataLoader([(x / 0, y) for x, y in rows], BATCH), plan)  # not finite, but the same
     own_loader(DataLoader(Noisy(), BATCH), plan)
 
 

@@ -220,7 +220,7 @@ def look_at(loader: DataLoader, generators: Sequence[Any]) -> tuple[int | None, 
 
 def sums_of(x: torch.Tensor) -> Sums:
     """Numbers that depend on all values of a tensor and on their order."""
-    values = x.detach().cpu().double().flatten()
+    values = x.detach().cpu().double().flatten().nan_to_num(0.0, 0.0, 0.0)
     weighted = values * torch.linspace(0, 1, len(values), dtype=torch.float64)
     return tuple(x.shape), values.sum().item(), weighted.sum().item(), values.abs().sum().item()
 
