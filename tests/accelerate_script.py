@@ -247,6 +247,34 @@ def frozen_later(name: str, planner: str) -> None:
     tell(FOLDER, name, told=told)
 
 
+def evaluated_between(name: str, planner: str) -> None:
+    """Evaluations around the optimizer's step, where some ranks may hold no weights, and of other weights
+    that the script's own module has for a while."""
+    seed(3)
+    accelerator = accelerator_with(planner)
+    model = Net().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(samples(8), batch_size=4))
+    told = []
+
+    def evaluate(batch) -> None:
+        model.eval()
+        with torch.no_grad():
+            told.append(model(**batch)["loss"].item())
+        model.train()
+
+    for batch in loader:
+        accelerator.backward(model(**batch)["loss"])
+        evaluate(batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        evaluate(batch)
+    best = {key: 0.5 * value for key, value in accelerator.get_state_dict(model).items()}
+    accelerator.unwrap_model(model).load_state_dict(best)
+    evaluate(batch)
+    tell(FOLDER, name, told=told)
+
+
 def refused(name: str) -> None:
     """What only a prepared model can refuse."""
     planning = {"loss": F.cross_entropy, "outputs": ("logits",)}
@@ -304,6 +332,8 @@ if __name__ == "__main__":
     labelled("resumed", "ddp-even", resumed=True)
     criterion("criterion", "ddp-even")
     frozen_later("frozen later", "fsdp-even")
+    evaluated_between("evaluated between", "tensor-parallel")
+    evaluated_between("by one rank", "single")
     criterion("half", "tensor-parallel", mixed_precision="bf16")
     criterion("scaled", "fsdp-even", mixed_precision="fp16")
     if PARALLEL:

@@ -33,6 +33,7 @@ SCRIPT = Path(__file__).parent / "accelerate_script.py"
 RANKS = 2
 LIBRARIES = ("accelerate", "mixmesh.accelerate")
 CLOSE = dict(rel=1e-9, abs=1e-9)
+SAME = ["labelled", "resumed", "criterion", "frozen later", "evaluated between", "by one rank"]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def of(runs, library: str, name: str) -> list[dict]:
     return runs[library][1][name]
 
 
-@pytest.mark.parametrize("name", ["labelled", "resumed", "criterion", "frozen later"])
+@pytest.mark.parametrize("name", SAME)
 def test_losses_norms_and_metrics_are_those_of_one_device(runs, name):
     (single,) = of(runs, "accelerate", name)
     ranks = of(runs, "mixmesh.accelerate", name)

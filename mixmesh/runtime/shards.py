@@ -69,7 +69,7 @@ class Stored:
 
     def piece(self, whole: Tensor, rank: int, device: torch.device) -> Tensor:
         """The piece that ``rank`` keeps. It shares no memory with the whole, which can then be freed."""
-        mine = local_piece(whole.detach(), self.held, rank)
+        mine = local_piece(whole.data, self.held, rank)
         if mine.shape != whole.shape:
             mine = mine.clone(memory_format=torch.contiguous_format)
         elif not torch.ops.aten.is_non_overlapping_and_dense(mine):

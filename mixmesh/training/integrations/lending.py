@@ -32,10 +32,18 @@ class Lender:
     def __init__(self, parallel: ParallelModel) -> None:
         self.parallel = parallel
         self._loan: _Loan | None = None
+        self._num_steps = 0
 
     @property
     def original(self) -> nn.Module:
         return own_module(self.parallel._runtime.original)
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Puts a loan out of date at every step of ``optimizer``, also on ranks that hold no weights."""
+        optimizer.register_step_post_hook(lambda *_: self._count_step())
+
+    def _count_step(self) -> None:
+        self._num_steps += 1
 
     def lend(self) -> nn.Module:
         """The module; its submodules train or evaluate as before. Collective, unless it is lent already and
@@ -65,4 +73,4 @@ class Lender:
 
     def _current_marks(self) -> list[tuple]:
         tensors: list[Any] = [*self.parallel.parameters(), *self.parallel.buffers()]
-        return [mark(plain(x)) for x in tensors]
+        return [(self._num_steps,), *(mark(plain(x)) for x in tensors)]

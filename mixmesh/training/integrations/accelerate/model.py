@@ -81,6 +81,7 @@ def _follow_modes(parallel: nn.Module, lender: Lender) -> None:
 def as_one_device(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> Lender:
     """Makes ``parallel`` evaluate like the script's own module. Returns the lender of that module."""
     lender = Lender(parallel)
+    lender.follow(optimizer)  # a script may evaluate between backward and the step
     parallel.__dict__.update(
         _lender=lender, _optimizer=optimizer, _shown_modes=modes_by_name(lender.original)
     )
