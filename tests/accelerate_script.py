@@ -269,6 +269,11 @@ def evaluated_between(name: str, planner: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
         evaluate(batch)
+    kept = {key: value.clone() for key, value in accelerator.get_state_dict(model).items()}
+    accelerator.unwrap_model(model).load_state_dict({key: 2 * value for key, value in kept.items()})
+    evaluate(batch)
+    accelerator.unwrap_model(model).load_state_dict(kept)
+    told.append(model(**batch)["loss"].item())  # trains with the weights that were put back
     best = {key: 0.5 * value for key, value in accelerator.get_state_dict(model).items()}
     accelerator.unwrap_model(model).load_state_dict(best)
     evaluate(batch)
