@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler, TensorDataset
 import mixmesh
 from mixmesh import InputError
 from mixmesh.errors import Infeasible
+from mixmesh.runtime.data import shard_batches
 from mixmesh.training.preparation.loading import from_first_batch, own_loader
 
 MANY = 70  # batches, more than one message has
@@ -341,6 +342,36 @@ def check_a_last_batch_that_a_pipeline_cannot_cut(_) -> None:
                 model(x, y).backward()
 
 
+SIZES = 4, 4, 4, 4, 8, 8, 4, 2
+
+
+def check_batches_that_grow(_) -> None:
+    """A rank's rows of a batch twice as large are as many as a whole planned one: they are no batch by
+    themselves, neither while batches are compared nor later, and from ``shard_batches`` neither."""
+    starts = [sum(SIZES[:n]) for n in range(len(SIZES))]
+    indices = [list(range(start, start + size)) for start, size in zip(starts, SIZES)]
+    x, y = torch.randn(2, sum(SIZES), 3, generator=torch.Generator().manual_seed(1))
+    for batches in (indices, indices[3:]):
+        data = DataLoader(TensorDataset(x, y), batch_sampler=batches)
+        for is_sharded in (False, True):
+            torch.manual_seed(0)
+            single, model = nn.Linear(3, 3), nn.Linear(3, 3)
+            single.load_state_dict(model.state_dict())
+            steps = torch.optim.SGD(single.parameters())
+            model, optimizer, loader = prepared_on_two(torch.optim.SGD, data, "ddp-even", model)
+            if is_sharded:
+                loader = shard_batches(data, loader._plan, dist.get_rank())
+            for (a, b), whole in zip(loader, data, strict=True):
+                steps.zero_grad()
+                optimizer.zero_grad()
+                expected, loss = F.mse_loss(single(whole[0]), whole[1]), model(a, b)
+                torch.testing.assert_close(loss, expected)
+                expected.backward()
+                loss.backward()
+                steps.step()
+                optimizer.step()
+
+
 WORLD = (
     check_other_workers_on_other_ranks,
     check_other_workers_for_a_stream_are_refused,
@@ -357,6 +388,7 @@ WORLD = (
     check_ranks_draw_the_same_numbers_after_the_order,
     check_an_optimizer_that_is_not_made_again_keeps_parameters_whole,
     check_a_last_batch_that_a_pipeline_cannot_cut,
+    check_batches_that_grow,
 )
 
 

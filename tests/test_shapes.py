@@ -15,7 +15,7 @@ from mixmesh.frontend.trace.shapes import passes_for
 from mixmesh.lang.ir import parse_program
 from mixmesh.lang.plan_file import MicroBatch
 from mixmesh.measure.verification import verify
-from mixmesh.runtime.shapes.agree import _choices, resolve
+from mixmesh.runtime.shapes.agree import _are_whole_by_others, _choices, resolve
 from mixmesh.runtime.shapes.carry import CannotCarry, carry
 from mixmesh.runtime.shapes.lower import lower
 from mixmesh.runtime.shapes.parts import resized
@@ -177,6 +177,33 @@ def test_ranks_agree_on_a_batch():
     for rows in ([(6, 6), (4, 5), (2, 6)], [(3, 6), (4, 6), (5, 6)], [(0, 6)] * 3):
         with pytest.raises(MixmeshError, match="neither one whole batch"):
             agreed(program, rows)
+
+
+WHOLE_BESIDE_CUT = """
+program pair world=2 {
+  ratio r0 = [0.5, 0.5]
+  %x = input("x") : f32[12, 6] R
+  %y = input("y") : f32[12] S(0)@r0
+  %a = aten.sum(%x) : f32[] R
+  %b = aten.sum(%y) : f32[] P(sum)
+  %c = all_reduce(%b) : f32[] R
+  %loss = aten.add(%a, %c) : f32[] R
+  return %loss
+}
+"""
+
+
+def test_an_input_that_is_whole_everywhere_tells_what_the_others_are():
+    """Two labels on each rank, alike by chance, are of a batch of four if there are four inputs."""
+    program = parse_program(WHOLE_BESIDE_CUT)
+    cases = (4, 2, False), (4, 4, True), (12, 6, False), (7, 4, None), (3, 2, None)
+    for size, rows, are_whole in cases:
+        told = ((size, 6),) * 2, ((rows,),) * 2
+        choices = [_choices(program, i, given) for i, given in zip(program.batch_inputs, told)]
+        assert _are_whole_by_others(program, told, choices) is are_whole, (size, rows)
+        if are_whole is not None:
+            shapes = resolve(program, told, choices, are_same=are_whole, are_parts=not are_whole)
+            assert shapes == ((size, 6), (size,))
 
 
 CUT_ALONG_TWO_DIMS = """

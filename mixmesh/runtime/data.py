@@ -18,6 +18,7 @@ from .accelerator import indexed
 from .batches import batch_dim_input, dealt_type, local_input
 from .calls import Signature, signature_of
 from .executor import local_piece
+from .given import count_dealt
 from .layout import Layout, layout
 from .streams import copied
 
@@ -111,6 +112,8 @@ def shard_batches_by(
 
     def cut(batch: Any) -> Any:
         now = followed.use()
+        if not is_pipeline:
+            count_dealt()
         shares = now.program if isinstance(now, Plan) else now
 
         def shares_of(names: Iterable[str], values: Sequence[Any], inputs: Inputs = by_name) -> list:

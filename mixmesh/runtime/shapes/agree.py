@@ -9,7 +9,9 @@ since a loss over these would be that of no batch.
 from __future__ import annotations
 
 import zlib
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -24,7 +26,7 @@ from ..batches import input_words, other_dtype
 from ..calls import missing
 from ..collectives import done
 from ..comm import Comm
-from ..given import num_given
+from ..given import num_dealt, num_given
 from ..listeners import Listeners
 from ..modes import Modes
 
@@ -38,6 +40,18 @@ WANTED = 1024  # added to the number of dims of an input whose gradient is wante
 SHAPES, TOLD = "shapes", "shapes, told"  # purposes of messages
 
 
+@dataclass(frozen=True)
+class _Heard:
+    """The messages of all ranks: by input and rank, the shape that the rank was given, None for a rank that
+    takes no part; the ``values`` of the first rank that computes, and the number of batches that were dealt
+    out to it; and each rank's digests, if they were sent."""
+
+    told: Told
+    values: int
+    num_dealt: int
+    digests: list[list[int]] | None
+
+
 class Agreement:
     """Lets the ranks of a program agree on a batch. With ``is_outside``, which says that the caller computes
     the loss, every rank is expected to pass whole batches."""
@@ -45,7 +59,8 @@ class Agreement:
     def __init__(self, program: Program, comm: Comm, *, is_outside: bool = False) -> None:
         self.program, self.comm, self._is_outside = program, comm, is_outside
         self._listeners = Listeners(program)
-        self._was_unclear = False  # whether the previous call needed digests; the same on all ranks
+        # the same on all ranks: whether the previous call needed digests, and how many batches were dealt out
+        self._was_unclear, self._num_dealt = False, 0
 
     def groups(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """The groups of the ranks that agree and of those that are informed, with their purposes."""
@@ -70,24 +85,28 @@ class Agreement:
         if self.comm.world_size == 1:
             return mine, False, values
         mark = zlib.crc32(bytes(modes))
-        told, values, digests = self._told(tensors, wanted, mark, values, with_digests=self._was_unclear)
+        heard = self._heard(tensors, wanted, mark, values, with_digests=self._was_unclear)
+        told, was_dealt = heard.told, heard.num_dealt != self._num_dealt
+        self._num_dealt = heard.num_dealt
         choices = [_choices(self.program, i, told[n]) for n, i in enumerate(self.program.batch_inputs)]
         self._was_unclear = any(len(shapes_of_input) > 1 for shapes_of_input in choices)
-        are_same = False
+        are_same = are_parts = False
         if self._was_unclear:
-            digests = self._exchange(self._digests(tensors)) if digests is None else digests
+            digests = self._exchange(self._digests(tensors)) if heard.digests is None else heard.digests
             is_cut = [isinstance(i.type.placement, Shard) for i in self.program.batch_inputs]
-            of_cut = [[number for number, cut in zip(row, is_cut) if cut] for row in digests]
-            are_same = _are_same(of_cut, constants_are=self._is_outside)
-        agreed = resolve(self.program, told, choices, are_same=are_same)
-        return agreed, _are_own_rows(told, agreed), values
+            alike = _alike([[number for number, cut in zip(row, is_cut) if cut] for row in digests])
+            are_whole = _are_whole_by_others(self.program, told, choices)
+            are_parts = was_dealt and (alike is False or are_whole is False)
+            are_same = alike is True or alike is None and (self._is_outside or are_whole is True)
+        agreed = resolve(self.program, told, choices, are_same=are_same, are_parts=are_parts)
+        return agreed, _are_own_rows(told, agreed), heard.values
 
     def given(self, tensors: Mapping[str, Tensor]) -> Shapes:
         """The shapes that this rank was given."""
         names = [i.args[0] for i in self.program.batch_inputs]
         return tuple(tuple(tensors[name].shape) if name in tensors else None for name in names)
 
-    def _told(
+    def _heard(
         self,
         tensors: Mapping[str, Tensor],
         wanted: Collection[str],
@@ -95,11 +114,9 @@ class Agreement:
         values: int,
         *,
         with_digests: bool,
-    ) -> tuple[Told, int, list[list[int]] | None]:
-        """The messages of all ranks. First, by input and rank, the shape that the rank was given; None for a
-        rank that takes no part. Then the ``values`` of the first rank that computes, and each rank's digests,
-        if they were sent. ``mark`` must be the same on all ranks."""
-        inputs, numbers = self.program.batch_inputs, [mark, num_given(), values]
+    ) -> _Heard:
+        """What all ranks were given. ``mark`` must be the same on all ranks. Collective."""
+        inputs, numbers = self.program.batch_inputs, [mark, num_given(), num_dealt(), values]
         for i in inputs:
             tensor = tensors.get(i.args[0]) if self._takes_part(i) else None
             num_dims = len(i.type.value.shape)
@@ -110,14 +127,15 @@ class Agreement:
         rows = [iter(row[:length]) for row in table]
         _check_modes([next(row) for row in rows])
         _check_given([next(row) for row in rows])
-        values = [next(row) for row in rows][self._listeners.working[0]]
+        first = self._listeners.working[0]
+        dealt, values = [next(row) for row in rows][first], [next(row) for row in rows][first]
         told = []
         for i in inputs:
             heads = [next(row) for row in rows]
             _check_wanted(i.args[0], [head >= WANTED for head in heads if head != ABSENT])
             dims = [tuple(next(row) for _ in i.type.value.shape) for row in rows]
             told.append(tuple(None if head == ABSENT else d for head, d in zip(heads, dims)))
-        return tuple(told), values, [row[length:] for row in table] if with_digests else None
+        return _Heard(tuple(told), values, dealt, [row[length:] for row in table] if with_digests else None)
 
     def _digests(self, tensors: Mapping[str, Tensor]) -> list[int]:
         """A number for each input that depends on its values."""
@@ -189,13 +207,33 @@ def _check_wanted(name: str, wants: Sequence[bool]) -> None:
         )
 
 
-def _are_same(digests: list[list[int]], *, constants_are: bool) -> bool:
-    """Whether all ranks were given the same values, judging by samples of them. ``digests`` are by rank and
-    input that is cut: what every rank needs whole is the same in any case. Values that are all equal, such as
-    zeros, may be the rows of different samples: ``constants_are`` says whether they count as the same."""
+def _alike(digests: list[list[int]]) -> bool | None:
+    """Whether all ranks were given the same values, judging by samples of them; None if each input has a
+    single value everywhere, such as zeros, which may be the rows of different samples. ``digests`` are by
+    rank and input that is cut: what every rank needs whole is the same in any case."""
     columns = [{n for n in column if n != ABSENT} for column in zip(*digests)]
-    same = all(len(column) <= 1 for column in columns)
-    return same and (constants_are or any(any(column) for column in columns))
+    if any(len(column) > 1 for column in columns):
+        return False
+    return True if any(any(column) for column in columns) else None
+
+
+def _are_whole_by_others(
+    program: Program, told: Told, choices: Sequence[set[tuple[int, ...]]]
+) -> bool | None:
+    """Whether ranks were given whole batches of the inputs that they may also have in part, judging by inputs
+    that every rank has whole and that were planned with as many samples; None if these do not decide it."""
+    sizes: dict[tuple[int, int], set[int]] = defaultdict(set)  # by the dim and its planned size
+    for i, options in zip(program.batch_inputs, choices):
+        if not isinstance(i.type.placement, Shard) and options:
+            for place, (planned, size) in enumerate(zip(i.type.value.shape, next(iter(options)))):
+                sizes[place, planned].add(size)
+    verdicts = set()
+    for i, rows, options in zip(program.batch_inputs, told, choices):
+        if len(options) > 1 and isinstance(i.type.placement, Shard):
+            dim = i.type.placement.dim
+            fitting = [shape for shape in options if shape[dim] in sizes[dim, i.type.value.shape[dim]]]
+            verdicts.add(fitting[0] in rows if len(fitting) == 1 else None)
+    return verdicts.pop() if len(verdicts) == 1 else None
 
 
 def digest(x: Tensor) -> int:
@@ -234,11 +272,16 @@ def check_kinds(
 
 
 def resolve(
-    program: Program, told: Told, choices: Sequence[set[tuple[int, ...]]], *, are_same: bool
+    program: Program,
+    told: Told,
+    choices: Sequence[set[tuple[int, ...]]],
+    *,
+    are_same: bool,
+    are_parts: bool = False,
 ) -> Shapes:
     """The shapes of the whole batch, from the ``choices`` for each input. If each rank's rows could be either
-    a part of a batch or a whole batch, they are whole batches if the ranks have the same values
-    (``are_same``). Raises InputError."""
+    a part of a batch or a whole batch, they are parts if that is known (``are_parts``), and whole batches if
+    the ranks have the same values (``are_same``). Raises InputError."""
     agreed: list[tuple[int, ...] | None] = []
     for i, rows, options in zip(program.batch_inputs, told, choices):
         if all(rows[r] is None for r in program.participants(i.type)):
@@ -247,12 +290,14 @@ def resolve(
         if not options:
             raise _no_batch(program, i, rows)
         whole = next(shape for shape in rows if shape is not None)
-        if whole in options and (are_same or len(options) == 1):
+        if are_parts:
+            agreed.append(max(options))  # the rows of all ranks together
+        elif whole in options and (are_same or len(options) == 1):
             agreed.append(whole)
         elif i.type.value.shape in options:
             agreed.append(i.type.value.shape)
         else:
-            agreed.append(max(options))  # the rows of all ranks together
+            agreed.append(max(options))
     _check_samples(program, agreed)
     return tuple(agreed)
 

@@ -19,7 +19,7 @@ from ...lang.ir import Program
 from ...lang.plan_file import Plan
 from ...runtime.data import Followed, own_rows, shard_batches_by
 from ...runtime.first_rank import everyones, from_first_rank
-from ...runtime.given import begin_epoch, count_given
+from ...runtime.given import begin_epoch, count_dealt, count_given
 from ...runtime.passes import Runtime
 from ...runtime.verdicts import START_OF_EPOCH
 from ...runtime.watch import in_call
@@ -231,6 +231,8 @@ class OwnLoader:
             given = iteration.count()
             progress.numbers = iteration.numbers
             self._advance(progress, given.num_samples, given.digest)
+            if not self._is_whole:
+                count_dealt()
             if given.own_rows:
                 return batch
             return pytree.tree_map_only(torch.Tensor, lambda x: x[:0], batch)
