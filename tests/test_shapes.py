@@ -123,6 +123,15 @@ def test_other_operators_are_not_carried_over():
             carry(plan.program, graph)
 
 
+@pytest.mark.parametrize("planner", ["ddp-proportional", "hap"])
+def test_as_many_words_in_more_rows(planner):
+    """Values that hold all words keep their shape, and are cut between other rows."""
+    plan = plan_with(planner)
+    for size, length in ((24, 3), (6, 12), (18, 4)):
+        program = carry(plan.program, traced(plan, size, length).graph)
+        assert verify(Attention(), words(size, length), program).ok, (size, length)
+
+
 class Shorter(Attention):
     """Short batches count twice: one more operator, after all that was planned."""
 

@@ -76,6 +76,7 @@ class _Carrier:
         self.values: dict[str, ValueType] = {}
         self.logical: dict[str, str] = {}  # for each name in the program, the name in the graph
         self._units: Mapping[str, tuple[int, ...]] | None = None
+        self._of_batch: set[str | None] = set()  # values that depend on the batch
 
     def program(self) -> Program:
         instructions = tuple(map(self.instruction, self.planned.instructions))
@@ -84,6 +85,8 @@ class _Carrier:
     def instruction(self, i: Instruction) -> Instruction:
         if i.is_sink:
             return i
+        if i.op == "input" or not self._of_batch.isdisjoint(i.inputs):
+            self._of_batch.update(i.results)
         if i.is_redistribution or self._is_passed(i):
             (source, *_) = i.inputs
             self._know(i, [self.values[source]] * len(i.results), [self.logical[source]] * len(i.results))
@@ -142,7 +145,9 @@ class _Carrier:
 
     def _placed(self, result: str | None, t: TensorType, value: ValueType) -> TensorType:
         placement = t.placement
-        if isinstance(placement, Shard) and placement.unit > 1 and value != t.value:
+        # 8 rows of 4 words are as many as 16 of 2: a value may keep its shape, and be of other rows
+        may_differ = result in self._of_batch or value != t.value
+        if isinstance(placement, Shard) and placement.unit > 1 and may_differ:
             if len(value.shape) != len(t.value.shape):
                 raise CannotCarry("a value has another number of dims", expected=str(t), got=str(value))
             placement = replace(placement, unit=self._unit(result, placement, value))
