@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -20,7 +20,7 @@ from mixmesh.cluster import Cluster
 from mixmesh.frontend.trace import Traced, trace
 from mixmesh.planner import make_plan
 
-from .layer_times import ranks
+from .layer_times import rank_correlation
 from .published_cards import HALF, MODELS, THROUGHPUTS
 from .revision import revision
 
@@ -118,13 +118,12 @@ def score(rows: list[Row]) -> list[Score]:
 
 def _score(model: str, dtype: str, rows: list[Row]) -> Score:
     logs = [math.log(row.predicted / row.published) for row in rows]
-    published = ranks(np.array([row.published for row in rows]))
-    predicted = ranks(np.array([row.predicted for row in rows]))
-    rank = float(np.corrcoef(published, predicted)[0, 1])
+    published, predicted = np.array([(row.published, row.predicted) for row in rows]).T
+    rank = rank_correlation(published, predicted)
     return Score(model, dtype, math.exp(statistics.fmean(logs)), statistics.pstdev(logs), rank)
 
 
-def report(rows: list[Row], command: str) -> Mapping[str, object]:
+def report(rows: list[Row], command: str) -> dict:
     return {
         "command": command,
         "revision": revision(),

@@ -151,9 +151,14 @@ def score(pairs: Sequence[tuple[float, float, int]]) -> Score:
     """The score of (predicted, measured, how often)."""
     predicted, measured, counts = (np.array(column) for column in zip(*pairs))
     predicted, measured = (np.repeat(column, counts) for column in (predicted, measured))
-    rank = np.corrcoef(ranks(predicted), ranks(measured))[0, 1]
+    rank = rank_correlation(predicted, measured)
     ratio = predicted / measured
-    return Score(len(ratio), float(np.mean(abs(ratio - 1))), float(rank), float(np.median(ratio)))
+    return Score(len(ratio), float(np.mean(abs(ratio - 1))), rank, float(np.median(ratio)))
+
+
+def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
+    """Spearman's correlation."""
+    return float(np.corrcoef(ranks(a), ranks(b))[0, 1])
 
 
 def ranks(values: np.ndarray) -> np.ndarray:

@@ -28,9 +28,9 @@ def cards(
             rows.append(row)
             advance()
     made = report(rows, command_line())
-    write_rows(dict(made), out)
+    write_rows(made, out)
     if as_json:
-        print_json(dict(made))
+        print_json(made)
         return
     if each:
         lines = [

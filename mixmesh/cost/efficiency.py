@@ -2,8 +2,8 @@
 
 A kernel takes its ``ramp_s`` plus the time of its work at ``share`` of the peak. So a product that would take
 t seconds at the peak reaches ``share * t / (t + share * ramp_s)`` of it, half as much as a large product if t
-is ``share * ramp_s``. Figures are for usual shapes in training, not the best that a library can do, and are
-those of no single card. A cluster file may give a card's own (``efficiency``).
+is ``share * ramp_s``. Figures are for usual shapes in training, not the best that a library can do, and
+hold for all cards. A cluster file may give a card's own (``efficiency``).
 
 Sources, by row:
 
@@ -91,9 +91,11 @@ def efficiency(name: str, dtype: str, device: Device) -> Efficiency:
             return Efficiency(*figures)
     if device.kind == "cpu":
         return CPU_PRODUCT if name in PRODUCTS else CPU_MEMORY_BOUND
-    usual = USUAL[name, dtype]
+    usual, power = USUAL[name, dtype], FALLS.get((name, dtype))
+    if power is None:
+        return usual
     ratio = max(device.half_flop_per_s / device.flop_per_s, 1.0)
-    return replace(usual, share=usual.share * ratio ** -FALLS.get((name, dtype), 0.0))
+    return replace(usual, share=usual.share * ratio**-power)
 
 
 def peak_flop_per_s(name: str, dtype: str, device: Device) -> float:

@@ -316,7 +316,7 @@ def _full_entries(
 def _outline(value: Any, p: Tensor) -> tuple[bool, Any]:
     if not isinstance(value, Tensor):
         return False, value
-    piece = plain(value)  # of a parameter without dims it has one, where a rank holds nothing
+    piece = plain(value)  # has a dim if a rank holds nothing of a parameter without dims
     return (True, piece.dtype) if piece.ndim and piece.shape == plain(p).shape else (False, piece.cpu())
 
 

@@ -206,15 +206,16 @@ def _differ(old: Stored, new: Stored) -> bool:
 
 def _outline(value: Any, p: Tensor) -> tuple[torch.dtype | None, Any]:
     """The dtype of a state that has the shape of its parameter; for any other state None and its value."""
-    if isinstance(value, Tensor):
-        value = plain(value)  # of a parameter without dims it has one, where a rank holds nothing
-    if isinstance(value, Tensor) and value.ndim and value.shape == plain(p).shape:
-        return value.dtype, None
-    if isinstance(value, Tensor) and value.ndim:
+    if not isinstance(value, Tensor):
+        return None, value
+    piece = plain(value)  # has a dim if a rank holds nothing of a parameter without dims
+    if piece.ndim and piece.shape == plain(p).shape:
+        return piece.dtype, None
+    if piece.ndim:
         raise MixmeshError(
             "a state of the optimizer is neither a number nor like its parameter",
             expected=f"a tensor of shape {list(plain(p).shape)}, or one without dims",
-            got=f"one of shape {list(value.shape)}",
+            got=f"one of shape {list(piece.shape)}",
             hint="mixmesh run --no-rebalance",
         )
-    return None, value
+    return None, piece

@@ -355,9 +355,8 @@ def _computes_the_same(program: ExportedProgram, other: ExportedProgram) -> bool
 
 
 def _is_same_constant(value: Any, other: Any) -> bool:
-    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
-        return value is other or (value.shape == other.shape and torch.equal(value, other))
-    return value is other
+    are_tensors = isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor)
+    return value is other or (are_tensors and torch.equal(value, other))
 
 
 def _export(wrapper: LossAndOutputs, tensors: tuple[torch.Tensor, ...], paths: Paths) -> ExportedProgram:

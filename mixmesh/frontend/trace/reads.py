@@ -165,8 +165,8 @@ class _Pass:
         self.empty.sets((id(object.__getattribute__(module, "__dict__")), name))
 
     def changed(self) -> tuple[Number, ...]:
-        """What the pass has read and changed, as it was before: numbers that functions read from outside, and
-        entries of dicts, lists and objects (key 0). Those of modules are noted as attributes."""
+        """Values that the pass has read and changed, as they were before: numbers that functions read from
+        outside, and entries of dicts, lists and objects (key 0). Those of modules are noted as attributes."""
         return tuple(
             x
             for key, x in self.noted.items()

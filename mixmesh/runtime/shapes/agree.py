@@ -115,7 +115,7 @@ class Agreement:
         *,
         with_digests: bool,
     ) -> _Heard:
-        """What all ranks were given. ``mark`` must be the same on all ranks. Collective."""
+        """The messages of all ranks on what they were given. ``mark`` is the same on all ranks. Collective."""
         inputs, numbers = self.program.batch_inputs, [mark, num_given(), num_dealt(), values]
         for i in inputs:
             tensor = tensors.get(i.args[0]) if self._takes_part(i) else None
@@ -290,14 +290,12 @@ def resolve(
         if not options:
             raise _no_batch(program, i, rows)
         whole = next(shape for shape in rows if shape is not None)
-        if are_parts:
-            agreed.append(max(options))  # the rows of all ranks together
-        elif whole in options and (are_same or len(options) == 1):
+        if not are_parts and whole in options and (are_same or len(options) == 1):
             agreed.append(whole)
-        elif i.type.value.shape in options:
+        elif not are_parts and i.type.value.shape in options:
             agreed.append(i.type.value.shape)
         else:
-            agreed.append(max(options))
+            agreed.append(max(options))  # the rows of all ranks together
     _check_samples(program, agreed)
     return tuple(agreed)
 
