@@ -115,7 +115,7 @@ class Agreement:
         *,
         with_digests: bool,
     ) -> _Heard:
-        """The messages of all ranks on what they were given. ``mark`` is the same on all ranks. Collective."""
+        """The messages of all ranks on what they were given. ``mark`` is the same on all. Collective."""
         inputs, numbers = self.program.batch_inputs, [mark, num_given(), num_dealt(), values]
         for i in inputs:
             tensor = tensors.get(i.args[0]) if self._takes_part(i) else None
