@@ -17,6 +17,9 @@ setup: .setup-done    ## a virtual environment in .venv, with everything that te
 	$(BIN)/python -m pip install --quiet -e '.[dev]'
 	# without what they need: there may be no torchvision for this build of PyTorch (benchmarks/vision.py)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .venv/vision torchvision==0.28.0 timm==1.0.31
+	# apart, since transformers imports pandas and pyarrow wherever it finds them (tests/trl_folder.py)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .venv/trl/site-packages \
+	  trl==1.16.0 datasets==5.2.0 dill==0.4.1 multiprocess==0.70.19 pandas==3.1.1 pyarrow==26.0.1 python-dateutil==4.0.0
 	touch $@
 
 demo: setup    ## plan and train a small GPT on an emulated mixed cluster, beside DDP

@@ -1,7 +1,21 @@
-"""``from mixmesh.hf import Trainer``: the Hugging Face Trainer, training by a plan under torchrun."""
+"""``from mixmesh.hf import Trainer``: the Hugging Face Trainer, training by a plan under torchrun.
+``SFTTrainer`` is that of TRL, which only this name needs."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from .training.integrations.huggingface import Seq2SeqTrainer, Trainer
 
-__all__ = ["Seq2SeqTrainer", "Trainer"]
+if TYPE_CHECKING:
+    from .training.integrations.trl import SFTTrainer
+
+__all__ = ["SFTTrainer", "Seq2SeqTrainer", "Trainer"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "SFTTrainer":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .training.integrations.trl import SFTTrainer
+
+    return SFTTrainer

@@ -24,8 +24,8 @@ COLLECTIONS = list, dict, set
 LIBRARIES = "transformers", "mixmesh"  # their classes keep nothing of a step
 
 
-def with_trainer_loss(model: nn.Module, trainer: transformers.Trainer) -> nn.Module:
-    """A form of ``model`` that takes a batch by name and returns what ``trainer.compute_loss`` returns for
+def with_trainer_loss(model: nn.Module, trainer: Any) -> nn.Module:
+    """A form of ``model`` that takes a batch by name and returns what ``trainer.program_loss`` returns for
     it. The parameters, their names and the class name stay the model's own."""
     original = type(model)
     patched = vars(model).get("forward")
@@ -40,7 +40,7 @@ def with_trainer_loss(model: nn.Module, trainer: transformers.Trainer) -> nn.Mod
         if isinstance(patched, MethodType):
             plain.forward = MethodType(patched.__func__, plain)
         with _checked(trainer) as checked:
-            return checked.compute_loss(plain, inputs, num_items_in_batch=num_items)
+            return checked.program_loss(plain, inputs, num_items)
 
     wrapped = copy.copy(model)
     stand_for(wrapped, model)
@@ -51,7 +51,7 @@ def with_trainer_loss(model: nn.Module, trainer: transformers.Trainer) -> nn.Mod
 
 
 @contextmanager
-def _checked(trainer: transformers.Trainer) -> Iterator[transformers.Trainer]:
+def _checked(trainer: Any) -> Iterator[Any]:
     """A copy of ``trainer`` that computes losses and refuses values that change from step to step. Numbers
     that the loss reads from it are compared at every call, as those of the model are.
 

@@ -134,7 +134,7 @@ class Trainer(transformers.Trainer):
         model.train()  # training steps run in this mode
         assert self.optimizer is not None  # the Trainer creates it before it wraps the model
         parallel, optimizer = prepare_for(
-            with_trainer_loss(model, self), self.optimizer, self._example, self.planning
+            with_trainer_loss(model, self), self.optimizer, self._example, self._options()
         )
         check_scaled(parallel, self.accelerator.scaler, "TrainingArguments(fp16=True)")
         if self.accelerator.scaler is not None:
@@ -148,6 +148,7 @@ class Trainer(transformers.Trainer):
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.parallel is None:
             return super().training_step(model, *args, **kwargs)
+        self._own_model.train()
         accumulates = not self.accelerator.sync_gradients  # another batch of the same optimizer step follows
         in_program = MethodType(Trainer.compute_loss, self)  # the loss of a subclass is a part of the program
         with (
@@ -176,7 +177,19 @@ class Trainer(transformers.Trainer):
         if num_items_in_batch is not None:
             inputs = {**inputs, NUM_ITEMS: num_items_in_batch}
         check_alike(inputs)
-        return model(**inputs)
+        return self.loss_of_step(model(**inputs), inputs)
+
+    def _options(self) -> dict[str, Any]:
+        """The arguments of ``mixmesh.prepare`` for this Trainer."""
+        return self.planning
+
+    def program_loss(self, model: nn.Module, inputs: dict[str, Any], num_items: Any) -> Any:
+        """What a step computes for a batch: the loss, or a dict of it and what else the Trainer shows."""
+        return self.compute_loss(model, inputs, num_items_in_batch=num_items)
+
+    def loss_of_step(self, out: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """The loss in ``out``, the result of a step for ``inputs``."""
+        return out
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         if self.parallel is not None:  # the best model is loaded into the script's own, which callbacks see
@@ -207,6 +220,7 @@ class Trainer(transformers.Trainer):
             output = super().evaluation_loop(*args, **kwargs)
         if self.parallel is None:
             return output
+        self._own_model.eval()  # as on one device, until the next training step
         # devices may round differently, but all ranks must make the same decisions from the metrics
         return output._replace(metrics=from_first_rank(lambda: output.metrics))
 

@@ -1,0 +1,79 @@
+"""``mixmesh.hf.SFTTrainer`` under torchrun against TRL's on one device; what it refuses.
+
+The scenarios are in ``trl_script.py``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launches import run_each
+from trl_folder import find_trl
+
+from mixmesh.errors import InputError
+
+if not find_trl():
+    pytest.skip("TRL is not installed: make setup", allow_module_level=True)
+
+from trl import SFTConfig
+
+from mixmesh.training.integrations.trl import refusals
+
+SCRIPT = Path(__file__).parent / "trl_script.py"
+RANKS = 2
+TOLERANCE = 2e-5  # losses and weights are float32
+METRICS = {"loss", "entropy", "mean_token_accuracy", "num_tokens", "grad_norm"}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return run_each(SCRIPT, {"trl": 0, "mixmesh.hf": RANKS}, tmp_path_factory.mktemp)
+
+
+def rows(runs, module: str, name: str) -> list[dict]:
+    return [row for row in runs[module][1] if row["name"] == name]
+
+
+@pytest.mark.parametrize("name", ["adapters", "answers", "experts"])
+def test_all_that_is_logged_and_all_weights_are_those_of_one_device(runs, name):
+    (single,) = rows(runs, "trl", name)
+    ranks = rows(runs, "mixmesh.hf", name)
+    assert len(ranks) == RANKS
+    for rank in ranks:
+        assert len(rank["history"]) == len(single["history"])
+        for row, expected in zip(rank["history"], single["history"]):
+            assert row == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
+        assert rank["norms"] == pytest.approx(single["norms"], rel=TOLERANCE)
+    assert all(row.keys() >= METRICS for row in ranks[0]["history"] if "loss" in row)
+
+
+def test_evaluations_log_their_own_metrics(runs):
+    (single,) = rows(runs, "trl", "adapters")
+    evaluations = [row for row in single["history"] if "eval_loss" in row]
+    assert len(evaluations) == 2 and all("eval_entropy" in row for row in evaluations)
+
+
+@pytest.mark.parametrize(
+    "changed, hint",
+    [
+        (dict(packing=True), 'packing_strategy="wrapped"'),
+        (dict(padding_free=True), "padding_free=False"),
+        (dict(activation_offloading=True), "gradient_checkpointing=True"),
+    ],
+)
+def test_batches_without_rows_are_refused(changed, hint, tmp_path):
+    with pytest.raises(InputError) as error:
+        refusals.check_args(SFTConfig(str(tmp_path), use_cpu=True, bf16=False, **changed))
+    assert hint in str(error.value)
+
+
+def test_packing_in_whole_rows_is_taken(tmp_path):
+    refusals.check_args(
+        SFTConfig(str(tmp_path), use_cpu=True, bf16=False, packing=True, packing_strategy="wrapped")
+    )
+
+
+def test_other_versions_are_refused(monkeypatch):
+    monkeypatch.setattr(refusals.trl, "__version__", "0.24.0")
+    with pytest.raises(InputError, match="TRL 1.16"):
+        refusals.check_version()
