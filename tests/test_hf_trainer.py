@@ -229,7 +229,7 @@ def test_a_loss_that_collects_something_in_its_class_is_refused(runs):
 
 @pytest.mark.parametrize("name", ["state", "log"])
 def test_what_changes_from_step_to_step_is_refused_in_a_loss(tmp_path, name):
-    class Own(PlainTrainer):
+    class Own(Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             getattr(self, name)
             return model(**inputs).sum()

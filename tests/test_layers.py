@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from trl_folder import find_trl
 
 import mixmesh
 
@@ -233,6 +234,7 @@ def test_no_cycle_at_start():
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_what_is_imported_exists(path):
     """Also inside functions, where only a run of them would tell."""
+    find_trl()
     package = [mixmesh.__name__, *path.relative_to(ROOT).parts[:-1]]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("mixmesh")):
