@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 import random
 import sys
+import warnings
 from pathlib import Path
 
 import torch
@@ -280,6 +281,46 @@ def evaluated_between(name: str, planner: str) -> None:
     tell(FOLDER, name, told=told)
 
 
+def two_models(name: str, planner: str) -> None:
+    """A GAN: two models, each with its optimizer in a call of its own, planned by a batch without a loader
+    or with one whose batches are those of the other model."""
+    seed(4)
+    accelerator = accelerator_with(planner)
+    generator, critic = nn.Linear(2, 8).double(), nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizers = [torch.optim.Adam(each.double().parameters(), lr=0.01) for each in (generator, critic)]
+    loader = DataLoader(torch.stack([row["x"] for row in samples(8)]), batch_size=4)
+    noise = torch.randn(4, 2, dtype=torch.float64)
+    planned = {"planning": {"batch": (noise,)}} if PARALLEL else {}
+    generator, optimizers[0] = accelerator.prepare(generator, optimizers[0], **planned)
+    critic, optimizers[1], loader = accelerator.prepare(critic, optimizers[1], loader)
+    told = []
+    for real in loader:
+        losses = (
+            lambda real=real: critic(generator(noise).detach()).mean() - critic(real).mean(),
+            lambda: -critic(generator(noise)).mean(),
+        )
+        for loss_of, optimizer in zip(losses, reversed(optimizers)):
+            loss = loss_of()
+            optimizer.zero_grad()
+            accelerator.backward(loss)
+            optimizer.step()
+            told.append(loss.item())
+    tell(FOLDER, name, told=told)
+
+
+def unplanned(name: str) -> None:
+    """A model that is prepared without its optimizer trains whole on every rank, with a warning."""
+    accelerator = accelerator_with("ddp-even")
+    model = accelerator.prepare(Plain().double())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accelerator.backward(model(torch.ones(4, 8, dtype=torch.float64)).sum())
+    try:
+        accelerator.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    except InputError as error:
+        tell(FOLDER, name, error=str(error), warned=[str(each.message) for each in caught])
+
+
 def refused(name: str) -> None:
     """What only a prepared model can refuse."""
     planning = {"loss": F.cross_entropy, "outputs": ("logits",)}
@@ -339,10 +380,12 @@ if __name__ == "__main__":
     frozen_later("frozen later", "fsdp-even")
     evaluated_between("evaluated between", "tensor-parallel")
     evaluated_between("by one rank", "single")
+    two_models("two models", "tensor-parallel")
     criterion("half", "tensor-parallel", mixed_precision="bf16")
     criterion("scaled", "fsdp-even", mixed_precision="fp16")
     if PARALLEL:
         refused("refused")
+        unplanned("unplanned")
         without_bf16("without bf16")
     else:
         criterion("whole", "", mixed_precision="no")

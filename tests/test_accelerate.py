@@ -33,7 +33,7 @@ SCRIPT = Path(__file__).parent / "accelerate_script.py"
 RANKS = 2
 LIBRARIES = ("accelerate", "mixmesh.accelerate")
 CLOSE = dict(rel=1e-9, abs=1e-9)
-SAME = ["labelled", "resumed", "criterion", "frozen later", "evaluated between", "by one rank"]
+SAME = ["labelled", "resumed", "criterion", "frozen later", "evaluated between", "by one rank", "two models"]
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +131,15 @@ def test_what_a_prepared_model_refuses(runs):
         assert "accelerate_script.py" in norms
 
 
+def test_training_without_a_plan_is_told(runs):
+    first, second = of(runs, "mixmesh.accelerate", "unplanned")
+    assert not second["warned"]
+    assert any("every rank does all the work" in text for text in first["warned"])
+    for rank in first, second:
+        assert "prepare_optimizer(optimizer) by itself" in rank["error"]
+        assert "accelerate_script.py" in rank["error"]
+
+
 def test_cards_without_bf16_are_refused_where_nothing_scales_the_loss(runs):
     for rank in of(runs, "mixmesh.accelerate", "without bf16"):
         assert "rank 0 has no bf16 and computes it in float16" in rank["error"]
@@ -194,6 +203,9 @@ def test_one_call_prepares_what_is_planned_together():
             check_prepared(models, optimizers, loaders)
     check_prepared([model], [], [loader])
     check_prepared([model], [optimizer], [loader, loader])
+    check_prepared([model], [optimizer], [], has_batch=True)
+    with pytest.raises(mixmesh.InputError, match="in a call of its own"):
+        check_prepared([model, model], [optimizer, optimizer], [loader])
     with pytest.raises(mixmesh.InputError, match="iterable"):
         check_prepared([model], [optimizer], [DataLoader(Numbers())])
 

@@ -16,6 +16,7 @@ from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
 from torch.utils.data import DataLoader
 
+from ....base.callers import warn
 from ....base.launched import rank_and_world_size
 from ....base.patch import patched
 from ....frontend.trace.own_generators import generators_in
@@ -35,7 +36,14 @@ from ..launched import (
 from ..lending import Lender
 from .model import as_one_device, lend_in_its_modes, without_loss_in_evaluation
 from .one_process import as_first_process, keep_to_first_rank, look_like_one_process
-from .refusals import check_accelerator, check_arguments, check_prepared, check_summed
+from .refusals import (
+    WITHOUT_PLAN,
+    check_accelerator,
+    check_arguments,
+    check_planned,
+    check_prepared,
+    check_summed,
+)
 
 T = TypeVar("T")
 TIMEOUT_S = 300.0
@@ -100,7 +108,8 @@ class Accelerator(accelerate.Accelerator):
 
     def prepare(self, *args: Any, planning: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
         """The same objects, ready for this rank. Raises InputError unless a model comes with its optimizer
-        and its training loader, which is the first of the loaders. Collective."""
+        and its training loader, which is the first of the loaders, or a ``batch`` in ``planning``.
+        Collective."""
         planning = {**self.planning, **(planning or {})}
         models = [x for x in args if isinstance(x, nn.Module)]
         optimizers = [x for x in args if isinstance(x, torch.optim.Optimizer)]
@@ -108,11 +117,11 @@ class Accelerator(accelerate.Accelerator):
         if not is_launched():
             planning.pop("batch", None)
             return super().prepare(*(_with_loss(x, planning) for x in args), **kwargs)
-        check_prepared(models, optimizers, loaders)
+        check_prepared(models, optimizers, loaders, planning.get("batch") is not None)
         take_random_numbers(generators_in(loaders))
         ready: dict[int, Any] = {}
         if optimizers:
-            model, optimizer = self._parallel(models[0], optimizers[0], loaders[0], planning)
+            model, optimizer = self._parallel(models[0], optimizers[0], loaders, planning)
             ready = {id(models[0]): model, id(optimizers[0]): optimizer}
         return super().prepare(*(ready.get(id(x), x) for x in args), **kwargs)
 
@@ -120,12 +129,12 @@ class Accelerator(accelerate.Accelerator):
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        loader: DataLoader,
+        loaders: list[DataLoader],
         planning: dict[str, Any],
     ) -> tuple[ParallelModel, _Optimizer]:
         check_not_spread(model)
         batch = planning.pop("batch", None)
-        example = example_batch(loader) if batch is None else batch
+        example = example_batch(loaders[0]) if batch is None else batch
         before = dict(model.named_parameters(remove_duplicate=False))
         model.train()  # training steps run in this mode
         model = super().prepare_model(model, evaluation_mode=True)
@@ -140,6 +149,12 @@ class Accelerator(accelerate.Accelerator):
         prepared = _Optimizer(optimizer, parallel, self.scaler)
         parallel.__dict__["_is_accelerate_prepared"] = prepared.__dict__["_is_accelerate_prepared"] = True
         return parallel, prepared
+
+    def prepare_optimizer(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """The optimizer that ``prepare`` has planned. Raises InputError for any other one."""
+        if is_launched():
+            check_planned(optimizer)
+        return super().prepare_optimizer(optimizer, *args, **kwargs)
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """The script's own module with whole weights, until the next training step. Collective, unless it is
@@ -157,6 +172,8 @@ class Accelerator(accelerate.Accelerator):
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         if not self._lenders:
+            if is_launched() and self.is_main_process:
+                warn(WITHOUT_PLAN)
             return super().backward(loss, **kwargs)
         with same_random_numbers():  # rematerialised regions draw too
             return super().backward(loss, **kwargs)

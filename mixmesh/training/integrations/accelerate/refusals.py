@@ -37,6 +37,14 @@ TOGETHER = (
     "model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)"
     "  # the training loader first, in one call"
 )
+ONE_BY_ONE = (
+    'accelerator.prepare(generator, its_optimizer, loader, planning={"batch": (noise,)}), and then the other '
+    "model with its optimizer, in a call of its own"
+)
+WITHOUT_PLAN = (
+    "accelerator.backward of a loss that no plan computes: every rank does all the work of a single device. "
+    f"To share it: {TOGETHER}"
+)
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
@@ -72,10 +80,13 @@ def check_accelerator(accelerator: Accelerator) -> None:
 
 
 def check_prepared(
-    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], loaders: Sequence[Any]
+    models: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    loaders: Sequence[Any],
+    has_batch: bool = False,
 ) -> None:
     """Raises InputError unless ``prepare`` was called with a model, its optimizer and its loader, or without
-    anything to train."""
+    anything to train. ``has_batch`` is whether ``planning`` has a batch, in place of the loader."""
     for loader in loaders:
         if isinstance(loader.dataset, IterableDataset):
             raise InputError(
@@ -84,13 +95,17 @@ def check_prepared(
                 got=type(loader.dataset).__name__,
                 hint="a loop of your own, with mixmesh.prepare(model, optimizer, loader)",
             )
-    if optimizers and (len(models), len(optimizers)) != (1, 1) or optimizers and not loaders:
-        raise InputError(
-            "prepare plans one model with its optimizer, by a batch of its loader",
-            expected="one model, one optimizer and its training loader in one call",
-            got=f"{len(models)} models, {len(optimizers)} optimizers, {len(loaders)} loaders",
-            hint=TOGETHER,
+    if optimizers and ((len(models), len(optimizers)) != (1, 1) or not (loaders or has_batch)):
+        raise _not_together(
+            f"{len(models)} models, {len(optimizers)} optimizers, {len(loaders)} loaders",
+            ONE_BY_ONE if len(models) > 1 else TOGETHER,
         )
+
+
+def check_planned(optimizer: Any) -> None:
+    """Raises InputError for an optimizer that ``prepare`` has not planned together with its model."""
+    if not getattr(optimizer, "_is_accelerate_prepared", False):
+        raise _not_together("accelerator.prepare_optimizer(optimizer) by itself", TOGETHER)
 
 
 def check_summed(parameters: Iterable[Tensor], models: Iterable[nn.Module], method: str) -> None:
@@ -105,6 +120,16 @@ def check_summed(parameters: Iterable[Tensor], models: Iterable[nn.Module], meth
             where=line_of_script(),
             hint=f"if accelerator.sync_gradients: accelerator.{method}(...)",
         )
+
+
+def _not_together(got: str, hint: str) -> InputError:
+    return InputError(
+        "prepare plans one model with its optimizer, by a batch of its loader",
+        expected="one model, one optimizer and its training loader in one call",
+        got=got,
+        where=line_of_script(),
+        hint=hint,
+    )
 
 
 def _without(name: str, got: str, hint: str) -> InputError:
