@@ -163,6 +163,18 @@ def placeholders(m, ids, images, labels):
     return classified(m, torch.tanh(words.masked_scatter(mask, features)).mean(1), labels)
 
 
+def picked(m, x, ids, labels):
+    """Entries of each sample: its last one, some of its own from either end, the same ones of all, and a
+    padding mask as in transformers."""
+    h, rows = m.mix(x), torch.arange(len(x))
+    last = (ids % 6).amax(1)
+    own = h[rows[:, None], torch.stack([last, -1 - last], 1)]
+    shared = h[rows[:, None, None], torch.arange(2)[None, None]].sum(1)
+    mask = (ids[:, :6] > 4)[rows[:, None, None, None], torch.arange(6)[None, None, None]]
+    masked = (h * mask[:, 0, 0, :, None]).sum(1, keepdim=True)
+    return classified(m, torch.cat([h[rows, last][:, None], own, shared, masked], 1).mean(1), labels)
+
+
 def dense(*sizes: int) -> nn.Linear:
     return nn.Linear(*sizes)
 
@@ -189,6 +201,9 @@ MODELS = {
             head=dense(24, 4),
         ),
         (IDS, LABELS),
+    ),
+    "entries of each sample": lambda: (
+        Model(picked, mix=dense(8, 8), head=dense(8, 4)), (X, IDS, LABELS)
     ),
     "CTC, mean": lambda: ctc("mean"),
     "CTC, sum": lambda: ctc("sum"),
@@ -330,6 +345,28 @@ def test_equals_one_device(name):
         assert unsupported_ops(plan.program) == ()
         report = verify(model, batch, plan, traced=traced)
         assert report.ok, f"{planner}: {report}"
+
+
+def test_entries_of_a_sample_need_no_other_sample():
+    model, batch = MODELS["entries of each sample"]()
+    plan = plan_traced(trace(model, batch), CLUSTER, planner="ddp-proportional")
+    inputs = {i.result for i in plan.program.instructions if i.op == "input"}
+    gathered = [i for i in plan.program.instructions if i.op == "all_gather"]
+    assert len(inputs) == 3 and not gathered
+
+
+def test_only_indices_that_count_rows_are_taken_apart():
+    """Rows of other numbers stay an index of the whole."""
+    indices = {
+        "from one": lambda x, i: x[torch.arange(1, len(x)), i[1:]],
+        "in steps": lambda x, i: x[torch.arange(0, len(x), 2), i[::2]],
+        "turned": lambda x, i: x[torch.arange(len(x)).flip(0), i],
+        "of columns": lambda x, i: x[i, torch.arange(len(i))],
+    }
+    for name, pick in indices.items():
+        model = Model(lambda m, x, i, pick=pick: pick(m.head(x), i).square().mean(), head=dense(8, SAMPLES))
+        graph = trace(model, (ROWS, torch.arange(SAMPLES).flip(0) % 4)).graph
+        assert any(node.op == "aten.index.Tensor" for node in graph.nodes), name
 
 
 @pytest.mark.parametrize("name", ["composite operators", "distances", "running statistics of instance norm"])

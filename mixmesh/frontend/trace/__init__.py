@@ -34,6 +34,7 @@ from .mixtures import mixtures_as_operators
 from .norms import NORM_RULES
 from .outputs import values_with_rows
 from .recurrent import RECURRENT_RULES
+from .sample_lookups import SAMPLE_RULES
 from .schema import bound, normalise, on_meta, overload
 from .simplify import (
     ALIASES,
@@ -105,6 +106,10 @@ def plain_lookups(graph: Graph) -> Graph:
     return rewrite(graph, LOOKUP_RULES)
 
 
+def lookups_by_sample(graph: Graph) -> Graph:
+    return rewrite(graph, SAMPLE_RULES)
+
+
 def exact_batch_norms(graph: Graph) -> Graph:
     return rewrite(graph, NORM_RULES[EXACT])
 
@@ -131,6 +136,7 @@ PASSES: tuple[Pass, ...] = (
     linears_without_folding,
     drop_identities,
     drop_useless_detach,
+    lookups_by_sample,
     drop_dead,
     mixtures_as_operators,
     drop_dead,
