@@ -362,6 +362,20 @@ def unlike(name: str, planner: str) -> None:
         tell(FOLDER, name, error=str(error))
 
 
+def masked(name: str, planner: str, **changed) -> None:
+    """Sequences with a padding mask, of which the last batch has one unless it is left out."""
+    mask = (torch.arange(8) < 6).long()
+    data = [{**row, "attention_mask": mask} for row in sentences(9)]
+    args = arguments(name, num_train_epochs=3, **changed)
+    trainer = trainer_with(planner)(language_model(), args, train_dataset=data)
+    try:
+        trainer.train()
+    except InputError as error:
+        tell(FOLDER, name, error=str(error), steps=trainer.state.global_step)
+        return
+    done(name, trainer)
+
+
 def without_bf16(name: str) -> None:
     """A card that would compute in float16, where nothing scales the loss: refused."""
     trainer = trainer_with("ddp-even", cluster=WITHOUT_BF16)
@@ -383,9 +397,11 @@ if __name__ == "__main__":  # workers of a loader may import it
     written("written", "ddp-even")
     changing("changing", "ddp-even")
     deciding("deciding", "ddp-proportional")
+    masked("masked", "pipeline", dataloader_drop_last=True)
     watched("watched", "tensor-parallel")
     if LIBRARY == "mixmesh.hf":
         noting("noting", "ddp-even")
         noting("collecting", "ddp-even", Collecting)
+        masked("smaller last", "pipeline")
         unlike("unlike", "ddp-even")
         without_bf16("without bf16")

@@ -39,6 +39,7 @@ NAMES = {
     "watched": AutoModelForSequenceClassification,
     "deciding": AutoModelForSequenceClassification,
     "written": AutoModelForSeq2SeqLM,
+    "masked": AutoModelForCausalLM,
 }
 # Trainer sums losses in float32
 LOGGED = 2e-6
@@ -215,6 +216,14 @@ def test_a_loss_that_is_set_on_the_trainer_is_refused(tmp_path, launched):
     with pytest.raises(mixmesh.InputError, match="would not be the loss that trains") as error:
         trainer.train()
     assert "class MyTrainer" in str(error.value)
+
+
+def test_a_last_batch_that_a_pipeline_cannot_cut_is_refused_before_training(runs):
+    told = [row for row in runs["mixmesh.hf"][1] if row["name"] == "smaller last"]
+    assert [row["steps"] for row in told] == [0] * RANKS
+    for row in told:
+        assert "which the last batch cannot be cut into" in row["error"]
+        assert "TrainingArguments(dataloader_drop_last=True)" in row["error"]
 
 
 def test_a_loss_that_notes_its_steps_is_refused(runs):

@@ -21,7 +21,15 @@ from pipelines import THREE_STAGES, batch, chain, model_of, pipelined
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    TensorDataset,
+)
 from warm_python import python
 
 import mixmesh
@@ -401,8 +409,11 @@ def test_a_last_batch_that_a_pipeline_cannot_cut_is_refused_at_once(rows, fits):
     assert plan.order is not None
     data = torch.ones(rows, 3)
     check_last_batch(DataLoader(data, 12, drop_last=True), plan)
-    with contextlib.nullcontext() if fits else pytest.raises(mixmesh.InputError, match="2 micro-batches"):
-        check_last_batch(DataLoader(data, 12), plan)
+    check_last_batch(DataLoader(data, 12), plan, num_batches=1)  # training ends before
+    batches = BatchSampler(range(rows), 12, drop_last=False)
+    for loader in (DataLoader(data, 12), DataLoader(data, batch_sampler=batches)):
+        with contextlib.nullcontext() if fits else pytest.raises(mixmesh.InputError, match="2 micro-batches"):
+            check_last_batch(loader, plan, num_batches=2)
 
 
 def test_the_guides_lines_for_going_on_run_on_one_device(tmp_path, monkeypatch):

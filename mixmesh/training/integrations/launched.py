@@ -17,6 +17,7 @@ from ...runtime.first_rank import everyones
 from ...runtime.parallel import ParallelModel
 from ...runtime.scaler import unscaled_text
 from ..preparation.alike import check_digests, digest
+from ..preparation.refusals import check_last_batch
 from ..preparation.script import prepare
 
 
@@ -41,6 +42,17 @@ def parallel_for(
     assert isinstance(parallel, ParallelModel)  # a launched process always gets one
     parallel._runtime.followed = None  # trainers set modes on the script's own model for reasons of theirs
     return parallel
+
+
+def check_whole_epochs(
+    model: ParallelModel, loader: Any, drop_last: str, num_batches: int | None = None
+) -> None:
+    """Raises InputError if the plan of a ``model`` is a pipeline that cannot take a loader's smaller last
+    batch; ``drop_last`` is what to write in a script to leave that out. Training ends after ``num_batches``
+    of an epoch; None stands for all of them."""
+    other = 'planning={"planner": "ddp-tuned"}, which takes batches of any size'
+    plan = model._runtime.forms.plan
+    check_last_batch(loader, plan, num_batches=num_batches, hint=(drop_last, other))
 
 
 def check_scaled(model: ParallelModel, scaler: Any, float16: str) -> None:

@@ -9,7 +9,7 @@ from string import ascii_lowercase as ALPHABET
 from typing import Any
 
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from ...errors import InputError
 from ...lang.ir import samples_of
@@ -67,18 +67,27 @@ def check_takes(inputs: Callable[..., Any], values: Sequence[Any], named: Mappin
         ) from None
 
 
-def check_last_batch(loader: Any, plan: Plan) -> None:
+LESS = (
+    "DataLoader(..., drop_last=True)",
+    'mixmesh.prepare(..., planner="ddp-tuned"), which takes batches of any size',
+)
+
+
+def check_last_batch(
+    loader: Any, plan: Plan, *, num_batches: int | None = None, hint: tuple[str, ...] = LESS
+) -> None:
     """Raises InputError if a plan is a pipeline whose micro-batches cannot be cut from a loader's smaller
-    last batch, which would otherwise be refused at the end of an epoch."""
-    batch_size = getattr(loader, "batch_size", None)
-    if plan.order is None or not plan.micro_batches or not isinstance(loader, DataLoader) or not batch_size:
+    last batch, which would otherwise be refused at the end of an epoch. Training ends after ``num_batches``
+    of an epoch; None stands for all of them."""
+    batches = loader.batch_sampler if isinstance(loader, DataLoader) else None
+    if plan.order is None or not plan.micro_batches or type(batches) is not BatchSampler:
         return
     steps = max(row.steps for row in plan.micro_batches)
     try:
-        left = length(loader.sampler) % batch_size
+        num_full, left = divmod(length(batches.sampler), batches.batch_size)
     except TypeError:  # the length is unknown
         return
-    if loader.drop_last or not left:
+    if batches.drop_last or not left or (num_batches is not None and num_batches <= num_full):
         return
     samples = samples_of(plan.program)
     shares = [[samples.counts[rank] / samples.batch_size for rank in ranks] for ranks in samples.stages]
@@ -88,8 +97,5 @@ def check_last_batch(loader: Any, plan: Plan) -> None:
             f"the plan is a pipeline of {steps} micro-batches, which the last batch cannot be cut into",
             expected=f"a multiple of {steps} samples for every device of a stage in every batch",
             got=f"{left} samples in the last one, {', '.join(map(str, sizes))} for the devices",
-            hint=(
-                "DataLoader(..., drop_last=True)",
-                'mixmesh.prepare(..., planner="ddp-tuned"), which takes batches of any size',
-            ),
+            hint=hint,
         )

@@ -29,6 +29,7 @@ from ...preparation.outside_loss import with_loss
 from ..launched import (
     check_not_spread,
     check_scaled,
+    check_whole_epochs,
     is_launched,
     keep_metrics_apart,
     prepare_for,
@@ -140,6 +141,8 @@ class Accelerator(accelerate.Accelerator):
         model = super().prepare_model(model, evaluation_mode=True)
         self._models.remove(model)
         parallel, optimizer = prepare_for(model, optimizer, example, planning)
+        if batch is None:
+            check_whole_epochs(parallel, loaders[0], "DataLoader(..., drop_last=True)")
         check_scaled(parallel, self.scaler, 'Accelerator(mixed_precision="fp16")')
         self._lenders[parallel] = as_one_device(parallel, optimizer)
         shown = dict(parallel.named_parameters(remove_duplicate=False))

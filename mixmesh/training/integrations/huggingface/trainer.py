@@ -24,7 +24,14 @@ from ....runtime.scaler import with_agreement
 from ...preparation.lengths import length
 from ...preparation.loading import load, same_random_numbers
 from ..accelerate.one_process import as_first_process, look_like_one_process
-from ..launched import check_alike, check_not_spread, check_scaled, is_launched, prepare_for
+from ..launched import (
+    check_alike,
+    check_not_spread,
+    check_scaled,
+    check_whole_epochs,
+    is_launched,
+    prepare_for,
+)
 from ..weights import fill, whole_weights
 from .decisions import share_decisions
 from .loss import NUM_ITEMS, with_trainer_loss
@@ -123,6 +130,9 @@ class Trainer(transformers.Trainer):
         prepared = super()._prepare_for_training(max_steps, train_dataloader, *args, **kwargs)
         if self.parallel is not None:  # the weights that train
             self.callback_handler.model = self.parallel
+            num_batches = max_steps * self.args.gradient_accumulation_steps
+            drop_last = "TrainingArguments(dataloader_drop_last=True)"
+            check_whole_epochs(self.parallel, train_dataloader, drop_last, num_batches)
         return prepared
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:

@@ -29,6 +29,7 @@ from ...preparation.loading import same_random_numbers, take_random_numbers
 from ..launched import (
     check_alike,
     check_scaled,
+    check_whole_epochs,
     is_launched,
     keep_metrics_apart,
     learning_rates,
@@ -191,6 +192,11 @@ class Strategy(SingleDeviceStrategy):
         with naming_lines(module.training_step), self.precision_plugin.train_step_context():
             options = {"outputs": (IfGiven(LOGGED), IfGiven(RETURNED)), **self.planning}
             parallel, _ = prepare_for(step, optimizer, step.tensors, options)
+        trainer = module.trainer
+        num_batches = trainer.num_training_batches
+        drop_last = "DataLoader(..., drop_last=True)"
+        limit = int(num_batches) if num_batches < float("inf") else None
+        check_whole_epochs(parallel, trainer.train_dataloader, drop_last, limit)
         step.log.keep(*from_first_rank(step.log.traced))  # only one rank traces
         # before validation Lightning calls zero_grad of the module
         vars(module)["zero_grad"] = parallel.zero_grad
