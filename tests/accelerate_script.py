@@ -278,6 +278,13 @@ def evaluated_between(name: str, planner: str) -> None:
     best = {key: 0.5 * value for key, value in accelerator.get_state_dict(model).items()}
     accelerator.unwrap_model(model).load_state_dict(best)
     evaluate(batch)
+    told.append(model(**batch)["loss"].item())  # trains with the best weights
+    with torch.no_grad():
+        for p in accelerator.unwrap_model(model).parameters():
+            p.clamp_(-0.1, 0.1)
+    accelerator.backward(model(**batch)["loss"])
+    optimizer.step()
+    evaluate(batch)
     tell(FOLDER, name, told=told)
 
 
@@ -344,7 +351,7 @@ def refused(name: str) -> None:
     expect(lambda: model(x + RANK, y))
     expect(lambda: accelerator.backward(model(x, y).logits.sum()))
     with torch.no_grad():
-        accelerator.unwrap_model(model).last.bias.zero_().add_(1)
+        accelerator.unwrap_model(model).last.bias.zero_().add_(1 + RANK)
     expect(lambda: model(x, y))
     model(x, y)  # and goes on
     optimizer.param_groups[0]["lr"] += RANK

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -56,7 +55,7 @@ class Face(nn.Module):
     def _is_watched(self) -> bool:
         return self._runtime.comm.rank > 0 or bool(self._runtime.forms.reads.of)
 
-    def whole(self) -> AbstractContextManager[nn.Module]:
+    def whole(self) -> Lending:
         """The original module with whole weights, for the duration of a ``with`` block: its class, attributes
         and hooks are the user's own, and it runs at any batch size.
 

@@ -216,6 +216,10 @@ class Lending(AbstractContextManager):
         run.loans.add(loan)
         return module
 
+    def changed(self) -> dict[str, Tensor]:
+        """The weights, by name, that were changed since they were lent."""
+        return {} if self._loan is None else {name: self._loan.tensors[name] for name in self._loan.changed()}
+
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         loan, self._loan = self._loan, None
         assert loan is not None  # __enter__ has made it

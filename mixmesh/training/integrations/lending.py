@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from ...errors import InputError
+from ...runtime.first_rank import everyones
 from ...runtime.modes import modes_kept
 from ...runtime.parallel import ParallelModel
 from ...runtime.shard_tensor import plain
-from ...runtime.whole_model import mark, own_module
+from ...runtime.whole_model import Lending, mark, own_module
+from ..preparation.alike import digest
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,7 @@ class _Loan:
     """A ``module`` that is lent while ``block`` is entered; ``marks`` are the state of the parallel model's
     tensors when the module was filled."""
 
-    block: AbstractContextManager[nn.Module]
+    block: Lending
     module: nn.Module
     marks: list[tuple]
 
@@ -58,12 +61,28 @@ class Lender:
                     self._loan = _Loan(block, block.__enter__(), marks)
         return self._loan.module
 
-    def take_back(self) -> None:
-        """Ends the loan, if there is one. Raises InputError if the module's weights were changed."""
+    def take_back(self, error: InputError | None = None) -> None:
+        """Ends the loan, if there is one. Raises InputError if the module's weights were changed, or else the
+        ``error`` that ends it."""
         loan, self._loan = self._loan, None
         if loan is not None:
             with torch.inference_mode(False), modes_kept(self.original.modules()):
-                loan.block.__exit__(None, None, None)
+                loan.block.__exit__(type(error) if error else None, error, None)
+        if error is not None:
+            raise error
+
+    def take_back_changed(self) -> None:
+        """Like ``take_back``, but weights that the script has changed in the module, alike on every rank,
+        train from now on. Raises InputError if ranks have changed them differently. Collective while it is
+        lent."""
+        if self._loan is not None and self._loan.marks == self._current_marks():
+            changed = self._loan.block.changed()
+            digests = everyones(digest(changed) if changed else "")
+            if len(set(digests)) > 1:
+                self.take_back(changed_by_some(changed, digests))
+            if changed:
+                self.parallel.load_full_state_dict(self._loan.module.state_dict())
+        self.take_back()
 
     def return_weights(self) -> None:
         """Loads the current weights of the lent module into the parallel model, and ends the loan."""
@@ -74,3 +93,19 @@ class Lender:
     def _current_marks(self) -> list[tuple]:
         tensors: list[Any] = [*self.parallel.parameters(), *self.parallel.buffers()]
         return [(self._num_steps,), *(mark(plain(x)) for x in tensors)]
+
+
+def changed_by_some(changed: Mapping[str, torch.Tensor], digests: Sequence[str]) -> InputError:
+    """The error for weights that this rank has ``changed``, while others have changed them otherwise:
+    ``digests`` are those of all ranks, empty where nothing was changed."""
+    unchanged = [rank for rank, each in enumerate(digests) if not each]
+    which = f"not on ranks {', '.join(map(str, unchanged))}" if unchanged else "to other values on some ranks"
+    return InputError(
+        "weights of the unwrapped model were changed on some ranks only",
+        expected="the same change on every rank, or none",
+        got=f"{', '.join(list(changed)[:3]) or 'weights'}, {which}",
+        hint=(
+            "accelerator.unwrap_model(model).load_state_dict(torch.load(path))  # on every rank",
+            "copy.deepcopy(accelerator.unwrap_model(model))  # a change for a file is made in a copy",
+        ),
+    )
