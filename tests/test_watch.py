@@ -6,6 +6,9 @@ import json
 import os
 import re
 import subprocess
+import sys
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from traceback import StackSummary
@@ -125,6 +128,39 @@ def test_an_error_of_a_checkpoint_is_told_too():
         raise CheckpointException("save", {0: (OSError("no space left"), StackSummary())})
     watch.close()
     assert "no space left" in json.loads(store.get("mixmesh/watch/0"))["failed"]
+
+
+def told_by(store: dist.Store) -> dict:
+    """The state that the first rank wrote last."""
+    return json.loads(store.get("mixmesh/watch/0"))
+
+
+def test_the_others_are_told_the_line_of_a_call_that_failed_and_of_the_last_one():
+    store = dist.HashStore()
+    watch = Watch(store, 0, 1, heartbeat_s=30.0)
+    with pytest.raises(ValueError), watch.call("step"):
+        raise ValueError("negative rate")
+    watch.close()
+    told = told_by(store)
+    assert re.fullmatch(r"ValueError: negative rate \((.*/)?test_watch.py:\d+\)", told["failed"])
+    last = r"its script is over; its last call was step \((.*/)?test_watch.py:\d+\)"
+    assert re.fullmatch(last, told["ended"])
+
+
+def test_an_error_is_told_with_its_line_although_a_thread_of_the_script_keeps_the_process(monkeypatch):
+    """Python waits for such a thread before it runs what is registered for the end."""
+    with pytest.raises(RuntimeError) as caught:
+        raise RuntimeError("in evaluation")
+    monkeypatch.setattr(sys, "last_value", caught.value, raising=False)
+    store = dist.HashStore()
+    watch = Watch(store, 0, 1, heartbeat_s=0.2)
+    time.sleep(0.2)
+    assert not told_by(store)["ended"], "while the script may go on, in a notebook"
+    monkeypatch.setattr(threading, "main_thread", lambda: threading.Thread())
+    time.sleep(0.2)
+    told = told_by(store)["ended"]
+    watch.close()
+    assert re.fullmatch(r"after RuntimeError: in evaluation \((.*/)?test_watch.py:\d+\)", told)
 
 
 def test_the_process_that_holds_the_store_ends_when_the_others_know_why():

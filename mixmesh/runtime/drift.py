@@ -5,7 +5,8 @@ each rank's own random numbers, or on one rank only, makes them differ, and from
 train different models. So now and then they compare norms, which are quick to send.
 
 The optimizer's settings are compared too: a scheduler that depends on a rank's own numbers sets a different
-learning rate on every rank, which norms do not show for parameters that are cut.
+learning rate on every rank, which norms do not show for parameters that are cut. So is the number of its
+steps: a rank that leaves one out, by a decision of its own, would train older pieces than the others.
 
 Devices may round differently, so values need not be equal to the bit. If n values differ at random by a share
 d of their size, their norms differ by about d / sqrt(n); so the difference of the norms times sqrt(n) is
@@ -23,9 +24,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..base.units import ranks_text
 from ..errors import InputError
 from ..lang.ir import Shard
 from . import collectives
+from .agreement import by_value
 from .comm import Comm
 from .layout import Layout
 from .shard_numbers import Off
@@ -76,8 +79,14 @@ class DriftWatch:
         ]
         self._held = held
         self.optimizer: torch.optim.Optimizer | None = None
+        self._steps = Steps()
         self.num_calls = 0
         self._alike_at = 0  # the last forward pass before which all ranks agreed
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Compares this optimizer's settings from now on, and the number of its steps."""
+        self.optimizer, self._steps = optimizer, Steps()
+        optimizer.register_step_post_hook(self._steps)
 
     def before_call(self) -> None:
         """Called before a forward pass of a training: compares if it is due. Collective."""
@@ -92,9 +101,10 @@ class DriftWatch:
         if comm.world_size == 1 or not (self._replicas or self.optimizer):
             return
         with comm.call("comparison of parameters"):
-            settings = torch.tensor([settings_of(self.optimizer)], dtype=torch.float64)
-            of_ranks = self._gathered(torch.cat([self._checksums(), settings]))
-            self._compare_settings(of_ranks[:, -1])
+            own = [settings_of(self.optimizer), (self._steps.num_steps, 0)]
+            of_ranks = self._gathered(torch.cat([self._checksums(), torch.tensor(own, dtype=torch.float64)]))
+            self._compare_settings(of_ranks[:, -2])
+            self._compare_steps(of_ranks[:, -1, 0].tolist())
             unequal = [r for n, r in enumerate(self._replicas) if not is_same(of_ranks[list(r.ranks), n])]
             if unequal:
                 norms = self._gathered(self._norms(unequal))
@@ -126,6 +136,25 @@ class DriftWatch:
                 "numbers of a rank's own rows: out.gather() has those of all, or sum them over ranks",
             ),
             ranks=(low, high),
+        )
+
+    def _compare_steps(self, counts: Sequence[float]) -> None:
+        """Compares the numbers of the optimizer's steps, by rank."""
+        by_count = by_value({rank: f"{n:.0f}" for rank, n in enumerate(counts) if math.isfinite(n)})
+        if len(by_count) < 2:
+            return
+        since = f", after the same number before forward pass {self._alike_at}" if self._alike_at else ""
+        raise InputError(
+            "the optimizer has made more steps on some ranks than on others",
+            expected="optimizer.step() on every rank after the same backward passes",
+            got="; ".join(f"{n} steps on {ranks_text(ranks)}" for n, ranks in by_count.items())
+            + f", before forward pass {self.num_calls} of the training{since}",
+            hint=(
+                "leave a step out on all ranks or on none, by a number that is the same on all: the loss of "
+                "model(x, y), a norm of gradients",
+                "resume from the last checkpoint: the ranks train different models",
+            ),
+            ranks=tuple(ranks[0] for ranks in by_count.values())[:2],
         )
 
     def _checksums(self) -> Tensor:
@@ -183,6 +212,16 @@ class DriftWatch:
             hint=HINTS,
             ranks=(low, high),
         )
+
+
+@dataclass
+class Steps:
+    """A counter of steps, as a hook of an optimizer."""
+
+    num_steps: int = 0
+
+    def __call__(self, *_: object) -> None:
+        self.num_steps += 1
 
 
 def settings_of(optimizer: torch.optim.Optimizer | None) -> tuple[float, float]:

@@ -261,7 +261,7 @@ def _adapt(
     optimizer: torch.optim.Optimizer, taken: Taken, runtime: Runtime, holders: tuple[int, ...] | None
 ) -> None:
     comm = runtime.comm
-    runtime.drift.optimizer = optimizer
+    runtime.drift.follow(optimizer)
     optimizers.put_on_shards(optimizer, taken.swapped, comm.rank)
     optimizers.step_on_pieces(optimizer, holders, comm.rank)
     optimizers.show_shards(optimizer)

@@ -26,6 +26,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,7 +36,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..base.callers import line_of_script
+from ..base.callers import is_script, line_of_script, shown_path
 from ..base.progress import tell
 from ..errors import CollectiveError
 from .agreement import Facts, Round
@@ -145,7 +146,8 @@ class Watch:
     def fail(self, error: BaseException) -> None:
         """Tells the others why this rank stops."""
         if error is not self._verdict:
-            self._failed, self._failed_at = _one_line(error), self.number
+            self._failed = _with_line(_one_line(error), self._lines.get(self.number, ""))
+            self._failed_at = self.number
 
     def leave(self, error: Exception) -> None:
         """Tells the others that this rank will not return."""
@@ -212,7 +214,7 @@ class Watch:
             return
         self._over.set()
         last = getattr(sys, "last_value", None)
-        self._ended = self._ended or (f"after {_one_line(last)}" if last else "its script is over")
+        self._ended = self._ended or self._last_words(last)
         for thread in self._threads:
             thread.join(2 * BEAT_S)
         if not self._peers.store_is_lost and not any(thread.is_alive() for thread in self._threads):
@@ -221,6 +223,15 @@ class Watch:
             if not self.rank and not is_of_launcher() and (self._verdict or has_failed or last):
                 self._wait_until_heard()
         atexit.unregister(self.close)
+
+    def _last_words(self, last: BaseException | None) -> str:
+        """The reason why this rank ends: the ``last`` error, which nobody has caught, or that it is done."""
+        if last is not None:
+            return _with_line(f"after {_one_line(last)}", _line_of(last))
+        if not self.number:
+            return "its script is over"
+        last_call = _with_line(self._calls[self.number], self._lines[self.number])
+        return f"its script is over; its last call was {last_call}"
 
     def _wait_until_heard(self) -> None:
         """Keeps the store, which ends with this process, until all others know the reason: they have ended or
@@ -243,11 +254,19 @@ class Watch:
         answer."""
         while not self._peers.store_is_lost:
             self._asked_at = self._clock.now_s
+            if not threading.main_thread().is_alive():
+                self._note_error()
             self._write()
             self._peers.read()
             self._asked_at = None
             if self._over.wait(self._pause_s):
                 return
+
+    def _note_error(self) -> None:
+        """Tells the others of the error that has ended the script, although threads of the script, which may
+        wait for ever, still keep the process."""
+        if (last := getattr(sys, "last_value", None)) is not None:
+            self._ended = self._ended or self._last_words(last)
 
     def _watch(self) -> None:
         while not self._over.wait(self._pause_s):
@@ -376,6 +395,16 @@ def _one_line(error: BaseException) -> str:
         return f"{named_line(error)} ({place_of(error)})"
     text = " ".join(str(getattr(error, "message", "") or error).split())[:300]
     return f"{type(error).__name__}: {text}"
+
+
+def _with_line(text: str, line: str) -> str:
+    return f"{text} ({line})" if line and OF_WORKER not in text else text
+
+
+def _line_of(error: BaseException) -> str:
+    """The line of the script that an error comes from, the innermost one; empty if there is none."""
+    frames = [(f.f_code.co_filename, n) for f, n in traceback.walk_tb(error.__traceback__)]
+    return next((f"{shown_path(file)}:{n}" for file, n in reversed(frames) if is_script(file)), "")
 
 
 # the watch and the default group of this process; empty before the first

@@ -191,6 +191,20 @@ def check_other_learning_rates_are_told(_) -> None:
         assert "ReduceLROnPlateau" in str(caught.value)
 
 
+def check_steps_that_one_rank_leaves_out_are_told(_) -> None:
+    """As by a rank that judges by its own rows; where parameters are cut no norm tells."""
+    for planner in ("ddp-even", "fsdp-even"):
+        model, optimizer, loader = prepared(Augmented(""), planner)
+        with pytest.raises(InputError, match="more steps on some ranks than on others") as caught:
+            for number, (x, y) in enumerate([batch for _ in range(2) for batch in loader]):
+                model(x, y).backward()
+                if dist.get_rank() != 1 or number != 2:
+                    optimizer.step()
+                optimizer.zero_grad()
+        counts = "3 steps on ranks 0, 2; 2 steps on rank 1, before forward pass 4 of the training"
+        assert counts in str(caught.value)
+
+
 def test_rounding_is_no_drift():
     """Norms of values that differ by ``d`` of their size at random, and by much less."""
     g = torch.Generator().manual_seed(0)
@@ -218,6 +232,7 @@ IDIOMS = named(
     check_one_rank_that_changes_its_weights_alone_is_told_before_a_checkpoint,
     check_parameters_that_are_cut_are_not_compared,
     check_other_learning_rates_are_told,
+    check_steps_that_one_rank_leaves_out_are_told,
 )
 
 

@@ -170,7 +170,10 @@ def _check_modes(marks: Sequence[int]) -> None:
             "modules train on some ranks that evaluate on others",
             expected="model.train(), model.eval() and those of its modules alike on all ranks",
             got=f"other modes on rank {one[0]} than on rank {other[0]}",
-            hint="no train() or eval() within `if rank == 0:`",
+            hint=(
+                "no train() or eval() within `if rank == 0:`",
+                "leave the loop over a loader after the same batch on every rank, where one evaluates too early",
+            ),
         )
 
 
