@@ -172,7 +172,7 @@ def _check_modes(marks: Sequence[int]) -> None:
             got=f"other modes on rank {one[0]} than on rank {other[0]}",
             hint=(
                 "no train() or eval() within `if rank == 0:`",
-                "leave the loop over a loader after the same batch on every rank, where one evaluates too early",
+                "where one evaluates too early: leave the loop over a loader after the same batch on all",
             ),
         )
 
