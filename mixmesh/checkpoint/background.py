@@ -16,6 +16,7 @@ from ..measure.testbed import leave_device
 from ..runtime.accelerator import synchronize
 from ..runtime.shard_tensor import ShardTensor, plain, shard
 from ..runtime.streams import host_buffer, issue_copy
+from ..runtime.watch import THREADS
 from .ranks import Ranks
 
 
@@ -28,7 +29,7 @@ class Saving:
         self._path: Path | None = None
         self._error: BaseException | None = None
         # not a daemon, so that an interpreter that ends waits for the checkpoint
-        self._thread = threading.Thread(target=self._run, name="mixmesh checkpoint")
+        self._thread = threading.Thread(target=self._run, name=f"{THREADS}checkpoint")
         self._thread.start()
 
     def _run(self) -> None:

@@ -18,7 +18,7 @@ from .manifest import Damaged, Manifest, check_files, checkpoints_at
 from .random_state import restore_random_state
 from .ranks import FilesFailure, Ranks
 from .state import NamedOptimizer, check_model, load_optimizer_room, model_tensors, with_elements
-from .storage import Reader
+from .storage import Reader, note_newest
 from .values import decode
 
 
@@ -69,6 +69,7 @@ def load(
     finish(model)
     with ranks.meeting("checkpoint.load"):
         newest = newest_good(Path(folder), ranks)
+        note_newest(Path(folder) if newest is None else newest[0].parent)
         if newest is None:
             return None
         path, manifest = newest

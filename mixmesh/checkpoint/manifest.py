@@ -213,11 +213,28 @@ def number_of(path: Path) -> int:
     return int(match[1])
 
 
+def newest_number(folder: Path) -> int:
+    """The number of the newest checkpoint of a folder; 0 for none."""
+    return max(map(number_of, checkpoints_in(folder)), default=0)
+
+
 def next_name(folder: Path, step: int) -> str:
     """The name of the next checkpoint: one more than all that are there."""
-    newest = checkpoints_in(folder)[:1]
-    serial = 1 + (number_of(newest[0]) if newest else 0)
-    return f"{serial:06d}-step-{step}"
+    return f"{newest_number(folder) + 1:06d}-step-{step}"
+
+
+def check_is_alone(folder: Path, known: int) -> None:
+    """Raises InputError if a folder has a checkpoint after number ``known``, the newest one that this
+    training knows."""
+    newest = newest_number(folder)
+    if newest > known:
+        raise InputError(
+            "another training writes checkpoints to the same folder",
+            expected=f"checkpoint {known} to be the newest, as this training knows it",
+            got=f"checkpoint {newest}",
+            where=str(folder),
+            hint="end one of them, or give it a folder of its own",
+        )
 
 
 def sync(path: Path) -> None:

@@ -25,7 +25,7 @@ from ..training.preparation.loading import own_loader
 from ..training.preparation.own_loader import OwnIterator, OwnLoader
 from .background import Saving
 from .loading import load
-from .manifest import check_is_no_checkpoint, checkpoints_in, number_of
+from .manifest import check_is_alone, check_is_no_checkpoint, checkpoints_in, newest_number, number_of
 from .ranks import Ranks
 from .saving import save, save_async
 from .signals import OF_SIGNAL, Signals
@@ -229,22 +229,13 @@ class RunCheckpoints:
     def _newest_number(self) -> int:
         """The number of the newest checkpoint in the folder, 0 for none. Collective."""
         folder = self._settings.folder
-        return Ranks.of(self._model).from_first(
-            lambda: max(map(number_of, checkpoints_in(folder)), default=0)
-        )
+        return Ranks.of(self._model).from_first(lambda: newest_number(folder))
 
     def _check_alone(self) -> None:
         """Raises InputError, on all ranks, if another training has written to the folder. torchrun may
         continue with two groups, each with a part of the machines, if its own heartbeats come too late."""
-        newest = self._newest_number()
-        if newest > self._number:
-            raise InputError(
-                "another training writes checkpoints to the same folder",
-                expected=f"checkpoint {self._number} to be the newest, as this training knows it",
-                got=f"checkpoint {newest}",
-                where=str(self._settings.folder),
-                hint="end one of them, or give it a folder of its own; torchrun starts this one again",
-            )
+        folder, known = self._settings.folder, self._number
+        Ranks.of(self._model).from_first(lambda: check_is_alone(folder, known))
 
     def _kept(self, num_steps: int) -> dict[str, Any]:
         extra = {MOST_DEVICES: self._most_devices}

@@ -67,7 +67,8 @@ def save(
     Each rank writes its own pieces, one tensor at a time. The checkpoint gets its name when all of it is on
     the disk. If it cannot be written, for instance because the disk is full, the first rank warns, all ranks
     get None, and existing files are unchanged. Raises InputError on all ranks for a folder that cannot be
-    written to, a value that cannot be saved (``values.encode``), or ranks that save different steps or parts.
+    written to or has a checkpoint newer than the last ``save`` or ``load`` of this training, a value that
+    cannot be saved (``values.encode``), or ranks that save different steps or parts.
     """
     parts = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
     with _begun("checkpoint.save", model, optimizer, step, parts, extra, keep) as begun:
@@ -209,7 +210,8 @@ def write(folder: Path, ranks: Ranks, content: Content, keep: int | None) -> Pat
         ranks.run(lambda **group: dcp.save(content.tensors, storage_writer=writer, planner=planner, **group))
     except FilesFailure as failure:
         if not ranks.rank:
-            stays = next((path.name for path in checkpoints_in(folder)), "none was written before")
+            newest = next((path.name for path in checkpoints_in(folder)), "")
+            stays = f"{newest} stays the newest one" if newest else "none was written before"
             step = content.manifest.step
             tell_warning(f"the checkpoint of step {step} could not be written ({failure}); {stays}")
         return None

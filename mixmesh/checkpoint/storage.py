@@ -48,10 +48,13 @@ from .manifest import (
     Manifest,
     Piece,
     TensorEntry,
+    check_is_alone,
     check_is_no_checkpoint,
     digest_of,
     new_digest,
+    newest_number,
     next_name,
+    number_of,
     sync,
 )
 from .tensor_files import Part, bytes_of, check_dtype, head_of, read_box
@@ -70,7 +73,15 @@ class RankPart:
     optimizer_state: dict[str, Any]
 
 
+# the number of the newest checkpoint in each folder that this process has looked into or written to
+_known: dict[str, int] = {}
 _shared: set[str] = set()  # the first rank's folders of which this rank has seen a checkpoint begin
+
+
+def note_newest(folder: Path) -> None:
+    """Notes which checkpoints this process knows: any that come later and are not its own are of another
+    training."""
+    _known[str(folder.absolute())] = newest_number(folder)
 
 
 @dataclass(frozen=True)
@@ -111,11 +122,12 @@ class Writer(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self.folder.mkdir(parents=True, exist_ok=True)
         check_is_no_checkpoint(self.folder)
+        folder = str(self.folder.absolute())
+        check_is_alone(self.folder, _known.setdefault(folder, newest_number(self.folder)))
         remove_leftovers(self.folder)
         name = next_name(self.folder, self.manifest.step)
         self.unfinished = self.folder / f"{UNFINISHED}{name}-{secrets.token_hex(4)}"
         self.unfinished.mkdir()
-        folder = str(self.folder.absolute())
         return [
             replace(plan, storage_data=Place(folder, self.unfinished.name, name, rank))
             for rank, plan in enumerate(plans)
@@ -160,6 +172,7 @@ class Writer(StorageWriter):
         write_to_disk(folder / MANIFEST, [_joined(self.manifest, parts, files, tensors).text().encode()])
         sync(folder)
         folder.rename(self.folder / self.name)
+        _known[str(self.folder.absolute())] = number_of(self.folder / self.name)
         sync(self.folder)
 
     def _check_is_shared(self, place: Place) -> None:

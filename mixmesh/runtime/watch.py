@@ -58,6 +58,7 @@ GRACE_S = 5.0  # seconds for a process to end itself after the watch has found t
 HEARD_S = 3.0
 KEPT_CALLS = 16  # latest calls of each rank that are compared
 STDERR = 2
+THREADS = "mixmesh "  # begins the names of the threads of mixmesh
 BACKWARD = "backward"  # a call that begins within a backward pass, and ends with it
 
 
@@ -92,7 +93,7 @@ class Watch:
         self._write()  # written before any exchange, so that ranks that have met can be checked
         self._asked_at: float | None = None  # since when the store has not answered
         self._threads = [
-            threading.Thread(target=run, name=f"mixmesh {name}", daemon=True)
+            threading.Thread(target=run, name=f"{THREADS}{name}", daemon=True)
             for name, run in (("tells", self._tell), ("watches", self._watch))
         ]
         for thread in self._threads:
@@ -264,8 +265,9 @@ class Watch:
 
     def _note_error(self) -> None:
         """Tells the others of the error that has ended the script, although threads of the script, which may
-        wait for ever, still keep the process."""
-        if (last := getattr(sys, "last_value", None)) is not None:
+        wait for ever, still keep the process. While a thread writes a checkpoint, all ranks wait for it."""
+        is_writing = any(t.name.startswith(THREADS) and not t.daemon for t in threading.enumerate())
+        if (last := getattr(sys, "last_value", None)) is not None and not is_writing:
             self._ended = self._ended or self._last_words(last)
 
     def _watch(self) -> None:

@@ -201,6 +201,22 @@ def test_what_damage_was_found_once_is_passed_over(tmp_path, harm):
     assert found is not None and found.step == 2
 
 
+def test_a_folder_that_another_training_writes_to_is_refused_at_the_next_save(tmp_path):
+    """In a loop of its own too: each would remove the checkpoints of the other, and resume from them."""
+    folder = tmp_path / "run"
+    model, optimizer = training()
+    parts = {"model": model, "optimizer": optimizer}
+    assert checkpoint.load(folder, **parts) is None
+    own = checkpoint.save(folder, step=1, **parts)
+    assert own is not None
+    shutil.copytree(own, folder / "000002-step-9")  # as another process does
+    with pytest.raises(InputError, match="another training writes checkpoints to the same folder") as caught:
+        checkpoint.save(folder, step=2, keep=1, **parts)
+    assert caught.value.got == "checkpoint 2" and own.is_dir()
+    checkpoint.load(folder, **parts)  # now it goes on from there
+    assert checkpoint.save(folder, step=2, **parts) == folder / "000003-step-2"
+
+
 def test_other_models_and_optimizers_are_refused_before_anything_is_changed(tmp_path):
     model, optimizer = training()
     checkpoint.save(tmp_path, step=1, model=model, optimizer=optimizer)
