@@ -153,6 +153,19 @@ def test_dtypes_that_the_module_names():
     assert report.max_gradient_error > 1e-6, "its own precision rounds"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_eps_of_a_norm_is_rounded_as_by_the_module(dtype):
+    class Normed(Net):
+        def forward(self, x, y):
+            h = F.rms_norm(1e-3 * self.first(x).to(dtype), (8,), None, 1e-5)
+            return F.cross_entropy(self.last(h.float()), y)
+
+    model = Normed()
+    traced, program = program_of(model)
+    report = verify(model, BATCH, program, traced=traced)
+    assert report.ok and report.max_gradient_error_f64 < 1e-13, report
+
+
 class Reshaped(nn.Module):
     """Changes shapes in place, of float32 and of other dtypes."""
 

@@ -26,6 +26,7 @@ from ...runtime.random import RandomPolicy
 from .compare import Outcome
 
 WIDER = {"f32": "f64", "bf16": "f64", "f16": "f64", "c64": "c128"}
+RMS_NORMS = ("aten.rms_norm", "aten._fused_rms_norm")
 
 
 def unsupported_ops(program: Program) -> tuple[str, ...]:
@@ -54,7 +55,8 @@ def single_device(graph: Graph) -> Program:
 
 
 def in_float64(program: Program) -> Program:
-    """Widens every floating type and dtype argument of a program."""
+    """Widens every floating type and dtype argument of a program. The eps of an RMS norm stays as PyTorch
+    rounds it: to float32, unless the norm is one of float64."""
 
     def value(t: ValueType) -> ValueType:
         return replace(t, dtype=WIDER.get(t.dtype, t.dtype))
@@ -64,16 +66,22 @@ def in_float64(program: Program) -> Program:
             return DType(WIDER.get(a.name, a.name))
         return tuple(map(arg, a)) if isinstance(a, tuple) else a
 
-    instructions = tuple(
-        replace(
+    def widened(i: Instruction) -> Instruction:
+        rounds = i.op in RMS_NORMS and i.types[0].value.dtype in WIDER
+        convert = (lambda a: float32(a) if isinstance(a, float) else arg(a)) if rounds else arg
+        return replace(
             i,
             types=tuple(replace(t, value=value(t.value)) for t in i.types),
-            args=i.args if i.op == "const" else tuple(map(arg, i.args)),
-            kwargs=tuple((k, arg(v)) for k, v in i.kwargs),
+            args=i.args if i.op == "const" else tuple(map(convert, i.args)),
+            kwargs=tuple((k, convert(v)) for k, v in i.kwargs),
         )
-        for i in program.instructions
-    )
-    return replace(program, instructions=instructions)
+
+    return replace(program, instructions=tuple(map(widened, program.instructions)))
+
+
+def float32(x: float) -> float:
+    """The number of float32 nearest to ``x``."""
+    return torch.tensor(x, dtype=torch.float32).item()
 
 
 def run_program(
