@@ -162,6 +162,11 @@ BAD = [
     (NETWORK.replace("_gbit_", "_mbit_") + ONE, "network.bandwidth_mbit_per_s", ["gbit_per_s = 0.01?"]),
     (NETWORK.replace("10", "1e20") + ONE, "network.bandwidth_gbit_per_s", ["above 0, of 1e-15 to 1e15"]),
     (ONE + "\nbandwidth_gbit_per_s = 10", "machine[0].bandwidth_gbit_per_s", ["is a key of [network]"]),
+    (
+        ONE + "\nlinks = [{ devices = [0, 1], gbyte_per_s = 56 }]",
+        "machine[0].links[0].gbyte_per_s",
+        ["mean gbit_per_s = 448?"],
+    ),
     (ONE + "\nlinks = [{ devices = [0] }]", "machine[0].links[0].devices", ["two or more", "got      [0]"]),
     (ONE + "\nlinks = [{ devices = [0, -1] }]", "machine[0].links[0].devices[1]", ["[0, 1]", "got      -1"]),
     (

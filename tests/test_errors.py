@@ -66,7 +66,7 @@ BAD_FILES = {
     "exits": ("import sys\nsys.exit(3)\n", "SystemExit: 3", 2, ""),
     "no function": (HEAD + "def jobs():\n    pass\n", "has no function job", None, "job.py:jobs"),
     "no function at all": ("x = 1\n", "has no function job", None, ""),
-    "no callable": (HEAD + "job = 3\n", "is not a function", None, ""),
+    "no callable": (HEAD + "job = 3\ndef make():\n    pass\n", "is not a function", None, "job.py:make"),
     "arguments": (HEAD + "def job(size):\n    pass\n", "cannot be called without arguments", 19, ""),
     "raises": (HEAD + "def job():\n    raise ValueError('no data here')\n", "no data here", 20, ""),
 }  # fmt: skip

@@ -106,6 +106,13 @@ def test_of_a_tuple_the_one_scalar_is_the_loss(first):
     assert outputs_in(traced.graph) == {str(int(first)): True}
 
 
+@pytest.mark.parametrize("form", [lambda loss: loss.item(), lambda loss: {"loss": loss.item()}])
+def test_a_number_is_no_loss(form):
+    with pytest.raises(TraceError, match="scalar loss") as caught:
+        trace(Tagger(lambda loss, logits, _: form(loss)), BATCH)
+    assert "a number" in caught.value.got and "without .item()" in caught.value.hint[0]
+
+
 def test_of_a_named_tuple_too():
     made = namedtuple("Made", "logits loss")
     traced = trace(Tagger(lambda loss, logits, _: made(logits, loss)), BATCH, outputs=("logits",))

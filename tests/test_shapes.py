@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -110,8 +112,9 @@ def test_data_parallelism_is_lowered_to_itself():
 
 def test_what_does_nothing_for_a_shape_is_kept():
     plan = plan_with("hap")
-    with pytest.raises(CannotCarry, match="other operators"):
+    with pytest.raises(CannotCarry, match="other operators") as caught:
         carry(plan.program, trace(Attention(), words(1, 1), passes=PASSES).graph)
+    assert re.fullmatch(r"no aten\.\w+ of \S+\.py:\d+", caught.value.got), "which operator is absent"
     assert len(traced(plan, 1, 1).graph.nodes) == len(plan.program.graph.nodes)
 
 

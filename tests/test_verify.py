@@ -166,6 +166,20 @@ def test_the_eps_of_a_norm_is_rounded_as_by_the_module(dtype):
     assert report.ok and report.max_gradient_error_f64 < 1e-13, report
 
 
+class Picked(Net):
+    def forward(self, x, y):
+        return -self.last(self.first(x)).log_softmax(-1).gather(1, y[:, None]).mean()
+
+
+@pytest.mark.parametrize("kind", [Net, Picked])
+def test_a_batch_with_which_the_model_fails_on_one_device(kind):
+    model, batch = kind(), {**BATCH, "y": BATCH["y"] + 1}  # there is no class 4
+    traced, program = program_of(model, batch)
+    with pytest.raises(InputError, match="fails on this batch") as caught:
+        verify(model, batch, program, traced=traced)
+    assert "test_verify.py:" in caught.value.where and "out of bounds" in caught.value.got
+
+
 class Reshaped(nn.Module):
     """Changes shapes in place, of float32 and of other dtypes."""
 

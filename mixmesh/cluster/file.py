@@ -309,9 +309,10 @@ def _explain(problem: ErrorDetails, schema: type[BaseModel]) -> tuple[str, str, 
 def _meant(key: str, value: Any, keys: tuple[str, ...], schema: type[BaseModel]) -> str:
     """The hint for an unknown key: the key of this table that is spelt almost like it, or that takes the same
     quantity in another unit; or the table that this key belongs to."""
+    written = f"_{key.lower()}"  # a key may be a unit alone, as the gbit_per_s of a link
     for unit, (ours, factor) in _UNITS.items():
-        known = key.lower().removesuffix(unit) + ours
-        if key.lower().endswith(unit) and known in keys:
+        known = (written.removesuffix(unit) + ours)[1:]
+        if written.endswith(unit) and known in keys:
             is_number = isinstance(value, int | Decimal) and not isinstance(value, bool)
             return f"did you mean {known}" + (f" = {(value * factor).normalize():f}?" if is_number else "?")
     if key.lower() in _ALIASES and _ALIASES[key.lower()] in keys:

@@ -334,6 +334,8 @@ def test_two_plans_side_by_side(facts):
         f"Samples in a.plan and in b.plan: rank {most} has {facts.samples[most]} and {b.samples[most]}, rank"
     )
     assert re.match(r"a\.plan fills rank \d most, \d+% of its memory", memory)
+    _, alike, _ = differences(b, replace(b, name="c.plan"))
+    assert alike == "Every device has as many samples in b.plan as in c.plan."
     page = plan_page([a, b], differences(a, b), side_by_side(a, b))
     assert [v["name"] for v in page.data["variants"]] == ["a.plan", "b.plan"]
     assert "Side by side" in page_text(page) and page.sentences[0] == step

@@ -46,7 +46,7 @@ def share_words(one: Facts, two: Facts) -> list[str]:
         reverse=True,
     )
     if not moved:
-        return ["All devices have equally many samples in both."]
+        return [f"Every device has as many samples in {one.name} as in {two.name}."]
     told = [f"rank {rank} has {a} and {b}" for _, rank, a, b in moved[:MOST_TOLD]]
     rest = f"; {plural(len(moved) - len(told), 'other rank')} differ less" if len(moved) > len(told) else ""
     return [f"Samples in {one.name} and in {two.name}: {', '.join(told)}{rest}."]

@@ -160,7 +160,13 @@ def _function(module: ModuleType, path: Path, name: str) -> Callable[[], Any]:
             hint=tuple(f"{path}:{n}" for n in near),
         )
     if not callable(function):
-        raise JobError(f"{name} in {path} is not a function", got=type(function).__name__, where=str(path))
+        raise JobError(
+            f"{name} in {path} is not a function",
+            expected=f"def {name}(): ... {EXAMPLE}",
+            got=type(function).__name__,
+            where=str(path),
+            hint=tuple(f"{path}:{n}" for n in functions[:2]),
+        )
     if isinstance(function, type) or _needs_arguments(function):
         raise JobError(
             f"{name} cannot be called without arguments",

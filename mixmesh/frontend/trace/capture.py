@@ -50,6 +50,7 @@ from .stopped_writes import check_stopped_writes
 from .synced_norms import synced_norms_as_plain
 from .words import Unread, is_words
 
+NUMBERS = int | float | torch.SymInt | torch.SymFloat
 WRAPPED = "model."  # prefix of the model's names in the exported program
 
 
@@ -254,6 +255,8 @@ def check_loss(loss: Any, output: Any, where: str) -> torch.Tensor:
         hint = _hint_for_several(output)
     elif isinstance(loss, torch.Tensor) and loss.ndim == 1 and loss.is_floating_point():
         hint = "return the mean of the samples' losses: loss.mean()"
+    elif isinstance(loss, NUMBERS) or isinstance(output, NUMBERS):
+        hint = "return the tensor itself, without .item() or float()"
     got = _describe(output) if loss is output or loss is None else f"a loss that is {_describe(loss)}"
     raise TraceError(
         "the model does not return a scalar loss",
@@ -291,7 +294,7 @@ def _describe(x: Any) -> str:
         return f"a {type(x).__name__} of {len(x)}"
     if isinstance(x, Mapping):
         return f"{type(x).__name__} with {', '.join(map(str, x)) or 'nothing'}"
-    return type(x).__name__
+    return "a number, which has no gradient" if isinstance(x, NUMBERS) else type(x).__name__
 
 
 def capture(

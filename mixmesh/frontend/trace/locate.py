@@ -58,14 +58,14 @@ def _frames_in(text: str) -> list[Frame]:
     return [(file, int(line), function) for file, line, function in _FRAME.findall(text)]
 
 
-def place_of_error(error: BaseException) -> Place:
+def place_of_error(error: BaseException, within: tuple[str, ...] = ()) -> Place:
     """The place in the user's code where ``error`` was raised, by its traceback or the stack trace in its
-    text."""
+    text. ``within`` are more files of ours that run within the model's operators."""
     library = Place()
     seen: BaseException | None = error
     while seen is not None:
         frames = [(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(seen.__traceback__)]
-        place = _pick(_inside_model(frames) + _frames_in(str(seen)))
+        place = _pick(_inside_model(frames, within) + _frames_in(str(seen)))
         if place.by_user:
             return place
         library = library if library.location else place
@@ -84,9 +84,9 @@ def place_in_model() -> Place:
     return _pick([(f.filename, f.lineno or 0, f.name) for f in _ModelFrames.summary()])
 
 
-def _inside_model(frames: list[Frame]) -> list[Frame]:
+def _inside_model(frames: list[Frame], within: tuple[str, ...] = ()) -> list[Frame]:
     """The frames inside our call of the model, without those of the caller of ``trace``."""
-    frames = [f for f in frames if f[0] not in _WITHIN]
+    frames = [f for f in frames if f[0] not in (*_WITHIN, *within)]
     while frames and frames[-1][0].startswith(_OURS):
         frames = frames[:-1]
     ours = [i for i, frame in enumerate(frames) if frame[0].startswith(_OURS)]

@@ -5,17 +5,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ...errors import InputError, MixmeshError
 from ...frontend.trace.autocast import Autocast, under
 from ...frontend.trace.capture import Batch, loss_of
+from ...frontend.trace.failures import CALL_ONCE
+from ...frontend.trace.locate import place_of_error
 from ...frontend.trace.outputs import named_tensors
 from .compare import Outcome
 from .draws import DrawsAlike
-from .wide import WIDE_DTYPE, Wide, Widened, exact, widen
+from .wide import WIDE_DTYPE, WITHIN, Wide, Widened, exact, widen
 
 
 class Reference:
@@ -42,7 +46,7 @@ class Reference:
         self._put(params, buffers)
         with _compared(self._wide), torch.enable_grad():
             with under(self._autocast):
-                output = self._batch.call(self._model, self._inputs)
+                output = self._call()
             loss = loss_of(output)
             shown = {} if loss is output else {n: x.detach() for n, x in named_tensors(output)}
             loss.backward()
@@ -58,6 +62,20 @@ class Reference:
             if n in buffers and b.shape == buffers[n].shape
         }
         return Outcome(value, gradients, after, {n: exact(x).detach() for n, x in shown.items()})
+
+    def _call(self) -> Any:
+        try:
+            return self._batch.call(self._model, self._inputs)
+        except MixmeshError:
+            raise
+        except Exception as error:  # of values: for fake tensors, in tracing, it did not occur
+            reason = next(iter(str(error).splitlines()), "")
+            raise InputError(
+                "the model's forward pass fails on this batch, on one device",
+                got=f"{type(error).__name__}: {reason}",
+                where=str(place_of_error(error, WITHIN)),
+                hint=CALL_ONCE,
+            ) from error
 
     def _put(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
         """Replaces all parameters and buffers by these values, under every name of each."""

@@ -167,10 +167,11 @@ class _Carrier:
         return unit
 
     def _other(self, i: Instruction, node: Node | None) -> CannotCarry:
+        place = f" of {i.location}" if i.location else ""
         return CannotCarry(
             "the model has other operators now",
             expected=f"{i.op}, as planned",
-            got="no such operator" if node is None else f"{node.op}({', '.join(map(str, node.args))})",
+            got=f"no {i.op}{place}" if node is None else f"{node.op}({', '.join(map(str, node.args))})",
             where=i.location or (node.location if node is not None else ""),
         )
 
