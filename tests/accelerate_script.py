@@ -16,7 +16,7 @@ from accelerate.tracking import GeneralTracker, on_main_process
 from launches import WITHOUT_BF16, cluster_file, rank, tell
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from mixmesh.errors import InputError
 
@@ -328,6 +328,38 @@ def unplanned(name: str) -> None:
         tell(FOLDER, name, error=str(error), warned=[str(each.message) for each in caught])
 
 
+class Stream(IterableDataset):
+    """Samples in an order that is drawn from the process's numbers when it is read."""
+
+    def __iter__(self):
+        rows = samples(11)
+        yield from (rows[n] for n in torch.randperm(len(rows)).tolist())
+
+
+def streamed(name: str, planner: str) -> None:
+    """Data without indices, to train and to evaluate on."""
+    seed(5)
+    accelerator = accelerator_with(planner)
+    model = Net().double()
+    seed(RANK)  # ranks go on as the first one
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader, held_out = DataLoader(Stream(), batch_size=4), DataLoader(Stream(), batch_size=3)
+    model, optimizer, loader, held_out = accelerator.prepare(model, optimizer, loader, held_out)
+    told = []
+    for _ in range(2):
+        for batch in loader:
+            loss = model(**batch)["loss"]
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            told.append(loss.item())
+        model.eval()
+        with torch.no_grad():
+            told += [model(**batch)["loss"].item() for batch in held_out]
+        model.train()
+    tell(FOLDER, name, told=told)
+
+
 def refused(name: str) -> None:
     """What only a prepared model can refuse."""
     planning = {"loss": F.cross_entropy, "outputs": ("logits",)}
@@ -388,6 +420,7 @@ if __name__ == "__main__":
     evaluated_between("evaluated between", "tensor-parallel")
     evaluated_between("by one rank", "single")
     two_models("two models", "tensor-parallel")
+    streamed("streamed", "fsdp-even")
     criterion("half", "tensor-parallel", mixed_precision="bf16")
     criterion("scaled", "fsdp-even", mixed_precision="fp16")
     if PARALLEL:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from launches import CLUSTER, WITHOUT_BF16, cluster_file, rank, tell
 from torch.nn import functional as F
+from torch.utils.data import IterableDataset
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -318,6 +319,32 @@ def deciding(name: str, planner: str) -> None:
     done(name, trainer)
 
 
+class Stream(IterableDataset):
+    """Samples in an order of the epoch's own, drawn when it is read."""
+
+    def __init__(self, rows: list[dict]) -> None:
+        self.rows, self.epoch = rows, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self):
+        drawn = torch.Generator().manual_seed(self.epoch)
+        for n in torch.randperm(len(self.rows), generator=drawn):
+            yield self.rows[n]
+
+
+def streamed(name: str, planner: str, resumed_at: str | None = None) -> None:
+    """Data without indices, to train and to evaluate on, over several epochs."""
+    args = arguments(name, max_steps=9, eval_strategy="steps", eval_steps=3, save_steps=3)
+    data = dict(
+        train_dataset=Stream(labelled(14)), eval_dataset={"one": Stream(labelled(5)), "other": labelled(4)}
+    )
+    trainer = trainer_with(planner)(classifier(), args, **data)
+    trainer.train(resume_from_checkpoint=resumed_at)
+    done(name, trainer)
+
+
 def noting(name: str, planner: str, kind: type = Weighted) -> None:
     """A loss that is noted in an attribute of the Trainer, or in one of its class: refused."""
     trainer = trainer_with(planner, kind)(classifier(), arguments(name), train_dataset=labelled(4))
@@ -397,6 +424,8 @@ if __name__ == "__main__":  # workers of a loader may import it
     written("written", "ddp-even")
     changing("changing", "ddp-even")
     deciding("deciding", "ddp-proportional")
+    streamed("streamed", "fsdp-even")
+    streamed("streamed on", "ddp-even", str(FOLDER / "streamed" / "checkpoint-3"))
     masked("masked", "pipeline", dataloader_drop_last=True)
     watched("watched", "tensor-parallel")
     if LIBRARY == "mixmesh.hf":

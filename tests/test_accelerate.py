@@ -18,7 +18,7 @@ from launches import run_each
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 import mixmesh
 from mixmesh.accelerate import Accelerator
@@ -33,7 +33,16 @@ SCRIPT = Path(__file__).parent / "accelerate_script.py"
 RANKS = 2
 LIBRARIES = ("accelerate", "mixmesh.accelerate")
 CLOSE = dict(rel=1e-9, abs=1e-9)
-SAME = ["labelled", "resumed", "criterion", "frozen later", "evaluated between", "by one rank", "two models"]
+SAME = [
+    "labelled",
+    "resumed",
+    "criterion",
+    "frozen later",
+    "evaluated between",
+    "by one rank",
+    "two models",
+    "streamed",
+]
 
 
 @pytest.fixture(scope="module")
@@ -153,11 +162,6 @@ def fresh(monkeypatch):
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-class Numbers(IterableDataset):
-    def __iter__(self):
-        yield torch.ones(2)
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -206,8 +210,6 @@ def test_one_call_prepares_what_is_planned_together():
     check_prepared([model], [optimizer], [], has_batch=True)
     with pytest.raises(mixmesh.InputError, match="in a call of its own"):
         check_prepared([model, model], [optimizer, optimizer], [loader])
-    with pytest.raises(mixmesh.InputError, match="iterable"):
-        check_prepared([model], [optimizer], [DataLoader(Numbers())])
 
 
 def test_models_on_devices_already_are_refused():

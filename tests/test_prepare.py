@@ -639,6 +639,27 @@ def test_a_loader_without_samples_is_refused(options):
         example_batch(DataLoader(data, **options))
 
 
+class Stream(IterableDataset):
+    """Samples that are read once, or from their start each time, in an order of the process's numbers."""
+
+    def __init__(self, is_read_once: bool) -> None:
+        self.rows = iter(torch.arange(12.0)) if is_read_once else torch.arange(12.0)
+
+    def __iter__(self):
+        return (x + torch.rand(()) for x in self.rows)
+
+
+def test_a_stream_that_the_example_would_use_up_is_refused():
+    """Its first batch was lost without a word."""
+    with pytest.raises(mixmesh.InputError, match="do not start over") as error:
+        example_batch(DataLoader(Stream(is_read_once=True), batch_size=4))
+    assert "prepare(model, optimizer, iter(loader))" in str(error.value)
+    loader = DataLoader(Stream(is_read_once=False), batch_size=4)
+    torch.manual_seed(3)
+    example = example_batch(loader)
+    assert torch.equal(example, next(iter(loader)))
+
+
 def test_parameters_without_a_shape_are_refused(monkeypatch):
     model, data = nn.Sequential(nn.LazyLinear(2)), TensorDataset(torch.ones(8, 3), torch.ones(8, 2))
     with pytest.raises(mixmesh.InputError, match="without a shape") as error:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset
 
-from ...base.callers import warn
+from ...base.callers import line_of_script, warn
 from ...base.units import ranks_text
 from ...errors import InputError
 from ...frontend.trace.own_generators import generators_in, marks_of, set_states, states_of
@@ -62,18 +62,45 @@ def is_iterator(loader: Iterable) -> TypeGuard[Iterator]:
 
 def example_batch(loader: Iterable) -> Any:
     """A typical batch of a loader. Afterwards the random numbers, also of the script's own generators, and
-    the loader's own state for choosing samples are as before."""
+    the loader's own state for choosing samples are as before. Raises InputError for one that would then not
+    start over."""
+    if not has_indices(loader):
+        return _first_of_stream(loader)
     with same_random_numbers(generators_in(loader)):
-        if has_indices(loader):
-            if loader.batch_size is not None:
-                # does not use the sampler, whose own generator would advance
-                indices = list(range(min(loader.batch_size, length(loader.dataset))))
-            else:
-                indices = next(iter(untouched(sampler_of(loader))), [])
-            batch = load(loader, indices) if indices else None
+        if loader.batch_size is not None:
+            # does not use the sampler, whose own generator would advance
+            indices = list(range(min(loader.batch_size, length(loader.dataset))))
         else:
-            batch = next(iter(untouched(loader)), None)
+            indices = next(iter(untouched(sampler_of(loader))), [])
+        batch = load(loader, indices) if indices else None
     _check_first(batch)
+    return batch
+
+
+def _first_of_stream(loader: Iterable) -> Any:
+    """The first batch of a loader without indices. It is read twice, as reading it may have used it up."""
+
+    def read() -> Any:
+        with same_random_numbers(generators_in(loader)):
+            return next(iter(untouched(loader)), None)
+
+    batch = read()
+    _check_first(batch)
+    if getattr(loader, "num_workers", 0):  # these read copies
+        return batch
+    again = read()
+    if again is None or digest(again) != digest(batch):
+        raise InputError(
+            "the data do not start over, so the batch by which the step is planned would not train",
+            expected="the same first batch each time that the loop over the loader begins",
+            got="another batch" if again is not None else "no batch the second time",
+            where=line_of_script(),
+            hint=(
+                "make readers and iterators in __iter__ of the data set, not in its __init__",
+                "seed what it draws from in __iter__, or draw torch's own random numbers",
+                "for a loop of your own: mixmesh.prepare(model, optimizer, iter(loader))",
+            ),
+        )
     return batch
 
 

@@ -11,8 +11,10 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 
 from ....errors import InputError
@@ -39,6 +41,9 @@ def look_like_one_process(state: PartialState) -> None:
     earlier = AcceleratorState._shared_state  # the state of an earlier Accelerator
     if (earlier.get("num_processes"), earlier.get("process_index")) != (1, state.process_index):
         AcceleratorState._reset_state()
+    reads = SimpleNamespace(process_index=0, num_processes=1, device=state.device)
+    # a loader of data without indices: every rank reads all of them, as a single process does
+    DataLoaderDispatcher.state = property(lambda self: reads, lambda self, _: None)
     atexit.register(release_last_tensors)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedType
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
 
 from ....base.callers import line_of_script
 from ....errors import InputError
@@ -87,14 +86,6 @@ def check_prepared(
 ) -> None:
     """Raises InputError unless ``prepare`` was called with a model, its optimizer and its loader, or without
     anything to train. ``has_batch`` is whether ``planning`` has a batch, in place of the loader."""
-    for loader in loaders:
-        if isinstance(loader.dataset, IterableDataset):
-            raise InputError(
-                "a parallel Accelerator does not read iterable data sets",
-                expected="a data set with __getitem__ and __len__",
-                got=type(loader.dataset).__name__,
-                hint="a loop of your own, with mixmesh.prepare(model, optimizer, loader)",
-            )
     if optimizers and ((len(models), len(optimizers)) != (1, 1) or not (loaders or has_batch)):
         raise _not_together(
             f"{len(models)} models, {len(optimizers)} optimizers, {len(loaders)} loaders",

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import transformers
-from torch.utils.data import IterableDataset
 
 from ....errors import InputError
 from ..launched import unlike_in_steps
@@ -136,29 +135,6 @@ def check_own_methods(trainer: Any) -> None:
 def in_compute_loss(name: str, hint: str) -> InputError:
     """The error for a ``compute_loss`` that uses values which change from step to step."""
     return unlike_in_steps("compute_loss", name, hint)
-
-
-def check_dataset(dataset: Any) -> None:
-    """Raises InputError for data without indices, which Accelerate would read on the first rank only."""
-    _check_indexed(
-        dataset, "a loop of your own: model, optimizer, loader = mixmesh.prepare(model, optimizer, loader)"
-    )
-
-
-def check_eval_dataset(dataset: Any) -> None:
-    """The same for data to evaluate on, or for each set in a dict of them."""
-    for each in dataset.values() if isinstance(dataset, dict) else (dataset,):
-        _check_indexed(each, "eval_dataset=list(dataset)")
-
-
-def _check_indexed(dataset: Any, hint: str) -> None:
-    if isinstance(dataset, IterableDataset):
-        raise InputError(
-            "a parallel Trainer does not read iterable data sets",
-            expected="a data set with __getitem__ and __len__",
-            got=type(dataset).__name__,
-            hint=hint,
-        )
 
 
 def refused(what: str, hint: str) -> InputError:

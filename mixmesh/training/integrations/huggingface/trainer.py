@@ -12,7 +12,7 @@ import torch
 import transformers
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from ....base.patch import patched
@@ -22,7 +22,7 @@ from ....runtime.first_rank import from_first_rank
 from ....runtime.parallel import ParallelModel, full_optimizer_state_dict
 from ....runtime.scaler import with_agreement
 from ...preparation.lengths import length
-from ...preparation.loading import load, same_random_numbers
+from ...preparation.loading import example_batch, load, same_random_numbers
 from ..accelerate.one_process import as_first_process, look_like_one_process
 from ..launched import (
     check_alike,
@@ -37,8 +37,6 @@ from .decisions import share_decisions
 from .loss import NUM_ITEMS, with_trainer_loss
 from .refusals import (
     check_args,
-    check_dataset,
-    check_eval_dataset,
     check_methods,
     check_own_methods,
     check_version,
@@ -84,8 +82,6 @@ class Trainer(transformers.Trainer):
         super().__init__(model, args, *others, **kwargs)
         if is_launched():
             check_not_spread(self.model)
-            check_dataset(self.train_dataset)
-            check_eval_dataset(self.eval_dataset)
             share_decisions(
                 self.callback_handler, lambda: self.parallel is not None, lambda: self._is_in_turn
             )
@@ -95,16 +91,17 @@ class Trainer(transformers.Trainer):
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_launched():
             return super()._get_dataloader(dataset, *args, **kwargs)
-        check_dataset(dataset)
         with as_first_process(self.args.distributed_state):  # otherwise workers would be seeded by the rank
             return super()._get_dataloader(dataset, *args, **kwargs)
 
     def _example_batch(self, loader: Any) -> dict[str, Any]:
         """A batch of the full size in the form in which ``compute_loss`` gets it. Restores the state of
         random numbers."""
-        check_dataset(getattr(loader, "dataset", None))
+        is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
         with same_random_numbers(generators_in(loader)):
-            if isinstance(loader, DataLoader):
+            if is_stream:
+                batch = example_batch(getattr(loader, "base_dataloader", loader))
+            elif isinstance(loader, DataLoader):
                 batch = load(loader, list(range(min(self._train_batch_size, length(loader.dataset)))))
             else:  # batches of the script's own, from its get_train_dataloader
                 batch = next(iter(loader))
