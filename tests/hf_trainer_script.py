@@ -345,6 +345,14 @@ def streamed(name: str, planner: str, resumed_at: str | None = None) -> None:
     done(name, trainer)
 
 
+def noisy(name: str, planner: str) -> None:
+    """Nothing is learnt from the same samples at every step, with noise on what goes into the model."""
+    args = arguments(name, max_steps=6, learning_rate=0.0, neftune_noise_alpha=50.0)
+    trainer = trainer_with(planner)(language_model(), args, train_dataset=sentences(4))
+    trainer.train()
+    tell(FOLDER, name, losses=[row["loss"] for row in trainer.state.log_history if "loss" in row])
+
+
 def noting(name: str, planner: str, kind: type = Weighted) -> None:
     """A loss that is noted in an attribute of the Trainer, or in one of its class: refused."""
     trainer = trainer_with(planner, kind)(classifier(), arguments(name), train_dataset=labelled(4))
@@ -424,6 +432,7 @@ if __name__ == "__main__":  # workers of a loader may import it
     written("written", "ddp-even")
     changing("changing", "ddp-even")
     deciding("deciding", "ddp-proportional")
+    noisy("noisy", "fsdp-even")
     streamed("streamed", "fsdp-even")
     streamed("streamed on", "ddp-even", str(FOLDER / "streamed" / "checkpoint-3"))
     masked("masked", "pipeline", dataloader_drop_last=True)

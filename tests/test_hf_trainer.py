@@ -182,7 +182,7 @@ def arguments(tmp_path: Path, **options) -> TrainingArguments:
     [
         ("fsdp", "full_shard"), ("deepspeed", {"stage": 3}), ("torch_compile", True),
         ("optim", "lomo"),
-        ("auto_find_batch_size", True), ("neftune_noise_alpha", 5.0), ("push_to_hub", True),
+        ("auto_find_batch_size", True), ("push_to_hub", True),
         ("use_liger_kernel", True), ("bf16_full_eval", True),
     ],
 )  # fmt: skip
@@ -231,6 +231,14 @@ def test_a_last_batch_that_a_pipeline_cannot_cut_is_refused_before_training(runs
 def test_a_loss_that_notes_its_steps_is_refused(runs):
     errors = [row["error"] for row in runs["mixmesh.hf"][1] if row["name"] == "noting"]
     assert len(errors) == RANKS and all("self.calls to keep something" in error for error in errors)
+
+
+def test_noise_on_embeddings_is_drawn_at_every_step(runs):
+    losses = [row["losses"] for library in runs for row in runs[library][1] if row["name"] == "noisy"]
+    single, *ranks = losses
+    assert len(ranks) == RANKS and ranks[0] == ranks[1]
+    assert len(set(ranks[0])) == len(single) == 6
+    assert sum(ranks[0]) == pytest.approx(sum(single), rel=0.1)
 
 
 def test_a_loss_that_collects_something_in_its_class_is_refused(runs):

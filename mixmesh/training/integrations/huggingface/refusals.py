@@ -60,7 +60,6 @@ REFUSALS = (
     _flag("fp16_full_eval", "leave fp16_full_eval out"),
     _flag("bf16_full_eval", "leave bf16_full_eval out"),
     _flag("use_liger_kernel", "leave use_liger_kernel out"),
-    _flag("neftune_noise_alpha", "leave neftune_noise_alpha out"),
     _flag("auto_find_batch_size", "per_device_train_batch_size=N, which is then the batch of all devices"),
     _flag("debug", "leave debug out"),
     _flag("enable_jit_checkpoint", "leave enable_jit_checkpoint out, and write save_steps=N"),
