@@ -210,7 +210,7 @@ def batch_disagreement(told: list[Facts]) -> InputError | None:
             if name == OF_LOSS:
                 if isclose(float(mine[name]), float(other[name]), rel_tol=OF_LOSS_ROUNDING):
                     continue
-                return _unequal_weights(f"{mine[name]} on rank {first} and {other[name]} on rank {rank}")
+                return unequal_weights(f"{mine[name]} on rank {first} and {other[name]} on rank {rank}")
             if name is not None:
                 is_dealt = name[0] == "|"
                 return InputError(
@@ -227,7 +227,8 @@ def batch_disagreement(told: list[Facts]) -> InputError | None:
     return None
 
 
-def _unequal_weights(got: str) -> InputError:
+def unequal_weights(got: str) -> InputError:
+    """The error for ranks that multiply the loss by different numbers."""
     return InputError(
         "the loss is multiplied or divided by another number on each rank: it is that of the whole batch",
         expected="one number on all ranks, made of the whole batch",

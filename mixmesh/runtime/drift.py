@@ -6,7 +6,9 @@ train different models. So now and then they compare norms, which are quick to s
 
 The optimizer's settings are compared too: a scheduler that depends on a rank's own numbers sets a different
 learning rate on every rank, which norms do not show for parameters that are cut. So is the number of its
-steps: a rank that leaves one out, by a decision of its own, would train older pieces than the others.
+steps: a rank that leaves one out, by a decision of its own, would train older pieces than the others. And so
+are buffers that the program reads, the numbers by which losses were multiplied, and what was done with the
+gradients of parameters that are cut (``acts``).
 
 Devices may round differently, so values need not be equal to the bit. If n values differ at random by a share
 d of their size, their norms differ by about d / sqrt(n); so the difference of the norms times sqrt(n) is
@@ -18,7 +20,7 @@ same ones, to the bit, nothing else is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,9 +28,10 @@ from torch import Tensor
 
 from ..base.units import ranks_text
 from ..errors import InputError
-from ..lang.ir import Shard
+from ..lang.ir import Program, Shard
 from . import collectives
-from .agreement import by_value
+from .acts import Acts, text_of
+from .agreement import OF_LOSS_ROUNDING, by_value, unequal_weights
 from .comm import Comm
 from .layout import Layout
 from .shard_numbers import Off
@@ -38,7 +41,7 @@ FIRST_CALLS = (2, 4, 8, 16, 32)  # forward passes in training before which param
 EVERY = 64  # forward passes from one comparison to the next, after the first ones
 ORDERS = (1.0, 2.0)  # the orders of the norms
 CHECKSUMS = (torch.linalg.vector_norm, torch.sum)
-SETTINGS = ("lr", "weight_decay", "momentum", "betas")  # optimizer settings that schedulers change
+NOT_SETTINGS = ("params", "initial_lr", "foreach", "fused", "capturable", "differentiable")
 SETTINGS_ROUNDING = 1e-6  # mathematical functions may differ between machines
 # largest share by which values of a dtype may differ between devices that round differently
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
@@ -56,7 +59,7 @@ def is_due(num_calls: int) -> bool:
 
 @dataclass(frozen=True)
 class Replica:
-    """One parameter that ``ranks`` hold whole; ``index`` is its position among those held by this rank."""
+    """One parameter or buffer that ``ranks`` hold whole."""
 
     name: str
     ranks: tuple[int, ...]
@@ -65,28 +68,45 @@ class Replica:
 
 
 class DriftWatch:
-    """Compares the parameters of a model that several ranks hold whole. ``held`` are this rank's, by name,
-    and ``stored`` says which ranks hold each parameter."""
+    """Compares the parameters of a model that several ranks hold whole, and the buffers among ``read``.
+    ``held`` are this rank's parameters, by name, ``buffers`` returns its buffers, and ``stored`` says which
+    ranks hold each of them."""
 
-    def __init__(self, comm: Comm, held: Mapping[str, Tensor], stored: Mapping[str, Stored]) -> None:
+    def __init__(
+        self,
+        comm: Comm,
+        held: Mapping[str, Tensor],
+        stored: Mapping[str, Stored],
+        buffers: Callable[[], Mapping[str, Tensor]],
+        read: Collection[str] = (),
+    ) -> None:
         self._comm = comm
         self._replicas = [
             Replica(name, layout.ranks, torch.Size(s.shape).numel(), s.dtype)
             for name, s in stored.items()
-            if name in held and s.dtype in ROUNDING and torch.Size(s.shape).numel()
+            if name in held or (name in read and s.counting is None)
+            if s.dtype in ROUNDING and torch.Size(s.shape).numel()
             for layout in s.copies or (s.held,)
             if is_replicated(layout)
         ]
-        self._held = held
+        self._held, self._buffers = held, buffers
+        self._cut = tuple(n for n, s in stored.items() if n in held and is_cut(s) and comm.world_size > 1)
+        own = {n: stored[n].at(comm.rank).held for n in self._cut}
+        self.acts = Acts(
+            {n: held[n] for n, layout in own.items() if layout.sizes and layout.sizes[comm.rank]}
+        )
         self.optimizer: torch.optim.Optimizer | None = None
-        self._steps = Steps()
+        self._num_steps = 0
         self.num_calls = 0
         self._alike_at = 0  # the last forward pass before which all ranks agreed
 
-    def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Compares this optimizer's settings from now on, and the number of its steps."""
-        self.optimizer, self._steps = optimizer, Steps()
-        optimizer.register_step_post_hook(self._steps)
+    def before_step(self) -> None:
+        """Called before a step of the optimizer."""
+        self.acts.before_step()
+
+    def after_step(self) -> None:
+        """Called after a step of the optimizer."""
+        self._num_steps += 1
 
     def before_call(self) -> None:
         """Called before a forward pass of a training: compares if it is due. Collective."""
@@ -101,10 +121,16 @@ class DriftWatch:
         if comm.world_size == 1 or not (self._replicas or self.optimizer):
             return
         with comm.call("comparison of parameters"):
-            own = [settings_of(self.optimizer), (self._steps.num_steps, 0)]
-            of_ranks = self._gathered(torch.cat([self._checksums(), torch.tensor(own, dtype=torch.float64)]))
-            self._compare_settings(of_ranks[:, -2])
-            self._compare_steps(of_ranks[:, -1, 0].tolist())
+            acts = [self.acts.of(name, self.optimizer) for name in self._cut]
+            own = [(self._num_steps, self.acts.taken()), settings_of(self.optimizer)]
+            own += [pair for counts in acts for pair in (counts[:2], counts[2:])]
+            of_ranks = self._gathered(torch.cat([torch.tensor(own, dtype=torch.float64), self._checksums()]))
+            self._compare_settings(of_ranks[:, 1])
+            self._compare_steps(of_ranks[:, 0, 0].tolist())
+            self._compare_weights(of_ranks[:, 0, 1].tolist())
+            of_cut, of_ranks = of_ranks[:, 2:].split([2 * len(acts), len(self._replicas)], dim=1)
+            for number, name in enumerate(self._cut):
+                self._compare_acts(name, of_cut[:, 2 * number : 2 * number + 2].flatten(1).tolist())
             unequal = [r for n, r in enumerate(self._replicas) if not is_same(of_ranks[list(r.ranks), n])]
             if unequal:
                 norms = self._gathered(self._norms(unequal))
@@ -128,7 +154,7 @@ class DriftWatch:
         rates = ", ".join(f"rank {rank}: {rate:.6g}" for rank, (rate, _) in enumerate(settings.tolist()))
         raise InputError(
             "the optimizer has other settings on other ranks: each trains its part of the model otherwise",
-            expected=f"one {', '.join(SETTINGS)} on all ranks",
+            expected="one learning rate on all ranks, one weight decay, and so on",
             got=f"learning rates, each group's times its number, of {rates}",
             hint=(
                 "give a scheduler such as ReduceLROnPlateau a number that is the same on all ranks: the "
@@ -155,6 +181,39 @@ class DriftWatch:
                 "resume from the last checkpoint: the ranks train different models",
             ),
             ranks=tuple(ranks[0] for ranks in by_count.values())[:2],
+        )
+
+    def _compare_weights(self, weights: Sequence[float]) -> None:
+        """Compares the sums of the gradients of losses since the last comparison, by rank."""
+        known = {rank: weight for rank, weight in enumerate(weights) if math.isfinite(weight)}
+        if len(known) < 2:
+            return
+        low, high = min(known, key=known.__getitem__), max(known, key=known.__getitem__)
+        if not math.isclose(known[low], known[high], rel_tol=OF_LOSS_ROUNDING):
+            raise unequal_weights(
+                f"{known[low]:.6g} on rank {low} and {known[high]:.6g} on rank {high} in all, "
+                f"before forward pass {self.num_calls} of the training"
+            )
+
+    def _compare_acts(self, name: str, of_ranks: Sequence[Sequence[float]]) -> None:
+        """Compares what the ranks have done with the gradients of their pieces of a parameter."""
+        told = {rank: text_of(tuple(n)) for rank, n in enumerate(of_ranks) if all(map(math.isfinite, n))}
+        by_text = by_value(told)
+        if len(by_text) < 2:
+            return
+        since = f"; alike before forward pass {self._alike_at}" if self._alike_at else ""
+        raise InputError(
+            f"{name} is cut, and its pieces were trained in other ways on other ranks",
+            expected="the same on every rank: zero_grad(), clipping and other changes of gradients, "
+            "gradients that are dropped, requires_grad_(), states of the optimizer that are loaded",
+            got=". ".join(f"On {ranks_text(ranks)}: {text}" for text, ranks in by_text.items())
+            + f" (before forward pass {self.num_calls} of the training{since})",
+            hint=(
+                "change weights and gradients on every rank, outside of `if rank == 0:`, and decide by a "
+                "number that is the same on all: the loss of model(x, y), a norm of gradients",
+                "resume from the last checkpoint: the ranks train different models",
+            ),
+            ranks=tuple(ranks[0] for ranks in by_text.values())[:2],
         )
 
     def _checksums(self) -> Tensor:
@@ -186,8 +245,11 @@ class DriftWatch:
         own = [n for n, replica in enumerate(replicas) if self._comm.rank in replica.ranks]
         if own:
             with Off():
-                tensors = [self._held[replicas[n].name].detach().as_subclass(Tensor) for n in own]
-                rows[own] = torch.stack([row.double() for row in numbers(tensors)]).cpu()
+                held = {**self._buffers(), **self._held}
+                own = [n for n in own if replicas[n].name in held]
+                tensors = [held[replicas[n].name].detach().as_subclass(Tensor) for n in own]
+                if own:
+                    rows[own] = torch.stack([row.double() for row in numbers(tensors)]).cpu()
         return rows
 
     def _compare(self, replica: Replica, norms: Tensor) -> None:
@@ -214,25 +276,15 @@ class DriftWatch:
         )
 
 
-@dataclass
-class Steps:
-    """A counter of steps, as a hook of an optimizer."""
-
-    num_steps: int = 0
-
-    def __call__(self, *_: object) -> None:
-        self.num_steps += 1
-
-
 def settings_of(optimizer: torch.optim.Optimizer | None) -> tuple[float, float]:
     """(sum of an optimizer's learning rates, sum of its other settings), each setting times its group's
     number."""
     rates = others = 0.0
     for number, group in enumerate(() if optimizer is None else optimizer.param_groups, 1):
-        for name in SETTINGS:
-            value = group.get(name)
+        for name in sorted(group.keys() - set(NOT_SETTINGS)):
+            value = group[name]
             for each in value if isinstance(value, tuple | list) else (value,):
-                if isinstance(each, int | float | Tensor) and not isinstance(each, bool):
+                if isinstance(each, int | float) or (isinstance(each, Tensor) and each.numel() == 1):
                     rates += number * float(each) * (name == "lr")
                     others += number * float(each) * (name != "lr")
     return rates, others
@@ -241,6 +293,16 @@ def settings_of(optimizer: torch.optim.Optimizer | None) -> tuple[float, float]:
 def is_replicated(layout: Layout) -> bool:
     """Whether several ranks hold all of a tensor."""
     return len(layout.ranks) > 1 and not isinstance(layout.placement, Shard)
+
+
+def is_cut(stored: Stored) -> bool:
+    """Whether ranks hold pieces of a tensor."""
+    return any(isinstance(layout.placement, Shard) for layout in stored.copies or (stored.held,))
+
+
+def read_buffers(program: Program) -> frozenset[str]:
+    """The names of the buffers that a program reads."""
+    return frozenset(i.args[0] for i in program.instructions if i.op == "buffer")
 
 
 def is_same(rows: Tensor) -> bool:

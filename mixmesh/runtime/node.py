@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..errors import MixmeshError
 from ..lang.ir import Program, wgrad_of
+from .acts import Acts
 from .comm import Comm
 from .gradients import GradientReducer, Sums
 from .input_gradients import Given
@@ -38,6 +39,7 @@ class Inner:
     learns: tuple[bool, ...]
     reducer: GradientReducer
     others: bool
+    acts: Acts
 
     @classmethod
     def of(
@@ -46,17 +48,20 @@ class Inner:
         learning: set[int],
         reducer: GradientReducer,
         comm: Comm,
+        acts: Acts,
     ) -> Inner:
         """``learning`` has the ids of the inner parameters through which a gradient reaches the loss."""
         learns = tuple(id(p) in learning for p in pairs.values())
-        return cls(tuple(pairs), tuple(pairs.values()), learns, reducer, comm.world_size > 1)
+        return cls(tuple(pairs), tuple(pairs.values()), learns, reducer, comm.world_size > 1, acts)
 
-    def root(self, made: Sequence[Tensor], given: Sequence[Given] = ()) -> tuple[Tensor, ...]:
+    def root(
+        self, made: Sequence[Tensor], given: Sequence[Given] = (), *, is_loss: bool = False
+    ) -> tuple[Tensor, ...]:
         """Connects results that were ``made`` from the inner parameters, and from the leaves of ``given``
-        inputs, to the shown parameters and the script's own inputs."""
+        inputs, to the shown parameters and the script's own inputs. ``is_loss``: the first is a loss."""
         values, inputs = (x.detach() for x in made), (x.outer for x in given)
         with Off():
-            return _Model.apply(self, [*made], given, len(made), *values, *inputs, *self.shown)
+            return _Model.apply(self, [*made], given, is_loss, len(made), *values, *inputs, *self.shown)
 
     def backward(
         self, roots: Sequence[Tensor], gradients: Sequence[Tensor], wanted: Sequence[bool]
@@ -82,8 +87,11 @@ class Inner:
 
 class _Model(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, inner: Inner, holder: list[Tensor], given: Sequence[Given], count: int, *tensors):
+    def forward(
+        ctx, inner: Inner, holder: list[Tensor], given: Sequence[Given], is_loss: bool, count: int, *tensors
+    ):
         ctx.inner, ctx.holder, ctx.given, ctx.count = inner, holder, given, count
+        ctx.is_loss = is_loss
         return tuple(x.view_as(x) if x.ndim else x.clone() for x in tensors[:count])
 
     @staticmethod
@@ -91,11 +99,12 @@ class _Model(torch.autograd.Function):
         _check(is_freed=not ctx.holder)
         with Off():
             wanted = ctx.needs_input_grad[len(ctx.needs_input_grad) - len(ctx.inner.shown) :]
+            ctx.inner.acts.in_backward(gradients[0] if ctx.is_loss else None)
             out = ctx.inner.backward(ctx.holder, gradients, wanted)
             of_inputs = [x.gradient() for x in ctx.given]
         if not _keeps_graph():
             ctx.holder.clear()
-        return *(None,) * (4 + ctx.count), *of_inputs, *out
+        return *(None,) * (5 + ctx.count), *of_inputs, *out
 
 
 def runs_alone(program: Program, shown: Iterable[Tensor], comm: Comm) -> bool:

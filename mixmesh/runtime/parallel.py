@@ -24,7 +24,7 @@ from . import optimizers
 from .allocator import HeapLimit, steady_heap, trim_heap
 from .calls import Calls
 from .comm import Comm
-from .drift import DriftWatch
+from .drift import DriftWatch, read_buffers
 from .gradients import Bucket, GradientReducer, assign_buckets
 from .guards import Guards, wrapped_twice
 from .left_tensors import left_of, refuse_left
@@ -219,6 +219,9 @@ def runtime_of(
     dtype = TORCH_DTYPE[program.types[program.loss].value.dtype]
     is_checked = check_model and bool(getattr(plan, "graph_fingerprint", ""))
     first_names = tuple({p: name for name, p in reversed(params.items())}[p] for p in taken.inner)
+    guards = Guards.of(first_names, taken.inner, comm.device, getattr(plan, "autocast", None))
+    shown = dict(zip(first_names, taken.inner))
+    drift = DriftWatch(comm, shown, stored, guards.tables.buffers, read_buffers(program))
     return Runtime(
         program,
         comm,
@@ -235,8 +238,8 @@ def runtime_of(
         {**inner, **{name: Awaited(wholes, o.name, o.whole) for name, o in owned.items()}},
         reducer,
         LossSum(program, comm),
-        Inner.of(taken.inner, learning, reducer, comm),
-        Guards.of(first_names, taken.inner, comm.device, getattr(plan, "autocast", None)),
+        Inner.of(taken.inner, learning, reducer, comm, drift.acts),
+        guards,
         model,
         params if runs_alone(program, taken.inner, comm) else None,
         lambda twin: _take(
@@ -250,7 +253,7 @@ def runtime_of(
             kept_shapes=kept_shapes,
             compiles=compiles,
         ),
-        DriftWatch(comm, dict(zip(first_names, taken.inner)), stored),
+        drift,
         PlannedModel(model, plan) if is_checked else None,
         compiles=compiles,
         left=left_of(model, getattr(plan, "left", ()), own=own_module(model)),
@@ -261,7 +264,9 @@ def _adapt(
     optimizer: torch.optim.Optimizer, taken: Taken, runtime: Runtime, holders: tuple[int, ...] | None
 ) -> None:
     comm = runtime.comm
-    runtime.drift.follow(optimizer)
+    runtime.drift.optimizer = optimizer
+    optimizer.register_step_pre_hook(lambda *_: runtime.drift.before_step())
+    optimizer.register_step_post_hook(lambda *_: runtime.drift.after_step())
     optimizers.put_on_shards(optimizer, taken.swapped, comm.rank)
     optimizers.step_on_pieces(optimizer, holders, comm.rank)
     optimizers.show_shards(optimizer)

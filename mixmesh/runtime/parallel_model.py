@@ -206,7 +206,7 @@ class ParallelModel(Face):
 
     def _shown(self, loss: Tensor, done: Forward) -> Tensor:
         is_rooted = done.is_alone or not loss.requires_grad
-        return loss if is_rooted else self._runtime.node.root([loss], done.given)[0]
+        return loss if is_rooted else self._runtime.node.root([loss], done.given, is_loss=True)[0]
 
     def _whole_outputs(self, done: Forward, outside: Outside) -> Any:
         """The outputs of a model without a loss, whole on every rank, in the form in which the model returns

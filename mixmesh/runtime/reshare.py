@@ -100,6 +100,7 @@ def change_shares(model: ParallelModel, optimizer: optim.Optimizer, plan: Plan) 
         )
         runtime.forms = replace(runtime.forms, modes=run.forms.modes)
         runtime.seed, runtime.unchecked = run.seed, run.unchecked
+        runtime.drift.optimizer = run.drift.optimizer
         runtime.before_call, runtime.num_zeroed = run.before_call, run.num_zeroed
         runtime.followed = run.followed
         vars(run).update(vars(runtime))

@@ -57,10 +57,10 @@ class Augmented(Dataset):
         return self.x[n] + noise, self.y[n]
 
 
-def prepared(data: Dataset, planner: str = "ddp-proportional"):
+def prepared(data: Dataset, planner: str = "ddp-proportional", kind=torch.optim.SGD, model=None):
     torch.manual_seed(int(os.environ["RANK"]))  # a script without a seed
-    mine = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-    optimizer = torch.optim.SGD(mine.parameters(), 0.05)
+    mine = model or nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    optimizer = kind(mine.parameters(), 0.05)
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
         file.write(UNEVEN)
         file.flush()
@@ -205,6 +205,81 @@ def check_steps_that_one_rank_leaves_out_are_told(_) -> None:
         assert counts in str(caught.value)
 
 
+def check_what_one_rank_alone_does_to_cut_parameters_is_told(_) -> None:
+    """As by a rank that clips, drops or zeroes by its own judgement, or loads a state alone."""
+
+    def drop(model, optimizer) -> None:
+        model[0].weight.grad = None
+
+    def clear(model, optimizer) -> None:
+        optimizer.state.clear()
+
+    alone = {
+        "zero_grad": lambda model, optimizer: optimizer.zero_grad(),
+        "drop": drop,
+        "scale": lambda model, optimizer: model[0].weight.grad.mul_(0.1),
+        "replace": lambda model, optimizer: setattr(model[0].weight, "grad", model[0].weight.grad * 0.1),
+        "freeze": lambda model, optimizer: model[0].weight.requires_grad_(False),
+        "clear": clear,
+    }
+    for name, act in alone.items():
+        model, optimizer, loader = prepared(Augmented(""), "fsdp-even", torch.optim.Adam)
+        with pytest.raises(InputError, match="is cut, and its pieces were trained in other ways") as caught:
+            for number, (x, y) in enumerate([batch for _ in range(4) for batch in loader]):
+                model(x, y).backward()
+                if dist.get_rank() == 1 and number == 2:
+                    act(model, optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+        when = 8 if name == "freeze" else 4  # the gradient of that step was there already
+        assert f"before forward pass {when} of the training" in str(caught.value), name
+
+
+def check_what_all_ranks_do_to_cut_parameters_is_no_drift(_) -> None:
+    for planner in ("fsdp-even", "tensor-parallel", "poplar"):
+        model, optimizer, loader = prepared(Augmented(""), planner, torch.optim.Adam)
+        for number, (x, y) in enumerate([batch for _ in range(5) for batch in loader]):
+            model(x, y).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            if number % 3 == 1:
+                continue  # accumulates
+            model[0].weight.grad = None if number % 3 else model[0].weight.grad * 0.5
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=number % 2 == 0)
+        model.check_replicas()
+
+
+def check_a_loss_that_one_rank_alone_scales_later_is_told(_) -> None:
+    for planner in ("ddp-even", "fsdp-even"):
+        model, optimizer, loader = prepared(Augmented(""), planner)
+        with pytest.raises(InputError, match="multiplied or divided by another number on each rank"):
+            for number, (x, y) in enumerate([batch for _ in range(4) for batch in loader]):
+                (model(x, y) * (3 if dist.get_rank() == 1 and number == 4 else 1)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+class Scaled(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def check_a_buffer_that_one_rank_alone_changes_is_told(_) -> None:
+    for planner in ("ddp-even", "fsdp-even"):
+        model, optimizer, loader = prepared(Augmented(""), planner, model=Scaled())
+        with pytest.raises(InputError, match="scale has other values on other ranks"):
+            for number, (x, y) in enumerate([batch for _ in range(2) for batch in loader]):
+                if dist.get_rank() == 1 and number == 2:
+                    model.scale.mul_(0.5)
+                model(x, y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+
 def test_rounding_is_no_drift():
     """Norms of values that differ by ``d`` of their size at random, and by much less."""
     g = torch.Generator().manual_seed(0)
@@ -233,6 +308,10 @@ IDIOMS = named(
     check_parameters_that_are_cut_are_not_compared,
     check_other_learning_rates_are_told,
     check_steps_that_one_rank_leaves_out_are_told,
+    check_what_one_rank_alone_does_to_cut_parameters_is_told,
+    check_what_all_ranks_do_to_cut_parameters_is_no_drift,
+    check_a_loss_that_one_rank_alone_scales_later_is_told,
+    check_a_buffer_that_one_rank_alone_changes_is_told,
 )
 
 
