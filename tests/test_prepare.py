@@ -171,6 +171,18 @@ def test_the_profiled_optimizer_is_of_the_same_settings(kind):
     assert type(made) is type(given) and made.defaults == given.defaults
 
 
+def test_an_optimizer_with_an_argument_that_it_does_not_keep_is_not_made_again():
+    class Ascending(torch.optim.Optimizer):
+        """Steps by another optimizer, as SAM."""
+
+        def __init__(self, params, base, rho=0.05, **others):
+            super().__init__(params, {"rho": rho, **others})
+            self.base = base(self.param_groups, **others)
+
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    assert maker_like(Ascending([weight], torch.optim.SGD, lr=0.1)) is None
+
+
 def test_values_that_the_loss_needs_are_not_for_optional_arguments():
     class Masked(nn.Linear):
         def forward(self, x, mask=None):

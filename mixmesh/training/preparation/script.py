@@ -273,7 +273,8 @@ def maker_like(
     optimizer: torch.optim.Optimizer | None,
 ) -> Callable[[Iterable], torch.optim.Optimizer] | None:
     """A function that makes an optimizer of the same class and settings for other parameters. It does not
-    pass on defaults that the class sets itself, as AdamW does. None if there is no optimizer."""
+    pass on defaults that the class sets itself, as AdamW does. None if there is no optimizer, and for a class
+    with arguments that it does not keep as settings (SAM's base optimizer): the plan then assumes Adam."""
     if optimizer is None:
         return None
     kind, settings = type(optimizer), optimizer.defaults
@@ -281,4 +282,8 @@ def maker_like(
     if not any(a.kind is a.VAR_KEYWORD for a in arguments):
         names = {a.name for a in arguments}
         settings = {name: value for name, value in settings.items() if name in names}
+    try:
+        kind([torch.nn.Parameter(torch.zeros(1))], **settings)
+    except TypeError:
+        return None
     return lambda params: kind(params, **settings)
