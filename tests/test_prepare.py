@@ -154,7 +154,10 @@ def test_on_one_device_the_whole_model_is_the_users_own():
             assert m is model
 
 
-@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "NAdam", "RMSprop", "Adagrad", "Adafactor", "own"])
+KINDS = ("SGD", "Adam", "AdamW", "NAdam", "RMSprop", "Adagrad", "Adafactor", "Muon")
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "own"])
 def test_the_profiled_optimizer_is_of_the_same_settings(kind):
     """AdamW keeps a default that is no argument of it."""
     weight = torch.nn.Parameter(torch.ones(2, 2))
@@ -167,7 +170,7 @@ def test_the_profiled_optimizer_is_of_the_same_settings(kind):
         given = Own([weight], lr=0.3, momentum=0.5)
     else:
         given = getattr(torch.optim, kind)([weight], lr=0.3)
-    made = maker_like(given)([torch.nn.Parameter(torch.ones(3))])
+    made = maker_like(given)([torch.nn.Parameter(torch.ones(3, 2))])
     assert type(made) is type(given) and made.defaults == given.defaults
 
 

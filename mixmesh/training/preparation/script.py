@@ -278,12 +278,13 @@ def maker_like(
     if optimizer is None:
         return None
     kind, settings = type(optimizer), optimizer.defaults
-    arguments = signature(kind).parameters.values()
+    taken = signature(kind)
+    arguments = taken.parameters.values()
     if not any(a.kind is a.VAR_KEYWORD for a in arguments):
         names = {a.name for a in arguments}
         settings = {name: value for name, value in settings.items() if name in names}
     try:
-        kind([torch.nn.Parameter(torch.zeros(1))], **settings)
+        taken.bind([], **settings)  # not a trial: some classes refuse the shape of a sample (Muon)
     except TypeError:
         return None
     return lambda params: kind(params, **settings)
