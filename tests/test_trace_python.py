@@ -207,3 +207,67 @@ def test_draws_from_other_generators_are_refused_with_their_line(draw, name):
 
 def test_new_generators_with_a_seed_are_right():
     trace(Noisy(lambda: float(np.random.default_rng(3).random())), {"x": torch.randn(6, 4)})
+
+
+@pytest.mark.parametrize(
+    "loss, got, hint",
+    [
+        (lambda m, y: y.mean() * max(float(y.max()), 1.0), "a number that is read", "keep the tensor"),
+        (lambda m, y: y.mean() * int(y.argmax()), "a number that is read", "keep the tensor"),
+        (lambda m, y: y.mean() if len(print(f"{y.sum():.3f}") or ()) else y.sum(), "__format__", "outputs="),
+    ],
+)
+def test_a_number_that_is_read_is_no_branch(loss, got, hint):
+    error = failing(loss)
+    assert got in error.got and hint in error.hint[0] and "torch.where" not in str(error)
+
+
+class Classifier(nn.Module):
+    """Asks the labels which loss is meant, unless its configuration says so, as transformers' DeBERTa."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(problem_type=None)
+        self.fc = nn.Linear(6, 5)
+
+    def forward(self, x, labels):
+        logits = self.fc(x)
+        if self.config.problem_type is None:
+            kept = (labels >= 0).nonzero()
+            if kept.size(0) == 0:
+                return logits.sum() * 0
+        return nn.functional.cross_entropy(logits, labels)
+
+
+def test_labels_that_decide_on_the_loss_are_refused_with_the_setting():
+    batch = {"x": torch.randn(8, 6), "labels": torch.randint(5, (8,))}
+    model = Classifier()
+    with pytest.raises(TraceError) as caught:
+        trace(model, batch)
+    (hint,) = caught.value.hint
+    assert hint.startswith('model.config.problem_type = "single_label_classification"')
+    model.config.problem_type = "single_label_classification"
+    trace(model, batch)
+
+
+@pytest.mark.parametrize(
+    "names, got, hint",
+    [
+        (("x", "labels", "index"), "x, labels, index", "leave index out of the batch"),
+        (("x",), "x: missing", "put labels into the batch"),
+        (3, "3 values", "a batch of 2 values"),
+        (1, "1 values", "put labels into the batch"),
+    ],
+)
+def test_a_batch_that_forward_does_not_take(names, got, hint):
+    values = {"x": torch.randn(8, 6), "labels": torch.randint(5, (8,)), "index": torch.arange(8)}
+    batch = tuple(values.values())[:names] if isinstance(names, int) else {n: values[n] for n in names}
+    with pytest.raises(TraceError, match="does not take the batch") as caught:
+        trace(Classifier(), batch)
+    error = caught.value
+    assert "Classifier.forward(x, labels)" in error.expected and "def forward" in error.where
+    assert got in error.got and hint in error.hint[0] and "masks" not in str(error)
+
+
+def test_an_error_within_forward_is_no_unfit_batch():
+    assert "without mixmesh" in failing(lambda m, y: torch.nn.functional.relu(y, 1, 2)).hint[0]

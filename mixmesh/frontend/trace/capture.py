@@ -48,6 +48,7 @@ from .selections import targets_by_sample
 from .stand_ins import meta_on_device
 from .stopped_writes import check_stopped_writes
 from .synced_norms import synced_norms_as_plain
+from .unfit import of_an_unfit_batch
 from .words import Unread, is_words
 
 NUMBERS = int | float | torch.SymInt | torch.SymFloat
@@ -314,7 +315,7 @@ def capture(
             targets_by_sample(program.graph_module)
             program = with_known_operators(decomposed(program, write_decompositions(program)), known)
     except Exception as error:
-        raise explain(error, model) from error
+        raise of_an_unfit_batch(error, model, batch) or explain(error, model) from error
     return Capture(
         program,
         flat.tensor_names,

@@ -6,12 +6,14 @@ from __future__ import annotations
 import inspect
 import re
 
+from sympy import Symbol
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from ...errors import MixmeshError, TraceError
 from .left_out import of_a_layer_left_out
 from .locate import place_of_error, place_of_function
+from .problem_types import classifying_by
 from .stand_ins import lost_constant
 
 LEAKED = "fake tensor in the exported program"  # PyTorch's message for a value that it has lost track of
@@ -20,10 +22,16 @@ TRACED_OTHERWISE = "if that works, its code does something else while it is trac
 BRANCH_HINT = (
     "replace an `if` or loop on a tensor's value by torch.where, and x[mask] by a multiplication by the mask"
 )
+NUMBER_HINTS = (
+    "in what is computed, keep the tensor in place of float(x), int(x) or x.item(): torch.maximum for max()",
+    "what is only shown or kept: return the tensor beside the loss, outputs=, and read it in the loop",
+    "what decides on shapes or on a number of rounds comes into the batch as a number, not as a tensor; "
+    "x[mask] and x.nonzero() become a multiplication by the mask",
+)
 TIED = "expected compiled_fn to be GraphModule"  # PyTorch's message for updated inputs that share memory
 # a part of PyTorch's message -> the remedy
 HINTS = (
-    ("GuardOnDataDependent", BRANCH_HINT),
+    ("FakeTensor.__format__", NUMBER_HINTS[1]),
     ("data-dependent", BRANCH_HINT),
     ("DataDependentOutput", "write the operator out by others that read no values: torch.cov by a product"),
     ("DynamicOutputShape", "use operators whose result shape does not depend on values (torch.where, masks)"),
@@ -47,7 +55,6 @@ OTHER_DEVICE = "FakeTensorDeviceMismatchError"
 # PyTorch's name for an error -> its cause in the model
 MEANINGS = {
     "SpecViolationError": "an update of a buffer whose value is another result too",
-    "GuardOnDataDependentSymNode": "a branch, a loop or an index that depends on a tensor's values",
     "DataDependentOutputException": "an operator that looks at its tensor's values",
     "DynamicOutputShapeException": "a result whose shape depends on values",
 }
@@ -65,6 +72,8 @@ def explain(error: Exception, model: nn.Module) -> TraceError:
         return _of_a_tensor_not_followed(str(error), model)
     if type(error).__name__ == OTHER_DEVICE and (lost := lost_constant(model)) is not None:
         error = lost
+    if isinstance(error, GuardOnDataDependentSymNode):
+        return _of_a_value_read(error, str(place), classifying_by(error))
     if isinstance(error, MixmeshError):
         where = error.where or str(place)
         return TraceError(error.message, expected=error.expected, got=error.got, where=where, hint=error.hint)
@@ -73,8 +82,6 @@ def explain(error: Exception, model: nn.Module) -> TraceError:
     hints = dict.fromkeys(hint for key, hint in HINTS if key in text)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     got = f"{MEANINGS.get(kind, kind)}: {' '.join(lines[:2])}" if lines else kind
-    if kind == "GuardOnDataDependentSymNode":  # its text names symbols that the user does not know
-        got = MEANINGS[kind]
     message = "the model cannot be traced" if hints else "the model's forward pass failed while it was traced"
     return TraceError(
         message,
@@ -82,6 +89,17 @@ def explain(error: Exception, model: nn.Module) -> TraceError:
         where=str(place),
         hint=tuple(hints)[:1] or (CALL_ONCE, TRACED_OTHERWISE),
     )
+
+
+def _of_a_value_read(error: GuardOnDataDependentSymNode, where: str, setting: tuple[str, ...]) -> TraceError:
+    """The error for a tensor's value that Python reads, whose remedy is a ``setting`` if one avoids it.
+    PyTorch's text names symbols that the user does not know; its condition is a bare symbol where a number is
+    read, and no branch is taken."""
+    got = "a branch, a loop or an index that depends on a tensor's values"
+    hint: tuple[str, ...] = (BRANCH_HINT,)
+    if isinstance(error.cond, Symbol):
+        got, hint = "a number that is read from a tensor", NUMBER_HINTS
+    return TraceError("the model cannot be traced", got=got, where=where, hint=setting or hint)
 
 
 def _of_a_tensor_not_followed(text: str, model: nn.Module) -> TraceError:
