@@ -20,6 +20,7 @@ from mixmesh.lang.check import check_program
 from mixmesh.lang.ir import Returned, batch_size_of, has_gradient, outputs_of, parse_program
 from mixmesh.lang.plan_file import MicroBatch, Plan
 from mixmesh.measure.verification import verify
+from mixmesh.runtime.outputs import trees
 from mixmesh.runtime.outside import Outside
 from mixmesh.search.baselines import data_parallel, tensor_parallel
 from mixmesh.step.memory import PeakMemory
@@ -305,3 +306,9 @@ def test_the_program_names_the_samples_of_outputs_however_it_is_printed():
     assert parse_program(str(program)) == replace(
         program, instructions=tuple(replace(i, location="") for i in program.instructions)
     )
+
+
+def test_a_nested_tuple_has_its_own_order_whatever_that_of_the_program():
+    paths = ["hidden.10", "counts.2", "hidden.9", "counts.0", "more.b.1", "more.b.0"]
+    values = {path: torch.tensor(n) for n, path in enumerate(paths)}
+    assert trees(values) == {"hidden": (2, 0), "counts": (3, 1), "more": {"b": (5, 4)}}

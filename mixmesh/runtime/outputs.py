@@ -259,7 +259,7 @@ class Returns:
 
 def trees(values: Mapping[str, Tensor]) -> dict[str, Any]:
     """Nests tensors given by path as the model does: ``hidden.0`` and ``hidden.1`` become a tuple
-    ``hidden``."""
+    ``hidden``, in the order of their numbers: a program may compute them in another one."""
     out: dict[str, Any] = {}
     for path, value in values.items():
         *folders, leaf = path.split(".")
@@ -274,7 +274,9 @@ def _as_tuples(tree: Any) -> Any:
     if not isinstance(tree, dict):
         return tree
     as_tuples = {name: _as_tuples(value) for name, value in tree.items()}
-    return tuple(as_tuples.values()) if all(name.isdigit() for name in as_tuples) else as_tuples
+    if not all(name.isdigit() for name in as_tuples):
+        return as_tuples
+    return tuple(as_tuples[name] for name in sorted(as_tuples, key=int))
 
 
 def _own_rows(program: Program, rank: int) -> slice | None:
