@@ -15,9 +15,14 @@ from mixmesh.errors import InputError
 if not find_trl():
     pytest.skip("TRL is not installed: make setup", allow_module_level=True)
 
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig
 
-from mixmesh.training.integrations.trl import refusals
+from mixmesh.base.patch import patched
+from mixmesh.training.integrations.trl import SFTTrainer, refusals
 
 SCRIPT = Path(__file__).parent / "trl_script.py"
 RANKS = 2
@@ -51,6 +56,23 @@ def test_evaluations_log_their_own_metrics(runs):
     (single,) = rows(runs, "trl", "adapters")
     evaluations = [row for row in single["history"] if "eval_loss" in row]
     assert len(evaluations) == 2 and all("eval_entropy" in row for row in evaluations)
+
+
+def test_outputs_that_a_loss_of_ones_own_gets_have_no_gradient_as_in_trl(tmp_path):
+    config = LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "a": 1}, unk_token="<pad>"))
+    trainer = SFTTrainer(
+        LlamaForCausalLM(config),
+        SFTConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[]),
+        train_dataset=Dataset.from_dict({"input_ids": [[1, 1]], "labels": [[1, 1]]}),
+        processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="a"),
+    )
+    batch = {"input_ids": torch.ones(2, 3, dtype=torch.long), "labels": torch.ones(2, 3, dtype=torch.long)}
+    with patched(trainer, "_shown", {}):  # as within a program
+        loss, outputs = trainer.compute_loss(trainer.model, batch, return_outputs=True)
+    assert loss.requires_grad and not outputs.logits.requires_grad
 
 
 @pytest.mark.parametrize(

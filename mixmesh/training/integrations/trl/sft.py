@@ -10,6 +10,7 @@ import torch
 import transformers
 import trl
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ....base.patch import patched
 from ....frontend.trace.outputs import IfGiven
@@ -80,7 +81,9 @@ class SFTTrainer(Trainer, trl.SFTTrainer):
         self._shown[COUNTS] = token_counts(logits, following)
         if self.aux_loss_enabled:
             self._shown[AUX_LOSS] = outputs.aux_loss.detach()
-        return (loss, outputs) if return_outputs else loss
+        if return_outputs:  # TRL computes these again without gradients: a loss made of them trains nothing
+            return loss, pytree.tree_map_only(Tensor, Tensor.detach, outputs)
+        return loss
 
     def _loss_of_tokens(self, outputs: Any, logits: Tensor, following: Tensor, num_items: Any) -> Tensor:
         count = (following != IGNORED).sum() if num_items is None else num_items
@@ -96,7 +99,7 @@ class SFTTrainer(Trainer, trl.SFTTrainer):
     def loss_of_step(self, out: Any, inputs: Mapping[str, Any]) -> Tensor:
         if not isinstance(out, Output):
             return out
-        num_tokens, entropy, num_correct = out[COUNTS].tolist()
+        num_tokens, entropy, num_correct = torch.stack(out[COUNTS]).tolist()
         metrics = self._metrics["train"]
         metrics["entropy"].append(entropy / max(num_tokens, 1))
         metrics["mean_token_accuracy"].append(num_correct / max(num_tokens, 1))

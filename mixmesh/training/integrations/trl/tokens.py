@@ -28,13 +28,14 @@ def token_losses(logits: Tensor, labels: Tensor, kind: str) -> Tensor:
 
 
 @torch.no_grad()
-def token_counts(logits: Tensor, labels: Tensor) -> Tensor:
+def token_counts(logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
     """Three sums over the positions whose label is not ignored, in float32: their number, the entropies of
-    the predicted distributions, and the number of labels that are the most probable token."""
+    the predicted distributions, and the number of labels that are the most probable token. They are not one
+    tensor, since that would have a row for each sample of a batch of three."""
     mask = labels != IGNORED
     # a product of matrices, since one value per token is kept, not another tensor as large as the logits
     means = (logits.softmax(-1).unsqueeze(-2) @ logits.unsqueeze(-1)).flatten(-3)
     entropies = logits.logsumexp(-1) - means
     is_first = logits.argmax(-1) == labels
     sums = mask.sum(), (entropies * mask).sum(), (is_first & mask).sum()
-    return torch.stack([each.float() for each in sums])
+    return tuple(each.float() for each in sums)
