@@ -35,7 +35,7 @@ class SFTTrainer(Trainer, trl.SFTTrainer):
     def __init__(
         self, model: Any, args: transformers.TrainingArguments | None = None, *others: Any, **kwargs: Any
     ) -> None:
-        self._shown: dict[str, Tensor] | None = None  # values to log, while a loss is traced
+        self._shown: dict[str, Any] | None = None  # values to log, while a loss is traced
         if is_launched():
             args = args or trl.SFTConfig("sft_trainer")
             check_version()
