@@ -74,14 +74,14 @@ class RankPart:
 
 
 # the number of the newest checkpoint in each folder that this process has looked into or written to
-_known: dict[str, int] = {}
+_known: dict[Path, int] = {}
 _shared: set[str] = set()  # the first rank's folders of which this rank has seen a checkpoint begin
 
 
 def note_newest(folder: Path) -> None:
     """Notes which checkpoints this process knows: any that come later and are not its own are of another
     training."""
-    _known[str(folder.absolute())] = newest_number(folder)
+    _known[folder.resolve()] = newest_number(folder)
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Writer(StorageWriter):
         self.folder.mkdir(parents=True, exist_ok=True)
         check_is_no_checkpoint(self.folder)
         folder = str(self.folder.absolute())
-        check_is_alone(self.folder, _known.setdefault(folder, newest_number(self.folder)))
+        check_is_alone(self.folder, _known.setdefault(self.folder.resolve(), newest_number(self.folder)))
         remove_leftovers(self.folder)
         name = next_name(self.folder, self.manifest.step)
         self.unfinished = self.folder / f"{UNFINISHED}{name}-{secrets.token_hex(4)}"
@@ -172,7 +172,7 @@ class Writer(StorageWriter):
         write_to_disk(folder / MANIFEST, [_joined(self.manifest, parts, files, tensors).text().encode()])
         sync(folder)
         folder.rename(self.folder / self.name)
-        _known[str(self.folder.absolute())] = number_of(self.folder / self.name)
+        _known[self.folder.resolve()] = number_of(self.folder / self.name)
         sync(self.folder)
 
     def _check_is_shared(self, place: Place) -> None:

@@ -217,6 +217,14 @@ def test_a_folder_that_another_training_writes_to_is_refused_at_the_next_save(tm
     assert checkpoint.save(folder, step=2, **parts) == folder / "000003-step-2"
 
 
+def test_a_folder_saved_to_by_two_names_is_of_one_training(tmp_path):
+    model, optimizer = training()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to("run")
+    for step, name in enumerate(["run", "link", "run", "run/../run"], 1):
+        assert checkpoint.save(tmp_path / name, step=step, model=model, optimizer=optimizer) is not None
+
+
 def test_other_models_and_optimizers_are_refused_before_anything_is_changed(tmp_path):
     model, optimizer = training()
     checkpoint.save(tmp_path, step=1, model=model, optimizer=optimizer)
