@@ -367,6 +367,7 @@ class Around:
 
     def __init__(self, base):
         self.base, self.param_groups, self.defaults = base, base.param_groups, base.defaults
+        self._optimizer_step_pre_hooks = self._optimizer_step_post_hooks = {}
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,8 @@ def check_optimizer(
 def check_can_be_prepared(optimizer: Any) -> None:
     """Raises InputError for an object that PyTorch's ``Optimizer.__init__`` has not initialised, such as a
     wrapper of an optimizer."""
-    if optimizer is None or hasattr(optimizer, "_optimizer_step_pre_hooks"):  # set by Optimizer.__init__
+    # the last that Optimizer.__init__ sets: wrappers such as timm's Lookahead make the first by themselves
+    if optimizer is None or hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
         return
     kind = type(optimizer).__name__
     raise InputError(
