@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -293,6 +294,15 @@ def check_a_batch_that_one_rank_alone_skips(plan) -> None:
     assert "batch 7 of the epoch on rank 0; batch 8 of the epoch on rank 1" in str(ends.excinfo.value)
 
 
+def check_a_call_from_another_thread_is_told(plan) -> None:
+    data = DataLoader(TensorDataset(torch.ones(8, 3), torch.ones(8, 3)), 4)
+    model, _, loader = prepared_on_two(torch.optim.SGD, data, "ddp-even")
+    x, y = next(iter(loader))
+    ends = pytest.raises(InputError, match="in the thread that reads the loader: rank 1 read nothing")
+    with ThreadPoolExecutor(1) as pool, ends:
+        pool.submit(model, x, y).result() if dist.get_rank() else model(x, y)
+
+
 class Noisy(Rows):
     """Draws from a generator that is found nowhere, so that a sample comes out otherwise each time."""
 
@@ -385,6 +395,7 @@ WORLD = (
     check_no_numbers_are_drawn_by_a_look_at_a_loader,
     check_what_the_model_does_not_take_goes_with_its_rows,
     check_a_batch_that_one_rank_alone_skips,
+    check_a_call_from_another_thread_is_told,
     check_ranks_draw_the_same_numbers_after_the_order,
     check_an_optimizer_that_is_not_made_again_keeps_parameters_whole,
     check_a_last_batch_that_a_pipeline_cannot_cut,

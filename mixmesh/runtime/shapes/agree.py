@@ -188,11 +188,14 @@ def _check_given(counts: Sequence[int]) -> None:
     by_count = _ranks_by(counts)
     if len(by_count) > 1:
         got = (f"batch {count} of the epoch on {ranks_text(ranks)}" for count, ranks in by_count.items())
+        idle = by_count.get("0", [])
+        here = "call the model in the thread that reads the loader"
         raise InputError(
             "the ranks call the model with rows of different batches",
             expected="every rank to call it with its own rows of one batch, or to skip the same batches",
             got="; ".join(got),
             hint=(
+                *([f"{here}: {ranks_text(idle)} read nothing in this one"] if idle else ()),
                 "model, optimizer, _ = mixmesh.prepare(...)  # and the script's own loader: by whole batches "
                 "all ranks decide alike",
                 "or let all ranks decide together: torch.distributed.all_reduce of what decides",
