@@ -28,13 +28,18 @@ def reduce_whole(func: Callable, rule: Rule, args: tuple, kwargs: dict) -> Any:
         order = kwargs.get("p", kwargs.get("ord", rest[0] if rest else 2.0))
         order = 2.0 if order in (None, "fro") else float(order)
         rest = rest[1:]
-    dims = kwargs.get("dim", rest[0] if rest else None)
+    is_flag = bool(rest) and isinstance(rest[0], bool)  # x.std(False) is that without Bessel's correction
+    dims = kwargs.get("dim", rest[0] if rest and not is_flag else None)
     if dims not in (None, (), []) or not isinstance(x, ShardBase):
         raise refusal(f"{name} along a dim", x.whole if isinstance(x, ShardBase) else args[1].whole)
     if name in NORMS:
         return _norm(x, order, kwargs.get("dtype"))
     if name in ("sum", "mean"):
         return _sum(x, x.whole.shape.numel() if name == "mean" else None, kwargs.get("dtype"))
+    if name in ("var", "std"):
+        unbiased = rest[0] if is_flag else kwargs.get("unbiased", True)
+        correction = kwargs.get("correction")
+        return _spread(name, x, float(unbiased) if correction is None else correction)
     if name in ("any", "all", "count_nonzero"):
         return _count(func, name, x)
     return _extreme(func, name, x)
@@ -61,6 +66,18 @@ def _sum(x: ShardBase, over: int | None, dtype: torch.dtype | None) -> ShardNumb
         return own if over is None else own / over
 
     return _number("sum", part, x, dtype or x.dtype)
+
+
+def _spread(name: str, x: ShardBase, correction: float) -> Tensor:
+    """The variance, or the standard deviation, of all elements. Its gradient is that for a constant mean, as
+    deviations from the mean add up to 0."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    count = x.whole.shape.numel()
+    with torch.no_grad():
+        mean = known(_sum(x, count, wide))
+    squares = known(_number("sum", lambda piece: (piece.to(wide) - mean).square().sum(), x, wide))
+    variance = squares / max(count - correction, 0)
+    return (variance if name == "var" else variance.sqrt()).to(x.dtype)
 
 
 def _count(func: Callable, name: str, x: ShardBase) -> Tensor:

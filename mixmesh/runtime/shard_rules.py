@@ -42,7 +42,7 @@ ELEMENTWISE = frozenset(
     """.split()
 )
 REDUCTIONS = frozenset(
-    "all allclose amax amin any count_nonzero equal linalg_vector_norm max mean min norm sum".split()
+    "all allclose amax amin any count_nonzero equal linalg_vector_norm max mean min norm std sum var".split()
 )
 PLAIN = frozenset(
     """

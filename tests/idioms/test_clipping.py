@@ -72,9 +72,10 @@ def check_norms_by_hand(_) -> None:
         squares = sum((g**2).sum() for g in gradients)
         finite = all(torch.isfinite(g).all() for g in gradients)
         mean = sum(g.detach().mean() for g in gradients)
+        spread = sum(g.std() + g.var(False) + torch.std(g, correction=2) for g in gradients)
         for g in gradients:
             g.mul_(min(1.0, 0.1 / total))
-        return [total, float(largest), float(squares), float(finite), float(mean)]
+        return [total, float(largest), float(squares), float(finite), float(mean), float(spread)]
 
     for name in PLANS:
         stepped(name, by_hand)
