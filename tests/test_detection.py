@@ -23,7 +23,13 @@ from mixmesh.cluster.catalogue import catalogue_row
 from mixmesh.cluster.detection import links as measured
 from mixmesh.cluster.detection.assemble import assemble
 from mixmesh.cluster.detection.cache import Cache
-from mixmesh.cluster.detection.inventory import NO_LIMIT_BYTES, FoundDevice, Inventory, memory_limit
+from mixmesh.cluster.detection.inventory import (
+    NO_LIMIT_BYTES,
+    FoundDevice,
+    Inventory,
+    memory_limit,
+    threads_asked,
+)
 from mixmesh.cluster.detection.links import Link, Links, machine_pairs
 from mixmesh.cluster.detection.speed import Speed
 
@@ -72,6 +78,11 @@ def test_cards_are_known_by_the_names_that_pytorch_reports(reported, memory_gib,
 
 def found(host: str, kind="cpu", name="x86_64", memory_gib=16.0, pool="") -> FoundDevice:
     return FoundDevice(host, kind, name, int(memory_gib * GIB), pool or host, False, 1)
+
+
+def test_threads_are_read_as_openmp_reads_them():
+    """An empty variable, and one number for each level, ended the start in a ValueError."""
+    assert [threads_asked(text) for text in ("", "3", " 4,2", "many")] == [0, 3, 4, 0]
 
 
 def test_measured_devices_of_one_speed_are_one_type():

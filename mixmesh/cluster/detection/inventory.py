@@ -119,9 +119,16 @@ def read_device(device: torch.device) -> FoundDevice:
         memory_bytes=min(limit_bytes, psutil.virtual_memory().total),
         memory_pool=f"{host} {cgroup}" if limit_bytes < NO_LIMIT_BYTES else host,
         supports_bf16=False,
-        num_threads=int(os.environ.get("OMP_NUM_THREADS", "0")) or torch.get_num_threads(),
+        num_threads=threads_asked(os.environ.get("OMP_NUM_THREADS", "")) or torch.get_num_threads(),
         emulated=os.environ.get(EMULATED_VARIABLE, ""),
     )
+
+
+def threads_asked(text: str) -> int:
+    """The number of threads that OMP_NUM_THREADS asks for, the first of a list by level; 0 if it is empty, or
+    no number."""
+    first = text.partition(",")[0].strip()
+    return int(first) if first.isdigit() else 0
 
 
 def memory_limit(memberships: Path, mount: Path) -> tuple[int, str]:
