@@ -18,7 +18,7 @@ from torch import Tensor, optim
 
 from .shard_numbers import Off
 
-NO_COUNTS = (float("nan"),) * 4  # of a rank that holds no piece of a parameter
+NO_COUNTS = (float("nan"),) * 4  # for a rank that holds no piece of a parameter
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Counts:
 
     num_kept: int = 0  # backward passes that found a gradient of earlier ones
     num_stepped: int = 0  # steps of the optimizer with a gradient
-    num_changed: int = 0  # of these, those with a gradient that the script had changed
+    num_changed: int = 0  # steps among them whose gradient the script had changed
     last: weakref.ref[Tensor] | None = None
     version: int = 0
 

@@ -14,6 +14,7 @@ from .shard_rules import Rule
 from .shard_whole import ShardBase, check_alike, refusal
 
 NORMS = ("norm", "linalg_vector_norm")
+SPREADS = ("var", "std")
 
 
 def reduce_whole(func: Callable, rule: Rule, args: tuple, kwargs: dict) -> Any:
@@ -23,26 +24,37 @@ def reduce_whole(func: Callable, rule: Rule, args: tuple, kwargs: dict) -> Any:
     if rule.name in ("equal", "allclose"):
         return _are_alike(func, rule, args, kwargs)
     name, x, rest = rule.name, args[0], args[1:]
-    order = 2.0
     if name in NORMS:
-        order = kwargs.get("p", kwargs.get("ord", rest[0] if rest else 2.0))
-        order = 2.0 if order in (None, "fro") else float(order)
-        rest = rest[1:]
-    is_flag = bool(rest) and isinstance(rest[0], bool)  # x.std(False) is that without Bessel's correction
-    dims = kwargs.get("dim", rest[0] if rest and not is_flag else None)
+        order, rest = _order(rest, kwargs), rest[1:]
+    if name in SPREADS:
+        rest, kwargs = _with_correction(rest, kwargs)
+    dims = kwargs.get("dim", rest[0] if rest else None)
     if dims not in (None, (), []) or not isinstance(x, ShardBase):
         raise refusal(f"{name} along a dim", x.whole if isinstance(x, ShardBase) else args[1].whole)
     if name in NORMS:
         return _norm(x, order, kwargs.get("dtype"))
     if name in ("sum", "mean"):
         return _sum(x, x.whole.shape.numel() if name == "mean" else None, kwargs.get("dtype"))
-    if name in ("var", "std"):
-        unbiased = rest[0] if is_flag else kwargs.get("unbiased", True)
-        correction = kwargs.get("correction")
-        return _spread(name, x, float(unbiased) if correction is None else correction)
+    if name in SPREADS:
+        return _spread(name, x, kwargs["correction"])
     if name in ("any", "all", "count_nonzero"):
         return _count(func, name, x)
     return _extreme(func, name, x)
+
+
+def _order(rest: tuple, kwargs: dict) -> float:
+    """The order that a norm was asked for, by the arguments after its tensor."""
+    order = kwargs.get("p", kwargs.get("ord", rest[0] if rest else 2.0))
+    return 2.0 if order in (None, "fro") else float(order)
+
+
+def _with_correction(rest: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The arguments of a variance after its tensor, with ``correction`` in place of PyTorch's older
+    ``unbiased``, which may be the first of them: ``x.std(False)``."""
+    flags = rest[:1] if rest and isinstance(rest[0], bool) else ()
+    unbiased = kwargs.get("unbiased", flags[0] if flags else True)
+    correction = kwargs.get("correction")
+    return rest[len(flags) :], {**kwargs, "correction": float(unbiased) if correction is None else correction}
 
 
 def _norms(args: tuple, kwargs: dict) -> list[Any]:

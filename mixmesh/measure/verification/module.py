@@ -68,7 +68,7 @@ class Reference:
             return self._batch.call(self._model, self._inputs)
         except MixmeshError:
             raise
-        except Exception as error:  # of values: for fake tensors, in tracing, it did not occur
+        except Exception as error:  # it depends on values, which fake tensors in tracing lack
             reason = next(iter(str(error).splitlines()), "")
             raise InputError(
                 "the model's forward pass fails on this batch, on one device",

@@ -191,7 +191,7 @@ class Trainer(transformers.Trainer):
         return self.planning
 
     def program_loss(self, model: nn.Module, inputs: dict[str, Any], num_items: Any) -> Any:
-        """What a step computes for a batch: the loss, or a dict of it and what else the Trainer shows."""
+        """The result of a step for a batch: the loss, or a dict of it and what else the Trainer shows."""
         return self.compute_loss(model, inputs, num_items_in_batch=num_items)
 
     def loss_of_step(self, out: Any, inputs: Mapping[str, Any]) -> torch.Tensor:

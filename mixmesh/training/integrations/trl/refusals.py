@@ -8,7 +8,7 @@ import trl
 
 from ....errors import InputError
 
-TESTED = (1, 16)  # what is read of an SFTTrainer has these names since this version
+TESTED = (1, 16)  # members of SFTTrainer that are read here have their names since this version
 WHOLE_ROWS = 'packing_strategy="wrapped", or packing=False and padding_free=False'
 
 
