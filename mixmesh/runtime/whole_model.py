@@ -7,7 +7,7 @@ empty again, so that it is never out of date.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -160,8 +160,8 @@ class Loan:
         """Notes that its weights now equal the parallel model's."""
         self.known = {name: sums(x) for name, x in self.tensors.items()}
 
-    def changed(self) -> list[str]:
-        return [name for name, x in self.tensors.items() if sums(x) != self.known[name]]
+    def changed(self) -> dict[str, Tensor]:
+        return {name: x for name, x in self.tensors.items() if sums(x) != self.known[name]}
 
 
 @torch.no_grad()
@@ -218,14 +218,19 @@ class Lending(AbstractContextManager):
 
     def changed(self) -> dict[str, Tensor]:
         """The weights, by name, that were changed since they were lent."""
-        return {} if self._loan is None else {name: self._loan.tensors[name] for name in self._loan.changed()}
+        return {} if self._loan is None else self._loan.changed()
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        self.close(self.changed() if kind is None else None)
+
+    def close(self, changed: Collection[str] | None) -> None:
+        """Ends the block. Raises InputError if there are ``changed`` weights, given by name, or gradients;
+        with None nothing is checked."""
         loan, self._loan = self._loan, None
         assert loan is not None  # __enter__ has made it
         try:
-            if kind is None:
-                _check(loan)
+            if changed is not None:
+                _check(loan, changed)
         finally:
             self._run.loans.discard(loan)
             if self._run.lent is None:
@@ -263,15 +268,15 @@ def _fill(x: Tensor, value: Tensor) -> None:
         x.data.copy_(value)
 
 
-def _check(loan: Loan) -> None:
-    changed, learnt = loan.changed(), [name for name, x in loan.tensors.items() if x.grad is not None]
+def _check(loan: Loan, changed: Collection[str]) -> None:
+    learnt = [name for name, x in loan.tensors.items() if x.grad is not None]
     if changed or learnt:
         raise InputError(
             "weights were changed within model.whole(), and would be lost"
             if changed
             else "a backward pass was made within model.whole(), whose gradients would be lost",
             expected="evaluation (m.eval() for batch norm), or the changes given back",
-            got=", ".join((changed or learnt)[:3]),
+            got=", ".join(list(changed or learnt)[:3]),
             hint=(
                 "model.load_full_state_dict(m.state_dict())  # within the block, on every rank, for weights",
                 "copy.deepcopy(m).merge_and_unload()  # a change for a file is made in a copy",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,34 +61,38 @@ class Lender:
                     self._loan = _Loan(block, block.__enter__(), marks)
         return self._loan.module
 
-    def take_back(self, error: InputError | None = None) -> None:
-        """Ends the loan, if there is one. Raises InputError if the module's weights were changed, or else the
-        ``error`` that ends it."""
-        loan, self._loan = self._loan, None
-        if loan is not None:
-            with torch.inference_mode(False), modes_kept(self.original.modules()):
-                loan.block.__exit__(type(error) if error else None, error, None)
-        if error is not None:
-            raise error
+    def take_back(self) -> None:
+        """Ends the loan, if there is one. Raises InputError if the module's weights were changed."""
+        if self._loan is not None:
+            self._end(self._loan.block.changed())
 
     def take_back_changed(self) -> None:
         """Like ``take_back``, but weights that the script has changed in the module, alike on every rank,
         train from now on. Raises InputError if ranks have changed them differently. Collective while it is
         lent."""
-        if self._loan is not None and self._loan.marks == self._current_marks():
-            changed = self._loan.block.changed()
-            digests = everyones(digest(changed) if changed else "")
-            if len(set(digests)) > 1:
-                self.take_back(changed_by_some(changed, digests))
-            if changed:
-                self.parallel.load_full_state_dict(self._loan.module.state_dict())
-        self.take_back()
+        if self._loan is None or self._loan.marks != self._current_marks():
+            return self.take_back()
+        changed = self._loan.block.changed()
+        digests = everyones(digest(changed) if changed else "")
+        if len(set(digests)) > 1:
+            self._end(None)
+            raise changed_by_some(changed, digests)
+        if changed:
+            self.parallel.load_full_state_dict(self._loan.module.state_dict())
+        return self._end(())  # looked at above
+
+    def _end(self, changed: Collection[str] | None) -> None:
+        """Ends the loan, of which ``changed`` weights would be lost; None checks nothing."""
+        loan, self._loan = self._loan, None
+        assert loan is not None
+        with torch.inference_mode(False), modes_kept(self.original.modules()):
+            loan.block.close(changed)
 
     def return_weights(self) -> None:
         """Loads the current weights of the lent module into the parallel model, and ends the loan."""
         if self._loan is not None:
             self.parallel.load_full_state_dict(self._loan.module.state_dict())
-            self.take_back()
+            self._end(())
 
     def _current_marks(self) -> list[tuple]:
         tensors: list[Any] = [*self.parallel.parameters(), *self.parallel.buffers()]
