@@ -122,12 +122,16 @@ class Writer(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self.folder.mkdir(parents=True, exist_ok=True)
         check_is_no_checkpoint(self.folder)
-        folder = str(self.folder.absolute())
-        check_is_alone(self.folder, _known.setdefault(self.folder.resolve(), newest_number(self.folder)))
+        known = _known.get(self.folder.resolve())
+        if known is None:
+            note_newest(self.folder)
+        else:
+            check_is_alone(self.folder, known)
         remove_leftovers(self.folder)
         name = next_name(self.folder, self.manifest.step)
         self.unfinished = self.folder / f"{UNFINISHED}{name}-{secrets.token_hex(4)}"
         self.unfinished.mkdir()
+        folder = str(self.folder.absolute())
         return [
             replace(plan, storage_data=Place(folder, self.unfinished.name, name, rank))
             for rank, plan in enumerate(plans)
