@@ -223,6 +223,18 @@ def criterion(name: str, planner: str, **options) -> None:
     tell(FOLDER, name, told=told, scales=scales)
 
 
+def losses_of_epoch(accelerator, model, optimizer, loader) -> list[float]:
+    """Trains for an epoch."""
+    losses = []
+    for batch in loader:
+        loss = model(**batch)["loss"]
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 def frozen_later(name: str, planner: str) -> None:
     """Batch norm that evaluates, and a layer that is frozen, from the second epoch on, both by the script's
     own module."""
@@ -239,12 +251,7 @@ def frozen_later(name: str, planner: str) -> None:
         if epoch:
             own.norm.eval()
             own.first.requires_grad_(epoch == 2)
-        for batch in loader:
-            loss = model(**batch)["loss"]
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            told.append(loss.item())
+        told += losses_of_epoch(accelerator, model, optimizer, loader)
     tell(FOLDER, name, told=told)
 
 
@@ -347,12 +354,7 @@ def streamed(name: str, planner: str) -> None:
     model, optimizer, loader, held_out = accelerator.prepare(model, optimizer, loader, held_out)
     told = []
     for _ in range(2):
-        for batch in loader:
-            loss = model(**batch)["loss"]
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            told.append(loss.item())
+        told += losses_of_epoch(accelerator, model, optimizer, loader)
         model.eval()
         with torch.no_grad():
             told += [model(**batch)["loss"].item() for batch in held_out]

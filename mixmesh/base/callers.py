@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
+import traceback
 import warnings
 from functools import lru_cache
 from types import FrameType
@@ -23,6 +24,12 @@ def line_of_script(thread: int | None = None) -> str:
     if frame is None:
         return ""
     return f"{shown_path(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def line_of_error(error: BaseException) -> str:
+    """The script's line that an error comes from, the innermost one; empty if there is none."""
+    frames = [(f.f_code.co_filename, n) for f, n in traceback.walk_tb(error.__traceback__)]
+    return next((f"{shown_path(file)}:{n}" for file, n in reversed(frames) if is_script(file)), "")
 
 
 def shown_path(file: str) -> str:

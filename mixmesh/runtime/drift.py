@@ -50,6 +50,7 @@ HINTS = (
     "change weights and gradients on every rank, outside of `if rank == 0:`, and by numbers of whole batches",
     "model.load_full_state_dict(state), with the state of one rank, makes them the same again",
 )
+RESUME = "resume from the last checkpoint: the ranks train different models"
 
 
 def is_due(num_calls: int) -> bool:
@@ -178,9 +179,9 @@ class DriftWatch:
             hint=(
                 "leave a step out on all ranks or on none, by a number that is the same on all: the loss of "
                 "model(x, y), a norm of gradients",
-                "resume from the last checkpoint: the ranks train different models",
+                RESUME,
             ),
-            ranks=tuple(ranks[0] for ranks in by_count.values())[:2],
+            ranks=one_of_each(by_count),
         )
 
     def _compare_weights(self, weights: Sequence[float]) -> None:
@@ -211,9 +212,9 @@ class DriftWatch:
             hint=(
                 "change weights and gradients on every rank, outside of `if rank == 0:`, and decide by a "
                 "number that is the same on all: the loss of model(x, y), a norm of gradients",
-                "resume from the last checkpoint: the ranks train different models",
+                RESUME,
             ),
-            ranks=tuple(ranks[0] for ranks in by_text.values())[:2],
+            ranks=one_of_each(by_text),
         )
 
     def _checksums(self) -> Tensor:
@@ -274,6 +275,11 @@ class DriftWatch:
             hint=HINTS,
             ranks=(low, high),
         )
+
+
+def one_of_each(by_value: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
+    """Two ranks that differ, of those that have each value."""
+    return tuple(ranks[0] for ranks in by_value.values())[:2]
 
 
 def settings_of(optimizer: torch.optim.Optimizer | None) -> tuple[float, float]:

@@ -26,7 +26,6 @@ import os
 import sys
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,7 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..base.callers import is_script, line_of_script, shown_path
+from ..base.callers import line_of_error, line_of_script
 from ..base.progress import tell
 from ..errors import CollectiveError
 from .agreement import Facts, Round
@@ -228,7 +227,7 @@ class Watch:
     def _last_words(self, last: BaseException | None) -> str:
         """The reason why this rank ends: the ``last`` error, which nobody has caught, or that it is done."""
         if last is not None:
-            return _with_line(f"after {_one_line(last)}", _line_of(last))
+            return _with_line(f"after {_one_line(last)}", line_of_error(last))
         if not self.number:
             return "its script is over"
         last_call = _with_line(self._calls[self.number], self._lines[self.number])
@@ -401,12 +400,6 @@ def _one_line(error: BaseException) -> str:
 
 def _with_line(text: str, line: str) -> str:
     return f"{text} ({line})" if line and OF_WORKER not in text else text
-
-
-def _line_of(error: BaseException) -> str:
-    """The line of the script that an error comes from, the innermost one; empty if there is none."""
-    frames = [(f.f_code.co_filename, n) for f, n in traceback.walk_tb(error.__traceback__)]
-    return next((f"{shown_path(file)}:{n}" for file, n in reversed(frames) if is_script(file)), "")
 
 
 # the watch and the default group of this process; empty before the first
