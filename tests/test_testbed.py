@@ -127,15 +127,24 @@ def test_only_rank_0_writes_to_stdout(cluster, capfd):
 
 @emulation
 def test_shares_hold_once_a_thread_has_entered(cluster):
-    output = Output()
-    result = testbed.run(cluster, python(SPIN.format(seconds=2)), on_output=output)
-    for rank, device in enumerate(cluster.devices):
-        entered, inside, left, outside, peak = output.json(rank)
-        assert entered and left
-        assert inside < 1.15 * device.cpu_share < 1.5 * inside  # less where other programs want the cores
-        assert rank == 0 or outside > 1.5 * device.cpu_share
-        assert 2**20 < peak <= result.ranks[rank].memory_peak_bytes
-        assert result.ranks[rank].throttled_s > 0
+    devices = cluster.devices
+    most_inside, most_outside = [0.0] * len(devices), [0.0] * len(devices)
+    for _ in range(4):  # other programs may want the cores meanwhile: the most that a rank gets in a few runs
+        output = Output()
+        result = testbed.run(cluster, python(SPIN.format(seconds=2)), on_output=output)
+        for rank, device in enumerate(devices):
+            entered, inside, left, outside, peak = output.json(rank)
+            assert entered and left
+            assert inside < 1.15 * device.cpu_share
+            assert 2**20 < peak <= result.ranks[rank].memory_peak_bytes
+            assert result.ranks[rank].throttled_s > 0
+            most_inside[rank] = max(most_inside[rank], inside)
+            most_outside[rank] = max(most_outside[rank], outside or 0)
+        full = all(1.5 * inside > 1.15 * device.cpu_share for inside, device in zip(most_inside, devices))
+        free = all(outside > 1.5 * device.cpu_share for outside, device in zip(most_outside[1:], devices[1:]))
+        if full and free:
+            return
+    raise AssertionError((most_inside, most_outside))
 
 
 TRANSFER = """
