@@ -99,6 +99,51 @@ def test_values_that_all_samples_share_are_no_samples():
     assert batch_size_of(n.types[0] for n in traced.graph.batch_inputs) == 6
 
 
+class Classifier(nn.Module):
+    """Returns numbers of each class beside those of each sample; there are as many classes as samples."""
+
+    def __init__(self, at_any_size=True):
+        super().__init__()
+        self.linear, self.at_any_size = nn.Linear(4, 6), at_any_size
+
+    def forward(self, x, y):
+        logits = self.linear(x) if self.at_any_size else self.linear(x).view(6, 6)
+        right = (logits.argmax(-1) == y).float()
+        return {
+            "loss": nn.functional.cross_entropy(logits, y),
+            "mean": logits.mean(0),
+            "counts": nn.functional.one_hot(y, 6).sum(0),
+            "right": torch.zeros(6).scatter_add(0, y, right),
+            "of_each": torch.stack([(y == n).sum() for n in range(6)]),
+            "bias": self.linear.bias * right.mean(),
+            "rank": right.argsort(),
+            "filled": torch.zeros(len(x), 2).index_put((torch.arange(len(x)),), logits[:, :2]),
+        }
+
+
+OF_CLASSES, OF_SAMPLES = ("mean", "counts", "right", "of_each", "bias"), ("rank", "filled")
+
+
+def test_numbers_of_each_class_are_no_rows_though_as_many_as_samples():
+    batch = {"x": torch.ones(6, 4), "y": torch.arange(6)}
+    outputs = (*OF_CLASSES, *OF_SAMPLES)
+    rows = dict.fromkeys(OF_CLASSES, False) | dict.fromkeys(OF_SAMPLES, True)
+    assert outputs_in(trace(Classifier(), batch, outputs=outputs).graph) == rows
+    of_one_size = trace(Classifier(at_any_size=False), batch, outputs=("counts", "filled"))
+    assert outputs_in(of_one_size.graph) == {"counts": True, "filled": True}
+
+
+def test_a_call_is_traced_once_where_operators_tell_which_outputs_have_rows(monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        Tagger, "__call__", lambda self, *a, **k: calls.append(1) or nn.Module.__call__(self, *a, **k)
+    )
+    trace(Tagger(as_dict), BATCH, outputs=ALL)
+    once = len(calls)
+    trace(Tagger(as_dict), BATCH)
+    assert once and len(calls) == 2 * once
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_of_a_tuple_the_one_scalar_is_the_loss(first):
     form = (lambda loss, logits, _: (loss, logits)) if first else (lambda loss, logits, _: (logits, loss))

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ...errors import InputError, TraceError
-from ...lang.ir import BATCH_NORMS, Graph, Node, Returned
+from ...lang.ir import BATCH_NORMS, Graph, Node, Returned, batch_size_of
 from ...lang.ir.graph import begins_gradient
 from ...lang.ir.local_norms import EXACT, LOCAL
 from ...lang.rules import RULES
@@ -32,8 +32,8 @@ from .lookups import LOOKUP_RULES
 from .losses import LOSS_RULES
 from .mixtures import mixtures_as_operators
 from .norms import NORM_RULES
-from .outputs import values_with_rows
 from .recurrent import RECURRENT_RULES
+from .rows import sources_with_rows, with_one_sample_less
 from .sample_lookups import SAMPLE_RULES
 from .schema import bound, normalise, on_meta, overload
 from .simplify import (
@@ -181,7 +181,8 @@ def trace(
     may_be_outside = loss in (LossSource.MAYBE_CALLER, LossSource.CALLER)
     if loss is LossSource.MAYBE_CALLER and captured.returned.names and not depends_on_batch(graph):
         # that scalar was an output other than a loss, such as a scale
-        captured = capture(model, batch, KNOWN, replace(request, loss=LossSource.CALLER))
+        request = replace(request, loss=LossSource.CALLER)
+        captured = capture(model, batch, KNOWN, request)
         graph = convert(captured, model, graph_name(model))
     for step in passes:
         step = local_batch_norms if step is exact_batch_norms and batch_norm == LOCAL else step
@@ -189,7 +190,14 @@ def trace(
     check_trainable(graph)
     check_updates(graph)
     if captured.outputs:
-        graph = mark_outputs(graph, is_outside=may_be_outside and not captured.returned.has_loss)
+
+        def smaller() -> Graph:
+            size = batch_size_of(n.types[0] for n in graph.batch_inputs)
+            fewer = with_one_sample_less(dict(batch) if isinstance(batch, Mapping) else batch, size)
+            return convert(capture(model, fewer, KNOWN, request), model, graph_name(model))
+
+        is_outside = may_be_outside and not captured.returned.has_loss
+        graph = mark_outputs(graph, sources_with_rows(graph, smaller), is_outside=is_outside)
     warnings = (*captured.warnings, *_warnings(graph))
     call = captured.arguments, captured.returned, autocast
     return Traced(graph, captured.output_has_loss, warnings, *call, tf32_now(), captured.left)
@@ -204,10 +212,9 @@ def depends_on_batch(graph: Graph) -> bool:
     return graph.loss in dependent
 
 
-def mark_outputs(graph: Graph, *, is_outside: bool) -> Graph:
-    """Marks the outputs whose rows are samples, and those that need a gradient because the loss
+def mark_outputs(graph: Graph, rows: Collection[str], *, is_outside: bool) -> Graph:
+    """Marks the outputs whose ``rows`` are samples, and those that need a gradient because the loss
     ``is_outside``."""
-    rows = values_with_rows(graph)
     flowing = graph.requires_grad if is_outside else frozenset()
 
     def marked(node: Node) -> Node:

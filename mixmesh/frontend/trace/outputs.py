@@ -1,4 +1,4 @@
-"""The outputs of a forward pass besides the loss: their names, and which of them have a row per sample.
+"""The names of the outputs of a forward pass besides the loss.
 
 The name of a tensor is its path: ``logits``, ``hidden_states.2``, or ``1`` in a tuple. Users select outputs
 by the first part of the path.
@@ -13,8 +13,6 @@ from typing import Any
 import torch
 
 from ...errors import TraceError
-from ...lang.ir import Graph, Node, Shard, batch_size_of
-from ...lang.rules import RULES, call_of, strategies
 
 NOTHING = "?"  # suffix of the name of an output that was None
 
@@ -89,37 +87,3 @@ def selected(returns: Sequence[str], loss: str, wanted: Collection[str | int], w
                 hint=f"outputs=({offered[0]!r},)" if offered else "return an object with .loss and .logits",
             )
     return tuple(name for name in returns if name != loss and first_part(name) in wanted)
-
-
-def values_with_rows(graph: Graph) -> frozenset[str]:
-    """The values whose dim 0 counts samples: operators tie it to dim 0 of an input, or the value depends on
-    inputs and dim 0 has the size of the batch."""
-    batch_size = batch_size_of(n.types[0] for n in graph.batch_inputs)
-    tied = {(n.result, 0) for n in graph.batch_inputs if n.types[0].shape[:1] == (batch_size,)}
-    with_rows, from_inputs = {name for name, _ in tied}, {n.result for n in graph.batch_inputs}
-    ties_of: dict[tuple, tuple[tuple[tuple[int, int], ...], ...]] = {}
-    for node in graph.nodes:
-        if node.is_leaf or node.is_sink or from_inputs.isdisjoint(node.inputs):
-            continue
-        results = [r for r in node.results if r is not None]
-        from_inputs.update(results)
-        key = (node.plain, *(graph.types[name] for name in node.inputs))
-        if key not in ties_of:
-            ties_of[key] = _ties(graph, node)
-        values = (*node.inputs, *node.results)
-        for tie in ties_of[key]:
-            ends = {(name, dim) for n, dim in tie if (name := values[n]) is not None}
-            if not tied.isdisjoint(ends):
-                tied |= ends
-        with_rows.update(r for r in results if (r, 0) in tied or graph.types[r].shape[:1] == (batch_size,))
-    return frozenset(with_rows)
-
-
-def _ties(graph: Graph, node: Node) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """For each way to cut an operator, the (position, dim) of the inputs and results that are cut."""
-    rule = RULES.get(node.op)
-    if rule is None:
-        return ()
-    options = strategies(rule, call_of(node, graph.types))
-    cut = (enumerate((*s.inputs, *s.outputs)) for s in options)
-    return tuple(tuple((n, p.dim) for n, p in places if isinstance(p, Shard)) for places in cut)
