@@ -896,6 +896,7 @@ def test_other_refusals():
 
 def test_weights_changed_in_forward_are_refused_with_their_module():
     class Clamped(nn.Linear):
+        @torch.autocast("cpu", enabled=False)
         def forward(self, x):
             self.weight.data.clamp_(-0.1, 0.1)
             return super().forward(x)
@@ -905,6 +906,7 @@ def test_weights_changed_in_forward_are_refused_with_their_module():
     with pytest.raises(TraceError, match="cannot be traced") as caught:
         trace(model, (torch.randn(8, 6),))
     assert "1 (Clamped)" in caught.value.got and "test_trace.py" in caught.value.where
+    assert "def forward(self, x)" in caught.value.where  # not its decorator
     assert "after the optimizer's step" in caught.value.hint[1]
 
 

@@ -250,6 +250,19 @@ def test_labels_that_decide_on_the_loss_are_refused_with_the_setting():
     trace(model, batch)
 
 
+class ReadsValues(nn.Module):
+    def forward(self, h):
+        return h if h.sum() > 0 else -h
+
+
+def test_a_setting_is_no_remedy_for_what_an_inner_module_reads():
+    model = Classifier()
+    model.fc = nn.Sequential(model.fc, ReadsValues())
+    with pytest.raises(TraceError) as caught:
+        trace(model, {"x": torch.randn(8, 6), "labels": torch.randint(5, (8,))})
+    assert "h.sum() > 0" in caught.value.where and "torch.where" in caught.value.hint[0]
+
+
 @pytest.mark.parametrize(
     "names, got, hint",
     [

@@ -74,9 +74,14 @@ def place_of_error(error: BaseException, within: tuple[str, ...] = ()) -> Place:
 
 
 def place_of_function(function: object) -> Place:
-    """The place where a function of the user is defined."""
+    """The place where a function of the user is defined: the line with its name, below its decorators."""
     code = getattr(function, "__code__", None)
-    return _pick([(code.co_filename, code.co_firstlineno, code.co_name)]) if code else Place()
+    if not code:
+        return Place()
+    line, named = code.co_firstlineno, f"def {code.co_name}("
+    below = enumerate(linecache.getlines(code.co_filename)[line - 1 :], line)
+    line = next((number for number, text in below if named in text), line)
+    return _pick([(code.co_filename, line, code.co_name)])
 
 
 def place_in_model() -> Place:
