@@ -10,6 +10,7 @@ import re
 import subprocess
 import time
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -33,11 +34,12 @@ from torch.utils.data import (
 from warm_python import python
 
 import mixmesh
+from mixmesh.base.progress import Teller
 from mixmesh.errors import TraceError
 from mixmesh.frontend.trace import trace
 from mixmesh.frontend.trace.own_generators import generators_in, marks_of
 from mixmesh.runtime.batches import other_dtype
-from mixmesh.training.preparation import script
+from mixmesh.training.preparation import script, start
 from mixmesh.training.preparation.loading import depends_on_others, example_batch, same_random_numbers
 from mixmesh.training.preparation.outside_loss import with_loss
 from mixmesh.training.preparation.refusals import check_gives_all, check_last_batch
@@ -430,6 +432,37 @@ def test_a_last_batch_that_a_pipeline_cannot_cut_is_refused_at_once(rows, fits):
     for loader in (DataLoader(data, 12), DataLoader(data, batch_sampler=batches)):
         with contextlib.nullcontext() if fits else pytest.raises(mixmesh.InputError, match="2 micro-batches"):
             check_last_batch(loader, plan, num_batches=2)
+
+
+@pytest.mark.parametrize(
+    ("planner", "rows", "fits_in_memory", "asked"),
+    [
+        ("auto", 16, True, ["auto", "hap"]),
+        ("auto", 16, False, ["auto", "hap"]),
+        ("auto", 24, True, ["auto"]),
+        ("pipeline", 16, True, ["pipeline"]),
+    ],
+)
+def test_a_plan_for_all_batches_takes_the_place_of_a_pipeline(
+    monkeypatch, planner, rows, fits_in_memory, asked
+):
+    monkeypatch.setattr(start, "from_first_rank", lambda make: make())
+    plan = pipelined(chain(model_of(), batch(), THREE_STAGES), 2)
+    other = replace(plan, planner="hap")
+    planned, said = [], []
+
+    def planned_by(name):
+        planned.append(name)
+        if name == "hap" and not fits_in_memory:
+            raise mixmesh.Infeasible("nothing fits")
+        return other if name == "hap" else plan
+
+    check = partial(check_last_batch, DataLoader(torch.ones(rows, 3), 12))
+    made = start._for_all_batches(planned_by, planner, check, Teller(line=said.append))
+    assert planned == asked
+    is_replaced = fits_in_memory and len(asked) > 1
+    assert made is (other if is_replaced else plan)
+    assert ["drop_last=True" in line for line in said] == [True] * is_replaced
 
 
 def test_the_guides_lines_for_going_on_run_on_one_device(tmp_path, monkeypatch):

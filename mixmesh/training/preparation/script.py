@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,7 @@ def prepare(
                 options=options,
                 cache=Cache(Path(cache) if cache is not None else default_folder()),
                 cluster_file=None if cluster is None else Path(cluster),
+                check=partial(check_last_batch, loader),
             )
         check_last_batch(loader, prepared.plan)
         if rank == 0 and not prepared.plan.returned.has_loss:

@@ -20,7 +20,7 @@ from ...cluster.detection import Cache, calibrations_of, detect, read_inventory
 from ...cluster.detection.cache import key_of
 from ...cost import Profile
 from ...cost.gpu_memory import allocator_loss
-from ...errors import InputError
+from ...errors import Infeasible, InputError
 from ...explain.headline import headline
 from ...frontend.job import needs_whole_parameters, optimizer_states
 from ...frontend.trace import LossSource, Traced, check_batch_norm, check_has_shapes, trace
@@ -40,6 +40,9 @@ from ...runtime.versions import package_version
 from ...runtime.watch import watch_of_process
 from .kinds import Kinds
 from .phases import Phase, Phases, cluster_words, plan_words, profile_words, trace_words
+
+Check = Callable[[Plan], object]
+OF_ANY_SIZE = "hap"  # a planner whose plans take batches of any size
 
 
 @dataclass(frozen=True)
@@ -96,10 +99,13 @@ def prepare_job(
     device: Device | None = None,
     cluster_file: Path | None = None,
     progress: Callable[[str], None] | None = None,
+    check: Check = lambda plan: None,
 ) -> Prepared:
     """The plan for ``job`` on the devices of all ranks, with the cluster and the profile that it rests on.
     Collective; initialises ``torch.distributed``. The first rank reports its progress, the decision of each
     phase, and the plan in one line on standard error; or ``progress`` is called at each small step.
+    ``check`` raises InputError for a plan that some batch does not fit: where the planner is "auto", a plan
+    of ``OF_ANY_SIZE`` takes the place of such a plan, if one fits in memory.
 
     Only the first rank traces and plans, and only its ``cache`` counts. Its ``cluster_file`` describes the
     devices and links; without one they are detected. An error of the first rank is raised on all ranks:
@@ -114,7 +120,7 @@ def prepare_job(
         watch_of_process(options.heartbeat_s, max(options.timeout_s, LEAST_S))
     with telling(dist.get_rank(), "mixmesh") if progress is None else nullcontext(Teller(progress)) as teller:
         phases = Phases(cache or Cache(None), teller)
-        prepared = _prepared(job, where, options, phases, device, cluster_file)
+        prepared = _prepared(job, where, options, phases, device, cluster_file, check)
         teller.line(f"mixmesh: {headline(prepared.plan, prepared.cluster)}")
     return prepared
 
@@ -126,6 +132,7 @@ def _prepared(
     phases: Phases,
     device: Device,
     cluster_file: Path | None,
+    check: Check,
 ) -> Prepared:
     progress, world_size = phases.teller, dist.get_world_size()
     phases.new(
@@ -155,21 +162,51 @@ def _prepared(
             lambda: _profiled(traced.graph, job, cluster, kinds, options, device, progress),
             profile_words,
         )
-    what_plans_rest_on = replace(options, timeout_s=0.0, heartbeat_s=0.0)
     call = traced.arguments, traced.output_has_loss, traced.returned, traced.left
-    plan_key = key_of(job_key, what_plans_rest_on, *call, allocator_loss())
-    plan = phases.kept(
-        "plan",
-        f"plans/{plan_key}.plan",
-        (Plan.load, lambda made, path: made.save(path)),
-        lambda: from_first_rank(
-            lambda: _planned(traced, job, cluster, profile, options, progress), what="plan"
-        ),
-        plan_words,
-    )
+
+    def planned_by(planner: str) -> Plan:
+        by = replace(options, planner=planner)
+        what_plans_rest_on = replace(by, timeout_s=0.0, heartbeat_s=0.0)
+        plan_key = key_of(job_key, what_plans_rest_on, *call, allocator_loss())
+        return phases.kept(
+            "plan",
+            f"plans/{plan_key}.plan",
+            (Plan.load, lambda made, path: made.save(path)),
+            lambda: from_first_rank(
+                lambda: _planned(traced, job, cluster, profile, by, progress), what="plan"
+            ),
+            plan_words,
+        )
+
+    plan = _for_all_batches(planned_by, options.planner, check, phases.teller)
     # a plan that was kept may come from a start on equal machines with other names
     plan = replace(plan, devices=planned_devices(cluster))
     return Prepared(cluster, profile, plan, tuple(phases.finished))
+
+
+def _for_all_batches(planned_by: Callable[[str], Plan], planner: str, check: Check, teller: Teller) -> Plan:
+    """The plan of a ``planner``, or for "auto" one of ``OF_ANY_SIZE`` if that plan does not pass the
+    ``check``."""
+    plan = planned_by(planner)
+    if planner != "auto" or plan.order is None:
+        return plan
+    refusal = from_first_rank(lambda: _refusal_by(check, plan))
+    if not refusal:
+        return plan
+    try:
+        other = planned_by(OF_ANY_SIZE)
+    except Infeasible:
+        return plan
+    teller.line(f"mixmesh: {OF_ANY_SIZE} in place of {plan.planner}: {refusal}; drop_last=True keeps it")
+    return other
+
+
+def _refusal_by(check: Check, plan: Plan) -> str:
+    try:
+        check(plan)
+    except InputError as refusal:
+        return refusal.message
+    return ""
 
 
 def plan_again(job: Any, cluster: Cluster, profile: Profile | None, options: Options) -> Plan:
