@@ -11,7 +11,7 @@ import lightning as L
 import torch
 from launches import cluster_text, tell
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning_runs import FOLDER, PARALLEL, RANK, samples, trainer_with
+from lightning_runs import FOLDER, PARALLEL, RANK, Average, samples, trainer_with
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -226,7 +226,7 @@ def train(name: str, kind: type[Told], planner: str, resumed: str | None = None,
 def usual(name: str, planner: str, resumed: str | None = None) -> None:
     kept = ModelCheckpoint(FOLDER / "kept", "epoch{epoch}", monitor="val_loss", save_top_k=-1)
     kept.auto_insert_metric_name = False
-    callbacks = [EarlyStopping("val_loss", patience=50), kept]
+    callbacks = [Average(), EarlyStopping("val_loss", patience=50), kept]
     train(name, Usual, planner, resumed, callbacks=callbacks, enable_checkpointing=True)
 
 

@@ -27,6 +27,27 @@ def samples(count: int) -> list[tuple]:
     return [(x, int(x[0] > 0) + 2 * int(x[1] > 0)) for x in xs]
 
 
+class Average(L.Callback):
+    """Validates with a moving average of the weights, and trains on with the weights themselves."""
+
+    def on_fit_start(self, trainer, module) -> None:
+        self.average = self._copy(module)
+
+    def on_train_batch_end(self, trainer, module, *_) -> None:
+        for name, value in module.state_dict().items():
+            self.average[name] = (0.9 * self.average[name] + 0.1 * value).to(value.dtype)
+
+    def on_validation_start(self, trainer, module) -> None:
+        self.weights = self._copy(module)
+        module.load_state_dict(self.average)
+
+    def on_validation_end(self, trainer, module) -> None:
+        module.load_state_dict(self.weights)
+
+    def _copy(self, module) -> dict[str, torch.Tensor]:
+        return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
 def trainer_with(planner: str, cluster: str, **options) -> L.Trainer:
     """In both runs, but for the strategy."""
     if PARALLEL:

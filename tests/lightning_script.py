@@ -13,7 +13,7 @@ from launches import CLUSTER, WITHOUT_BF16, tell
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning_runs import FOLDER, PARALLEL, RANK, samples, trainer_with
+from lightning_runs import FOLDER, PARALLEL, RANK, Average, samples, trainer_with
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -111,7 +111,7 @@ def usual(name: str, planner: str, resumed: str | None = None) -> None:
     kept = ModelCheckpoint(FOLDER / name, "epoch{epoch}", monitor="val_loss", save_top_k=-1)
     kept.auto_insert_metric_name = False
     trainer = trainer_with(
-        planner, CLUSTER, callbacks=[told, stop, kept], enable_checkpointing=True, max_epochs=2,
+        planner, CLUSTER, callbacks=[told, Average(), stop, kept], enable_checkpointing=True, max_epochs=2,
         accumulate_grad_batches=2, gradient_clip_val=0.3, val_check_interval=3,
         logger=CSVLogger(FOLDER / name, "log"), log_every_n_steps=1,
     )  # fmt: skip
@@ -186,6 +186,7 @@ WRONG = {
     "batches": lambda self, loss, _: loss,
     "modes": lambda self, loss, _: loss,
     "rates": lambda self, loss, _: loss,
+    "whole": lambda self, loss, _: loss,
 }
 
 
@@ -200,6 +201,9 @@ class Disturbs(L.Callback):
             module.norm.eval()
         elif self.name == "rates" and RANK:
             trainer.optimizers[0].param_groups[0]["lr"] = 1.0
+        elif self.name == "whole":
+            trainer.strategy.lightning_module_state_dict()  # lends the whole module
+            module.last.weight.data.mul_(2 + RANK)
 
 
 def refused() -> None:

@@ -186,6 +186,7 @@ def test_what_manual_optimization_cannot_keep_is_refused(runs, what, expected):
         ("number", "self.log('number', float)"), ("more", "a dict with other, a int"),
         ("nothing", "has to return its loss"), ("batches", "2 different batches"), ("modes", "norm"),
         ("rates", "[0.01] and [1.0]"), ("again", "a second fit"),
+        ("whole", "changed on some ranks only"),
     ],
 )  # fmt: skip
 def test_what_is_refused_in_the_first_steps(runs, what, expected):

@@ -105,11 +105,11 @@ def changed_by_some(changed: Mapping[str, torch.Tensor], digests: Sequence[str])
     unchanged = [rank for rank, each in enumerate(digests) if not each]
     which = f"not on ranks {', '.join(map(str, unchanged))}" if unchanged else "to other values on some ranks"
     return InputError(
-        "weights of the unwrapped model were changed on some ranks only",
+        "weights of the whole model were changed on some ranks only",
         expected="the same change on every rank, or none",
         got=f"{', '.join(list(changed)[:3]) or 'weights'}, {which}",
         hint=(
-            "accelerator.unwrap_model(model).load_state_dict(torch.load(path))  # on every rank",
-            "copy.deepcopy(accelerator.unwrap_model(model))  # a change for a file is made in a copy",
+            "model.load_state_dict(torch.load(path))  # on every rank, in Accelerate unwrap_model(model)",
+            "copy.deepcopy(model)  # a change for a file is made in a copy",
         ),
     )

@@ -164,12 +164,13 @@ class Manual:
             part.lender.lend()
 
     def take_back(self) -> None:
-        """Puts the parallel models in their places. Raises InputError if lent weights were changed."""
+        """Puts the parallel models in their places, with weights that a callback changed in the lent modules.
+        Raises InputError if ranks changed them differently. Collective while they are lent."""
         if not self._is_lent:
             return
         with keeping_modes(self.module):
             for part in self.parts:
-                part.lender.take_back()
+                part.lender.take_back_changed()
                 part.stand_in(self.module)
         self._is_lent = False
 

@@ -57,9 +57,9 @@ class _Planned:
     own: nn.Module
 
     def start(self) -> None:
-        """Takes the module back before a step, whose modes are now those of the parallel model. Raises
-        InputError if lent weights were changed."""
-        self.lender.take_back()
+        """Takes the module back before a step, whose modes are now those of the parallel model, with weights
+        that a callback changed in it. Raises InputError if ranks changed them differently. Collective."""
+        self.lender.take_back_changed()
         self.hide()
         set_modes_by_name(self._shown, modes_by_name(self.step.module))
 
@@ -277,7 +277,7 @@ class Strategy(SingleDeviceStrategy):
     def on_train_end(self) -> None:
         planned = self._planned
         if planned is not None and not self._has_trained:
-            planned.lender.take_back()
+            planned.lender.take_back_changed()
             planned.hide()
             fill(planned.step, planned.parallel)
             del vars(self._module)["zero_grad"]
