@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .training.integrations.huggingface import Seq2SeqTrainer, Trainer
+from .training.integrations.huggingface.refusals import not_covered
 
 if TYPE_CHECKING:
     from .training.integrations.trl import SFTTrainer
@@ -15,6 +16,8 @@ __all__ = ["SFTTrainer", "Seq2SeqTrainer", "Trainer"]
 
 def __getattr__(name: str) -> Any:
     if name != "SFTTrainer":
+        if name.endswith("Trainer"):
+            raise not_covered(name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from .training.integrations.trl import SFTTrainer
 

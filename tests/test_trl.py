@@ -19,9 +19,12 @@ import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from trl import SFTConfig
+from trl import RewardTrainer, SFTConfig
+from trl import SFTTrainer as PlainSFTTrainer
 
 from mixmesh.base.patch import patched
+from mixmesh.training.integrations.huggingface import Trainer
+from mixmesh.training.integrations.huggingface.refusals import check_library
 from mixmesh.training.integrations.trl import SFTTrainer, refusals
 
 SCRIPT = Path(__file__).parent / "trl_script.py"
@@ -93,6 +96,18 @@ def test_packing_in_whole_rows_is_taken(tmp_path):
     refusals.check_args(
         SFTConfig(str(tmp_path), use_cpu=True, bf16=False, packing=True, packing_strategy="wrapped")
     )
+
+
+def test_trainers_of_its_own_are_followed_and_others_refused():
+    """Also where a script mixes one with the Trainer of mixmesh."""
+    for kind in (Trainer, SFTTrainer, type("Own", (SFTTrainer,), {})):
+        check_library(kind)
+    with pytest.raises(InputError, match="mixmesh has no RewardTrainer"):
+        check_library(type("Own", (Trainer, RewardTrainer), {}))
+    with pytest.raises(InputError, match="from mixmesh.hf import SFTTrainer"):
+        check_library(type("Own", (Trainer, PlainSFTTrainer), {}))
+    with pytest.raises(InputError, match="mixmesh.prepare"):
+        from mixmesh.hf import DPOTrainer  # noqa: F401
 
 
 def test_other_versions_are_refused(monkeypatch):

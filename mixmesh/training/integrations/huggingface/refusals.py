@@ -17,6 +17,8 @@ EXTENDED = (
     "_save", "_save_checkpoint", "_save_rng_state", "_save_optimizer_and_scheduler",
     "_maybe_log_save_evaluate",
 )  # fmt: skip
+COVERED = ("Trainer", "Seq2SeqTrainer", "SFTTrainer")  # names in mixmesh.hf
+OTHER_LIBRARIES = frozenset(("trl", "sentence_transformers"))
 EXACT_OPTIMIZERS = frozenset(("adafactor", "adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"))
 # attributes that change from step to step, in compute_loss -> what to write instead
 OF_TRAINING = {
@@ -114,6 +116,33 @@ def check_methods(kind: type[transformers.Trainer], ours: type[transformers.Trai
                 "a model whose forward returns the loss",
             ),
         )
+
+
+def check_library(kind: type[transformers.Trainer]) -> None:
+    """Raises InputError for a subclass that is a Trainer of another library too, unless mixmesh has its own
+    of that name."""
+    library = {c.__module__.partition(".")[0]: c for c in reversed(kind.__mro__)}  # the first class of each
+    covered = {c.__name__ for c in kind.__mro__ if c.__module__.startswith("mixmesh.")}
+    for name in OTHER_LIBRARIES & library.keys():
+        if library[name].__name__ not in covered:
+            raise not_covered(library[name].__name__)
+
+
+def not_covered(name: str) -> InputError:
+    """The error for a Trainer of another library that mixmesh does not follow."""
+    has_own = name in COVERED
+    return InputError(
+        f"a plan cannot train by the steps of this {name}" if has_own else f"mixmesh has no {name}",
+        expected=f"{', '.join(COVERED[:-1])} or {COVERED[-1]} of mixmesh.hf",
+        got=name,
+        hint=(
+            f"from mixmesh.hf import {name}"
+            if has_own
+            else "a loop of your own, with mixmesh.prepare(model, optimizer, loader); what a frozen model "
+            "gives for a sample, such as the reference of DPO, can be part of the batch, computed before",
+            f"without torchrun, on one device, the library's own {name}",
+        ),
+    )
 
 
 def check_own_methods(trainer: Any) -> None:

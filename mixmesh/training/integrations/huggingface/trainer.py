@@ -37,6 +37,7 @@ from .decisions import share_decisions
 from .loss import NUM_ITEMS, with_trainer_loss
 from .refusals import (
     check_args,
+    check_library,
     check_methods,
     check_own_methods,
     check_version,
@@ -73,6 +74,7 @@ class Trainer(transformers.Trainer):
         self._example: dict[str, Any] = {}  # a batch by which to plan, while training is being prepared
         if is_launched():
             check_version()
+            check_library(type(self))
             args = args or transformers.TrainingArguments(output_dir="tmp_trainer")
             check_args(args)
             check_methods(type(self), Trainer)
