@@ -35,6 +35,7 @@ from .device_sets import ABOUT, device_sets, least_parallel_s, sets_in_need
 from .passes import REMATERIALISATION
 from .proposal import Proposal
 from .room import Room
+from .state_room import able_ranks
 from .task import HOPEFUL, USUAL_BYTES, Task
 
 STAGES = (0, 1, 2, 3)
@@ -63,6 +64,8 @@ def poplar(task: Task) -> Iterator[Proposal]:
             continue
         short = []  # ZeRO stages in which some rank lacks the memory to take its whole share at once
         for stage in STAGES:
+            if not able_ranks(task, stage, ranks):
+                continue
             task.progress(f"planning: poplar, stage {stage}, {len(ranks)} devices")
             for proposal in Staged(task, stage, ranks, tried=tried).proposals():
                 is_any = True
@@ -88,6 +91,8 @@ def fits_somehow(task: Task) -> bool:
     plain = task.made_once(recomputed, task.data_parallel(task.shares(every)))
 
     def has_allocation(stage: int) -> bool:
+        if not able_ranks(task, stage, every):
+            return False
         staged = Staged(task, stage, every, plain)
         rooms = ((staged.room(0.0, simulation), simulation) for simulation in staged.simulations())
         allocations = (found for room, simulation in rooms for found in staged.allocations(room, simulation))
@@ -149,6 +154,11 @@ class Staged:
         self.tried[self.stage, self.ranks] = False
         if self.stage and self.owners is None:
             return  # nothing has an owner
+        able = able_ranks(self.task, self.stage, self.ranks)
+        if able != self.ranks:
+            if able:
+                yield from self.on_fewer(able)
+            return
         for simulation in self.simulations():
             for spare in SPARE:
                 judged_plans = list(self.judge(spare, simulation))
@@ -169,8 +179,7 @@ class Staged:
         for allocation, owners in self.allocations(room, simulation):
             ranks = support(allocation.samples)
             if ranks != self.ranks:
-                if not self.again:
-                    yield from Staged(self.task, self.stage, ranks, tried=self.tried).proposals()
+                yield from self.on_fewer(ranks)
                 continue
             program = self.program.with_shares(make_ratio(allocation.samples))
             program = self.owned_as(program, owners)
@@ -179,6 +188,11 @@ class Staged:
                 yield (proposal := self.task.best_buckets("poplar", program, simulation, planned))
             if not accumulating and (proposal is None or proposal.feasible):
                 self.tried[self.stage, self.ranks] = True
+
+    def on_fewer(self, ranks: tuple[int, ...]) -> Iterator[Proposal]:
+        """The same on the devices that have enough memory."""
+        if not self.again:
+            yield from Staged(self.task, self.stage, ranks, tried=self.tried).proposals()
 
     def room(self, spare: float, simulation: Simulation) -> Room:
         """The memory for samples and owned state, with a part ``spare`` of it left free."""
