@@ -73,13 +73,24 @@ FIRST_ONLY = {
     "killed": "rank 1 has ended without a message",
     "stopped": "rank 1 is stopped",
 }
+# at the start: what the rank that has reached a limit of its system is told, and what it is to type
+LIMITS = {
+    "no threads": (
+        "rank 1: watching the other ranks failed: its process has reached a limit of",
+        "ulimit -u",
+    ),
+    "no files": (
+        "rank 1: making process groups failed: its process has reached a limit of",
+        "ulimit -n 65536",
+    ),
+}
 LAST_ONLY = {"stopped first": "rank 0 is stopped", "stopped before a beat": "rank 0 is stopped"}
 
 
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory) -> dict[str, list[Ended]]:
     """All scenarios side by side: they wait most of the time."""
-    scenarios = [*AGREED, *OF_DATA, *ENDING, *FIRST_ONLY, *LAST_ONLY, "slow", "too slow"]
+    scenarios = [*AGREED, *OF_DATA, *ENDING, *FIRST_ONLY, *LAST_ONLY, *LIMITS, "slow", "too slow"]
     return ends_of(scenarios, tmp_path_factory.mktemp("ranks"))
 
 
@@ -226,6 +237,14 @@ def test_the_rank_that_holds_the_store_is_stopped(ends, scenario):
     _, last = ends[scenario]
     assert last.status in (1, 3) and LAST_ONLY[scenario] in last.text, last.text
     assert last.after_s < SECONDS
+
+
+@pytest.mark.parametrize("scenario", LIMITS)
+def test_a_rank_without_threads_or_files_ends_all_and_says_which_limit(ends, scenario):
+    first, last = ends[scenario]
+    message, hint = LIMITS[scenario]
+    assert last.status == 3 and message in last.text and hint in last.text, last.text
+    assert first.status in (1, 3) and message in first.text, first.text
 
 
 def test_a_rank_that_is_busy_between_two_calls_is_waited_for(ends):

@@ -175,6 +175,29 @@ def ask_alone(ask: Callable[[nn.Module, torch.optim.Optimizer], object], model, 
     print("DONE", flush=True)
 
 
+def refuse_threads() -> None:
+    """Lets this process begin one more thread, and refuses all others as a system does at its limit."""
+    begin, begun = threading.Thread.start, []
+
+    def start(thread: threading.Thread) -> None:
+        begun.append(thread)
+        if len(begun) > 1:
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    threading.Thread.start = start  # type: ignore[method-assign]
+
+
+def refuse_groups() -> None:
+    def new_group(*_, **__) -> None:
+        raise RuntimeError("gloo/transport/tcp/loop.cc:48] rv != -1. -1 vs -1. pipe: Too many open files")
+
+    torch.distributed.new_group = new_group
+
+
+LIMITS = {"no threads": refuse_threads, "no files": refuse_groups}
+
+
 def train_in_trouble(scenario: str, rank: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -184,6 +207,8 @@ def train_in_trouble(scenario: str, rank: int) -> None:
     shares = ", ".join([str(1 / WORLD)] * WORLD)
     if scenario == "versions" and last:
         agreement.versions_text = lambda: "torch 1.0"
+    if scenario in LIMITS and last:
+        LIMITS[scenario]()
     if "data " in scenario or "worker" in scenario:
         run_on_data_in_trouble(scenario, rank, parse_program(TEXT % (WORLD, shares, op)))
         return

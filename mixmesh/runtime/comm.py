@@ -8,8 +8,8 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -29,6 +29,7 @@ from .accelerator import (
     take,
 )
 from .agreement import Facts, batch_disagreement
+from .failures import collective_error, is_timeout, limit_error, start_error
 from .first_rank import wait_for_all
 from .launch_store import connect_store, is_of_launcher
 from .layout import meetings
@@ -39,6 +40,7 @@ from .taking_part import taking_part
 from .watch import BACKWARD, Watch
 from .works import begin_threads, end_threads
 
+GROUPS = "making process groups"
 LAST_TENSORS_S = 0.02  # a thread that waits for the interpreter gets it as soon as this one sleeps
 LEAST_S = 60.0  # ranks wait at least this long for each other at the start
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -111,17 +113,35 @@ class Comm:
 
     def add(self, sets: Iterable[tuple[str, tuple[int, ...]]], backend: str | None = None) -> None:
         """Makes the missing groups among these sets. Collective, in the same order on all ranks."""
-        timeout = datetime.timedelta(seconds=self.timeout_s)
+        missing = [one for one in dict.fromkeys(sets) if one not in self.groups and len(one[1]) > 1]
         others = {} if self.watch is None else open_sockets()
-        for purpose, ranks in sets:
-            if (purpose, ranks) not in self.groups and len(ranks) > 1:
+        # other ranks wait where a group is made: the call tells them of a rank that could not make its own
+        with self.call(GROUPS) if missing else nullcontext(), self._waiting(GROUPS):
+            for purpose, ranks in missing:
                 # a group of our own even for all ranks: the default one may have another timeout
+                timeout = datetime.timedelta(seconds=self.timeout_s)
                 group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
                 self.groups[purpose, ranks] = group if self.rank in ranks else None
-        if backend_of() == HOST_BACKEND:
-            begin_threads()
+            if backend_of() == HOST_BACKEND:
+                begin_threads()
         if self.watch is not None:
             self.watch.sockets |= {n: it for n, it in open_sockets().items() if others.get(n) != it}
+
+    @contextmanager
+    def _waiting(self, what: str) -> Iterator[None]:
+        """A context in which this rank may wait for others, for which it has no group yet. Raises
+        CollectiveError for what PyTorch cannot do there."""
+        watch = self.watch if self.watch is not None and self.watch.is_of_this_thread else None
+        outer = None if watch is None else watch.waiting
+        if watch is not None:
+            watch.waiting = outer or Waiting.now(what)
+        try:
+            yield
+        except RuntimeError as error:
+            raise Channel(self, None, self.everyone, what, "", is_call=False).failed(error) from error
+        finally:
+            if watch is not None:
+                watch.waiting = outer
 
     def call(self, kind: str) -> AbstractContextManager:
         """A context for a call in which ranks meet, announced to the watch."""
@@ -228,31 +248,16 @@ class Channel:
                 watch.waiting = None
 
     def failed(self, error: RuntimeError) -> CollectiveError:
-        watch, text = self.comm.watch, str(error)
-        is_timeout = "imed out" in text or "imeout" in text
+        watch = self.comm.watch
+        if (limited := limit_error(self.comm.rank, self.what, error)) is not None:
+            return limited
         if watch is not None:
             watch.waiting = watch.waiting or Waiting.now(self.what, self.where)
-            if (cause := watch.explain(self.comm.timeout_s if is_timeout else None)) is not None:
+            if (cause := watch.explain(self.comm.timeout_s if is_timeout(error) else None)) is not None:
                 return cause
         ranks = ", ".join(map(str, self.ranks))
-        if "DataLoader worker" in text:
-            reason = "was interrupted by the end of a data loader's worker"
-            hint = "fewer workers, or more memory, also in /dev/shm: a worker that finds none is killed"
-        elif is_timeout:
-            reason = f"timed out after {self.comm.timeout_s:g} s"
-            hint = "a rank of these is slow, stuck or never got here: look at the output of each"
-        elif "onnection" in text or "peer" in text:
-            reason = "lost a peer"
-            hint = "a rank of these ended early: its own output says why"
-        else:
-            reason, hint = "failed", ""
-        return CollectiveError(
-            f"rank {self.comm.rank}: {self.what} {reason}",
-            where=self.where or self.what,
-            expected=f"ranks {ranks} to take part",
-            got=" ".join(text.split())[:300],
-            hint=hint,
-        )
+        of = self.comm.rank, self.what, error
+        return collective_error(*of, timeout_s=self.comm.timeout_s, ranks=ranks, where=self.where)
 
 
 def default_device() -> torch.device:
@@ -275,7 +280,12 @@ def initialise(world_size: int, device: torch.device, timeout_s: float) -> None:
     timeout = datetime.timedelta(seconds=max(timeout_s, LEAST_S))
     if not dist.is_initialized():
         end_with_launcher()
-        _initialise(world_size, device, timeout)
+        try:
+            _initialise(world_size, device, timeout)
+        except RuntimeError as error:
+            if (known := start_error(int(os.environ.get("RANK", 0)), error)) is not None:
+                raise known from error
+            raise
     begin_messages(timeout)
 
 

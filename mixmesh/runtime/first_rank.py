@@ -4,14 +4,15 @@ separate call, or a part of the call under way."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ..errors import MixmeshError
+from ..errors import CollectiveError, MixmeshError
+from .failures import collective_error
 from .lost import Waiting
 from .messages import meet, message_group
 from .watch import Watch, running_watch
@@ -81,10 +82,24 @@ def _exchange(what: str) -> Iterator[Callable[[], AbstractContextManager[None]]]
     waiting: this raises CollectiveError if a rank is lost meanwhile and the watch knows which."""
     watch = running_watch()
     if watch is None or not watch.is_of_this_thread:
-        yield nullcontext
+        yield partial(_named, what)
         return
     with watch.call(what):
         yield partial(_watched, watch, what)
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """A context for an exchange that no watch follows."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise _error_of(what, error) from error
+
+
+def _error_of(what: str, error: RuntimeError) -> CollectiveError:
+    ranks = f"0 to {dist.get_world_size() - 1}"
+    return collective_error(dist.get_rank(), what, error, ranks=ranks)
 
 
 @contextmanager
@@ -98,6 +113,6 @@ def _watched(watch: Watch, what: str) -> Iterator[None]:
     except RuntimeError as error:
         if (cause := watch.explain()) is not None:
             raise cause from error
-        raise
+        raise _error_of(what, error) from error
     finally:
         watch.waiting = None

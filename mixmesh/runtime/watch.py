@@ -40,6 +40,7 @@ from ..base.progress import tell
 from ..errors import CollectiveError
 from .agreement import Facts, Round
 from .awake import AwakeClock
+from .failures import limit_error
 from .job_failures import OF_WORKER, named_line, place_of
 from .launch_store import is_of_launcher, own_connection, store_of_start
 from .lost import Lost, Position, Waiting, error_of, fields_of
@@ -58,6 +59,7 @@ HEARD_S = 3.0
 KEPT_CALLS = 16  # latest calls of each rank that are compared
 STDERR = 2
 THREADS = "mixmesh "  # begins the names of the threads of mixmesh
+WATCHING = "watching the other ranks"
 BACKWARD = "backward"  # a call that begins within a backward pass, and ends with it
 
 
@@ -95,9 +97,27 @@ class Watch:
             threading.Thread(target=run, name=f"{THREADS}{name}", daemon=True)
             for name, run in (("tells", self._tell), ("watches", self._watch))
         ]
-        for thread in self._threads:
-            thread.start()
+        self._start_threads()
         atexit.register(self.close)
+
+    def _start_threads(self) -> None:
+        """Raises CollectiveError if the system has no more threads, and tells the others, who would wait for
+        this rank without end."""
+        begun = []
+        try:
+            for thread in self._threads:
+                thread.start()
+                begun.append(thread)
+        except RuntimeError as error:
+            self._over.set()
+            for thread in begun:
+                thread.join(2 * BEAT_S)
+            limited = limit_error(self.rank, WATCHING, error)
+            if limited is None:
+                raise
+            self.leave(limited)
+            self._write()
+            raise limited from error
 
     @property
     def is_of_this_thread(self) -> bool:
@@ -442,7 +462,10 @@ def watch_of_process(heartbeat_s: float, timeout_s: float) -> Watch | None:
         store = store_of_start(store, rank, world_size, timeout_s)
     try:
         watch = Watch(store, rank, world_size, heartbeat_s)
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError) as error:
+        # the others watch, and a rank without a watch would let them wait
+        if (limited := limit_error(rank, WATCHING, error)) is not None:
+            raise limited from error
         return None
     _of_process.append((group, watch))
     return watch

@@ -1,0 +1,53 @@
+"""Errors of PyTorch and of the system, in words of our own."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from mixmesh.errors import CollectiveError
+from mixmesh.runtime.failures import limit_error, start_error
+from mixmesh.runtime.first_rank import everyones, from_first_rank
+
+
+@pytest.mark.parametrize(
+    "text, option",
+    [
+        ("pipe: Too many open files", "ulimit -n"),
+        ("can't start new thread", "ulimit -u"),
+        ("Resource temporarily unavailable", "ulimit -u"),
+    ],
+)
+def test_a_limit_of_the_system_is_named_with_what_to_type(text, option):
+    error = limit_error(1, "making process groups", RuntimeError(text))
+    assert error is not None and error.ranks == (1,)
+    assert option in error.message and text in error.got and option in error.hint[0]
+
+
+def test_other_errors_are_no_limit():
+    assert limit_error(1, "making process groups", RuntimeError("Connection closed by peer")) is None
+    assert start_error(1, RuntimeError("Connection closed by peer")) is None
+
+
+def test_a_network_interface_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope0")
+    error = start_error(1, RuntimeError("ifa != nullptr. Unable to find address for: nope0"))
+    assert error is not None and error.got == "nope0"
+    assert "lo" in error.expected and error.hint[0] == "unset GLOO_SOCKET_IFNAME"
+
+
+@pytest.mark.parametrize("ask", [lambda: everyones(0), lambda: from_first_rank(int)])
+def test_a_rank_that_is_gone_before_there_is_a_watch_is_told_in_a_few_lines(monkeypatch, ask):
+    """PyTorch's own error would be a traceback through its functions and ours."""
+
+    def closed(*_, **__) -> None:
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:39591")
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "all_gather_object", closed)
+    monkeypatch.setattr(dist, "broadcast_object_list", closed)
+    with pytest.raises(CollectiveError, match="lost a peer") as caught:
+        ask()
+    assert "its own output says why" in caught.value.hint[0]
