@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import threading
+from pathlib import Path
+
 import pytest
 import torch.distributed as dist
 
+from mixmesh.checkpoint.background import Saving
+from mixmesh.checkpoint.ranks import Ranks
 from mixmesh.errors import CollectiveError
+from mixmesh.runtime.allocator import resident_bytes
 from mixmesh.runtime.failures import limit_error, start_error
 from mixmesh.runtime.first_rank import everyones, from_first_rank
 
@@ -51,3 +58,23 @@ def test_a_rank_that_is_gone_before_there_is_a_watch_is_told_in_a_few_lines(monk
     with pytest.raises(CollectiveError, match="lost a peer") as caught:
         ask()
     assert "its own output says why" in caught.value.hint[0]
+
+
+def test_a_checkpoint_that_gets_no_thread_of_its_own_says_which_limit(monkeypatch):
+    def start(_) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(CollectiveError, match="ulimit -u"):
+        Saving(Ranks(0, 1, None), {}, lambda: None)
+
+
+def test_a_training_goes_on_where_its_memory_cannot_be_read(monkeypatch):
+    """Between two steps only the heap needs the number: a script that has left too many files open was ended
+    by it."""
+
+    def read_text(path: Path) -> str:
+        raise OSError(errno.EMFILE, "Too many open files", str(path))
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert resident_bytes() > 2**20

@@ -20,7 +20,7 @@ import platform
 import resource
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -145,7 +145,10 @@ def peak_resident_bytes() -> int:
 
 
 def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    """The bytes that this process holds, or at most holds, where the system does not say."""
+    with suppress(OSError):  # no /proc, or no more open files: a training goes on without the number
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return peak_resident_bytes()
 
 
 @cache
