@@ -22,6 +22,8 @@ from warm_python import python
 from mixmesh.base.files import PACKAGE
 from mixmesh.errors import CollectiveError
 from mixmesh.runtime.lost import Waiting
+from mixmesh.runtime.peers import Peers, Seen
+from mixmesh.runtime.processes import process_place
 from mixmesh.runtime.watch import Watch
 
 WORKER = Path(__file__).parent / "watch_worker.py"
@@ -185,6 +187,21 @@ def test_the_process_that_holds_the_store_ends_when_the_others_know_why():
     with pytest.raises(CollectiveError, match="negative rate"):
         second.raise_verdict()
     second.close()
+
+
+def test_a_first_rank_that_ends_with_the_store_is_not_said_to_be_killed():
+    """After ``sys.exit()`` there, without a launcher, nobody can read that its script is over."""
+    store = dist.HashStore()
+    over = subprocess.Popen(["true"])
+    over.wait()
+    for rank, pid in ((0, over.pid), (1, os.getpid())):
+        Peers(store, rank, 3, 30.0).write(Seen(1, process_place(), pid, 0, "", 0.0, ""))
+    peers = Peers(store, 2, 3, 30.0)
+    peers.read()
+    assert peers.why_lost(0, 30.0) == "", "its last word may come"
+    assert "it was killed, perhaps for taking too much memory" in peers.why_lost(0, 30.0)
+    peers.store_is_lost = True
+    assert "its script was over early, or it was killed" in peers.why_lost(0, 30.0)
 
 
 @pytest.mark.parametrize("scenario", AGREED)

@@ -125,6 +125,8 @@ class Peers:
             if rank not in self._gone:  # its last word may come with the next beat
                 self._gone.add(rank)
                 return ""
+            if not rank and self.store_is_lost:  # it held the store, with its last word
+                return "has ended, and its last message with it: its script was over early, or it was killed"
             return "has ended without a message: it was killed, perhaps for taking too much memory"
         silent_s = self._clock.now_s - heard_at
         if silent_s < heartbeat_s:
