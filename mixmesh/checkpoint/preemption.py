@@ -13,9 +13,10 @@ from .vote import Vote
 
 
 class Preemption:
-    """A context in which SIGTERM, SIGUSR1 and Ctrl-C no longer end the process: ``is_requested`` tells
-    whether one came, and a second one, more than two seconds later, ends the process at once. For the main
-    thread; every rank of ``model`` enters it."""
+    """A context in which SIGTERM, SIGUSR1, Ctrl-C and the end of the terminal (SIGHUP, unless the process
+    ignores it, as under ``nohup``) no longer end the process: ``is_requested`` tells whether one came, and a
+    second one, more than two seconds later, ends the process at once. For the main thread; every rank of
+    ``model`` enters it."""
 
     def __init__(self, model: nn.Module) -> None:
         self._ranks = Ranks.of(uncompiled(model))

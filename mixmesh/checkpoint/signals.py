@@ -1,4 +1,5 @@
-"""The signals that ask a training to stop at the end of a step: those of schedulers, and Ctrl-C.
+"""The signals that ask a training to stop at the end of a step: those of schedulers, Ctrl-C, and that of a
+terminal which is closed.
 
 The first one is noted. A second one ends the process at once, even if its main thread waits in a collective
 and runs no Python: PyTorch's collectives do not return for a signal, so a separate thread reads them.
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 # seconds within which a repeated signal counts as the same one: a launcher passes on signals that its
 # processes have received too
 SAME_S = 2.0
@@ -37,7 +38,7 @@ class Signals:
     def __enter__(self) -> Signals:
         self._from, self._to = os.pipe()
         os.set_blocking(self._to, False)
-        self._handlers = {number: signal.signal(number, _ignore) for number in SIGNALS}
+        self._handlers = {number: signal.signal(number, _ignore) for number in SIGNALS if _is_heard(number)}
         self._wakeup = signal.set_wakeup_fd(self._to, warn_on_full_buffer=False)
         self._thread.start()
         _entered.append(self)
@@ -100,6 +101,12 @@ def _leave_in_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_in_fork)
+
+
+def _is_heard(number: signal.Signals) -> bool:
+    """Whether a signal may stop the training. ``nohup`` makes a process ignore that of a closed terminal, so
+    that it trains on."""
+    return number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
 
 
 def _ignore(_number: int, _frame: object) -> None:

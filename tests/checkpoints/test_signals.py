@@ -73,3 +73,12 @@ def test_a_forked_process_leaves_the_context_by_itself():
             finally:
                 os._exit(1)
         assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_closed_terminal_asks_to_stop_unless_the_process_ignores_that():
+    for before, expected in ((signal.SIG_DFL, signal.SIGHUP), (signal.SIG_IGN, 0)):  # the second is nohup's
+        signal.signal(signal.SIGHUP, before)
+        with Signals() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            time.sleep(0.2)
+            assert signals.number == expected
