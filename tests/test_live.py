@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import math
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,6 +56,50 @@ def test_a_full_disk_ends_the_log_and_not_the_training(capsys):
     live.after_step(1, 2.5, 0.2)
     live.close()
     assert capsys.readouterr().err.count("/dev/full is not written any more: No space left on device") == 1
+
+
+def test_output_that_cannot_be_written_does_not_end_the_training(tmp_path):
+    """Neither the training nor the status that a launcher reads: Python ends with 120 where standard output
+    still holds lines."""
+    script = tmp_path / "tells.py"
+    script.write_text(
+        "from mixmesh.cli.live import Live\n"
+        "from mixmesh.lang.ir import Program\n"
+        "from mixmesh.lang.plan_file import Plan\n"
+        "live = Live(Plan(Program('p', 1, (), (), ''), 'hap', 0.1, (), ''), 32, None, is_quiet=False)\n"
+        "live.after_step(0, 2.5, 0.2)\n"
+        "live.after_step(1, 2.5, 0.2)\n"
+        "live.close()\n"
+    )
+    for target in ("/dev/full", "&-"):
+        command = f"exec {sys.executable} {script} >{target}"
+        ran = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, timeout=120)
+        assert (ran.returncode, ran.stderr) == (0, "")
+
+
+class Terminal(io.StringIO):
+    """A terminal that may be closed while a program prints to it."""
+
+    is_there = True
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        if not self.is_there:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().write(text)
+
+
+def test_a_bar_outlives_its_terminal(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    live = Live(PLAN, 32, 9, is_quiet=False)
+    live.after_step(0, 2.5, 0.2)
+    assert "0/9" in terminal.getvalue()
+    terminal.is_there = False
+    live.after_step(1, 2.5, 0.2)
+    live.close()
 
 
 def test_a_log_of_two_starts(tmp_path):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import TextIO
 
 from .callers import line_of_script, warn
 
@@ -69,11 +72,38 @@ def lines_of(doing: str, print_line: Say, clock: Callable[[], float] = time.mono
 
 def tell(text: str) -> None:
     """Prints a line on standard error. A line that cannot be written is lost: the disk of a log file is full,
-    or the reader of a pipe is gone. Neither may end a training, or the thread that watches it."""
-    if sys.stderr is None:  # closed: print would write to standard output
+    the reader of a pipe is gone, or the terminal is closed. None of these may end a training, or the thread
+    that watches it."""
+    _print(text, sys.stderr)
+
+
+def say(text: str) -> None:
+    """Prints a line on standard output, or loses it in the same cases as ``tell``."""
+    _print(text, sys.stdout)
+
+
+def _print(text: str, stream: TextIO | None) -> None:
+    if stream is None:  # closed: print would write to standard output
         return
-    with suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
+    try:
+        print(text, file=stream, flush=True)
+    except (OSError, ValueError):
+        if stream not in _failed:
+            _failed.append(stream)
+            atexit.register(_leave_unwritten, stream)
+
+
+_failed: list[TextIO] = []  # streams on which a line could not be written
+
+
+def _leave_unwritten(stream: TextIO) -> None:
+    """Drops the lines that a stream still holds at the end if they cannot be written now either: Python would
+    end with status 120, and a launcher would take a training that is done for one that has failed."""
+    try:
+        stream.flush()
+    except (OSError, ValueError):
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def tell_warning(text: str) -> None:

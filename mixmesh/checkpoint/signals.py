@@ -10,11 +10,13 @@ does not count, and SIGTERM ends it as before.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -85,10 +87,26 @@ class Signals:
         while (number := os.read(self._from, 1)[0]) != END:
             if number not in SIGNALS:
                 continue
+            if number == signal.SIGHUP:
+                leave_closed_terminal()
             if self.number and time.monotonic() - self._came_at > SAME_S:
                 os._exit(OF_SIGNAL + number)
             if not self.number:
                 self.number, self._came_at = number, time.monotonic()
+
+
+def leave_closed_terminal() -> None:
+    """Lets what is printed go nowhere if it went to a terminal that was closed: the script's own ``print``
+    would raise an error before all is saved."""
+    for stream in (1, 2):
+        with suppress(OSError):
+            try:
+                os.get_terminal_size(stream)
+            except OSError as error:
+                if error.errno == errno.EIO:
+                    nothing = os.open(os.devnull, os.O_WRONLY)
+                    os.dup2(nothing, stream)
+                    os.close(nothing)
 
 
 _entered: list[Signals] = []  # the contexts that this process is in

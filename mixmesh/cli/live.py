@@ -7,14 +7,14 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..base.progress import tell
+from ..base.progress import say, tell
 from ..base.run_log import CHECKPOINT, FAULT, OWN, PLAN, SHARES, START, STOP, mark_line, step_line
 from ..base.units import number_text
 from ..errors import InputError
@@ -22,6 +22,8 @@ from .launch import meet
 from .output import seconds
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from ..lang.plan_file import Plan
 
 MOST_TOLD = 300  # characters shown of an error
@@ -200,10 +202,11 @@ class Live:
                 self._board.add_scalar("samples_per_s", samples_per_s, step.number)
         if self._is_quiet:
             return
-        if sys.stdout.isatty():
-            self._show(step)
+        if sys.stdout is not None and sys.stdout.isatty():
+            with suppress(OSError):  # the terminal was closed
+                self._show(step)
         elif step.number % self._every == 0 or step.number == self._num_steps:
-            print(self.line(step), flush=True)
+            say(self.line(step))
 
     def line(self, step: Step) -> str:
         """Formats a step: ``step 20  loss 1.81  312 ms  103 samples/s  96% of the bound  lag 0 / 12 ms  2 min
@@ -230,13 +233,21 @@ class Live:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-        bar = self._open.enter_context(Progress(*columns))
+        bar = Progress(*columns)
+        bar.start()
+        self._open.callback(_end_bar, bar)
         task = bar.add_task("", total=self._num_steps)
         return lambda step: bar.update(task, completed=step.number, description=self.line(step))
 
     def close(self) -> None:
         """Ends the bar and closes the files."""
         self._open.close()
+
+
+def _end_bar(bar: Progress) -> None:
+    """Leaves the bar in the terminal as it is, unless the terminal was closed."""
+    with suppress(OSError):
+        bar.stop()
 
 
 def lag_text(own_s: Sequence[float]) -> str:

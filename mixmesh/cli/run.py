@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ..base.progress import say
 from ..base.run_log import RUN_LOG
 from ..errors import InputError, JobError
 from .checkpoint import (
@@ -183,7 +184,7 @@ def run_training(options: RunOptions) -> int:
     if options.as_json:
         print_json(results.object())
     else:
-        print("\n".join(results.lines()), flush=True)
+        say("\n".join(results.lines()))
     return status
 
 

@@ -82,3 +82,32 @@ def test_a_closed_terminal_asks_to_stop_unless_the_process_ignores_that():
             os.kill(os.getpid(), signal.SIGHUP)
             time.sleep(0.2)
             assert signals.number == expected
+
+
+def test_a_print_to_a_closed_terminal_is_no_error(tmp_path):
+    """What goes to a file is still written."""
+    path = tmp_path / "output"
+    master, terminal = os.openpty()
+    file = os.open(path, os.O_CREAT | os.O_WRONLY)
+    from_child, to_parent = os.pipe()
+    if not (child := os.fork()):
+        try:
+            os.dup2(terminal, 1)
+            os.dup2(file, 2)
+            os.close(master)
+            with Signals() as signals:
+                os.write(to_parent, b"!")
+                while not signals.number:  # the parent closes the terminal, and then sends the signal
+                    time.sleep(0.01)
+                os.write(1, b"step 1")
+                os.write(2, b"step 1")
+                os._exit(0)
+        finally:
+            os._exit(1)
+    os.read(from_child, 1)  # the child is in its context
+    os.close(master)
+    os.kill(child, signal.SIGHUP)
+    assert os.waitpid(child, 0)[1] == 0
+    assert path.read_bytes() == b"step 1"
+    for descriptor in (terminal, file, from_child, to_parent):
+        os.close(descriptor)
