@@ -80,6 +80,26 @@ def test_a_rank_of_another_machine_whose_connection_is_closed_is_named(server):
         watch.close()
 
 
+def test_the_end_of_a_data_worker_does_not_hide_why_a_collective_failed(server):
+    """As PyTorch's handler of SIGCHLD does, which raises in whatever the main thread runs."""
+
+    def tell_of_worker(number: int, frame: object) -> None:
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Terminated.")
+
+    Peers(server, 1, 2, 30.0).write(Seen(1, "another machine", 1, 1, "", 0.0, ""))
+    watch = Watch(server, 0, 2, heartbeat_s=30.0)
+    before = signal.signal(signal.SIGALRM, tell_of_worker)
+    try:
+        watch.waiting = Waiting.now("all_gather")
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        error = watch.explain()
+        assert error is not None and error.message.startswith("rank 1 has not been heard of")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        watch.close()
+
+
 @pytest.mark.parametrize("is_launched", [True, False])
 def test_a_stopped_process_is_killed_where_a_launcher_would(server, monkeypatch, is_launched):
     monkeypatch.delenv(LAUNCHER_VARIABLE, raising=False)

@@ -28,7 +28,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -220,7 +220,9 @@ class Watch:
         self._asked = True
         deadline = time.monotonic() + 5 * BEAT_S
         while self._verdict is None and time.monotonic() < deadline and not self._over.is_set():
-            time.sleep(0.05)
+            # a launcher that ends all ranks ends this one's data workers too, which is not the reason
+            with suppress(RuntimeError):
+                time.sleep(0.05)
         late = ranks_outside(self.number, self._peers.states())
         if self._verdict is not None or timeout_s is None or self.waiting is None or not late:
             return self._verdict
