@@ -35,10 +35,9 @@ from .device_sets import ABOUT, device_sets, least_parallel_s, sets_in_need
 from .passes import REMATERIALISATION
 from .proposal import Proposal
 from .room import Room
-from .state_room import able_ranks
+from .state_room import STAGES, able_ranks, stages_with_room
 from .task import HOPEFUL, USUAL_BYTES, Task
 
-STAGES = (0, 1, 2, 3)
 HIDDEN = (1.0, 0.25)  # shares of the collectives' seconds that a micro-batch is assumed to wait for
 # shares of a device's memory budget that are left free because rows are not divided
 SPARE = (0.0, 0.02, 0.06, 0.2)
@@ -63,9 +62,7 @@ def poplar(task: Task) -> Iterator[Proposal]:
         if is_slower or not idle_ranks_fit(task, ranks):
             continue
         short = []  # ZeRO stages in which some rank lacks the memory to take its whole share at once
-        for stage in STAGES:
-            if not able_ranks(task, stage, ranks):
-                continue
+        for stage in stages_with_room(task, ranks):
             task.progress(f"planning: poplar, stage {stage}, {len(ranks)} devices")
             for proposal in Staged(task, stage, ranks, tried=tried).proposals():
                 is_any = True

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 
 from .task import Task
 
+STAGES = (0, 1, 2, 3)
+
 
 def able_ranks(task: Task, stage: int, ranks: Sequence[int]) -> tuple[int, ...]:
     """The ranks that can hold what each of them needs in a ZeRO stage; none if these ranks together cannot
@@ -25,6 +27,11 @@ def able_ranks(task: Task, stage: int, ranks: Sequence[int]) -> tuple[int, ...]:
     left = {r: task.usable_bytes[r] - constants[r] - whole for r in ranks}
     able = tuple(r for r in ranks if left[r] >= 0)
     return able if sum(left[r] for r in able) >= divided else ()
+
+
+def stages_with_room(task: Task, ranks: Sequence[int]) -> tuple[int, ...]:
+    """The ZeRO stages in which some of these ranks may hold the model's state."""
+    return tuple(stage for stage in STAGES if able_ranks(task, stage, ranks))
 
 
 def least_state_bytes(task: Task, stage: int) -> tuple[int, int]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ...api import plan_traced
 from ...base.progress import Teller, telling
-from ...base.units import plural
+from ...base.units import plural, seconds_text
 from ...cluster import Cluster
 from ...cluster.detection import Cache, calibrations_of, detect, read_inventory
 from ...cluster.detection.cache import key_of
@@ -197,7 +197,10 @@ def _for_all_batches(planned_by: Callable[[str], Plan], planner: str, check: Che
         other = planned_by(OF_ANY_SIZE)
     except Infeasible:
         return plan
-    teller.line(f"mixmesh: {OF_ANY_SIZE} in place of {plan.planner}: {refusal}; drop_last=True keeps it")
+    longer = f"{seconds_text(other.predicted_step_s)} a step instead of {seconds_text(plan.predicted_step_s)}"
+    teller.line(
+        f"mixmesh: {OF_ANY_SIZE} in place of {plan.planner}, {longer}: {refusal}; drop_last=True keeps it"
+    )
     return other
 
 
