@@ -3,8 +3,9 @@
 Where a parameter is cut, no rank can see that another one has dropped, scaled or clipped its piece of the
 gradient: there is nothing to compare the values with. But ranks that run one script do the same to all
 pieces. So each counts, for every piece that it holds, the backward passes that found a gradient, the
-optimizer's steps that had one, and those whose gradient the script had changed; and adds up the numbers by
-which losses were multiplied. ``drift`` compares the counts now and then.
+optimizer's steps that had one, those whose gradient the script had changed, and the backward passes after
+which the piece was written to, be it by an optimizer that ``prepare`` has not seen; and adds up the numbers
+by which losses were multiplied. ``drift`` compares the counts now and then.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torch import Tensor, optim
 
 from .shard_numbers import Off
 
-NO_COUNTS = (float("nan"),) * 4  # for a rank that holds no piece of a parameter
+NUM_COUNTS = 5
+NO_COUNTS = (float("nan"),) * NUM_COUNTS  # for a rank that holds no piece of a parameter
 
 
 @dataclass
@@ -29,8 +31,10 @@ class Counts:
     num_kept: int = 0  # backward passes that found a gradient of earlier ones
     num_stepped: int = 0  # steps of the optimizer with a gradient
     num_changed: int = 0  # steps among them whose gradient the script had changed
+    num_written: int = 0  # backward passes after which the piece was written to
     last: weakref.ref[Tensor] | None = None
     version: int = 0
+    version_of_piece: int | None = None  # in the last backward pass
 
 
 @dataclass
@@ -53,7 +57,10 @@ class Acts:
             self.weights = own if self.weights is None else self.weights + own
         if self.pieces:
             for name, p in self.pieces.items():
-                self._counts[name].num_kept += p.grad is not None
+                counts = self._counts[name]
+                counts.num_kept += p.grad is not None
+                counts.num_written += counts.version_of_piece not in (None, p._version)
+                counts.version_of_piece = p._version
             torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
 
     def _after_backward(self) -> None:
@@ -73,8 +80,9 @@ class Acts:
                     is_last = counts.last is not None and counts.last() is p.grad
                     counts.num_changed += not (is_last and counts.version == p.grad._version)
 
-    def of(self, name: str, optimizer: optim.Optimizer | None) -> tuple[float, float, float, float]:
-        """The counts for one parameter, and the optimizer's own count of its steps (-1 without one)."""
+    def of(self, name: str, optimizer: optim.Optimizer | None) -> tuple[float, ...]:
+        """The ``NUM_COUNTS`` counts for one parameter; the last is the optimizer's own count of its steps (-1
+        without one)."""
         counts = self._counts.get(name)
         if counts is None:
             return NO_COUNTS
@@ -82,7 +90,8 @@ class Acts:
             state = {} if optimizer is None else optimizer.state.get(self.pieces[name]) or {}
             step = state.get("step", -1)
         is_number = isinstance(step, int | float) or (isinstance(step, Tensor) and step.numel() == 1)
-        return counts.num_kept, counts.num_stepped, counts.num_changed, float(step) if is_number else -1
+        own = float(step) if is_number else -1
+        return counts.num_kept, counts.num_stepped, counts.num_changed, counts.num_written, own
 
     def taken(self) -> float:
         """The sum of the gradients of losses since the last call."""
@@ -92,9 +101,10 @@ class Acts:
 
 def text_of(counts: tuple[float, ...]) -> str:
     """The counts of ``Acts.of`` in words."""
-    kept, stepped, changed, step = counts
+    kept, stepped, changed, written, step = counts
     own = f", and {step:.0f} by the optimizer's own count" if step >= 0 else ""
     return (
         f"{stepped:.0f} steps with its gradient, {changed:.0f} of them with a changed one{own}; "
-        f"{kept:.0f} backward passes added to an earlier one"
+        f"{kept:.0f} backward passes added to an earlier one; "
+        f"written to after {written:.0f} backward passes"
     )

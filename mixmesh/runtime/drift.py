@@ -30,7 +30,7 @@ from ..base.units import ranks_text
 from ..errors import InputError
 from ..lang.ir import Program, Shard
 from . import collectives
-from .acts import Acts, text_of
+from .acts import NUM_COUNTS, Acts, text_of
 from .agreement import OF_LOSS_ROUNDING, by_value, unequal_weights
 from .comm import Comm
 from .layout import Layout
@@ -119,19 +119,21 @@ class DriftWatch:
         """Raises InputError, on all ranks, if a parameter has different values on some ranks, or the
         optimizer different settings. Collective."""
         comm = self._comm
-        if comm.world_size == 1 or not (self._replicas or self.optimizer):
+        if comm.world_size == 1 or not (self._replicas or self._cut or self.optimizer):
             return
         with comm.call("comparison of parameters"):
             acts = [self.acts.of(name, self.optimizer) for name in self._cut]
             own = [(self._num_steps, self.acts.taken()), settings_of(self.optimizer)]
-            own += [pair for counts in acts for pair in (counts[:2], counts[2:])]
+            padded = [(*counts, 0.0) for counts in acts]
+            own += [counts[n : n + 2] for counts in padded for n in range(0, NUM_COUNTS, 2)]
             of_ranks = self._gathered(torch.cat([torch.tensor(own, dtype=torch.float64), self._checksums()]))
             self._compare_settings(of_ranks[:, 1])
             self._compare_steps(of_ranks[:, 0, 0].tolist())
             self._compare_weights(of_ranks[:, 0, 1].tolist())
-            of_cut, of_ranks = of_ranks[:, 2:].split([2 * len(acts), len(self._replicas)], dim=1)
-            for number, name in enumerate(self._cut):
-                self._compare_acts(name, of_cut[:, 2 * number : 2 * number + 2].flatten(1).tolist())
+            num_rows = (NUM_COUNTS + 1) // 2
+            of_cut, of_ranks = of_ranks[:, 2:].split([num_rows * len(acts), len(self._replicas)], dim=1)
+            for name, rows in zip(self._cut, of_cut.split(num_rows, dim=1)):
+                self._compare_acts(name, rows.flatten(1)[:, :NUM_COUNTS].tolist())
             unequal = [r for n, r in enumerate(self._replicas) if not is_same(of_ranks[list(r.ranks), n])]
             if unequal:
                 norms = self._gathered(self._norms(unequal))

@@ -235,6 +235,26 @@ def check_what_one_rank_alone_does_to_cut_parameters_is_told(_) -> None:
         assert f"before forward pass {when} of the training" in str(caught.value), name
 
 
+def check_updates_without_a_known_optimizer_that_one_rank_leaves_out_are_told(_) -> None:
+    """By an optimizer that is made from the model's parameters later, and by hand."""
+
+    def by_hand(model) -> None:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.sub_(p.grad, alpha=0.1)
+
+    for is_later in (True, False):
+        model, _, loader = prepared(Augmented(""), "fsdp-even")
+        later = torch.optim.Adam(model.parameters())
+        with pytest.raises(InputError, match="written to after 2 backward passes") as caught:
+            for number, (x, y) in enumerate([batch for _ in range(4) for batch in loader]):
+                model(x, y).backward()
+                if dist.get_rank() != 1 or number != 1:
+                    later.step() if is_later else by_hand(model)
+                model.zero_grad()
+        assert "On rank 1" in str(caught.value) and "before forward pass 4" in str(caught.value)
+
+
 def check_what_all_ranks_do_to_cut_parameters_is_no_drift(_) -> None:
     for planner in ("fsdp-even", "tensor-parallel", "poplar"):
         model, optimizer, loader = prepared(Augmented(""), planner, torch.optim.Adam)
