@@ -24,6 +24,8 @@ def sources_with_rows(graph: Graph, smaller: Callable[[], Graph]) -> frozenset[s
     doubtful = {name: source for name, source in _sources(graph).items() if source in of_size}
     if not doubtful:
         return tied
+    if batch_size_of(n.types[0] for n in graph.batch_inputs) == 1:  # there is no smaller batch
+        return tied | of_size
     try:
         other = smaller()
     except MixmeshError:  # a model of this one size: the size has to do
@@ -43,11 +45,11 @@ def _sources(graph: Graph) -> dict[str, str]:
 
 
 def with_one_sample_less(arguments: Any, batch_size: int) -> Any:
-    """The batch without its last sample."""
+    """The batch without its last sample, of two or more."""
 
     def cut(leaf: Any) -> Any:
         has_samples = isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (batch_size,)
-        return leaf[:-1] if has_samples and batch_size > 1 else leaf
+        return leaf[:-1] if has_samples else leaf
 
     return pytree.tree_map(cut, arguments)
 
