@@ -24,6 +24,7 @@ def limited() -> Iterator[None]:
         raise TimeoutError
 
     before = {number: signal.getsignal(number) for number in (signal.SIGALRM, *SIGNALS)}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests that nohup starts would ignore it
     signal.signal(signal.SIGALRM, end)
     signal.alarm(LIMIT_S)
     yield
