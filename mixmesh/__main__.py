@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
+from .base.progress import send_nowhere
 from .cli.output import error_object, error_text, print_json
 from .cli.told import is_first_to_tell
 from .errors import InputError, MixmeshError
@@ -124,7 +125,7 @@ def execute(arguments: Sequence[str], run: Callable[[Sequence[str]], int] = run)
     except (KeyboardInterrupt, typer.Abort):
         return _interrupted(as_json)
     except BrokenPipeError:  # the reader of the pipe, such as head, has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        send_nowhere(sys.stdout.fileno())
         return 0
     except Exception as error:
         if debug:

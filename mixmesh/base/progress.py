@@ -103,7 +103,14 @@ def _leave_unwritten(stream: TextIO) -> None:
         stream.flush()
     except (OSError, ValueError):
         with suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            send_nowhere(stream.fileno())
+
+
+def send_nowhere(descriptor: int) -> None:
+    """Lets everything that is written to a file descriptor from now on be lost."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
 
 
 def tell_warning(text: str) -> None:

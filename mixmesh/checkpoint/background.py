@@ -34,7 +34,9 @@ class Saving:
         try:
             self._thread.start()
         except RuntimeError as error:
-            raise limit_error(ranks.rank, "a checkpoint", error) or error from error
+            if (limited := limit_error(ranks.rank, "a checkpoint", error)) is not None:
+                raise limited from error
+            raise
 
     def _run(self) -> None:
         leave_device()  # the emulated device's quota is for computing: a GPU would not write files either

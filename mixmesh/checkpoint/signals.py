@@ -20,6 +20,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
+from ..base.progress import send_nowhere
+
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 # seconds within which a repeated signal counts as the same one: a launcher passes on signals that its
 # processes have received too
@@ -104,9 +106,7 @@ def leave_closed_terminal() -> None:
                 os.get_terminal_size(stream)
             except OSError as error:
                 if error.errno == errno.EIO:
-                    nothing = os.open(os.devnull, os.O_WRONLY)
-                    os.dup2(nothing, stream)
-                    os.close(nothing)
+                    send_nowhere(stream)
 
 
 _entered: list[Signals] = []  # the contexts that this process is in

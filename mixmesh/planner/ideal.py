@@ -93,9 +93,7 @@ def has_parts(costs: CostModel) -> bool:
 
 def optimizer_s(choices: Choices, states: OptimizerStates, at_peaks: bool) -> list[float]:
     """Seconds of the optimizer's step over all parameters, by class of devices."""
-    costs, graph = choices.costs, choices.fold.whole
-    params = (n for n in graph.nodes if n.op == "param" and n.result in graph.requires_grad)
-    size_bytes = sum({n.args[0]: n.types[0].size_bytes for n in params}.values())
+    costs, size_bytes = choices.costs, choices.fold.whole.trained_bytes
     return [
         peak_optimizer_s(states, size_bytes, device)
         if at_peaks and not costs.has_profile_of(device)

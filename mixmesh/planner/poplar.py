@@ -35,7 +35,7 @@ from .device_sets import ABOUT, device_sets, least_parallel_s, sets_in_need
 from .passes import REMATERIALISATION
 from .proposal import Proposal
 from .room import Room
-from .state_room import STAGES, able_ranks, stages_with_room
+from .state_room import able_ranks, stages_with_room
 from .task import HOPEFUL, USUAL_BYTES, Task
 
 HIDDEN = (1.0, 0.25)  # shares of the collectives' seconds that a micro-batch is assumed to wait for
@@ -88,15 +88,13 @@ def fits_somehow(task: Task) -> bool:
     plain = task.made_once(recomputed, task.data_parallel(task.shares(every)))
 
     def has_allocation(stage: int) -> bool:
-        if not able_ranks(task, stage, every):
-            return False
         staged = Staged(task, stage, every, plain)
         rooms = ((staged.room(0.0, simulation), simulation) for simulation in staged.simulations())
         allocations = (found for room, simulation in rooms for found in staged.allocations(room, simulation))
         return next(allocations, None) is not None
 
     # not the last one alone: one large parameter takes more memory if it is gathered beside its pieces
-    return any(map(has_allocation, reversed(STAGES)))
+    return any(map(has_allocation, reversed(stages_with_room(task, every))))
 
 
 def enough_s(task: Task) -> float:

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..passes.zero import STAGES
 from .task import Task
-
-STAGES = (0, 1, 2, 3)
 
 
 def able_ranks(task: Task, stage: int, ranks: Sequence[int]) -> tuple[int, ...]:
@@ -37,9 +36,7 @@ def stages_with_room(task: Task, ranks: Sequence[int]) -> tuple[int, ...]:
 def least_state_bytes(task: Task, stage: int) -> tuple[int, int]:
     """Bytes of state that every rank holds in a ZeRO stage, and those that all ranks divide, at least."""
     graph, kept = task.choices.fold.whole, task.optimizer_states.kept
-    leaves = {n.args[0]: n for n in graph.nodes if n.op in ("param", "buffer")}.values()
-    trained = task.gradient_bytes
-    fixed = sum(n.types[0].size_bytes for n in leaves if n.result not in graph.requires_grad)
+    trained, fixed = graph.trained_bytes, graph.fixed_bytes
     if stage == 0:
         return fixed + trained * (2 + kept), 0
     if stage == 3:

@@ -243,12 +243,10 @@ class Task:
         """Samples in the global batch, in which shares are counted (1000 if no input has a batch)."""
         return batch_size_of(n.types[0] for n in self.graph.batch_inputs) or 1000
 
-    @lazy
+    @property
     def gradient_bytes(self) -> int:
         """The bytes of all gradients of a replicated model."""
-        graph = self.choices.fold.whole
-        params = (n for n in graph.nodes if n.op == "param" and n.result in graph.requires_grad)
-        return sum({n.args[0]: n.types[0].size_bytes for n in params}.values())
+        return self.choices.fold.whole.trained_bytes
 
     @lazy
     def usable_bytes(self) -> tuple[float, ...]:

@@ -113,13 +113,13 @@ class Comm:
 
     def add(self, sets: Iterable[tuple[str, tuple[int, ...]]], backend: str | None = None) -> None:
         """Makes the missing groups among these sets. Collective, in the same order on all ranks."""
+        timeout = datetime.timedelta(seconds=self.timeout_s)
         missing = [one for one in dict.fromkeys(sets) if one not in self.groups and len(one[1]) > 1]
         others = {} if self.watch is None else open_sockets()
         # other ranks wait where a group is made: the call tells them of a rank that could not make its own
-        with self.call(GROUPS) if missing else nullcontext(), self._waiting(GROUPS):
+        with self.call(GROUPS) if missing else nullcontext(), self._waiting():
             for purpose, ranks in missing:
                 # a group of our own even for all ranks: the default one may have another timeout
-                timeout = datetime.timedelta(seconds=self.timeout_s)
                 group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
                 self.groups[purpose, ranks] = group if self.rank in ranks else None
             if backend_of() == HOST_BACKEND:
@@ -128,17 +128,17 @@ class Comm:
             self.watch.sockets |= {n: it for n, it in open_sockets().items() if others.get(n) != it}
 
     @contextmanager
-    def _waiting(self, what: str) -> Iterator[None]:
-        """A context in which this rank may wait for others, for which it has no group yet. Raises
-        CollectiveError for what PyTorch cannot do there."""
+    def _waiting(self) -> Iterator[None]:
+        """A context that makes groups, in which this rank may wait for others. Raises CollectiveError for
+        what PyTorch cannot do there."""
         watch = self.watch if self.watch is not None and self.watch.is_of_this_thread else None
         outer = None if watch is None else watch.waiting
         if watch is not None:
-            watch.waiting = outer or Waiting.now(what)
+            watch.waiting = outer or Waiting.now(GROUPS)
         try:
             yield
         except RuntimeError as error:
-            raise Channel(self, None, self.everyone, what, "", is_call=False).failed(error) from error
+            raise Channel(self, None, self.everyone, GROUPS, "", is_call=False).failed(error) from error
         finally:
             if watch is not None:
                 watch.waiting = outer

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -123,18 +124,19 @@ class DriftWatch:
             return
         with comm.call("comparison of parameters"):
             acts = [self.acts.of(name, self.optimizer) for name in self._cut]
-            own = [(self._num_steps, self.acts.taken()), settings_of(self.optimizer)]
-            padded = [(*counts, 0.0) for counts in acts]
-            own += [counts[n : n + 2] for counts in padded for n in range(0, NUM_COUNTS, 2)]
-            of_ranks = self._gathered(torch.cat([torch.tensor(own, dtype=torch.float64), self._checksums()]))
-            self._compare_settings(of_ranks[:, 1])
-            self._compare_steps(of_ranks[:, 0, 0].tolist())
-            self._compare_weights(of_ranks[:, 0, 1].tolist())
-            num_rows = (NUM_COUNTS + 1) // 2
-            of_cut, of_ranks = of_ranks[:, 2:].split([num_rows * len(acts), len(self._replicas)], dim=1)
-            for name, rows in zip(self._cut, of_cut.split(num_rows, dim=1)):
-                self._compare_acts(name, rows.flatten(1)[:, :NUM_COUNTS].tolist())
-            unequal = [r for n, r in enumerate(self._replicas) if not is_same(of_ranks[list(r.ranks), n])]
+            own = [self._num_steps, self.acts.taken(), *settings_of(self.optimizer), *chain(*acts)]
+            checksums = self._checksums()
+            of_ranks = self._gathered(
+                torch.cat([torch.tensor(own, dtype=torch.float64), checksums.flatten()])
+            )
+            own_of_ranks, sums = of_ranks.split([len(own), checksums.numel()], dim=1)
+            self._compare_settings(own_of_ranks[:, 2:4])
+            self._compare_steps(own_of_ranks[:, 0].tolist())
+            self._compare_weights(own_of_ranks[:, 1].tolist())
+            for name, counts in zip(self._cut, own_of_ranks[:, 4:].split(NUM_COUNTS, dim=1)):
+                self._compare_acts(name, counts.tolist())
+            sums = sums.unflatten(1, checksums.shape)
+            unequal = [r for n, r in enumerate(self._replicas) if not is_same(sums[list(r.ranks), n])]
             if unequal:
                 norms = self._gathered(self._norms(unequal))
                 for number, replica in enumerate(unequal):

@@ -33,7 +33,7 @@ from .losses import LOSS_RULES
 from .mixtures import mixtures_as_operators
 from .norms import NORM_RULES
 from .recurrent import RECURRENT_RULES
-from .rows import sources_with_rows, with_one_sample_less
+from .rows import first_samples, sources_with_rows
 from .sample_lookups import SAMPLE_RULES
 from .schema import bound, normalise, on_meta, overload
 from .simplify import (
@@ -193,7 +193,7 @@ def trace(
 
         def smaller() -> Graph:
             size = batch_size_of(n.types[0] for n in graph.batch_inputs)
-            fewer = with_one_sample_less(dict(batch) if isinstance(batch, Mapping) else batch, size)
+            fewer = first_samples(dict(batch) if isinstance(batch, Mapping) else batch, size, size - 1)
             return convert(capture(model, fewer, KNOWN, request), model, graph_name(model))
 
         is_outside = may_be_outside and not captured.returned.has_loss

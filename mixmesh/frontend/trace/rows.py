@@ -44,14 +44,11 @@ def _sources(graph: Graph) -> dict[str, str]:
     return {n.args[0]: n.inputs[0] for n in graph.nodes if n.op == "output"}
 
 
-def with_one_sample_less(arguments: Any, batch_size: int) -> Any:
-    """The batch without its last sample, of two or more."""
-
-    def cut(leaf: Any) -> Any:
-        has_samples = isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (batch_size,)
-        return leaf[:-1] if has_samples else leaf
-
-    return pytree.tree_map(cut, arguments)
+def first_samples(batch: Any, batch_size: int, count: int) -> Any:
+    """The first ``count`` samples of a batch: of its tensors whose dim 0 has the size of the batch."""
+    return pytree.tree_map_only(
+        torch.Tensor, lambda t: t[:count] if t.shape[:1] == (batch_size,) else t, batch
+    )
 
 
 def values_by_rows(graph: Graph) -> tuple[frozenset[str], frozenset[str]]:

@@ -184,6 +184,20 @@ class Graph:
         return tuple(n for n in self.nodes if n.op == "param")
 
     @lazy
+    def trained_bytes(self) -> int:
+        """The bytes of the parameters that get a gradient."""
+        return sum({n.args[0]: n.types[0].size_bytes for n in self.params if self._is_trained(n)}.values())
+
+    @lazy
+    def fixed_bytes(self) -> int:
+        """The bytes of the other parameters, and of the buffers."""
+        leaves = [n for n in self.nodes if n.op == "buffer" or (n.op == "param" and not self._is_trained(n))]
+        return sum({n.args[0]: n.types[0].size_bytes for n in leaves}.values())
+
+    def _is_trained(self, param: Node) -> bool:
+        return param.result in self.requires_grad
+
+    @lazy
     def batch_inputs(self) -> tuple[Node, ...]:
         return tuple(n for n in self.nodes if n.op == "input")
 

@@ -26,7 +26,7 @@ from ...lang.ir import Program, even_ratio, make_ratio, samples_of, with_whole_r
 from ...lang.optimizer_states import ADAM, OptimizerStates
 from ...lang.plan_devices import planned_devices
 from ...lang.plan_file import MicroBatch, Plan, accumulates, schedule
-from ...passes.zero import with_stage
+from ...passes.zero import STAGES, with_stage
 from ...runtime.accelerator import PRETENDED_BACKEND, begin_peak, empty_cache, peak_held_bytes
 from ...runtime.allocator import resident_bytes
 from ...runtime.data import shard_batches
@@ -37,7 +37,6 @@ from ...step.memory import PeakMemory
 from .children import Outcome, attempt_on
 from .steps import tensors_of
 
-STAGES = (0, 1, 2, 3)
 MAX_PASSES = 4  # limit on the passes per stage
 ENOUGH = 1.1  # another pass is not worth it if the micro-batch can grow by this factor at most
 HEADROOM = 0.05  # share of a device's memory that is left free, as the planner leaves it

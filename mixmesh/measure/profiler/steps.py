@@ -18,6 +18,7 @@ from ...cost import CostModel
 from ...frontend.trace.autocast import Autocast, under
 from ...frontend.trace.capture import is_loss, loss_of
 from ...frontend.trace.outputs import named_tensors
+from ...frontend.trace.rows import first_samples
 from ...lang.ir import Graph
 from ...lang.rules import call_of
 from ...runtime.allocator import give_back, resident_bytes
@@ -269,9 +270,5 @@ def tensors_of(batch: Any) -> list[torch.Tensor]:
 
 
 def cut_batch(batch: Any, rows: int, count: int, device: torch.device) -> Any:
-    def cut(t):
-        if not isinstance(t, torch.Tensor):
-            return t
-        return (t[:count] if t.dim() and t.shape[0] == rows else t).to(device)
-
-    return torch.utils._pytree.tree_map(cut, batch)
+    fewer = first_samples(batch, rows, count)
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), fewer)

@@ -10,8 +10,8 @@ from ...errors import InputError
 from .common import split_together
 from .curves import Tables, is_number, is_whole, tables
 from .separate import split_separately
+from .stages import STAGES
 
-STAGES = (0, 1, 2, 3)
 # samples are counted in float64 internally: far below 2**53
 MAX_GLOBAL_BATCH = 2**40
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import pymetis
 
-from ...base.progress import flush_output
+from ...base.progress import flush_output, send_nowhere
 from ...cost import VIEWS, CostModel
 from ...errors import InputError
 from ...lang.ir import Graph, Node
@@ -199,14 +199,12 @@ def silent() -> Iterator[None]:
     is not an error and must not appear in a command's output."""
     flush_output()
     kept = os.dup(1)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
-        os.dup2(nowhere, 1)
+        send_nowhere(1)
         yield
         ctypes.CDLL(None).fflush(None)  # C code has written into a buffer of its own
     finally:
         os.dup2(kept, 1)
-        os.close(nowhere)
         os.close(kept)
 
 

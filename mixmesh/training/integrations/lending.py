@@ -54,24 +54,24 @@ class Lender:
         with torch.inference_mode(False), torch.no_grad():  # weights filled in here are trained later
             marks = self._current_marks()
             if self._loan is not None and marks != self._loan.marks:
-                self.take_back()
+                self._take_back_unchanged()
             if self._loan is None:
                 block = self.parallel.whole()
                 with modes_kept(self.original.modules()):
                     self._loan = _Loan(block, block.__enter__(), marks)
         return self._loan.module
 
-    def take_back(self) -> None:
+    def _take_back_unchanged(self) -> None:
         """Ends the loan, if there is one. Raises InputError if the module's weights were changed."""
         if self._loan is not None:
             self._end(self._loan.block.changed())
 
-    def take_back_changed(self) -> None:
-        """Like ``take_back``, but weights that the script has changed in the module, alike on every rank,
-        train from now on. Raises InputError if ranks have changed them differently. Collective while it is
-        lent."""
+    def take_back(self) -> None:
+        """Ends the loan, if there is one. Weights that the script has changed in the module, alike on every
+        rank, train from now on. Raises InputError if ranks have changed them differently. Collective while it
+        is lent."""
         if self._loan is None or self._loan.marks != self._current_marks():
-            return self.take_back()
+            return self._take_back_unchanged()
         changed = self._loan.block.changed()
         digests = everyones(digest(changed) if changed else "")
         if len(set(digests)) > 1:

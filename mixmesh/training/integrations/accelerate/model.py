@@ -25,7 +25,7 @@ class _AsOneDevice(nn.Module):
         if _evaluates(self):
             return lend_in_its_modes(lender)(*args, **kwargs)
         _follow_modes(self, lender)
-        lender.take_back_changed()
+        lender.take_back()
         check_alike((args, kwargs), learning_rates(self.__dict__["_optimizer"]))
         with same_random_numbers():  # ranks draw different numbers here, but the same ones for the next batch
             out = super().__call__(*args, **kwargs)

@@ -170,7 +170,7 @@ class Manual:
             return
         with keeping_modes(self.module):
             for part in self.parts:
-                part.lender.take_back_changed()
+                part.lender.take_back()
                 part.stand_in(self.module)
         self._is_lent = False
 

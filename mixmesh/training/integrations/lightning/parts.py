@@ -63,7 +63,7 @@ class Part:
 
     def fill(self) -> None:
         """Gives the original the trained values for good. Collective."""
-        self.lender.take_back_changed()
+        self.lender.take_back()
         fill(self.original, self.parallel)
 
 

@@ -59,7 +59,7 @@ class _Planned:
     def start(self) -> None:
         """Takes the module back before a step, whose modes are now those of the parallel model, with weights
         that a callback changed in it. Raises InputError if ranks changed them differently. Collective."""
-        self.lender.take_back_changed()
+        self.lender.take_back()
         self.hide()
         set_modes_by_name(self._shown, modes_by_name(self.step.module))
 
@@ -277,7 +277,7 @@ class Strategy(SingleDeviceStrategy):
     def on_train_end(self) -> None:
         planned = self._planned
         if planned is not None and not self._has_trained:
-            planned.lender.take_back_changed()
+            planned.lender.take_back()
             planned.hide()
             fill(planned.step, planned.parallel)
             del vars(self._module)["zero_grad"]
