@@ -35,7 +35,9 @@ from warm_python import python
 
 import mixmesh
 from mixmesh.base.progress import Teller
+from mixmesh.cli.prepare import check_data
 from mixmesh.errors import TraceError
+from mixmesh.frontend.job import Job
 from mixmesh.frontend.trace import trace
 from mixmesh.frontend.trace.own_generators import generators_in, marks_of
 from mixmesh.runtime.batches import other_dtype
@@ -429,9 +431,19 @@ def test_a_last_batch_that_a_pipeline_cannot_cut_is_refused_at_once(rows, fits):
     check_last_batch(DataLoader(data, 12, drop_last=True), plan)
     check_last_batch(DataLoader(data, 12), plan, num_batches=1)  # training ends before
     batches = BatchSampler(range(rows), 12, drop_last=False)
-    for loader in (DataLoader(data, 12), DataLoader(data, batch_sampler=batches)):
+    for loader in (DataLoader(data, 12), DataLoader(data, batch_sampler=batches), data.split(12)):
         with contextlib.nullcontext() if fits else pytest.raises(mixmesh.InputError, match="2 micro-batches"):
             check_last_batch(loader, plan, num_batches=2)
+
+
+def test_mixmesh_run_looks_ahead_to_the_last_batch():
+    plan = pipelined(chain(model_of(), batch(), THREE_STAGES), 2)
+    job = Job(model_of(), batch(), data=DataLoader(torch.ones(16, 3), 12))
+    check_data(job, 1, plan)  # ends before it
+    for num_steps in (2, None):
+        with pytest.raises(mixmesh.InputError, match="2 micro-batches") as error:
+            check_data(job, num_steps, plan)
+        assert "--planner ddp-tuned" in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +11,7 @@ import typer
 
 from ..base.launched import rank_and_world_size
 from ..frontend.job import Job
+from ..lang.plan_file import Plan
 
 if TYPE_CHECKING:
     from ..training.preparation import Options, Prepared
@@ -61,9 +63,22 @@ class Preparing:
         )
 
 
-def prepared_plan(job: str, preparing: Preparing) -> tuple[Job, Prepared, int]:
-    """Loads a job and plans it for the devices of this launch. Returns both with this process's rank.
-    Collective. Random numbers stay as the job left them, equal on all ranks."""
+def check_data(job: Job, num_steps: int | None, plan: Plan) -> None:
+    """Raises InputError if a run of ``num_steps``, or of whole epochs if that is None, would come to a last
+    batch of the job's data that is too small for the ``plan``."""
+    from ..training.preparation.refusals import check_last_batch
+
+    hint = (
+        "DataLoader(..., drop_last=True) in the job",
+        "--planner ddp-tuned, which takes batches of any size",
+    )
+    check_last_batch(job.data, plan, num_batches=num_steps, hint=hint)
+
+
+def prepared_plan(job: str, preparing: Preparing, num_steps: int | None) -> tuple[Job, Prepared, int]:
+    """Loads a job and plans it for ``num_steps`` on the devices of this launch; None stands for whole epochs.
+    Returns both with this process's rank. Collective. Random numbers stay as the job left them, equal on all
+    ranks."""
     rank, world_size = rank_and_world_size()
     from ..planner import check_planner
 
@@ -81,5 +96,6 @@ def prepared_plan(job: str, preparing: Preparing) -> tuple[Job, Prepared, int]:
             options=preparing.options(),
             cache=Cache(None if preparing.is_fresh else preparing.folder or default_folder()),
             cluster_file=preparing.cluster_file,
+            check=partial(check_data, loaded, num_steps),
         )
     return loaded, prepared, rank

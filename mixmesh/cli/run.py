@@ -22,7 +22,7 @@ from .live import Live, LogJson, PrintEvery, TensorBoard, check_targets
 from .on_nan import AllowNan, OnNanName, on_nan_of
 from .output import Json, check_folder_of, print_json
 from .plan import JobName, PlannerName, ProfileFile
-from .prepare import CacheFolder, Fresh, Preparing, ProfileSeconds
+from .prepare import CacheFolder, Fresh, Preparing, ProfileSeconds, check_data
 from .rebalance import Rebalance
 from .run_results import Results, save_measured
 from .run_training import RunOptions, check_start, note_stop, prediction_of, start_run, train_all
@@ -159,6 +159,7 @@ def run_training(options: RunOptions) -> int:
     described, predicted = prediction_of(options, start.plan)
     check_start(options, start.plan)
     jobs = [load_job(options.job) if job is None else job]
+    check_data(jobs[0], options.num_steps, start.plan)
     del job  # the training frees the parts that it does not need
     live = Live(
         start.plan,

@@ -81,7 +81,7 @@ def start_run(options: RunOptions) -> tuple[Start, Job | None]:
         plan, rank = launched_plan(options.job, options.plan, options.batch_norm, options.timeout_s)
         return Start(plan, rank, lambda: described_costs(options.cluster, options.profile)), None
     with checkpoint_stays(options.checkpoints):
-        job, prepared, rank = prepared_plan(options.job, options.preparing)
+        job, prepared, rank = prepared_plan(options.job, options.preparing, options.num_steps)
     replan = None if options.checkpoints is None else planning_again(options.job, prepared, options.preparing)
     return Start(prepared.plan, rank, lambda: (prepared.cluster, prepared.profile), replan), job
 

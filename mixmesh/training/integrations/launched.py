@@ -7,17 +7,19 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...errors import InputError
+from ...lang.plan_file import Plan
 from ...runtime.first_rank import everyones
 from ...runtime.parallel import ParallelModel
 from ...runtime.scaler import unscaled_text
 from ..preparation.alike import check_digests, digest
-from ..preparation.refusals import check_last_batch
+from ..preparation.refusals import OneBatch, check_last_batch
 from ..preparation.script import prepare
 
 
@@ -26,33 +28,48 @@ def is_launched() -> bool:
     return "RANK" in os.environ
 
 
+@dataclass(frozen=True)
+class Epochs:
+    """Training over a ``loader``, which ends after ``num_batches`` of an epoch; None stands for all of them.
+    ``drop_last`` is what to write in a script to leave out a smaller last batch."""
+
+    loader: Any
+    drop_last: str
+    num_batches: int | None = None
+
+    def check(self, plan: Plan) -> None:
+        """Raises InputError for a pipeline that cannot take the loader's smaller last batch."""
+        other = 'planning={"planner": "ddp-tuned"}, which takes batches of any size'
+        check_last_batch(self.loader, plan, num_batches=self.num_batches, hint=(self.drop_last, other))
+
+
 def prepare_for(
-    model: nn.Module, optimizer: torch.optim.Optimizer, example: Any, planning: Mapping[str, Any]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    example: Any,
+    planning: Mapping[str, Any],
+    epochs: Epochs | None,
 ) -> tuple[ParallelModel, torch.optim.Optimizer]:
     """The parallel model and its optimizer, planned by the batch ``example``; ``planning`` holds arguments of
-    ``mixmesh.prepare``. In a launched process only. Collective."""
-    return parallel_for(model, optimizer, example, planning), optimizer  # the optimizer stays the same object
+    ``mixmesh.prepare``. Raises InputError for a plan that the ``epochs``, if they are known, do not fit. In a
+    launched process only. Collective."""
+    # the optimizer stays the same object
+    return parallel_for(model, optimizer, example, planning, epochs), optimizer
 
 
 def parallel_for(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, example: Any, planning: Mapping[str, Any]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    example: Any,
+    planning: Mapping[str, Any],
+    epochs: Epochs | None = None,
 ) -> ParallelModel:
     """Like ``prepare_for``, if the optimizer may be missing, or may also have parameters of other models."""
-    parallel, _, _ = prepare(model, optimizer, [example], **planning)
+    one = OneBatch(example) if epochs is None else OneBatch(example, epochs.check)
+    parallel, _, _ = prepare(model, optimizer, one, **planning)
     assert isinstance(parallel, ParallelModel)  # a launched process always gets one
     parallel._runtime.followed = None  # trainers set modes on the script's own model for reasons of theirs
     return parallel
-
-
-def check_whole_epochs(
-    model: ParallelModel, loader: Any, drop_last: str, num_batches: int | None = None
-) -> None:
-    """Raises InputError if the plan of a ``model`` is a pipeline that cannot take a loader's smaller last
-    batch; ``drop_last`` is what to write in a script to leave that out. Training ends after ``num_batches``
-    of an epoch; None stands for all of them."""
-    other = 'planning={"planner": "ddp-tuned"}, which takes batches of any size'
-    plan = model._runtime.forms.plan
-    check_last_batch(loader, plan, num_batches=num_batches, hint=(drop_last, other))
 
 
 def check_scaled(model: ParallelModel, scaler: Any, float16: str) -> None:

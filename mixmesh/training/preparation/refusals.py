@@ -3,7 +3,8 @@ trained on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from inspect import signature
 from string import ascii_lowercase as ALPHABET
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader
 
 from ...errors import InputError
+from ...frontend.job import batch_size
 from ...lang.ir import samples_of
 from ...lang.ir.placement import shard_sizes
 from ...lang.plan_file import Plan
@@ -67,6 +69,18 @@ def check_takes(inputs: Callable[..., Any], values: Sequence[Any], named: Mappin
         ) from None
 
 
+@dataclass(frozen=True)
+class OneBatch:
+    """The ``batch`` that a trainer plans by, in place of a loader; ``check`` raises InputError for a plan
+    that does not fit the other batches of its training."""
+
+    batch: Any
+    check: Callable[[Plan], object] = lambda plan: None
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.batch,))
+
+
 LESS = (
     "DataLoader(..., drop_last=True)",
     'mixmesh.prepare(..., planner="ddp-tuned"), which takes batches of any size',
@@ -79,16 +93,12 @@ def check_last_batch(
     """Raises InputError if a plan is a pipeline whose micro-batches cannot be cut from a loader's smaller
     last batch, which would otherwise be refused at the end of an epoch. Training ends after ``num_batches``
     of an epoch; None stands for all of them."""
-    batches = loader.batch_sampler if isinstance(loader, DataLoader) else None
-    if plan.order is None or not plan.micro_batches or type(batches) is not BatchSampler:
+    if plan.order is None or not plan.micro_batches:
+        return
+    num_full, left = _smaller_last(loader)
+    if not left or (num_batches is not None and num_batches <= num_full):
         return
     steps = max(row.steps for row in plan.micro_batches)
-    try:
-        num_full, left = divmod(length(batches.sampler), batches.batch_size)
-    except TypeError:  # the length is unknown
-        return
-    if batches.drop_last or not left or (num_batches is not None and num_batches <= num_full):
-        return
     samples = samples_of(plan.program)
     shares = [[samples.counts[rank] / samples.batch_size for rank in ranks] for ranks in samples.stages]
     sizes = [size for stage in shares for size in shard_sizes(left, tuple(stage))]
@@ -99,3 +109,22 @@ def check_last_batch(
             got=f"{left} samples in the last one, {', '.join(map(str, sizes))} for the devices",
             hint=hint,
         )
+
+
+def _smaller_last(loader: Any) -> tuple[int, int]:
+    """The number of batches before the smaller last one of a loader, or of a list of batches, and the samples
+    of that one; 0 and 0 if there is none, or if that is not known."""
+    if isinstance(loader, list | tuple) and loader:
+        first, last = (_num_samples(loader[i]) for i in (0, -1))
+        return (len(loader) - 1, last) if last < first else (0, 0)
+    batches = loader.batch_sampler if isinstance(loader, DataLoader) else None
+    if type(batches) is not BatchSampler or batches.drop_last:
+        return 0, 0
+    try:
+        return divmod(length(batches.sampler), batches.batch_size)
+    except TypeError:  # the length is unknown
+        return 0, 0
+
+
+def _num_samples(batch: Any) -> int:
+    return batch_size(batch if isinstance(batch, Mapping) else (batch,)) or 0

@@ -42,7 +42,7 @@ from .loading import (
 from .modes import as_its_train_has_it
 from .outside_loss import needed_names, with_loss
 from .own_loader import OwnLoader
-from .refusals import check_gives_all, check_last_batch, check_takes, check_unwrapped
+from .refusals import OneBatch, check_gives_all, check_last_batch, check_takes, check_unwrapped
 from .start import Options, Prepared, prepare_job
 
 WITHOUT_LOSS = (
@@ -117,6 +117,7 @@ def prepare(
     check_supported(optimizer)
     check_can_be_prepared(optimizer)
     check_gives_all(loader)
+    check = loader.check if isinstance(loader, OneBatch) else partial(check_last_batch, loader)
     batch, loader = from_first_batch(loader)
     own_generators = generators_in(loader, inputs, loss, model)
     with same_random_numbers(own_generators):
@@ -144,9 +145,9 @@ def prepare(
                 options=options,
                 cache=Cache(Path(cache) if cache is not None else default_folder()),
                 cluster_file=None if cluster is None else Path(cluster),
-                check=partial(check_last_batch, loader),
+                check=check,
             )
-        check_last_batch(loader, prepared.plan)
+        check(prepared.plan)
         if rank == 0 and not prepared.plan.returned.has_loss:
             tell(f"mixmesh: {WITHOUT_LOSS}")
         parallel, optimizer = parallelize(

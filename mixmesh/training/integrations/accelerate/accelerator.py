@@ -27,9 +27,9 @@ from ....runtime.scaler import with_agreement
 from ...preparation.loading import example_batch, same_random_numbers, take_random_numbers
 from ...preparation.outside_loss import with_loss
 from ..launched import (
+    Epochs,
     check_not_spread,
     check_scaled,
-    check_whole_epochs,
     is_launched,
     keep_metrics_apart,
     prepare_for,
@@ -140,9 +140,8 @@ class Accelerator(accelerate.Accelerator):
         model.train()  # training steps run in this mode
         model = super().prepare_model(model, evaluation_mode=True)
         self._models.remove(model)
-        parallel, optimizer = prepare_for(model, optimizer, example, planning)
-        if batch is None:
-            check_whole_epochs(parallel, loaders[0], "DataLoader(..., drop_last=True)")
+        epochs = None if batch is not None else Epochs(loaders[0], "DataLoader(..., drop_last=True)")
+        parallel, optimizer = prepare_for(model, optimizer, example, planning, epochs)
         check_scaled(parallel, self.scaler, 'Accelerator(mixed_precision="fp16")')
         self._lenders[parallel] = as_one_device(parallel, optimizer)
         shown = dict(parallel.named_parameters(remove_duplicate=False))

@@ -25,10 +25,10 @@ from ...preparation.lengths import length
 from ...preparation.loading import example_batch, load, same_random_numbers
 from ..accelerate.one_process import as_first_process, look_like_one_process
 from ..launched import (
+    Epochs,
     check_alike,
     check_not_spread,
     check_scaled,
-    check_whole_epochs,
     is_launched,
     prepare_for,
 )
@@ -72,6 +72,7 @@ class Trainer(transformers.Trainer):
         self._is_in_turn = False  # whether it is about to log, evaluate and save, on all ranks
         self._is_whole = False  # whether the script's own model has whole weights for a while, as it trains
         self._example: dict[str, Any] = {}  # a batch by which to plan, while training is being prepared
+        self._epochs: Epochs | None = None  # the training to prepare for
         if is_launched():
             check_version()
             check_library(type(self))
@@ -126,12 +127,12 @@ class Trainer(transformers.Trainer):
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         if is_launched():
             self._example = self._example_batch(train_dataloader)
+            drop_last = "TrainingArguments(dataloader_drop_last=True)"
+            num_batches = max_steps * self.args.gradient_accumulation_steps
+            self._epochs = Epochs(train_dataloader, drop_last, num_batches)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, *args, **kwargs)
         if self.parallel is not None:  # the weights that train
             self.callback_handler.model = self.parallel
-            num_batches = max_steps * self.args.gradient_accumulation_steps
-            drop_last = "TrainingArguments(dataloader_drop_last=True)"
-            check_whole_epochs(self.parallel, train_dataloader, drop_last, num_batches)
         return prepared
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
@@ -143,7 +144,7 @@ class Trainer(transformers.Trainer):
         model.train()  # training steps run in this mode
         assert self.optimizer is not None  # the Trainer creates it before it wraps the model
         parallel, optimizer = prepare_for(
-            with_trainer_loss(model, self), self.optimizer, self._example, self._options()
+            with_trainer_loss(model, self), self.optimizer, self._example, self._options(), self._epochs
         )
         check_scaled(parallel, self.accelerator.scaler, "TrainingArguments(fp16=True)")
         if self.accelerator.scaler is not None:
@@ -151,7 +152,7 @@ class Trainer(transformers.Trainer):
         self.optimizer = self.accelerator.prepare_optimizer(optimizer, device_placement=False)
         # otherwise the Trainer would have it prepared once more
         vars(self.optimizer)["_is_accelerate_prepared"] = True
-        self._example, self._has_trained, self.parallel = {}, True, parallel
+        self._example, self._epochs, self._has_trained, self.parallel = {}, None, True, parallel
         return parallel
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:

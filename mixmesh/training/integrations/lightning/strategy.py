@@ -27,9 +27,9 @@ from ....runtime.parallel import ParallelModel, full_optimizer_state_dict
 from ....runtime.scaler import with_agreement
 from ...preparation.loading import same_random_numbers, take_random_numbers
 from ..launched import (
+    Epochs,
     check_alike,
     check_scaled,
-    check_whole_epochs,
     is_launched,
     keep_metrics_apart,
     learning_rates,
@@ -191,12 +191,7 @@ class Strategy(SingleDeviceStrategy):
         step, modes = TrainingStep(module, batch, takes_index), modes_by_name(module)
         with naming_lines(module.training_step), self.precision_plugin.train_step_context():
             options = {"outputs": (IfGiven(LOGGED), IfGiven(RETURNED)), **self.planning}
-            parallel, _ = prepare_for(step, optimizer, step.tensors, options)
-        trainer = module.trainer
-        num_batches = trainer.num_training_batches
-        drop_last = "DataLoader(..., drop_last=True)"
-        limit = int(num_batches) if num_batches < float("inf") else None
-        check_whole_epochs(parallel, trainer.train_dataloader, drop_last, limit)
+            parallel, _ = prepare_for(step, optimizer, step.tensors, options, _epochs_of(module.trainer))
         step.log.keep(*from_first_rank(step.log.traced))  # only one rank traces
         # before validation Lightning calls zero_grad of the module
         vars(module)["zero_grad"] = parallel.zero_grad
@@ -296,3 +291,10 @@ class Strategy(SingleDeviceStrategy):
             self.accelerator.teardown()
         self.checkpoint_io.teardown()
         return None
+
+
+def _epochs_of(trainer: pl.Trainer) -> Epochs:
+    """The epochs that a ``trainer`` is about to train."""
+    num_batches = trainer.num_training_batches
+    limit = int(num_batches) if num_batches < float("inf") else None
+    return Epochs(trainer.train_dataloader, "DataLoader(..., drop_last=True)", limit)
