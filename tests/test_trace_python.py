@@ -284,3 +284,21 @@ def test_a_batch_that_forward_does_not_take(names, got, hint):
 
 def test_an_error_within_forward_is_no_unfit_batch():
     assert "without mixmesh" in failing(lambda m, y: torch.nn.functional.relu(y, 1, 2)).hint[0]
+
+
+def test_a_branch_in_library_code_says_what_can_be_done_about_it():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LongformerConfig(
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        attention_window=4,
+        max_position_embeddings=20,
+    )
+    tokens = torch.randint(5, 50, (4, 8))
+    with pytest.raises(TraceError) as caught:
+        trace(transformers.LongformerForMaskedLM(config), {"input_ids": tokens, "labels": tokens})
+    assert "modeling_longformer.py" in caught.value.where
+    assert "that line is a library's" in caught.value.hint[0]

@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from ...errors import MixmeshError, TraceError
 from .left_out import of_a_layer_left_out
-from .locate import place_of_error, place_of_function
+from .locate import Place, place_of_error, place_of_function
 from .problem_types import classifying_by
 from .stand_ins import lost_constant
 
@@ -21,6 +21,10 @@ CALL_ONCE = "call the model once on this batch without mixmesh"
 TRACED_OTHERWISE = "if that works, its code does something else while it is traced: give it masks, or none"
 BRANCH_HINT = (
     "replace an `if` or loop on a tensor's value by torch.where, and x[mask] by a multiplication by the mask"
+)
+LIBRARY_HINTS = (
+    "that line is a library's: a subclass of its module whose forward has no such line, put into the model",
+    "or another model of the library; DistributedDataParallel, which traces nothing, trains this one",
 )
 NUMBER_HINTS = (
     "in what is computed, keep the tensor in place of float(x), int(x) or x.item(): torch.maximum for max()",
@@ -73,7 +77,7 @@ def explain(error: Exception, model: nn.Module) -> TraceError:
     if type(error).__name__ == OTHER_DEVICE and (lost := lost_constant(model)) is not None:
         error = lost
     if isinstance(error, GuardOnDataDependentSymNode):
-        return _of_a_value_read(error, str(place), classifying_by(error))
+        return _of_a_value_read(error, place, classifying_by(error))
     if isinstance(error, MixmeshError):
         where = error.where or str(place)
         return TraceError(error.message, expected=error.expected, got=error.got, where=where, hint=error.hint)
@@ -91,7 +95,9 @@ def explain(error: Exception, model: nn.Module) -> TraceError:
     )
 
 
-def _of_a_value_read(error: GuardOnDataDependentSymNode, where: str, setting: tuple[str, ...]) -> TraceError:
+def _of_a_value_read(
+    error: GuardOnDataDependentSymNode, place: Place, setting: tuple[str, ...]
+) -> TraceError:
     """The error for a tensor's value that Python reads, whose remedy is a ``setting`` if one avoids it.
     PyTorch's text names symbols that the user does not know; its condition is a bare symbol where a number is
     read, and no branch is taken."""
@@ -99,7 +105,9 @@ def _of_a_value_read(error: GuardOnDataDependentSymNode, where: str, setting: tu
     hint: tuple[str, ...] = (BRANCH_HINT,)
     if isinstance(error.cond, Symbol):
         got, hint = "a number that is read from a tensor", NUMBER_HINTS
-    return TraceError("the model cannot be traced", got=got, where=where, hint=setting or hint)
+    if place.location and not place.by_user:
+        hint = LIBRARY_HINTS
+    return TraceError("the model cannot be traced", got=got, where=str(place), hint=setting or hint)
 
 
 def _of_a_tensor_not_followed(text: str, model: nn.Module) -> TraceError:
