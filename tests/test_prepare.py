@@ -34,7 +34,6 @@ from torch.utils.data import (
 from warm_python import python
 
 import mixmesh
-from mixmesh.base.progress import Teller
 from mixmesh.cli.prepare import check_data
 from mixmesh.errors import TraceError
 from mixmesh.frontend.job import Job
@@ -455,10 +454,7 @@ def test_mixmesh_run_looks_ahead_to_the_last_batch():
         ("pipeline", 16, True, ["pipeline"]),
     ],
 )
-def test_a_plan_for_all_batches_takes_the_place_of_a_pipeline(
-    monkeypatch, planner, rows, fits_in_memory, asked
-):
-    monkeypatch.setattr(start, "from_first_rank", lambda make: make())
+def test_a_plan_for_all_batches_takes_the_place_of_a_pipeline(planner, rows, fits_in_memory, asked):
     plan = pipelined(chain(model_of(), batch(), THREE_STAGES), 2)
     other = replace(plan, planner="hap")
     planned, said = [], []
@@ -470,7 +466,7 @@ def test_a_plan_for_all_batches_takes_the_place_of_a_pipeline(
         return other if name == "hap" else plan
 
     check = partial(check_last_batch, DataLoader(torch.ones(rows, 3), 12))
-    made = start._for_all_batches(planned_by, planner, check, Teller(line=said.append))
+    made = start._for_all_batches(planned_by, planner, check, lambda refusal: refusal(), said.append)
     assert planned == asked
     is_replaced = fits_in_memory and len(asked) > 1
     assert made is (other if is_replaced else plan)

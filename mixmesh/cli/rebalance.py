@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,7 +14,7 @@ from ..cluster import Cluster
 from ..cost import Profile
 from ..lang.plan_file import Plan
 from .live import Live
-from .prepare import Preparing
+from .prepare import Preparing, check_data
 
 if TYPE_CHECKING:
     from ..training.preparation import Prepared
@@ -83,15 +84,20 @@ def balancer_of(
     )
 
 
-def planning_again(job: str, prepared: Prepared, preparing: Preparing) -> tuple[PlanFor, float]:
-    """A function that plans the job again for a cluster and a profile, on the first rank, and the seconds
-    that planning took at the start (without results from the cache)."""
+def planning_again(
+    job: str, prepared: Prepared, preparing: Preparing, num_steps: int | None
+) -> tuple[PlanFor, float]:
+    """A function that plans the job again for a cluster and a profile, on the first rank, for a run of
+    ``num_steps`` or of whole epochs, and the seconds that planning took at the start (without results from
+    the cache)."""
 
     def plan_for(cluster: Cluster, profile: Profile | None) -> Plan:
         from ..frontend.job import load_job
         from ..training.preparation import plan_again, same_random_numbers
 
         with same_random_numbers():
-            return plan_again(load_job(job), cluster, profile, preparing.options())
+            loaded = load_job(job)
+            check = partial(check_data, loaded, num_steps)
+            return plan_again(loaded, cluster, profile, preparing.options(), check)
 
     return plan_for, sum(phase.time_s for phase in prepared.phases if phase.name in PLANNING)

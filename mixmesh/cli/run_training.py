@@ -82,7 +82,9 @@ def start_run(options: RunOptions) -> tuple[Start, Job | None]:
         return Start(plan, rank, lambda: described_costs(options.cluster, options.profile)), None
     with checkpoint_stays(options.checkpoints):
         job, prepared, rank = prepared_plan(options.job, options.preparing, options.num_steps)
-    replan = None if options.checkpoints is None else planning_again(options.job, prepared, options.preparing)
+    replan = None
+    if options.checkpoints is not None:
+        replan = planning_again(options.job, prepared, options.preparing, options.num_steps)
     return Start(prepared.plan, rank, lambda: (prepared.cluster, prepared.profile), replan), job
 
 

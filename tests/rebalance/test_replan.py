@@ -19,6 +19,7 @@ from warm_python import python
 
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
+from mixmesh.errors import Infeasible
 from mixmesh.frontend.trace import trace
 from mixmesh.lang.optimizer_states import ADAM
 from mixmesh.lang.plan_file import Plan
@@ -155,9 +156,12 @@ def test_planning_again_is_tried_only_where_it_can_pay():
     plan, solver = plan_and_solver()
     planned_s = solver.planned_own_s(plan)
     asked: list[Cluster] = []
+    raised: list[Infeasible] = []
 
     def plan_for(cluster, profile):
         asked.append(cluster)
+        if raised:
+            raise raised[0]
         return replace(plan, planner="other", predicted_step_s=1.05 * solver.balanced_step_s(plan, own_s)[1])
 
     def better(
@@ -185,7 +189,9 @@ def test_planning_again_is_tried_only_where_it_can_pay():
     assert len(asked) == 2
     better(1.02 * hoped_s, 1000, slow_share=0.01)  # without a sample: a plan without that device is looked at
     assert len(asked) == 3
+    raised.append(Infeasible("nothing fits"))  # the training goes on under its plan
+    assert better(0.5, 1000) is None and len(asked) == 4
     full = replace(plan, usable_bytes=(1000, 1000), predicted_peak_memory_bytes=(990, 10))
     decision = Decision(replace(decision.terms, new_step_s=0.5, pause_s=0.5, other_plan=""), "")
     at = (solver, full, own_s, decision, 2.0, 0.05, lambda plan: True)
-    assert Replanner(plan_for, 1.0).better(*at) is None and len(asked) == 3
+    assert Replanner(plan_for, 1.0).better(*at) is None and len(asked) == 4

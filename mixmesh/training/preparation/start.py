@@ -178,19 +178,25 @@ def _prepared(
             plan_words,
         )
 
-    plan = _for_all_batches(planned_by, options.planner, check, phases.teller)
+    plan = _for_all_batches(planned_by, options.planner, check, from_first_rank, phases.teller.line)
     # a plan that was kept may come from a start on equal machines with other names
     plan = replace(plan, devices=planned_devices(cluster))
     return Prepared(cluster, profile, plan, tuple(phases.finished))
 
 
-def _for_all_batches(planned_by: Callable[[str], Plan], planner: str, check: Check, teller: Teller) -> Plan:
+def _for_all_batches(
+    planned_by: Callable[[str], Plan],
+    planner: str,
+    check: Check,
+    agreed: Callable[[Callable[[], str]], str],
+    say: Callable[[str], None],
+) -> Plan:
     """The plan of a ``planner``, or for "auto" one of ``OF_ANY_SIZE`` if that plan does not pass the
-    ``check``."""
+    ``check``; ``agreed`` calls a function and gives its result to all ranks that plan."""
     plan = planned_by(planner)
     if planner != "auto" or plan.order is None:
         return plan
-    refusal = from_first_rank(lambda: _refusal_by(check, plan))
+    refusal = agreed(lambda: _refusal_by(check, plan))
     if not refusal:
         return plan
     try:
@@ -198,9 +204,7 @@ def _for_all_batches(planned_by: Callable[[str], Plan], planner: str, check: Che
     except Infeasible:
         return plan
     longer = f"{seconds_text(other.predicted_step_s)} a step instead of {seconds_text(plan.predicted_step_s)}"
-    teller.line(
-        f"mixmesh: {OF_ANY_SIZE} in place of {plan.planner}, {longer}: {refusal}; drop_last=True keeps it"
-    )
+    say(f"mixmesh: {OF_ANY_SIZE} in place of {plan.planner}, {longer}: {refusal}; drop_last=True keeps it")
     return other
 
 
@@ -212,10 +216,20 @@ def _refusal_by(check: Check, plan: Plan) -> str:
     return ""
 
 
-def plan_again(job: Any, cluster: Cluster, profile: Profile | None, options: Options) -> Plan:
-    """Plans ``job`` again for a cluster, with everything that is known about the cluster by now. Not
-    collective."""
-    return _planned(traced_job(job, options), job, cluster, profile, options, lambda _: None)
+def plan_again(
+    job: Any, cluster: Cluster, profile: Profile | None, options: Options, check: Check = lambda plan: None
+) -> Plan:
+    """Plans ``job`` again for a cluster, with everything that is known about the cluster by now; ``check`` is
+    that of ``prepare_job``. Raises Infeasible if nothing fits in memory, InputError if only plans fit that
+    the check refuses. Not collective."""
+    traced = traced_job(job, options)
+
+    def planned_by(planner: str) -> Plan:
+        return _planned(traced, job, cluster, profile, replace(options, planner=planner), lambda _: None)
+
+    plan = _for_all_batches(planned_by, options.planner, check, lambda refusal: refusal(), lambda _: None)
+    check(plan)
+    return plan
 
 
 def _planned(

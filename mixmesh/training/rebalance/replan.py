@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from ...base.units import plural
 from ...cluster import Cluster
 from ...cost import Profile
+from ...errors import Infeasible, InputError
 from ...lang.ir import shard_sizes
 from ...lang.plan_file import Plan
 from .decide import Decision, Terms, decide
@@ -66,7 +67,10 @@ class Replanner:
             return None
         costs = solver.costs(plan, own_s)
         started = time.perf_counter()
-        candidate = self._plan_for(costs.cluster, costs.profile)
+        try:
+            candidate = self._plan_for(costs.cluster, costs.profile)
+        except (Infeasible, InputError):  # nothing else fits: the training goes on as it is
+            return None
         self._planning_s = time.perf_counter() - started
         candidate = replace(candidate, devices=plan.devices)
         if not is_other_form(candidate):
