@@ -122,6 +122,26 @@ def test_devices_may_have_the_names_that_pytorch_reports():
     assert '"RTX3080-10GB" or "RTX3080-12GB"' in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "reported, name",
+    [
+        ("NVIDIA A100-PCIE-40GB", "A100-40GB"),  # the catalogue has a row of this form for 80 GB alone
+        ("NVIDIA A100 80GB PCIe", "A100PCIE-80GB"),
+        ("Tesla V100-DGXS-32GB", "V100-32GB"),
+        ("NVIDIA GH200 480GB", "GH200-96GB"),  # 480 GB belong to its CPU
+    ],
+)
+def test_names_of_nvidia_smi_with_a_form_and_a_size(reported, name):
+    assert Cluster.parse(f"[[machine]]\ndevices = ['{reported}']").devices[0].name == name
+
+
+@pytest.mark.parametrize("size", ["24 GB", "24GiB", "24G", "(24 GB)", "24gb"])
+def test_sizes_of_cards_are_spelt_in_several_ways(size):
+    assert Cluster.parse(f"[[machine]]\ndevices = ['RTX 4090 {size}']").devices[0].name == "RTX4090-24GB"
+    with pytest.raises(ClusterError, match="unknown device"):
+        Cluster.parse(f"[[machine]]\ndevices = ['RTX 4080 {size}']")
+
+
 def test_devices_may_have_the_names_that_people_use():
     given = ["RTX 4090", "rtx3060", "V100 32GB", "v100-16gb", "P100 SXM2", "T4"]
     cluster = Cluster.parse(f"[[machine]]\ndevices = {given}")
@@ -148,7 +168,29 @@ BAD = [
     (NETWORK.replace("10", "inf") + ONE, "network.bandwidth_gbit_per_s", ["finite", "Inf"]),
     (NETWORK.replace("10", "1e999999999") + ONE, "network.bandwidth_gbit_per_s", ["finite"]),
     (NETWORK.replace("10", "true") + ONE, "network.bandwidth_gbit_per_s", ["number", "true"]),
-    (NETWORK.replace("10", '"10"') + ONE, "network.bandwidth_gbit_per_s", ["number", '"10"']),
+    (NETWORK.replace("10", '"10"') + ONE, "network.bandwidth_gbit_per_s", ["number", '"10"', "per_s = 10"]),
+    (
+        NETWORK.replace("10", "'10 Gbit/s'") + ONE,
+        "network.bandwidth_gbit_per_s",
+        ["try      bandwidth_gbit_per_s = 10"],
+    ),
+    (NETWORK.replace("10", "'500Mbps'") + ONE, "network.bandwidth_gbit_per_s", ["gbit_per_s = 0.5"]),
+    (NETWORK.replace("10", "'1.25 GB/s'") + ONE, "network.bandwidth_gbit_per_s", ["gbit_per_s = 10"]),
+    (NETWORK.replace("30", "'0.05 ms'") + ONE, "network.latency_us", ["latency_us = 50"]),
+    (NETWORK + "kind = 'InfiniBand'\n" + ONE, "network.kind", ['kind = "rdma"']),
+    ("[network]\nbandwidth = '10 Gbit/s'\n" + ONE, "network.bandwidth", ["mean bandwidth_gbit_per_s = 10?"]),
+    (ONE + "p2p = 'false'", "machine[0].p2p", ["p2p = false"]),
+    (ONE + "host = 'x'", "machine[0].host", ["mean name?"]),
+    (
+        with_device("{ device = 'T4', memory_gib = '12 GiB' }"),
+        "machine[1].devices[0].memory_gib",
+        ["_gib = 12"],
+    ),
+    (with_device("{ device = 'T4', vram = 12 }"), "machine[1].devices[0].vram", ["mean memory_gib?"]),
+    (with_device("{ device = 'T4', num = 2 }"), "machine[1].devices[0].num", ["mean count?"]),
+    (with_device("{ device = 'T4', count = '2' }"), "machine[1].devices[0].count", ["try      count = 2"]),
+    (with_device("'2x RTX 3090'"), "machine[1].devices[0]", ['{ device = "RTX3090-24GB", count = 2 }']),
+    (with_device("'A6000'"), "machine[1].devices[0]", ['did you mean "RTXA6000-48GB"?']),
     (NETWORK.replace("30", "-30") + ONE, "network.latency_us", ["0 or more", "-30"]),
     ("[network]\nlatency_us = 1\n" + ONE, "network.bandwidth_gbit_per_s", ["missing", "above 0"]),
     (

@@ -160,10 +160,13 @@ SUSTAINED: dict[str, tuple[float, str]] = {
     "A10-24GB": (0.7, "150 W, base clock 885 and boost clock 1695 MHz (NVIDIA A10 product brief): a guess"),
 }  # fmt: skip
 
-# words of a reported name that name the maker
-_MAKERS = {"NVIDIA", "TESLA", "GEFORCE", "AMD", "INSTINCT", "RADEON", "GENERATION"}
+# words of a reported name that do not tell cards apart: makers, and what a GH200 has beside its GPU
+_MAKERS = {"NVIDIA", "TESLA", "GEFORCE", "AMD", "INSTINCT", "RADEON", "GENERATION", "480GB"}
 _SIZE = re.compile(r"HBM\w*|(\d+)GB")
-_FORM = re.compile(r"SXM\d?|PCIE|OAM")  # a form distinguishes cards only if the catalogue has a row for it
+_SPELT_SIZE = re.compile(r"(?<![A-Z\d.])(\d+)\s*G(?:I?B)?\b")  # "24 GB", "24GiB" and "24G"
+# a form distinguishes cards only if the catalogue has a row for it
+_FORM = re.compile(r"SXM\d?|PCIE|OAM|DGXS")
+NUMBER_OF_CARDS = re.compile(r"(\d+)X|X(\d+)")  # "2x" before a name, or "x2" behind it
 # reported and nominal sizes differ by ECC and by the driver's own memory
 _MEMORY_TOLERANCE = 0.12
 
@@ -187,8 +190,18 @@ def rows_named(name: str) -> tuple[CatalogueRow, ...]:
         return (CATALOGUE[name],)
     words = _words(name)
     sizes = {int(size[1]) for w in words if (size := _SIZE.fullmatch(w)) and size[1]}
-    rows = next((rows for rows in _rows_by_form(words) if rows), [])
-    return tuple(row for row in rows if not sizes or row.memory_gib in sizes)
+    for rows in _rows_by_form(words):
+        meant = tuple(row for row in rows if not sizes or row.memory_gib in sizes)
+        if meant:
+            return meant
+    return ()
+
+
+def rows_ending_in(name: str) -> tuple[CatalogueRow, ...]:
+    """The rows of cards whose names end in ``name``, which leaves out how they begin: "A6000", "3090 Ti"."""
+    end = "".join(w for w in _words(name) if not _SIZE.fullmatch(w))
+    has_number = any(c.isdigit() for c in end)
+    return tuple(row for row in CATALOGUE.values() if has_number and _model(row).endswith(end))
 
 
 def _words(reported_name: str) -> list[str]:
@@ -197,7 +210,13 @@ def _words(reported_name: str) -> list[str]:
 
 
 def _split(name: str) -> list[str]:
-    return [word for word in re.split(r"[\s\-_()]+", name.upper()) if word]
+    plain = _SPELT_SIZE.sub(r"\1GB", name.upper())
+    return [word for word in re.split(r"[\s\-_(),®™]+", plain) if word]
+
+
+def _model(row: CatalogueRow) -> str:
+    """The row's name without its size of memory."""
+    return row.name.rpartition("-")[0].upper()
 
 
 def _rows_by_form(words: list[str]) -> list[list[CatalogueRow]]:
@@ -205,7 +224,4 @@ def _rows_by_form(words: list[str]) -> list[list[CatalogueRow]]:
     those of any form."""
     model = [w for w in words if not _SIZE.fullmatch(w)]
     plain = [w for w in model if not _FORM.fullmatch(w)]
-    return [
-        [row for row in CATALOGUE.values() if row.name.rpartition("-")[0].upper() == "".join(named)]
-        for named in (model, plain)
-    ]
+    return [[row for row in CATALOGUE.values() if _model(row) == "".join(named)] for named in (model, plain)]

@@ -6,10 +6,9 @@ exact decimals until the one rounding in the change of units, so a printed clust
 
 from __future__ import annotations
 
-import difflib
 import re
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from decimal import Decimal
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -29,6 +28,7 @@ from ..errors import ClusterError, unmerged
 from .catalogue import CATALOGUE
 from .classes import ROWS
 from .devices_folder import files, names_meant
+from .spelling import closest, device_hint, is_close, key_hint, meaning, value_hint
 
 T = TypeVar("T", bound=BaseModel)
 _FIGURES = ("tflop_per_s", "memory_gib", "memory_gbyte_per_s")
@@ -115,14 +115,11 @@ class DeviceTable(Table):
             return value
         names = names_meant(device)
         if len(names) != 1:
-            calibrated = [path.stem for path in files()]
-            near = names or closest(device, [*CATALOGUE, *calibrated], num=3)
             raise _problem(
                 "a device of the catalogue: " + ", ".join(names or CATALOGUE),
                 f'several devices are called "{device}"' if names else f'unknown device "{device}"',
-                "did you mean " + " or ".join(f'"{name}"' for name in near) + "?"
-                if near
-                else f"give its figures instead: {{ name = ..., {' = ..., '.join(_FIGURES)} = ... }}",
+                device_hint(device, [path.stem for path in files()])
+                or f"give its figures instead: {{ name = ..., {' = ..., '.join(_FIGURES)} = ... }}",
             )
         return {**value, "device": names[0]}
 
@@ -289,7 +286,8 @@ def _explain(problem: ErrorDetails, schema: type[BaseModel]) -> tuple[str, str, 
     names = [part for part in problem["loc"] if isinstance(part, str)]
     last, owner = names[-1] if names else "", names[-2] if len(names) > 1 else ""
     if kind == "mixmesh":
-        return context["message"] or f"{path} is not usable", context["expected"], context["hint"]
+        hint = context["hint"] or value_hint(last, problem["input"])
+        return context["message"] or f"{path} is not usable", context["expected"], hint
     if kind == "extra_forbidden":
         keys = _keys_at(problem["loc"], schema)
         hint = _meant(last, problem["input"], keys, schema)
@@ -303,66 +301,23 @@ def _explain(problem: ErrorDetails, schema: type[BaseModel]) -> tuple[str, str, 
     known = [_EXPECTED[key] for key in (path, f"{owner}.{last}", last) if key in _EXPECTED]
     if kind == "missing":
         return f"{path} is missing", known[0] if known else "a value", ""
-    return f"{path} is not usable", known[0] if known else problem["msg"], ""
+    hint = value_hint(last, problem["input"])
+    return f"{path} is not usable", known[0] if known else problem["msg"], hint
 
 
 def _meant(key: str, value: Any, keys: tuple[str, ...], schema: type[BaseModel]) -> str:
     """The hint for an unknown key: the key of this table that is spelt almost like it, or that takes the same
     quantity in another unit; or the table that this key belongs to."""
-    written = f"_{key.lower()}"  # a key may be a unit alone, as the gbit_per_s of a link
-    for unit, (ours, factor) in _UNITS.items():
-        known = (written.removesuffix(unit) + ours)[1:]
-        if written.endswith(unit) and known in keys:
-            is_number = isinstance(value, int | Decimal) and not isinstance(value, bool)
-            return f"did you mean {known}" + (f" = {(value * factor).normalize():f}?" if is_number else "?")
-    if key.lower() in _ALIASES and _ALIASES[key.lower()] in keys:
-        return f"did you mean {_ALIASES[key.lower()]}?"
+    hint = key_hint(key, value, keys)
+    if hint:
+        return hint
     near = closest(key, keys)
     place = next((place for table, place in _PLACES.items() if key in table.model_fields), "")
-    if place and schema is ClusterTable and not (near and _is_close(key, near[0])):
+    if place and schema is ClusterTable and not (near and is_close(key, near[0])):
         return f"{key} is a key of {place}"
-    return f"did you mean {near[0]}?" if near else ""
+    return meaning(near[0], value) if near else ""
 
 
-def _is_close(key: str, other: str) -> bool:
-    is_part = other.startswith(key) or key.endswith(other)
-    return is_part or difflib.SequenceMatcher(None, key, other).ratio() >= 0.8
-
-
-# endings of keys in other units than ours: our ending, and how many of our units one is. GB of memory are GiB
-_UNITS = {
-    unit: (ours, Decimal(factor))
-    for unit, ours, factor in (
-        ("_mbit_per_s", "_gbit_per_s", "0.001"),
-        ("_mbps", "_gbit_per_s", "0.001"),
-        ("_gbps", "_gbit_per_s", "1"),
-        ("_gb_per_s", "_gbyte_per_s", "1"),
-        ("_gbyte_per_s", "_gbit_per_s", "8"),
-        ("_mbyte_per_s", "_gbit_per_s", "0.008"),
-        ("_tb_per_s", "_gbyte_per_s", "1000"),
-        ("_tbyte_per_s", "_gbyte_per_s", "1000"),
-        ("_gb", "_gib", "1"),
-        ("_mb", "_gib", "0.0009765625"),
-        ("_mib", "_gib", "0.0009765625"),
-        ("_ms", "_us", "1000"),
-        ("_ns", "_us", "0.001"),
-        ("_tflops", "_tflop_per_s", "1"),
-        ("_gflop_per_s", "_tflop_per_s", "0.001"),
-    )
-}
-_ALIASES = {
-    "tflops": "tflop_per_s",
-    "fp32_tflops": "tflop_per_s",
-    "fp32_tflop_per_s": "tflop_per_s",
-    "fp16_tflops": "half_tflop_per_s",
-    "fp16_tflop_per_s": "half_tflop_per_s",
-    "bf16_tflops": "half_tflop_per_s",
-    "bf16_tflop_per_s": "half_tflop_per_s",
-    "gpu": "device",
-    "gpus": "devices",
-    "vram_gb": "memory_gib",
-    "vram_gib": "memory_gib",
-}
 _PLACES: dict[type[BaseModel], str] = {
     NetworkTable: "[network]",
     MachineTable: "[[machine]]",
@@ -411,14 +366,6 @@ def _table_within(annotation: Any) -> type[BaseModel]:
 def _holds_table(annotation: Any) -> bool:
     is_table = isinstance(annotation, type) and issubclass(annotation, BaseModel)
     return is_table or any(map(_holds_table, get_args(annotation)))
-
-
-def closest(word: str, words: Iterable[str], num: int = 1) -> list[str]:
-    """The ``num`` closest of ``words``: those that begin with ``word``, then those of similar letters."""
-    lower = {w.lower(): w for w in words}
-    near = [w for w in lower if w.startswith(word.lower())]
-    near += difflib.get_close_matches(word.lower(), lower, n=num, cutoff=0.5)
-    return [lower[w] for w in dict.fromkeys(near)][:num]
 
 
 def key_path(loc: tuple[int | str, ...]) -> str:

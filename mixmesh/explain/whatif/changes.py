@@ -9,7 +9,7 @@ from ...base.units import GBIT, GIB, number_text, si
 from ...cluster import Cluster, Device, Machine, with_faster_inside, with_faster_links, without_device
 from ...cluster.catalogue import CATALOGUE
 from ...cluster.devices_folder import names_meant
-from ...cluster.file import closest
+from ...cluster.spelling import devices_like
 from ...cluster.toml import toml_string
 from ...errors import InputError
 
@@ -43,7 +43,7 @@ def device_of(name: str) -> Device:
     """The device of the catalogue, or of a device file, that ``name`` means. Raises InputError."""
     names = names_meant(name)
     if len(names) != 1:
-        near = names or closest(name, CATALOGUE) or ["A100-80GB"]
+        near = names or devices_like(name) or ["A100-80GB"]
         raise InputError(
             "no such device in the catalogue" if not names else "several devices have this name",
             expected=", ".join(names or CATALOGUE),
