@@ -114,6 +114,16 @@ def test_simulate(run, folder):
     assert "predicted step" in run("simulate ddp-even.plan --cluster two.toml")
 
 
+def test_the_plan_of_another_cluster_is_named(folder, capsys, monkeypatch):
+    """A page on two plans did not say which one was meant."""
+    monkeypatch.chdir(folder)
+    (folder / "other.toml").write_text(TWO_DEVICES.replace("0.3", "0.4"))
+    for words in ("simulate ddp-even.plan", "explain ddp-even.plan", "report ddp-even.plan fsdp-even.plan"):
+        assert execute([*words.split(), "--cluster", "other.toml"]) == 2
+        err = capsys.readouterr().err
+        assert "made for another cluster" in err and "where    ddp-even.plan" in err
+
+
 def test_an_edited_ratio_changes_the_prediction(run, folder):
     text = (folder / "ddp-even.plan").read_text()
     (folder / "edited.plan").write_text(text.replace("r0 = [0.5, 0.5]", "r0 = [0.7, 0.3]"))

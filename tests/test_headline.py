@@ -68,9 +68,36 @@ def test_one_device_is_compared_with_nothing():
     assert line.startswith("1 device in 1 machine: hap") and line.endswith("s")
 
 
+def test_samples_of_a_device_that_works_alone(plan, cluster):
+    """They were reported as 0 on every rank."""
+    alone = replace(plan, program=parse_program(ALONE))
+    assert samples_per_rank(alone) == (0, 8, 0)
+    assert ", 0 / 8 / 0 samples, " in headline(alone, cluster)
+    (unit,) = _whole(alone)
+    assert unit.samples == (8,)
+
+
+def test_samples_that_no_rank_cuts(plan, cluster):
+    """All ranks compute all of them, which is no dealing out."""
+    whole = replace(plan, program=parse_program(ALONE.replace("[0, 1, 0]", "[0.5, 0.25, 0.25]")))
+    assert samples_per_rank(whole) == (8, 8, 8)
+    assert "samples" not in headline(whole, cluster)
+
+
 def test_ratios_in_two_digits():
     assert [times_text(ratio) for ratio in (1.44, 12.3, 99.4, 120.4)] == ["1.4x", "12x", "99x", "120x"]
 
+
+ALONE = """
+program alone world=3 {
+  ratio r0 = [0, 1, 0]
+  %x = input("x") : f32[8, 4] R@r0
+  %w = param("w") : f32[4, 4] R@r0
+  %h = aten.linear(%x, %w) : f32[8, 4] R@r0
+  %loss = aten.mean(%h) : f32[] R@r0
+  return %loss
+}
+"""
 
 CUT_TABLE = """
 program words world=3 {

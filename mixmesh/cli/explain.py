@@ -11,7 +11,7 @@ import typer
 
 from ..cluster import Cluster, presets
 from ..errors import InputError
-from ..lang.check import check_loaded
+from ..lang.check import check_loaded, check_plan
 from ..lang.ir import Instruction, print_instruction
 from ..lang.plan_file import Plan
 from .output import Json, print_json, seconds, size, table, working
@@ -75,9 +75,11 @@ def explain(
 
 def cluster_of(plan: Plan, path: Path, cluster: Path | None, command: str) -> Cluster:
     """The cluster of a file, or else the preset for which the plan was made. Raises InputError if there is
-    neither; ``command`` is what was typed."""
+    neither, PlanError if the plan was made for another cluster; ``command`` is what was typed."""
     if cluster is not None:
-        return Cluster.load(cluster)
+        described = Cluster.load(cluster)
+        check_plan(plan, described, where=str(path))
+        return described
     for preset in map(Cluster.load, presets()):
         if preset.fingerprint == plan.cluster_fingerprint:
             return preset

@@ -10,9 +10,9 @@ import typer
 from ..api import simulate as simulate_plan
 from ..base.timeline import save_trace, to_chrome_trace
 from ..cluster import Cluster
-from ..lang.check import check_loaded
+from ..lang.check import check_loaded, check_plan
 from ..lang.plan_file import Plan
-from .output import Json, print_json, seconds, size, table
+from .output import Json, check_folder_of, print_json, seconds, size, table
 from .plan import ClusterFile, ProfileFile
 from .show import PlanFile
 
@@ -29,7 +29,9 @@ def simulate(
 ) -> None:
     """Predict the time and memory of a plan, edited by hand or not."""
     loaded, described = Plan.load(plan), Cluster.load(cluster)
+    check_plan(loaded, described, where=str(plan))
     check_loaded(loaded, str(plan))
+    check_folder_of(trace, "the timeline")
     timeline = simulate_plan(loaded, described, profile=profile, events=trace is not None)
     if trace is not None:
         devices = [device.name for device in described.devices]

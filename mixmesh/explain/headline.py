@@ -23,7 +23,8 @@ def headline(plan: Plan, cluster: Cluster) -> str:
     devices = f"{plural(cluster.world_size, 'device')} in {plural(len(cluster.machines), 'machine')}"
     samples = samples_per_rank(plan)
     parts = [plan.planner]
-    if any(samples):
+    is_dealt_out = plan.micro_batches is not None or sum(samples) == batch_size(plan.program)
+    if is_dealt_out and any(samples) and cluster.world_size > 1:
         parts.append(" / ".join(map(str, samples)) + " samples")
     parts.append(seconds_text(plan.predicted_step_s))
     steps_s = {c.planner: c.predicted_step_s for c in plan.candidates if c.feasible}
@@ -60,13 +61,15 @@ def summed_speeds(devices: Sequence[Device], part: Sequence[Device]) -> float:
 
 
 def samples_per_rank(plan: Plan) -> tuple[int, ...]:
-    """The samples of a global batch that each rank computes; zeros if the program does not cut samples."""
+    """The samples of a global batch that each rank computes: all of them on every rank that works, if the
+    program does not cut samples."""
     program = plan.program
     if plan.micro_batches is not None:
         return tuple(sum(m.sizes) for m in plan.micro_batches)
     cut = _cut_samples(program)
     if cut is None:
-        return (0,) * program.world_size
+        size, working = batch_size(program), program.working_ranks
+        return tuple(size if rank in working else 0 for rank in range(program.world_size))
     shapes = [program.local_shape(cut.result, rank) for rank in range(program.world_size)]
     return tuple(shape[0] if shape else 0 for shape in shapes)
 

@@ -109,7 +109,7 @@ def _whole(plan: Plan) -> Iterator[Unit]:
     ranks = tuple(r for r in range(program.world_size) if ratio is None or ratio[r])
     operators = [i for i in program.instructions if is_computation(i)]
     size, cut = batch_size(program), samples_per_rank(plan)
-    samples = tuple((cut[r] if any(cut) else size) for r in ranks) if size else ()
+    samples = tuple(cut[r] for r in ranks) if size else ()
     yield _unit("all" if len(ranks) == program.world_size else "in use", program, ranks, samples, operators)
 
 

@@ -13,6 +13,8 @@ from ...errors import InputError, unreadable
 
 MAX_BYTES = 256 * 2**20
 MICRO = 1e-6
+EXPECTED = "the file that `mixmesh run --trace T.json` writes"
+HINT = "mixmesh run JOB --plan X.plan --trace T.json"
 _Time = Annotated[float, pydantic.Field(ge=0, le=1e12, allow_inf_nan=False)]
 
 
@@ -45,7 +47,7 @@ def read_trace(path: str | Path, world_size: int) -> Timeline:
     try:
         recorded = _Trace.model_validate_json(read_text(path, MAX_BYTES))
     except OSError as error:
-        raise unreadable("the timeline", path, error) from None
+        raise unreadable("the timeline", path, error, expected=EXPECTED, hint=HINT) from None
     except ValueError as error:
         where, got = str(path), str(error)
         if isinstance(error, pydantic.ValidationError):
@@ -53,9 +55,9 @@ def read_trace(path: str | Path, world_size: int) -> Timeline:
         raise InputError(
             "this is not a timeline of mixmesh",
             where=where,
-            expected="the file that `mixmesh run --trace T.json` writes",
+            expected=EXPECTED,
             got=got,
-            hint="mixmesh run JOB --plan X.plan --trace T.json",
+            hint=HINT,
         ) from None
     rows = [row for row in recorded.traceEvents if isinstance(row, _Complete)]
     ranks = {row.pid for row in rows}

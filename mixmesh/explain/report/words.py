@@ -56,7 +56,7 @@ def why(facts: Facts) -> str:
     if theirs.busy_s - own.busy_s >= theirs.exposed_s - own.exposed_s:
         slowest = theirs.busiest
         computes = f"computes for {seconds_text(facts.timeline.compute_s[slowest])}"
-        here = computes if facts.samples[slowest] or not any(facts.samples) else "has no samples"
+        here = computes if facts.samples[slowest] else "has no samples"
         there = seconds_text(evenly.compute_s[slowest])
         name = device_name(facts.cluster, slowest)
         return f"{begin} {name} would compute for {there} on an equal part, and {here} here."
