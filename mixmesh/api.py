@@ -51,11 +51,11 @@ def plan(
     from .frontend.job import needs_whole_parameters, optimizer_states
     from .frontend.trace import check_batch_norm, trace
     from .frontend.trace.autocast import autocast_for
-    from .planner import check_limit, check_planner
+    from .planner import check_limits, check_planner
 
     check_planner(planner)  # before the model is traced, not after
     check_batch_norm(batch_norm)
-    check_limit(exact_s)
+    check_limits(exact_s, search_s)
     if progress:
         progress("tracing the model")
     states = optimizer_states(optimizer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -292,6 +293,26 @@ def test_an_exact_search_without_time(run, tmp_path, two):
     for seconds in ("0", "nan", "-1"):
         status, _, err = run("plan", str(tmp_path / "no.py"), "--cluster", two, "--exact", seconds)
         assert status == 2 and "the exact search has no time" in err and f"got      {float(seconds)}" in err
+
+
+def test_a_search_without_end(run, tmp_path, two):
+    """Ran for ever."""
+    for option in ("--search-seconds", "--exact"):
+        status, _, err = run("plan", str(tmp_path / "no.py"), "--cluster", two, option, "inf")
+        assert status == 2 and "would not end" in err and f"try      {option} " in err
+
+
+def test_a_planner_in_capitals(run, tmp_path, two):
+    status, _, err = run("plan", str(tmp_path / "no.py"), "--cluster", two, "--planner", "HAP")
+    assert status == 2 and "try      --planner hap" in err
+
+
+def test_a_cluster_file_that_is_not_there(run, tmp_path, two):
+    missing = str(Path(two).with_name("tow.toml"))
+    status, _, err = run("plan", "job.py", "--cluster", missing)
+    assert status == 2 and f"try      --cluster {two}" in err
+    status, _, err = run("plan", "job.py", "--cluster", "lab-of-ours.toml")
+    assert status == 2 and "mixmesh detect --out lab-of-ours.toml" in err
 
 
 def test_a_profile_that_is_none(run, tmp_path, two):

@@ -53,9 +53,16 @@ class Every:
                 "how often checkpoints are written cannot be read",
                 expected="steps, as --every 50, or seconds, as --every 600s",
                 got=f"--every {text}",
+                hint=_every_hint(text),
             )
         count = int(parts[1])
         return cls(time_s=count) if parts[2] else cls(steps=count)
+
+
+def _every_hint(text: str) -> str:
+    """The option in seconds for an interval in minutes or hours; an example for any other text."""
+    parts = re.fullmatch(r"(\d+) ?(m|h)[a-z]*", text.strip())
+    return f"--every {int(parts[1]) * {'m': 60, 'h': 3600}[parts[2]]}s" if parts else "--every 600s"
 
 
 @dataclass(frozen=True)
@@ -74,11 +81,18 @@ class Settings:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InputError(
-                "checkpoints cannot be written there", got=str(error.strerror), where=str(self.folder)
-            ) from None
+            raise self._unwritable("a file" if self.folder.is_file() else str(error.strerror)) from None
         if not os.access(self.folder, os.W_OK | os.X_OK):
-            raise InputError("checkpoints cannot be written there", got="no right", where=str(self.folder))
+            raise self._unwritable("no permission to write there")
+
+    def _unwritable(self, got: str) -> InputError:
+        return InputError(
+            "checkpoints cannot be written there",
+            expected="a folder that may be written to; it is made if it is not there",
+            got=got,
+            where=str(self.folder),
+            hint="--checkpoint DIR with another folder",
+        )
 
 
 class RunCheckpoints:

@@ -88,7 +88,13 @@ class Target:
         except OSError as error:
             got = text_of(error)
         if got:
-            raise InputError("the export cannot be written there", got=got, where=str(self.folder))
+            raise InputError(
+                "the export cannot be written there",
+                expected="a folder that may be written to, or a file NAME.safetensors in one",
+                got=got,
+                where=str(self.folder),
+                hint="--to PLACE elsewhere",
+            )
 
     def existing(self) -> list[Path]:
         """The tensor files of an earlier export, first those by which readers find the others."""

@@ -54,6 +54,7 @@ def checkpoint_settings(
                 "where checkpoints are is not said",
                 expected="--checkpoint DIR",
                 got="--every or --fresh without it",
+                hint="--checkpoint checkpoints",
             )
         return None
     from ..checkpoint.run import Every, Settings

@@ -17,7 +17,7 @@ import typer
 from ..base.progress import say, tell
 from ..base.run_log import CHECKPOINT, FAULT, OWN, PLAN, SHARES, START, STOP, mark_line, step_line
 from ..base.units import number_text
-from ..errors import InputError
+from ..errors import InputError, unwritable
 from .launch import meet
 from .output import seconds
 
@@ -72,8 +72,8 @@ def check_targets(log: Path | None, folder: Path | None, timeout_s: float) -> No
                 else:
                     place.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                message = f"what a training tells cannot be written: {error.strerror}"
-                raise InputError(message, where=str(place)) from None
+                what = "the log" if place is log else "the folder for TensorBoard"
+                raise unwritable(what, place, error) from None
         if folder is not None:
             summary_writer()
 

@@ -34,5 +34,6 @@ def on_nan_of(name: str | None, allow_nan: bool) -> OnNan:
             "what is done about a loss that is not finite cannot be read",
             expected=f"--on-nan {', '.join(CHOICES[:-1])} or {CHOICES[-1]}",
             got=f"--on-nan {choice}" + (" and --allow-nan" if allow_nan else ""),
+            hint="--on-nan skip",
         )
     return OnNan(choice)

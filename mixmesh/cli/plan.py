@@ -124,10 +124,10 @@ def plan_job(
 ) -> tuple[Job, Traced, Plan]:
     """Loads, traces and plans a job, after checks that take little time."""
     from ..api import load_profile, plan_traced
-    from ..planner import check_limit, check_planner
+    from ..planner import check_limits, check_planner
 
     check_planner(options.planner)
-    check_limit(options.exact_s)
+    check_limits(options.exact_s, options.search_s)
     check_unmeasured(options.unmeasured)
     costs = load_profile(options.profile)
     with working("loading the job") as say:

@@ -56,7 +56,12 @@ def verify(
         options = PlanOptions(planner, profile, batch_norm=batch_norm)
         loaded, traced, verified_plan = plan_job(job, Cluster.load(cluster), options)
     else:
-        raise InputError("verify needs a cluster or a plan", expected="--cluster C.toml, or --plan X.plan")
+        raise InputError(
+            "verify needs a cluster or a plan",
+            expected="--cluster C.toml, or --plan X.plan",
+            got="neither",
+            hint=f"mixmesh verify {job} --cluster C.toml",
+        )
     with working("verifying") as say:
         from ..measure.verification import verify as run
 

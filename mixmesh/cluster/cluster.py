@@ -34,6 +34,7 @@ import hashlib
 import itertools
 import json
 import math
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
@@ -162,7 +163,7 @@ class Cluster:
                 error,
                 ClusterError,
                 expected="a TOML file, or one of the presets " + ", ".join(presets()),
-                hint=tuple(f'cluster="{n}"' for n in difflib.get_close_matches(str(path), presets(), 2)),
+                hint=_near_files(Path(path)),
             ) from None
         return cls.parse(text, str(path))
 
@@ -349,6 +350,17 @@ def presets() -> tuple[str, ...]:
     """Names that ``Cluster.load`` knows, the small ones of a family first."""
     names = (path.stem for path in PRESETS.glob("*.toml"))
     return tuple(sorted(names, key=lambda n: [int(p) if p.isdigit() else p for p in n.split("-")]))
+
+
+def _near_files(path: Path) -> tuple[str, ...]:
+    """Hints for a cluster file that is not there: presets and files of its folder with such a name, or else
+    the command that writes one."""
+    beside = [p.name for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(str(path), presets(), 2)
+    near += [str(path.parent / name) for name in difflib.get_close_matches(path.name, beside, 2)]
+    if near or path.exists():
+        return tuple(f'cluster="{name}"' for name in near)
+    return (f"torchrun --nproc-per-node gpu -m mixmesh detect --out {shlex.quote(str(path))}",)
 
 
 def _build(tables: ClusterTable) -> Cluster:

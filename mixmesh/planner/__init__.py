@@ -8,7 +8,7 @@
 """
 
 from .make import make_plan, make_plans
-from .options import Options, check_limit, check_planner
+from .options import Options, check_limits, check_planner
 from .passes.shares import whole_counts
 from .planners import PLANNERS
 from .proposal import BASELINES
@@ -17,7 +17,7 @@ __all__ = [
     "BASELINES",
     "PLANNERS",
     "Options",
-    "check_limit",
+    "check_limits",
     "check_planner",
     "make_plan",
     "make_plans",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ class Options:
     (``cost.UNMEASURED``). ``tf32`` tells whether matrix products of float32 may run in TF32; None takes the
     job's setting when it was traced, and counts on none for a bare graph, which has no setting.
 
-    Raises InputError for an unknown planner, or an exact search without time.
+    Raises InputError for an unknown planner, or a search whose time is no time.
     """
 
     planner: str = "auto"
@@ -39,14 +40,14 @@ class Options:
 
     def __post_init__(self) -> None:
         check_planner(self.planner)
-        check_limit(self.exact_s)
+        check_limits(self.exact_s, self.search_s)
 
 
 def check_planner(planner: str) -> None:
     """Raises InputError for a planner that does not exist."""
     if planner in PLANNERS:
         return
-    near = difflib.get_close_matches(str(planner), PLANNERS, 1)
+    near = difflib.get_close_matches(str(planner).lower(), PLANNERS, 1, cutoff=0.4)
     raise InputError(
         f"unknown planner {planner!r}",
         expected=", ".join(PLANNERS),
@@ -55,9 +56,17 @@ def check_planner(planner: str) -> None:
     )
 
 
-def check_limit(exact_s: float | None) -> None:
-    """Raises InputError for an exact search without time."""
-    if exact_s is not None and not exact_s > 0:
+def check_limits(exact_s: float | None, search_s: float | None) -> None:
+    """Raises InputError for an exact search without time, or a search that would not end."""
+    if exact_s is not None and not 0 < exact_s < math.inf:
+        problem = "would not end" if exact_s == math.inf else "has no time"
         raise InputError(
-            "the exact search has no time", expected="seconds above 0", got=str(exact_s), hint="--exact 60"
+            f"the exact search {problem}", expected="seconds above 0", got=str(exact_s), hint="--exact 60"
+        )
+    if search_s is not None and not 0 <= search_s < math.inf:
+        raise InputError(
+            "the open-ended planners would not end" if search_s > 0 else "planners have no such time",
+            expected="seconds, 0 or more",
+            got=str(search_s),
+            hint="--search-seconds 20",
         )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from errno import EACCES, EISDIR, ENOENT
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ..base.files import written_whole
-from ..errors import InputError
+from ..errors import InputError, unwritable
 
 SAFETENSORS = ".safetensors"
 SUFFIXES = (SAFETENSORS, ".pt", ".pth", ".bin")
@@ -26,13 +27,15 @@ def check_file(path: Path) -> None:
             got=str(path),
             hint=f"--save {path.with_suffix(SAFETENSORS)}",
         )
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK) or path.is_dir():
-        raise InputError(
-            "the weights could not be written",
-            expected="a file in a folder that is there, and may be written to",
-            got=f"{path} is a folder" if path.is_dir() else f"no such folder as {path.parent}, or no right",
-            where=str(path),
-        )
+    if path.is_dir():
+        number = EISDIR
+    elif not path.parent.is_dir():
+        number = ENOENT
+    elif not os.access(path.parent, os.W_OK):
+        number = EACCES
+    else:
+        return
+    raise unwritable("the weights", path, OSError(number, os.strerror(number)))
 
 
 def save_weights(state: Mapping[str, Tensor], path: Path) -> None:

@@ -452,5 +452,6 @@ def test_the_data_of_jobs_that_are_shown_can_be_gone_on_with(path):
 def test_how_often():
     assert Every.parse("50") == Every(steps=50) and Every.parse("90s") == Every(time_s=90)
     for text in ("", "0", "0s", "-1", "1m", "s"):
-        with pytest.raises(InputError, match="how often"):
+        with pytest.raises(InputError, match="how often") as caught:
             Every.parse(text)
+        assert caught.value.hint == ("--every 60s" if text == "1m" else "--every 600s",)

@@ -187,7 +187,7 @@ def test_weights_are_written_for_a_single_device(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["w.safetensors", "w.pt"])
 def test_weights_that_cannot_be_written_are_one_error(tmp_path, name):
-    with pytest.raises(InputError, match="the weights could not be written"):
+    with pytest.raises(InputError, match="cannot write the weights"):
         save_weights(nn.Linear(3, 3).state_dict(), tmp_path / "gone" / name)
 
 

@@ -232,7 +232,7 @@ def check_batch_norm(kind: str) -> None:
             f"there is no batch norm {kind!r}",
             expected=" or ".join(BATCH_NORMS),
             got=kind,
-            hint=f'batch_norm="{EXACT}"',
+            hint=f'batch_norm="{kind.lower() if kind.lower() in BATCH_NORMS else EXACT}"',
         )
 
 

@@ -258,8 +258,8 @@ def described_cluster(file: Path, world_size: int) -> Cluster:
     if cluster.world_size != world_size:
         raise InputError(
             "the cluster file describes another number of devices",
-            expected=f"{world_size} devices, one for each rank",
-            got=f"{cluster.world_size} devices",
+            expected=f"{plural(world_size, 'device')}, one for each rank",
+            got=plural(cluster.world_size, "device"),
             where=str(file),
             hint=f"torchrun --nproc-per-node {cluster.world_size} ..., or mixmesh detect --out FILE",
         )
