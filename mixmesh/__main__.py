@@ -19,8 +19,8 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from .base.progress import send_nowhere
-from .cli.output import error_object, error_text, print_json
+from .base.progress import say, send_nowhere, tell
+from .cli.output import error_object, error_text, json_line
 from .cli.told import is_first_to_tell
 from .errors import InputError, MixmeshError
 
@@ -96,7 +96,12 @@ def options(
 
 def run(arguments: Sequence[str]) -> int:
     """Runs a command line, and raises its errors."""
-    return app(args=list(arguments), prog_name="mixmesh", standalone_mode=False) or 0
+    try:
+        return app(args=list(arguments), prog_name="mixmesh", standalone_mode=False) or 0
+    except SystemExit as end:  # typer ends the process where the reader of a pipe is gone
+        if isinstance(end.__context__, BrokenPipeError):
+            raise end.__context__ from None
+        raise
 
 
 def execute(arguments: Sequence[str], run: Callable[[Sequence[str]], int] = run) -> int:
@@ -104,14 +109,18 @@ def execute(arguments: Sequence[str], run: Callable[[Sequence[str]], int] = run)
     own = list(arguments[: arguments.index("--")] if "--" in arguments else arguments)
     as_json, debug = "--json" in own, own[:1] == ["--debug"]
     if own[:1] == ["--version"]:
-        print(f"mixmesh {_version()}")
+        say(f"mixmesh {_version()}")
         return 0
     try:
         status = run(arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # shows a pipe without a reader, or a full disk, before the end
         # typer turns the interrupt into the status
         return _interrupted(as_json) if status == INTERRUPTED else status
     except UsageError as error:
-        error.show(file=sys.stderr)
+        usage = io.StringIO()
+        error.show(file=usage)
+        tell(usage.getvalue().rstrip("\n"))
         command = error.ctx.command_path if error.ctx is not None else "mixmesh"
         return _fail(InputError(error.format_message(), hint=f"{command} --help"), as_json)
     except MixmeshError as error:
@@ -120,7 +129,7 @@ def execute(arguments: Sequence[str], run: Callable[[Sequence[str]], int] = run)
         text = error_text(error)
         if not is_first_to_tell(text):
             text = f"rank {os.environ.get('RANK', '?')}: the same {type(error).__name__}"
-        print(text, file=sys.stderr, flush=True)
+        tell(text)
         return _fail(error, as_json)
     except (KeyboardInterrupt, typer.Abort):
         return _interrupted(as_json)
@@ -134,7 +143,7 @@ def execute(arguments: Sequence[str], run: Callable[[Sequence[str]], int] = run)
         # the full disk may be that of stdout, or of a file of PyTorch
         if isinstance(error, OSError) and error.errno == ENOSPC:
             text = f"a file, or what the command prints, cannot be written: {error}"
-        print(text, file=sys.stderr, flush=True)
+        tell(text)
         return _fail(MixmeshError(text), as_json)
 
 
@@ -155,12 +164,12 @@ def bug_text(error: Exception) -> str:
 
 def _fail(error: MixmeshError, as_json: bool) -> int:
     if as_json:
-        print_json(error_object(error))
+        say(json_line(error_object(error)))
     return error.exit_status
 
 
 def _interrupted(as_json: bool) -> int:
-    print("interrupted", file=sys.stderr)
+    tell("interrupted")
     _fail(MixmeshError("interrupted"), as_json)
     return INTERRUPTED
 

@@ -209,6 +209,27 @@ def test_a_closed_pipe_is_no_error(folder):
     assert done.stdout.startswith("program mlp") and done.stderr == ""
 
 
+@pytest.mark.parametrize(
+    "words, status",
+    [("show ddp-even.plan", 0), ("plan --help", 0), ("--version", 0), ("show no.plan", 2),
+     ("simulate no.plan --cluster two.toml --json", 2), ("plan --json", 2)],
+)  # fmt: skip
+def test_a_pipe_that_nobody_reads(folder, words, status):
+    """Ended with status 1, and errors as JSON with a traceback."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [python(), "-m", "mixmesh", *words.split()],
+        cwd=folder,
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(writing)
+    assert done.returncode == status and "Traceback" not in done.stderr
+    assert done.stderr.startswith("PlanError" if "no.plan" in words else "Usage" if status else "")
+
+
 def test_run_in_the_testbed(folder):
     done = mixmesh(
         *"testbed --cluster two.toml -- mixmesh run job.py --plan fsdp-even.plan --steps 3 --json".split(),
@@ -284,3 +305,12 @@ def test_an_installed_package_says_where_the_comparisons_are(tmp_path):
     ended = mixmesh("bench", "planning", "--quick", cwd=tmp_path, PYTHONPATH=str(tmp_path / "installed"))
     assert ended.returncode == InputError.exit_status
     assert "cd CHECKOUT && python -m benchmarks planning --quick" in ended.stderr
+
+
+JSON_PAGE = (ROOT / "docs/reference/json.md").read_text()
+
+
+def test_the_fields_of_a_plan_are_those_of_the_page(run):
+    entry = re.search(r"^- plan: (.*?)\n- ", JSON_PAGE, re.MULTILINE | re.DOTALL)[1]
+    named = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]*)`", entry))))
+    assert set(last(run("plan job.py --cluster two.toml --planner ddp-even --json"))) <= named

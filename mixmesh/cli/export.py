@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Annotated
@@ -109,8 +110,15 @@ def config_files(text: str) -> dict[str, str]:
         names = CONFIG_FILES if path.is_dir() else CONFIG_FILES[:1]
         try:
             texts = {n: p.read_text(encoding="utf-8") for n, p in zip(names, places) if p.is_file()}
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError("the config cannot be read", got=str(error), where=text) from None
+            for each in texts.values():
+                json.loads(each)
+        except (OSError, ValueError) as error:
+            raise InputError(
+                "the config cannot be read",
+                expected="JSON, as save_pretrained writes it",
+                got=str(error),
+                where=text,
+            ) from None
     else:
         from ..checkpoint.pretrained import pretrained_files
         from ..frontend.job import load_job

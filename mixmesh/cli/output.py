@@ -61,8 +61,12 @@ def error_object(error: MixmeshError) -> dict[str, Any]:
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """Prints one line. Numbers that JSON does not have (a step without an end) are null."""
-    print(json.dumps(_plain(value), allow_nan=False), flush=True)
+    print(json_line(value), flush=True)
+
+
+def json_line(value: dict[str, Any]) -> str:
+    """Formats one line of JSON. Numbers that JSON does not have (a step without an end) are null."""
+    return json.dumps(_plain(value), allow_nan=False)
 
 
 def _plain(value: Any) -> Any:

@@ -22,7 +22,7 @@ from mixmesh.checkpoint import exporting
 from mixmesh.checkpoint.manifest import Manifest
 from mixmesh.checkpoint.target import shards_of
 from mixmesh.checkpoint.tensor_files import SAFETENSORS, Part
-from mixmesh.cli.export import parse_size
+from mixmesh.cli.export import config_files, parse_size
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.errors import InputError, PlanError
@@ -338,3 +338,11 @@ def test_weights_of_pretrained_models_go_in(tmp_path):
     assert "experts" in refused.value.got and "save_original_format=False" in str(refused.value)
     pretrained("mixture").save_pretrained(tmp_path / "ours", save_original_format=False)
     checkpoint.load_weights(pretrained("mixture"), tmp_path / "ours")
+
+
+def test_a_config_that_is_no_json(tmp_path):
+    """It was copied as it is, and from_pretrained failed later."""
+    (tmp_path / "config.json").write_text("{")
+    for text in (tmp_path, tmp_path / "config.json"):
+        with pytest.raises(InputError, match="the config cannot be read"):
+            config_files(str(text))
