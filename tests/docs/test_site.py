@@ -93,6 +93,16 @@ def test_links_in_files_beside_the_pages_lead_somewhere():
     assert not lost, lost
 
 
+def test_files_that_pages_name_are_there():
+    """A page named a module that had moved."""
+    lost = []
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        if path.parent.name != "decisions" and path.name != "changelog.md":  # these tell of earlier days
+            named = re.findall(r"`((?:mixmesh|tests|examples|benchmarks|tools)/[\w./-]+)", path.read_text())
+            lost += [f"{path.relative_to(ROOT)}: {name}" for name in named if not (ROOT / name).exists()]
+    assert not lost, lost
+
+
 # --- in a browser ------------------------------------------------------------------------------------------
 
 

@@ -34,18 +34,26 @@ def section(prefix: str, name: str, command: Any, level: int = 2) -> str:
     """One command: how it is called, its help, its options."""
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     options = [p for p in command.params if p.param_type_name == "option" and p.name != "help"]
-    words = [placeholder(p) for p in arguments]
+    words = [placeholder(p) for p in arguments if not is_behind_dashes(p)]
     needed = [f"{p.opts[0]} {p.metavar or p.name.upper()}" for p in options if p.required]
     rest = ["[options]"] if len(options) > len(needed) else []
-    usage = " ".join([f"{prefix} {name}", *words, *needed, *rest])
+    behind = [placeholder(p) for p in arguments if is_behind_dashes(p)]  # all options stand before the dashes
+    usage = " ".join([f"{prefix} {name}", *words, *needed, *rest, *behind])
     lines = [f"{'#' * level} {prefix} {name}", "", f"```text\n{usage}\n```", "", paragraphs(command.help), ""]
     lines += table([*arguments, *options])
     return "\n".join(lines)
 
 
 def placeholder(argument: Any) -> str:
-    shown = (argument.metavar or argument.name.upper()) + ("..." if argument.nargs == -1 else "")
+    shown = (argument.metavar or argument.name.upper()).removesuffix("...")
+    shown = shown[1:-1] if shown.startswith("[") and shown.endswith("]") else shown
+    shown += "..." if argument.nargs == -1 else ""
     return shown if argument.required else f"[{shown}]"
+
+
+def is_behind_dashes(argument: Any) -> bool:
+    """Whether an argument is a command line of its own, behind ``--``."""
+    return (argument.metavar or "").startswith("-- ")
 
 
 def table(params: list[Any]) -> list[str]:
