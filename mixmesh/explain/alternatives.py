@@ -124,7 +124,8 @@ class Question:
         )
 
     def cheapest(self, programs: Iterable[Program]) -> Judged | None:
-        """The best of some programs, or None without any."""
+        """The best of ``programs``: the fastest as simulated, of those that fit in memory if any does. None
+        without programs."""
         judged = [self.judge.best(p) for p in dict.fromkeys(programs)]
         if judged and not any(j.fits for j in judged):
             # if none fits in memory, tries storing the other parameters in shards

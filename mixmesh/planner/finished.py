@@ -79,8 +79,9 @@ def finished_near(task: Task, proposals: Sequence[Proposal]) -> list[Proposal]:
 
 
 def unlike_ones(proposals: Sequence[Proposal]) -> tuple[Proposal, list[Proposal], list[Proposal]]:
-    """The fastest proposal, those that can lead, and a few that are slower because their gradient sums are
-    not hidden yet. Of almost equal ones only the fastest is there."""
+    """The fastest proposal, those that may still become faster than it, and a few others, which may be slower
+    only because their gradient sums are not hidden yet. If several are almost equal, the fastest stands for
+    them."""
     ordered = sorted((p for p in proposals if p.feasible), key=lambda p: p.key)
     first = min(proposals, key=lambda p: p.key)
     hopeful: list[Proposal] = []

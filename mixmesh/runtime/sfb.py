@@ -32,7 +32,7 @@ def summed_by_sfb(program: Program, param: str) -> bool:
     if by_sfb and len(by_sfb) < len(users):
         other = next(i for i in users if not is_sfb(i))
         raise MixmeshError(
-            f"%{param} is used with sfb and without: its gradient would be R and P at once",
+            f"%{param} is used with sfb and without: a part of its gradient would be summed, the rest not",
             where=f"{print_instruction(other)}  {other.location}".rstrip(),
             hint="put sfb on all instructions that use a parameter, or on none",
         )

@@ -274,7 +274,7 @@ def _copy_(func: Callable, args: tuple, kwargs: dict) -> Tensor:
 
 
 def _as_number(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """The number that a tensor of one element is, such as a temperature that a loop logs. Collective."""
+    """Reads a tensor of one element as a number, such as a temperature that a loop logs. Collective."""
     x = args[0]
     if x.whole.shape.numel() != 1:
         raise refusal(func.__name__, x.whole)

@@ -46,7 +46,7 @@ class _Move:
 
 @dataclass(frozen=True)
 class _Works:
-    """The works of a pass in order, and their computations."""
+    """The pieces of work of a timed pass, by number and in order, and the computations among them."""
 
     timed: TimedPass
     works: tuple[int, ...]

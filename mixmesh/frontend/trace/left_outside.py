@@ -88,7 +88,8 @@ class LeftOutside:
     """The places outside of the modules of ``model`` where its forward pass, or a loss, may leave tensors."""
 
     def __init__(self, model: nn.Module, losses: list[Any]) -> None:
-        """``losses`` are those that passes of this model have called; this one adds its own."""
+        """``losses`` holds the loss functions that passes of this model have called so far; this pass adds
+        those that it calls."""
         self._model, self._losses = model, losses
         self._has_loss = False
         self._modules = {id(x) for each in model.modules() for x in (each, original_of(each))}

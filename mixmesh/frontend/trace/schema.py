@@ -43,7 +43,10 @@ def overload(op: str) -> torch._ops.OpOverload:
     name, _, suffix = rest.partition(".")
     operator = getattr(getattr(getattr(torch.ops, namespace), name), suffix or "default")
     if not isinstance(operator, torch._ops.OpOverload) or not _is_computation(operator._schema):
-        raise UnsupportedOp(f"{op} does more than compute its results")
+        raise UnsupportedOp(
+            f"{op} has effects beside its results",
+            expected="an operator that neither writes to its arguments nor reads a file",
+        )
     return operator
 
 

@@ -12,8 +12,8 @@ NONE, MEAN, SUM = 0, 1, 2  # ATen's numbers for ``reduction``
 
 
 def normalized(call: Call) -> str:
-    """layer_norm(x, shape, weight, bias): the normalized dims are whole. Some variants also return
-    statistics."""
+    """The rule of layer_norm(x, shape, weight, bias): the normalized dims cannot be cut. Some variants also
+    return statistics."""
     count = len(call.args[1])
     tail = " ".join(f"n{i}!" for i in range(count))
     statistics = "".join([f", ... {' '.join(['1'] * count)}"] * (len(call.outputs) - 1))
@@ -219,7 +219,8 @@ def recurrent_flops(call: Call) -> str:
 
 
 def recurrent_cell(states: int) -> Callable[[Call], str]:
-    """lstm_cell, gru_cell, rnn_tanh_cell(input, state, weights, biases): only the batch is free."""
+    """The rule of lstm_cell, gru_cell, rnn_tanh_cell(input, state, weights, biases): only the batch can be
+    cut."""
 
     def rule(call: Call) -> str:
         hidden = [f"n h{i}!" for i in range(states)]

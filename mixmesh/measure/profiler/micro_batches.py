@@ -189,8 +189,8 @@ class Plans:
         self.at_once = PeakMemory(costs, optimizer_states)
 
     def __call__(self, size: int) -> Plan:
-        """A plan for micro-batches of ``size`` samples, with its predicted memory: the runtime trims its heap
-        near that."""
+        """A plan for micro-batches of ``size`` samples. It has a prediction of its memory because the runtime
+        gives free memory of its heap back when it comes near that."""
         plan = self._unpredicted(size)
         return replace(plan, predicted_peak_memory_bytes=self._peaks(plan))
 

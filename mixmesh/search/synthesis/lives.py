@@ -1,7 +1,8 @@
 """The position of each live value in the packed masks of a state, the same for all problems of a graph.
 
-The middle of a folded run must be left holding as much as on entry. So the masks on entry are carried through
-it, after the values themselves, as the value ``-1 - v`` for v.
+The middle of a run of equal layers is searched once for all of them, so it must be left holding as much as on
+entry. To compare, the masks on entry are carried through it, after those of the values themselves, as masks
+of a value ``-1 - v`` for each value v.
 """
 
 from __future__ import annotations

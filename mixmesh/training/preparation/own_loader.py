@@ -197,7 +197,8 @@ class OwnLoader:
         return self._resume.after_look() if self._resume is not None and self._was_look() else None
 
     def _was_look(self) -> bool:
-        """Whether the loop only took a look at a resumed epoch before it left the iteration."""
+        """Whether the loop took only the first batches of a resumed epoch, as a look at the data, and then
+        left the iteration."""
         return self._resume is not None and self._resume.was_left_at(self._progress)
 
     def _advance(self, progress: Progress, num_samples: int, of: str) -> None:

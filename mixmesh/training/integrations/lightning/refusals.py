@@ -55,7 +55,7 @@ METHODS_OF_TRAINER = {
     "print": "print in on_train_batch_end, or self.log(name, tensor)",
 }
 
-# the same in a forward that the training_step of manual optimization calls
+# by attribute, what to write in place of it in a forward that training_step of manual optimization calls
 ARGUMENT = "an argument of forward, which training_step passes"
 IN_FORWARD = dict.fromkeys(("trainer", "global_step", "current_epoch", "logger", "loggers"), ARGUMENT)
 
