@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.timeline import Comparison, Timeline, compare, save_trace, to_chrome_trace
+from ..base.units import plural
 from ..cluster import Cluster
 from ..errors import JobError
 from .output import seconds, size, table
@@ -50,11 +51,14 @@ class Results:
         lines = [] if keeper is None else [keeper.summary()]
         if not report.losses:
             return lines
-        lines.append(f"{len(report.losses)} steps, loss {report.losses[0]:.5g} -> {report.losses[-1]:.5g}")
+        made = plural(len(report.losses), "step")
+        lines.append(f"{made}, loss {report.losses[0]:.5g} -> {report.losses[-1]:.5g}")
         if not self.is_stopped and self.trained.num_steps < (self.options.num_steps or 0):
             lines.append(f"the job's data ended before step {self.options.num_steps}")
         if report.num_skipped:
-            lines.append(f"{report.num_skipped} steps left out, whose loss or gradients were not finite")
+            lines.append(
+                f"{plural(report.num_skipped, 'step')} left out, whose loss or gradients were not finite"
+            )
         median_s, predicted_s = report.step_s_median, self.trained.plan.predicted_step_s
         lines.append(f"step {seconds(median_s)} (median), predicted {seconds(predicted_s)}")
         if save is not None and not self.is_stopped:
