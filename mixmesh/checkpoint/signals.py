@@ -15,12 +15,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
+from ..base.launched import rank_and_world_size
 from ..base.progress import send_nowhere
+from ..runtime.failures import limit_error
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 # seconds within which a repeated signal counts as the same one: a launcher passes on signals that its
@@ -28,11 +30,13 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 SAME_S = 2.0
 OF_SIGNAL = 128  # added to a signal's number in the exit status of a process ended by it
 END = 0  # no signal's number: ends the thread
+LISTENING = "listening for signals"
 
 
 class Signals:
     """A context in which ``number`` is the number of the first signal received, 0 before. Raises ValueError
-    outside of the main thread, which alone gets signals."""
+    outside of the main thread, which alone gets signals, and CollectiveError where the system gives this
+    process no more open files or threads."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -40,11 +44,13 @@ class Signals:
         self._thread = threading.Thread(target=self._read, name="mixmesh signals", daemon=True)
 
     def __enter__(self) -> Signals:
-        self._from, self._to = os.pipe()
+        with _limits_named():
+            self._from, self._to = os.pipe()
         os.set_blocking(self._to, False)
-        self._handlers = {number: signal.signal(number, _ignore) for number in SIGNALS if _is_heard(number)}
         self._wakeup = signal.set_wakeup_fd(self._to, warn_on_full_buffer=False)
-        self._thread.start()
+        with _limits_named():  # before signals are ignored: the process could only be killed then
+            self._thread.start()
+        self._handlers = {number: signal.signal(number, _ignore) for number in SIGNALS if _is_heard(number)}
         _entered.append(self)
         return self
 
@@ -95,6 +101,17 @@ class Signals:
                 os._exit(OF_SIGNAL + number)
             if not self.number:
                 self.number, self._came_at = number, time.monotonic()
+
+
+@contextmanager
+def _limits_named() -> Iterator[None]:
+    """A context in which a limit of the system is told with what to type. Raises CollectiveError for it."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if (limited := limit_error(rank_and_world_size()[0], LISTENING, error)) is None:
+            raise
+        raise limited from error
 
 
 def leave_closed_terminal() -> None:

@@ -55,7 +55,7 @@ def limit_error(rank: int, what: str, error: BaseException) -> CollectiveError |
     return CollectiveError(
         f"rank {rank}: {what} failed: its process has reached a limit of {limit.name}",
         where=what,
-        expected="room for connections to all ranks and for the threads that serve them",
+        expected="room for connections to all ranks, and for the threads and pipes beside them",
         got=f"{allowed}; {text[:200]}",
         hint=limit.hints,
         ranks=(rank,),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
@@ -12,6 +14,7 @@ from multiprocessing.process import BaseProcess
 import pytest
 
 from mixmesh.checkpoint.signals import SIGNALS, Signals
+from mixmesh.errors import CollectiveError
 
 LIMIT_S = 20
 
@@ -112,3 +115,24 @@ def test_a_print_to_a_closed_terminal_is_no_error(tmp_path):
     assert path.read_bytes() == b"step 1"
     for descriptor in (terminal, file, from_child, to_parent):
         os.close(descriptor)
+
+
+def test_a_limit_of_open_files_or_threads_is_named_and_leaves_signals_as_they_were(monkeypatch):
+    """The pipe of a training under ``ulimit -n 32`` ended it with an OSError alone."""
+    before = [signal.getsignal(number) for number in SIGNALS]
+
+    def fails(error: Exception):
+        def call(*_: object) -> None:
+            raise error
+
+        return call
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pipe", fails(OSError(errno.EMFILE, "Too many open files")))
+        with pytest.raises(CollectiveError, match="listening for signals failed.*ulimit -n"), Signals():
+            pass
+    monkeypatch.setattr(threading.Thread, "start", fails(RuntimeError("can't start new thread")))
+    with pytest.raises(CollectiveError, match="listening for signals failed.*ulimit -u"), Signals():
+        pass
+    signal.set_wakeup_fd(-1)
+    assert [signal.getsignal(number) for number in SIGNALS] == before
