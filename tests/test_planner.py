@@ -196,6 +196,13 @@ def test_infeasible_says_what_is_missing():
     assert "usable on rank" in text and "largest tensor %" in text and "more memory" in text
 
 
+def test_a_smaller_batch_is_not_proposed_where_the_process_alone_does_not_fit():
+    with pytest.raises(Infeasible, match="no plan fits in memory") as caught:
+        make_plan(graph(BIG, 128), of_memory(0.9, 0.9))
+    assert "too small for the process alone" in caught.value.hint[0]
+    assert "more memory" in caught.value.hint[-1]
+
+
 def test_fewer_samples_than_devices():
     model = graph(GRAPHS["mlp"].replace("f[8,", "f[2,"))
     for planner in ("auto", "ddp-even", "ddp-tuned", "tensor-parallel"):

@@ -70,6 +70,9 @@ def infeasible(task: Task, proposals: list[Proposal]) -> Infeasible:
         )
     constant = closest.simulation.memory.constants(closest.program)[rank]
     hint = ("a smaller global batch in the job", f"a device with at least {size_text(over)} more memory")
+    if constant > task.usable_bytes[rank]:  # no batch is small enough
+        without = f"a cluster file without rank {rank}, too small for the process alone"
+        hint = (*((without,) if task.world_size > 1 else ()), hint[1])
     if rank not in closest.program.working_ranks:  # an idle rank still receives the initial values
         hint = (f"a cluster file without rank {rank}, which takes no part and is too small even so", hint[1])
     name, size = largest_tensor(closest.program, rank)
