@@ -21,9 +21,10 @@ from warm_python import python
 
 from mixmesh.base.files import PACKAGE
 from mixmesh.errors import CollectiveError
+from mixmesh.runtime import peers as peers_module
 from mixmesh.runtime.lost import Waiting
 from mixmesh.runtime.peers import Peers, Seen
-from mixmesh.runtime.processes import process_place
+from mixmesh.runtime.processes import memory_kills, process_place
 from mixmesh.runtime.watch import Watch
 
 WORKER = Path(__file__).parent / "watch_worker.py"
@@ -199,9 +200,38 @@ def test_a_first_rank_that_ends_with_the_store_is_not_said_to_be_killed():
     peers = Peers(store, 2, 3, 30.0)
     peers.read()
     assert peers.why_lost(0, 30.0) == "", "its last word may come"
-    assert "it was killed, perhaps for taking too much memory" in peers.why_lost(0, 30.0)
+    assert peers.why_lost(0, 30.0).startswith("has ended without a message")
     peers.store_is_lost = True
     assert "its script was over early, or it was killed" in peers.why_lost(0, 30.0)
+
+
+@pytest.mark.parametrize(
+    "before, after, reason",
+    [
+        (3, 3, "it crashed or was killed, but not for lack of memory"),
+        (3, 4, "it was killed for lack of memory"),
+        (None, None, "it was killed, perhaps for taking too much memory, or it crashed"),
+    ],
+)
+def test_the_kernel_knows_whether_it_has_killed_for_memory(monkeypatch, before, after, reason):
+    """A rank that ends by a segmentation fault was said to have taken too much memory."""
+    kills = [before, after]
+    monkeypatch.setattr(peers_module, "memory_kills", lambda: kills.pop(0))
+    store = dist.HashStore()
+    over = subprocess.Popen(["true"])
+    over.wait()
+    peers = Peers(store, 0, 2, 30.0)
+    peers._store.set("mixmesh/watch/1", json.dumps(vars(Seen(1, process_place(), over.pid, 0, "", 0.0, ""))))
+    peers.read()
+    assert peers.why_lost(1, 30.0) == "", "its last word may come"
+    assert reason in peers.why_lost(1, 30.0)
+
+
+def test_the_kernels_count_of_kills_for_memory_is_read(tmp_path):
+    counters = tmp_path / "vmstat"
+    assert memory_kills(counters) is None
+    counters.write_text("pgfault 7\noom_kill 15\n")
+    assert memory_kills(counters) == 15
 
 
 @pytest.mark.parametrize("scenario", AGREED)

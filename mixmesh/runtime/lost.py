@@ -54,7 +54,7 @@ class Position:
             where=waiting.where or waiting.what,
             expected=f"{world_size} ranks to take part",
             got=lost.word,
-            hint="its own output says more",
+            hint="its own output says more, and that of its launcher which signal it was, if any",
         )
 
 

@@ -15,7 +15,14 @@ from typing import Any
 import torch.distributed as dist
 
 from .awake import AwakeClock
-from .processes import LAUNCHER_VARIABLE, is_gone, is_stopped, process_place, process_state
+from .processes import (
+    LAUNCHER_VARIABLE,
+    is_gone,
+    is_stopped,
+    memory_kills,
+    process_place,
+    process_state,
+)
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,7 @@ class Peers:
         # each rank's last state, and the time of its last new beat
         self._seen: dict[int, tuple[Seen, float]] = {}
         self._gone: set[int] = set()
+        self._kills = memory_kills()
 
     def write(self, state: Seen) -> None:
         """Shows the others the state of this rank."""
@@ -127,7 +135,7 @@ class Peers:
                 return ""
             if not rank and self.store_is_lost:  # it held the store, with its last word
                 return "has ended, and its last message with it: its script was over early, or it was killed"
-            return "has ended without a message: it was killed, perhaps for taking too much memory"
+            return f"has ended without a message: {self._why_gone()}"
         silent_s = self._clock.now_s - heard_at
         if silent_s < heartbeat_s:
             return ""
@@ -137,6 +145,16 @@ class Peers:
             # without the store no rank can be heard; only rank 0, whose process holds it, is checked
             return ""
         return f"has not been heard of for {silent_s:.0f} s"
+
+    def _why_gone(self) -> str:
+        """The reasons for which a process of this machine may have ended without a word. A kill for lack of
+        memory may have been that of another process."""
+        kills = memory_kills()
+        if self._kills is None or kills is None:
+            return "it was killed, perhaps for taking too much memory, or it crashed"
+        if kills > self._kills:
+            return "it was killed for lack of memory, most likely, as the kernel has killed for that here"
+        return "it crashed or was killed, but not for lack of memory"
 
     def why_silent(self, rank: int, heartbeat_s: float) -> str:
         """Like ``why_lost``, for a rank that nobody waits for yet: it counts as lost only after silence,

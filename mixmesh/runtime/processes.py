@@ -43,6 +43,16 @@ def is_stopped(pid: int) -> bool:
     return process_state(pid) in ("T", "t")
 
 
+def memory_kills(counters: Path = Path("/proc/vmstat")) -> int | None:
+    """How many processes the kernel of this machine has killed for lack of memory so far; None if unknown."""
+    with suppress(OSError, ValueError):
+        for line in counters.read_text().splitlines():
+            name, _, number = line.partition(" ")
+            if name == "oom_kill":
+                return int(number)
+    return None
+
+
 def end_with_launcher() -> None:
     """Makes a process that torchrun started get SIGTERM when torchrun ends, even by SIGKILL: otherwise it
     would train on and keep its device while its replacement starts. Linux only."""
