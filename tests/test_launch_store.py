@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from mixmesh.errors import CollectiveError
-from mixmesh.runtime.launch_store import store_of_start
+from mixmesh.errors import CollectiveError, InputError
+from mixmesh.runtime import launch_store
+from mixmesh.runtime.launch_store import connect_store, store_of_start, wait_for_address
 from mixmesh.runtime.lost import Lost, Position, Waiting, error_of, fields_of
 from mixmesh.runtime.peers import Peers, Seen
 from mixmesh.runtime.processes import LAUNCHER_VARIABLE, is_stopped, process_place
@@ -47,12 +49,76 @@ def test_a_start_reads_nothing_of_an_earlier_one(server, late):
         assert {store.get("address") for store in stores} == {str(world_size).encode()}
 
 
-def test_a_rank_that_does_not_come_is_named(server):
+def test_a_rank_that_does_not_come_is_named(server, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     meet(server, {}, 2)  # what rank 1 wrote then is still there
     with pytest.raises(CollectiveError) as raised:
         store_of_start(server, 0, 2, timeout_s=0.5)
     assert raised.value.got == "nothing from rank 1"
     assert any("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in line for line in raised.value.hint)
+
+
+def test_a_rank_that_has_come_is_not_called_missing(server, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+
+    def come(rank: int) -> str:
+        store = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+        with pytest.raises(CollectiveError) as raised:
+            store_of_start(store, rank, 3, timeout_s=1.0)
+        return raised.value.got
+
+    with ThreadPoolExecutor(2) as ranks:
+        assert set(ranks.map(come, (0, 1))) == {"nothing from rank 2"}
+
+
+@pytest.fixture
+def by_hand(monkeypatch):
+    """A function that sets the variables of a rank that no launcher has started."""
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+
+    def become(rank: int, address: str, port: int) -> None:
+        of_start = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": address, "MASTER_PORT": port}
+        for name, value in of_start.items():
+            monkeypatch.setenv(name, str(value))
+
+    return become
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_store_whose_name_has_no_address_is_told_of_at_once(by_hand, monkeypatch, capsys, rank):
+    by_hand(rank, "host.invalid", 29500)
+    monkeypatch.setattr(launch_store, "TOLD_S", 0.0)
+    with pytest.raises(CollectiveError, match="has not reached the store") as raised:
+        connect_store(0.5)
+    assert "MASTER_ADDR=host.invalid" in raised.value.expected and raised.value.got
+    assert f"rank {rank} does not reach MASTER_ADDR=host.invalid" in capsys.readouterr().err
+
+
+def test_a_name_that_gets_its_address_late_is_waited_for(by_hand, monkeypatch):
+    by_hand(0, "host.invalid", 29500)
+    tried = []
+
+    def look_up(*_: object) -> None:
+        tried.append(0)
+        if len(tried) < 3:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    wait_for_address(0, 10.0, listens=False)
+    assert len(tried) == 3
+
+
+def test_a_port_that_another_program_has_taken_ends_the_start(by_hand, monkeypatch):
+    """PyTorch waits without end for its answer."""
+    monkeypatch.setattr(launch_store, "TRY_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        by_hand(0, "127.0.0.1", port)
+        with pytest.raises(InputError, match=f"MASTER_PORT={port}: another program listens"):
+            connect_store(0.5)
+        by_hand(1, "127.0.0.1", port)
+        with pytest.raises(CollectiveError, match="is no store of a launch"):
+            connect_store(0.5)
 
 
 def test_every_survivor_names_what_it_was_waiting_for_itself():

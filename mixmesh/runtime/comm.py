@@ -31,7 +31,7 @@ from .accelerator import (
 from .agreement import Facts, batch_disagreement
 from .failures import collective_error, is_timeout, limit_error, start_error
 from .first_rank import wait_for_all
-from .launch_store import connect_store, is_of_launcher
+from .launch_store import connect_store
 from .layout import meetings
 from .lost import Waiting
 from .messages import begin_messages, end_messages
@@ -303,9 +303,8 @@ def _initialise(world_size: int, device: torch.device, timeout: datetime.timedel
             hint=f"torchrun --nproc-per-node {world_size} {os.path.basename(sys.argv[0])}",
         )
     else:
-        store = connect_store(timeout.total_seconds()) if is_of_launcher() else None
-        # without our store PyTorch reads both from the environment, and then accepts only -1
-        rank, size = (-1, -1) if store is None else (int(os.environ["RANK"]), world_size)
+        store = connect_store(timeout.total_seconds())
+        rank, size = rank_and_world_size()
         dist.init_process_group(backend, store=store, timeout=timeout, rank=rank, world_size=size)
         atexit.register(release_last_tensors)
 

@@ -12,19 +12,24 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
+import threading
 import time
 import uuid
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from ..base.launched import rank_and_world_size
 from ..base.progress import tell
 from ..base.units import ranks_text
-from ..errors import CollectiveError
+from ..errors import CollectiveError, InputError
 from .agreement import NOTICE_S, POLL_S
 
 KEY = "mixmesh/start"
 HINT = "with --nnodes MIN:MAX: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every machine, before torchrun"
+TRY_S = 5.0  # longest wait for one connection, and pause between two
+TOLD_S = 2.0  # seconds after which a store that cannot be reached is told of
 
 
 def own_connection(store: dist.Store) -> dist.Store:
@@ -42,18 +47,105 @@ def open_store(timeout_s: float, *, serves: bool = False) -> dist.Store:
     this process ``serves`` it."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     timeout = timedelta(seconds=timeout_s)
-    return dist.TCPStore(address, port, is_master=serves, timeout=timeout, wait_for_workers=False)
+    # in one process groups may be made again, at the same port
+    options = {"multi_tenant": True} if serves else {}
+    return dist.TCPStore(address, port, is_master=serves, timeout=timeout, wait_for_workers=False, **options)
 
 
 def connect_store(timeout_s: float) -> dist.Store:
-    """The part of torchrun's store that belongs to this start. Collective; raises CollectiveError if not all
-    ranks come within ``timeout_s``."""
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = open_store(timeout_s)
+    """The part of the launch's store that belongs to this start: torchrun's store, or one that the first rank
+    serves. Collective; raises CollectiveError if not all ranks come within ``timeout_s``, InputError for a
+    port that another program has taken."""
+    rank, world_size = rank_and_world_size()
+    serves = not rank and not is_of_launcher()
+    if not is_of_launcher():
+        wait_for_address(rank, timeout_s, listens=not serves)
+    store = _opened(rank, timeout_s, serves)
     if not rank and may_change():
         text = f"mixmesh: no machine can come back under this torchrun; {HINT}"
         tell(text)
     return store_of_start(store, rank, world_size, timeout_s)
+
+
+def wait_for_address(rank: int, timeout_s: float, *, listens: bool) -> None:
+    """Waits until the name of the store's machine has an address, and, if it ``listens``, answers there:
+    PyTorch would try again without saying why. A cluster may give the name an address only when the machine
+    is there, and the first rank may start later. Raises CollectiveError after ``timeout_s``."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    started, has_told = time.monotonic(), False
+    while reason := _unreachable(address, port, listens):
+        waited_s = time.monotonic() - started
+        if waited_s > timeout_s:
+            raise CollectiveError(
+                f"rank {rank} has not reached the store of the launch within {timeout_s:g} s",
+                expected=f"the machine of rank 0 at MASTER_ADDR={address}, listening at MASTER_PORT={port}",
+                got=reason,
+                hint=(
+                    "export MASTER_ADDR=HOST MASTER_PORT=PORT, alike on all ranks: of rank 0's machine",
+                    "look at the output of rank 0: it may have ended, or not have started",
+                ),
+                ranks=(rank,),
+            )
+        if waited_s > TOLD_S and not has_told:
+            has_told = True
+            tell(
+                f"mixmesh: rank {rank} does not reach MASTER_ADDR={address}, MASTER_PORT={port} yet "
+                f"({reason}); waiting up to {timeout_s:g} s"
+            )
+        time.sleep(min(POLL_S[1] * (1 + waited_s), TRY_S))
+
+
+def _unreachable(address: str, port: int, listens: bool) -> str:
+    """The reason why the store's machine cannot be reached; empty if it can."""
+    try:
+        if listens:
+            socket.create_connection((address, port), TRY_S).close()
+        else:
+            socket.getaddrinfo(address, port)
+    except (OSError, UnicodeError) as error:  # Python refuses some names before it looks for them
+        return str(getattr(error, "strerror", None) or error)
+    return ""
+
+
+def _opened(rank: int, timeout_s: float, serves: bool) -> dist.Store:
+    """The store, opened in a thread: PyTorch waits without end for the answer of another program that listens
+    there."""
+    opened: list[dist.Store] = []
+    failed: list[Exception] = []
+
+    def open_it() -> None:
+        try:
+            opened.append(open_store(timeout_s, serves=serves))
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=open_it, daemon=True)
+    thread.start()
+    thread.join(timeout_s + TRY_S)
+    for store in opened:
+        return store
+    for error in failed:
+        if isinstance(error, dist.DistNetworkError) and "EADDRINUSE" in str(error):
+            raise _port_taken(error) from None
+        raise error
+    raise CollectiveError(
+        f"rank {rank}: what listens at MASTER_PORT={os.environ['MASTER_PORT']} is no store of a launch",
+        expected=f"rank 0 at MASTER_ADDR={os.environ['MASTER_ADDR']}",
+        got=f"a connection, and no answer within {timeout_s:g} s",
+        hint="export MASTER_PORT=PORT, alike on all ranks: the output of rank 0 says whether it is free",
+        ranks=(rank,),
+    )
+
+
+def _port_taken(error: dist.DistNetworkError) -> InputError:
+    port = os.environ["MASTER_PORT"]
+    return InputError(
+        f"rank 0 cannot serve the store of the launch at MASTER_PORT={port}: another program listens there",
+        expected="a free port, on the machine of rank 0",
+        got=str(error).partition("\n")[0][:200],
+        hint=(f"export MASTER_PORT={int(port) % 65535 + 1} on all ranks", f"ss -ltnp | grep :{port}"),
+        ranks=(0,),
+    )
 
 
 def may_change() -> bool:
@@ -78,10 +170,15 @@ def store_of_start(store: dist.Store, rank: int, world_size: int, timeout_s: flo
     except dist.DistError as error:
         raise CollectiveError(
             f"rank {rank} has lost the store of the launch at the start",
-            got=str(error).partition("\n")[0],
-            hint="torchrun on the first machine holds it, and has ended: its own output says why",
+            got=str(error).partition("\n")[0]
+            + (f"; nothing from {ranks_text(meeting.missing)} until then" if meeting.missing else ""),
+            hint=f"{_holder()} holds it, and has ended: its own output says why",
         ) from None
     return dist.PrefixStore(f"{KEY}/{name}", store)
+
+
+def _holder() -> str:
+    return "torchrun on the first machine" if is_of_launcher() else "rank 0"
 
 
 class _Meeting:
@@ -89,6 +186,7 @@ class _Meeting:
         self._store, self._rank, self._world_size, self._timeout_s = store, rank, world_size, timeout_s
         self._own = uuid.uuid4().hex
         self._started, self._pause_s, self._has_told = time.monotonic(), POLL_S[0], False
+        self.missing: list[int] = []  # the ranks that the first one misses
 
     def lead(self) -> str:
         """The name that all other ranks have confirmed."""
@@ -104,7 +202,10 @@ class _Meeting:
                 if all(self._read(f"confirmed/{rank}") == name for rank in others):
                     self._write("name", name)
                     return name
-            self._wait([r for r in others if not numbers[r] or self._read(f"confirmed/{r}") != name])
+            missing = [r for r in others if not numbers[r]]
+            missing = missing or [r for r in others if self._read(f"confirmed/{r}") != name]
+            self._write("missing", json.dumps(missing))
+            self._wait(missing)
 
     def follow(self) -> str:
         """The name that the first rank has made from the numbers of all ranks, including this one's."""
@@ -116,7 +217,10 @@ class _Meeting:
                 self._write(f"confirmed/{self._rank}", name)
                 if self._read("name") == name:
                     return name
-            self._wait([0])
+            # an earlier start of torchrun has written there, too
+            told = "" if is_of_launcher() else self._read("missing")
+            self.missing = [r for r in json.loads(told or "[0]") if r != self._rank]
+            self._wait(self.missing or [0])
 
     def _read(self, key: str) -> str:
         """The value of a key; empty if nobody has written it."""
@@ -134,7 +238,7 @@ class _Meeting:
                 f"rank {self._rank}: not all ranks have come to the start within {self._timeout_s:g} s",
                 expected=f"{self._world_size} ranks",
                 got=f"nothing from {ranks_text(missing)}",
-                hint=("look at the output of each", HINT),
+                hint=("look at the output of each", HINT if is_of_launcher() else ""),
             )
         if waited_s > NOTICE_S and not self._has_told:
             self._has_told = True
