@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import faulthandler
+import os
+import signal
 import threading
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from mixmesh.errors import CollectiveError
 from mixmesh.runtime.allocator import resident_bytes
 from mixmesh.runtime.failures import limit_error, start_error
 from mixmesh.runtime.first_rank import everyones, from_first_rank
+from mixmesh.runtime.processes import show_crashes
 
 
 @pytest.mark.parametrize(
@@ -78,3 +82,19 @@ def test_a_training_goes_on_where_its_memory_cannot_be_read(monkeypatch):
 
     monkeypatch.setattr(Path, "read_text", read_text)
     assert resident_bytes() > 2**20
+
+
+def test_a_rank_that_crashes_says_where(tmp_path):
+    """A segmentation fault ended it without a word, and the others refer to its own output."""
+    told = os.open(tmp_path / "stderr", os.O_WRONLY | os.O_CREAT)
+    if not (pid := os.fork()):
+        os.dup2(told, 2)
+        faulthandler.disable()  # the tests' own
+        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+        show_crashes()
+        os.kill(os.getpid(), signal.SIGSEGV)
+        os._exit(0)
+    os.close(told)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGSEGV
+    text = (tmp_path / "stderr").read_text()
+    assert "Segmentation fault" in text and "in test_a_rank_that_crashes_says_where" in text

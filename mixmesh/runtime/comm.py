@@ -35,7 +35,7 @@ from .launch_store import connect_store
 from .layout import meetings
 from .lost import Waiting
 from .messages import begin_messages, end_messages
-from .processes import end_with_launcher, open_sockets
+from .processes import end_with_launcher, open_sockets, show_crashes
 from .taking_part import taking_part
 from .watch import BACKWARD, Watch
 from .works import begin_threads, end_threads
@@ -280,6 +280,7 @@ def initialise(world_size: int, device: torch.device, timeout_s: float) -> None:
     timeout = datetime.timedelta(seconds=max(timeout_s, LEAST_S))
     if not dist.is_initialized():
         end_with_launcher()
+        show_crashes()
         try:
             _initialise(world_size, device, timeout)
         except RuntimeError as error:

@@ -4,6 +4,7 @@ known."""
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 LAUNCHER_VARIABLE = "TORCHELASTIC_RUN_ID"  # set in processes that torchrun started
+STDERR = 2
 SIGNAL_OF_PARENTS_END = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
 
 
@@ -51,6 +53,13 @@ def memory_kills(counters: Path = Path("/proc/vmstat")) -> int | None:
             if name == "oom_kill":
                 return int(number)
     return None
+
+
+def show_crashes() -> None:
+    """Makes this process print the lines that it was in if it crashes, as by a segmentation fault: Python
+    prints nothing then. A setting of the script stays."""
+    if not faulthandler.is_enabled():
+        faulthandler.enable(STDERR)
 
 
 def end_with_launcher() -> None:
