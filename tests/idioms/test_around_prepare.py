@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import tempfile
 import warnings
 from collections import OrderedDict, defaultdict, namedtuple
@@ -13,6 +14,7 @@ from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -376,17 +378,25 @@ def check_data_that_differs(_) -> None:
 
 
 def check_noise_for_own_rows_is_noticed(_) -> None:
-    """Numbers drawn between the loader and the model, at the first batch of which a rank draws some, also by
-    a generator of the loop's own."""
-    for numbers in (None, torch.Generator()):
+    """Numbers drawn between the loader and the model, at the first batch of which a rank draws some, by
+    PyTorch, NumPy or Python, or by a generator of the loop's own."""
+    of_torch, of_numpy = torch.Generator(), np.random.default_rng(0)
+    draws = (
+        lambda shape: torch.randn(shape),
+        lambda shape: torch.randn(shape, generator=of_torch),
+        lambda shape: torch.from_numpy(np.random.randn(*shape)),
+        lambda shape: torch.from_numpy(of_numpy.normal(size=shape)),
+        lambda shape: torch.full(shape, random.random()),
+    )
+    for draw in draws:
         mine = network()
         model, _, loader = prepare(mine, sgd(mine), DataLoader(rows(), 6), loss=F.cross_entropy)
         for has_noise, draws_late, wanted in ((False, True, 0), (True, False, 1), (True, False, 0)):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 for x, y in loader:
-                    loss = model(x + torch.randn(x.shape[1:], generator=numbers) if has_noise else x, y)
-                    torch.rand(1 + draws_late, generator=numbers)  # after the call nothing depends on it
+                    loss = model(x + draw(x.shape[1:]) if has_noise else x, y)
+                    draw((1 + draws_late,))  # after the call nothing depends on it
                     loss.backward()
             noticed = [w for w in caught if "inputs=function" in str(w.message)]
             assert len(noticed) == (wanted if dist.get_rank() == 0 else 0)
