@@ -302,3 +302,62 @@ def test_a_branch_in_library_code_says_what_can_be_done_about_it():
         trace(transformers.LongformerForMaskedLM(config), {"input_ids": tokens, "labels": tokens})
     assert "modeling_longformer.py" in caught.value.where
     assert "that line is a library's" in caught.value.hint[0]
+
+
+class Crops(nn.Module):
+    """Runs crops of one size together, as the wrapper of DINO and SwAV for several crops does."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, *crops):
+        sizes = torch.tensor([x.shape[-1] for x in crops])
+        ends = torch.cumsum(torch.unique_consecutive(sizes, return_counts=True)[1], 0)
+        start, out = 0, torch.empty(0)
+        for end in ends:
+            out = torch.cat((out, self.conv(torch.cat(crops[start:end])).mean((2, 3))))
+            start = end
+        return out.square().mean() * sizes.tolist()[-1]
+
+
+def test_numbers_of_small_constant_tensors_are_known():
+    batch = tuple(torch.randn(8, 3, size, size) for size in (8, 8, 6, 6, 6))
+    model = Crops()
+    assert verify(model, batch, plan(model, batch, CLUSTER, planner="ddp-proportional")).ok
+
+
+def written_by_known_values(m, y):
+    numbers = torch.tensor([1, 2, 3])
+    numbers[1:].mul_(2)
+    numbers[0] = 5
+    return y.mean() * int(numbers[0]) * int(numbers[2])
+
+
+def test_known_values_written_to_a_view_of_a_constant_are_known():
+    nodes = trace(Head(written_by_known_values), (torch.randn(8, 6),)).graph.nodes
+    assert [n.args[1] for n in nodes if n.op.startswith("aten.mul")] == [5, 6]
+
+
+def written_by_entry(m, y):
+    count = torch.tensor([1])
+    count[0] = (y > 0).sum()
+    return y.mean() * int(count[0])
+
+
+def written_by_view(m, y):
+    scale = torch.tensor([1.0])
+    scale.view(()).add_(y.detach().mean())
+    return y.mean() * scale.item()
+
+
+def written_among_others(m, y):
+    sizes = torch.tensor([1.0, 2.0])
+    sizes[:1].copy_(y[0, :1].detach())
+    return y.mean() * float(sizes[0])
+
+
+@pytest.mark.parametrize("loss", [written_by_entry, written_by_view, written_among_others])
+def test_a_constant_that_is_overwritten_by_a_view_is_no_constant(loss):
+    """PyTorch returns its first value."""
+    assert "read" in failing(loss).got

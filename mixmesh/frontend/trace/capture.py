@@ -45,6 +45,7 @@ from .regions import inference_as_no_grad, inline_regions, no_grad_within_autoca
 from .replaced_functions import ReplacedFunctions
 from .scattered_writes import write_decompositions
 from .selections import targets_by_sample
+from .small_constants import small_constants_kept
 from .stand_ins import meta_on_device
 from .stopped_writes import check_stopped_writes
 from .synced_norms import synced_norms_as_plain
@@ -387,7 +388,7 @@ def _as_it_is_traced() -> Iterator[None]:
         whole_stacks(),
         regions_kept(), experts_in_groups(), masks_as_given(), synced_norms_as_plain(),
         no_autocast(), no_grad_within_autocast(), inference_as_no_grad(), no_inner_gradients(),
-        distributions_unchecked(),
+        distributions_unchecked(), small_constants_kept(),
     ):  # fmt: skip
         yield
 
