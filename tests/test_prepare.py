@@ -194,13 +194,18 @@ def test_values_that_the_loss_needs_are_not_for_optional_arguments():
         def forward(self, x, mask=None):
             return super().forward(x if mask is None else x * mask)
 
+    class Called(nn.Module):  # without a forward pass, as timm's JsdCrossEntropy
+        def __call__(self, made, target):
+            return F.mse_loss(made, target)
+
     model, x, y, mask = Masked(3, 2), torch.randn(4, 3), torch.randn(4, 2), torch.rand(4, 1)
     wrapped = with_loss(model, F.mse_loss)
     assert torch.equal(wrapped(x, y), F.mse_loss(model(x), y))
     assert torch.equal(wrapped(x, mask, y), F.mse_loss(model(x, mask), y))
     assert torch.equal(wrapped(x, mask, target=y), F.mse_loss(model(x, mask), y))
     assert torch.equal(wrapped(x, y, mask=mask), F.mse_loss(model(x, mask), y))
-    assert torch.equal(with_loss(model, nn.MSELoss())(x, y), F.mse_loss(model(x), y))
+    for criterion in (nn.MSELoss(), Called()):
+        assert torch.equal(with_loss(model, criterion)(x, y), F.mse_loss(model(x), y))
     both = with_loss(model, lambda made, y, weight: (weight * (made - y)).mean())
     assert torch.equal(both(x, y, mask), (mask * (model(x) - y)).mean())
 

@@ -131,8 +131,10 @@ def _beside(loss: Any, made: Any) -> Output:
 
 def needed_names(function: Callable[..., Any]) -> tuple[str, ...]:
     """The names of the positional arguments that a function, or a module's forward pass, requires; none if
-    unknown."""
-    called = function.forward if isinstance(function, nn.Module) else function
+    unknown. A module may define ``__call__`` in place of a forward pass, as timm's JsdCrossEntropy does."""
+    called = function
+    if isinstance(function, nn.Module) and type(function).__call__ is nn.Module.__call__:
+        called = function.forward
     try:
         parameters = inspect.signature(called).parameters.values()
     except ValueError:  # a function that is not written in Python
