@@ -208,7 +208,7 @@ def test_a_first_rank_that_ends_with_the_store_is_not_said_to_be_killed():
 @pytest.mark.parametrize(
     "before, after, reason",
     [
-        (3, 3, "it crashed or was killed, but not for lack of memory"),
+        (3, 3, "it crashed or was killed, and not by the kernel for lack of memory"),
         (3, 4, "it was killed for lack of memory"),
         (None, None, "it was killed, perhaps for taking too much memory, or it crashed"),
     ],

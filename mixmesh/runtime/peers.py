@@ -154,7 +154,7 @@ class Peers:
             return "it was killed, perhaps for taking too much memory, or it crashed"
         if kills > self._kills:
             return "it was killed for lack of memory, most likely, as the kernel has killed for that here"
-        return "it crashed or was killed, but not for lack of memory"
+        return "it crashed or was killed, and not by the kernel for lack of memory"
 
     def why_silent(self, rank: int, heartbeat_s: float) -> str:
         """Like ``why_lost``, for a rank that nobody waits for yet: it counts as lost only after silence,
