@@ -39,6 +39,22 @@ class Pair(Classifier):
         return (made.logits,) if made.loss is None else (made.loss, made.logits)
 
 
+class Adapted(nn.Module):
+    """A frozen model with an adapter, which may be turned off."""
+
+    adapts = True
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.inner, self.adapter = nn.Linear(6, 5).double(), nn.Linear(6, 5).double()
+        self.inner.requires_grad_(False)
+
+    def forward(self, x, labels=None):
+        logits = self.inner(x) + self.adapter(x) if self.adapts else self.inner(x)
+        return SimpleNamespace(loss=cross_entropy(logits, labels), logits=logits)
+
+
 def batch(size: int) -> dict:
     g = torch.Generator().manual_seed(size)
     x = torch.randn(size, 6, generator=g, dtype=torch.float64)
@@ -88,7 +104,37 @@ def check_what_cannot_go_without_labels(_) -> None:
         close(pair(**batch(7)).gather(1), Pair().eval()(**batch(7))[1])
 
 
-IDIOMS = named(check_evaluation_of_any_size, check_what_cannot_go_without_labels)
+def check_a_model_whose_adapters_are_off(_) -> None:
+    """As the reference of a preference loss, in training mode too: nothing that trains has a part in it."""
+    for kind in ("data_parallel", "fsdp", "tensor_parallel"):
+        single, net = Adapted(), Adapted()
+        plan = output_plan(kind, net, batch(12), ("logits",))
+        model, _ = parallelize(net, None, plan, device="cpu", timeout_s=60, check_model=False)
+        for size, trains in ((12, True), (12, False), (7, True)):
+            for adapts in (False, True):
+                for m in (single, model):
+                    m.train(trains)
+                    m.adapts = adapts
+                with torch.no_grad():
+                    expected, out = single(**batch(size)), model(**batch(size))
+                close(out.loss, expected.loss, f"{kind} {size} {adapts}")
+                close(out.gather().logits, expected.logits, f"{kind} {size} {adapts}")
+            for m in (single, model):
+                m.train()
+                m.zero_grad()
+                m(**batch(size)).loss.backward()
+            for p, q in zip(model.adapter.parameters(), single.adapter.parameters()):
+                close(p.grad.norm(), q.grad.norm(), f"{kind} {size}")
+        model.adapts = False
+        with pytest.raises(TraceError, match="no trainable parameter"):
+            model(**batch(12))
+
+
+IDIOMS = named(
+    check_evaluation_of_any_size,
+    check_what_cannot_go_without_labels,
+    check_a_model_whose_adapters_are_off,
+)
 
 
 @pytest.mark.parametrize("name", IDIOMS)

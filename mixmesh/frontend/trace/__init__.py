@@ -154,6 +154,7 @@ def trace(
     outputs: Collection[str | int] = (),
     autocast: Autocast | None = None,
     loss: LossSource = LossSource.RETURNED,
+    learns: bool = True,
 ) -> Traced:
     """Traces ``model(**batch)`` (or ``model(*batch)``) up to its scalar loss.
 
@@ -167,7 +168,8 @@ def trace(
 
     ``loss`` says where the loss comes from. Where the call returns none, ``returned.loss`` is "" and a number
     takes its place; if the caller computes the loss, all tensors that the model returns become outputs with a
-    gradient.
+    gradient. A call that ``learns`` nothing, under ``torch.no_grad()``, may have a loss without a gradient,
+    such as that of a model whose adapters are turned off.
 
     Raises TraceError if PyTorch cannot export the model or there is no loss, InputError for another kind of
     batch norm.
@@ -187,7 +189,8 @@ def trace(
     for step in passes:
         step = local_batch_norms if step is exact_batch_norms and batch_norm == LOCAL else step
         graph = step(graph)
-    check_trainable(graph)
+    if learns:
+        check_trainable(graph)
     check_updates(graph)
     if captured.outputs:
 

@@ -248,6 +248,7 @@ class Forms:
                 outputs=outputs,
                 autocast=self.plan.autocast,
                 loss=self._loss_source(bool(absent)),
+                learns=learns,
             )
         if learns and modes[0] and not planned.copies:
             self._check_learners(traced.graph)
