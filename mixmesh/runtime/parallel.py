@@ -77,7 +77,7 @@ def parallelize(
     seed: int = 0,
     random_exact: bool = False,
     check_model: bool = True,
-    kept_shapes: int = 16,
+    kept_shapes: int = 64,
     compile: bool = False,
 ) -> tuple[ParallelModel, OptimizerOrNone]:
     """This process's part of ``model`` under a plan (or a Program). Collective.

@@ -10,7 +10,10 @@ import torch.nn.functional as F
 from gloo_world import assert_passed
 from plans import PLANS, Mlp, build, named, output_plan, plan_of, program
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import graph_module
 
+from mixmesh.base.patch import patched
 from mixmesh.errors import Infeasible, InputError, MixmeshError
 from mixmesh.lang.ir import Shard, shard_sizes
 from mixmesh.lang.plan_file import MicroBatch
@@ -19,6 +22,7 @@ from mixmesh.runtime.data import shard_batches
 from mixmesh.runtime.interpret import interpret
 from mixmesh.runtime.parallel import parallelize
 from mixmesh.runtime.random import RandomPolicy
+from mixmesh.runtime.shapes import forms
 from mixmesh.runtime.shapes.agree import check_kinds
 
 SIZES = (5, 12, 1, 7, 3)  # of batches planned for 12: 2, 2, 1 samples; 6, 4, 2; 1, 0, 0; ...
@@ -234,18 +238,35 @@ def check_micro_steps(_) -> None:
 
 
 def check_limits(_) -> None:
-    """Few programs are kept, and none that needs more memory than the planned one."""
+    """Few programs are kept, nothing of those that are gone, and none that needs more memory than the planned
+    one."""
     plan = plan_of(Mlp(0), numbers(12), 0)
     single = Mlp(0)
     model, _ = parallelize(Mlp(0), None, plan, device="cpu", timeout_s=60, kept_shapes=2)
     run = model._runtime
+    same_step(single, model, numbers(6))
+    sources, types = len(graph_module._loader.eval_cache), len(FakeTensorMode.cache)
     for size in (3, 4, 3, 5, 4):
         same_step(single, model, numbers(size))
+    assert len(graph_module._loader.eval_cache) == sources and len(FakeTensorMode.cache) <= types
     assert [key[2][0][0] for key in run.forms.kept] == [5, 4]
     assert {key[0] for key in run.compiled} == {*run.forms.kept}
     with pytest.raises(Infeasible, match="more memory than the plan was made for"):
         model(**numbers(120000))
     same_step(single, model, numbers(12))
+
+
+def check_that_many_shapes_cost_time_is_told(_) -> None:
+    model, _ = parallelize(Mlp(0), None, plan_of(Mlp(0), numbers(12), 0), device="cpu", timeout_s=60)
+    told: list[str] = []
+    with patched(forms, "TOLD_S", 0.0), patched(forms, "warn_once", told.append):
+        for size in (3, 4, 5, 6, 7):
+            model(**numbers(size))
+        assert not told
+        for size in (8, 9):
+            model(**numbers(size))
+    # the first rank traces
+    assert ["6 shapes of batches have been traced" in text for text in told] == [True] * (not model.comm.rank)
 
 
 class Bags(nn.Module):
@@ -349,7 +370,8 @@ def check_a_batch_that_others_do_not_have(_) -> None:
 
 IDIOMS = named(
     check_any_size_under_any_plan, check_lengths, check_statistics_of_the_short_batch, check_evaluation,
-    check_dropout, check_accumulation_and_schedules, check_micro_steps, check_limits, check_other_units,
+    check_dropout, check_accumulation_and_schedules, check_micro_steps, check_limits,
+    check_that_many_shapes_cost_time_is_told, check_other_units,
     check_values_that_all_ranks_need, check_what_is_no_batch, check_even_shares,
     check_a_batch_that_others_do_not_have,
 )  # fmt: skip
