@@ -292,17 +292,22 @@ def _explain(problem: ErrorDetails, schema: type[BaseModel]) -> tuple[str, str, 
         keys = _keys_at(problem["loc"], schema)
         hint = _meant(last, problem["input"], keys, schema)
         return f'unknown key "{last}"', "one of " + ", ".join(keys), hint
-    if last == "machine":
-        message = "machine is not a list of tables" if kind == "list_type" else "no machines"
-        return message, "at least one [[machine]] table", '[[machine]] with devices = ["V100-16GB"]'
-    if last == "devices" and owner != "links":
-        message = f"{path} is not a list" if kind == "list_type" else f"{path[:-8]} has no devices"
-        return message, "a list of at least one device", 'devices = ["V100-16GB"]'
+    if last == "machine" or (last == "devices" and owner != "links"):
+        return _explain_list(path, last, is_list=kind != "list_type")
     known = [_EXPECTED[key] for key in (path, f"{owner}.{last}", last) if key in _EXPECTED]
     if kind == "missing":
         return f"{path} is missing", known[0] if known else "a value", ""
     hint = value_hint(last, problem["input"])
     return f"{path} is not usable", known[0] if known else problem["msg"], hint
+
+
+def _explain_list(path: str, key: str, *, is_list: bool) -> tuple[str, str, str]:
+    """The same for machines, or for the devices of one, that are no list or an empty one."""
+    if key == "machine":
+        message = "no machines" if is_list else "machine is not a list of tables"
+        return message, "at least one [[machine]] table", '[[machine]] with devices = ["V100-16GB"]'
+    message = f"{path[:-8]} has no devices" if is_list else f"{path} is not a list"
+    return message, "a list of at least one device", 'devices = ["V100-16GB"]'
 
 
 def _meant(key: str, value: Any, keys: tuple[str, ...], schema: type[BaseModel]) -> str:

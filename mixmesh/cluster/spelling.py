@@ -1,4 +1,4 @@
-"""What people write in cluster files in place of our keys, units and names of devices."""
+"""Hints for cluster files with other keys, units and names of devices than ours."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ ALIASES = {
     "server": ("machine",),
     "servers": ("machine",),
 }
-# what people call the two kinds of networks
+# other words for the two kinds of networks
 KINDS = {"infiniband": "rdma", "ib": "rdma", "roce": "rdma", "ethernet": "tcp", "tcp/ip": "tcp"}
 QUANTITY = re.compile(r"([0-9][0-9_]*(?:[.,][0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*(\D*)")
 
@@ -89,6 +89,7 @@ def closest(word: str, words: Iterable[str], num: int = 1) -> list[str]:
 
 
 def is_close(key: str, other: str) -> bool:
+    """Whether one key is part of the other, or is spelt almost like it."""
     is_part = other.startswith(key) or key.endswith(other)
     return is_part or difflib.SequenceMatcher(None, key, other).ratio() >= 0.8
 
