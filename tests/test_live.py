@@ -160,11 +160,11 @@ def test_a_file_goes_on_and_has_no_number_that_json_lacks(tmp_path):
 
 
 def test_what_cannot_be_written_is_refused_before_the_training(tmp_path):
-    with pytest.raises(InputError, match="cannot be written: No such file") as caught:
+    with pytest.raises(InputError, match="cannot write the log: No such file") as caught:
         check_targets(tmp_path / "none" / "log.jsonl", None, 10)
     assert "log.jsonl" in str(caught.value)
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match="cannot be written") as caught:
+    with pytest.raises(InputError, match="cannot write the folder for TensorBoard") as caught:
         check_targets(None, tmp_path / "file", 10)
     assert str(tmp_path / "file") in str(caught.value)
 

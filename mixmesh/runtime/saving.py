@@ -60,7 +60,7 @@ def save_weights(state: Mapping[str, Tensor], path: Path) -> None:
     # torch.save reports a full disk by a RuntimeError
     except (OSError, RuntimeError, SafetensorError) as error:
         raise InputError(
-            "the weights could not be written",
+            "cannot write the weights",
             got=str(error).strip().partition("\n")[0],
             where=str(path),
             hint="--checkpoint DIR, which keeps a training whose end fails",

@@ -31,6 +31,7 @@ _WITHIN = tuple(
     for name in (
         "averages.py", "branches.py", "checked_losses.py", "checkpoints.py", "functions.py",
         "hooks.py", "instance_norms.py", "moves.py", "reads.py", "replaced_functions.py",
+        "small_constants.py",
     )
 )  # fmt: skip
 _STDLIB = os.path.abspath(sysconfig.get_paths()["stdlib"]) + os.sep
