@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..errors import CollectiveError
 from ..measure.testbed import leave_device
 from ..runtime.accelerator import synchronize
-from ..runtime.failures import limit_error
+from ..runtime.failures import limits_named
 from ..runtime.shard_tensor import ShardTensor, plain, shard
 from ..runtime.streams import host_buffer, issue_copy
 from ..runtime.watch import THREADS
@@ -31,12 +31,8 @@ class Saving:
         self._error: BaseException | None = None
         # not a daemon, so that an interpreter that ends waits for the checkpoint
         self._thread = threading.Thread(target=self._run, name=f"{THREADS}checkpoint")
-        try:
+        with limits_named("a checkpoint", ranks.rank):
             self._thread.start()
-        except RuntimeError as error:
-            if (limited := limit_error(ranks.rank, "a checkpoint", error)) is not None:
-                raise limited from error
-            raise
 
     def _run(self) -> None:
         leave_device()  # the emulated device's quota is for computing: a GPU would not write files either

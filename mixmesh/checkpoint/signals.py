@@ -15,14 +15,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-from ..base.launched import rank_and_world_size
 from ..base.progress import send_nowhere
-from ..runtime.failures import limit_error
+from ..runtime.failures import limits_named
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 # seconds within which a repeated signal counts as the same one: a launcher passes on signals that its
@@ -44,11 +43,11 @@ class Signals:
         self._thread = threading.Thread(target=self._read, name="mixmesh signals", daemon=True)
 
     def __enter__(self) -> Signals:
-        with _limits_named():
+        with limits_named(LISTENING):
             self._from, self._to = os.pipe()
         os.set_blocking(self._to, False)
         self._wakeup = signal.set_wakeup_fd(self._to, warn_on_full_buffer=False)
-        with _limits_named():  # before signals are ignored: the process could only be killed then
+        with limits_named(LISTENING):  # before signals are ignored: the process could only be killed then
             self._thread.start()
         self._handlers = {number: signal.signal(number, _ignore) for number in SIGNALS if _is_heard(number)}
         _entered.append(self)
@@ -101,17 +100,6 @@ class Signals:
                 os._exit(OF_SIGNAL + number)
             if not self.number:
                 self.number, self._came_at = number, time.monotonic()
-
-
-@contextmanager
-def _limits_named() -> Iterator[None]:
-    """A context in which a limit of the system is told with what to type. Raises CollectiveError for it."""
-    try:
-        yield
-    except (OSError, RuntimeError) as error:
-        if (limited := limit_error(rank_and_world_size()[0], LISTENING, error)) is None:
-            raise
-        raise limited from error
 
 
 def leave_closed_terminal() -> None:

@@ -61,6 +61,7 @@ def error_object(error: MixmeshError) -> dict[str, Any]:
 
 
 def print_json(value: dict[str, Any]) -> None:
+    """Prints one line of JSON."""
     print(json_line(value), flush=True)
 
 

@@ -6,8 +6,11 @@ from __future__ import annotations
 import os
 import resource
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
+from ..base.launched import rank_and_world_size
 from ..errors import CollectiveError
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -60,6 +63,19 @@ def limit_error(rank: int, what: str, error: BaseException) -> CollectiveError |
         hint=limit.hints,
         ranks=(rank,),
     )
+
+
+@contextmanager
+def limits_named(what: str, rank: int | None = None) -> Iterator[None]:
+    """A context for ``what`` a rank starts, by default the launcher's rank, in which a limit of files or
+    threads is told with what to type. Raises CollectiveError for it."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        own = rank_and_world_size()[0] if rank is None else rank
+        if (limited := limit_error(own, what, error)) is None:
+            raise
+        raise limited from error
 
 
 def start_error(rank: int, error: BaseException) -> CollectiveError | None:

@@ -219,7 +219,7 @@ class Forms:
         return is_bare and not any(modes)
 
     def _made(self, key: TracedKey, args: tuple, kwargs: Mapping[str, Any]) -> Form:
-        make = partial(self._timed, lambda: self._plan_for(key, args, kwargs))
+        make = partial(self._timed_plan, key, args, kwargs)
         group = self.comm.groups.get(("data", self.comm.everyone))  # a single rank has no group
         program, micro_batches, returned = make() if group is None else from_first_rank(make, group)
         self.comm.add(meetings(program))
@@ -232,10 +232,10 @@ class Forms:
         assert form.returns is not None  # evaluation without a loss has outputs
         return replace(form, returns=form.returns.without_loss())
 
-    def _timed(self, make: Callable[[], tuple]) -> tuple:
+    def _timed_plan(self, key: TracedKey, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
         """Makes a program, and warns once if many of them have taken long."""
         started = time.perf_counter()
-        made = make()
+        made = self._plan_for(key, args, kwargs)
         self.spent_s.append(time.perf_counter() - started)
         if len(self.spent_s) >= MANY and not self.has_told and sum(self.spent_s) >= TOLD_S:
             self.has_told = True

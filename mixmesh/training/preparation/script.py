@@ -147,7 +147,6 @@ def prepare(
                 cluster_file=None if cluster is None else Path(cluster),
                 check=check,
             )
-        check(prepared.plan)
         if rank == 0 and not prepared.plan.returned.has_loss:
             tell(f"mixmesh: {WITHOUT_LOSS}")
         parallel, optimizer = parallelize(

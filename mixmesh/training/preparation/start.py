@@ -179,6 +179,7 @@ def _prepared(
         )
 
     plan = _for_all_batches(planned_by, options.planner, check, from_first_rank, phases.teller.line)
+    check(plan)
     # a plan that was kept may come from a start on equal machines with other names
     plan = replace(plan, devices=planned_devices(cluster))
     return Prepared(cluster, profile, plan, tuple(phases.finished))
