@@ -1,9 +1,9 @@
 """Decomposes an exported program in a time that depends only on the operators in it.
 
-PyTorch marks every composite operator of every library, some 500, so that those without a decomposition stay
-whole. For a small model this is three quarters of a trace. Here only the operators of the program's graphs
-are marked. Any other operator can appear only inside a composite that cannot stay whole, and is decomposed
-with it.
+Most programs are rewritten one operator at a time (``functional_form``), a few by PyTorch. It marks every
+composite operator of every library, some 500, so that those without a decomposition stay whole, which takes
+a second. Here only the operators of the program's graphs are marked. Any other operator can appear only
+inside a composite that cannot stay whole, and is decomposed with it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,16 @@ from torch._ops import OpOverload
 from torch.export import ExportedProgram, exported_program
 
 from ...base.patch import patched
+from .functional import functional_form
 
 COLLECT = "_collect_all_valid_cia_ops"  # PyTorch's function that returns the composites to mark
 
 
 def decomposed(program: ExportedProgram, table: Mapping[Any, Callable]) -> ExportedProgram:
     """``program.run_decompositions(table)``."""
+    rewritten = functional_form(program, table)
+    if rewritten is not None:
+        return rewritten
     # no frame is the model's here; nodes keep the stacks that they have
     with _marks_composites_of(program), patched(fx.config, "do_not_emit_stack_traces", True):
         return program.run_decompositions(dict(table))

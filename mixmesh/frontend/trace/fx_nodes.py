@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 
 
@@ -17,3 +19,8 @@ def block_of(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule:
     block = getattr(module, str(node.target))
     assert isinstance(block, fx.GraphModule)
     return block
+
+
+def target_of(node: fx.Node) -> Any:
+    """The operator that a node calls."""
+    return node.target
