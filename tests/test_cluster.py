@@ -203,6 +203,16 @@ BAD = [
     (NETWORK.replace("latency_us", "latency_ms") + ONE, "network.latency_ms", ["latency_us = 30000?"]),
     (NETWORK.replace("_gbit_", "_mbit_") + ONE, "network.bandwidth_mbit_per_s", ["gbit_per_s = 0.01?"]),
     (NETWORK.replace("10", "1e20") + ONE, "network.bandwidth_gbit_per_s", ["above 0, of 1e-15 to 1e15"]),
+    (
+        NETWORK.replace("10", "1e10") + ONE,
+        "network.bandwidth_gbit_per_s",
+        ["at most 1000000, in the unit", "try      bandwidth_gbit_per_s = 10"],
+    ),
+    (
+        with_device("{ device = 'T4-16GB', memory_gib = 17179869184 }"),
+        "machine[1].devices[0].memory_gib",
+        ["try      memory_gib = 16"],
+    ),
     (ONE + "\nbandwidth_gbit_per_s = 10", "machine[0].bandwidth_gbit_per_s", ["is a key of [network]"]),
     (
         ONE + "\nlinks = [{ devices = [0, 1], gbyte_per_s = 56 }]",

@@ -28,7 +28,7 @@ from ..errors import ClusterError, unmerged
 from .catalogue import CATALOGUE
 from .classes import ROWS
 from .devices_folder import files, names_meant
-from .spelling import closest, device_hint, is_close, key_hint, meaning, value_hint
+from .spelling import MOST, closest, device_hint, is_close, key_hint, meaning, value_hint
 
 T = TypeVar("T", bound=BaseModel)
 _FIGURES = ("tflop_per_s", "memory_gib", "memory_gbyte_per_s")
@@ -38,7 +38,9 @@ def _problem(expected: str, message: str = "", hint: str = "") -> PydanticCustom
     return PydanticCustomError("mixmesh", "problem", {"expected": expected, "message": message, "hint": hint})
 
 
-def _number(accepts: Callable[[Decimal], bool], expected: str) -> BeforeValidator:
+def _number(
+    accepts: Callable[[Decimal], bool], expected: str, most: Decimal | None = None
+) -> BeforeValidator:
     def check(value: Any) -> Decimal:
         if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
             raise _problem(expected)
@@ -48,12 +50,16 @@ def _number(accepts: Callable[[Decimal], bool], expected: str) -> BeforeValidato
         # the bounds keep a mistyped exponent from becoming an infinite rate
         if number and not -15 <= number.adjusted() <= 15:
             raise _problem(f"{expected}, of 1e-15 to 1e15")
+        if most is not None and number > most:
+            raise _problem(f"{expected} and at most {most}, in the unit that the key names")
         return number
 
     return BeforeValidator(check)
 
 
 Positive = Annotated[Decimal, _number(lambda x: x > 0, "a finite number above 0")]
+# no device or link has more: such a number is in bits, bytes or operations, not in billions of them
+Amount = Annotated[Decimal, _number(lambda x: x > 0, "a finite number above 0", MOST)]
 NotNegative = Annotated[Decimal, _number(lambda x: x >= 0, "a finite number, 0 or more")]
 Share = Annotated[Decimal, _number(lambda x: 0 < x <= 1, "a share of one CPU core, above 0 and at most 1")]
 Part = Annotated[Decimal, _number(lambda x: 0 < x <= 1, "a share of the peaks, above 0 and at most 1")]
@@ -86,12 +92,12 @@ class DeviceTable(Table):
     device: Name | None = None
     name: Name | None = None
     kind: Literal["gpu", "cpu"] | None = None
-    tflop_per_s: Positive | None = None
-    half_tflop_per_s: Positive | None = None
+    tflop_per_s: Amount | None = None
+    half_tflop_per_s: Amount | None = None
     tf32_tflop_per_s: NotNegative | None = None
     supports_bf16: bool | None = None
-    memory_gib: Positive | None = None
-    memory_gbyte_per_s: Positive | None = None
+    memory_gib: Amount | None = None
+    memory_gbyte_per_s: Amount | None = None
     cpu_share: Share | None = None
     issue_us: Positive | None = None
     backward_issue_us: Positive | None = None
@@ -138,24 +144,24 @@ class DeviceTable(Table):
 
 class LinkTable(Table):
     devices: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=2)]
-    gbit_per_s: Positive
+    gbit_per_s: Amount
     latency_us: NotNegative | None = None
 
 
 class MachineTable(Table):
     name: Name | None = None
     devices: Annotated[list[DeviceTable], Field(min_length=1)]
-    link_gbit_per_s: Positive | None = None
+    link_gbit_per_s: Amount | None = None
     link_latency_us: NotNegative | None = None
     links: list[LinkTable] | None = None
     p2p: bool = True
-    bridge_gbit_per_s: Positive | None = None
-    nic_gbit_per_s: Positive | None = None
+    bridge_gbit_per_s: Amount | None = None
+    nic_gbit_per_s: Amount | None = None
     price_per_hour: NotNegative | None = None
 
 
 class NetworkTable(Table):
-    bandwidth_gbit_per_s: Positive
+    bandwidth_gbit_per_s: Amount
     latency_us: NotNegative = Decimal(50)  # for TCP over one switch
     kind: Literal["tcp", "rdma"] = "tcp"
 

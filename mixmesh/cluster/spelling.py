@@ -47,6 +47,8 @@ UNITS_OF_VALUES = {
     "share": {"%": "0.01"},
     "count": {"x": "1"},
 }  # fmt: skip
+MOST = Decimal(10**6)  # of the units that our keys of rates and memory name
+BASE_UNITS = {"gbit_per_s": 10**9, "gbyte_per_s": 10**9, "tflop_per_s": 10**12, "gib": 2**30}
 ALIASES = {
     "tflops": ("tflop_per_s",),
     "fp32_tflops": ("tflop_per_s",),
@@ -114,8 +116,12 @@ def meaning(key: str, value: Any) -> str:
 
 
 def value_hint(key: str, value: Any) -> str:
-    """The line to write in place of text that stands where a number, a truth value or a known word belongs;
-    empty if it is not clear what is meant."""
+    """The line to write in place of text that stands where a number, a truth value or a known word belongs,
+    or of a number in bits, bytes or operations; empty if it is not clear what is meant."""
+    if isinstance(value, int | Decimal):
+        base = next((base for end, base in BASE_UNITS.items() if key.endswith(end)), 0)
+        is_plain = base and Decimal(value).is_finite() and MOST < value < MOST * base
+        return f"{key} = {_plain(round(Decimal(value) / base, 3))}" if is_plain else ""
     if not isinstance(value, str):
         return ""
     if key == "kind" and value.lower() in (*KINDS, *KINDS.values()):
