@@ -94,6 +94,15 @@ def test_a_store_whose_name_has_no_address_is_told_of_at_once(by_hand, monkeypat
     assert f"rank {rank} does not reach MASTER_ADDR=host.invalid" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("port", ["", "tcp", "29500/tcp", "0", "70000"])
+def test_a_port_that_is_no_number_of_one_is_named(by_hand, monkeypatch, port):
+    by_hand(0, "127.0.0.1", 1)
+    monkeypatch.setenv("MASTER_PORT", port)
+    with pytest.raises(InputError, match="at which port the ranks meet") as raised:
+        connect_store(timeout_s=2)
+    assert raised.value.got == f"MASTER_PORT={port}"
+
+
 def test_a_name_that_gets_its_address_late_is_waited_for(by_hand, monkeypatch):
     by_hand(0, "host.invalid", 29500)
     tried = []

@@ -20,6 +20,20 @@ def rank_and_world_size() -> tuple[int, int]:
     return rank, world_size
 
 
+def store_address() -> tuple[str, int]:
+    """Returns ``MASTER_ADDR`` and ``MASTER_PORT``, which a launcher has set. Raises InputError unless the
+    second is the number of a port."""
+    address, text = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    if not (text.strip().isascii() and text.strip().isdecimal() and 0 < int(text) < 2**16):
+        raise InputError(
+            "the environment does not say at which port the ranks meet",
+            expected="a MASTER_PORT from 1 to 65535, alike on all ranks",
+            got=f"MASTER_PORT={text}",
+            hint="export MASTER_PORT=29500",
+        )
+    return address, int(text)
+
+
 def _unusable(texts: dict[str, str | None]) -> InputError:
     told = [f"no {name}" if text is None else f"{name}={text}" for name, text in texts.items()]
     return InputError(

@@ -20,7 +20,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ..base.launched import rank_and_world_size
+from ..base.launched import rank_and_world_size, store_address
 from ..base.progress import tell
 from ..base.units import ranks_text
 from ..errors import CollectiveError, InputError
@@ -45,7 +45,7 @@ def is_of_launcher() -> bool:
 def open_store(timeout_s: float, *, serves: bool = False) -> dist.Store:
     """The store of the launch, including data of earlier starts: a connection to it, or the store itself if
     this process ``serves`` it."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address, port = store_address()
     timeout = timedelta(seconds=timeout_s)
     # in one process groups may be made again, at the same port
     options = {"multi_tenant": True} if serves else {}
@@ -71,7 +71,7 @@ def wait_for_address(rank: int, timeout_s: float, *, listens: bool) -> None:
     """Waits until the name of the store's machine has an address, and, if it ``listens``, answers there:
     PyTorch would try again without saying why. A cluster may give the name an address only when the machine
     is there, and the first rank may start later. Raises CollectiveError after ``timeout_s``."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address, port = store_address()
     started, has_told = time.monotonic(), False
     while reason := _unreachable(address, port, listens):
         waited_s = time.monotonic() - started
