@@ -25,6 +25,7 @@ from mixmesh.runtime import peers as peers_module
 from mixmesh.runtime.lost import Waiting
 from mixmesh.runtime.peers import Peers, Seen
 from mixmesh.runtime.processes import memory_kills, process_place
+from mixmesh.runtime.verdicts import different_calls
 from mixmesh.runtime.watch import Watch
 
 WORKER = Path(__file__).parent / "watch_worker.py"
@@ -232,6 +233,23 @@ def test_the_kernels_count_of_kills_for_memory_is_read(tmp_path):
     assert memory_kills(counters) is None
     counters.write_text("pgfault 7\noom_kill 15\n")
     assert memory_kills(counters) == 15
+
+
+@pytest.mark.parametrize(
+    "kind, hint",
+    [
+        (
+            "backward",
+            "leave out the same batches",
+        ),  # `if loss > 2: continue`, `except RuntimeError: continue`
+        ("the order of the data", "leave out the same batches"),
+        ("whole", "take the call out of `if rank == 0:`"),
+    ],
+)
+def test_a_part_of_a_step_that_one_rank_leaves_out_is_no_call_of_one_rank_alone(kind, hint):
+    states = {1: Seen(1, process_place(), 1, 0, "", 0.0, "", calls={"7": kind}, lines={"7": "a.py:2"})}
+    error = different_calls(0, {7: "train forward"}, {7: "a.py:1"}, states, "all_gather")
+    assert error is not None and hint in str(error) and "a.py:2" in str(error)
 
 
 @pytest.mark.parametrize("scenario", AGREED)

@@ -15,6 +15,13 @@ HINTS = {
     END_OF_DATA: "data of as many batches on every rank",
     START_OF_EPOCH: "leave the loop over a loader after the same batch on every rank",
 }
+# ranks that differ in these have left out a part of a step, not asked for something alone
+OF_A_STEP = {"train forward", "backward", "the order of the data"}
+LEFT_OUT = (
+    "let all ranks leave out the same batches: one rank's `continue` or `except` leaves the others waiting",
+    "torch.distributed.all_reduce of what decides, and then `if` on every rank",
+)
+ALONE = "take the call out of `if rank == 0:`, for all ranks to make it"
 
 
 def different_calls(
@@ -42,7 +49,7 @@ def different_calls(
                 got="; ".join(_with_line(kind, ranks, lines) for kind, ranks in groups.items()),
                 hint=next(
                     (hint for kind, hint in HINTS.items() if kind in groups),
-                    "take the call out of `if rank == 0:`, for all ranks to make it",
+                    LEFT_OUT if groups.keys() <= OF_A_STEP else ALONE,
                 ),
             )
     return None
