@@ -22,6 +22,11 @@ from .ranks import text_of
 from .tensor_files import Part, bytes_of, head_of
 
 INDEX = ".index.json"
+# endings of names that are meant for files: a folder gpt-v1.5 or gpt.final has none of them
+OTHER_FILES = {
+    *SUFFIXES, ".safetensor", ".ckpt", ".npz", ".npy", ".h5", ".hdf5", ".onnx", ".gguf", ".pkl", ".pickle",
+    ".msgpack", ".index", ".txt", ".json", ".toml", ".yaml", ".yml", ".csv", ".zip", ".tar", ".gz", ".tgz",
+}  # fmt: skip
 PRETRAINED_STEM, OPTIMIZER_STEM = "model", "optimizer"
 
 
@@ -38,7 +43,7 @@ class Target:
     def of(cls, to: Path, *, force: bool) -> Target:
         """The target named by ``to``, a folder or a safetensors file. Raises InputError if it cannot be
         written to, or if an export is already there and ``force`` is not set."""
-        if to.suffix in SUFFIXES and to.suffix != SAFETENSORS:
+        if not to.is_dir() and to.suffix != SAFETENSORS and to.suffix.lower() in OTHER_FILES:
             raise InputError(
                 "weights are exported as safetensors",
                 expected="a folder, or the name of a file that ends in .safetensors",

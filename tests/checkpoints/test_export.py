@@ -297,9 +297,11 @@ def test_a_damaged_checkpoint_is_refused_or_passed_over(run, tmp_path, capsys):
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="cannot be written there"):
         checkpoint.export(tmp_path / "run", tmp_path / "file" / "out")
-    for to in ("x.bin", "none/x.safetensors"):
+    for to in ("x.bin", "x.txt", "x.SAFETENSORS", "none/x.safetensors"):
         with pytest.raises(InputError):
             checkpoint.export(tmp_path / "run", tmp_path / to)
+    assert not [*tmp_path.glob("x.*")]
+    checkpoint.export(tmp_path / "run", tmp_path / "gpt-v1.5")  # the name of a folder
 
 
 def test_pieces_that_are_not_the_whole_are_refused(run):
