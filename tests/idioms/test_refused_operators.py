@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
+from torch.distributed import nn as between_ranks
 from torch.nn.utils import rnn
 
 from mixmesh.errors import TraceError
@@ -89,6 +91,54 @@ def test_refused_with_the_line(kind):
         trace(kind(), {"x": torch.randn(6, 4)})
     assert kind.line in caught.value.where and "test_refused_operators.py:" in caught.value.where
     assert any(kind.hint in hint for hint in caught.value.hint), caught.value
+
+
+class Gathers(Model):
+    """Compares the samples of all ranks, as contrastive models written for DistributedDataParallel do."""
+
+    line = "dist.all_gather"
+
+    def forward(self, x):
+        y = self.layer(x)
+        if dist.is_initialized():
+            everyone = [torch.zeros_like(y)]
+            dist.all_gather(everyone, y.contiguous())
+            everyone[dist.get_rank()] = y
+            y = torch.cat(everyone * 2)
+        return (y @ y.T).mean()
+
+
+class GathersWithGradient(Model):
+    line = "between_ranks.all_gather"
+
+    def forward(self, x):
+        y = torch.cat(between_ranks.all_gather(self.layer(x)))
+        return (y @ y.T).mean()
+
+
+class Sums(Model):
+    line = "dist.all_reduce"
+
+    def forward(self, x):
+        y = self.layer(x)
+        mean = y.detach().clone()
+        dist.all_reduce(mean)
+        return (y - mean).square().mean()
+
+
+@pytest.fixture
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", [Gathers, GathersWithGradient, Sums])
+def test_messages_between_ranks_are_refused_with_the_line(alone, kind):
+    with pytest.raises(TraceError) as caught:
+        trace(kind(), {"x": torch.randn(6, 4)})
+    assert kind.line in caught.value.where and "test_refused_operators.py:" in caught.value.where
+    assert "the batch is whole here" in caught.value.hint[0], caught.value
 
 
 @torch.library.custom_op("idioms::round", mutates_args=())

@@ -17,6 +17,7 @@ from ...lang.ir import Arg, DType, Graph, Node, Ref, ValueType
 from .capture import Capture
 from .checkpoints import region_of_stack
 from .dtypes import DTYPE_NAME
+from .failures import NO_MESSAGES
 from .fx_nodes import node_argument
 from .locate import place_of_stack
 from .schema import op_name
@@ -72,6 +73,8 @@ ASSERTIONS = frozenset({
 
 # checks that export keeps in their order, as effects: of torch.linalg.solve, inv and cholesky
 CHECKS_IN_ORDER = frozenset({torch.ops.aten._linalg_check_errors.default})
+
+MESSAGES = "_c10d_functional"  # the operators that calls of torch.distributed become while they are traced
 
 
 class Names:
@@ -195,6 +198,9 @@ class _Converter:
             return
         if not isinstance(node.target, torch._ops.OpOverload):
             self.refuse(node, str(getattr(node.target, "__name__", node.target)), "plain operators")
+        if node.target.namespace == MESSAGES:
+            got = f"{node.target.__name__.partition('.')[0]}, a message between ranks"
+            self.refuse(node, got, "operators that only compute", NO_MESSAGES)
         value = node.meta.get("val")
         results: tuple[str | None, ...] = ()
         types: tuple[ValueType, ...] = ()
@@ -314,7 +320,7 @@ class _Converter:
             value = name
         return Ref(value)
 
-    def refuse(self, node: fx.Node, got: str, expected: str, hint: str = "") -> NoReturn:
+    def refuse(self, node: fx.Node, got: str, expected: str, hint: str | tuple[str, ...] = "") -> NoReturn:
         where = str(place_of_stack(node.meta.get("stack_trace")))
         raise TraceError("the model cannot be traced", expected=expected, got=got, where=where, hint=hint)
 

@@ -32,9 +32,14 @@ NUMBER_HINTS = (
     "what decides on shapes or on a number of rounds comes into the batch as a number, not as a tensor; "
     "x[mask] and x.nonzero() become a multiplication by the mask",
 )
+NO_MESSAGES = (
+    "leave the gather or the sum over ranks out: the batch is whole here, as on one device",
+    "an `if torch.distributed.is_initialized():` around it is meant for DistributedDataParallel alone",
+)
 TIED = "expected compiled_fn to be GraphModule"  # PyTorch's message for updated inputs that share memory
 # a part of PyTorch's message -> the remedy
 HINTS = (
+    ("torch.distributed.nn.functional", NO_MESSAGES[0]),
     ("FakeTensor.__format__", NUMBER_HINTS[1]),
     ("data-dependent", BRANCH_HINT),
     ("DataDependentOutput", "write the operator out by others that read no values: torch.cov by a product"),
