@@ -26,6 +26,7 @@ X = torch.randn(SAMPLES, 6, 8, generator=torch.Generator().manual_seed(0))
 ROWS = X[:, 0].clone()
 IDS = torch.randint(0, 20, (SAMPLES, 6), generator=torch.Generator().manual_seed(1))
 LABELS = torch.arange(SAMPLES) % 4
+TIMES = int(LABELS.sum())
 CLUSTER = Cluster.parse(coverage.CLUSTER)
 
 
@@ -238,6 +239,15 @@ MODELS = {
         Model(lambda m, x: m.head(x).mm(m.head(x).T).fill_diagonal_(-1).exp().mean(), head=dense(8, 4)),
         (ROWS,),
     ),
+    "repeats of each column": lambda: (
+        Model(
+            lambda m, x, y: classified(m, m.mix(x).repeat_interleave(torch.tensor([1, 0, 2, 3, 1, 1]), 1), y)
+            + m.mix(x).repeat_interleave(y, 0, output_size=TIMES).square().mean(),
+            mix=dense(8, 6),
+            head=dense(8, 4),
+        ),
+        (ROWS, LABELS),
+    ),
     "norms without arguments": lambda: (
         Model(lambda m, x: torch.linalg.vector_norm(m.head(x)) + m.head(x).norm(), head=dense(8, 4)),
         (ROWS,),
@@ -281,6 +291,15 @@ def test_other_targets_of_unknown_length_are_refused():
         trace(model, (x, targets))
     assert "CTC loss" in caught.value.expected and "what counts first" in caught.value.hint[0]
     assert "test_trace_operators.py" in caught.value.where
+
+
+def test_repeats_whose_number_is_unknown_are_refused():
+    def loss(m, x, y):
+        return m.head(x).repeat_interleave(y, 0).mean()
+
+    with pytest.raises(TraceError, match="cannot be traced") as caught:
+        trace(Model(loss, head=dense(8, 4)), (ROWS, LABELS))
+    assert "output_size=n" in caught.value.hint[0]
 
 
 def test_an_operator_that_looks_at_values_is_refused():

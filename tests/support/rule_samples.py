@@ -546,6 +546,7 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
         call(F(5, 4), 2, -2, output_size=10),
         call(F(5, 1), 6, 1),
     ),
+    "aten.repeat_interleave.Tensor": (call(Spec("i64", (5,), "permuted", 2), output_size=10),),
     "aten.flip": (call(F(5, 4), (1,)), call(F(5, 4, 3), (0, -1))),
     "aten.roll": (call(F(5, 4), (1,), (1,)), call(F(5, 4, 3), (1, -1), (0, -1)), call(F(5, 4), (3,))),
     "aten.rot90": (call(F(5, 4)), call(F(3, 5, 4), 3, (1, 2)), call(F(3, 5, 4), 2, (0, 1))),

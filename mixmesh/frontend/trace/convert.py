@@ -27,7 +27,11 @@ MAX_CONST_ELEMENTS = 65536
 # a hint for 1j * x, x.fill_(1j) and torch.tensor([1j])
 HOLD_COMPLEX = 'keep the number in a buffer of the module: self.register_buffer("unit", torch.tensor(1j))'
 INSTEAD_OF_COUNTS = "F.one_hot(x, number).sum(0) in place of torch.bincount(x)"
+SIZE_OF_REPEATED = (
+    "say how many there are in all, where that is fixed: x.repeat_interleave(counts, dim, output_size=n)"
+)
 INSTEAD_OF_MASKS = "replace indexing by a boolean mask with torch.where or a multiplication by the mask"
+INSTEAD = {"bincount": INSTEAD_OF_COUNTS, "repeat_interleave": SIZE_OF_REPEATED}
 CHANGE_A_COPY = (
     "change a copy: x = x.clone()",
     "where that is a library's code: a model of your own around it, which gives it a copy",
@@ -222,6 +226,8 @@ class _Converter:
         place, region = place_of_stack(stack), region_of_stack(stack)
         args = tuple(self.arg(a, node) for a in node.args)
         kwargs = tuple((k, self.arg(v, node)) for k, v in node.kwargs.items())
+        if node.target is torch.ops.aten.repeat_interleave.Tensor:  # repeats may be known here alone
+            kwargs = (("output_size", types[0].shape[0]),)
         self.nodes.append(
             Node(results, types, op_name(node.target), args, kwargs, place.location, place.source, region)
         )
@@ -271,7 +277,7 @@ class _Converter:
                 node,
                 f"{node.name} of shape {list(value.shape)}, known only at run time",
                 "shapes that do not depend on values",
-                INSTEAD_OF_COUNTS if "bincount" in str(node.target) else INSTEAD_OF_MASKS,
+                next((hint for name, hint in INSTEAD.items() if name in str(node.target)), INSTEAD_OF_MASKS),
             )
         return ValueType(DTYPE_NAME[value.dtype], tuple(value.shape))
 

@@ -281,6 +281,7 @@ RULES: dict[str, Rule] = {
     "aten.repeat_interleave.self_int": Rule(
         s.repeat_interleave, linear="first", local=s.local_repeat_interleave
     ),
+    "aten.repeat_interleave.Tensor": Rule("r! -> j!"),
     "aten.flip": Rule(lambda c: s.fixed_dims(c, c.args[1]), linear="first"),
     "aten.roll": Rule(
         lambda c: s.fixed_dims(c, c.arg(2, "dims", ()) or tuple(range(s.rank_of(c)))), linear="first"
