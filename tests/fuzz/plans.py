@@ -22,7 +22,7 @@ from .steps import OptimizerOf, Steps, copy_of
 DEVICES = (
     'name = "fast", tflop_per_s = 0.02, memory_gib = 8, memory_gbyte_per_s = 20',
     'name = "middle", tflop_per_s = 0.01, memory_gib = 4, memory_gbyte_per_s = 10',
-    'name = "slow", tflop_per_s = 0.002, memory_gib = 2, memory_gbyte_per_s = 3',
+    'name = "slow", tflop_per_s = 0.002, memory_gib = 4, memory_gbyte_per_s = 3',
 )
 SKEWED = {
     2: ((0.93, 0.07), (0.0, 1.0), (0.55, 0.45)),
