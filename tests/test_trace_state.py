@@ -238,6 +238,47 @@ def test_an_entry_that_is_read_and_changed_is_warned_of(name):
     assert model.notes == {"list": []} and model.past == []
 
 
+class Hooked(Model):
+    """Reads what hooks leave in a dict of the model, as losses on features do."""
+
+    def __init__(self):
+        super().__init__(None)
+        self.features = {}
+        self.layer.register_forward_hook(self.keep)
+
+    def keep(self, layer, inputs, output):
+        self.features["h"] = output
+
+    def forward(self, x):
+        h = self.layer(x)
+        return h.square().mean() + self.feature()
+
+
+class Bracketed(Hooked):
+    def feature(self):
+        return self.features["h"].abs().mean()
+
+
+class Asking(Hooked):
+    def feature(self):
+        return self.features.get("h").abs().mean()
+
+
+class Trying(Hooked):
+    def feature(self):
+        try:
+            return self.features["h"].abs().mean()
+        except KeyError:
+            return 0
+
+
+@pytest.mark.parametrize(("kind", "is_warned"), [(Bracketed, False), (Asking, True), (Trying, True)])
+def test_an_entry_that_can_only_be_read_once_the_pass_has_written_it_is_not_warned_of(kind, is_warned):
+    """Reading a missing entry in brackets raises KeyError, so that what is read was written before."""
+    model = kind()
+    assert bool(trace(model, BATCH).warnings) == is_warned and model.features == {}
+
+
 class Config:
     kind = None
     scale = None

@@ -27,6 +27,7 @@ DEPTH = 3  # levels of dicts and lists within each other that are examined
 _NO_CONFIGURATIONS = frozenset(
     "torch mixmesh accelerate lightning pytorch_lightning lightning_fabric torchmetrics".split()
 )
+_MISSING = frozenset({"KeyError", "LookupError", "Exception"})  # what code that asks by try catches
 _HEAP, _IMMUTABLE = 1 << 9, 1 << 8  # flags of a class: it was made by Python code; it must not be changed
 Find = Callable[[], Any]
 # a function that notes (path, function that returns the current value, old value)
@@ -45,13 +46,20 @@ GONE = Gone()
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys of a dict that some code reads; any key if ``has_all``."""
+    """The keys of a dict that some code reads; any key if ``has_all``. Those that it reads even if they may
+    be missing are ``asked``: a read in brackets only works once something has been written there."""
 
     names: frozenset[Any] = frozenset()
     has_all: bool = False
+    asked: frozenset[Any] = frozenset()
 
     def __contains__(self, key: Any) -> bool:
         return self.has_all or key in self.names
+
+    def may_be_missing_in(self, entries: dict[Any, Any]) -> frozenset[Any]:
+        """Those of the keys that are missing, and that the code can read all the same."""
+        is_filled = self.has_all or hasattr(type(entries), "__missing__")
+        return (self.names if is_filled else self.asked) - entries.keys()
 
 
 EVERY_KEY = Keys(has_all=True)
@@ -69,7 +77,8 @@ def keys_read(name: str, *functions: FunctionType) -> Keys:
     """The keys that functions read from a value that they call ``name``: those in brackets behind the name,
     or all keys if it is used in any other way first."""
     each = [_keys_in(code, name) for f in functions for code in _codes(f.__code__)]
-    return Keys(frozenset().union(*(keys.names for keys in each)), any(keys.has_all for keys in each))
+    names, asked = (frozenset().union(*sets) for sets in ([k.names for k in each], [k.asked for k in each]))
+    return Keys(names, any(keys.has_all for keys in each), asked)
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
@@ -83,20 +92,25 @@ def _keys_in(code: CodeType, name: str) -> Keys:
     if name not in (*code.co_names, *code.co_freevars):
         return Keys()
     steps = [(x.opname, x.argval) for x in dis.get_instructions(code)]
-    names, has_all = set(), False
+    names, asked, has_all = set(), set(), False
+    catches = not _MISSING.isdisjoint(code.co_names)
     for n, (operation, argument) in enumerate(steps):
         if argument != name or not operation.startswith("LOAD_"):
             continue
         (then, key), (later, second), *_ = [*steps[n + 1 : n + 3], ("", None), ("", None)]
         if then == "LOAD_CONST" and later.startswith("BINARY_"):  # name["key"]
             names.add(key)
+            asked |= {key} if catches else set()
+        elif then == "LOAD_CONST" and later == "STORE_SUBSCR":  # name["key"] = value
+            continue
         elif then in ("LOAD_ATTR", "LOAD_METHOD") and key == "get" and later == "LOAD_CONST":
             names.add(second)
+            asked.add(second)
         elif then in ("LOAD_ATTR", "LOAD_METHOD") and key not in ("get", "items", "values", "keys"):
             names.add(key)  # name.key
         else:
             has_all = True
-    return Keys(frozenset(names), has_all)
+    return Keys(frozenset(names), has_all, frozenset(asked))
 
 
 def is_container(value: Any) -> bool:
@@ -132,7 +146,7 @@ def numbers_in(
                 inner = f"{path}[{key!r}]" if is_dict else f"{path}.{key}"
                 find_inner = _find_item(find, key) if is_dict else find_in_object(find, key)
                 yield from numbers_in(inner, find_inner, items[key], EVERY_KEY, depth - 1)
-        for key in sorted((k for k in keys.names if is_dict and k not in items), key=str):
+        for key in sorted(keys.may_be_missing_in(items) if is_dict else (), key=str):
             yield f"{path}[{key!r}]", _find_item(find, key), GONE  # it may be set later
     elif all(type(x) in SIMPLE for x in value) and len(value) <= MOST_ITEMS:
         yield path, _find_items(find), tuple(value)
