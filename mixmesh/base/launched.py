@@ -22,9 +22,10 @@ def rank_and_world_size() -> tuple[int, int]:
 
 def store_address() -> tuple[str, int]:
     """Returns ``MASTER_ADDR`` and ``MASTER_PORT``, which a launcher has set. Raises InputError unless the
-    second is the number of a port."""
+    second is the number of a port. A rank that is alone may have 0, any port that is free."""
     address, text = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    if not (text.strip().isascii() and text.strip().isdecimal() and 0 < int(text) < 2**16):
+    least = 0 if os.environ.get("WORLD_SIZE") == "1" else 1
+    if not (text.strip().isascii() and text.strip().isdecimal() and least <= int(text) < 2**16):
         raise InputError(
             "the environment does not say at which port the ranks meet",
             expected="a MASTER_PORT from 1 to 65535, alike on all ranks",
