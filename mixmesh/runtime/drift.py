@@ -132,7 +132,7 @@ class DriftWatch:
             own_of_ranks, sums = of_ranks.split([len(own), checksums.numel()], dim=1)
             self._compare_settings(own_of_ranks[:, 2:4])
             self._compare_steps(own_of_ranks[:, 0].tolist())
-            self._compare_weights(own_of_ranks[:, 1].tolist())
+            self._compare_weights(own_of_ranks[:, :2].tolist())
             for name, counts in zip(self._cut, own_of_ranks[:, 4:].split(NUM_COUNTS, dim=1)):
                 self._compare_acts(name, counts.tolist())
             sums = sums.unflatten(1, checksums.shape)
@@ -188,12 +188,15 @@ class DriftWatch:
             ranks=one_of_each(by_count),
         )
 
-    def _compare_weights(self, weights: Sequence[float]) -> None:
-        """Compares the sums of the gradients of losses since the last comparison, by rank."""
-        known = {rank: weight for rank, weight in enumerate(weights) if math.isfinite(weight)}
-        if len(known) < 2:
-            return
-        low, high = min(known, key=known.__getitem__), max(known, key=known.__getitem__)
+    def _compare_weights(self, of_ranks: Sequence[Sequence[float]]) -> None:
+        """Compares the sums of the gradients of losses since the last comparison. Each rank has a row: the
+        number of its steps, which is NaN for pretended ranks alone, and that sum."""
+        known = {rank: weight for rank, (steps, weight) in enumerate(of_ranks) if math.isfinite(steps)}
+        finite = {rank: weight for rank, weight in known.items() if math.isfinite(weight)}
+        if not finite or len(known) < 2:
+            return  # a loss that is multiplied by NaN on all ranks is that of one device
+        low, high = min(finite, key=finite.__getitem__), max(finite, key=finite.__getitem__)
+        high = next((rank for rank in known if rank not in finite), high)
         if not math.isclose(known[low], known[high], rel_tol=OF_LOSS_ROUNDING):
             raise unequal_weights(
                 f"{known[low]:.6g} on rank {low} and {known[high]:.6g} on rank {high} in all, "

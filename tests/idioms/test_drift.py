@@ -3,9 +3,11 @@ script draws from, and ranks that were changed by numbers of their own are told.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import tempfile
+from itertools import product
 from pathlib import Path
 from unittest import mock
 
@@ -269,14 +271,28 @@ def check_what_all_ranks_do_to_cut_parameters_is_no_drift(_) -> None:
         model.check_replicas()
 
 
+def train_scaled(model, optimizer, loader, scale) -> None:
+    """Trains with the loss of batch ``n`` multiplied by ``scale(n)``."""
+    for number, (x, y) in enumerate([batch for _ in range(4) for batch in loader]):
+        (model(x, y) * scale(number)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def check_a_loss_that_one_rank_alone_scales_later_is_told(_) -> None:
+    scales = (3.0, float("nan"), float("inf"))
+    for planner, scale in product(("ddp-even", "fsdp-even", "pipeline"), scales):
+        own = scale if dist.get_rank() == 1 else 1
+        with pytest.raises(InputError, match="multiplied or divided by another number on each") as caught:
+            train_scaled(*prepared(Augmented(""), planner), lambda n, own=own: own if n == 4 else 1)
+        assert math.isfinite(scale) or f"{scale} on rank 1 in all" in str(caught.value)
+
+
+def check_a_loss_that_all_ranks_scale_by_nan_is_that_of_one_device(_) -> None:
     for planner in ("ddp-even", "fsdp-even"):
-        model, optimizer, loader = prepared(Augmented(""), planner)
-        with pytest.raises(InputError, match="multiplied or divided by another number on each rank"):
-            for number, (x, y) in enumerate([batch for _ in range(4) for batch in loader]):
-                (model(x, y) * (3 if dist.get_rank() == 1 and number == 4 else 1)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+        model, *others = prepared(Augmented(""), planner)
+        train_scaled(model, *others, lambda n: float("nan") if n == 4 else 1)
+        assert all(value.isnan().any() for value in model.full_state_dict().values())
 
 
 class Scaled(nn.Linear):
@@ -331,6 +347,7 @@ IDIOMS = named(
     check_what_one_rank_alone_does_to_cut_parameters_is_told,
     check_what_all_ranks_do_to_cut_parameters_is_no_drift,
     check_a_loss_that_one_rank_alone_scales_later_is_told,
+    check_a_loss_that_all_ranks_scale_by_nan_is_that_of_one_device,
     check_a_buffer_that_one_rank_alone_changes_is_told,
 )
 
