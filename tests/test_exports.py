@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +51,14 @@ def test_functions_survive_the_import_of_every_module():
         if module.name != "__main__":
             importlib.import_module(f"mixmesh.{module.name}")
     assert all(callable(getattr(mixmesh, n)) for n in ("plan", "verify", "simulate", "parallelize"))
+
+
+def test_names_that_documents_and_errors_write_in_full():
+    root = Path(__file__).parents[1]
+    files = [*root.glob("docs/guide/*.md"), *root.glob("mixmesh/**/*.py")]
+    called = {name for file in files for name in re.findall(r"\bmixmesh\.(\w+)\(", file.read_text())}
+    assert {"prepare", "shard_batches", "full_optimizer_state_dict"} <= called
+    assert all(hasattr(mixmesh, name) for name in called), called
 
 
 def test_unknown_name():

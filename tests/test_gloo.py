@@ -399,6 +399,9 @@ def check_checkpoints(_) -> None:
         optimizer.zero_grad()
         sharded.zero_grad()
     state, packed = model.full_state_dict(), full_optimizer_state_dict(model, sharded)
+    with pytest.raises(InputError, match="has parameters that are none of this model's"):
+        full_optimizer_state_dict(model, optimizer)
+    assert full_optimizer_state_dict(single, optimizer)["state"].keys() == packed["state"].keys()
     assert bool(model.full_state_dict(rank0_only=True)) == (model.comm.rank == 0)
     reference = optimizer.state_dict()
     assert packed["state"].keys() == reference["state"].keys()

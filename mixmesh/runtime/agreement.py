@@ -220,7 +220,7 @@ def batch_disagreement(told: list[Facts]) -> InputError | None:
                     else "one global batch: under this plan every rank needs all of its rows",
                     got=f"rank {first}: {mine[name]}; rank {rank}: {other[name]}",
                     hint=(
-                        "seed the order of the data alike on all ranks, or deal it out: shard_batches",
+                        "seed the order of the data alike on all ranks, or deal it: mixmesh.shard_batches",
                         *(() if is_dealt else (ROWS_HINT,)),
                     ),
                 )

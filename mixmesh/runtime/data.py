@@ -231,7 +231,7 @@ def _at_places(program: Program, places: Sequence[str], inputs: Inputs) -> Input
         "the plan names its inputs, and a tuple has no names",
         expected=f"a dict of {', '.join(i.args[0] for i in inputs.values())}",
         got=f"a tuple of {len(places)}",
-        hint="shard_batches(batches, plan, rank, model=model), to take names from the model's forward",
+        hint="mixmesh.shard_batches(batches, plan, rank, model=model) takes names from its forward",
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, optim
 
 from ..base.patch import put_on
-from ..errors import PlanError
+from ..errors import InputError, PlanError
 from ..frontend.job import can_be_fused, is_elementwise
 from .comm import Comm
 from .first_rank import everyones
@@ -276,6 +276,13 @@ def full_state(optimizer: optim.Optimizer, stored: Mapping[Tensor, Stored], comm
     """``optimizer.state_dict()`` with whole tensors on the CPU, the same on all ranks. Collective."""
     packed = optimizer.state_dict()
     params = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(p not in stored for p in params):
+        raise InputError(
+            "the optimizer has parameters that are none of this model's",
+            expected="the optimizer that was prepared with the model, or one made of model.parameters()",
+            got=f"{type(optimizer).__name__} with {sum(p not in stored for p in params)} other parameters",
+            hint="model, optimizer, loader = mixmesh.prepare(model, optimizer, loader)",
+        )
     mine = {
         n: {k: _outline(v, p) for k, v in optimizer.state.get(p, {}).items()} for n, p in enumerate(params)
     }

@@ -296,8 +296,12 @@ def _groups(buckets: Sequence[Bucket], owned: Mapping[str, Owned]) -> tuple[list
     return groups, parts
 
 
-def full_optimizer_state_dict(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """``optimizer.state_dict()`` as on a single device, the same on all ranks. Collective."""
+def full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """``optimizer.state_dict()`` as on a single device, the same on all ranks. Collective. If ``model`` is
+    not parallel, as ``prepare`` returns it on one device, that is the optimizer's own. Raises InputError for
+    an optimizer of another model."""
+    if not isinstance(model, ParallelModel):
+        return optimizer.state_dict()
     return optimizers.full_state(optimizer, model._runtime.by_param, model.comm)
 
 

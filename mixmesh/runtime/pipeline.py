@@ -226,7 +226,7 @@ def stage_inputs(
                 f"{name} is a part of a batch, and a pipeline cuts every micro-batch between its ranks",
                 expected=f"{list(i.type.value.shape)} (whole)",
                 got=f"{list(got.shape)}",
-                hint="pass whole batches, as shard_batches(batches, plan, rank) does",
+                hint="pass whole batches, as mixmesh.shard_batches(batches, plan, rank) does",
             )
         dim = i.type.shard.dim
         rows = got.unflatten(dim, (micro_steps, -1))

@@ -371,7 +371,7 @@ def _no_batch(program: Program, i: Instruction, given: Given) -> InputError:
         expected=f"the same batch on all ranks{shares}, with one length",
         got=got,
         hint=(
-            "pass the whole batch on every rank, or take the loader of mixmesh.prepare, or shard_batches",
+            "pass the whole batch on every rank, or the loader of mixmesh.prepare, or mixmesh.shard_batches",
             "model, optimizer, _ = mixmesh.prepare(...)  # the script's own loader, padded as a whole",
         ),
     )
