@@ -16,6 +16,7 @@ from mixmesh.errors import TraceError
 from mixmesh.frontend.trace import overload, trace
 from mixmesh.frontend.trace.simplify import ALIASES
 from mixmesh.measure.verification import verify
+from mixmesh.training.preparation.outside_loss import with_loss
 
 CLUSTER = Cluster.parse('[[machine]]\ndevices = ["V100-16GB", "T4-16GB"]\n')
 
@@ -261,6 +262,43 @@ def test_a_setting_is_no_remedy_for_what_an_inner_module_reads():
     with pytest.raises(TraceError) as caught:
         trace(model, {"x": torch.randn(8, 6), "labels": torch.randint(5, (8,))})
     assert "h.sum() > 0" in caught.value.where and "torch.where" in caught.value.hint[0]
+
+
+def branches(out, labels):
+    if (labels > 0).sum() > 2:
+        return out.sum()
+    return out.mean()
+
+
+def compares(out, labels):
+    return out.sum() if torch.equal(out, out + 1) else out.mean()
+
+
+def misspells(out, labels):
+    return out.meann()
+
+
+@pytest.mark.parametrize(
+    "loss, line, is_of_values",
+    [
+        (branches, "if (labels > 0).sum() > 2", True),
+        (compares, "if torch.equal(out", True),
+        (misspells, "out.meann()", False),
+    ],
+)
+def test_errors_of_a_loss_name_its_line_and_the_loop(loss, line, is_of_values):
+    batch = torch.randn(8, 6), torch.randint(5, (8,))
+    with pytest.raises(TraceError) as caught:
+        trace(with_loss(nn.Linear(6, 5), loss), batch)
+    assert line in caught.value.where
+    assert any("leave loss= out" in hint for hint in caught.value.hint) == is_of_values
+
+
+def test_a_comparison_of_tensors():
+    with pytest.raises(TraceError) as caught:
+        trace(Head(lambda m, h: compares(h, None)), {"x": torch.randn(8, 6)})
+    assert "compare before prepare" in caught.value.hint[0]
+    assert not any("loss=" in hint for hint in caught.value.hint)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from sympy import Symbol
 from torch import nn
@@ -36,12 +38,17 @@ NO_MESSAGES = (
     "leave the gather or the sum over ranks out: the batch is whole here, as on one device",
     "an `if torch.distributed.is_initialized():` around it is meant for DistributedDataParallel alone",
 )
+IN_LOSS = "raised by the function given as loss="  # a note on an error
+LOSS_HINT = "or leave loss= out, and compute it in the loop from what the model returns, where it may branch"
+COMPARE_BEFORE = "compare before prepare, and keep the answer as a bool: torch.equal and allclose read values"
 TIED = "expected compiled_fn to be GraphModule"  # PyTorch's message for updated inputs that share memory
 # a part of PyTorch's message -> the remedy
 HINTS = (
     ("torch.distributed.nn.functional", NO_MESSAGES[0]),
     ("FakeTensor.__format__", NUMBER_HINTS[1]),
     ("data-dependent", BRANCH_HINT),
+    ("aten.equal", COMPARE_BEFORE),
+    ("aten.allclose", COMPARE_BEFORE),
     ("DataDependentOutput", "write the operator out by others that read no values: torch.cov by a product"),
     ("DynamicOutputShape", "use operators whose result shape does not depend on values (torch.where, masks)"),
     (
@@ -69,8 +76,37 @@ MEANINGS = {
 }
 
 
+@contextmanager
+def within_loss() -> Iterator[None]:
+    """A context for a call of the function given as ``loss=``. An error that leaves it has a note of that."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(IN_LOSS)
+        raise
+
+
 def explain(error: Exception, model: nn.Module) -> TraceError:
     """Turns ``error`` into a TraceError with the reason in a line or two, the user's line, and a remedy."""
+    explained = _explained(error, model)
+    if _is_of_loss(error) and (isinstance(error, GuardOnDataDependentSymNode) or _kind(error) in MEANINGS):
+        explained.hint = (*explained.hint, LOSS_HINT)
+    return explained
+
+
+def _kind(error: BaseException) -> str:
+    return type(error).__name__
+
+
+def _is_of_loss(error: BaseException | None) -> bool:
+    while error is not None:
+        if IN_LOSS in getattr(error, "__notes__", ()):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _explained(error: Exception, model: nn.Module) -> TraceError:
     if TIED in str(error) and (tied := _buffers_of_one_memory(model)) is not None:
         return _of_tied_buffers(*tied)
     place = place_of_error(error)
@@ -79,14 +115,14 @@ def explain(error: Exception, model: nn.Module) -> TraceError:
         return left_out
     if LEAKED in str(error):
         return _of_a_tensor_not_followed(str(error), model)
-    if type(error).__name__ == OTHER_DEVICE and (lost := lost_constant(model)) is not None:
+    if _kind(error) == OTHER_DEVICE and (lost := lost_constant(model)) is not None:
         error = lost
     if isinstance(error, GuardOnDataDependentSymNode):
         return _of_a_value_read(error, place, classifying_by(error))
     if isinstance(error, MixmeshError):
         where = error.where or str(place)
         return TraceError(error.message, expected=error.expected, got=error.got, where=where, hint=error.hint)
-    kind = type(error).__name__
+    kind = _kind(error)
     text = f"{kind} {error}"
     hints = dict.fromkeys(hint for key, hint in HINTS if key in text)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

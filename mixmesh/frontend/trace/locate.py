@@ -29,7 +29,7 @@ _OURS = str(PACKAGE) + os.sep
 _WITHIN = tuple(
     os.path.join(_OURS, "frontend", "trace", name)
     for name in (
-        "averages.py", "branches.py", "checked_losses.py", "checkpoints.py", "functions.py",
+        "averages.py", "branches.py", "checked_losses.py", "checkpoints.py", "functions.py", "generators.py",
         "hooks.py", "instance_norms.py", "moves.py", "reads.py", "replaced_functions.py",
         "small_constants.py",
     )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ...errors import InputError
 from ...frontend.trace.copies import shown_on_original, stand_for, take_attributes
+from ...frontend.trace.failures import within_loss
 from ...frontend.trace.outputs import parts_of
 from ...frontend.trace.reads import loss_outside
 from ...lang.ir import Returned
@@ -63,7 +64,7 @@ def with_loss(model: nn.Module, loss: Callable[..., Any], outputs: Collection[st
         targets = args[count:]
         if outputs and not _can_call(loss, outputs_of_model, *targets, **others):
             return _beside(None, outputs_of_model)  # evaluation without targets
-        with shown_on_original(self), loss_outside(loss):
+        with shown_on_original(self), loss_outside(loss), within_loss():
             value = loss_in(self)(outputs_of_model, *targets, **others)
         return _beside(value, outputs_of_model) if outputs else value
 
