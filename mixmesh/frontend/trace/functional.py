@@ -3,7 +3,7 @@ operator at a time.
 
 PyTorch's ``run_decompositions`` runs the whole program twice more for it, which is half of a trace. Most
 operators stay as they are. Here only those run again that do not: composites that PyTorch does not keep, and
-writes in place with all that shares memory with what they write. The graph is the same, names included.
+writes in place with all that shares memory with what they write. The graph is the same, up to a few names.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ aten = torch.ops.aten
 
 
 def functional_form(program: ExportedProgram, table: Mapping[Any, Callable]) -> ExportedProgram | None:
-    """``program.run_decompositions(table)`` in a twentieth of the time. None for a program with something
-    that is left to PyTorch, such as a block of its own, a number known only at run time, or a write to a
-    parameter."""
+    """``program.run_decompositions(table)``, several times as fast. None for a program with something that is
+    left to PyTorch, such as a block of its own, a number known only at run time, or a write to a parameter.
+    """
     try:
         return _Rewrite(program, table).program()
     except Exception:  # if the program is at fault, PyTorch says what is wrong

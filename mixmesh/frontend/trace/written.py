@@ -130,4 +130,4 @@ class _Groups:
     def join(self, node: fx.Node, other: fx.Node) -> None:
         first, second = self.root(node), self.root(other)
         if first is not second:
-            self._parent[second] = first
+            self._parent[first] = second  # a result below what it is a view of, so that paths stay short
