@@ -6,6 +6,35 @@ import os
 
 from ..errors import InputError
 
+# variables in which launchers that set no RANK say how many processes they have started
+OTHER_LAUNCHERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
+
+
+def has_rank() -> bool:
+    """Whether a launcher, such as torchrun, told this process its rank. Raises InputError if one started
+    several processes without that: each would train by itself, on all data."""
+    if "RANK" in os.environ:
+        return True
+    for name, launcher in OTHER_LAUNCHERS.items():
+        count = os.environ.get(name, "")
+        if count.isascii() and count.isdecimal() and int(count) > 1:
+            raise InputError(
+                f"{launcher} started {count} processes, and none was told its rank",
+                expected="a RANK, and the other variables that torchrun sets",
+                got=f"{name}={count}: each process would train by itself, on all data",
+                hint=(_by_torchrun(launcher), f"for trainings of their own: env -u {name} python ..."),
+            )
+    return False
+
+
+def _by_torchrun(launcher: str) -> str:
+    if launcher == "srun":
+        return (
+            "srun --ntasks-per-node=1 torchrun --nnodes=$SLURM_NNODES --nproc-per-node=gpu "
+            "--rdzv-backend=c10d --rdzv-endpoint=FIRST_HOST:29500 train.py"
+        )
+    return "torchrun --nnodes=M --nproc-per-node=gpu --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py"
+
 
 def rank_and_world_size() -> tuple[int, int]:
     """Returns ``RANK`` and ``WORLD_SIZE``; 0 and 1 where they are not set. Raises InputError for values that

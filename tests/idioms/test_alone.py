@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from plans import Mlp, batch, close, same_weights
@@ -9,9 +13,10 @@ from test_gloo import adamw, same_gradients
 
 import mixmesh
 from mixmesh.cluster import Cluster
-from mixmesh.errors import MixmeshError
+from mixmesh.errors import InputError, MixmeshError
 from mixmesh.frontend.trace import trace
 from mixmesh.planner import make_plan
+from mixmesh.training.integrations.launched import is_launched
 
 ONE = Cluster.parse('[[machine]]\nname = "a"\ndevices = [{ cpu_share = 1.0 }]\n')
 
@@ -116,3 +121,32 @@ def test_what_is_refused(models):
     loss.backward()
     with pytest.raises(MixmeshError, match="was called on this loss before"):
         loss.backward()
+
+
+LAUNCHERS = [("SLURM_STEP_NUM_TASKS", "srun"), ("OMPI_COMM_WORLD_SIZE", "mpirun"), ("PMI_SIZE", "mpiexec")]
+
+
+@pytest.mark.parametrize("name, launcher", LAUNCHERS)
+def test_processes_that_were_not_told_their_rank(monkeypatch, name, launcher):
+    """``srun python train.py`` sets no RANK: each process would train by itself, into the same file."""
+    monkeypatch.delenv("RANK", raising=False)
+    model, optimizer = Mlp(), None
+    monkeypatch.setenv(name, "4")
+    for started in (lambda: mixmesh.prepare(model, optimizer, [batch(0)]), is_launched):
+        with pytest.raises(InputError) as caught:
+            started()
+        assert f"{launcher} started 4 processes" in caught.value.message
+        assert "torchrun" in caught.value.hint[0] and f"env -u {name}" in caught.value.hint[1]
+    monkeypatch.setenv(name, "1")
+    assert mixmesh.prepare(model, optimizer, [batch(0)])[0] is model and not is_launched()
+
+
+def test_a_command_under_srun(tmp_path):
+    job = tmp_path / "job.py"
+    job.write_text("raise AssertionError('the job is not read')")
+    given = {name: value for name, value in os.environ.items() if name != "RANK"}
+    ran = subprocess.run(
+        [sys.executable, "-m", "mixmesh", "run", str(job)],
+        env=given | {"SLURM_STEP_NUM_TASKS": "2"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ran.returncode == 2 and "srun started 2 processes" in ran.stderr

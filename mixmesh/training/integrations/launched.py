@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...base.launched import has_rank
 from ...errors import InputError
 from ...lang.plan_file import Plan
 from ...runtime.first_rank import everyones
@@ -24,8 +24,9 @@ from ..preparation.script import prepare
 
 
 def is_launched() -> bool:
-    """Whether torchrun, or another launcher, started this process as one of several."""
-    return "RANK" in os.environ
+    """Whether torchrun, or another launcher, started this process as one of several. Raises InputError if
+    that launcher did not say which one it is."""
+    return has_rank()
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...base.launched import rank_and_world_size
+from ...base.launched import has_rank, rank_and_world_size
 from ...base.progress import tell
 from ...cluster.detection import Cache
 from ...cluster.detection.cache import default_folder
@@ -108,7 +107,7 @@ def prepare(
     The same plan serves batches of other sizes and lengths than the first, including the smaller last one of
     an epoch. Raises TraceError for a model that cannot be exported, Infeasible if nothing fits in memory.
     """
-    if "RANK" not in os.environ:
+    if not has_rank():
         return without_torchrun(model, loss, outputs, compiles=compile), optimizer, loader
     rank, world_size = rank_and_world_size()
     model = uncompiled(model)
