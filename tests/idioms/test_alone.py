@@ -150,3 +150,11 @@ def test_a_command_under_srun(tmp_path):
         env=given | {"SLURM_STEP_NUM_TASKS": "2"}, capture_output=True, text=True,
     )  # fmt: skip
     assert ran.returncode == 2 and "srun started 2 processes" in ran.stderr
+
+
+@pytest.mark.parametrize("num_devices, is_told", [(0, False), (1, False), (4, True)])
+def test_devices_that_one_process_leaves_unused(monkeypatch, capsys, num_devices, is_told):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("mixmesh.training.preparation.script.device_count", lambda: num_devices)
+    mixmesh.prepare(Mlp(), None, [batch(0)])
+    assert ("4 devices are here" in capsys.readouterr().err) == is_told

@@ -26,6 +26,7 @@ from ...frontend.trace.own_generators import generators_in
 from ...frontend.trace.words import is_words
 from ...lang.optimizer_states import OptimizerStates
 from ...measure.testbed import enter_device
+from ...runtime.accelerator import device_count
 from ...runtime.calls import Signature
 from ...runtime.modes import FollowedModes, set_modes
 from ...runtime.optimizer_check import check_can_be_prepared, check_holds_only
@@ -47,6 +48,9 @@ from .start import Options, Prepared, prepare_job
 WITHOUT_LOSS = (
     "the model returns no loss: give every rank whole batches, as this loader does; outputs are gathered for "
     "the loss that the loop computes. loss=... moves less"
+)
+UNUSED = (
+    "{num_devices} devices are here, and this process trains on one: torchrun --nproc-per-node gpu train.py"
 )
 
 
@@ -175,7 +179,10 @@ def prepare(
 def without_torchrun(
     model: nn.Module, loss: Callable[..., Any] | None, outputs: tuple[str | int, ...], *, compiles: bool
 ) -> nn.Module:
-    """The model, with its loss, for a process that torchrun has not started."""
+    """The model, with its loss, for a process that torchrun has not started. Tells if it leaves devices
+    unused."""
+    if (num_devices := device_count()) > 1:
+        tell(UNUSED.format(num_devices=num_devices))
     if loss is not None:
         check_unwrapped(model)
         model = on_one_device(model, loss, outputs)
