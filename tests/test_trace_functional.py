@@ -144,7 +144,14 @@ def writes_conjugates(m, h):
     return torch.view_as_real(torch.complex(h, h).conj() * torch.complex(h, -h)).sum(-1)
 
 
-@pytest.mark.parametrize("function", [runs_under_autocast, writes_conjugates], ids=lambda f: f.__name__)
+def repeats_as_told(m, h):
+    return h.repeat_interleave(torch.tensor([1, 0, 2, 3]), 1)
+
+
+ONLY_BY_PYTORCH = [runs_under_autocast, writes_conjugates, repeats_as_told]
+
+
+@pytest.mark.parametrize("function", ONLY_BY_PYTORCH, ids=lambda f: f.__name__)
 def test_what_is_left_to_pytorch(function, monkeypatch):
     graph, by_pytorch, left = both_ways(Model(function), BATCH, monkeypatch)
     assert any(left) and text_of(graph) == text_of(by_pytorch)

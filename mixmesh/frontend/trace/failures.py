@@ -41,14 +41,13 @@ NO_MESSAGES = (
 IN_LOSS = "raised by the function given as loss="  # a note on an error
 LOSS_HINT = "or leave loss= out, and compute it in the loop from what the model returns, where it may branch"
 COMPARE_BEFORE = "compare before prepare, and keep the answer as a bool: torch.equal and allclose read values"
+_COMPARISON = re.compile(r"\b(equal|allclose)\(")  # torch.cov compares too, within its own code
 TIED = "expected compiled_fn to be GraphModule"  # PyTorch's message for updated inputs that share memory
 # a part of PyTorch's message -> the remedy
 HINTS = (
     ("torch.distributed.nn.functional", NO_MESSAGES[0]),
     ("FakeTensor.__format__", NUMBER_HINTS[1]),
     ("data-dependent", BRANCH_HINT),
-    ("aten.equal", COMPARE_BEFORE),
-    ("aten.allclose", COMPARE_BEFORE),
     ("DataDependentOutput", "write the operator out by others that read no values: torch.cov by a product"),
     ("DynamicOutputShape", "use operators whose result shape does not depend on values (torch.where, masks)"),
     (
@@ -125,6 +124,8 @@ def _explained(error: Exception, model: nn.Module) -> TraceError:
     kind = _kind(error)
     text = f"{kind} {error}"
     hints = dict.fromkeys(hint for key, hint in HINTS if key in text)
+    if kind == "DataDependentOutputException" and _COMPARISON.search(place.source):
+        hints = {COMPARE_BEFORE: None}
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     got = f"{MEANINGS.get(kind, kind)}: {' '.join(lines[:2])}" if lines else kind
     message = "the model cannot be traced" if hints else "the model's forward pass failed while it was traced"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._export.utils import _is_cia_op
 from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import (
     ExportGraphSignature,
@@ -30,7 +31,7 @@ from torch.export.graph_signature import (
 from torch.utils import _pytree as pytree
 
 from .fx_nodes import node_argument, target_of
-from .recorder import Recorder, Unknown, stays
+from .recorder import Recorder, Unknown, check_sizes, stays
 from .written import DETACH_IN_PLACE, LIFT, may_share, writes_of
 
 aten = torch.ops.aten
@@ -68,7 +69,7 @@ class _Rewrite:
         fake_mode = detect_fake_mode([n.meta.get("val") for n in old.graph.find_nodes(op="placeholder")])
         if fake_mode is None:
             raise Unknown("a program without tensors")
-        with fake_mode, enable_python_dispatcher(), torch.no_grad():
+        with fake_mode, _without_new_sizes(fake_mode), enable_python_dispatcher(), torch.no_grad():
             for node in old.graph.nodes:
                 self._add(node)
         self.graph.eliminate_dead_code()
@@ -140,6 +141,7 @@ class _Rewrite:
         if value is not None and (_is_cia_op(target) or not self.moved.isdisjoint(node.all_input_nodes)):
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self._now(n)[1])
             value_without_gradients = target(*args, **kwargs)
+            check_sizes(value_without_gradients)
             if _strides(value_without_gradients) != _strides(value):
                 self.moved.add(node)
                 value = value_without_gradients
@@ -219,6 +221,12 @@ class _Rewrite:
             for s, new in zip(old.output_specs, shown)
         ]
         return ExportGraphSignature(old.input_specs, updates + results)
+
+
+def _without_new_sizes(fake_mode: FakeTensorMode) -> AbstractContextManager[None]:
+    """A context in which no size that depends on values is kept for what runs on fake tensors later."""
+    shape_env = fake_mode.shape_env
+    return nullcontext() if shape_env is None else shape_env.ignore_fresh_unbacked_symbols()
 
 
 def _copied(new: fx.Node) -> fx.Node:

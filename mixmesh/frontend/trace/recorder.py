@@ -23,6 +23,13 @@ def stays(target: OpOverload) -> bool:
     return not _is_cia_op(target) or _is_preservable_cia_op(target)
 
 
+def check_sizes(value: Any) -> None:
+    """Raises Unknown for tensors with sizes that are known only at run time."""
+    for part in pytree.tree_leaves(value):
+        if isinstance(part, Tensor) and not all(type(size) is int for size in part.shape):
+            raise Unknown("sizes that depend on values")
+
+
 class Unknown(Exception):
     """Something in a program that is left to PyTorch's own decomposition."""
 
@@ -85,6 +92,7 @@ class Recorder(TorchDispatchMode):
         if func._schema.is_mutable or has_effects(func):
             raise Unknown(f"{func} within a composite")
         value = func(*args, **kwargs)
+        check_sizes(value)
         if func is DETACH and not value.is_floating_point():  # it stops no gradient
             self.know(value, self.node_of(args[0]))
             return value
