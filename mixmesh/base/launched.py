@@ -10,14 +10,14 @@ from ..errors import InputError
 OTHER_LAUNCHERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
 
 
-def has_rank() -> bool:
-    """Whether a launcher, such as torchrun, told this process its rank. Raises InputError if one started
-    several processes without that: each would train by itself, on all data."""
+def is_launched() -> bool:
+    """Whether torchrun, or another launcher, started this process as one of several and told it its rank.
+    Raises InputError if one started several without that: each would train by itself, on all data."""
     if "RANK" in os.environ:
         return True
     for name, launcher in OTHER_LAUNCHERS.items():
-        count = os.environ.get(name, "")
-        if count.isascii() and count.isdecimal() and int(count) > 1:
+        count = _whole_number(os.environ.get(name, "0"))
+        if count is not None and count > 1:
             raise InputError(
                 f"{launcher} started {count} processes, and none was told its rank",
                 expected="a RANK, and the other variables that torchrun sets",
@@ -52,16 +52,21 @@ def rank_and_world_size() -> tuple[int, int]:
 def store_address() -> tuple[str, int]:
     """Returns ``MASTER_ADDR`` and ``MASTER_PORT``, which a launcher has set. Raises InputError unless the
     second is the number of a port. A rank that is alone may have 0, any port that is free."""
-    address, text = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    least = 0 if os.environ.get("WORLD_SIZE") == "1" else 1
-    if not (text.strip().isascii() and text.strip().isdecimal() and least <= int(text) < 2**16):
+    text = os.environ["MASTER_PORT"]
+    port, least = _whole_number(text), 0 if os.environ.get("WORLD_SIZE") == "1" else 1
+    if port is None or not least <= port < 2**16:
         raise InputError(
             "the environment does not say at which port the ranks meet",
             expected="a MASTER_PORT from 1 to 65535, alike on all ranks",
             got=f"MASTER_PORT={text}",
             hint="export MASTER_PORT=29500",
         )
-    return address, int(text)
+    return os.environ["MASTER_ADDR"], port
+
+
+def _whole_number(text: str) -> int | None:
+    digits = text.strip()
+    return int(digits) if digits.isascii() and digits.isdecimal() else None
 
 
 def _unusable(texts: dict[str, str | None]) -> InputError:

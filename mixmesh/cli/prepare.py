@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..base.launched import has_rank, rank_and_world_size
+from ..base.launched import is_launched, rank_and_world_size
 from ..frontend.job import Job
 from ..lang.plan_file import Plan
 
@@ -79,7 +79,7 @@ def prepared_plan(job: str, preparing: Preparing, num_steps: int | None) -> tupl
     """Loads a job and plans it for ``num_steps`` on the devices of this launch; None stands for whole epochs.
     Returns both with this process's rank. Collective. Random numbers stay as the job left them, equal on all
     ranks."""
-    rank, world_size = rank_and_world_size() if has_rank() else (0, 1)
+    rank, world_size = rank_and_world_size() if is_launched() else (0, 1)
     from ..planner import check_planner
 
     check_planner(preparing.planner)

@@ -47,7 +47,7 @@ UNITS_OF_VALUES = {
     "share": {"%": "0.01"},
     "count": {"x": "1"},
 }  # fmt: skip
-MOST = Decimal(10**6)  # of the units that our keys of rates and memory name
+MOST = Decimal(10**6)  # in the units that our keys of rates and memory name
 BASE_UNITS = {"gbit_per_s": 10**9, "gbyte_per_s": 10**9, "tflop_per_s": 10**12, "gib": 2**30}
 ALIASES = {
     "tflops": ("tflop_per_s",),

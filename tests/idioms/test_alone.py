@@ -12,11 +12,11 @@ from plans import Mlp, batch, close, same_weights
 from test_gloo import adamw, same_gradients
 
 import mixmesh
+from mixmesh.base.launched import is_launched
 from mixmesh.cluster import Cluster
 from mixmesh.errors import InputError, MixmeshError
 from mixmesh.frontend.trace import trace
 from mixmesh.planner import make_plan
-from mixmesh.training.integrations.launched import is_launched
 
 ONE = Cluster.parse('[[machine]]\nname = "a"\ndevices = [{ cpu_share = 1.0 }]\n')
 

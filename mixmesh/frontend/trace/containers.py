@@ -27,7 +27,7 @@ DEPTH = 3  # levels of dicts and lists within each other that are examined
 _NO_CONFIGURATIONS = frozenset(
     "torch mixmesh accelerate lightning pytorch_lightning lightning_fabric torchmetrics".split()
 )
-_MISSING = frozenset({"KeyError", "LookupError", "Exception"})  # what code that asks by try catches
+_MISSING = frozenset({"KeyError", "LookupError", "Exception"})  # caught by code that tries a key
 _HEAP, _IMMUTABLE = 1 << 9, 1 << 8  # flags of a class: it was made by Python code; it must not be changed
 Find = Callable[[], Any]
 # a function that notes (path, function that returns the current value, old value)
@@ -57,7 +57,7 @@ class Keys:
         return self.has_all or key in self.names
 
     def may_be_missing_in(self, entries: dict[Any, Any]) -> frozenset[Any]:
-        """Those of the keys that are missing, and that the code can read all the same."""
+        """The keys that are missing from ``entries`` and that the code can read all the same."""
         is_filled = self.has_all or hasattr(type(entries), "__missing__")
         return (self.names if is_filled else self.asked) - entries.keys()
 

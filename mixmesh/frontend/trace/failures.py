@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from ...errors import MixmeshError, TraceError
 from .left_out import of_a_layer_left_out
-from .locate import Place, place_of_error, place_of_function
+from .locate import Place, causes_of, place_of_error, place_of_function
 from .problem_types import classifying_by
 from .stand_ins import lost_constant
 
@@ -88,21 +88,14 @@ def within_loss() -> Iterator[None]:
 def explain(error: Exception, model: nn.Module) -> TraceError:
     """Turns ``error`` into a TraceError with the reason in a line or two, the user's line, and a remedy."""
     explained = _explained(error, model)
-    if _is_of_loss(error) and (isinstance(error, GuardOnDataDependentSymNode) or _kind(error) in MEANINGS):
+    is_of_loss = any(IN_LOSS in getattr(each, "__notes__", ()) for each in causes_of(error))
+    if is_of_loss and (isinstance(error, GuardOnDataDependentSymNode) or _kind(error) in MEANINGS):
         explained.hint = (*explained.hint, LOSS_HINT)
     return explained
 
 
 def _kind(error: BaseException) -> str:
     return type(error).__name__
-
-
-def _is_of_loss(error: BaseException | None) -> bool:
-    while error is not None:
-        if IN_LOSS in getattr(error, "__notes__", ()):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _explained(error: Exception, model: nn.Module) -> TraceError:

@@ -31,7 +31,7 @@ from torch.export.graph_signature import (
 from torch.utils import _pytree as pytree
 
 from .fx_nodes import node_argument, target_of
-from .recorder import Recorder, Unknown, check_sizes, stays
+from .recorder import Recorder, Unknown, check_sizes
 from .written import DETACH_IN_PLACE, LIFT, may_share, writes_of
 
 aten = torch.ops.aten
@@ -53,7 +53,6 @@ class _Rewrite:
 
     def __init__(self, program: ExportedProgram, table: Mapping[Any, Callable]) -> None:
         self.old = program
-        self.table = table
         self.graph = fx.Graph()
         self.recorder = Recorder(self.graph, table)
         self.writers, self.shared = writes_of(program.graph)
@@ -61,7 +60,7 @@ class _Rewrite:
         self.values: dict[fx.Node, Any] = {}
         self.wrapped: dict[fx.Node, Any] = {}
         self.moved: set[fx.Node] = set()  # those with other strides than export saw
-        self.seen: set[int] = set()
+        self.seen: set[int] = set()  # the ids of the values of nodes
         self.updates: list[tuple[str, fx.Node]] = []  # written buffers and their new values
 
     def program(self) -> ExportedProgram:
@@ -86,7 +85,9 @@ class _Rewrite:
 
     def _add(self, node: fx.Node) -> None:
         if node.op == "placeholder":
-            self._keep(node, self.graph.placeholder(node.name), node.meta.get("val"))
+            new = self.nodes[node] = self.graph.placeholder(node.name)
+            new.meta = {"val": None, **node.meta}
+            self.values[node] = new.meta["val"]
         elif node.op == "output":
             self.updates = [(target, _copied(new)) for target, new in self._written_buffers()]
             if len({new for _, new in self.updates}) < len(self.updates):
@@ -101,21 +102,16 @@ class _Rewrite:
             self._append(node, aten.clone.default, self._new(node.args), {}, node.meta["val"])
         elif node.target is DETACH_IN_PLACE:
             self.nodes[node], self.values[node] = self._now(node.args[0])
-        elif node.target not in self.table and stays(target_of(node)):
-            self._copy(node)
+        elif (run := self.recorder.decomposition_of(target_of(node))) is not None:
+            self._take_apart(node, run)
         else:
-            self._take_apart(node)
+            self._copy(node)
         if node in self.shared and node not in self.wrapped:
             self.wrapped[node] = self._wrapped(node)
 
-    def _keep(self, node: fx.Node, new: fx.Node, value: Any) -> None:
-        new.meta = {**node.meta, "val": value}
-        self.nodes[node], self.values[node] = new, value
-
     def _append(self, node: fx.Node, target: Callable, args: Any, kwargs: Any, value: Any) -> None:
-        if (
-            isinstance(value, Tensor) and id(value) in self.seen
-        ):  # a detached one has the example of its source
+        # inlining a block gives a detached value the example of its source
+        if isinstance(value, Tensor) and id(value) in self.seen:
             value = value.detach()
         self.seen.add(id(value))
         new = self.recorder.append(target, args, kwargs, value, node.meta)
@@ -147,11 +143,10 @@ class _Rewrite:
                 value = value_without_gradients
         self._append(node, target, self._new(node.args), self._new(node.kwargs), value)
 
-    def _take_apart(self, node: fx.Node) -> None:
+    def _take_apart(self, node: fx.Node, run: Callable) -> None:
         for read in node.all_input_nodes:
             self._note(*self._now(read))
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.values[n])
-        run = self.table.get(node.target) or target_of(node).decompose
         with self.recorder.at(node.meta):
             value = run(*args, **kwargs)
         if value is NotImplemented:

@@ -63,15 +63,21 @@ def place_of_error(error: BaseException, within: tuple[str, ...] = ()) -> Place:
     """The place in the user's code where ``error`` was raised, by its traceback or the stack trace in its
     text. ``within`` are more files of ours that run within the model's operators."""
     library = Place()
-    seen: BaseException | None = error
-    while seen is not None:
+    for seen in causes_of(error):
         frames = [(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(seen.__traceback__)]
         place = _pick(_inside_model(frames, within) + _frames_in(str(seen)))
         if place.by_user:
             return place
         library = library if library.location else place
-        seen = seen.__cause__ or seen.__context__
     return library
+
+
+def causes_of(error: BaseException) -> Iterator[BaseException]:
+    """Yields an error, its cause, and so on to the first one."""
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        seen = seen.__cause__ or seen.__context__
 
 
 def place_of_function(function: object) -> Place:

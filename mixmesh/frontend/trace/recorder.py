@@ -41,10 +41,14 @@ class Recorder(TorchDispatchMode):
     def __init__(self, graph: fx.Graph, table: Mapping[Any, Callable]) -> None:
         super().__init__()
         self.graph = graph
-        self.table = table
+        self._table = table
         self._origin: Mapping[str, Any] = {}
         self._nodes: dict[int, fx.Node] = {}
         self._kept: list[Tensor] = []  # so that no other tensor takes the id of one of them
+
+    def decomposition_of(self, target: OpOverload) -> Callable | None:
+        """The function that takes an operator apart; None for one that stays whole."""
+        return self._table.get(target, None if stays(target) else target.decompose)
 
     @contextmanager
     def at(self, origin: Mapping[str, Any]) -> Iterator[None]:
@@ -83,7 +87,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":  # asks for a device or a layout
             return func(*args, **kwargs)
-        run = self.table.get(func, None if stays(func) else func.decompose)
+        run = self.decomposition_of(func)
         if run is not None:
             with self:
                 value = run(*args, **kwargs)

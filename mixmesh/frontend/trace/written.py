@@ -25,8 +25,6 @@ def writes_of(graph: fx.Graph) -> tuple[set[fx.Node], set[fx.Node]]:
     """The operators that write to their arguments, and all tensors that may share memory with what is
     written. Raises Unknown for a node that is no plain operator on tensors."""
     groups = _Groups()
-    for node, other in _of_one_memory(graph):
-        groups.join(node, other)
     writers: set[fx.Node] = set()
     written: list[fx.Node] = []
     for node in graph.nodes:
@@ -41,7 +39,7 @@ def writes_of(graph: fx.Graph) -> tuple[set[fx.Node], set[fx.Node]]:
             written += targets
     roots = {groups.root(n) for n in written}
     shared = {n for n in graph.nodes if groups.root(n) in roots}
-    if any(node in shared for node, _ in _of_one_memory(graph)):
+    if any(node in shared or other in shared for node, other in _of_one_memory(graph)):
         raise Unknown("a write to a tensor of two names")
     return writers, shared
 

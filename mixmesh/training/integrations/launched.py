@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...base.launched import has_rank
 from ...errors import InputError
 from ...lang.plan_file import Plan
 from ...runtime.first_rank import everyones
@@ -21,12 +20,6 @@ from ...runtime.scaler import unscaled_text
 from ..preparation.alike import check_digests, digest
 from ..preparation.refusals import OneBatch, check_last_batch
 from ..preparation.script import prepare
-
-
-def is_launched() -> bool:
-    """Whether torchrun, or another launcher, started this process as one of several. Raises InputError if
-    that launcher did not say which one it is."""
-    return has_rank()
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...base.launched import has_rank, rank_and_world_size
+from ...base.launched import is_launched, rank_and_world_size
 from ...base.progress import tell
 from ...cluster.detection import Cache
 from ...cluster.detection.cache import default_folder
@@ -111,7 +111,7 @@ def prepare(
     The same plan serves batches of other sizes and lengths than the first, including the smaller last one of
     an epoch. Raises TraceError for a model that cannot be exported, Infeasible if nothing fits in memory.
     """
-    if not has_rank():
+    if not is_launched():
         return without_torchrun(model, loss, outputs, compiles=compile), optimizer, loader
     rank, world_size = rank_and_world_size()
     model = uncompiled(model)
@@ -182,7 +182,7 @@ def without_torchrun(
     """The model, with its loss, for a process that torchrun has not started. Tells if it leaves devices
     unused."""
     if (num_devices := device_count()) > 1:
-        tell(UNUSED.format(num_devices=num_devices))
+        tell(f"mixmesh: {UNUSED.format(num_devices=num_devices)}")
     if loss is not None:
         check_unwrapped(model)
         model = on_one_device(model, loss, outputs)

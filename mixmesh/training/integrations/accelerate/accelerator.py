@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ....base.callers import warn
-from ....base.launched import rank_and_world_size
+from ....base.launched import is_launched, rank_and_world_size
 from ....base.patch import patched
 from ....frontend.trace.own_generators import generators_in
 from ....runtime.comm import default_device, initialise
@@ -30,7 +30,6 @@ from ..launched import (
     Epochs,
     check_not_spread,
     check_scaled,
-    is_launched,
     keep_metrics_apart,
     prepare_for,
 )

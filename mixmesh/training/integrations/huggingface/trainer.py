@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
+from ....base.launched import is_launched
 from ....base.patch import patched
 from ....errors import InputError
 from ....frontend.trace.own_generators import generators_in
@@ -29,7 +30,6 @@ from ..launched import (
     check_alike,
     check_not_spread,
     check_scaled,
-    is_launched,
     prepare_for,
 )
 from ..weights import fill, whole_weights

@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
-from ....base.launched import rank_and_world_size
+from ....base.launched import is_launched, rank_and_world_size
 from ....errors import InputError
 from ....frontend.trace.outputs import IfGiven
 from ....runtime.comm import default_device, initialise
@@ -30,7 +30,6 @@ from ..launched import (
     Epochs,
     check_alike,
     check_scaled,
-    is_launched,
     keep_metrics_apart,
     learning_rates,
     prepare_for,

@@ -12,11 +12,11 @@ import trl
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ....base.launched import is_launched
 from ....base.patch import patched
 from ....frontend.trace.outputs import IfGiven
 from ....runtime.outputs import Output
 from ..huggingface import Trainer
-from ..launched import is_launched
 from .refusals import check_args, check_version
 from .tokens import IGNORED, next_labels, token_counts, token_losses
 
