@@ -86,12 +86,12 @@ class Masked(torch.autograd.Function):
 
 
 class Leaking(Masked):
-    """Its backward leaves something out."""
+    """Its backward leaves something out, and is not linear."""
 
     @staticmethod
     def backward(ctx, g):
         (output,) = ctx.saved_tensors
-        return g * output, None
+        return g.abs() * output, None
 
 
 def test_a_custom_function_is_traced_if_its_backward_is_autograds():

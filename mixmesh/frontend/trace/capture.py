@@ -34,7 +34,7 @@ from .fakes import fixed_shapes
 from .functions import exact_functions
 from .generators import Draws
 from .hooks import hooks_traced
-from .inner_gradients import no_inner_gradients
+from .inner_gradients import inner_gradients
 from .leaves import check_leaf, describe_argument, instead_of
 from .locate import place_of_function, whole_stacks
 from .loops import experts_in_groups
@@ -387,7 +387,7 @@ def _as_it_is_traced() -> Iterator[None]:
         fixed_shapes(), exact_functions(), moves_in_place(), means_over_batches(),
         whole_stacks(),
         regions_kept(), experts_in_groups(), masks_as_given(), synced_norms_as_plain(),
-        no_autocast(), no_grad_within_autocast(), inference_as_no_grad(), no_inner_gradients(),
+        no_autocast(), no_grad_within_autocast(), inference_as_no_grad(), inner_gradients(),
         distributions_unchecked(), small_constants_kept(),
     ):  # fmt: skip
         yield

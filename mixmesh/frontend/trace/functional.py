@@ -150,9 +150,10 @@ class _Rewrite:
         with self.recorder.at(node.meta):
             value = run(*args, **kwargs)
         if value is NotImplemented:
-            raise Unknown(f"{node.target} without a decomposition")
-        self._result(node, value)
-        self.moved.add(node)
+            self._copy(node)
+        else:
+            self._result(node, value)
+            self.moved.add(node)
 
     def _write(self, node: fx.Node) -> None:
         """Runs an operator on functional tensors."""

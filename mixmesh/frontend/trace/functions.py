@@ -1,20 +1,29 @@
 """Export of ``torch.autograd.Function``.
 
-Export keeps the forward and silently drops the backward. So a Function is allowed only if its backward equals
-what autograd derives from its forward, which is proved by execution. Others are refused: straight-through
-estimators, clipped or reversed gradients.
+Export keeps the forward and silently drops the backward. That is right if the backward equals what autograd
+derives from the forward, which is proved by execution. Any other backward that is linear in the gradient,
+such as that of a straight-through estimator or of a reversed gradient, is written out: ``y.detach() + t``.
+Here ``t`` is a linear function of ``x - x.detach()``, so zero, and its derivative is the backward: it is the
+transpose of the backward, which is the derivative of the backward for the gradient that it is given. A
+backward that is not linear, such as one that clips, is refused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils import _python_dispatch as dispatch
+from torch.utils import _pytree as pytree
 
 from ...base.patch import patched
 from ...errors import TraceError
+from . import derivatives
+from .derivatives import Unknown, written_out
 
 SCALES = (1e-2, 1.0, 30.0)  # scales of inputs and gradients: a backward that clips differs at one of them
 MAX_DIM = 7  # the largest dim of a probe: the gradients of an operator do not depend on its size
@@ -24,7 +33,7 @@ Function = type[torch.autograd.Function]
 
 
 class _Context:
-    """The ctx of a forward pass whose backward is never called."""
+    """The ctx of a forward pass whose backward is never called by autograd."""
 
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad
@@ -43,17 +52,24 @@ class _Context:
 
 
 def exact_functions() -> AbstractContextManager[None]:
-    """A context in which a Function runs its forward, or raises TraceError if its backward is not the
-    derivative of the forward."""
+    """A context in which a Function runs as operators with the gradients of its backward, or raises
+    TraceError."""
     original = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: Function, *args: Any, **kwargs: Any) -> Any:
         # an operator that is registered together with its gradient
         if cls.__module__.startswith("torch._library"):
             return original.__func__(cls, *args, **kwargs)
-        if kwargs or not _backward_is_autograd(cls, original.__func__, args):
+        if kwargs or not any(map(_differentiable, args)):
             raise refusal(cls)
-        return _forward(cls, args)
+        if _has_gradients_of(cls, _forward, original.__func__, args):
+            return _forward(cls, args)
+        if not _has_gradients_of(cls, _with_own_backward, original.__func__, args):
+            raise refusal(cls)
+        try:
+            return _with_own_backward(cls, args, written_out)
+        except Unknown:
+            raise refusal(cls) from None
 
     return patched(torch.autograd.Function, "apply", classmethod(apply))
 
@@ -61,47 +77,96 @@ def exact_functions() -> AbstractContextManager[None]:
 def refusal(cls: type) -> TraceError:
     return TraceError(
         f"the custom backward of {cls.__name__} cannot be traced",
-        expected="operators whose gradient PyTorch knows, or a backward equal to that",
+        expected="operators whose gradient PyTorch knows, or a backward that is linear in the gradient",
         got=f"torch.autograd.Function {cls.__module__}.{cls.__qualname__}",
         hint=(
             "write its forward with ordinary operators (straight-through: x + (f(x) - x).detach())",
-            "to reverse a gradient: (1 + a) * x.detach() - a * x",
+            "a backward that clips is not linear: clip the gradients of parameters, after loss.backward()",
             "for activation checkpointing use checkpoint(..., use_reentrant=False)",
         ),
     )
 
 
-def _forward(cls: Function, args: tuple) -> Any:
+def _forward(cls: Function, args: Sequence[Any]) -> Any:
     """Runs the forward with autograd's own derivative."""
-    if cls.setup_context is not torch.autograd.Function.setup_context:
-        return cls.forward(*args)
-    return cls.forward(_Context(tuple(_differentiable(a) for a in args)), *args)
+    return _forward_and_context(cls, args)[0]
+
+
+def _forward_and_context(cls: Function, args: Sequence[Any]) -> tuple[Any, _Context]:
+    context = _Context(tuple(_differentiable(a) for a in args))
+    if cls.setup_context is torch.autograd.Function.setup_context:
+        return cls.forward(context, *args), context
+    result = cls.forward(*args)
+    cls.setup_context(context, tuple(args), result)
+    return result, context
+
+
+def _run(function: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    return function(*tensors)
+
+
+def _with_own_backward(cls: Function, args: Sequence[Any], run: Callable = _run) -> Any:
+    """Runs the forward, and gives its results with the derivative that the backward computes. ``run`` calls a
+    function that uses autograd."""
+    result, context = _forward_and_context(cls, args)
+    results = list(result) if isinstance(result, tuple) else [result]
+    inputs = [a for a in args if _differentiable(a)]
+    kept, spec = pytree.tree_flatten(vars(context))
+    places = [i for i, value in enumerate(kept) if isinstance(value, Tensor)]
+    # the backward's own, without the guard of @once_differentiable
+    backward = getattr(cls.backward, "__wrapped__", cls.backward)
+
+    def transposed(*tensors: Tensor) -> list[Tensor | None]:
+        saved, deltas = tensors[: len(places)], tensors[len(places) :]
+        values = [*kept]
+        for place, value in zip(places, saved):
+            values[place] = value
+        again = _Context(())
+        vars(again).update(pytree.tree_unflatten(values, spec))
+        seeds = [torch.zeros(r.shape, dtype=r.dtype, device=r.device) for r in results]
+        wanted = [s.requires_grad_() for s in seeds if _differentiable(s)]
+        gradients = backward(again, *seeds)
+        gradients = gradients if isinstance(gradients, tuple) else (gradients,)
+        of_inputs = [g for g, a in zip(gradients, args) if _differentiable(a)]
+        pairs = [(g, d) for g, d in zip(of_inputs, deltas) if g is not None and g.requires_grad]
+        if not pairs:
+            return [None] * len(wanted)
+        ends, weights = zip(*pairs)
+        return list(derivatives.grad(ends, wanted, weights, create_graph=True, allow_unused=True))
+
+    tensors = [*(kept[i].detach() for i in places), *(x - x.detach() for x in inputs)]
+    zeros = iter(run(transposed, tensors))
+    own = tuple(_sum(r.detach(), next(zeros)) if _differentiable(r) else r for r in results)
+    return own if isinstance(result, tuple) else own[0]
+
+
+def _sum(value: Tensor, zero: Tensor | None) -> Tensor:
+    return value if zero is None else value + zero
 
 
 def _differentiable(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.is_floating_point()
 
 
-def _backward_is_autograd(cls: Function, apply: Any, args: tuple) -> bool:
-    """Whether the backward and autograd give equal gradients at random points, small and large, in
-    float64."""
-    if not any(map(_differentiable, args)):
-        return False
+def _has_gradients_of(cls: Function, run: Callable, apply: Any, args: tuple) -> bool:
+    """Whether ``run`` and the Function give equal gradients at random points, small and large, in float64."""
     try:
         # real tensors, outside of the export's fake tensors
         with dispatch._disable_current_modes(), torch._C.DisableTorchFunction(), torch.enable_grad():
-            return all(_agree(cls, apply, args, size, grad) for size in SCALES for grad in SCALES)
+            return all(_agree(cls, run, apply, args, size, grad) for size in SCALES for grad in SCALES)
     except Exception:  # it does not run on a probe, so nothing can be said
         return False
 
 
-def _agree(cls: Function, apply: Any, args: tuple, size: float, grad_size: float) -> bool:
+def _agree(cls: Function, run: Callable, apply: Any, args: tuple, size: float, grad_size: float) -> bool:
     draw = torch.Generator().manual_seed(0)
     probes = [_probe(a, size, draw) for a in args]
     own = _gradients(apply(cls, *probes), probes, grad_size)
-    # without mutations, as in a program: a forward may change in place what autograd would have kept
-    forward = torch.func.functionalize(lambda *given: _forward(cls, given))
-    plain = _gradients(forward(*probes), probes, grad_size)
+    function: Callable = partial(run, cls)
+    if run is _forward:
+        # without mutations, as in a program: a forward may change in place what autograd would have kept
+        function = torch.func.functionalize(function)
+    plain = _gradients(function(probes), probes, grad_size)
     scale = max((float(g.abs().max()) for g in plain if g.numel()), default=0.0)
     return all(torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE * scale) for a, b in zip(own, plain))
 
@@ -123,5 +188,5 @@ def _gradients(result: Any, probes: list, grad_size: float) -> list[torch.Tensor
         return [torch.zeros_like(p) for p in inputs]
     draw = torch.Generator().manual_seed(1)
     seeds = [grad_size * torch.randn(r.shape, generator=draw, dtype=r.dtype) for r in results]
-    gradients = torch.autograd.grad(results, inputs, seeds, allow_unused=True)
+    gradients = derivatives.grad(results, inputs, seeds, allow_unused=True)
     return [torch.zeros_like(p) if g is None else g for g, p in zip(gradients, inputs)]

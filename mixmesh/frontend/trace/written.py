@@ -24,7 +24,7 @@ NORMS = {aten.batch_norm.default, aten.instance_norm.default}
 def writes_of(graph: fx.Graph) -> tuple[set[fx.Node], set[fx.Node]]:
     """The operators that write to their arguments, and all tensors that may share memory with what is
     written. Raises Unknown for a node that is no plain operator on tensors."""
-    groups = _Groups()
+    groups = Groups()
     writers: set[fx.Node] = set()
     written: list[fx.Node] = []
     for node in graph.nodes:
@@ -33,7 +33,7 @@ def writes_of(graph: fx.Graph) -> tuple[set[fx.Node], set[fx.Node]]:
         _check(node)
         for other in may_share(node):
             groups.join(node, other)
-        targets = list(_written_by(node))
+        targets = list(written_by(node))
         if targets:
             writers.add(node)
             written += targets
@@ -93,7 +93,8 @@ def may_share(node: fx.Node) -> Iterator[fx.Node]:
                 yield from _nodes(value)
 
 
-def _written_by(node: fx.Node) -> Iterator[fx.Node]:
+def written_by(node: fx.Node) -> Iterator[fx.Node]:
+    """The arguments that an operator writes to."""
     if node.target in NORMS:
         if node.args[5]:
             yield from (n for n in node.args[3:5] if isinstance(n, fx.Node))
@@ -114,7 +115,7 @@ def _nodes(value: Any) -> list[fx.Node]:
     return found
 
 
-class _Groups:
+class Groups:
     """Nodes in groups."""
 
     def __init__(self) -> None:
