@@ -25,7 +25,7 @@ from mixmesh.runtime import peers as peers_module
 from mixmesh.runtime.lost import Waiting
 from mixmesh.runtime.peers import Peers, Seen
 from mixmesh.runtime.processes import memory_kills, process_place
-from mixmesh.runtime.verdicts import different_calls
+from mixmesh.runtime.verdicts import START_OF_EPOCH, different_calls
 from mixmesh.runtime.watch import Watch
 
 WORKER = Path(__file__).parent / "watch_worker.py"
@@ -250,6 +250,20 @@ def test_a_part_of_a_step_that_one_rank_leaves_out_is_no_call_of_one_rank_alone(
     states = {1: Seen(1, process_place(), 1, 0, "", 0.0, "", calls={"7": kind}, lines={"7": "a.py:2"})}
     error = different_calls(0, {7: "train forward"}, {7: "a.py:1"}, states, "all_gather")
     assert error is not None and hint in str(error) and "a.py:2" in str(error)
+
+
+@pytest.mark.parametrize("kind", ["evaluation forward", "whole", "checkpoint.save"])
+def test_one_rank_alone_after_an_epoch_is_told_to_take_the_call_out_of_the_condition(kind):
+    """``if rank == 0: evaluate(model)`` at the end of an epoch, when the others begin the next one."""
+    states = {1: Seen(1, process_place(), 1, 0, "", 0.0, "", calls={"7": START_OF_EPOCH}, lines={})}
+    error = different_calls(0, {7: kind}, {7: "a.py:1"}, states, "all_gather")
+    assert error is not None and "take the call out of `if rank == 0:`" in str(error)
+
+
+def test_a_loop_over_a_loader_that_one_rank_leaves_early_is_told_so():
+    states = {1: Seen(1, process_place(), 1, 0, "", 0.0, "", calls={"7": START_OF_EPOCH}, lines={})}
+    error = different_calls(0, {7: "train forward"}, {7: "a.py:1"}, states, "all_gather")
+    assert error is not None and "leave the loop over a loader after the same batch" in str(error)
 
 
 @pytest.mark.parametrize("scenario", AGREED)

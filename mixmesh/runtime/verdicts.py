@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from ..base.units import ranks_text
 from ..errors import CollectiveError
@@ -11,10 +11,8 @@ from .peers import Seen
 
 END_OF_DATA = "the end of the data"  # names of calls
 START_OF_EPOCH = "the start of an epoch"  # names of calls
-HINTS = {
-    END_OF_DATA: "data of as many batches on every rank",
-    START_OF_EPOCH: "leave the loop over a loader after the same batch on every rank",
-}
+AS_MANY = "data of as many batches on every rank"
+SAME_END = "leave the loop over a loader after the same batch on every rank"
 # ranks that differ in these have left out a part of a step, not asked for something alone
 OF_A_STEP = {"train forward", "backward", "the order of the data"}
 LEFT_OUT = (
@@ -47,12 +45,19 @@ def different_calls(
                 where=what,
                 expected="every rank to make the same calls in the same order",
                 got="; ".join(_with_line(kind, ranks, lines) for kind, ranks in groups.items()),
-                hint=next(
-                    (hint for kind, hint in HINTS.items() if kind in groups),
-                    LEFT_OUT if groups.keys() <= OF_A_STEP else ALONE,
-                ),
+                hint=_hints(groups.keys()),
             )
     return None
+
+
+def _hints(kinds: Collection[str]) -> str | tuple[str, ...]:
+    """The hints for ranks whose calls are of different ``kinds``."""
+    if END_OF_DATA in kinds:
+        return AS_MANY
+    others = set(kinds) - {START_OF_EPOCH}
+    if not others <= OF_A_STEP:
+        return ALONE  # at an epoch's end, too: the others have gone on to the next one
+    return LEFT_OUT if others == set(kinds) else (SAME_END, ALONE)
 
 
 def _with_line(kind: str, ranks: list[int], lines: Mapping[int, str]) -> str:
