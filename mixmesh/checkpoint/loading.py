@@ -14,7 +14,7 @@ from ..base.progress import tell_warning
 from ..errors import InputError, PlanError
 from ..frontend.trace.compiled import uncompiled
 from .background import finish
-from .manifest import Damaged, Manifest, check_files, checkpoints_at
+from .manifest import SCHEDULER_CLASS, Damaged, Manifest, check_files, checkpoints_at
 from .random_state import restore_random_state
 from .ranks import FilesFailure, Ranks
 from .state import NamedOptimizer, check_model, load_optimizer_room, model_tensors, with_elements
@@ -62,7 +62,7 @@ def load(
     ranks all get the first rank's.
 
     Raises InputError for a file, and if all checkpoints are damaged; and PlanError, before anything is
-    changed, if the newest one is of another model or optimizer or lacks the state of a given part.
+    changed, if the newest one is of another model, optimizer or scheduler or lacks the state of a given part.
     """
     model = uncompiled(model)
     ranks = Ranks.of(model)
@@ -137,11 +137,31 @@ def checked(path: Path, ranks: Ranks) -> tuple[Manifest | None, str]:
 
 def decoded_states(manifest: Manifest, parts: dict[str, Any]) -> dict[str, Any]:
     """The plain states of a checkpoint. Raises PlanError if it lacks the state of one of ``parts`` that is to
-    be loaded."""
+    be loaded, or has that of a scheduler of another class."""
     for name, part in parts.items():
         if part is not None and name not in manifest.values:
             raise lacks(name)
-    return {name: decode(value) for name, value in manifest.values.items()}
+    states = {name: decode(value) for name, value in manifest.values.items()}
+    if parts["scheduler"] is not None:
+        own = type(parts["scheduler"]).__name__
+        check_scheduler(own, saved=states.get(SCHEDULER_CLASS, own))
+    return states
+
+
+def check_scheduler(own: str, saved: str) -> None:
+    """Raises PlanError unless both classes are the same: schedulers of PyTorch take over the state of any
+    other one, of which some fields then count and others do not."""
+    if own != saved:
+        raise PlanError(
+            "the checkpoint is of another scheduler",
+            expected=f"{saved}, as in the checkpoint",
+            got=own,
+            hint=(
+                "a scheduler of this class",
+                "load(...) without scheduler, and the new one made after it",
+                "mixmesh run --fresh",
+            ),
+        )
 
 
 def lacks(what: str) -> PlanError:

@@ -22,6 +22,7 @@ import xxhash
 from ..errors import InputError
 
 FORMAT = 2  # 1 had other checksums
+SCHEDULER_CLASS = "scheduler_class"  # name of a plain value; earlier checkpoints have none
 MANIFEST, PLAN = "manifest.json", "run.plan"
 UNFINISHED, REMOVED = ".unfinished-", ".removed-"
 NAME = re.compile(r"(\d{6,})-step-(\d+)")

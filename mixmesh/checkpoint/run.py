@@ -118,6 +118,7 @@ class RunCheckpoints:
         self._initial, self._may_follow = initial, may_follow
         self._open = ExitStack()
         self._saved_step = -1
+        self._ended_at = -1  # the number of steps at the end
         self._saving: tuple[int, Saving] | None = None  # the checkpoint being written, with its step
         self._has_room: bool | None = None  # whether all ranks have memory for copies
         self.held_s = 0.0  # seconds that checkpoints have held up the training
@@ -273,6 +274,7 @@ class RunCheckpoints:
     def end(self, num_steps: int) -> None:
         """Waits for the checkpoint that is being written, and saves what was trained since."""
         started = time.monotonic()
+        self._ended_at = num_steps
         self._vote.finish()
         self._save_rest(num_steps)
         self.held_s += time.monotonic() - started
@@ -296,10 +298,18 @@ class RunCheckpoints:
         training."""
         return {"first_step": self.first_step + 1, "checkpoint_s": self.held_s}
 
+    @property
+    def is_saved(self) -> bool:
+        """Whether the state after the last step is in a checkpoint."""
+        return self._ended_at == self._saved_step
+
     def summary(self) -> str:
         """A line that says how the run ended and where its state is."""
         newest = next(iter(checkpoints_in(self._settings.folder)), None)
         where = "no checkpoint was written" if newest is None else f"checkpoint {newest}"
+        if not self.is_saved:
+            lost = f"what was trained after step {max(self._saved_step, 0)} is in no checkpoint"
+            where += f"; {lost}, and the same command trains it again"
         where += f"; checkpoints have held up the training for {self.held_s:.3g} s"
         if not self.stopped_by:
             return where

@@ -24,7 +24,7 @@ from ..runtime.parallel_model import ParallelModel
 from ..runtime.versions import versions_text
 from ..training.preparation.saving import check_has_state
 from . import background
-from .manifest import REMOVED, Manifest, checkpoints_in, number_of
+from .manifest import REMOVED, SCHEDULER_CLASS, Manifest, checkpoints_in, number_of
 from .pretrained import PRETRAINED, pretrained_files
 from .random_state import random_state
 from .ranks import FilesFailure, Ranks, text_of
@@ -184,6 +184,8 @@ def content_of(
                 got = f"a {type(part).__name__}"
                 raise InputError(f"{name} has no state", expected="an object with state_dict", got=got)
             values[name] = encode(part.state_dict(), name)
+    if parts.get("scheduler") is not None:
+        values[SCHEDULER_CLASS] = encode(type(parts["scheduler"]).__name__, "the scheduler's class")
     if extra is not None:
         values["extra"] = encode(dict(extra), "extra")
     if pretrained := pretrained_files(model):

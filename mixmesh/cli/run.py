@@ -174,14 +174,17 @@ def run_training(options: RunOptions) -> int:
     live.close()
     leave()
     status = 0 if trained.keeper is None else trained.keeper.close()
+    is_stopped = bool(status)
+    if not status and options.save is None and trained.keeper is not None and not trained.keeper.is_saved:
+        status = 1  # the trained weights are nowhere
     if start.rank:
         return status
-    if not trained.num_steps and not status:
+    if not trained.num_steps and not is_stopped:
         raise JobError("the job's data has no batch", expected="at least one batch", where=options.job)
     compared = None
     if options.trace is not None:
         compared = save_measured(trained.report, options.trace, described, predicted)
-    results = Results(options, trained, compared, is_stopped=bool(status))
+    results = Results(options, trained, compared, is_stopped)
     if options.as_json:
         print_json(results.object())
     else:

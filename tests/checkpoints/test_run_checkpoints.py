@@ -41,7 +41,7 @@ from mixmesh.runtime.train import train
 from mixmesh.training.preparation.alike import digest
 
 JOB = """
-import os, time, torch, mixmesh
+import os, resource, time, torch, mixmesh
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -60,6 +60,8 @@ def rows(count):
     return torch.randn(count, 4, generator=g).double(), torch.randn(count, 4, generator=g).double()
 
 def job():
+    if os.environ.get("FULL_DISK", "") == os.environ.get("RANK"):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     torch.manual_seed(5)  # by which the data is shuffled
     loader = DataLoader(TensorDataset(*rows(40)), batch_size=8, shuffle=True)
     return mixmesh.Job(Model(), rows(8), data=loader, optimizer=lambda p: torch.optim.AdamW(p, lr=0.01))
@@ -253,6 +255,15 @@ def check_a_scheduler_goes_on(_) -> None:
         losses_of(made_without, steps=4, scheduler=quickly_lower)
 
 
+def check_a_scheduler_of_another_class_is_refused(_) -> None:
+    """PyTorch's schedulers would take over what they know of its state without a word."""
+    folder = shared_folder()
+    losses_of(folder, steps=2, scheduler=quickly_lower)
+    with pytest.raises(PlanError, match=r"another scheduler(.|\n)*StepLR, as in(.|\n)*CosineAnnealingLR"):
+        losses_of(folder, steps=4, scheduler=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=9))
+    assert steps_in(folder) == [2]
+
+
 def check_a_scheduler_by_a_metric_is_refused(_) -> None:
     job = mixmesh.Job(Model(), rows(8), scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
     with pytest.raises(JobError, match="stepped by a metric"):
@@ -415,6 +426,7 @@ def check_an_iterator_is_refused(_) -> None:
 CHECKS = named(
     check_parts,
     check_a_scheduler_goes_on,
+    check_a_scheduler_of_another_class_is_refused,
     check_a_scheduler_by_a_metric_is_refused,
     check_another_plan,
     check_steps_that_were_made_and_a_fresh_start,
@@ -428,6 +440,20 @@ CHECKS = named(
     check_a_disk_that_is_full_ends_no_run,
     check_an_iterator_is_refused,
 )
+
+
+def test_a_run_whose_last_checkpoint_was_not_written_does_not_end_well(job, tmp_path):
+    """It says what is lost; with ``--save`` the trained weights are kept all the same."""
+    folder = tmp_path / "kept"
+    Run(job, folder, "--steps 2 --every 2").end()
+    lost = Run(job, folder, "--steps 5 --every 2", FULL_DISK="1").end(1)
+    assert "the checkpoint of step 5 could not be written" in lost["stderr"]
+    assert steps_in(folder) == [2]
+    weights = tmp_path / "w.pt"
+    Run(job, folder, f"--steps 5 --save {weights}", FULL_DISK="1").end()
+    assert weights.exists()
+    Run(job, folder, "--steps 5").end()
+    assert steps_in(folder) == [2, 5]
 
 
 @pytest.fixture(scope="module")
