@@ -8,13 +8,16 @@ import os
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch.distributed as dist
 
 from mixmesh.checkpoint.background import Saving
 from mixmesh.checkpoint.ranks import Ranks
 from mixmesh.errors import CollectiveError
+from mixmesh.runtime import interfaces
 from mixmesh.runtime.allocator import resident_bytes
 from mixmesh.runtime.failures import limit_error, start_error
 from mixmesh.runtime.first_rank import everyones, from_first_rank
@@ -45,6 +48,36 @@ def test_a_network_interface_that_is_not_there_is_named(monkeypatch):
     error = start_error(1, RuntimeError("ifa != nullptr. Unable to find address for: nope0"))
     assert error is not None and error.got == "nope0"
     assert "lo" in error.expected and error.hint[0] == "unset GLOO_SOCKET_IFNAME"
+
+
+def test_an_address_that_other_ranks_do_not_reach_is_told_with_what_to_type():
+    text = "Gloo connectFullMesh failed with pair.cc: timed out connecting: remote=[127.0.1.1]:31152"
+    error = start_error(1, RuntimeError(text))
+    assert error is not None and "127.0.1.1" in error.got and "GLOO_SOCKET_IFNAME" in error.hint[0]
+    full = start_error(1, RuntimeError("Gloo connectFullMesh failed with socket: Too many open files"))
+    assert full is not None and "ulimit -n" in full.hint[0]
+
+
+@pytest.mark.parametrize(
+    "of_name, towards_store, given, wanted",
+    [
+        ("127.0.1.1", "10.0.0.5", None, "eth7"),
+        ("127.0.1.1", "10.0.0.5", "eth0", "eth0"),  # the user's own choice
+        ("127.0.1.1", "127.0.0.1", None, None),  # all ranks on one machine
+        ("10.0.0.5", "10.0.0.5", None, None),
+        ("127.0.1.1", "10.0.0.6", None, None),  # an address of no interface
+    ],
+)
+def test_gloo_listens_where_other_machines_reach_it(monkeypatch, of_name, towards_store, given, wanted):
+    """Not at 127.0.1.1, to which ``/etc/hosts`` of Debian maps the name of the machine."""
+    monkeypatch.setattr(interfaces, "host_of_name", lambda: of_name)
+    monkeypatch.setattr(interfaces, "host_towards_store", lambda: towards_store)
+    monkeypatch.setattr(
+        psutil, "net_if_addrs", lambda: {"lo": [], "eth7": [SimpleNamespace(address="10.0.0.5")]}
+    )
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", given or "")
+    interfaces.choose_interface()
+    assert (os.environ["GLOO_SOCKET_IFNAME"] or None) == wanted
 
 
 @pytest.mark.parametrize("ask", [lambda: everyones(0), lambda: from_first_rank(int)])

@@ -31,6 +31,7 @@ from .accelerator import (
 from .agreement import Facts, batch_disagreement
 from .failures import collective_error, is_timeout, limit_error, start_error
 from .first_rank import wait_for_all
+from .interfaces import choose_interface
 from .launch_store import connect_store
 from .layout import meetings
 from .lost import Waiting
@@ -305,6 +306,7 @@ def _initialise(world_size: int, device: torch.device, timeout: datetime.timedel
         )
     else:
         store = connect_store(timeout.total_seconds())
+        choose_interface()
         rank, size = rank_and_world_size()
         dist.init_process_group(backend, store=store, timeout=timeout, rank=rank, world_size=size)
         atexit.register(release_last_tensors)

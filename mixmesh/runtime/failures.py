@@ -78,9 +78,26 @@ def limits_named(what: str, rank: int | None = None) -> Iterator[None]:
         raise limited from error
 
 
+def _unreached(rank: int, error: BaseException) -> CollectiveError:
+    """The error of a rank that has met the others, and then could not connect to one of them."""
+    return CollectiveError(
+        f"rank {rank} cannot connect to another rank, at the address that this one has given",
+        where="the start",
+        expected="an address of every machine that the others reach, and a rank that is still there",
+        got=" ".join(str(error).split())[-200:],
+        hint=(
+            f"export {INTERFACE}=NAME on each machine: the interface that leads to the others, of `ip addr`",
+            "in place of `mixmesh run`, `mixmesh doctor` names the machines that do not reach each other",
+        ),
+        ranks=(rank,),
+    )
+
+
 def start_error(rank: int, error: BaseException) -> CollectiveError | None:
     """The error of a rank whose settings or limits keep it from meeting the others; None for any other
     ``error``."""
+    if "connectFullMesh failed" in str(error):
+        return limit_error(rank, "the start", error) or _unreached(rank, error)
     if "Unable to find address for" not in str(error):
         return limit_error(rank, "the start", error)
     names = ", ".join(name for _, name in socket.if_nameindex())

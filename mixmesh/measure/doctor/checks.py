@@ -23,11 +23,12 @@ from ...errors import CollectiveError, InputError, MixmeshError
 from ...runtime.accelerator import HOST_BACKEND
 from ...runtime.agreement import by_value, difference, outliers
 from ...runtime.comm import leave
+from ...runtime.interfaces import host_towards_store
 from ...runtime.launch_store import own_connection
 from ...runtime.processes import process_place
 from .ground import Ground, Note, count
 from .meeting import PREFIX
-from .reach import Address, Listener, call_all, host_towards_store, look_up_all, mapped, own_host
+from .reach import Address, Listener, call_all, look_up_all, mapped, own_host
 
 SHARED_FOLDER = Path("/dev/shm")
 LEAST_SHARED_BYTES = 128 * 2**20  # containers have 64 MiB by default, which a loader's workers soon fill

@@ -17,6 +17,8 @@ import psutil
 
 from ...errors import InputError
 from ...runtime.accelerator import HOST_BACKEND
+from ...runtime.failures import INTERFACE
+from ...runtime.interfaces import choose_interface, host_of_name, host_towards_store
 
 CONNECT_S = 5.0  # a slower connection is useless for training
 LOOK_UPS = 2  # look-ups of each address, because a packet that was lost is no fault
@@ -61,22 +63,14 @@ class Listener:
 
 def own_host(backend: str) -> str:
     """The address at which other processes reach ``backend`` in this one. gloo takes the interface of
-    ``GLOO_SOCKET_IFNAME``, else the address of the host's name, else the loopback (createDefaultDevice of
-    PyTorch's ProcessGroupGloo). NCCL picks an interface itself; the one that leads to the store is assumed.
-    Raises InputError for an interface that does not exist."""
+    ``GLOO_SOCKET_IFNAME``, which is chosen for it where the host's name leads to the loopback, else the
+    address of the name. NCCL picks an interface itself; the one that leads to the store is assumed. Raises
+    InputError for an interface that does not exist."""
     if backend != HOST_BACKEND:
         return host_towards_store()
-    name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    if name:
-        return interface_host(name)
-    with suppress(OSError):
-        for family, kind, protocol, _, place in socket.getaddrinfo(
-            socket.gethostname(), None, type=socket.SOCK_STREAM
-        ):
-            with suppress(OSError), socket.socket(family, kind, protocol) as tried:
-                tried.bind((place[0], 0))
-                return str(place[0])
-    return "127.0.0.1"
+    choose_interface()
+    name = os.environ.get(INTERFACE, "").split(",")[0]
+    return interface_host(name) if name else host_of_name()
 
 
 def interface_host(name: str) -> str:
@@ -92,21 +86,6 @@ def interface_host(name: str) -> str:
             hint="export GLOO_SOCKET_IFNAME=NAME on this machine, as `ip addr` names it",
         )
     return addresses[0]
-
-
-def host_towards_store() -> str:
-    """This machine's address on the route to the store of the launch."""
-    return host_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
-
-
-def host_towards(other: str) -> str:
-    """This machine's address on the route to ``other``."""
-    with suppress(OSError):
-        family, kind, protocol, _, place = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as way:
-            way.connect(place)  # connecting a datagram socket sends nothing
-            return way.getsockname()[0]
-    return "127.0.0.1"
 
 
 def call(address: Address, timeout_s: float = CONNECT_S) -> tuple[float, str]:
