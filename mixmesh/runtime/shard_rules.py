@@ -55,7 +55,7 @@ SIZES = frozenset("shape size numel nelement nbytes dim ndim ndimension __len__"
 SPECIAL = frozenset(
     """
     grad copy_ __repr__ __format__ __reduce_ex__ __deepcopy__ data_ptr
-    item tolist __float__ __int__ __bool__
+    item tolist numpy __array__ __float__ __int__ __bool__
     new_empty new_zeros new_ones new_full new_tensor
     _amp_foreach_non_finite_check_and_unscale_
     """.split()

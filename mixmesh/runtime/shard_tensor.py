@@ -141,7 +141,7 @@ def _set(func: Callable, attribute: str, x: ShardTensor, *values: Any) -> None:
             raise InputError(
                 f"other ranks work with copies of {x.whole.stored.name}, which a new .data would not reach",
                 expected="values written in place",
-                got=f"{x.whole.text}.data = ...",
+                got=f"{x.whole.stored.name}.data = ..., of {x.whole.text}",
                 hint="p.data.copy_(values)",
             )
         value = _piece_of(x, values[0], "data")
@@ -281,6 +281,21 @@ def _as_number(func: Callable, args: tuple, kwargs: dict) -> Any:
     return func(x.full_tensor(), *args[1:], **kwargs)
 
 
+def _as_list(func: Callable, args: tuple, _kwargs: dict) -> Any:
+    """All elements of the whole tensor as a list, for a log. Collective."""
+    return func(args[0].full_tensor())
+
+
+def _as_array(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """The whole tensor as an array of NumPy, for histograms and logs. Collective. The array is read-only, as
+    on one device it has the parameter's own memory, and what is written there changes the parameter."""
+    x = args[0]
+    whole = x.full_tensor().clone().requires_grad_(x.requires_grad)  # PyTorch refuses arrays of these
+    array = func(whole, *args[1:], **kwargs)
+    array.flags.writeable = False
+    return array
+
+
 def _piece_of(x: ShardTensor, value: Tensor, what: str) -> Tensor:
     """The part of another shard, of a whole tensor or of a piece that belongs into ``x``."""
     whole = x.whole
@@ -390,7 +405,9 @@ _SPECIAL: dict[str, Callable] = {
     "__format__": _show,
     "__reduce_ex__": _refuse_pickling,
     "__deepcopy__": _deepcopy,
-    **dict.fromkeys(("item", "tolist", "__float__", "__int__", "__bool__"), _as_number),
+    **dict.fromkeys(("item", "__float__", "__int__", "__bool__"), _as_number),
+    "tolist": _as_list,
+    **dict.fromkeys(("numpy", "__array__"), _as_array),
     "data_ptr": lambda func, args, kwargs: 0,  # as for a DTensor, because the whole has no memory
     "new_empty": _new_empty,
     **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_tensor"), _new_plain),

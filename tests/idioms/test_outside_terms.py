@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -208,8 +209,30 @@ def check_a_parameter_of_one_element_is_a_number(_) -> None:
         assert model.bias.tolist() == [0.0] and not model.bias and int(model.scale) == 0
 
 
+def check_weights_as_arrays(_) -> None:
+    """``numpy()`` and ``tolist()``, as TensorBoard's histograms read weights and gradients."""
+    for name in PLANS:
+        single, _, model, _ = build(name)
+        for m in (single, model):
+            m(**batch(0)).backward()
+        for p, q in zip(model.parameters(), single.parameters()):
+            pairs = [(p.detach(), q.detach()), (p.data.cpu().abs(), q.data.abs())]
+            assert (p.grad is None) == (q.grad is None)
+            for mine, one in pairs if p.grad is None else [*pairs, (p.grad, q.grad)]:
+                for array in (mine.numpy(), np.asarray(mine)):
+                    assert array.shape == tuple(q.shape)
+                    close(torch.from_numpy(array.copy()), one, name)
+                assert torch.tensor(mine.tolist()).shape == q.shape
+            with pytest.raises(RuntimeError, match="requires grad"):
+                p.numpy()
+            if hasattr(p, "full_tensor"):
+                with pytest.raises(ValueError, match="read-only"):  # it would not reach the weights
+                    p.detach().numpy()[...] = 0
+
+
 IDIOMS = named(
     check_penalties,
+    check_weights_as_arrays,
     check_gradients_of_what_is_beside_a_parameter,
     check_a_penalty_while_gradients_accumulate,
     check_a_parameter_of_one_element_is_a_number,
