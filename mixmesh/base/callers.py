@@ -61,6 +61,17 @@ def variables_of_script() -> list[Any]:
     return [*own.values(), *getattr(holder, "__dict__", {}).values(), *frame.f_globals.values()]
 
 
+def is_called_by(module: str) -> bool:
+    """Whether a function of ``module``, or of one within it, waits for the caller's answer."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name == module or name.startswith(f"{module}."):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _frame_of_script(innermost: FrameType | None = None) -> FrameType | None:
     frame: FrameType | None = innermost or sys._getframe(1)
     while frame is not None and not is_script(frame.f_code.co_filename):

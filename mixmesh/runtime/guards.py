@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..frontend.trace.autocast import Autocast, autocast_now, autocast_text
 from .shard_numbers import Off
+from .shard_whole import PRUNED
 
 AGAIN = "plan again with the model as it is now, and parallelize that"
 
@@ -116,18 +117,20 @@ class Guards:
                     "a parallel model keeps the device and the dtype that it was planned with",
                     expected=f"{before.dtype} on {before.device}",
                     got=f"{after.dtype} on {after.device}",
-                    hint="convert the model before planning, and pass device= to parallelize",
+                    hint="model.half(), model.to(...) of the model before prepare or plan; then plan again",
                 )
 
     def _replaced(self, model: nn.Module) -> InputError:
         now = dict(model.named_parameters())
         current = dict(zip(self.names, self.shown))
         changed = [n for n in {**current, **now} if now.get(n) is not current.get(n)]
+        pruned = [n for n in changed if n.endswith("_orig") and n.removesuffix("_orig") in changed]
         return InputError(
             "parameters of the parallel model were replaced, added or removed",
             expected="the parameters that parallelize made",
             got=", ".join(changed[:3]),
             hint=(
+                *((PRUNED,) if pruned else ()),
                 "change values in place: p.data.copy_(values), or model.load_full_state_dict(state)",
                 AGAIN,
             ),

@@ -3,6 +3,7 @@ loss."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +22,7 @@ from .collectives import Handle
 from .comm import Comm
 from .copies import copies_of, copy_all
 from .executor import local_piece
+from .exporting import check_not_exported, exported
 from .face import Face
 from .gradients import Sums
 from .guards import wrapped_twice
@@ -114,6 +116,7 @@ class ParallelModel(Face):
         return self._shown(rooted(self._runtime, result.value.clone(), result), result)
 
     def _run(self, args, kwargs, *, sums: bool = True) -> Forward:
+        check_not_exported(args, kwargs)
         if self._runtime.followed is not None:
             self._runtime.followed.pass_on()
         with self.comm.call("train forward" if self.training else "evaluation forward"):
@@ -328,4 +331,7 @@ class ParallelModel(Face):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self):
+        asker = sys._getframe(1).f_globals.get("__name__", "")  # TorchScript asks for every attribute
+        if asker.startswith(("torch.jit", "torch._jit")):
+            raise exported("TorchScript (torch.jit.trace, torch.jit.script, add_graph of TensorBoard)")
         raise wrapped_twice("torch.nn.parallel.DistributedDataParallel")

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..base.callers import is_called_by
 from ..errors import InputError
 from ..frontend.trace.compiled import is_within_compiled
 from .comm import Comm
+from .exporting import EXPORT, exported
 from .shards import Stored
 
 
@@ -49,6 +51,10 @@ class Whole:
         return f"{stored.name} {list(stored.shape)}, rank {rank} holds {where}"
 
 
+PRUNED = (
+    'prune.identity(module, "weight") before planning; later, on every rank, '
+    "module.weight_mask.copy_(mask) with a mask made of module.weight_orig.full_tensor()"
+)
 # functions, also those in place, that draw a random number for each element
 DRAWS = frozenset(
     "bernoulli cauchy dropout exponential geometric log_normal normal poisson rand_like randint_like "
@@ -93,12 +99,16 @@ def refusal(name: str, whole: Whole, beside: str = "") -> InputError:
     """The error for a function that needs elements of other ranks."""
     if name.removesuffix("_") in DRAWS:
         return _refused_draw(name, whole)
+    if is_called_by("torch.export"):
+        return exported(EXPORT)
     by_dynamo = ("a training step without torch.compile around it",) if is_within_compiled() else ()
+    by_pruning = (PRUNED,) if is_called_by("torch.nn.utils.prune") else ()
     return InputError(
         f"{name} of {whole.stored.name} needs elements that other ranks hold",
         expected="functions element by element, and norm, sum, mean, max, min, any, all of the whole",
         got=f"{name} of {whole.text} {beside}".rstrip(),
-        hint=(
+        hint=by_pruning
+        or (
             "p.full_tensor() is the whole, p.to_local() this rank's piece",
             'a plan that keeps parameters whole: planner="ddp-proportional"',
             *by_dynamo,

@@ -98,6 +98,17 @@ def check_replaced_parameters_are_refused(_) -> None:
         assert "fc2.bias" in str(caught.value)
 
 
+def check_pruning(_) -> None:
+    """Pruning after planning adds parameters: refused with what is right, a mask that was there before."""
+    from torch.nn.utils import prune
+
+    for name in ("data_parallel", "fsdp"):
+        model = build(name)[2]
+        with pytest.raises(InputError, match="prune.identity"):
+            prune.l1_unstructured(model.fc1, "weight", amount=0.5)
+            model(**batch(0))
+
+
 def check_new_memory_is_followed(_) -> None:
     """``p.data = values``, as averages of weights are swapped in and out."""
     for name in ("data_parallel", "fsdp", "tensor_parallel"):
@@ -129,6 +140,7 @@ IDIOMS = named(
     check_what_is_frozen_while_it_is_lent_stays_so,
     check_what_is_unfrozen_while_it_is_lent_is_refused,
     check_replaced_parameters_are_refused,
+    check_pruning,
     check_new_memory_is_followed,
     check_conversions,
 )

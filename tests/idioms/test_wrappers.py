@@ -61,7 +61,35 @@ def check_a_naive_trainer_is_refused(_) -> None:
     refused(lambda: transformers.Trainer(model, arguments, train_dataset=rows).train())
 
 
-IDIOMS = named(check_wrappers_are_refused, check_fully_shard_is_refused)
+def _traced_call(model, x) -> None:
+    """Calls the model while PyTorch traces, as ``torch.onnx.export(dynamo=False)`` does."""
+    torch.jit.trace(lambda a: a * model(**x), torch.ones(()))
+
+
+def check_tracing_and_exporting_are_refused(_) -> None:
+    """Every way to record a model names itself, and the whole model, which can be recorded."""
+    x = batch(0)
+    ways = {
+        "torch.jit.script": lambda m: torch.jit.script(m),
+        "torch.jit.trace": lambda m: torch.jit.trace(m, example_kwarg_inputs=x),
+        "torch.jit.trace, or": lambda m: _traced_call(m, x),
+        "torch.export.export": lambda m: torch.export.export(m, (), x),
+        "torch.fx.symbolic_trace": lambda m: torch.fx.symbolic_trace(m),
+    }
+    for name in ("data_parallel", "fsdp"):
+        model = build(name)[2]
+        for text, record in ways.items():
+            with pytest.raises(InputError, match="cannot be traced or exported") as caught:
+                record(model)
+            assert text in str(caught.value) and "mixmesh.whole(model)" in str(caught.value)
+        with model.whole() as whole:
+            torch.export.export(whole, (), x)
+            torch.jit.trace(whole, example_kwarg_inputs=x, check_trace=False)
+
+
+IDIOMS = named(
+    check_wrappers_are_refused, check_fully_shard_is_refused, check_tracing_and_exporting_are_refused
+)
 try:
     import accelerate  # noqa: F401
 
