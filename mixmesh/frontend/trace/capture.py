@@ -44,6 +44,7 @@ from .reads import reading, reads_of
 from .regions import inference_as_no_grad, inline_regions, no_grad_within_autocast
 from .replaced_functions import ReplacedFunctions
 from .scattered_writes import write_decompositions
+from .selected import as_tensors
 from .selections import targets_by_sample
 from .small_constants import small_constants_kept
 from .stand_ins import meta_on_device
@@ -193,7 +194,7 @@ class LossAndOutputs(nn.Module):
             context, self.attributes.watched(), reads, self.draws.by_torch_alone(),
             self.paths, ReplacedFunctions(),
         ):  # fmt: skip
-            output = self._batch.call(self.model, tensors)
+            output = as_tensors(self._batch.call(self.model, tensors))
         where = str(place_of_function(type(self.model).forward))
         loss = loss_of(output)
         if source is LossSource.CALLER or (source is LossSource.MAYBE_CALLER and not is_loss(loss)):

@@ -19,7 +19,7 @@ from .checkpoints import region_of_stack
 from .dtypes import DTYPE_NAME
 from .failures import NO_MESSAGES
 from .fx_nodes import node_argument
-from .locate import place_of_stack
+from .locate import place_of_function, place_of_stack
 from .schema import op_name
 from .stand_ins import without_values
 
@@ -327,7 +327,8 @@ class _Converter:
         return Ref(value)
 
     def refuse(self, node: fx.Node, got: str, expected: str, hint: str | tuple[str, ...] = "") -> NoReturn:
-        where = str(place_of_stack(node.meta.get("stack_trace")))
+        own = str(place_of_stack(node.meta.get("stack_trace")))
+        where = own or str(place_of_function(type(self.model).forward))
         raise TraceError("the model cannot be traced", expected=expected, got=got, where=where, hint=hint)
 
 

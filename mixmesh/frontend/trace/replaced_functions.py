@@ -8,13 +8,14 @@ from typing import Any
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from . import instance_norms, scattered_writes
+from . import instance_norms, scattered_writes, selected_functions
 from .checked_losses import gaussian_nll_loss
 
 STAND_INS: dict[Callable, Callable] = {
     F.gaussian_nll_loss: gaussian_nll_loss,
     **instance_norms.STAND_INS,
     **scattered_writes.STAND_INS,
+    **selected_functions.STAND_INS,
 }
 
 

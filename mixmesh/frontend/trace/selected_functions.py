@@ -1,0 +1,303 @@
+"""Functions of the rows that a mask selects: reductions, losses, layers and changes of shape."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .selected import STAND_INS, Selected, Unknown, aligned, by_element, is_same, is_selected, known
+
+__all__ = ["STAND_INS"]
+
+
+class Both(NamedTuple):
+    """What ``max``, ``sort`` and ``topk`` give along a dim."""
+
+    values: Selected
+    indices: Selected
+
+
+def _wrapped(first: Selected, result: Any) -> Any:
+    if isinstance(result, Tensor):
+        return first.of(result)
+    parts = [first.of(part) for part in result]
+    return Both(*parts) if hasattr(result, "indices") else tuple(parts)
+
+
+def _dims(x: Selected, dim: Any) -> tuple[list[int], bool]:
+    """The dims of ``values`` that are reduced, and whether the rows are among them."""
+    if dim is None:
+        return list(range(x.values.ndim)), True
+    given = [dim] if isinstance(dim, int) else list(dim)
+    given = [d + x.ndim if d < 0 else d for d in given]
+    leading = list(range(x.mask.ndim)) if 0 in given else []
+    return leading + [x.place(d) for d in given if d], 0 in given
+
+
+def _reduced(
+    x: Selected, dim: Any, keepdim: bool, other: Any, run: Callable[[Tensor, list[int]], Tensor]
+) -> Any:
+    """A reduction, to which a row that is not selected brings ``other``."""
+    dims, of_rows = _dims(x, dim)
+    if not of_rows:
+        return x.of(run(x.values, dims))
+    if keepdim and dim is not None:
+        raise Unknown
+    return run(x.filled(other), dims)
+
+
+@known("sum")
+def _sum(func: Callable, x: Selected, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    return _reduced(x, dim, keepdim, 0, lambda v, dims: v.sum(dims, keepdim and dim is not None, dtype=dtype))
+
+
+@known("mean")
+def _mean(func: Callable, x: Selected, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    dims, of_rows = _dims(x, dim)
+    total = _sum(func, x, dim, keepdim, dtype=dtype)
+    number = 1
+    for d in dims:
+        number *= x.values.shape[d] if d >= x.mask.ndim else 1
+    return total / (x.count() * number) if of_rows else total / number
+
+
+@known("var", "std")
+def _var(func: Callable, x: Selected, dim: Any = None, unbiased: bool = True, *, correction: int = 1) -> Any:
+    dims, of_rows = _dims(x, None if isinstance(dim, bool) else dim)
+    unbiased = dim if isinstance(dim, bool) else unbiased
+    if not of_rows:
+        return x.of(func(x.values, dims, unbiased=unbiased))
+    if len(dims) < x.values.ndim:
+        raise Unknown
+    squares = x.of((x.values - _mean(func, x)).square())
+    variance = _sum(func, squares) / (x.numel() - (correction if unbiased else 0))
+    return variance.sqrt() if func.__name__ == "std" else variance
+
+
+@known("norm", "vector_norm", "linalg_vector_norm")
+def _norm(func: Callable, x: Selected, p: Any = 2, dim: Any = None, keepdim: bool = False) -> Any:
+    p = {"fro": 2}.get(p, p)
+    if not isinstance(p, int | float) or p <= 0:
+        raise Unknown
+    norm = partial(torch.linalg.vector_norm, ord=p, keepdim=keepdim and dim is not None)
+    return _reduced(x, dim, keepdim, 0, lambda values, dims: norm(values, dim=dims))
+
+
+@known("amax", "amin")
+def _extreme(func: Callable, x: Selected, dim: Any = (), keepdim: bool = False) -> Any:
+    dim = None if dim == () else dim
+    other = _least(x) if func.__name__ == "amax" else _largest(x)
+    return _reduced(x, dim, keepdim, other, lambda v, dims: func(v, dims, keepdim and dim is not None))
+
+
+@known("max", "min")
+def _max(func: Callable, x: Any, other: Any = None, keepdim: bool = False, *, dim: Any = None) -> Any:
+    if is_selected(other) or isinstance(other, Tensor):
+        return by_element(func, x, other)
+    dim = other if dim is None else dim
+    if dim is not None:
+        return _wrapped(x, func(x.values, x.place(dim), keepdim))
+    return func(x.filled(_least(x) if func.__name__ == "max" else _largest(x)))
+
+
+def _least(x: Selected) -> Any:
+    return -torch.inf if x.values.is_floating_point() else torch.iinfo(x.dtype).min
+
+
+def _largest(x: Selected) -> Any:
+    return torch.inf if x.values.is_floating_point() else torch.iinfo(x.dtype).max
+
+
+@known("any", "all")
+def _any(func: Callable, x: Selected, dim: Any = None) -> Any:
+    if dim is not None:
+        return x.of(func(x.values, x.place(dim)))
+    return func(x.filled(func.__name__ == "all"))
+
+
+@known("logsumexp")
+def _logsumexp(func: Callable, x: Selected, dim: Any, keepdim: bool = False) -> Any:
+    return _reduced(x, dim, keepdim, -torch.inf, lambda values, dims: func(values, dims, keepdim))
+
+
+@known("softmax", "log_softmax", "softmin", "cumsum", "cumprod")
+def _along(func: Callable, x: Selected, dim: int, **options: Any) -> Selected:
+    return x.of(func(x.values, x.place(dim), **options))
+
+
+@known("argmax", "argmin", "argsort", "sort", "unbind", "squeeze")
+def _at(func: Callable, x: Selected, dim: int | None = None, *others: Any, **options: Any) -> Any:
+    if dim is None:
+        raise Unknown
+    return _wrapped(x, func(x.values, x.place(dim), *others, **options))
+
+
+@known("topk", "chunk", "split", "tensor_split")
+def _parts(func: Callable, x: Selected, size: Any, dim: int | None = None, *others: Any) -> Any:
+    dim = dim if dim is not None else -1 if func.__name__ == "topk" else 0
+    return _wrapped(x, func(x.values, size, x.place(dim), *others))
+
+
+@known("unsqueeze")
+def _unsqueeze(func: Callable, x: Selected, dim: int) -> Selected:
+    return x.of(x.values.unsqueeze(x.place(dim, 1)))
+
+
+@known("gather")
+def _gather(func: Callable, x: Selected, dim: int, index: Selected) -> Selected:
+    first, (values, places) = aligned(x, index)
+    return first.of(torch.gather(values, x.place(dim), places))
+
+
+@known("cat", "concat", "concatenate")
+def _cat(func: Callable, tensors: Sequence[Any], dim: int = 0) -> Selected:
+    if not all(map(is_selected, tensors)):
+        raise Unknown
+    first, values = aligned(*tensors)
+    return first.of(torch.cat(values, first.place(dim)))
+
+
+@known("stack")
+def _stack(func: Callable, tensors: Sequence[Any], dim: int = 0) -> Selected:
+    if not all(map(is_selected, tensors)):
+        raise Unknown
+    first, values = aligned(*tensors)
+    return first.of(torch.stack(values, first.place(dim, 1)))
+
+
+@known("view", "reshape")
+def _view(func: Callable, x: Selected, *shape: Any) -> Selected:
+    wanted = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
+    if wanted and isinstance(wanted[0], torch.dtype) or not all(type(size) is int for size in wanted):
+        raise Unknown
+    row = x.values.shape[x.mask.ndim :]
+    if wanted == (-1,):  # of its elements, each of which is selected with its row
+        return Selected(x.values, x.mask.reshape(*x.mask.shape, *[1] * len(row)).expand(x.values.shape))
+    if not wanted or wanted[0] != -1 or torch.Size(wanted[1:]).numel() != row.numel():
+        raise Unknown
+    return x.of(x.values.reshape(*x.mask.shape, *wanted[1:]))
+
+
+@known("flatten")
+def _flatten(func: Callable, x: Selected, start_dim: int = 0, end_dim: int = -1) -> Selected:
+    end = end_dim + x.ndim if end_dim < 0 else end_dim
+    if start_dim == 0 and end == x.ndim - 1:
+        return _view(func, x, -1)
+    return x.of(x.values.flatten(x.place(start_dim), x.place(end)))
+
+
+@known("getitem")
+def _getitem(func: Callable, x: Any, index: Any) -> Any:
+    if not is_selected(x):  # by selected numbers
+        raise Unknown
+    if is_selected(index) and index.dtype is torch.bool and index.row_ndim == 0:
+        if not is_same(index.mask, x.mask):
+            raise Unknown
+        return Selected(x.values, x.mask & index.values)
+    first, *rest = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(i, Tensor) for i in rest):
+        raise Unknown
+    if first is Ellipsis and sum(i is not None for i in rest) <= x.row_ndim:
+        return x.of(x.values[(Ellipsis, *rest)])
+    if not isinstance(first, slice) or first != slice(None):
+        raise Unknown
+    return x.of(x.values[(*[slice(None)] * x.mask.ndim, *rest)])
+
+
+@known("linear", "embedding", "layer_norm", "rms_norm")
+def _layer(func: Callable, x: Any, *others: Any, **options: Any) -> Selected:
+    if any(map(is_selected, (*others, *options.values()))) or not is_selected(x):
+        raise Unknown
+    name = func.__name__
+    if name in ("layer_norm", "rms_norm"):
+        shape = others[0] if others else options["normalized_shape"]
+        needed = 1 if isinstance(shape, int) else len(shape)
+    else:
+        needed = 1 if name == "linear" else 0
+    if x.row_ndim < needed:
+        raise Unknown
+    return x.of(func(x.values, *others, **options))
+
+
+@known("matmul", "mm")
+def _matmul(func: Callable, x: Any, other: Any) -> Selected:
+    if not is_selected(x) or is_selected(other) or x.row_ndim != 1 or other.ndim not in (1, 2):
+        raise Unknown
+    return x.of(torch.matmul(x.values, other))
+
+
+@known("normalize")
+def _normalize(func: Callable, x: Selected, p: float = 2.0, dim: int = 1, eps: float = 1e-12) -> Selected:
+    return x.of(F.normalize(x.values, p, x.place(dim), eps))
+
+
+@known("cosine_similarity")
+def _cosine(func: Callable, x: Any, other: Any, dim: int = 1, eps: float = 1e-8) -> Selected:
+    first, (left, right) = aligned(x, other)
+    return first.of(F.cosine_similarity(left, right, first.place(dim), eps))
+
+
+@known("one_hot")
+def _one_hot(func: Callable, x: Selected, num_classes: int = -1) -> Selected:
+    if num_classes < 0:
+        raise Unknown
+    return x.of(F.one_hot(x.values, num_classes))
+
+
+@known("numel")
+def _numel(func: Callable, x: Selected) -> Tensor:
+    return x.numel()
+
+
+@known(
+    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss",
+    "binary_cross_entropy_with_logits", "kl_div", "poisson_nll_loss", "hinge_embedding_loss",
+    "margin_ranking_loss",
+)  # fmt: skip
+def _loss(func: Callable, *args: Any, **kwargs: Any) -> Any:
+    given = inspect.signature(func).bind(*args, **kwargs)
+    reduction = _reduction(given.arguments)
+    given.arguments["reduction"] = "none"
+    each = by_element(func, *given.args, **given.kwargs)
+    if reduction == "batchmean":
+        return _sum(func, each) / each.count()
+    return {"none": lambda: each, "sum": each.sum, "mean": each.mean}[reduction]()
+
+
+@known("cross_entropy", "nll_loss")
+def _classes(func: Callable, x: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+    given = inspect.signature(func).bind(x, target, *args, **kwargs)
+    reduction = _reduction(given.arguments)
+    if not is_selected(x) or not is_selected(target) or not is_same(x.mask, target.mask) or x.row_ndim < 1:
+        raise Unknown
+    lead = x.mask.shape.numel()
+    scores = x.values.reshape(lead, *x.values.shape[x.mask.ndim :])
+    if target.values.is_floating_point():  # weights of the classes
+        given.arguments |= {"input": scores, "target": _rows(target.values, target), "reduction": "none"}
+        each = x.of(_back(func(*given.args, **given.kwargs), x))
+        return {"none": lambda: each, "sum": each.sum, "mean": each.mean}[reduction]()
+    left_out = given.arguments.get("ignore_index", -100)
+    targets = _rows(target.filled(left_out), target)
+    given.arguments |= {"input": scores, "target": targets, "reduction": reduction}
+    result = func(*given.args, **given.kwargs)
+    return x.of(_back(result, x)) if reduction == "none" else result
+
+
+def _rows(values: Tensor, x: Selected) -> Tensor:
+    return values.reshape(x.mask.shape.numel(), *values.shape[x.mask.ndim :])
+
+
+def _back(values: Tensor, x: Selected) -> Tensor:
+    return values.reshape(*x.mask.shape, *values.shape[1:])
+
+
+def _reduction(arguments: dict[str, Any]) -> str:
+    if arguments.get("size_average") is not None or arguments.get("reduce") is not None:
+        raise Unknown
+    return arguments.get("reduction", "mean")

@@ -1,0 +1,233 @@
+"""Rows that a mask selects: all rows stay, with the mask. Each model runs on shards and equals the module on
+one device, or is refused with its line."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks import coverage
+from mixmesh.api import plan_traced
+from mixmesh.cluster import Cluster
+from mixmesh.errors import TraceError
+from mixmesh.frontend.trace import trace
+from mixmesh.measure.verification import unsupported_ops, verify
+
+SAMPLES, CLASSES = 10, 4
+DRAW = torch.Generator().manual_seed(0)
+X = torch.randn(SAMPLES, 6, 8, generator=DRAW)
+LABELS = torch.randint(0, CLASSES, (SAMPLES, 6), generator=DRAW).masked_fill(
+    torch.rand(SAMPLES, 6, generator=DRAW) < 0.4, -100
+)
+DEPTHS = torch.rand(SAMPLES, 6, 8, generator=DRAW).mul(2).sub(0.7).clamp(min=0)
+BATCH = {"x": X, "labels": LABELS, "depths": DEPTHS}
+CLUSTER = Cluster.parse(coverage.CLUSTER)
+
+
+class Model(nn.Module):
+    def __init__(self, loss) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.loss = loss
+        self.mix, self.head, self.deep = nn.Linear(8, 16), nn.Linear(16, CLASSES), nn.Linear(16, 8)
+        self.norm = nn.LayerNorm(16)
+        self.register_buffer("kept", torch.tensor([True, False, True, True, False, True]))
+
+    def forward(self, x, labels, depths):
+        return self.loss(self, x, labels, depths)
+
+    def scores(self, x):
+        return self.head(torch.tanh(self.mix(x)))
+
+    def predicted(self, x):
+        return F.softplus(self.deep(torch.tanh(self.mix(x)))) + 1e-3
+
+
+def cross_entropy(m, x, labels, _):
+    scores = m.scores(x)
+    return F.cross_entropy(scores[labels != -100], labels[labels != -100])
+
+
+def flat_with_module(m, x, labels, _):
+    active = (labels != -100).view(-1) == 1
+    loss = nn.CrossEntropyLoss(label_smoothing=0.1, weight=torch.tensor([1.0, 2, 3, 4]))
+    return loss(m.scores(x).view(-1, CLASSES)[active], labels.view(-1)[active])
+
+
+def soft_targets(m, x, labels, _):
+    mask = labels >= 0
+    targets = F.softmax(x[..., :CLASSES], -1)[mask]
+    return F.cross_entropy(m.scores(x)[mask], targets) + F.kl_div(
+        F.log_softmax(m.scores(x)[mask], -1), targets, reduction="batchmean"
+    )
+
+
+def of_valid_depths(m, x, _, depths):
+    """Logarithms of zero where nothing is selected, and a root of what is zero there."""
+    valid = depths > 0
+    difference = m.predicted(x)[valid].log() - depths[valid].log()
+    return (difference.square().mean() - 0.85 * difference.mean() ** 2).sqrt() + difference.var()
+
+
+def of_losses(m, x, labels, _):
+    each = F.cross_entropy(m.scores(x).transpose(1, 2), labels, reduction="none", ignore_index=-100)
+    return each[labels >= 0].mean() + each.masked_select(labels == 1).sum() / 10
+
+
+def focal(m, x, labels, _):
+    mask = labels >= 0
+    each = F.log_softmax(m.scores(x)[mask], -1).gather(1, labels[mask].unsqueeze(1)).squeeze(1)
+    return -((1 - each.exp()) ** 2 * each).mean()
+
+
+def of_samples(m, x, labels, _):
+    """Whole samples, through layers."""
+    kept = x[:, 0, 0] > 0
+    h = m.norm(F.gelu(m.mix(x[kept])))
+    return F.nll_loss(F.log_softmax(m.head(h.mean(1)), -1), labels[kept][:, 0].clamp(min=0))
+
+
+def of_pairs(m, x, labels, _):
+    mask = labels >= 0
+    one_hot = F.one_hot(labels[mask], CLASSES).float()
+    scores = m.scores(x)[mask]
+    weighted = F.binary_cross_entropy_with_logits(scores, one_hot, pos_weight=torch.tensor([1.0, 2, 3, 4]))
+    return weighted + F.mse_loss(scores.sigmoid(), one_hot) + nn.HuberLoss()(scores, one_hot)
+
+
+def written_back(m, x, labels, _):
+    h, mask = m.mix(x), labels >= 0
+    h[mask] = m.norm(h[mask] * 2) + 1
+    h[labels < 0] += m.norm.bias
+    return m.head(h).square().mean()
+
+
+def counted(m, x, labels, _):
+    mask = labels >= 0
+    scores = m.scores(x)[mask]
+    right = (scores.argmax(-1) == labels[mask]).float().mean()
+    return (
+        scores.square().sum() / scores.shape[0] + scores.abs().sum() / scores.numel() + right * scores.mean()
+    )
+
+
+def of_those(m, x, labels, _):
+    mask = labels >= 0
+    scores, classes = m.scores(x)[mask], labels[mask]
+    return scores[classes > 1].square().mean() + scores[classes == 0].sum() / 10
+
+
+def of_columns(m, x, labels, _):
+    scores, mask = m.scores(x), labels >= 0
+    both = torch.cat([scores[mask], scores[mask] * 2], -1)
+    return (scores[mask, 2] - scores[mask][:, 1]).square().mean() + both[..., 0:2].abs().mean()
+
+
+def of_directions(m, x, labels, _):
+    h, other = m.mix(x)[labels >= 0], x.repeat(1, 1, 2)[labels >= 0]
+    near = F.cosine_similarity(h, other, dim=-1)
+    return (1 - near).mean() + F.normalize(h, dim=-1).sum(0).square().mean()
+
+
+def weighted(m, x, labels, _):
+    mask = labels >= 0
+    weights = torch.tensor([1.0, 2, 3, 4])[labels[mask]]
+    each = F.cross_entropy(m.scores(x)[mask], labels[mask], reduction="none")
+    return (each * weights).sum() / weights.sum()
+
+
+def by_a_buffer(m, x, *_):
+    return m.mix(x).transpose(0, 1)[m.kept].square().mean()
+
+
+def by_a_constant(m, x, *_):
+    kept = torch.tensor([True, False, True, True, False, True])
+    return m.mix(x)[:, kept].view(SAMPLES, 4, -1).square().mean()
+
+
+LOSSES = {
+    f.__name__: f
+    for f in (
+        cross_entropy, flat_with_module, soft_targets, of_valid_depths, of_losses, focal, of_samples,
+        of_pairs, written_back, counted, of_those, of_columns, of_directions, weighted, by_a_buffer,
+        by_a_constant,
+    )
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_equals_one_device(name):
+    model = Model(LOSSES[name])
+    traced = trace(model, BATCH)
+    for planner in ("hap", "ddp-proportional"):
+        plan = plan_traced(traced, CLUSTER, planner=planner)
+        assert unsupported_ops(plan.program) == ()
+        report = verify(model, BATCH, plan, traced=traced)
+        assert report.ok, f"{planner}: {report}"
+    moved = {i.op for i in plan.program.instructions} & {"all_gather", "all_to_all"}
+    assert not moved, "samples need no others"
+
+
+def test_no_row_at_all_is_nan_as_on_one_device():
+    model, batch = Model(cross_entropy), {**BATCH, "labels": torch.full_like(LABELS, -100)}
+    plan = plan_traced(trace(model, batch), CLUSTER, planner="ddp-proportional")
+    assert model(**batch).isnan()
+    assert "ddp" in plan.planner
+    assert trace(Model(of_those), BATCH).graph.nodes  # one of the classes may be missing, too
+
+
+def compared(m, x, labels, _):
+    rows = m.scores(x)[labels >= 0]
+    return (rows @ rows.T).mean()
+
+
+def sorted_rows(m, x, labels, _):
+    return m.scores(x)[labels >= 0].flatten().sort().values[:3].mean()
+
+
+def changed_in_place(m, x, labels, _):
+    rows = m.scores(x)[labels >= 0]
+    rows[:, 0] = 0
+    return rows.mean()
+
+
+def added_in_place(m, x, labels, _):
+    rows = m.scores(x)[labels >= 0]
+    rows.add_(1)
+    return rows.mean()
+
+
+def asked_for(m, x, labels, _):
+    rows = m.scores(x)[labels >= 0]
+    return rows.mean() if len(rows) else rows.sum() * 0
+
+
+def returned(m, x, labels, _):
+    return {"loss": m.scores(x).mean(), "rows": m.scores(x)[labels >= 0]}
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [compared, sorted_rows, changed_in_place, added_in_place, asked_for, returned],
+    ids=lambda f: f.__name__,
+)
+def test_what_needs_their_number_is_refused(loss):
+    with pytest.raises(TraceError) as caught:
+        trace(Model(loss), BATCH, outputs=("rows",) if loss is returned else ())
+    assert "test_selected_rows.py:" in caught.value.where and caught.value.hint
+
+
+def test_masks_with_a_write_between_are_not_the_same():
+    """Two masks that are written alike differ if what they are made of has changed."""
+
+    def loss(m, x, labels, _):
+        scores, labels = m.scores(x), labels.clone()
+        first = scores[labels >= 0]
+        labels.clamp_(max=0)
+        labels.sub_(1).masked_fill_(labels == -1, 1)
+        return F.cross_entropy(first, labels[labels >= 0])
+
+    with pytest.raises(TraceError):
+        trace(Model(loss), BATCH)
