@@ -149,8 +149,9 @@ def _check(*, is_freed: bool) -> None:
             expected="backward() and torch.autograd.grad without create_graph",
             got="create_graph=True",
             hint=(
-                "a penalty without gradients of gradients, such as spectral norms, or clipped weights",
-                "or train this model on one device, without torchrun",
+                "within the model it is right: prepare a module whose forward(x) calls the model, "
+                "torch.autograd.grad(y.sum(), x, create_graph=True), and returns the loss",
+                "or a penalty without gradients of gradients, such as spectral norms, or clipped weights",
             ),
         )
     if is_freed:
