@@ -138,6 +138,18 @@ def weighted(m, x, labels, _):
     return (each * weights).sum() / weights.sum()
 
 
+def by_numbers(m, x, labels, _):
+    """Rows by their numbers, as ``nonzero`` and ``where`` give them."""
+    scores, flat = F.log_softmax(m.scores(x), -1).flatten(0, 1), labels.flatten()
+    there = (flat >= 0).nonzero().squeeze(1)
+    of_all = torch.where(labels >= 0)
+    (others,) = (flat == 1).nonzero(as_tuple=True)
+    h = m.mix(x)
+    h[of_all] = m.norm(h[of_all])
+    scores_of_one = scores.index_select(0, others)[:, 1].mean()
+    return -scores[there, flat[there]].mean() - scores_of_one + m.head(h).square().mean() / len(X)
+
+
 def by_a_buffer(m, x, *_):
     return m.mix(x).transpose(0, 1)[m.kept].square().mean()
 
@@ -151,8 +163,8 @@ LOSSES = {
     f.__name__: f
     for f in (
         cross_entropy, flat_with_module, soft_targets, of_valid_depths, of_losses, focal, of_samples,
-        of_pairs, written_back, counted, of_those, of_columns, of_directions, weighted, by_a_buffer,
-        by_a_constant,
+        of_pairs, written_back, counted, of_those, of_columns, of_directions, weighted, by_numbers,
+        by_a_buffer, by_a_constant,
     )
 }  # fmt: skip
 
@@ -199,6 +211,13 @@ def added_in_place(m, x, labels, _):
     return rows.mean()
 
 
+def another_mask(m, x, labels, _):
+    mask = labels >= 0
+    rows = m.scores(x)[mask]
+    mask[:, 0] = False
+    return rows.mean()
+
+
 def asked_for(m, x, labels, _):
     rows = m.scores(x)[labels >= 0]
     return rows.mean() if len(rows) else rows.sum() * 0
@@ -210,7 +229,7 @@ def returned(m, x, labels, _):
 
 @pytest.mark.parametrize(
     "loss",
-    [compared, sorted_rows, changed_in_place, added_in_place, asked_for, returned],
+    [compared, sorted_rows, changed_in_place, added_in_place, another_mask, asked_for, returned],
     ids=lambda f: f.__name__,
 )
 def test_what_needs_their_number_is_refused(loss):

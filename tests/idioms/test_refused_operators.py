@@ -47,11 +47,11 @@ class ByMask(Model):
 
 
 class ByNonzero(Model):
-    line, hint = "(x[:, 0] > 0).nonzero()", "torch.where or a multiplication by the mask"
+    line, hint = "torch.zeros(len(x), 8).index_add(", "torch.where or a multiplication by the mask"
 
     def forward(self, x):
         rows = (x[:, 0] > 0).nonzero().squeeze(1)
-        return self.layer(x)[rows].square().mean()
+        return torch.zeros(len(x), 8).index_add(0, rows.flip(0), self.layer(x)[rows]).square().mean()
 
 
 class Packed(Model):

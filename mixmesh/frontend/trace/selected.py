@@ -41,11 +41,19 @@ class Unknown(Exception):
 
 
 class Selected:
-    """The rows ``source[mask]``. ``values`` has the dims of the mask, in place of the one of the rows, and
-    then those of a row."""
+    """The rows ``values[mask]``: ``values`` has the dims of the mask, in place of the one of the rows, and
+    then those of a row. Numbers of the rows themselves, as ``nonzero`` gives them, are those along the dim
+    ``counts`` of the mask."""
 
-    def __init__(self, values: Tensor, mask: Tensor, source: Tensor | None = None) -> None:
-        self.values, self.mask, self.source = values, mask, source
+    def __init__(self, values: Tensor, mask: Tensor, counts: int | None = None) -> None:
+        self.values, self._mask, self._version, self.counts = values, mask, mask._version, counts
+
+    @property
+    def mask(self) -> Tensor:
+        """The mask that has selected the rows. Raises TraceError if others have been written into it."""
+        if self._mask._version != self._version:
+            _refuse("a mask that was written to after x[mask]", "give it a mask of its own: x[mask.clone()]")
+        return self._mask
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # isinstance(x[mask], Tensor) holds
@@ -63,11 +71,15 @@ class Selected:
 
     def rows(self) -> Tensor:
         """The selected rows themselves, whose number is not known."""
-        return torch.ops.aten.index.Tensor(self.values if self.source is None else self.source, [self.mask])
+        return torch.ops.aten.index.Tensor(self.values, [self.mask])
 
     def of(self, values: Tensor) -> Selected:
         """Other values of the same rows."""
         return Selected(values, self.mask)
+
+    def seen_as(self, values: Tensor) -> Selected:
+        """A view of the same rows."""
+        return Selected(values, self.mask, self.counts if values.numel() == self.values.numel() else None)
 
     @property
     def row_ndim(self) -> int:
@@ -149,7 +161,7 @@ def computed(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     name = name.strip("_") if name.startswith("__") else name
     is_changed = bool(args) and is_selected(args[0]) and (name.endswith("_") or name == "setitem")
     if is_changed or kwargs.get("out") is not None:
-        _refuse(name)
+        _refuse(f"{name} of x[mask]", "y = x[mask] + 1 in place of y = x[mask]; y += 1")
     kwargs = {key: value for key, value in kwargs.items() if key not in ("out", "_stacklevel")}
     run = KNOWN.get(name) or (by_element if _is_by_element(name) else None)
     try:
@@ -173,12 +185,12 @@ def as_tensors(output: Any) -> Any:
     return pytree.tree_map_only(Selected, Selected.rows, output)
 
 
-def _refuse(name: str) -> NoReturn:
+def _refuse(got: str, hint: str) -> NoReturn:
     raise TraceError(
-        "rows that a mask selects are changed in place, which cannot be traced",
+        "rows that a mask selects, or their mask, are written to, which cannot be traced",
         expected="x[mask] in operators that give new tensors",
-        got=f"a tensor x[mask], and {name} of it",
-        hint=("y = x[mask] + 1 in place of y = x[mask]; y += 1", "or torch.where(mask, a, b) of all rows"),
+        got=got,
+        hint=(hint, "or torch.where(mask, a, b) of all rows"),
     )
 
 
@@ -191,15 +203,67 @@ def getitem(x: Tensor, index: Any) -> Any:
     """``x[index]``; selected rows if the index is a mask whose values are not known, or selected numbers."""
     parts = index if isinstance(index, tuple) else (index,)
     if any(map(is_selected, parts)):
-        if len(parts) == 1 and parts[0].dtype is not torch.bool:
-            return parts[0].of(x[parts[0].values])
-        return x[tuple(part.rows() if is_selected(part) else part for part in parts)]
+        return _by_selected(x, parts)
     if any(_known_mask(part) is not None for part in parts):
         return x[tuple(number for part in parts for number in _numbers(part))]
     if not _selects(x, parts):
         return x[index]
     selected = _selected(x, parts[0])
     return computed(Tensor.__getitem__, (selected, (slice(None), *parts[1:])), {}) if parts[1:] else selected
+
+
+def _by_selected(x: Tensor, parts: tuple[Any, ...]) -> Any:
+    """``x`` indexed by selected numbers: those of the rows themselves, other ones, or both."""
+    mask = counted_by(x, parts)
+    if mask is not None:
+        return _selected(x, mask)
+    first = parts[0]
+    if len(parts) == 1 and first.dtype is not torch.bool and first.counts is None:
+        return first.of(x[first.values])
+    if len(parts) == 2 and all(map(is_selected, parts)) and parts[1].row_ndim == 0 and x.ndim == 2:
+        mask = counted_by(x, parts[:1])  # a column of each row
+        if mask is not None and is_same(mask, parts[1].mask):
+            rows = _selected(x, mask)
+            return rows.of(rows.values.gather(1, parts[1].values.unsqueeze(1)).squeeze(1))
+    return x[tuple(part.rows() if is_selected(part) else part for part in parts)]
+
+
+def counted_by(x: Tensor, parts: tuple[Any, ...]) -> Tensor | None:
+    """The mask for which ``x[parts]`` are the rows ``x[mask]``, as ``parts`` are the numbers that it
+    selects."""
+    if not all(is_selected(part) and part.row_ndim == 0 and part.counts == n for n, part in enumerate(parts)):
+        return None
+    mask = parts[0].mask
+    fits = len(parts) == mask.ndim and mask.shape == x.shape[: mask.ndim]
+    return mask if fits and all(is_same(mask, part.mask) for part in parts) else None
+
+
+def nonzero(x: Tensor, **options: Any) -> Any:
+    """``torch.nonzero``; of a mask, as selected numbers."""
+    as_tuple = options.get("as_tuple", False)
+    if options.keys() - {"as_tuple"} or is_selected(x) or not _is_mask(x) or (x.ndim > 1 and not as_tuple):
+        return torch.nonzero(x, **options)
+    numbers = [
+        torch.arange(size, device=x.device).reshape(-1, *[1] * (x.ndim - dim - 1)).expand(x.shape)
+        for dim, size in enumerate(x.shape)
+    ]
+    if not as_tuple:
+        return Selected(numbers[0].unsqueeze(1), x, 0)
+    return tuple(Selected(each, x, dim) for dim, each in enumerate(numbers))
+
+
+def where(condition: Tensor, *others: Any, **options: Any) -> Any:
+    """``torch.where``, with one argument too."""
+    if others or options:
+        return torch.where(condition, *others, **options)
+    return nonzero(condition, as_tuple=True)
+
+
+def index_select(x: Tensor, dim: int, index: Any) -> Any:
+    """``torch.index_select``."""
+    if dim != 0 or not is_selected(index):
+        return torch.index_select(x, dim, index)
+    return _by_selected(x, (index,))
 
 
 def _known_mask(x: Any) -> Tensor | None:
@@ -232,11 +296,15 @@ def masked_select(x: Tensor, mask: Tensor, **options: Any) -> Any:
     """``torch.masked_select``."""
     if options or not _is_mask(mask) or is_selected(x) or is_selected(mask) or x.is_complex():
         return torch.masked_select(x, mask, **options)
-    return _selected(*torch.broadcast_tensors(x, mask))
+    return _selected(x, mask) if x.shape == mask.shape else _selected(*torch.broadcast_tensors(x, mask))
 
 
 def setitem(x: Tensor, index: Any, values: Any) -> None:
     """``x[index] = values``; a choice by the mask if the values are rows that the same mask selects."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if any(map(is_selected, parts)) and not is_selected(x):
+        mask = counted_by(x, parts)
+        index = tuple(part.rows() if is_selected(part) else part for part in parts) if mask is None else mask
     if not is_selected(values) or not _is_mask(index) or is_selected(index) or is_selected(x):
         x[index] = values
     elif not is_same(index, values.mask) or values.values.shape != x.shape:
@@ -264,7 +332,7 @@ def _selected(x: Tensor, mask: Tensor) -> Selected:
         other: Any = 0.5 if x.requires_grad else 0.25
     else:
         other = False if x.dtype is torch.bool else 0
-    return Selected(torch.where(_wide(mask, x), x, other), mask, x)
+    return Selected(torch.where(_wide(mask, x), x, other), mask)
 
 
 def is_same(mask: Tensor, other: Tensor) -> bool:
@@ -343,6 +411,11 @@ def _is_by_element(name: str) -> bool:
 STAND_INS: dict[Callable, Callable] = {
     Tensor.__getitem__: getitem,
     Tensor.__setitem__: setitem,
+    torch.nonzero: nonzero,
+    Tensor.nonzero: nonzero,
+    torch.where: where,
+    torch.index_select: index_select,
+    Tensor.index_select: index_select,
     torch.masked_select: masked_select,
     Tensor.masked_select: masked_select,
 }

@@ -131,7 +131,12 @@ def _along(func: Callable, x: Selected, dim: int, **options: Any) -> Selected:
     return x.of(func(x.values, x.place(dim), **options))
 
 
-@known("argmax", "argmin", "argsort", "sort", "unbind", "squeeze")
+@known("squeeze")
+def _squeeze(func: Callable, x: Selected, dim: int) -> Selected:
+    return x.seen_as(x.values.squeeze(x.place(dim)))
+
+
+@known("argmax", "argmin", "argsort", "sort", "unbind")
 def _at(func: Callable, x: Selected, dim: int | None = None, *others: Any, **options: Any) -> Any:
     if dim is None:
         raise Unknown
@@ -178,6 +183,8 @@ def _view(func: Callable, x: Selected, *shape: Any) -> Selected:
         raise Unknown
     row = x.values.shape[x.mask.ndim :]
     if wanted == (-1,):  # of its elements, each of which is selected with its row
+        if row.numel() == 1:
+            return x.seen_as(x.values.reshape(x.mask.shape))
         return Selected(x.values, x.mask.reshape(*x.mask.shape, *[1] * len(row)).expand(x.values.shape))
     if not wanted or wanted[0] != -1 or torch.Size(wanted[1:]).numel() != row.numel():
         raise Unknown
@@ -204,10 +211,10 @@ def _getitem(func: Callable, x: Any, index: Any) -> Any:
     if any(isinstance(i, Tensor) for i in rest):
         raise Unknown
     if first is Ellipsis and sum(i is not None for i in rest) <= x.row_ndim:
-        return x.of(x.values[(Ellipsis, *rest)])
+        return x.seen_as(x.values[(Ellipsis, *rest)])
     if not isinstance(first, slice) or first != slice(None):
         raise Unknown
-    return x.of(x.values[(*[slice(None)] * x.mask.ndim, *rest)])
+    return x.seen_as(x.values[(*[slice(None)] * x.mask.ndim, *rest)])
 
 
 @known("linear", "embedding", "layer_norm", "rms_norm")
