@@ -3,6 +3,8 @@ shards and equal the module on one device, or they are refused with their line."
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -30,6 +32,7 @@ class Model(nn.Module):
         torch.manual_seed(1)
         self.loss = loss
         self.a, self.b, self.c = nn.Linear(8, 16), nn.Linear(3, 16), nn.Linear(16, 2)
+        self.frozen = nn.Parameter(torch.randn(16), requires_grad=False)
         self.norm, self.scale = nn.LayerNorm(16), nn.Parameter(torch.tensor([0.3]))
         self.book = nn.Parameter(torch.randn(5, 16))
         self.conv = nn.Sequential(
@@ -127,6 +130,63 @@ def through_writes(m, x):
     return grad(m.c(h.tanh()).sum(), x, create_graph=True)[0].square().mean()
 
 
+def of_what_was_written(m, x):
+    """The inputs of derivatives are written to before, through views too, and so is what is read."""
+    x = leaf(x).clone()
+    x[:, 0] = 0
+    h = m.a(x.clamp_(-1, 1)) * 1
+    view = h.flatten(1)
+    h.mul_(2)
+    y = view.sin().sum() + energy(m, x).sum()
+    first, second = grad(y, (x, h), create_graph=True)
+    with torch.no_grad():
+        half = torch.ones_like(h)
+        half[:, 3:] = 0.5
+    third = grad((h * half).sin().sum(), h, create_graph=True)[0]
+    return first.square().mean() + second.square().mean() + third.square().mean()
+
+
+def results_written(m, x):
+    """Gradients are written to; those without a graph too."""
+    x = leaf(x)
+    values = energy(m, x)
+    found = grad(values.sum(), x, create_graph=True)[0]
+    found[:, 0] = 0
+    steps = grad(values.square().sum(), x, retain_graph=True)[0]
+    steps.sign_()
+    return found.square().mean() + energy(m, x.detach() + 0.1 * steps).square().mean()
+
+
+def of_several(m, x):
+    """One of the outputs depends on no input."""
+    x = leaf(x)
+    outputs = [energy(m, x).sum(), m.c.weight.sin().sum()]
+    return grad(outputs, [x], create_graph=True)[0].square().mean()
+
+
+def of_class_losses(m, x):
+    scale = torch.ones(2, requires_grad=True)
+    classes = (x[..., 0] > 0).long()
+    loss = F.cross_entropy((energy(m, x) * scale).transpose(1, 2), classes, reduction="sum")
+    loss = loss - F.logsigmoid(energy(m, x) * scale).sum()
+    return grad(loss, scale, create_graph=True)[0].square().sum()
+
+
+def of_slopes(m, x, kind):
+    """The bias matters in no other way, and has zeros as its gradient."""
+    x = leaf(x)
+    h = m.a(x)
+    shrunk = {"hard": F.hardshrink, "soft": F.softshrink, "pooled": lambda h: F.max_pool2d(h, 3, 1, 1)}
+    shrunk = shrunk.get(kind, lambda h: F.prelu(h, m.scale))(h)
+    return grad(F.linear(shrunk, m.c.weight).sum(), x, create_graph=True)[0].square().mean()
+
+
+def of_signs(m, x):
+    """A second derivative is zeros without memory, which verification reads."""
+    x = leaf(x)
+    return grad(m.c(F.softsign(m.a(x))).sum(), x, create_graph=True)[0].square().mean()
+
+
 def not_all_used(m, x):
     x, other = leaf(x), torch.ones(3, requires_grad=True)
     found, none = grad(energy(m, x).sum(), (x, other), create_graph=True, allow_unused=True)
@@ -211,6 +271,38 @@ class Nearest(torch.autograd.Function):
         return gradient.clone(), of_book
 
 
+class OnlyWhatNeedsOne(torch.autograd.Function):
+    """The gradient depends on which inputs need one."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(weight)
+        return x.round() * weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (weight,) = ctx.saved_tensors
+        if ctx.needs_input_grad[1]:
+            return 2 * gradient * weight, gradient.sum((0, 1))
+        return 5 * gradient * weight, None
+
+
+class Gated(torch.autograd.Function):
+    """The gradient of an input is zeros, which is not None; one of the results has none."""
+
+    @staticmethod
+    def forward(ctx, x, scale):
+        gate = (x > 0).to(x.dtype)
+        ctx.save_for_backward(gate, scale)
+        ctx.mark_non_differentiable(gate)
+        return x.round(), x * gate * scale, gate
+
+    @staticmethod
+    def backward(ctx, first, second, _):
+        gate, scale = ctx.saved_tensors
+        return first + second * gate, torch.zeros_like(scale)
+
+
 class Drawn(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -227,6 +319,31 @@ class Clipped(Rounded):
         return gradient.clamp(-1e-3, 1e-3)
 
 
+class ClippedFarOut(Rounded):
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clamp(-1e3, 1e3)
+
+
+class Pulled(Reversed):
+    """The backward adds a little that does not depend on the gradient."""
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient + 1e-9, None
+
+
+class SeesWhichIsUsed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.set_materialize_grads(False)
+        return x.round(), x * 2
+
+    @staticmethod
+    def backward(ctx, first, second):
+        return 3 * first if second is None else 2 * second if first is None else first + second
+
+
 def applied(function, *others):
     def loss(m, x):
         result = function.apply(m.a(x), *(o(m) if callable(o) else o for o in others))
@@ -238,14 +355,20 @@ def applied(function, *others):
 LOSSES = {
     **{f.__name__: f for f in (
         forces, second_derivatives, of_atoms, of_norms, of_convolutions, without_a_graph, in_a_loop,
-        of_parameters, through_part, through_writes, not_all_used,
+        of_parameters, through_part, through_writes, not_all_used, of_what_was_written, results_written,
+        of_several, of_class_losses, of_signs,
     )},
+    **{k: partial(of_slopes, kind=k) for k in ("hard", "soft", "pooled", "prelu")},
     "rounded": applied(Rounded),
     "reversed": applied(Reversed, 0.7),
     "sign": applied(Sign),
     "quantised": applied(Quantised, lambda m: m.scale, 3),
     "nearest": applied(Nearest, lambda m: m.book),
     "drawn": applied(Drawn),
+    "frozen": applied(OnlyWhatNeedsOne, lambda m: m.frozen),
+    "needed": applied(OnlyWhatNeedsOne, lambda m: m.book[0]),
+    "no gradient": applied(Gated, lambda m: m.scale),
+    "the second result": lambda m, x: m.c(Gated.apply(m.a(x), m.scale)[1]).square().mean(),
 }  # fmt: skip
 
 
@@ -283,6 +406,15 @@ def with_a_later_write(m, x):
     return grad(values, x, create_graph=True)[0].square().mean()
 
 
+def with_a_write_without_gradients(m, x):
+    h = m.a(x) * 1
+    twice = h * 2
+    with torch.no_grad():
+        twice.mul_(3)
+    found = grad((twice * twice).sum(), (h, m.a.weight), create_graph=True, allow_unused=True)
+    return found[0].square().mean()
+
+
 def by_batches(m, x):
     x = leaf(x)
     two = energy(m, x).sum((0, 1))
@@ -295,8 +427,12 @@ def by_batches(m, x):
         (with_dropout, "draws random numbers"),
         (with_batch_norm, "aten.batch_norm.default writes to"),
         (with_a_later_write, "aten.add_.Tensor writes to"),
+        (with_a_write_without_gradients, "aten.mul_.Tensor writes to"),
         (by_batches, "is_grads_batched"),
         (applied(Clipped), "test_inner_gradients.Clipped"),
+        (applied(ClippedFarOut), "test_inner_gradients.ClippedFarOut"),
+        (applied(Pulled, 0.7), "test_inner_gradients.Pulled"),
+        (applied(SeesWhichIsUsed), "test_inner_gradients.SeesWhichIsUsed"),
     ],
 )
 def test_refused_with_the_line(loss, why):

@@ -49,17 +49,24 @@ def gradients(
     ends, starts = [_node_of(t, tracer) for t in outputs], [_node_of(t, tracer) for t in inputs]
     weights = [None if t is None else _node_of(t, tracer) for t in grad_outputs]
     steps = _between(tracer.graph, starts, ends)
+    reached = [(n, w) for n, w in zip(ends, weights) if n in steps or n in starts]
+    if not reached:
+        return [None] * len(starts)
     given = _leaves(steps, [*starts, *weights])
+    is_written = any(n in steps for n in starts)
     kept = [n for n in steps if isinstance(n.meta.get("val"), Tensor)]
 
     def run(*values: Tensor) -> tuple[list[Tensor | None], list[Tensor]]:
-        env: dict[fx.Node, Any] = dict(zip(given, values))
+        # a start that is written to is no leaf, but a result of them
+        leaves = (v.detach().requires_grad_(v.is_floating_point()) for v in values)
+        env: dict[fx.Node, Any] = dict(zip(given, leaves if is_written else values))
         env |= {n: env[n].detach().requires_grad_() for n in starts if n in env}
         for node in steps:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
-            env[node] = target_of(node)(*args, **kwargs)
-        seeds = [None if n is None else env[n] for n in weights]
-        found = grad([env[n] for n in ends], [env[n] for n in starts], seeds, allow_unused=True)
+            target = target_of(node)
+            env[node] = _SLOPES_TIED.get(target, target)(*args, **kwargs)
+        seeds = [None if w is None else env[w] for _, w in reached]
+        found = grad([env[n] for n, _ in reached], [env[n] for n in starts], seeds, allow_unused=True)
         return list(found), [env[n] for n in kept]
 
     graph = _record(run, [n.meta["val"] for n in given])
@@ -97,7 +104,8 @@ def _between(graph: fx.Graph, starts: Sequence[fx.Node], ends: Sequence[fx.Node]
     they write to."""
     memory = _memory_of(graph)
     able = list(_with_gradient(graph))
-    found, written = set[fx.Node](), set[fx.Node]()
+    found = set[fx.Node]()
+    written = {memory.root(n) for node in able for n in written_by(node)} & set(map(memory.root, starts))
     count = -1
     while count < len(found):  # what shares memory with a tensor that is written to later depends too
         count = len(found)
@@ -115,7 +123,7 @@ def _between(graph: fx.Graph, starts: Sequence[fx.Node], ends: Sequence[fx.Node]
     for node in steps:
         if not (isinstance(node.target, OpOverload) or node.target is operator.getitem):
             raise Unknown(f"{node.target}")
-    _check_unchanged(graph, steps, memory)
+    _check_unchanged(graph, steps, found.union(starts), memory)
     return steps
 
 
@@ -139,17 +147,21 @@ def _with_gradient(graph: fx.Graph) -> Iterator[fx.Node]:
             yield node
 
 
-def _check_unchanged(graph: fx.Graph, steps: Sequence[fx.Node], memory: Groups) -> None:
-    """Raises Unknown if what the steps read or compute is written to by another operator, after the first of
-    them, or if they write to what they have not made."""
+def _check_unchanged(
+    graph: fx.Graph, steps: Sequence[fx.Node], depending: set[fx.Node], memory: Groups
+) -> None:
+    """Raises Unknown if what the steps have read, or what depends on the starts, is written to later by an
+    operator that is none of them, or if the steps write to what they have not made."""
     inside = set(steps)
-    used = {memory.root(n) for step in steps for n in (step, *step.all_input_nodes)}
-    begun = False
+    used = set[fx.Node]()
     for node in graph.nodes:
-        begun = begun or node in inside
-        for changed in written_by(node) if begun and node.op == "call_function" else ():
+        for changed in written_by(node) if node.op == "call_function" else ():
             if changed not in inside if node in inside else memory.root(changed) in used:
                 raise Unknown(f"what {node.target} writes to in place")
+        if node in inside or node in depending:
+            used.add(memory.root(node))
+        if node in inside:
+            used.update(map(memory.root, node.all_input_nodes))
 
 
 def _leaves(steps: Sequence[fx.Node], others: Sequence[fx.Node | None]) -> list[fx.Node]:
@@ -260,10 +272,11 @@ def _as_the_pass_has_it(
 
 
 def _tracked(value: Tensor, proxy: fx.Proxy, tracer: Any) -> Tensor:
-    """A new tensor, that the pass knows as ``proxy``, and that requires a gradient if it can."""
+    """A new tensor, that the pass knows as ``proxy``, and that requires a gradient if it can. It is no leaf,
+    so it may be written to."""
     result = value.detach()
     if result.is_floating_point():
-        result.requires_grad_()
+        result = result.requires_grad_().clone()
     proxy_tensor.track_tensor_tree(result, proxy, constant=None, tracer=tracer)
     return result
 
@@ -291,7 +304,8 @@ def _table() -> dict[OpOverload, Callable]:
     """What backward operators consist of."""
     whole = {
         aten.native_layer_norm.default, aten.native_group_norm.default, aten._fused_rms_norm.default,
-        aten._native_batch_norm_legit.no_stats,
+        aten._native_batch_norm_legit.no_stats, aten.nll_loss_forward.default,
+        aten.nll_loss2d_forward.default, aten.log_sigmoid_forward.default,
     }  # fmt: skip
     table = {
         op: run
@@ -317,8 +331,16 @@ def _tied(run: Callable) -> Callable:
 _TIED = (
     aten.threshold_backward.default, aten.leaky_relu_backward.default, aten.hardtanh_backward.default,
     aten.hardsigmoid_backward.default, aten.softshrink_backward.default, aten.hardshrink_backward.default,
-    aten.rrelu_with_noise_backward.default,
+    aten.rrelu_with_noise_backward.default, aten.max_pool2d_with_indices_backward.default,
 )  # fmt: skip
 
 
+def _with_slope(run: Callable) -> Callable:
+    """An operator that PyTorch writes out under autograd; its derivative too has a gradient of zeros."""
+    return lambda x, *options: run(x, *options) + x.clamp(1, 0).square()
+
+
+_SLOPES_TIED = {
+    op: _with_slope(op) for op in (aten.softshrink.default, aten.hardshrink.default, aten.prelu.default)
+}
 _TABLE = _table()

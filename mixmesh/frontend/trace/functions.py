@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -25,7 +26,9 @@ from ...errors import TraceError
 from . import derivatives
 from .derivatives import Unknown, written_out
 
-SCALES = (1e-2, 1.0, 30.0)  # scales of inputs and gradients: a backward that clips differs at one of them
+SCALES = (1e-2, 1.0, 30.0)  # scales of inputs
+# scales of gradients: a backward that clips differs at one of them, and one that adds something at 0
+GRADIENT_SCALES = (0.0, 1e-6, 1e-2, 1.0, 30.0, 1e6)
 MAX_DIM = 7  # the largest dim of a probe: the gradients of an operator do not depend on its size
 TOLERANCE = 1e-6
 
@@ -38,6 +41,7 @@ class _Context:
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad
         self.saved_tensors: tuple = ()
+        self.stopped: tuple[int, ...] = ()  # ids of results without a gradient
 
     def save_for_backward(self, *tensors: Any) -> None:
         self.saved_tensors = tensors
@@ -48,7 +52,7 @@ class _Context:
         pass
 
     def mark_non_differentiable(self, *tensors: Any) -> None:
-        pass
+        self.stopped = tuple(map(id, tensors))
 
 
 def exact_functions() -> AbstractContextManager[None]:
@@ -62,6 +66,8 @@ def exact_functions() -> AbstractContextManager[None]:
             return original.__func__(cls, *args, **kwargs)
         if kwargs or not any(map(_differentiable, args)):
             raise refusal(cls)
+        if not (torch.is_grad_enabled() and any(map(_needs_gradient, args))):  # its backward never runs
+            return _forward(cls, args)
         if _has_gradients_of(cls, _forward, original.__func__, args):
             return _forward(cls, args)
         if not _has_gradients_of(cls, _with_own_backward, original.__func__, args):
@@ -93,12 +99,16 @@ def _forward(cls: Function, args: Sequence[Any]) -> Any:
 
 
 def _forward_and_context(cls: Function, args: Sequence[Any]) -> tuple[Any, _Context]:
-    context = _Context(tuple(_differentiable(a) for a in args))
+    context = _Context(tuple(_needs_gradient(a) for a in args))
     if cls.setup_context is torch.autograd.Function.setup_context:
-        return cls.forward(context, *args), context
-    result = cls.forward(*args)
-    cls.setup_context(context, tuple(args), result)
-    return result, context
+        result = cls.forward(context, *args)
+    else:
+        result = cls.forward(*args)
+        cls.setup_context(context, tuple(args), result)
+    results = result if isinstance(result, tuple) else (result,)
+    own = tuple(r.detach() if id(r) in context.stopped else r for r in results)
+    context.stopped = tuple(id(new) for new, r in zip(own, results) if id(r) in context.stopped)
+    return own if isinstance(result, tuple) else own[0], context
 
 
 def _run(function: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -110,7 +120,8 @@ def _with_own_backward(cls: Function, args: Sequence[Any], run: Callable = _run)
     function that uses autograd."""
     result, context = _forward_and_context(cls, args)
     results = list(result) if isinstance(result, tuple) else [result]
-    inputs = [a for a in args if _differentiable(a)]
+    learned = [_differentiable(r) and id(r) not in context.stopped for r in results]
+    inputs = [a for a in args if _needs_gradient(a)]
     kept, spec = pytree.tree_flatten(vars(context))
     places = [i for i, value in enumerate(kept) if isinstance(value, Tensor)]
     # the backward's own, without the guard of @once_differentiable
@@ -121,23 +132,34 @@ def _with_own_backward(cls: Function, args: Sequence[Any], run: Callable = _run)
         values = [*kept]
         for place, value in zip(places, saved):
             values[place] = value
-        again = _Context(())
+        again = _Context(context.needs_input_grad)
         vars(again).update(pytree.tree_unflatten(values, spec))
         seeds = [torch.zeros(r.shape, dtype=r.dtype, device=r.device) for r in results]
-        wanted = [s.requires_grad_() for s in seeds if _differentiable(s)]
+        wanted = [s.requires_grad_() for s, has_gradient in zip(seeds, learned) if has_gradient]
         gradients = backward(again, *seeds)
         gradients = gradients if isinstance(gradients, tuple) else (gradients,)
-        of_inputs = [g for g, a in zip(gradients, args) if _differentiable(a)]
-        pairs = [(g, d) for g, d in zip(of_inputs, deltas) if g is not None and g.requires_grad]
-        if not pairs:
-            return [None] * len(wanted)
-        ends, weights = zip(*pairs)
-        return list(derivatives.grad(ends, wanted, weights, create_graph=True, allow_unused=True))
+        of_inputs = [g for g, a in zip(gradients, args) if _needs_gradient(a)]
+        return [_transpose(seed, of_inputs, deltas) for seed in wanted]
 
     tensors = [*(kept[i].detach() for i in places), *(x - x.detach() for x in inputs)]
     zeros = iter(run(transposed, tensors))
-    own = tuple(_sum(r.detach(), next(zeros)) if _differentiable(r) else r for r in results)
+    own = tuple(_sum(r.detach(), next(zeros)) if has else r for r, has in zip(results, learned))
     return own if isinstance(result, tuple) else own[0]
+
+
+def _transpose(seed: Tensor, of_inputs: Sequence[Tensor | None], deltas: Sequence[Tensor]) -> Tensor | None:
+    """The derivative for ``seed`` of the gradients of inputs, times ``deltas``; None if no input has one. An
+    input whose gradient is zeros, whatever ``seed`` is, depends on it too: zeros are not None."""
+    total: Tensor | None = None
+    for gradient, delta in zip(of_inputs, deltas):
+        if gradient is None:
+            continue
+        part = None
+        if gradient.requires_grad:
+            (part,) = derivatives.grad(gradient, seed, delta, create_graph=True, allow_unused=True)
+        part = (delta * 0).sum().to(seed.dtype) if part is None else part
+        total = part if total is None else total + part
+    return total
 
 
 def _sum(value: Tensor, zero: Tensor | None) -> Tensor:
@@ -148,12 +170,18 @@ def _differentiable(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.is_floating_point()
 
 
+def _needs_gradient(x: Any) -> bool:
+    return _differentiable(x) and x.requires_grad
+
+
 def _has_gradients_of(cls: Function, run: Callable, apply: Any, args: tuple) -> bool:
     """Whether ``run`` and the Function give equal gradients at random points, small and large, in float64."""
     try:
         # real tensors, outside of the export's fake tensors
         with dispatch._disable_current_modes(), torch._C.DisableTorchFunction(), torch.enable_grad():
-            return all(_agree(cls, run, apply, args, size, grad) for size in SCALES for grad in SCALES)
+            return all(
+                _agree(cls, run, apply, args, size, grad) for size in SCALES for grad in GRADIENT_SCALES
+            )
     except Exception:  # it does not run on a probe, so nothing can be said
         return False
 
@@ -167,8 +195,14 @@ def _agree(cls: Function, run: Callable, apply: Any, args: tuple, size: float, g
         # without mutations, as in a program: a forward may change in place what autograd would have kept
         function = torch.func.functionalize(function)
     plain = _gradients(function(probes), probes, grad_size)
-    scale = max((float(g.abs().max()) for g in plain if g.numel()), default=0.0)
-    return all(torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE * scale) for a, b in zip(own, plain))
+    scale = max((float(g.abs().max()) for g in plain if g is not None and g.numel()), default=0.0)
+    return all(_close(a, b, scale) for a, b in zip_longest(own, plain))
+
+
+def _close(a: Tensor | None, b: Tensor | None, scale: float) -> bool:
+    if a is None or b is None:  # none at all is not zeros: an optimizer leaves its parameter as it is
+        return a is b
+    return torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE * scale)
 
 
 def _probe(arg: Any, size: float, draw: torch.Generator) -> Any:
@@ -176,17 +210,25 @@ def _probe(arg: Any, size: float, draw: torch.Generator) -> Any:
         return arg
     shape = [min(int(n), MAX_DIM) for n in arg.shape]
     if arg.is_floating_point():
-        return (size * torch.randn(shape, generator=draw, dtype=torch.float64)).requires_grad_()
+        return (size * torch.randn(shape, generator=draw, dtype=torch.float64)).requires_grad_(
+            arg.requires_grad
+        )
     return torch.randint(0, 2, shape, generator=draw).to(arg.dtype)
 
 
-def _gradients(result: Any, probes: list, grad_size: float) -> list[torch.Tensor]:
+def _gradients(result: Any, probes: list, grad_size: float) -> list[Tensor | None]:
     results = [r for r in (result if isinstance(result, tuple) else (result,)) if _differentiable(r)]
     results = [r for r in results if r.requires_grad]
-    inputs = [p for p in probes if _differentiable(p)]
-    if not results:
-        return [torch.zeros_like(p) for p in inputs]
+    inputs = [p for p in probes if _needs_gradient(p)]
     draw = torch.Generator().manual_seed(1)
     seeds = [grad_size * torch.randn(r.shape, generator=draw, dtype=r.dtype) for r in results]
-    gradients = derivatives.grad(results, inputs, seeds, allow_unused=True)
-    return [torch.zeros_like(p) if g is None else g for g, p in zip(gradients, inputs)]
+    # of all results, and of each: a backward may see which of them have a gradient
+    choices = [slice(None), *(slice(i, i + 1) for i in range(len(results)) if len(results) > 1)]
+    return [
+        gradient
+        for chosen in choices
+        if results
+        for gradient in derivatives.grad(
+            results[chosen], inputs, seeds[chosen], allow_unused=True, retain_graph=True
+        )
+    ]

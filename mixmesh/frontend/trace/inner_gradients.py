@@ -53,7 +53,8 @@ def inner_gradients() -> AbstractContextManager[None]:
                 "One of the differentiated Tensors appears to not have been used in the graph. "
                 "Set allow_unused=True if this is the desired behavior."
             )
-        return tuple(g if g is None or create_graph else g.detach() for g in found)
+        # a copy, since a write to it, such as sign_(), is none to what has a gradient
+        return tuple(g if g is None or create_graph else g.detach().clone() for g in found)
 
     return patched(torch.autograd, "grad", grad)
 

@@ -130,6 +130,8 @@ def _wide_argument(x: Any) -> Any:
 def _claim(x: Any, claimed: torch.dtype) -> Any:
     if not isinstance(x, Tensor):
         return x
+    if x._is_zerotensor():  # the second derivative of sgn: zeros without memory, which operators cannot read
+        x = torch.zeros_like(x)
     x = x.resolve_conj().resolve_neg() if x.layout is torch.strided else x.to_dense()
     if x.dtype == torch.complex128 and claimed != torch.float64:
         return Wide(x, torch.complex64)
