@@ -134,6 +134,45 @@ def check_gradients_of_inputs(_) -> None:
             model(**mine)
 
 
+class Floor(torch.autograd.Function):
+    """Its derivative is zero, and its backward is not."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.floor()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Stopped(nn.Module):
+    """Stops a part of the gradient of its input, and passes another on where there is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 3, dtype=torch.float64)
+
+    def forward(self, x):
+        with torch.no_grad():
+            doubled = x * 2
+        scale = (3 * x).detach().square().sum(1, keepdim=True) + doubled.sum(1, keepdim=True)
+        return (self.layer(Floor.apply(2 * x)).square() * scale).mean()
+
+
+def check_gradients_of_inputs_that_are_stopped(_) -> None:
+    """The trace knew of no gradient of the input."""
+    x = torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    single, mine = Stopped(), Stopped()
+    plan = output_plan("data_parallel", mine, {"x": x})
+    model, _ = parallelize(mine, None, plan, device="cpu", timeout_s=20)
+    expected, got = x.clone().requires_grad_(), x.clone().requires_grad_()
+    single(expected).backward()
+    model(got).backward()
+    close(got.grad, expected.grad, "x")
+
+
 def check_weights_clamped_in_place(_) -> None:
     """As a Wasserstein critic's are: the copies of shard owners' rows follow."""
     for name in PLANS:
@@ -241,6 +280,7 @@ IDIOMS = named(
     check_second_gradients_are_refused,
     check_a_second_backward_pass,
     check_gradients_of_inputs,
+    check_gradients_of_inputs_that_are_stopped,
     check_weights_clamped_in_place,
     check_a_weight_of_the_loss_is_one_number,
     check_functions_across_pieces_are_refused,

@@ -31,7 +31,7 @@ from .copies import take_attributes
 from .decompositions import decomposed
 from .failures import explain
 from .fakes import fixed_shapes
-from .functions import exact_functions
+from .functions import batch_of, exact_functions
 from .generators import Draws
 from .hooks import hooks_traced
 from .inner_gradients import inner_gradients
@@ -192,7 +192,7 @@ class LossAndOutputs(nn.Module):
         # the last two, innermost, see the calls of the model and not those that PyTorch makes to export them
         with (
             context, self.attributes.watched(), reads, self.draws.by_torch_alone(),
-            self.paths, ReplacedFunctions(),
+            self.paths, batch_of(tensors), ReplacedFunctions(),
         ):  # fmt: skip
             output = as_tensors(self._batch.call(self.model, tensors))
         where = str(place_of_function(type(self.model).forward))

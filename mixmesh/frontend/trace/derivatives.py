@@ -52,37 +52,56 @@ def gradients(
     reached = [(n, w) for n, w in zip(ends, weights) if n in steps or n in starts]
     if not reached:
         return [None] * len(starts)
-    given = _leaves(steps, [*starts, *weights])
+    leaves = _leaves(steps, [*starts, *weights])
     is_written = any(n in steps for n in starts)
     kept = [n for n in steps if isinstance(n.meta.get("val"), Tensor)]
 
     def run(*values: Tensor) -> tuple[list[Tensor | None], list[Tensor]]:
         # a start that is written to is no leaf, but a result of them
-        leaves = (v.detach().requires_grad_(v.is_floating_point()) for v in values)
-        env: dict[fx.Node, Any] = dict(zip(given, leaves if is_written else values))
+        apart = (v.detach().requires_grad_(v.is_floating_point()) for v in values)
+        env: dict[fx.Node, Any] = dict(zip(leaves, apart if is_written else values))
         env |= {n: env[n].detach().requires_grad_() for n in starts if n in env}
         for node in steps:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
             target = target_of(node)
             env[node] = _SLOPES_TIED.get(target, target)(*args, **kwargs)
         seeds = [None if w is None else env[w] for _, w in reached]
-        found = grad([env[n] for n, _ in reached], [env[n] for n in starts], seeds, allow_unused=True)
-        return list(found), [env[n] for n in kept]
+        slopes = grad([env[n] for n, _ in reached], [env[n] for n in starts], seeds, allow_unused=True)
+        return list(slopes), [env[n] for n in kept]
 
-    graph = _record(run, [n.meta["val"] for n in given])
+    graph = _record(run, [n.meta["val"] for n in leaves])
     results, again = _results(graph)
-    known = {new: old for new, old in zip(again, kept) if new is not None}
-    return _append(graph, results, dict(zip(_placeholders(graph), given)) | known, tracer)
+    in_the_pass = {new: old for new, old in zip(again, kept) if new is not None}
+    return _append(graph, results, dict(zip(_placeholders(graph), leaves)) | in_the_pass, tracer)
 
 
 def written_out(function: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]) -> list[Tensor | None]:
     """The results of a function of tensors of the pass that is being exported, which may use autograd within
     it; appended to the pass as ordinary operators. Raises Unknown."""
     tracer = _tracer()
-    given = [_node_of(t, tracer) for t in tensors]
-    graph = _record(lambda *values: (list(function(*values)), []), [n.meta["val"] for n in given])
+    leaves = [_node_of(t, tracer) for t in tensors]
+    graph = _record(lambda *values: (list(function(*values)), []), [n.meta["val"] for n in leaves])
     results, _ = _results(graph)
-    return _append(graph, results, dict(zip(_placeholders(graph), given)), tracer)
+    return _append(graph, results, dict(zip(_placeholders(graph), leaves)), tracer)
+
+
+def depends_on(tensor: Tensor, others: Sequence[Tensor]) -> bool:
+    """Whether gradients could go from a tensor of the pass that is being exported to one of ``others``."""
+    mode = proxy_tensor.get_proxy_mode()
+    if mode is None:
+        return False
+    slots = [proxy_tensor.get_proxy_slot(t, mode.tracer, None) for t in (tensor, *others)]
+    todo = [slots[0].proxy.node] if slots[0] is not None else []
+    ends = {slot.proxy.node for slot in slots[1:] if slot is not None}
+    seen = set[fx.Node]()
+    while todo:
+        node = todo.pop()
+        if node in ends:
+            return True
+        if node not in seen and node.target not in DETACHES:
+            seen.add(node)
+            todo += node.all_input_nodes
+    return False
 
 
 def _tracer() -> Any:
@@ -104,26 +123,26 @@ def _between(graph: fx.Graph, starts: Sequence[fx.Node], ends: Sequence[fx.Node]
     they write to."""
     memory = _memory_of(graph)
     able = list(_with_gradient(graph))
-    found = set[fx.Node]()
+    depending = set[fx.Node]()
     written = {memory.root(n) for node in able for n in written_by(node)} & set(map(memory.root, starts))
     count = -1
-    while count < len(found):  # what shares memory with a tensor that is written to later depends too
-        count = len(found)
+    while count < len(depending):  # a tensor that shares memory with one that is written to later depends too
+        count = len(depending)
         for node in able:
-            depends = any(n in found or n in starts for n in node.all_input_nodes)
+            depends = any(n in depending or n in starts for n in node.all_input_nodes)
             if depends or memory.root(node) in written:
-                found.add(node)
+                depending.add(node)
                 written.update(map(memory.root, written_by(node)))
     needed = set(ends)
     for node in reversed(able):
-        if node in found and (node in needed or any(written_by(node))):
+        if node in depending and (node in needed or any(written_by(node))):
             needed.add(node)
             needed.update(node.all_input_nodes)
-    steps = [n for n in able if n in found and n in needed]
+    steps = [n for n in able if n in depending and n in needed]
     for node in steps:
         if not (isinstance(node.target, OpOverload) or node.target is operator.getitem):
             raise Unknown(f"{node.target}")
-    _check_unchanged(graph, steps, found.union(starts), memory)
+    _check_unchanged(graph, steps, depending.union(starts), memory)
     return steps
 
 
@@ -217,7 +236,7 @@ def _append(
             values[node] = node.meta.get("val")
             if node in known:
                 proxies[node] = fx.Proxy(known[node], tracer)
-            elif node.target in DETACHES:  # of what autograd has saved
+            elif node.target in DETACHES:  # autograd has saved its argument
                 source = node.all_input_nodes[0]
                 proxies[node], values[node] = proxies[source], values[source]
             else:
@@ -301,7 +320,7 @@ def _input_gradient(
 
 
 def _table() -> dict[OpOverload, Callable]:
-    """What backward operators consist of."""
+    """The parts of each backward operator, as a function."""
     whole = {
         aten.native_layer_norm.default, aten.native_group_norm.default, aten._fused_rms_norm.default,
         aten._native_batch_norm_legit.no_stats, aten.nll_loss_forward.default,

@@ -10,8 +10,9 @@ backward that is not linear, such as one that clips, is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -33,6 +34,7 @@ MAX_DIM = 7  # the largest dim of a probe: the gradients of an operator do not d
 TOLERANCE = 1e-6
 
 Function = type[torch.autograd.Function]
+_BATCH: ContextVar[tuple[Tensor, ...]] = ContextVar("tensors of the batch", default=())
 
 
 class _Context:
@@ -55,6 +57,17 @@ class _Context:
         self.stopped = tuple(map(id, tensors))
 
 
+@contextmanager
+def batch_of(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """A context for the pass of a batch. A script may ask for gradients of ``tensors`` in a later step, of
+    which the trace knows nothing."""
+    token = _BATCH.set(tuple(tensors))
+    try:
+        yield
+    finally:
+        _BATCH.reset(token)
+
+
 def exact_functions() -> AbstractContextManager[None]:
     """A context in which a Function runs as operators with the gradients of its backward, or raises
     TraceError."""
@@ -66,14 +79,15 @@ def exact_functions() -> AbstractContextManager[None]:
             return original.__func__(cls, *args, **kwargs)
         if kwargs or not any(map(_differentiable, args)):
             raise refusal(cls)
-        if not (torch.is_grad_enabled() and any(map(_needs_gradient, args))):  # its backward never runs
-            return _forward(cls, args)
-        if _has_gradients_of(cls, _forward, original.__func__, args):
-            return _forward(cls, args)
-        if not _has_gradients_of(cls, _with_own_backward, original.__func__, args):
+        needed = tuple(map(_may_need_gradient, args))
+        if not (torch.is_grad_enabled() and any(needed)):  # its backward never runs
+            return _forward(cls, args, needed)
+        if _has_gradients_of(cls, _forward, original.__func__, args, needed):
+            return _forward(cls, args, needed)
+        if not _has_gradients_of(cls, _with_own_backward, original.__func__, args, needed):
             raise refusal(cls)
         try:
-            return _with_own_backward(cls, args, written_out)
+            return _with_own_backward(cls, args, needed, written_out)
         except Unknown:
             raise refusal(cls) from None
 
@@ -93,13 +107,15 @@ def refusal(cls: type) -> TraceError:
     )
 
 
-def _forward(cls: Function, args: Sequence[Any]) -> Any:
+def _forward(cls: Function, args: Sequence[Any], needed: tuple[bool, ...]) -> Any:
     """Runs the forward with autograd's own derivative."""
-    return _forward_and_context(cls, args)[0]
+    return _forward_and_context(cls, args, needed)[0]
 
 
-def _forward_and_context(cls: Function, args: Sequence[Any]) -> tuple[Any, _Context]:
-    context = _Context(tuple(_needs_gradient(a) for a in args))
+def _forward_and_context(
+    cls: Function, args: Sequence[Any], needed: tuple[bool, ...]
+) -> tuple[Any, _Context]:
+    context = _Context(needed)
     if cls.setup_context is torch.autograd.Function.setup_context:
         result = cls.forward(context, *args)
     else:
@@ -115,13 +131,15 @@ def _run(function: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]) -
     return function(*tensors)
 
 
-def _with_own_backward(cls: Function, args: Sequence[Any], run: Callable = _run) -> Any:
-    """Runs the forward, and gives its results with the derivative that the backward computes. ``run`` calls a
-    function that uses autograd."""
-    result, context = _forward_and_context(cls, args)
+def _with_own_backward(
+    cls: Function, args: Sequence[Any], needed: tuple[bool, ...], run: Callable = _run
+) -> Any:
+    """Runs the forward, and gives its results with the derivative that the backward computes for the
+    arguments that it is ``needed`` for. ``run`` calls a function that uses autograd."""
+    result, context = _forward_and_context(cls, args, needed)
     results = list(result) if isinstance(result, tuple) else [result]
     learned = [_differentiable(r) and id(r) not in context.stopped for r in results]
-    inputs = [a for a in args if _needs_gradient(a)]
+    inputs = [a for a, is_needed in zip(args, needed) if is_needed]
     kept, spec = pytree.tree_flatten(vars(context))
     places = [i for i, value in enumerate(kept) if isinstance(value, Tensor)]
     # the backward's own, without the guard of @once_differentiable
@@ -138,7 +156,7 @@ def _with_own_backward(cls: Function, args: Sequence[Any], run: Callable = _run)
         wanted = [s.requires_grad_() for s, has_gradient in zip(seeds, learned) if has_gradient]
         gradients = backward(again, *seeds)
         gradients = gradients if isinstance(gradients, tuple) else (gradients,)
-        of_inputs = [g for g, a in zip(gradients, args) if _needs_gradient(a)]
+        of_inputs = [g for g, is_needed in zip(gradients, needed) if is_needed]
         return [_transpose(seed, of_inputs, deltas) for seed in wanted]
 
     tensors = [*(kept[i].detach() for i in places), *(x - x.detach() for x in inputs)]
@@ -170,27 +188,40 @@ def _differentiable(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.is_floating_point()
 
 
-def _needs_gradient(x: Any) -> bool:
-    return _differentiable(x) and x.requires_grad
+def _may_need_gradient(x: Any) -> bool:
+    """Whether a tensor has a gradient, or would have one if the script asked for those of the batch."""
+    return _differentiable(x) and (x.requires_grad or derivatives.depends_on(x, _BATCH.get()))
 
 
-def _has_gradients_of(cls: Function, run: Callable, apply: Any, args: tuple) -> bool:
+def _has_gradients_of(
+    cls: Function, run: Callable, apply: Any, args: tuple, needed: tuple[bool, ...]
+) -> bool:
     """Whether ``run`` and the Function give equal gradients at random points, small and large, in float64."""
     try:
         # real tensors, outside of the export's fake tensors
         with dispatch._disable_current_modes(), torch._C.DisableTorchFunction(), torch.enable_grad():
             return all(
-                _agree(cls, run, apply, args, size, grad) for size in SCALES for grad in GRADIENT_SCALES
+                _agree(cls, run, apply, args, needed, size, grad)
+                for size in SCALES
+                for grad in GRADIENT_SCALES
             )
     except Exception:  # it does not run on a probe, so nothing can be said
         return False
 
 
-def _agree(cls: Function, run: Callable, apply: Any, args: tuple, size: float, grad_size: float) -> bool:
+def _agree(
+    cls: Function,
+    run: Callable,
+    apply: Any,
+    args: tuple,
+    needed: tuple[bool, ...],
+    size: float,
+    grad_size: float,
+) -> bool:
     draw = torch.Generator().manual_seed(0)
-    probes = [_probe(a, size, draw) for a in args]
+    probes = [_probe(a, is_needed, size, draw) for a, is_needed in zip(args, needed)]
     own = _gradients(apply(cls, *probes), probes, grad_size)
-    function: Callable = partial(run, cls)
+    function: Callable = partial(run, cls, needed=needed)
     if run is _forward:
         # without mutations, as in a program: a forward may change in place what autograd would have kept
         function = torch.func.functionalize(function)
@@ -205,24 +236,22 @@ def _close(a: Tensor | None, b: Tensor | None, scale: float) -> bool:
     return torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE * scale)
 
 
-def _probe(arg: Any, size: float, draw: torch.Generator) -> Any:
+def _probe(arg: Any, is_needed: bool, size: float, draw: torch.Generator) -> Any:
     if not isinstance(arg, torch.Tensor):
         return arg
     shape = [min(int(n), MAX_DIM) for n in arg.shape]
     if arg.is_floating_point():
-        return (size * torch.randn(shape, generator=draw, dtype=torch.float64)).requires_grad_(
-            arg.requires_grad
-        )
+        return (size * torch.randn(shape, generator=draw, dtype=torch.float64)).requires_grad_(is_needed)
     return torch.randint(0, 2, shape, generator=draw).to(arg.dtype)
 
 
 def _gradients(result: Any, probes: list, grad_size: float) -> list[Tensor | None]:
     results = [r for r in (result if isinstance(result, tuple) else (result,)) if _differentiable(r)]
     results = [r for r in results if r.requires_grad]
-    inputs = [p for p in probes if _needs_gradient(p)]
+    inputs = [p for p in probes if _differentiable(p) and p.requires_grad]
     draw = torch.Generator().manual_seed(1)
     seeds = [grad_size * torch.randn(r.shape, generator=draw, dtype=r.dtype) for r in results]
-    # of all results, and of each: a backward may see which of them have a gradient
+    # all results, and each: a backward may see which of them have a gradient
     choices = [slice(None), *(slice(i, i + 1) for i in range(len(results)) if len(results) > 1)]
     return [
         gradient

@@ -43,18 +43,18 @@ def inner_gradients() -> AbstractContextManager[None]:
             return plain(outputs, inputs, grad_outputs, allow_unused=allow_unused)
         weights = [None] * len(ends) if grad_outputs is None else _several(grad_outputs)
         try:
-            found = gradients(ends, starts, weights)
+            slopes = gradients(ends, starts, weights)
         except Unknown as why:
             raise _refusal(f"torch.autograd.grad through {why}") from None
         if materialize_grads:
-            found = [torch.zeros_like(x) if g is None else g for g, x in zip(found, starts)]
-        if any(g is None for g in found) and not allow_unused:
+            slopes = [torch.zeros_like(x) if g is None else g for g, x in zip(slopes, starts)]
+        if any(g is None for g in slopes) and not allow_unused:
             raise RuntimeError(
                 "One of the differentiated Tensors appears to not have been used in the graph. "
                 "Set allow_unused=True if this is the desired behavior."
             )
         # a copy, since a write to it, such as sign_(), is none to what has a gradient
-        return tuple(g if g is None or create_graph else g.detach().clone() for g in found)
+        return tuple(g if g is None or create_graph else g.detach().clone() for g in slopes)
 
     return patched(torch.autograd, "grad", grad)
 

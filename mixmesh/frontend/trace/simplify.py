@@ -176,11 +176,16 @@ IDENTITY_RULES: dict[str, Rule] = {
 
 
 def drop_useless_detach(graph: Graph) -> Graph:
-    """Drops a ``detach`` of a value without a gradient, for instance from ``no_grad`` around a mask."""
+    """Drops a ``detach`` of a value without a gradient, for instance from ``no_grad`` around a mask. A script
+    may ask for the gradients of the batch in a later step (``x.requires_grad_()``), so inputs have one."""
     flowing: set[str] = set()
     for node in graph.nodes:
         trainable = node.op == "param" and dict(node.kwargs).get("trainable", True)
-        if trainable or (node.op != "aten.detach" and any(name in flowing for name in node.inputs)):
+        if (
+            trainable
+            or node.op == "input"
+            or (node.op != "aten.detach" and any(name in flowing for name in node.inputs))
+        ):
             flowing.update(r for r, t in zip(node.results, node.types) if r is not None and t.is_floating)
 
     def rule(b: Builder, node: Node) -> tuple[Ref] | None:
