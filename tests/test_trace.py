@@ -733,18 +733,22 @@ def test_dead_code_order_and_detach():
     p = Node(("p",), (F32,), "param", ("p",))
     idle = Node(("idle",), (F32,), "param", ("idle",))
     dead = Node(("dead",), (F32,), "aten.relu", (X,))
-    useless = Node(("d",), (F32,), "aten.detach", (X,))
+    made = Node(("made",), (F32,), "aten.full", ((2, 3), 1.0))
+    useless = Node(("d",), (F32,), "aten.detach", (Ref("made"),))
     useful = Node(("e",), (F32,), "aten.detach", (Ref("p"),))
-    total = Node(("y",), (F32,), "aten.add.Tensor", (Ref("d"), Ref("e")))
+    of_batch = Node(("f",), (F32,), "aten.detach", (X,))  # a script may ask for the gradient of the batch
+    total = Node(("y",), (F32,), "aten.add.Tensor", (Ref("f"), Ref("e")))
     update = Node((), (), "update", ("b", Ref("d")))
-    graph = drop_dead(graph_of(idle, p, dead, useless, update, useful, total))
-    assert [n.results for n in graph.nodes] == [("x",), ("idle",), ("p",), ("d",), (), ("e",), ("y",)]
+    graph = drop_dead(graph_of(idle, p, dead, made, useless, update, useful, of_batch, total))
+    assert "dead" not in {r for n in graph.nodes for r in n.results}
     graph = leaves_at_first_use(drop_useless_detach(graph))
     assert [n.results[0] if n.results else n.op for n in graph.nodes] == [
-        "x",
+        "made",
         "update",
         "p",
         "e",
+        "x",
+        "f",
         "y",
         "idle",
     ]
