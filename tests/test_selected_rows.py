@@ -159,12 +159,82 @@ def by_a_constant(m, x, *_):
     return m.mix(x)[:, kept].view(SAMPLES, 4, -1).square().mean()
 
 
+def variances(m, x, labels, _):
+    rows = m.scores(x)[labels >= 0]
+    return (
+        rows.var(1, correction=0).mean() + rows.std(-1, correction=2, keepdim=True).mean() + rows.std(False)
+    )
+
+
+def weights_of_elements(m, x, labels, _):
+    """The mean of these two losses is by the sum of the weights."""
+    mask = labels >= 0
+    scores, other, weight = m.scores(x)[mask], x[..., :4][mask], x[..., 4:][mask].abs()
+    absolute = F.l1_loss(scores, other, weight=weight)
+    return F.mse_loss(scores, other, weight=weight) + absolute + F.huber_loss(scores, other, weight=weight)
+
+
+def changed_by_views(m, x, labels, _):
+    """Operators in place change the other names and the views of the rows, and not what they came from."""
+    scores = m.scores(x)
+    mask = labels >= 0
+    rows = scores[mask]
+    same, halves = rows, rows.view(-1, 2, 2)
+    same += 1
+    rows.mul_(2).clamp_(max=3)
+    rows[:, 0] = 0.5
+    rows[:, 1:3] = scores[mask][:, 2:]
+    rows[rows < -1] = -1
+    return halves.square().mean() + scores.mean()
+
+
+def undefined_elsewhere(m, x, labels, depths):
+    """What is computed of the rows has no logarithm or root where nothing is selected."""
+    valid, scale = depths > 0, m.norm.weight[0]
+    predicted = (m.predicted(x) + 1)[valid]
+    powers = (predicted - 0.9).sqrt() + (predicted - 0.9).log() + (predicted - 0.9) ** 0.3
+    return (scale * (powers + 1 / (predicted - 0.5) + (predicted + 0.4).sub(0.3).acosh())).mean()
+
+
+def indices_out_of_bounds(m, x, labels, _):
+    """Numbers of the rows that are not selected may lie outside a table."""
+    far, mask = labels + 1000, labels >= 0
+    ids = far[mask] - 1000
+    chosen = m.scores(x)[mask].gather(1, ids[:, None]).mean() + (1000 // far[mask]).sum() / 100
+    return (
+        chosen
+        + (F.one_hot(ids, CLASSES) * F.embedding(ids, m.head.bias[:, None])).mean()
+        + m.head.bias[ids].sum()
+    )
+
+
+def numbers_first(m, x, labels, depths):
+    """Functions of torch that also take a number first."""
+    rows, large = m.scores(x)[labels >= 0], depths[depths > 0]
+    chosen = torch.where(rows > 0, rows, 0.0) + torch.pow(rows, 2) + torch.remainder(rows, 2)
+    return chosen.mean() + torch.float_power(large, 2).float().mean() * rows.mean()
+
+
+def of_few_bits(m, x, labels, _):
+    rows = (m.scores(x)[labels >= 0] * 3000).half()
+    return rows.abs().mean().float() / 3000
+
+
+def shapes(m, x, labels, _):
+    rows, scores = m.scores(x)[x[:, 0, 0] > 0], m.scores(x)[labels >= 0]
+    flat = rows.view(rows.size(0), -1) + rows.new_zeros(1, 24)
+    assert rows.is_floating_point() and not rows.is_sparse
+    whole = scores.sum(0, keepdim=True).square().mean() + F.mse_loss(scores, torch.ones_like(scores))
+    return whole + F.dropout(flat, 0.5, training=False).mean() + scores[scores > 0].log1p().mean()
+
+
 LOSSES = {
     f.__name__: f
     for f in (
         cross_entropy, flat_with_module, soft_targets, of_valid_depths, of_losses, focal, of_samples,
         of_pairs, written_back, counted, of_those, of_columns, of_directions, weighted, by_numbers,
-        by_a_buffer, by_a_constant,
+        by_a_buffer, by_a_constant, variances, weights_of_elements, changed_by_views, undefined_elsewhere,
+        indices_out_of_bounds, numbers_first, of_few_bits, shapes,
     )
 }  # fmt: skip
 
@@ -201,21 +271,26 @@ def sorted_rows(m, x, labels, _):
 
 def changed_in_place(m, x, labels, _):
     rows = m.scores(x)[labels >= 0]
-    rows[:, 0] = 0
+    rows[0] = 0
     return rows.mean()
 
 
-def added_in_place(m, x, labels, _):
+def drawn_in_place(m, x, labels, _):
     rows = m.scores(x)[labels >= 0]
-    rows.add_(1)
+    rows.normal_()
     return rows.mean()
 
 
-def another_mask(m, x, labels, _):
+def mask_changed(m, x, labels, _):
     mask = labels >= 0
-    rows = m.scores(x)[mask]
-    mask[:, 0] = False
-    return rows.mean()
+    rows = x[mask]
+    mask &= labels < 2
+    return rows.mean() * m.scores(x).mean()
+
+
+def paired_with_a_list(m, x, labels, _):
+    rows = m.scores(x)[labels >= 0, [0]]
+    return (rows - rows.mean()).square().sum() / rows.ndim
 
 
 def asked_for(m, x, labels, _):
@@ -229,7 +304,16 @@ def returned(m, x, labels, _):
 
 @pytest.mark.parametrize(
     "loss",
-    [compared, sorted_rows, changed_in_place, added_in_place, another_mask, asked_for, returned],
+    [
+        compared,
+        sorted_rows,
+        changed_in_place,
+        drawn_in_place,
+        mask_changed,
+        paired_with_a_list,
+        asked_for,
+        returned,
+    ],
     ids=lambda f: f.__name__,
 )
 def test_what_needs_their_number_is_refused(loss):
@@ -250,3 +334,29 @@ def test_masks_with_a_write_between_are_not_the_same():
 
     with pytest.raises(TraceError):
         trace(Model(loss), BATCH)
+
+
+def test_a_source_that_changes_later_keeps_the_rows():
+    """The selected rows themselves, where a function needs them, are those of before the change."""
+
+    def loss(m, x, labels, _):
+        scores, labels = m.scores(x).log_softmax(-1).transpose(0, 1).repeat(3, 1, 1), labels.clone()
+        mask = labels > 0
+        targets, lengths = labels[mask], mask.sum(-1)
+        labels.zero_()
+        return F.ctc_loss(scores, targets, torch.full((SAMPLES,), 18), lengths, zero_infinity=True)
+
+    model = Model(loss)
+    traced = trace(model, BATCH)
+    report = verify(model, BATCH, plan_traced(traced, CLUSTER, planner="ddp-proportional"), traced=traced)
+    assert report.max_loss_error < 1e-6 and report.max_gradient_error < 1e-4
+
+
+def test_weights_of_an_l1_loss_of_whole_tensors():
+    def loss(m, x, labels, _):
+        return F.l1_loss(m.scores(x), x[..., :4], weight=x[..., 4:].abs())
+
+    model = Model(loss)
+    traced = trace(model, BATCH)
+    report = verify(model, BATCH, plan_traced(traced, CLUSTER, planner="ddp-proportional"), traced=traced)
+    assert report.ok, report

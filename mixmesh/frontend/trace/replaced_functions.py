@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import overrides
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from ...base.patch import patched
 from . import instance_norms, scattered_writes, selected_functions
 from .checked_losses import gaussian_nll_loss
 
@@ -23,5 +25,22 @@ class ReplacedFunctions(TorchFunctionMode):
     """A context in which the functions in ``STAND_INS`` are replaced, under every name by which a model may
     have imported them."""
 
+    def __enter__(self) -> ReplacedFunctions:
+        self._patched = patched(F, "handle_torch_function", _with_weight)
+        self._patched.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patched.__exit__(*error)
+
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         return STAND_INS.get(func, func)(*args, **(kwargs or {}))
+
+
+def _with_weight(func: Callable, relevant: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls a function by way of the context. PyTorch 2.13 forgets the weight of ``F.l1_loss`` there."""
+    if func is F.l1_loss and len(relevant) == 3 and relevant[2] is not None:
+        kwargs = {"weight": relevant[2], **kwargs}
+    return overrides.handle_torch_function(func, relevant, *args, **kwargs)

@@ -9,13 +9,12 @@ themselves, and the program is refused if their number is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx.experimental import proxy_tensor
 from torch.utils import _python_dispatch as dispatch
 from torch.utils import _pytree as pytree
@@ -23,7 +22,7 @@ from torch.utils import _pytree as pytree
 from ...errors import TraceError
 from .written import written_by
 
-KNOWN: dict[str, Callable] = {}  # what computes a function of selected rows, by its name
+KNOWN: dict[str, Callable] = {}  # the computation of a function of selected rows, by the name of the function
 
 
 def known(*names: str) -> Callable[[Callable], Callable]:
@@ -37,41 +36,63 @@ def known(*names: str) -> Callable[[Callable], Callable]:
 
 
 class Unknown(Exception):
-    """What can only be computed of the selected rows themselves."""
+    """A function that needs the selected rows themselves."""
 
 
-class Selected:
+class Selected(Tensor):
     """The rows ``values[mask]``: ``values`` has the dims of the mask, in place of the one of the rows, and
-    then those of a row. Numbers of the rows themselves, as ``nonzero`` gives them, are those along the dim
-    ``counts`` of the mask."""
+    then those of a row. Operators in place write to ``values``, which views of the rows share. ``source`` is
+    what the mask has selected from, if nothing was computed of it. Numbers of the rows themselves, as
+    ``nonzero`` gives them, are those along the dim ``counts`` of the mask.
 
-    def __init__(self, values: Tensor, mask: Tensor, counts: int | None = None) -> None:
-        self.values, self._mask, self._version, self.counts = values, mask, mask._version, counts
+    A tensor for all who ask, with no memory of its own."""
+
+    values: Tensor  # type: ignore[assignment]
+    source: Tensor | None
+    counts: int | None
+    _mask: Tensor
+    _mask_version: int
+    _source_version: int
+
+    @staticmethod
+    def __new__(
+        cls, values: Tensor, mask: Tensor, source: Tensor | None = None, counts: int | None = None
+    ) -> Selected:
+        with dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
+            rows = Tensor._make_subclass(cls, torch.empty((), device="meta"))
+        rows.values, rows.source, rows.counts = values, source, counts
+        rows._mask, rows._mask_version = mask, mask._version
+        rows._source_version = 0 if source is None else source._version
+        return rows
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
 
     @property
     def mask(self) -> Tensor:
-        """The mask that has selected the rows. Raises TraceError if others have been written into it."""
-        if self._mask._version != self._version:
-            _refuse("a mask that was written to after x[mask]", "give it a mask of its own: x[mask.clone()]")
+        """The mask. Raises TraceError if it has been changed since it selected the rows."""
+        if self._mask._version != self._mask_version:
+            raise TraceError(
+                "a mask is changed in place after it has selected rows, which cannot be traced",
+                expected="masks that keep their values",
+                got="rows x[mask], and then an operator in place of mask, such as mask &= other",
+                hint="mask = mask & other, or mask = mask.clone() before the change",
+            )
         return self._mask
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:  # isinstance(x[mask], Tensor) holds
-        return Tensor
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         return computed(func, args, kwargs or {})
 
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(Tensor, name)  # AttributeError, as of a tensor
-        if callable(method):
-            return lambda *args, **kwargs: computed(method, (self, *args), kwargs)
-        return getattr(self.rows(), name)
-
     def rows(self) -> Tensor:
         """The selected rows themselves, whose number is not known."""
-        return torch.ops.aten.index.Tensor(self.values, [self.mask])
+        is_source = self.is_fresh and self.source._version == self._source_version  # type: ignore[union-attr]
+        return torch.ops.aten.index.Tensor(self.source if is_source else self.values, [self.mask])
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether nothing has been computed of the rows, so that those not selected hold the usual number."""
+        return self.source is not None and self.values._version == 0
 
     def of(self, values: Tensor) -> Selected:
         """Other values of the same rows."""
@@ -79,7 +100,8 @@ class Selected:
 
     def seen_as(self, values: Tensor) -> Selected:
         """A view of the same rows."""
-        return Selected(values, self.mask, self.counts if values.numel() == self.values.numel() else None)
+        counts = self.counts if values.numel() == self.values.numel() else None
+        return Selected(values, self.mask, counts=counts)
 
     @property
     def row_ndim(self) -> int:
@@ -87,7 +109,11 @@ class Selected:
 
     def filled(self, value: Any) -> Tensor:
         """The values, with another in the rows that are not selected."""
-        return torch.where(_wide(self.mask, self.values), self.values, value)
+        return torch.where(wide(self.mask, self.values), self.values, value)
+
+    def places(self) -> Tensor:
+        """The values as indices, with 0 in the rows that are not selected."""
+        return self.values if self.is_fresh else self.filled(0)
 
     def count(self) -> Tensor:
         """The number of rows."""
@@ -102,66 +128,37 @@ class Selected:
             raise Unknown
         return dim - 1 + self.mask.ndim
 
-    @property
-    def ndim(self) -> int:
-        return 1 + self.row_ndim
 
-    def dim(self) -> int:
-        return self.ndim
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.values.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.values.device
-
-    @property
-    def requires_grad(self) -> bool:
-        return self.values.requires_grad
-
-    @property
-    def shape(self) -> tuple:
-        return (self.count(), *self.values.shape[self.mask.ndim :])
-
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
-
-    def numel(self) -> Tensor:
-        return self.count() * self.values.shape[self.mask.ndim :].numel()
-
-    def __len__(self) -> int:
-        return len(self.rows())
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.rows())
-
-    def __bool__(self) -> bool:
-        return bool(self.rows())
-
-    def __hash__(self) -> int:
-        return id(self)
+def shape_of(x: Selected) -> tuple:
+    """The shape of the rows, the first of which is a tensor."""
+    return (x.count(), *x.values.shape[x.mask.ndim :])
 
 
-def _operator(name: str) -> Callable:
-    method = getattr(Tensor, name)
-    return lambda self, *args: computed(method, (self, *args), {})
+OF_ALL_ROWS = """dtype device requires_grad is_cuda is_cpu is_mps is_xpu is_meta is_sparse is_quantized
+is_nested layout itemsize""".split()
 
 
-OPERATORS = """add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow neg abs invert
-and rand or ror xor rxor eq ne lt le gt ge matmul rmatmul getitem setitem""".split()
-for _name in OPERATORS:
-    setattr(Selected, f"__{_name}__", _operator(f"__{_name}__"))
+def _attribute(x: Selected, name: str) -> Any:
+    match name:
+        case "shape":
+            return shape_of(x)
+        case "ndim":
+            return 1 + x.row_ndim
+        case "data":
+            return x.detach()
+    return getattr(x.values if name in OF_ALL_ROWS else x.rows(), name)
 
 
 def computed(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Computes a function of PyTorch one of whose arguments is selected rows."""
     name = func.__name__
+    if name == "__get__":
+        return _attribute(args[0], func.__self__.__name__)  # type: ignore[attr-defined]
     name = name.strip("_") if name.startswith("__") else name
-    is_changed = bool(args) and is_selected(args[0]) and (name.endswith("_") or name == "setitem")
-    if is_changed or kwargs.get("out") is not None:
-        _refuse(f"{name} of x[mask]", "y = x[mask] + 1 in place of y = x[mask]; y += 1")
+    if kwargs.get("out") is not None:
+        _refuse(name)
+    if args and is_selected(args[0]) and (name.endswith("_") or name in IN_PLACE):
+        return _changed(name, args, kwargs)
     kwargs = {key: value for key, value in kwargs.items() if key not in ("out", "_stacklevel")}
     run = KNOWN.get(name) or (by_element if _is_by_element(name) else None)
     try:
@@ -173,171 +170,65 @@ def computed(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
 
 
+IN_PLACE = {f"i{name}": name for name in "add sub mul truediv floordiv mod pow and or xor".split()}
+IN_PLACE["setitem"] = "setitem"
+
+
+def _changed(name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Writes to rows in place. Raises TraceError where the operator is not computed by element."""
+    x, base = args[0], IN_PLACE.get(name) or name.rstrip("_")
+    method = getattr(Tensor, f"__{base}__" if name in IN_PLACE else base, None)
+    try:
+        if not x.values.is_contiguous():  # a view of the rows might not be a view of the values
+            raise Unknown
+        if base in ("zero", "fill"):
+            x.values.fill_(*(args[1:] or (0,)))
+        elif base == "setitem":
+            KNOWN["setitem"](method, *args)
+        elif method is not None and _is_by_element(base):
+            x.values.copy_(by_element(method, *args, **kwargs).values.to(x.dtype))
+        else:
+            raise Unknown
+    except (Unknown, TypeError):
+        _refuse(name)
+    return None if base == "setitem" else x
+
+
 def is_selected(x: Any) -> bool:
     """Whether it is selected rows, which pass for a tensor."""
     return type(x) is Selected
 
 
 def as_tensors(output: Any) -> Any:
-    """What a model returns, with the selected rows themselves."""
+    """The output of a model, with the selected rows themselves."""
     if not any(map(is_selected, pytree.tree_leaves(output))):
         return output
     return pytree.tree_map_only(Selected, Selected.rows, output)
 
 
-def _refuse(got: str, hint: str) -> NoReturn:
+def _refuse(name: str) -> NoReturn:
     raise TraceError(
-        "rows that a mask selects, or their mask, are written to, which cannot be traced",
-        expected="x[mask] in operators that give new tensors",
-        got=got,
-        hint=(hint, "or torch.where(mask, a, b) of all rows"),
+        "rows that a mask selects are changed in place, which cannot be traced",
+        expected="operators in place of each element of x[mask], by numbers or by rows of that mask",
+        got=f"a tensor x[mask], and {name} of it",
+        hint=("y = x[mask] + 1 in place of y = x[mask]; y += 1", "or torch.where(mask, a, b) of all rows"),
     )
 
 
-def _wide(mask: Tensor, values: Tensor) -> Tensor:
+def wide(mask: Tensor, values: Tensor) -> Tensor:
     """A mask with a dim of one for each of a row."""
     return mask.reshape(*mask.shape, *[1] * (values.ndim - mask.ndim))
 
 
-def getitem(x: Tensor, index: Any) -> Any:
-    """``x[index]``; selected rows if the index is a mask whose values are not known, or selected numbers."""
-    parts = index if isinstance(index, tuple) else (index,)
-    if any(map(is_selected, parts)):
-        return _by_selected(x, parts)
-    if any(_known_mask(part) is not None for part in parts):
-        return x[tuple(number for part in parts for number in _numbers(part))]
-    if not _selects(x, parts):
-        return x[index]
-    selected = _selected(x, parts[0])
-    return computed(Tensor.__getitem__, (selected, (slice(None), *parts[1:])), {}) if parts[1:] else selected
-
-
-def _by_selected(x: Tensor, parts: tuple[Any, ...]) -> Any:
-    """``x`` indexed by selected numbers: those of the rows themselves, other ones, or both."""
-    mask = counted_by(x, parts)
-    if mask is not None:
-        return _selected(x, mask)
-    first = parts[0]
-    if len(parts) == 1 and first.dtype is not torch.bool and first.counts is None:
-        return first.of(x[first.values])
-    if len(parts) == 2 and all(map(is_selected, parts)) and parts[1].row_ndim == 0 and x.ndim == 2:
-        mask = counted_by(x, parts[:1])  # a column of each row
-        if mask is not None and is_same(mask, parts[1].mask):
-            rows = _selected(x, mask)
-            return rows.of(rows.values.gather(1, parts[1].values.unsqueeze(1)).squeeze(1))
-    return x[tuple(part.rows() if is_selected(part) else part for part in parts)]
-
-
-def counted_by(x: Tensor, parts: tuple[Any, ...]) -> Tensor | None:
-    """The mask for which ``x[parts]`` are the rows ``x[mask]``, as ``parts`` are the numbers that it
-    selects."""
-    if not all(is_selected(part) and part.row_ndim == 0 and part.counts == n for n, part in enumerate(parts)):
-        return None
-    mask = parts[0].mask
-    fits = len(parts) == mask.ndim and mask.shape == x.shape[: mask.ndim]
-    return mask if fits and all(is_same(mask, part.mask) for part in parts) else None
-
-
-def nonzero(x: Tensor, **options: Any) -> Any:
-    """``torch.nonzero``; of a mask, as selected numbers."""
-    as_tuple = options.get("as_tuple", False)
-    if options.keys() - {"as_tuple"} or is_selected(x) or not _is_mask(x) or (x.ndim > 1 and not as_tuple):
-        return torch.nonzero(x, **options)
-    numbers = [
-        torch.arange(size, device=x.device).reshape(-1, *[1] * (x.ndim - dim - 1)).expand(x.shape)
-        for dim, size in enumerate(x.shape)
-    ]
-    if not as_tuple:
-        return Selected(numbers[0].unsqueeze(1), x, 0)
-    return tuple(Selected(each, x, dim) for dim, each in enumerate(numbers))
-
-
-def where(condition: Tensor, *others: Any, **options: Any) -> Any:
-    """``torch.where``, with one argument too."""
-    if others or options:
-        return torch.where(condition, *others, **options)
-    return nonzero(condition, as_tuple=True)
-
-
-def index_select(x: Tensor, dim: int, index: Any) -> Any:
-    """``torch.index_select``."""
-    if dim != 0 or not is_selected(index):
-        return torch.index_select(x, dim, index)
-    return _by_selected(x, (index,))
-
-
-def _known_mask(x: Any) -> Tensor | None:
-    """The values of a mask that the forward pass has made of constants."""
-    if type(x) is not FakeTensor or x.dtype is not torch.bool or x.ndim == 0:
-        return None
-    return x.constant
-
-
-def _numbers(part: Any) -> tuple[Any, ...]:
-    """A part of an index; a mask whose values are known, as the numbers that it selects."""
-    known_mask = _known_mask(part)
-    if known_mask is None:
-        return (part,)
-    with unset_fake_temporarily(), dispatch._disable_current_modes():
-        places = known_mask.nonzero().unbind(1)
-        numbers = [each.tolist() for each in places]
-    return tuple(torch.tensor(each, device=part.device) for each in numbers)
-
-
-def _selects(x: Tensor, parts: tuple[Any, ...]) -> bool:
-    """Whether an index is a mask of the first dims, and after it perhaps numbers and slices of the others."""
-    if not parts or not _is_mask(parts[0]) or x.is_complex():
-        return False
-    others = all(not isinstance(part, Tensor) and part is not Ellipsis for part in parts[1:])
-    return others and parts[0].shape == x.shape[: parts[0].ndim]
-
-
-def masked_select(x: Tensor, mask: Tensor, **options: Any) -> Any:
-    """``torch.masked_select``."""
-    if options or not _is_mask(mask) or is_selected(x) or is_selected(mask) or x.is_complex():
-        return torch.masked_select(x, mask, **options)
-    return _selected(x, mask) if x.shape == mask.shape else _selected(*torch.broadcast_tensors(x, mask))
-
-
-def setitem(x: Tensor, index: Any, values: Any) -> None:
-    """``x[index] = values``; a choice by the mask if the values are rows that the same mask selects."""
-    parts = index if isinstance(index, tuple) else (index,)
-    if any(map(is_selected, parts)) and not is_selected(x):
-        mask = counted_by(x, parts)
-        index = tuple(part.rows() if is_selected(part) else part for part in parts) if mask is None else mask
-    if not is_selected(values) or not _is_mask(index) or is_selected(index) or is_selected(x):
-        x[index] = values
-    elif not is_same(index, values.mask) or values.values.shape != x.shape:
-        x[index] = values.rows()
-    else:
-        x.copy_(torch.where(_wide(index, x), values.values, x))
-
-
-def _is_mask(x: Any) -> bool:
-    """Whether it is a mask with values that are known only at run time."""
-    if is_selected(x):
-        return bool(x.dtype is torch.bool)
-    return isinstance(x, Tensor) and x.dtype is torch.bool and x.ndim > 0 and _node_of(x) is not None
-
-
-def _node_of(x: Tensor) -> fx.Node | None:
+def node_of(x: Tensor) -> fx.Node | None:
     mode = proxy_tensor.get_proxy_mode()
     slot = None if mode is None else proxy_tensor.get_proxy_slot(x, mode.tracer, None)
     return None if slot is None or slot.constant is not None else slot.proxy.node
 
 
-def _selected(x: Tensor, mask: Tensor) -> Selected:
-    if x.is_floating_point():
-        # finite in a logarithm or a quotient, and the difference of two such is not zero
-        other: Any = 0.5 if x.requires_grad else 0.25
-    else:
-        other = False if x.dtype is torch.bool else 0
-    return Selected(torch.where(_wide(mask, x), x, other), mask)
-
-
 def is_same(mask: Tensor, other: Tensor) -> bool:
     """Whether two masks are one tensor, or the same operators computed both of the same tensors."""
-    node, other_node = _node_of(mask), _node_of(other)
+    node, other_node = node_of(mask), node_of(other)
     if mask is other:
         return True
     if node is None or other_node is None or mask.shape != other.shape:
@@ -387,16 +278,46 @@ def _aligned(x: Any, first: Selected) -> Any:
 
 def by_element(func: Callable, *args: Any, **kwargs: Any) -> Selected:
     """Computes a function of each element."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves, spec = pytree.tree_flatten((_within_domain(func.__name__.strip("_"), args), kwargs))
     first, plain = aligned(*leaves)
     args, kwargs = pytree.tree_unflatten(plain, spec)
-    return first.of(func(*args, **kwargs))
+    result = func(*args, **kwargs)
+    if not isinstance(result, Tensor):
+        raise Unknown
+    return first.of(result)
+
+
+# functions that are infinite, undefined or an error somewhere, or whose gradient is
+DIVISIONS = "truediv div divide true_divide floordiv floor_divide mod fmod remainder".split()
+DIVISIONS_OF_OTHERS = "rtruediv rdiv rfloordiv rmod".split()
+WITH_DOMAIN = """sqrt rsqrt log log2 log10 log1p pow rpow float_power reciprocal acos arccos asin arcsin atanh
+arctanh logit erfinv xlogy atan2 arctan2 hypot digamma lgamma tan binary_cross_entropy kl_div""".split()
+
+
+def _within_domain(name: str, args: tuple) -> tuple:
+    """The arguments of a function, with a number at which it and its gradient are finite in the rows that are
+    not selected: what is computed of the usual number may be anything, and a gradient of zero times an
+    infinite one would be NaN."""
+    if name in ("acosh", "arccosh"):
+        return tuple(_instead(x, 2) for x in args)
+    if name in DIVISIONS:
+        return (args[0], *(_instead(x, 1) for x in args[1:]))
+    is_power = name == "pow" and type(args[-1]) is int and args[-1] >= 1
+    if name in DIVISIONS_OF_OTHERS or name in WITH_DOMAIN and not is_power:
+        return tuple(_instead(x, 0.5) for x in args)
+    return args
+
+
+def _instead(x: Any, value: float) -> Any:
+    if not is_selected(x) or x.dtype is torch.bool or (x.is_fresh and x.values.is_floating_point()):
+        return x
+    return x.of(x.filled(value if x.values.is_floating_point() else 1))
 
 
 # that PyTorch has under another name, or without a tag
 ALSO_BY_ELEMENT = """radd rsub rmul truediv rtruediv div rdiv floordiv rfloordiv mod rmod rpow invert and rand
 or ror xor rxor to float double half bfloat16 long int short bool type type_as detach clone contiguous gelu
-silu relu6 softplus logsigmoid hardswish hardsigmoid mish selu celu elu leaky_relu hardtanh softsign
+cpu cuda silu relu6 softplus logsigmoid hardswish hardsigmoid mish selu celu elu leaky_relu hardtanh softsign
 tanhshrink softshrink hardshrink threshold nan_to_num""".split()
 
 
@@ -406,16 +327,3 @@ def _is_by_element(name: str) -> bool:
     packet = getattr(torch.ops.aten, name, None)
     tags = [getattr(packet, overload).tags for overload in packet.overloads()] if packet is not None else []
     return any(torch.Tag.pointwise in t and torch.Tag.nondeterministic_seeded not in t for t in tags)
-
-
-STAND_INS: dict[Callable, Callable] = {
-    Tensor.__getitem__: getitem,
-    Tensor.__setitem__: setitem,
-    torch.nonzero: nonzero,
-    Tensor.nonzero: nonzero,
-    torch.where: where,
-    torch.index_select: index_select,
-    Tensor.index_select: index_select,
-    torch.masked_select: masked_select,
-    Tensor.masked_select: masked_select,
-}

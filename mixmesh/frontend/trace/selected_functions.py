@@ -10,14 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
-from .selected import STAND_INS, Selected, Unknown, aligned, by_element, is_same, is_selected, known
+from .row_indices import STAND_INS, selected_rows
+from .selected import Selected, Unknown, aligned, by_element, is_same, is_selected, known, shape_of
 
 __all__ = ["STAND_INS"]
 
 
 class Both(NamedTuple):
-    """What ``max``, ``sort`` and ``topk`` give along a dim."""
+    """The results of ``max``, ``sort`` and ``topk`` along a dim."""
 
     values: Selected
     indices: Selected
@@ -32,12 +34,12 @@ def _wrapped(first: Selected, result: Any) -> Any:
 
 def _dims(x: Selected, dim: Any) -> tuple[list[int], bool]:
     """The dims of ``values`` that are reduced, and whether the rows are among them."""
-    if dim is None:
+    if dim is None or dim == () or dim == []:
         return list(range(x.values.ndim)), True
-    given = [dim] if isinstance(dim, int) else list(dim)
-    given = [d + x.ndim if d < 0 else d for d in given]
-    leading = list(range(x.mask.ndim)) if 0 in given else []
-    return leading + [x.place(d) for d in given if d], 0 in given
+    dims = [dim] if isinstance(dim, int) else list(dim)
+    dims = [d + x.ndim if d < 0 else d for d in dims]
+    leading = list(range(x.mask.ndim)) if 0 in dims else []
+    return leading + [x.place(d) for d in dims if d], 0 in dims
 
 
 def _reduced(
@@ -47,9 +49,10 @@ def _reduced(
     dims, of_rows = _dims(x, dim)
     if not of_rows:
         return x.of(run(x.values, dims))
-    if keepdim and dim is not None:
-        raise Unknown
-    return run(x.filled(other), dims)
+    result = run(x.filled(other), dims)
+    if keepdim and dim is not None:  # one dim of the rows in place of those of the mask
+        return result.reshape(1, *result.shape[x.mask.ndim :])
+    return result
 
 
 @known("sum")
@@ -57,9 +60,15 @@ def _sum(func: Callable, x: Selected, dim: Any = None, keepdim: bool = False, *,
     return _reduced(x, dim, keepdim, 0, lambda v, dims: v.sum(dims, keepdim and dim is not None, dtype=dtype))
 
 
+HALVES = (torch.float16, torch.bfloat16)
+
+
 @known("mean")
 def _mean(func: Callable, x: Selected, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     dims, of_rows = _dims(x, dim)
+    wanted = dtype or x.dtype
+    if wanted in HALVES and of_rows:  # their sum may be too large, and their number is rounded
+        return _mean(func, x, dim, keepdim, dtype=torch.float32).to(wanted)
     total = _sum(func, x, dim, keepdim, dtype=dtype)
     number = 1
     for d in dims:
@@ -68,15 +77,21 @@ def _mean(func: Callable, x: Selected, dim: Any = None, keepdim: bool = False, *
 
 
 @known("var", "std")
-def _var(func: Callable, x: Selected, dim: Any = None, unbiased: bool = True, *, correction: int = 1) -> Any:
+def _var(
+    func: Callable, x: Selected, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *,
+    correction: Any = None,
+) -> Any:  # fmt: skip
     dims, of_rows = _dims(x, None if isinstance(dim, bool) else dim)
-    unbiased = dim if isinstance(dim, bool) else unbiased
+    if correction is None:
+        correction = int(dim if isinstance(dim, bool) else unbiased)
     if not of_rows:
-        return x.of(func(x.values, dims, unbiased=unbiased))
-    if len(dims) < x.values.ndim:
+        return x.of(func(x.values, dims, correction=correction, keepdim=keepdim))
+    if keepdim or len(dims) < x.values.ndim:
         raise Unknown
+    if x.dtype in HALVES:
+        return _var(func, x.of(x.values.float()), correction=correction).to(x.dtype)
     squares = x.of((x.values - _mean(func, x)).square())
-    variance = _sum(func, squares) / (x.numel() - (correction if unbiased else 0))
+    variance = _sum(func, squares) / (x.numel() - correction)
     return variance.sqrt() if func.__name__ == "std" else variance
 
 
@@ -87,6 +102,13 @@ def _norm(func: Callable, x: Selected, p: Any = 2, dim: Any = None, keepdim: boo
         raise Unknown
     norm = partial(torch.linalg.vector_norm, ord=p, keepdim=keepdim and dim is not None)
     return _reduced(x, dim, keepdim, 0, lambda values, dims: norm(values, dim=dims))
+
+
+@known("linalg_norm")
+def _matrix_norm(func: Callable, x: Selected, ord: Any = None, dim: Any = None, keepdim: bool = False) -> Any:
+    if ord is not None and not isinstance(dim, int):
+        raise Unknown
+    return _norm(func, x, 2 if ord is None else ord, dim, keepdim)
 
 
 @known("amax", "amin")
@@ -156,7 +178,9 @@ def _unsqueeze(func: Callable, x: Selected, dim: int) -> Selected:
 
 @known("gather")
 def _gather(func: Callable, x: Selected, dim: int, index: Selected) -> Selected:
-    first, (values, places) = aligned(x, index)
+    if not is_selected(x) or not is_selected(index):
+        raise Unknown
+    first, (values, places) = aligned(x, index.of(index.places()))
     return first.of(torch.gather(values, x.place(dim), places))
 
 
@@ -179,10 +203,18 @@ def _stack(func: Callable, tensors: Sequence[Any], dim: int = 0) -> Selected:
 @known("view", "reshape")
 def _view(func: Callable, x: Selected, *shape: Any) -> Selected:
     wanted = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
+    if len(wanted) > 1 and isinstance(wanted[0], Tensor) and is_same(wanted[0], x.count()):
+        wanted = (
+            -1,
+            *(
+                x.values.shape[x.mask.ndim :].numel() if size == -1 and len(wanted) == 2 else size
+                for size in wanted[1:]
+            ),
+        )
     if wanted and isinstance(wanted[0], torch.dtype) or not all(type(size) is int for size in wanted):
         raise Unknown
     row = x.values.shape[x.mask.ndim :]
-    if wanted == (-1,):  # of its elements, each of which is selected with its row
+    if wanted == (-1,):  # each element is selected with its row
         if row.numel() == 1:
             return x.seen_as(x.values.reshape(x.mask.shape))
         return Selected(x.values, x.mask.reshape(*x.mask.shape, *[1] * len(row)).expand(x.values.shape))
@@ -203,18 +235,51 @@ def _flatten(func: Callable, x: Selected, start_dim: int = 0, end_dim: int = -1)
 def _getitem(func: Callable, x: Any, index: Any) -> Any:
     if not is_selected(x):  # by selected numbers
         raise Unknown
-    if is_selected(index) and index.dtype is torch.bool and index.row_ndim == 0:
-        if not is_same(index.mask, x.mask):
-            raise Unknown
-        return Selected(x.values, x.mask & index.values)
+    if is_selected(index) and index.dtype is torch.bool:
+        return selected_rows(x.values, _mask_within(x, index))
+    return x.of(x.values[_index_within(x, index)])
+
+
+def _mask_within(x: Selected, index: Selected) -> Tensor:
+    """The mask of the rows or elements of ``x`` that other selected rows select."""
+    if index.row_ndim not in (0, x.row_ndim) or not is_same(index.mask, x.mask):
+        raise Unknown
+    if index.row_ndim and index.values.shape != x.values.shape:
+        raise Unknown
+    return index.filled(False)
+
+
+def _index_within(x: Selected, index: Any) -> tuple[Any, ...]:
+    """The index of ``values`` for one of the rows that takes of each row the same."""
     first, *rest = index if isinstance(index, tuple) else (index,)
-    if any(isinstance(i, Tensor) for i in rest):
+    lists = [i for i in rest if isinstance(i, list)]
+    others = [i for i in rest if i is not None and type(i) not in (slice, int) and i is not Ellipsis]
+    if len(others) > len(lists) or (lists and len(lists) + sum(type(i) is int for i in rest) > 1):
         raise Unknown
     if first is Ellipsis and sum(i is not None for i in rest) <= x.row_ndim:
-        return x.seen_as(x.values[(Ellipsis, *rest)])
+        return (Ellipsis, *rest)
     if not isinstance(first, slice) or first != slice(None):
         raise Unknown
-    return x.seen_as(x.values[(*[slice(None)] * x.mask.ndim, *rest)])
+    return (*[slice(None)] * x.mask.ndim, *rest)
+
+
+@known("setitem")
+def _setitem(func: Callable, x: Selected, index: Any, value: Any) -> None:
+    """Writes a number, or other rows of the same mask, to a part of each row or to some rows."""
+    if not is_selected(x):
+        raise Unknown
+    if is_selected(index):
+        if not isinstance(value, int | float):
+            raise Unknown
+        mask = _mask_within(x, index)
+        x.values.masked_fill_(mask.reshape(*mask.shape, *[1] * (x.values.ndim - mask.ndim)), value)
+        return
+    place = _index_within(x, index)
+    if is_selected(value):
+        _, (_, value) = aligned(x.of(x.values[place]), value)
+    elif not isinstance(value, int | float):
+        raise Unknown
+    x.values[place] = value
 
 
 @known("linear", "embedding", "layer_norm", "rms_norm")
@@ -229,7 +294,7 @@ def _layer(func: Callable, x: Any, *others: Any, **options: Any) -> Selected:
         needed = 1 if name == "linear" else 0
     if x.row_ndim < needed:
         raise Unknown
-    return x.of(func(x.values, *others, **options))
+    return x.of(func(x.places() if name == "embedding" else x.values, *others, **options))
 
 
 @known("matmul", "mm")
@@ -254,12 +319,54 @@ def _cosine(func: Callable, x: Any, other: Any, dim: int = 1, eps: float = 1e-8)
 def _one_hot(func: Callable, x: Selected, num_classes: int = -1) -> Selected:
     if num_classes < 0:
         raise Unknown
-    return x.of(F.one_hot(x.values, num_classes))
+    return x.of(F.one_hot(x.places(), num_classes))
 
 
-@known("numel")
+@known("dropout")
+def _dropout(func: Callable, x: Selected, p: float = 0.5, *others: bool, **options: Any) -> Selected:
+    """Draws numbers for all rows: others than on one device, as everywhere, of the same distribution."""
+    return x.of(func(x.values, p, *others, **options))
+
+
+@known("zeros_like", "ones_like", "full_like")
+def _like(func: Callable, x: Selected, *args: Any, **options: Any) -> Selected:
+    return x.of(func(x.values, *args, **options))
+
+
+@known("new_zeros", "new_ones", "new_full", "new_tensor")
+def _new(func: Callable, x: Selected, *args: Any, **options: Any) -> Any:
+    if any(isinstance(arg, Tensor) for arg in pytree.tree_leaves(args)):
+        raise Unknown
+    return func(x.values, *args, **options)
+
+
+@known("expand_as", "view_as", "reshape_as")
+def _as_other(func: Callable, x: Selected, other: Selected) -> Selected:
+    if not is_selected(x) or not is_selected(other) or not is_same(x.mask, other.mask):
+        raise Unknown
+    if func.__name__ == "expand_as" and x.row_ndim != other.row_ndim:
+        raise Unknown
+    return x.of(func(x.values, other.values))
+
+
+@known("is_floating_point", "is_complex", "element_size", "get_device", "is_signed")
+def _of_any_row(func: Callable, x: Selected) -> Any:
+    return func(x.values)
+
+
+@known("numel", "nelement")
 def _numel(func: Callable, x: Selected) -> Tensor:
-    return x.numel()
+    return x.count() * x.values.shape[x.mask.ndim :].numel()
+
+
+@known("size")
+def _size(func: Callable, x: Selected, dim: int | None = None) -> Any:
+    return shape_of(x) if dim is None else shape_of(x)[dim]
+
+
+@known("dim", "ndimension")
+def _ndim(func: Callable, x: Selected) -> int:
+    return 1 + x.row_ndim
 
 
 @known(
@@ -268,31 +375,34 @@ def _numel(func: Callable, x: Selected) -> Tensor:
     "margin_ranking_loss",
 )  # fmt: skip
 def _loss(func: Callable, *args: Any, **kwargs: Any) -> Any:
-    given = inspect.signature(func).bind(*args, **kwargs)
-    reduction = _reduction(given.arguments)
-    given.arguments["reduction"] = "none"
-    each = by_element(func, *given.args, **given.kwargs)
+    call = inspect.signature(func).bind(*args, **kwargs)
+    reduction = _reduction(call.arguments)
+    call.arguments["reduction"] = "none"
+    each = by_element(func, *call.args, **call.kwargs)
     if reduction == "batchmean":
         return _sum(func, each) / each.count()
-    return {"none": lambda: each, "sum": each.sum, "mean": each.mean}[reduction]()
+    weight = call.arguments.get("weight")
+    if reduction == "mean" and weight is not None and func in (F.mse_loss, F.l1_loss):
+        return _sum(func, each) / weight.sum()
+    return each if reduction == "none" else getattr(each, reduction)()
 
 
 @known("cross_entropy", "nll_loss")
 def _classes(func: Callable, x: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-    given = inspect.signature(func).bind(x, target, *args, **kwargs)
-    reduction = _reduction(given.arguments)
+    call = inspect.signature(func).bind(x, target, *args, **kwargs)
+    reduction = _reduction(call.arguments)
     if not is_selected(x) or not is_selected(target) or not is_same(x.mask, target.mask) or x.row_ndim < 1:
         raise Unknown
     lead = x.mask.shape.numel()
     scores = x.values.reshape(lead, *x.values.shape[x.mask.ndim :])
     if target.values.is_floating_point():  # weights of the classes
-        given.arguments |= {"input": scores, "target": _rows(target.values, target), "reduction": "none"}
-        each = x.of(_back(func(*given.args, **given.kwargs), x))
-        return {"none": lambda: each, "sum": each.sum, "mean": each.mean}[reduction]()
-    left_out = given.arguments.get("ignore_index", -100)
+        call.arguments |= {"input": scores, "target": _rows(target.values, target), "reduction": "none"}
+        each = x.of(_back(func(*call.args, **call.kwargs), x))
+        return each if reduction == "none" else getattr(each, reduction)()
+    left_out = call.arguments.get("ignore_index", -100)
     targets = _rows(target.filled(left_out), target)
-    given.arguments |= {"input": scores, "target": targets, "reduction": reduction}
-    result = func(*given.args, **given.kwargs)
+    call.arguments |= {"input": scores, "target": targets, "reduction": reduction}
+    result = func(*call.args, **call.kwargs)
     return x.of(_back(result, x)) if reduction == "none" else result
 
 
