@@ -202,25 +202,25 @@ def _stack(func: Callable, tensors: Sequence[Any], dim: int = 0) -> Selected:
 
 @known("view", "reshape")
 def _view(func: Callable, x: Selected, *shape: Any) -> Selected:
-    wanted = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
-    if len(wanted) > 1 and isinstance(wanted[0], Tensor) and is_same(wanted[0], x.count()):
-        wanted = (
-            -1,
-            *(
-                x.values.shape[x.mask.ndim :].numel() if size == -1 and len(wanted) == 2 else size
-                for size in wanted[1:]
-            ),
-        )
-    if wanted and isinstance(wanted[0], torch.dtype) or not all(type(size) is int for size in wanted):
-        raise Unknown
     row = x.values.shape[x.mask.ndim :]
+    wanted = _wanted(x, tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape)
     if wanted == (-1,):  # each element is selected with its row
         if row.numel() == 1:
             return x.seen_as(x.values.reshape(x.mask.shape))
         return Selected(x.values, x.mask.reshape(*x.mask.shape, *[1] * len(row)).expand(x.values.shape))
-    if not wanted or wanted[0] != -1 or torch.Size(wanted[1:]).numel() != row.numel():
+    if wanted[0] != -1 or torch.Size(wanted[1:]).numel() != row.numel():
         raise Unknown
     return x.of(x.values.reshape(*x.mask.shape, *wanted[1:]))
+
+
+def _wanted(x: Selected, shape: tuple) -> tuple[int, ...]:
+    """The sizes of a view of rows, of which the number of the rows, ``x.size(0)``, is -1."""
+    if len(shape) > 1 and isinstance(shape[0], Tensor) and is_same(shape[0], x.count()):
+        whole = x.values.shape[x.mask.ndim :].numel()
+        shape = (-1, whole) if len(shape) == 2 and shape[1] == -1 else (-1, *shape[1:])
+    if not shape or not all(type(size) is int for size in shape):
+        raise Unknown
+    return shape
 
 
 @known("flatten")
