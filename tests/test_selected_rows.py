@@ -14,6 +14,7 @@ from mixmesh.cluster import Cluster
 from mixmesh.errors import TraceError
 from mixmesh.frontend.trace import trace
 from mixmesh.measure.verification import unsupported_ops, verify
+from mixmesh.runtime.interpret import interpret
 
 SAMPLES, CLASSES = 10, 4
 DRAW = torch.Generator().manual_seed(0)
@@ -252,12 +253,23 @@ def test_equals_one_device(name):
     assert not moved, "samples need no others"
 
 
-def test_no_row_at_all_is_nan_as_on_one_device():
-    model, batch = Model(cross_entropy), {**BATCH, "labels": torch.full_like(LABELS, -100)}
-    plan = plan_traced(trace(model, batch), CLUSTER, planner="ddp-proportional")
-    assert model(**batch).isnan()
-    assert "ddp" in plan.planner
-    assert trace(Model(of_those), BATCH).graph.nodes  # one of the classes may be missing, too
+def or_nothing(m, x, labels, _):
+    """As the error for ``if mask.any():`` says."""
+    mask = labels >= 0
+    total = F.cross_entropy(m.scores(x)[mask], labels[mask], reduction="sum")
+    return (total + m.mix(x)[mask].square().sum()) / mask.sum().clamp(min=1)
+
+
+@pytest.mark.parametrize("loss", [cross_entropy, or_nothing], ids=lambda f: f.__name__)
+def test_no_row_at_all_is_as_on_one_device(loss):
+    model, batch = Model(loss), {**BATCH, "labels": torch.full_like(LABELS, -100)}
+    traced = trace(model, BATCH)
+    plan = plan_traced(traced, CLUSTER, planner="ddp-proportional")
+    expected = model(**batch)
+    assert expected.isnan() if loss is cross_entropy else expected == 0
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    loss = interpret(plan.program, tensors, batch).loss
+    torch.testing.assert_close(loss, expected, equal_nan=True)
 
 
 def compared(m, x, labels, _):

@@ -30,7 +30,7 @@ INSTEAD_OF_COUNTS = "F.one_hot(x, number).sum(0) in place of torch.bincount(x)"
 SIZE_OF_REPEATED = (
     "say how many there are in all, where that is fixed: x.repeat_interleave(counts, dim, output_size=n)"
 )
-INSTEAD_OF_MASKS = "replace indexing by a boolean mask with torch.where or a multiplication by the mask"
+INSTEAD_OF_MASKS = "for this operator replace x[mask] with torch.where or a multiplication by the mask"
 INSTEAD = {"bincount": INSTEAD_OF_COUNTS, "repeat_interleave": SIZE_OF_REPEATED}
 CHANGE_A_COPY = (
     "change a copy: x = x.clone()",

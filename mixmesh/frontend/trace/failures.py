@@ -21,8 +21,10 @@ from .stand_ins import lost_constant
 LEAKED = "fake tensor in the exported program"  # PyTorch's message for a value that it has lost track of
 CALL_ONCE = "call the model once on this batch without mixmesh"
 TRACED_OTHERWISE = "if that works, its code does something else while it is traced: give it masks, or none"
-BRANCH_HINT = (
-    "replace an `if` or loop on a tensor's value by torch.where, and x[mask] by a multiplication by the mask"
+BRANCH_HINT = "replace an `if` or loop on a tensor's value by torch.where"
+EMPTY_HINT = (
+    "in place of `if mask.any():` around a mean of x[mask]: x[mask].sum() / mask.sum().clamp(min=1), or a "
+    'loss with reduction="sum" divided by that, which are 0 where nothing is selected'
 )
 LIBRARY_HINTS = (
     "that line is a library's: a subclass of its module whose forward has no such line, put into the model",
@@ -32,7 +34,7 @@ NUMBER_HINTS = (
     "in what is computed, keep the tensor in place of float(x), int(x) or x.item(): torch.maximum for max()",
     "what is only shown or kept: return the tensor beside the loss, outputs=, and read it in the loop",
     "what decides on shapes or on a number of rounds comes into the batch as a number, not as a tensor; "
-    "x[mask] and x.nonzero() become a multiplication by the mask",
+    "x[mask] whose number of rows decides becomes a multiplication by the mask",
 )
 NO_MESSAGES = (
     "leave the gather or the sum over ranks out: the batch is whole here, as on one device",
@@ -137,7 +139,7 @@ def _of_a_value_read(
     PyTorch's text names symbols that the user does not know; its condition is a bare symbol where a number is
     read, and no branch is taken."""
     got = "a branch, a loop or an index that depends on a tensor's values"
-    hint: tuple[str, ...] = (BRANCH_HINT,)
+    hint: tuple[str, ...] = (BRANCH_HINT, EMPTY_HINT)
     if isinstance(error.cond, Symbol):
         got, hint = "a number that is read from a tensor", NUMBER_HINTS
     if place.location and not place.by_user:
