@@ -105,6 +105,13 @@ def written_back(m, x, labels, _):
     return m.head(h).square().mean()
 
 
+def by_bytes(m, x, labels, _):
+    """Old masks, and rows that are written back broadcast."""
+    h, mask = m.mix(x), (labels >= 0).byte()
+    h[mask] = h[mask].mean(-1, keepdim=True)
+    return m.head(h)[mask].square().mean()
+
+
 def counted(m, x, labels, _):
     mask = labels >= 0
     scores = m.scores(x)[mask]
@@ -233,7 +240,7 @@ LOSSES = {
     f.__name__: f
     for f in (
         cross_entropy, flat_with_module, soft_targets, of_valid_depths, of_losses, focal, of_samples,
-        of_pairs, written_back, counted, of_those, of_columns, of_directions, weighted, by_numbers,
+        of_pairs, written_back, by_bytes, counted, of_those, of_columns, of_directions, weighted, by_numbers,
         by_a_buffer, by_a_constant, variances, weights_of_elements, changed_by_views, undefined_elsewhere,
         indices_out_of_bounds, numbers_first, of_few_bits, shapes,
     )

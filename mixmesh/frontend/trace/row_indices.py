@@ -18,7 +18,8 @@ def getitem(x: Tensor, index: Any) -> Any:
     """``x[index]``; selected rows if the index is a mask whose values are not known, or selected numbers."""
     if is_selected(x):
         return computed(Tensor.__getitem__, (x, index), {})
-    parts = index if isinstance(index, tuple) else (index,)
+    parts = _parts(index)
+    index = parts if isinstance(index, tuple) else parts[0]
     if any(map(is_selected, parts)):
         return _by_selected(x, parts)
     if any(_known_mask(part) is not None for part in parts):
@@ -27,6 +28,20 @@ def getitem(x: Tensor, index: Any) -> Any:
         return x[index]
     selected = selected_rows(x, parts[0])
     return computed(Tensor.__getitem__, (selected, (slice(None), *parts[1:])), {}) if parts[1:] else selected
+
+
+def _parts(index: Any) -> tuple[Any, ...]:
+    """The parts of an index, with bytes as the masks that they stand for."""
+    parts = index if isinstance(index, tuple) else (index,)
+    are_bytes = [isinstance(part, Tensor) and part.dtype is torch.uint8 for part in parts]
+    return tuple(part.bool() if is_bytes else part for part, is_bytes in zip(parts, are_bytes))
+
+
+def _fits(rows: Selected, x: Tensor) -> bool:
+    """Whether selected rows can be written to those of ``x``, perhaps broadcast."""
+    if rows.dtype is not x.dtype or rows.values.ndim != x.ndim:
+        return False
+    return all(size in (1, whole) for size, whole in zip(rows.values.shape, x.shape))
 
 
 def _by_selected(x: Tensor, parts: tuple[Any, ...]) -> Any:
@@ -123,13 +138,14 @@ def setitem(x: Tensor, index: Any, values: Any) -> None:
     if is_selected(x):
         computed(Tensor.__setitem__, (x, index, values), {})
         return
-    parts = index if isinstance(index, tuple) else (index,)
+    parts = _parts(index)
+    index = parts if isinstance(index, tuple) else parts[0]
     if any(map(is_selected, parts)):
         mask = counted_by(x, parts)
         index = tuple(part.rows() if is_selected(part) else part for part in parts) if mask is None else mask
     if not is_selected(values) or not _is_mask(index) or is_selected(index):
         x[index] = values
-    elif not is_same(index, values.mask) or (values.values.shape, values.dtype) != (x.shape, x.dtype):
+    elif not is_same(index, values.mask) or not _fits(values, x):
         x[index] = values.rows()
     else:
         x.copy_(torch.where(wide(index, x), values.values, x))
