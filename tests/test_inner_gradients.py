@@ -8,21 +8,17 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from support.on_shards import assert_equals_one_device, assert_samples_stay
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from benchmarks import coverage
-from mixmesh.api import plan_traced
-from mixmesh.cluster import Cluster
 from mixmesh.errors import TraceError
 from mixmesh.frontend.trace import trace
-from mixmesh.measure.verification import unsupported_ops, verify
 
 SAMPLES = 10
 DRAW = torch.Generator().manual_seed(0)
 X = torch.randn(SAMPLES, 6, 8, generator=DRAW)
 NEAR = torch.randint(0, 6, (SAMPLES, 7), generator=DRAW)
-CLUSTER = Cluster.parse(coverage.CLUSTER)
 grad = torch.autograd.grad
 
 
@@ -375,14 +371,7 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_equals_one_device(name):
     model, batch = Model(LOSSES[name]), (X, NEAR) if name == "of_atoms" else (X,)
-    traced = trace(model, batch)
-    for planner in ("hap", "ddp-proportional"):
-        plan = plan_traced(traced, CLUSTER, planner=planner)
-        assert unsupported_ops(plan.program) == ()
-        report = verify(model, batch, plan, traced=traced)
-        assert report.ok, f"{planner}: {report}"
-    moved = {i.op for i in plan.program.instructions} & {"all_gather", "all_to_all"}
-    assert not moved, "samples need no others"
+    assert_samples_stay(assert_equals_one_device(model, batch))
 
 
 def test_the_pass_is_not_computed_twice():

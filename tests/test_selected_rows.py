@@ -6,14 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from support.on_shards import CLUSTER, assert_equals_one_device, assert_samples_stay
 from torch import nn
 
-from benchmarks import coverage
 from mixmesh.api import plan_traced
-from mixmesh.cluster import Cluster
 from mixmesh.errors import TraceError
 from mixmesh.frontend.trace import trace
-from mixmesh.measure.verification import unsupported_ops, verify
+from mixmesh.measure.verification import verify
 from mixmesh.runtime.interpret import interpret
 
 SAMPLES, CLASSES = 10, 4
@@ -24,7 +23,6 @@ LABELS = torch.randint(0, CLASSES, (SAMPLES, 6), generator=DRAW).masked_fill(
 )
 DEPTHS = torch.rand(SAMPLES, 6, 8, generator=DRAW).mul(2).sub(0.7).clamp(min=0)
 BATCH = {"x": X, "labels": LABELS, "depths": DEPTHS}
-CLUSTER = Cluster.parse(coverage.CLUSTER)
 
 
 class Model(nn.Module):
@@ -249,15 +247,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_equals_one_device(name):
-    model = Model(LOSSES[name])
-    traced = trace(model, BATCH)
-    for planner in ("hap", "ddp-proportional"):
-        plan = plan_traced(traced, CLUSTER, planner=planner)
-        assert unsupported_ops(plan.program) == ()
-        report = verify(model, BATCH, plan, traced=traced)
-        assert report.ok, f"{planner}: {report}"
-    moved = {i.op for i in plan.program.instructions} & {"all_gather", "all_to_all"}
-    assert not moved, "samples need no others"
+    assert_samples_stay(assert_equals_one_device(Model(LOSSES[name]), BATCH))
 
 
 def or_nothing(m, x, labels, _):

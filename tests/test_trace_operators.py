@@ -6,12 +6,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from support.on_shards import CLUSTER, assert_equals_one_device
 from torch import instance_norm, nn
 from torch.export import exported_program
 
-from benchmarks import coverage
 from mixmesh.api import plan_traced
-from mixmesh.cluster import Cluster
 from mixmesh.errors import TraceError, VerificationError
 from mixmesh.frontend.trace import decompositions, rewrite, trace
 from mixmesh.frontend.trace.draws import DRAW_RULES
@@ -27,7 +26,6 @@ ROWS = X[:, 0].clone()
 IDS = torch.randint(0, 20, (SAMPLES, 6), generator=torch.Generator().manual_seed(1))
 LABELS = torch.arange(SAMPLES) % 4
 TIMES = int(LABELS.sum())
-CLUSTER = Cluster.parse(coverage.CLUSTER)
 
 
 class Model(nn.Module):
@@ -370,13 +368,7 @@ def test_complex_numbers_in_the_code_are_refused(got):
 @pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")  # as is meant
 def test_equals_one_device(name):
     torch.manual_seed(0)
-    model, batch = MODELS[name]()
-    traced = trace(model, batch)
-    for planner in ("hap", "ddp-proportional"):
-        plan = plan_traced(traced, CLUSTER, planner=planner)
-        assert unsupported_ops(plan.program) == ()
-        report = verify(model, batch, plan, traced=traced)
-        assert report.ok, f"{planner}: {report}"
+    assert_equals_one_device(*MODELS[name]())
 
 
 def test_entries_of_a_sample_need_no_other_sample():
