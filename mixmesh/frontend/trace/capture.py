@@ -42,7 +42,7 @@ from .moves import moves_in_place
 from .outputs import named_tensors, names_of_all, selected
 from .reads import reading, reads_of
 from .regions import inference_as_no_grad, inline_regions, no_grad_within_autocast
-from .replaced_functions import ReplacedFunctions
+from .replaced_functions import ReplacedFunctions, weights_of_losses_kept
 from .scattered_writes import write_decompositions
 from .selected import as_tensors
 from .selections import targets_by_sample
@@ -389,7 +389,7 @@ def _as_it_is_traced() -> Iterator[None]:
         whole_stacks(),
         regions_kept(), experts_in_groups(), masks_as_given(), synced_norms_as_plain(),
         no_autocast(), no_grad_within_autocast(), inference_as_no_grad(), inner_gradients(),
-        distributions_unchecked(), small_constants_kept(),
+        distributions_unchecked(), small_constants_kept(), weights_of_losses_kept(),
     ):  # fmt: skip
         yield
 

@@ -22,7 +22,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _python_dispatch as dispatch
 
-from .fx_nodes import target_of
+from .fx_nodes import slot_of, target_of
 from .written import Groups, may_share, written_by
 
 aten = torch.ops.aten
@@ -46,8 +46,8 @@ def gradients(
     """The gradients of ``torch.autograd.grad``, with ``create_graph``, of tensors of the pass that is being
     exported; None for an input that no output depends on. Raises Unknown."""
     tracer = _tracer()
-    ends, starts = [_node_of(t, tracer) for t in outputs], [_node_of(t, tracer) for t in inputs]
-    weights = [None if t is None else _node_of(t, tracer) for t in grad_outputs]
+    ends, starts = [_node_of(t) for t in outputs], [_node_of(t) for t in inputs]
+    weights = [None if t is None else _node_of(t) for t in grad_outputs]
     steps = _between(tracer.graph, starts, ends)
     reached = [(n, w) for n, w in zip(ends, weights) if n in steps or n in starts]
     if not reached:
@@ -79,7 +79,7 @@ def written_out(function: Callable[..., Sequence[Tensor]], tensors: Sequence[Ten
     """The results of a function of tensors of the pass that is being exported, which may use autograd within
     it; appended to the pass as ordinary operators. Raises Unknown."""
     tracer = _tracer()
-    leaves = [_node_of(t, tracer) for t in tensors]
+    leaves = [_node_of(t) for t in tensors]
     graph = _record(lambda *values: (list(function(*values)), []), [n.meta["val"] for n in leaves])
     results, _ = _results(graph)
     return _append(graph, results, dict(zip(_placeholders(graph), leaves)), tracer)
@@ -87,10 +87,7 @@ def written_out(function: Callable[..., Sequence[Tensor]], tensors: Sequence[Ten
 
 def depends_on(tensor: Tensor, others: Sequence[Tensor]) -> bool:
     """Whether gradients could go from a tensor of the pass that is being exported to one of ``others``."""
-    mode = proxy_tensor.get_proxy_mode()
-    if mode is None:
-        return False
-    slots = [proxy_tensor.get_proxy_slot(t, mode.tracer, None) for t in (tensor, *others)]
+    slots = [slot_of(t) for t in (tensor, *others)]
     todo = [slots[0].proxy.node] if slots[0] is not None else []
     ends = {slot.proxy.node for slot in slots[1:] if slot is not None}
     seen = set[fx.Node]()
@@ -111,8 +108,8 @@ def _tracer() -> Any:
     return mode.tracer
 
 
-def _node_of(tensor: Tensor, tracer: Any) -> fx.Node:
-    slot = proxy_tensor.get_proxy_slot(tensor, tracer, None)
+def _node_of(tensor: Tensor) -> fx.Node:
+    slot = slot_of(tensor)
     if slot is None:
         raise Unknown("a tensor from elsewhere")
     return slot.proxy.node

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
+from torch.fx.experimental import proxy_tensor
 
 
 def node_argument(node: fx.Node, position: int) -> fx.Node:
@@ -24,3 +25,10 @@ def block_of(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule:
 def target_of(node: fx.Node) -> Any:
     """The operator that a node calls."""
     return node.target
+
+
+def slot_of(tensor: Tensor) -> Any:
+    """The ``proxy`` and the ``constant`` that the pass which is being exported has for a tensor; None outside
+    of an export, and for a tensor that the pass does not know."""
+    mode = proxy_tensor.get_proxy_mode()
+    return None if mode is None else proxy_tensor.get_proxy_slot(tensor, mode.tracer, None)

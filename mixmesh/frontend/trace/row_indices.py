@@ -11,13 +11,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils import _python_dispatch as dispatch
 
-from .selected import Selected, computed, is_same, is_selected, node_of, wide
+from .selected import Selected, is_same, is_selected, node_of, wide
 
 
 def getitem(x: Tensor, index: Any) -> Any:
     """``x[index]``; selected rows if the index is a mask whose values are not known, or selected numbers."""
     if is_selected(x):
-        return computed(Tensor.__getitem__, (x, index), {})
+        return x[index]
     parts = _parts(index)
     index = parts if isinstance(index, tuple) else parts[0]
     if any(map(is_selected, parts)):
@@ -27,7 +27,7 @@ def getitem(x: Tensor, index: Any) -> Any:
     if not _selects(x, parts):
         return x[index]
     selected = selected_rows(x, parts[0])
-    return computed(Tensor.__getitem__, (selected, (slice(None), *parts[1:])), {}) if parts[1:] else selected
+    return selected[(slice(None), *parts[1:])] if parts[1:] else selected
 
 
 def _parts(index: Any) -> tuple[Any, ...]:
@@ -136,7 +136,7 @@ def masked_select(x: Tensor, mask: Tensor, **options: Any) -> Any:
 def setitem(x: Tensor, index: Any, values: Any) -> None:
     """``x[index] = values``; a choice by the mask if the values are rows that the same mask selects."""
     if is_selected(x):
-        computed(Tensor.__setitem__, (x, index, values), {})
+        x[index] = values
         return
     parts = _parts(index)
     index = parts if isinstance(index, tuple) else parts[0]

@@ -10,16 +10,17 @@ themselves, and the program is refused if their number is needed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
-from torch.fx.experimental import proxy_tensor
 from torch.utils import _python_dispatch as dispatch
 from torch.utils import _pytree as pytree
 
 from ...errors import TraceError
+from .fx_nodes import slot_of
 from .written import written_by
 
 KNOWN: dict[str, Callable] = {}  # the computation of a function of selected rows, by the name of the function
@@ -104,6 +105,10 @@ class Selected(Tensor):
         return Selected(values, self.mask, counts=counts)
 
     @property
+    def row_shape(self) -> torch.Size:
+        return self.values.shape[self.mask.ndim :]
+
+    @property
     def row_ndim(self) -> int:
         return self.values.ndim - self.mask.ndim
 
@@ -131,7 +136,7 @@ class Selected(Tensor):
 
 def shape_of(x: Selected) -> tuple:
     """The shape of the rows, the first of which is a tensor."""
-    return (x.count(), *x.values.shape[x.mask.ndim :])
+    return (x.count(), *x.row_shape)
 
 
 OF_ALL_ROWS = """dtype device requires_grad is_cuda is_cpu is_mps is_xpu is_meta is_sparse is_quantized
@@ -221,8 +226,8 @@ def wide(mask: Tensor, values: Tensor) -> Tensor:
 
 
 def node_of(x: Tensor) -> fx.Node | None:
-    mode = proxy_tensor.get_proxy_mode()
-    slot = None if mode is None else proxy_tensor.get_proxy_slot(x, mode.tracer, None)
+    """The node of a tensor whose values are known only at run time; None for any other one."""
+    slot = slot_of(x)
     return None if slot is None or slot.constant is not None else slot.proxy.node
 
 
@@ -321,6 +326,7 @@ cpu cuda silu relu6 softplus logsigmoid hardswish hardsigmoid mish selu celu elu
 tanhshrink softshrink hardshrink threshold nan_to_num""".split()
 
 
+@cache
 def _is_by_element(name: str) -> bool:
     if name in ALSO_BY_ELEMENT:
         return True

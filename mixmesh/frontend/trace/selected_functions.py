@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from .row_indices import STAND_INS, selected_rows
-from .selected import Selected, Unknown, aligned, by_element, is_same, is_selected, known, shape_of
+from .selected import Selected, Unknown, aligned, by_element, is_same, is_selected, known, shape_of, wide
 
 __all__ = ["STAND_INS"]
 
@@ -70,9 +71,7 @@ def _mean(func: Callable, x: Selected, dim: Any = None, keepdim: bool = False, *
     if wanted in HALVES and of_rows:  # their sum may be too large, and their number is rounded
         return _mean(func, x, dim, keepdim, dtype=torch.float32).to(wanted)
     total = _sum(func, x, dim, keepdim, dtype=dtype)
-    number = 1
-    for d in dims:
-        number *= x.values.shape[d] if d >= x.mask.ndim else 1
+    number = math.prod(x.values.shape[d] for d in dims if d >= x.mask.ndim)
     return total / (x.count() * number) if of_rows else total / number
 
 
@@ -202,12 +201,12 @@ def _stack(func: Callable, tensors: Sequence[Any], dim: int = 0) -> Selected:
 
 @known("view", "reshape")
 def _view(func: Callable, x: Selected, *shape: Any) -> Selected:
-    row = x.values.shape[x.mask.ndim :]
+    row = x.row_shape
     wanted = _wanted(x, tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape)
     if wanted == (-1,):  # each element is selected with its row
         if row.numel() == 1:
             return x.seen_as(x.values.reshape(x.mask.shape))
-        return Selected(x.values, x.mask.reshape(*x.mask.shape, *[1] * len(row)).expand(x.values.shape))
+        return Selected(x.values, wide(x.mask, x.values).expand(x.values.shape))
     if wanted[0] != -1 or torch.Size(wanted[1:]).numel() != row.numel():
         raise Unknown
     return x.of(x.values.reshape(*x.mask.shape, *wanted[1:]))
@@ -216,8 +215,7 @@ def _view(func: Callable, x: Selected, *shape: Any) -> Selected:
 def _wanted(x: Selected, shape: tuple) -> tuple[int, ...]:
     """The sizes of a view of rows, of which the number of the rows, ``x.size(0)``, is -1."""
     if len(shape) > 1 and isinstance(shape[0], Tensor) and is_same(shape[0], x.count()):
-        whole = x.values.shape[x.mask.ndim :].numel()
-        shape = (-1, whole) if len(shape) == 2 and shape[1] == -1 else (-1, *shape[1:])
+        shape = (-1, x.row_shape.numel()) if len(shape) == 2 and shape[1] == -1 else (-1, *shape[1:])
     if not shape or not all(type(size) is int for size in shape):
         raise Unknown
     return shape
@@ -272,7 +270,7 @@ def _setitem(func: Callable, x: Selected, index: Any, value: Any) -> None:
         if not isinstance(value, int | float):
             raise Unknown
         mask = _mask_within(x, index)
-        x.values.masked_fill_(mask.reshape(*mask.shape, *[1] * (x.values.ndim - mask.ndim)), value)
+        x.values.masked_fill_(wide(mask, x.values), value)
         return
     place = _index_within(x, index)
     if is_selected(value):
@@ -356,7 +354,7 @@ def _of_any_row(func: Callable, x: Selected) -> Any:
 
 @known("numel", "nelement")
 def _numel(func: Callable, x: Selected) -> Tensor:
-    return x.count() * x.values.shape[x.mask.ndim :].numel()
+    return x.count() * x.row_shape.numel()
 
 
 @known("size")
@@ -393,8 +391,7 @@ def _classes(func: Callable, x: Any, target: Any, *args: Any, **kwargs: Any) -> 
     reduction = _reduction(call.arguments)
     if not is_selected(x) or not is_selected(target) or not is_same(x.mask, target.mask) or x.row_ndim < 1:
         raise Unknown
-    lead = x.mask.shape.numel()
-    scores = x.values.reshape(lead, *x.values.shape[x.mask.ndim :])
+    scores = _rows(x.values, x)
     if target.values.is_floating_point():  # weights of the classes
         call.arguments |= {"input": scores, "target": _rows(target.values, target), "reduction": "none"}
         each = x.of(_back(func(*call.args, **call.kwargs), x))

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from ...lang.ir import Arg, DType, Graph, Node, Ref
+from ...lang.ir.graph import begins_gradient
 from .build import Builder, Rule, rewrite
 from .dtypes import TORCH_DTYPE
 from .schema import bound, normalise
@@ -180,12 +181,8 @@ def drop_useless_detach(graph: Graph) -> Graph:
     may ask for the gradients of the batch in a later step (``x.requires_grad_()``), so inputs have one."""
     flowing: set[str] = set()
     for node in graph.nodes:
-        trainable = node.op == "param" and dict(node.kwargs).get("trainable", True)
-        if (
-            trainable
-            or node.op == "input"
-            or (node.op != "aten.detach" and any(name in flowing for name in node.inputs))
-        ):
+        begins = node.op == "input" or begins_gradient(node)
+        if begins or (node.op != "aten.detach" and any(name in flowing for name in node.inputs)):
             flowing.update(r for r, t in zip(node.results, node.types) if r is not None and t.is_floating)
 
     def rule(b: Builder, node: Node) -> tuple[Ref] | None:
