@@ -11,16 +11,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..cost.model import VIEWS
-from ..lang.rules import Call
+from ..lang.rules import SELECTED, Call, count_whole, selected_share
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """The memory of an operator. ``keeps`` names inputs and results: ``inputs``, ``result``, ``first``,
-    ``rest``, ``tables``, ``factors`` (an input whose partner takes a gradient). Sizes are multiples of the
-    first result's bytes: ``extra`` is kept as well, ``forward`` and ``backward`` are temporary. If it
-    ``passes``, the gradient of an input is that of the result itself, provided that the shapes agree. If it
-    is ``strided``, the result has the input's layout."""
+    ``rest``, ``tables``, ``whole``, ``factors`` (an input whose partner takes a gradient). Sizes are
+    multiples of the first result's bytes: ``extra`` is kept as well, ``forward`` and ``backward`` are
+    temporary. If it ``passes``, the gradient of an input is that of the result itself, provided that the
+    shapes agree. If it is ``strided``, the result has the input's layout."""
 
     keeps: str = "inputs"
     extra: float = 0.0
@@ -62,6 +62,7 @@ ROWS: dict[str, Row] = {
     "mixmesh.sum_exp": Row(""),
     "mixmesh.cross_entropy": Row("inputs"),
     "mixmesh.experts": Row("tables"),
+    SELECTED: Row("whole"),
     # the mask has a byte per element and is drawn as numbers; the product with it comes before the scaling
     "aten.native_dropout": Row("", extra=0.25, forward=1.0, backward=1.0),
     # positions of the largest elements, eight bytes each
@@ -96,6 +97,8 @@ def kept(call: Call, takes_gradient: tuple[bool, ...]) -> Iterator[tuple[str, in
         case "tables":  # tables of experts; ids, tokens and values are kept sorted (extra_bytes)
             first = 1 + len(call.args[1]) + len(call.args[2])
             yield from (("input", n) for n in range(first, last + 1))
+        case "whole":  # tensors that rows share; the rows themselves are kept selected (extra_bytes)
+            yield from (("input", n) for n in range(last + 1 - count_whole(call), last + 1))
         case "condition":
             yield from (("input", n) for n, t in enumerate(call.inputs) if t.dtype == "bool")
         case "divisor":
@@ -120,6 +123,8 @@ def extra_bytes(call: Call) -> float:
         return call.inputs[0].size_bytes  # the logarithms of the softmax; the logits are not kept
     if call.op == "mixmesh.experts":
         return call.inputs[0].num_elements * call.args[-1]  # the values of each choice
+    if call.op == SELECTED:
+        return selected_share(call) * call.inputs[0].num_elements * call.args[-1]
     if call.op == "aten.scaled_dot_product_attention":
         return result / max(call.outputs[0].shape[-1], 1)  # the logarithm of each row's sum
     return row_of(call).extra * result
@@ -129,6 +134,8 @@ def forward_bytes(call: Call) -> float:
     """Temporaries of the forward pass."""
     if call.op == "mixmesh.experts":  # the results of a token's choices, before they are summed
         return _choices(call) * call.outputs[0].size_bytes
+    if call.op == SELECTED:  # the result of selected rows, before it is spread
+        return selected_share(call) * call.outputs[0].size_bytes
     return row_of(call).forward * call.outputs[0].size_bytes
 
 
@@ -138,6 +145,8 @@ def backward_bytes(call: Call) -> float:
         return call.inputs[0].size_bytes  # the gradient of the logarithms
     if call.op == "mixmesh.experts":  # gradients of the choices' values, two at a time
         return max(_choices(call) * call.outputs[0].size_bytes, extra_bytes(call) / 2)
+    if call.op == SELECTED:  # gradients of the rows' values, two at a time
+        return max(selected_share(call) * call.outputs[0].size_bytes, extra_bytes(call) / 2)
     return row_of(call).backward * call.outputs[0].size_bytes
 
 

@@ -188,5 +188,15 @@ LEFT_OUT: dict[str, dict[str, tuple[str, ...]]] = {
             "R, R, R, R, P(sum) -> P(sum)",
             "R, R, R, R, S(2) -> S(1)",
         ),
+        "mixmesh.selected": (
+            "R, R, R, P(sum), P(sum) -> P(sum)",
+            "R, R, R, S(0), S(0) -> S(1)",
+            "R, R, P(sum), R, R -> P(sum)",
+            "R, P(sum), R, R, P(sum) -> P(sum)",
+            "R, R, R, S(0), S(0) -> S(2)",
+            "R, R, P(sum), R, P(sum) -> P(sum)",
+            "R, P(sum), R, R, R -> P(sum)",
+            "R, R, S(0) -> S(2)",
+        ),
     },
 }

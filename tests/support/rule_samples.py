@@ -98,6 +98,9 @@ _GATED = (
     "h = x0 @ t0; g, u = split.Tensor(h, 3, -1); a = silu(g); m = mul.Tensor(a, u); y = m @ t1;"
     " s = unsqueeze(s0, -1); z = mul.Tensor(y, s)"
 )
+_OF_ROWS = "v0 = linear(x0, w0, w1); v1 = unsqueeze(x1, 1); v2 = mul.Tensor(v0, v1)"
+_OF_TOKENS = "v0 = linear(s0, w0, w1); v1 = unsqueeze(x0, -1); v2 = mul.Tensor(v0, v1)"
+_OF_DIMS = "v0 = linear(x0, w0); v1 = gelu(v0); v2 = _to_copy(v1, dtype=d0)"
 _BIASED = (
     "h = x0 @ t0.mT; b = t1[e]; s = add.Tensor(h, b); a = tanh(s); y = mul.Tensor(a, w0);"
     " z = _to_copy(y, dtype=d0)"
@@ -205,6 +208,11 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
     "mixmesh.experts": (
         call(I(5, 14), (F(7, 4),), (F(14),), (F(5, 4, 6), F(5, 3, 4)), (), (), _GATED, 0),
         call(I(4, 5), (F(5, 3),), (), (F(4, 3, 3), F(4, 3)), (F(3),), (DType("f64"),), _BIASED, 0),
+    ),
+    "mixmesh.selected": (
+        call(B(7), (F(7, 4), F(7)), (), 0, (F(6, 4), F(6)), (), _OF_ROWS, 0.5, 0),
+        call(B(2, 7), (F(2, 7),), (F(7, 4),), 1, (F(6, 4), F(6)), (), _OF_TOKENS, 0.5, 0),
+        call(B(5, 3), (F(5, 3, 4),), (), 0, (F(4, 4),), (DType("f64"),), _OF_DIMS, 0.5, 0),
     ),
     "transformers.grouped_mm_fallback": (call(F(6, 4), F(3, 4, 5), Spec("i32", (3,), "ends", 0, 6)),),
     # sums and products of elements

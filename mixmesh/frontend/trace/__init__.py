@@ -36,6 +36,7 @@ from .recurrent import RECURRENT_RULES
 from .rows import first_samples, sources_with_rows
 from .sample_lookups import SAMPLE_RULES
 from .schema import bound, normalise, on_meta, overload
+from .selected_regions import selected_as_operators
 from .simplify import (
     ALIASES,
     IDENTITY_RULES,
@@ -139,6 +140,7 @@ PASSES: tuple[Pass, ...] = (
     lookups_by_sample,
     drop_dead,
     mixtures_as_operators,
+    selected_as_operators,
     drop_dead,
     leaves_at_first_use,
     updates_at_once,

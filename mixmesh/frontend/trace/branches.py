@@ -11,7 +11,9 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import CodeType
+from dataclasses import dataclass
+from enum import Enum
+from types import CodeType, MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -19,11 +21,15 @@ from torch.distributions import Distribution
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
+from ...base.callers import shown_path
 from .locate import is_users
+from .selected import node_of
+from .skipped import emptiness, is_skipped
 
 _DISTRIBUTIONS = os.path.dirname(torch.distributions.__file__)
 T = TypeVar("T")
 Site = tuple[CodeType, int]  # (function, line) of a branch
+NO_CHECKS: Mapping[Site, bool | None] = MappingProxyType({})
 
 
 class Undecided(Exception):
@@ -34,13 +40,37 @@ class Undecided(Exception):
         self.site = site
 
 
+class Masks(Enum):
+    """The way at branches that ask whether a mask selects anything."""
+
+    SELECTING = "as if all masks did"
+    BY_TURNS = "as if every second mask did"
+    UNKNOWN = "as at other branches"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A branch that asked whether a mask selects anything: its condition, and the value of it if so."""
+
+    site: Site
+    condition: torch.Tensor
+    if_any: bool
+
+    @property
+    def place(self) -> str:
+        return f"{shown_path(self.site[0].co_filename)}:{self.site[1]}"
+
+
 class Paths(TorchFunctionMode):
     """A context, for the forward pass alone, that follows ``branch_of`` at each branch on a value: it leaves
-    a branch marked None to PyTorch, and reports an unknown one as Undecided."""
+    a branch marked None to PyTorch, and reports an unknown one as Undecided. Branches that ask whether a mask
+    selects anything go by ``masks_are``."""
 
     def __init__(self, branch_of: Mapping[Site, bool | None]) -> None:
         super().__init__()
         self.branch_of = branch_of
+        self.masks_are = Masks.SELECTING
+        self.asked: list[Asked] = []  # branches on whether masks select anything, in order
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         truth = func is torch.Tensor.__bool__
@@ -50,6 +80,11 @@ class Paths(TorchFunctionMode):
         path = self.branch_of.get(site)
         if path is not None:
             return path
+        asked = None if self.masks_are is Masks.UNKNOWN else emptiness(node_of(args[0]))
+        if asked is not None:
+            is_any = self.masks_are is Masks.SELECTING or not is_skipped(len(self.asked))
+            self.asked.append(Asked(site, args[0], asked.if_any))
+            return asked.if_any is is_any
         try:
             value = func(*args)
         except GuardOnDataDependentSymNode as error:
@@ -86,10 +121,10 @@ def distributions_unchecked() -> Iterator[None]:
         Distribution.set_default_validate_args(before)
 
 
-def past_checks(export: Callable[[Paths], T]) -> T:
+def past_checks(export: Callable[[Paths], T], checks: Mapping[Site, bool | None] = NO_CHECKS) -> T:
     """Runs ``export``, with the context of the forward pass, along the paths on which no check raises. If
-    neither path of a branch raises, PyTorch's own error stands."""
-    branch_of: dict[Site, bool | None] = {}
+    neither path of a branch raises, PyTorch's own error stands. ``checks`` are the paths already known."""
+    branch_of: dict[Site, bool | None] = dict(checks)
     while True:
         try:
             return export(Paths(branch_of))
@@ -107,12 +142,12 @@ def _other_than_raising(
         except Undecided:
             continue
         except Exception as error:
-            if _raised_in(error) is site[0]:
+            if raised_in(error) is site[0]:
                 return not path
     return None
 
 
-def _raised_in(error: BaseException) -> CodeType | None:
+def raised_in(error: BaseException) -> CodeType | None:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

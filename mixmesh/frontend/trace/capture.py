@@ -22,7 +22,7 @@ from ...lang.ir import Returned
 from .attributes import Attributes, check_replaced, warnings_of
 from .autocast import Autocast, no_autocast, under
 from .averages import means_over_batches
-from .branches import Paths, distributions_unchecked, past_checks
+from .branches import Masks, Paths, Site, distributions_unchecked, past_checks, raised_in
 from .carried import warnings_of_changed
 from .causal_masks import masks_as_given
 from .checkpoints import regions_kept
@@ -46,6 +46,7 @@ from .replaced_functions import ReplacedFunctions, weights_of_losses_kept
 from .scattered_writes import write_decompositions
 from .selected import as_tensors
 from .selections import targets_by_sample
+from .skipped import proves_skips, warnings_of_skipped, without_conditions
 from .small_constants import small_constants_kept
 from .stand_ins import meta_on_device
 from .stopped_writes import check_stopped_writes
@@ -186,6 +187,12 @@ class LossAndOutputs(nn.Module):
         self.paths = Paths({})
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The loss and the outputs, and then the conditions of branches that ask whether a mask selects
+        anything."""
+        results = self._loss_and_outputs(tensors)
+        return *results, *(asked.condition for asked in self.paths.asked)
+
+    def _loss_and_outputs(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         source = self._request.loss
         reads = reading(self.model, self.reads)
         context = under(self._request.autocast)
@@ -309,13 +316,7 @@ def capture(
     wrapper = LossAndOutputs(model, flat, request)
     try:
         with _quiet(), _as_it_is_traced(), hooks_traced(model), torch.enable_grad():
-            program = _export_settled(wrapper, flat)
-            wrapper.reads.keep_constants(model, program)
-            check_replaced(wrapper.attributes.replaced, program, WRAPPED)
-            inline_regions(program.graph_module)
-            check_stopped_writes(program.graph_module)
-            targets_by_sample(program.graph_module)
-            program = with_known_operators(decomposed(program, write_decompositions(program)), known)
+            program, places = _export_proved(wrapper, flat, known)
     except Exception as error:
         raise of_an_unfit_batch(error, model, batch) or explain(error, model) from error
     return Capture(
@@ -329,17 +330,54 @@ def capture(
             *warnings_of(wrapper.attributes.replaced),
             *warnings_of_changed([each.path for each in wrapper.reads.changed_within]),
             *wrapper.draws.warnings,
+            *warnings_of_skipped(places),
         ),
         wrapper.attributes.left,
     )
 
 
-def _export_settled(wrapper: LossAndOutputs, batch: Batch) -> ExportedProgram:
+def _export_proved(
+    wrapper: LossAndOutputs, batch: Batch, known: Container[str]
+) -> tuple[ExportedProgram, tuple[str, ...]]:
+    """Exports a call in functional form, and the lines of its branches that ask whether a mask selects
+    anything. All of them are taken as if it did, which is proved to be right (``skipped``)."""
+
+    def functional(masks: Masks) -> ExportedProgram:
+        program = _export_settled(wrapper, batch, masks, checks)
+        wrapper.reads.keep_constants(wrapper.model, program)
+        check_replaced(wrapper.attributes.replaced, program, WRAPPED)
+        inline_regions(program.graph_module)
+        check_stopped_writes(program.graph_module)
+        targets_by_sample(program.graph_module)
+        return with_known_operators(decomposed(program, write_decompositions(program)), known)
+
+    checks: dict[Site, bool | None] = {}
+    while True:
+        program, asked = functional(Masks.SELECTING), tuple(wrapper.paths.asked)
+        if not asked:
+            return program, ()
+        try:
+            is_proved = proves_skips(program, functional(Masks.BY_TURNS), len(asked))
+        except Exception as error:
+            is_proved, code = False, raised_in(error)
+            raising = {each.site: each.if_any for each in asked if each.site[0] is code}
+            if raising:  # a branch that raises where nothing is selected is a check
+                checks.update(raising)
+                continue
+        if not is_proved:
+            return functional(Masks.UNKNOWN), ()
+        places = dict.fromkeys(each.place for each in asked)
+        return without_conditions(program, len(asked)), tuple(places)
+
+
+def _export_settled(
+    wrapper: LossAndOutputs, batch: Batch, masks: Masks, checks: Mapping[Site, bool | None]
+) -> ExportedProgram:
     """Exports a call. A pass may set what was empty for all later ones, such as transformers'
     ``config.problem_type``: if a second one changes nothing and computes the same, nothing is amiss."""
 
     def export() -> ExportedProgram:
-        return past_checks(lambda paths: _export(wrapper, batch.tensors(), paths))
+        return past_checks(lambda paths: _export(wrapper, batch.tensors(), paths, masks), checks)
 
     program = export()
     changed = wrapper.reads.changed_within
@@ -365,7 +403,10 @@ def _is_same_constant(value: Any, other: Any) -> bool:
     return value is other or (are_tensors and torch.equal(value, other))
 
 
-def _export(wrapper: LossAndOutputs, tensors: tuple[torch.Tensor, ...], paths: Paths) -> ExportedProgram:
+def _export(
+    wrapper: LossAndOutputs, tensors: tuple[torch.Tensor, ...], paths: Paths, masks: Masks
+) -> ExportedProgram:
+    paths.masks_are = masks
     wrapper.paths = paths
     with meta_on_device(wrapper, beside(wrapper, tensors)) as meta_tensors:
         return torch.export.export(wrapper, meta_tensors, strict=False)

@@ -327,8 +327,8 @@ def _read_row_operator(region: Region, node: Node) -> Facts:
         return None
     for name, is_row in zip(node.inputs, cut):
         names[name] = _name_in_body(region, name, is_row, kind)
-    arguments = [_text(region, a, names) for a in _without_count(node, region.num_choices)]
-    arguments += [f"{k}={_text(region, v, names)}" for k, v in node.kwargs]
+    arguments = [text_of(region, a, names) for a in _without_count(node, region.num_choices)]
+    arguments += [f"{k}={text_of(region, v, names)}" for k, v in node.kwargs]
     result = region.step(len(node.types), f"{_short(node.op)}({', '.join(arguments)})")
     return tuple(Held(kind, name) for name in result)
 
@@ -384,7 +384,7 @@ def _short(op: str) -> str:
     return op.removeprefix("aten.")
 
 
-def _text(region: Region, arg: Arg, names: dict[str, str]) -> str:
+def text_of(region: Region, arg: Arg, names: dict[str, str]) -> str:
     match arg:
         case Ref(name):
             return names[name]
@@ -393,7 +393,7 @@ def _text(region: Region, arg: Arg, names: dict[str, str]) -> str:
                 region.dtypes.append(name)
             return f"d{region.dtypes.index(name)}"
         case tuple():
-            return f"[{', '.join(_text(region, a, names) for a in arg)}]"
+            return f"[{', '.join(text_of(region, a, names) for a in arg)}]"
         case float() if arg in (float("inf"), -float("inf")):
             return "inf" if arg > 0 else "-inf"
         case float() if not abs(arg) <= LARGEST["f16"]:

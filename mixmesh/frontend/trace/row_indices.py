@@ -3,15 +3,24 @@ and what writes to such rows."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils import _python_dispatch as dispatch
+from torch.utils import _pytree as pytree
 
 from .selected import Selected, is_same, is_selected, node_of, wide
+
+# in place of numbers in rows that are not selected, with a gradient and without one: finite in a logarithm or
+# a quotient, and the difference of the two is not zero
+FILLS = 0.5, 0.25
+# operators that keep the order of numbers, and so which of them are different
+KEEP_ORDER = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.to.dtype)
 
 
 def getitem(x: Tensor, index: Any) -> Any:
@@ -25,7 +34,8 @@ def getitem(x: Tensor, index: Any) -> Any:
     if any(_known_mask(part) is not None for part in parts):
         return x[tuple(number for part in parts for number in _numbers(part))]
     if not _selects(x, parts):
-        return x[index]
+        number = _known_number(parts[0]) if len(parts) == 1 else None
+        return x[index] if number is None else x[number].reshape(*parts[0].shape, *x.shape[1:])
     selected = selected_rows(x, parts[0])
     return selected[(slice(None), *parts[1:])] if parts[1:] else selected
 
@@ -46,18 +56,44 @@ def _fits(rows: Selected, x: Tensor) -> bool:
 
 def _by_selected(x: Tensor, parts: tuple[Any, ...]) -> Any:
     """``x`` indexed by selected numbers: those of the rows themselves, other ones, or both."""
-    mask = counted_by(x, parts)
-    if mask is not None:
-        return selected_rows(x, mask)
-    first = parts[0]
-    if len(parts) == 1 and first.dtype is not torch.bool and first.counts is None:
-        return first.of(x[first.places()])
-    if len(parts) == 2 and all(map(is_selected, parts)) and parts[1].row_ndim == 0 and x.ndim == 2:
-        mask = counted_by(x, parts[:1])  # a column of each row
-        if mask is not None and is_same(mask, parts[1].mask):
-            rows = selected_rows(x, mask)
-            return rows.of(rows.values.gather(1, parts[1].places().unsqueeze(1)).squeeze(1))
+    if parts[0] is None and len(parts) == 2:
+        led = _by_selected(x, parts[1:])
+        return Led(led) if is_selected(led) else led.unsqueeze(0)
+    for read in (_at_places, _at_numbers, _columns):
+        rows = read(x, parts)
+        if rows is not None:
+            return rows
     return x[tuple(part.rows() if is_selected(part) else part for part in parts)]
+
+
+def _at_places(x: Tensor, parts: tuple[Any, ...]) -> Any:
+    """Rows at the places that a mask selects, and of each of them perhaps a part."""
+    numbers = tuple(takewhile(is_selected, parts))
+    others = parts[len(numbers) :]
+    laid_out = _laid_out(x, numbers)
+    if laid_out is None or not all(part is None or type(part) in (int, slice) for part in others):
+        return None
+    rows = selected_rows(*laid_out)
+    return rows[(slice(None), *others)] if others else rows
+
+
+def _at_numbers(x: Tensor, parts: tuple[Any, ...]) -> Any:
+    """Rows at other numbers, such as those of a table."""
+    first = parts[0]
+    if len(parts) > 1 or not is_selected(first) or first.dtype is torch.bool or first.counts is not None:
+        return None
+    return first.of(x[first.places()])
+
+
+def _columns(x: Tensor, parts: tuple[Any, ...]) -> Any:
+    """A column of each row of a matrix."""
+    if len(parts) != 2 or not all(map(is_selected, parts)) or parts[1].row_ndim != 0 or x.ndim != 2:
+        return None
+    mask = counted_by(x, parts[:1])
+    if mask is None or not is_same(mask, parts[1].mask):
+        return None
+    rows = selected_rows(x, mask)
+    return rows.of(rows.values.gather(1, parts[1].places().unsqueeze(1)).squeeze(1))
 
 
 def counted_by(x: Tensor, parts: tuple[Any, ...]) -> Tensor | None:
@@ -70,10 +106,66 @@ def counted_by(x: Tensor, parts: tuple[Any, ...]) -> Tensor | None:
     return mask if fits and all(is_same(mask, part.mask) for part in parts) else None
 
 
+def _laid_out(x: Tensor, numbers: tuple[Selected, ...]) -> tuple[Tensor, Tensor] | None:
+    """``x`` with the first dims of a mask, and that mask, for which ``x[numbers]`` are the rows that it
+    selects. The numbers are along different dims of the mask; what ``x`` lacks of its dims is repeated."""
+    dims = [each.counts for each in numbers if each.row_ndim == 0 and each.counts is not None]
+    if not numbers or len(dims) < len(numbers):
+        return None
+    mask = numbers[0].mask
+    if len(set(dims)) < len(dims) or [mask.shape[d] for d in dims] != list(x.shape[: len(dims)]):
+        return None
+    if not all(is_same(mask, each.mask) for each in numbers):
+        return None
+    ordered = x
+    if dims != sorted(dims):
+        ordered = x.permute(*(dims.index(d) for d in sorted(dims)), *range(len(dims), x.ndim))
+    for dim in range(mask.ndim):
+        if dim not in dims:
+            ordered = ordered.unsqueeze(dim)
+    return ordered.expand(*mask.shape, *x.shape[len(dims) :]), mask
+
+
+class Led(Tensor):
+    """Selected rows behind a dim of one, ``x[None, numbers]``. It is there for a view that takes this dim
+    away; anything else gets the rows themselves."""
+
+    selected: Selected
+
+    @staticmethod
+    def __new__(cls, selected: Selected) -> Led:
+        with dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
+            led = Tensor._make_subclass(cls, torch.empty((), device="meta"))
+        led.selected = selected
+        return led
+
+    def __init__(self, _: Selected) -> None:
+        pass
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        name, rest = func.__name__, args[1:]
+        if type(args[0]) is Led and not kwargs:
+            rows = args[0].selected
+            if (name == "squeeze" or name == "__getitem__") and rest == (0,):
+                return rows
+            shape = tuple(rest[0]) if len(rest) == 1 and isinstance(rest[0], tuple | list) else rest
+            if name in ("view", "reshape") and shape[:1] == (-1,) and shape[1:] == tuple(rows.row_shape):
+                return rows
+        args, kwargs = pytree.tree_map_only(
+            Led, lambda led: led.selected.rows().unsqueeze(0), (args, kwargs or {})
+        )
+        return func(*args, **kwargs)
+
+
 def nonzero(x: Tensor, **options: Any) -> Any:
     """``torch.nonzero``; of a mask, as selected numbers."""
     as_tuple = options.get("as_tuple", False)
-    if options.keys() - {"as_tuple"} or is_selected(x) or not _is_mask(x) or (x.ndim > 1 and not as_tuple):
+    if options.keys() - {"as_tuple"} or is_selected(x):
+        return torch.nonzero(x, **options)
+    if x.dtype is not torch.bool and x.ndim > 0 and node_of(x) is not None:
+        x = x != 0
+    if not _is_mask(x) or (x.ndim > 1 and not as_tuple):
         return torch.nonzero(x, **options)
     numbers = [
         torch.arange(size, device=x.device).reshape(-1, *[1] * (x.ndim - dim - 1)).expand(x.shape)
@@ -103,6 +195,16 @@ def _known_mask(x: Any) -> Tensor | None:
     if type(x) is not FakeTensor or x.dtype is not torch.bool or x.ndim == 0:
         return None
     return x.constant
+
+
+def _known_number(x: Any) -> int | None:
+    """The one number of a tensor that the forward pass has made of constants: an index that leads to a plain
+    part."""
+    if type(x) is not FakeTensor or x.dtype is not torch.long or x.numel() != 1 or x.constant is None:
+        return None
+    with unset_fake_temporarily(), dispatch._disable_current_modes():
+        number = int(x.constant.item())
+    return number if number >= 0 else None
 
 
 def _numbers(part: Any) -> tuple[Any, ...]:
@@ -142,6 +244,8 @@ def setitem(x: Tensor, index: Any, values: Any) -> None:
     index = parts if isinstance(index, tuple) else parts[0]
     if any(map(is_selected, parts)):
         mask = counted_by(x, parts)
+        if mask is None and len(parts) == 1 and is_selected(values) and _sets_once(x, parts[0], values):
+            mask, values = _for_each(parts[0], values)
         index = tuple(part.rows() if is_selected(part) else part for part in parts) if mask is None else mask
     if not is_selected(values) or not _is_mask(index) or is_selected(index):
         x[index] = values
@@ -151,11 +255,70 @@ def setitem(x: Tensor, index: Any, values: Any) -> None:
         x.copy_(torch.where(wide(index, x), values.values, x))
 
 
+def index_add(x: Tensor, dim: int, index: Any, source: Any, **options: Any) -> Tensor:
+    """``torch.index_add``; of rows that a mask selects, at the numbers of that mask, as a sum of all rows."""
+    addend = _added(x, dim, index, source, options)
+    return torch.index_add(x, dim, index, source, **options) if addend is None else x + addend
+
+
+def index_add_(x: Tensor, dim: int, index: Any, source: Any, **options: Any) -> Tensor:
+    """``Tensor.index_add_``, as ``index_add``."""
+    addend = _added(x, dim, index, source, options)
+    return x.index_add_(dim, index, source, **options) if addend is None else x.add_(addend)
+
+
+def _added(x: Tensor, dim: int, index: Any, source: Any, options: dict[str, Any]) -> Tensor | None:
+    if (
+        options
+        or dim != 0
+        or is_selected(x)
+        or not is_selected(source)
+        or not _numbers_rows(x, index, source)
+    ):
+        return None
+    addend = source.filled(0)
+    others = [d for d in range(index.mask.ndim) if d != index.counts]
+    return addend.sum(others) if others else addend
+
+
+def _numbers_rows(x: Tensor, index: Any, rows: Selected) -> bool:
+    """Whether ``index`` are the numbers of ``rows`` in ``x``, along one dim of the mask that selects both."""
+    if not is_selected(index) or index.counts is None or index.row_ndim != 0 or rows.dtype is not x.dtype:
+        return False
+    is_of_x = index.mask.shape[index.counts] == x.shape[0] and rows.row_shape == x.shape[1:]
+    return is_of_x and is_same(index.mask, rows.mask)
+
+
+def _sets_once(x: Tensor, index: Selected, rows: Selected) -> bool:
+    """Whether ``x[index] = rows`` writes to no place twice: the mask says where the choices of a token, all
+    different as ``topk`` gives them, are one of the numbers."""
+    if index.counts != 0 or not _numbers_rows(x, index, rows) or index.mask.ndim != 2:
+        return False
+    node = node_of(index.mask)
+    if node is None or node.target is not torch.ops.aten.eq.Scalar:
+        return False
+    choices: Any = node.args[0]
+    while choices.target in KEEP_ORDER:
+        choices = choices.args[0]
+    if choices.target is not operator.getitem or choices.args[1] != 1:
+        return False
+    (source, _) = choices.args
+    same_shape = choices.meta["val"].shape == node.meta["val"].shape
+    return (
+        source.target is torch.ops.aten.topk.default and source.args[2:3] in ((), (-1,), (1,)) and same_shape
+    )
+
+
+def _for_each(index: Selected, rows: Selected) -> tuple[Tensor, Selected]:
+    """The mask of the places that a mask of places and their choices selects, and the row of each."""
+    mask = index.mask.any(1)
+    return mask, Selected(rows.filled(0).sum(1), mask)
+
+
 def selected_rows(x: Tensor, mask: Tensor) -> Selected:
     """``x[mask]``."""
     if x.is_floating_point():
-        # finite in a logarithm or a quotient, and the difference of two such is not zero
-        other: Any = 0.5 if x.requires_grad else 0.25
+        other: Any = FILLS[0] if x.requires_grad else FILLS[1]
     else:
         other = False if x.dtype is torch.bool else 0
     values = torch.where(wide(mask, x), x, other)
@@ -177,6 +340,9 @@ STAND_INS: dict[Callable, Callable] = {
     torch.where: where,
     torch.index_select: index_select,
     Tensor.index_select: index_select,
+    torch.index_add: index_add,
+    Tensor.index_add: index_add,
+    Tensor.index_add_: index_add_,
     torch.masked_select: masked_select,
     Tensor.masked_select: masked_select,
 }

@@ -9,7 +9,7 @@ themselves, and the program is refused if their number is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, NoReturn
 
@@ -84,6 +84,16 @@ class Selected(Tensor):
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         return computed(func, args, kwargs or {})
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """The numbers that a mask of one dim selects, as ``for expert in hit.nonzero()``: each of its entries
+        is asked."""
+        if self.counts != 0 or self.mask.ndim != 1 or self.values.numel() != len(self.mask):
+            yield from self.rows()
+            return
+        for number in range(len(self.mask)):
+            if self.mask[number]:
+                yield torch.tensor(number).reshape(self.row_shape)
 
     def rows(self) -> Tensor:
         """The selected rows themselves, whose number is not known."""
@@ -262,6 +272,21 @@ def _is_same_node(node: Any, other: Any) -> bool:
     return spec == other_spec and all(map(_is_same_node, mine, others))
 
 
+VIEWS = [getattr(torch.ops.aten, name) for name in "view reshape flatten unsqueeze squeeze unflatten".split()]
+
+
+def _is_in_one_order(mask: Tensor, other: Tensor) -> bool:
+    """Whether two masks are views of one, perhaps of different shapes, which keep the order of elements."""
+    node, other_node = _unviewed(node_of(mask)), _unviewed(node_of(other))
+    return mask.numel() == other.numel() and node is not None and node is other_node
+
+
+def _unviewed(node: Any) -> fx.Node | None:
+    while isinstance(node, fx.Node) and getattr(node.target, "overloadpacket", None) in VIEWS:
+        node = node.args[0]
+    return node if isinstance(node, fx.Node) else None
+
+
 def aligned(*tensors: Any) -> tuple[Selected, list[Any]]:
     """The first selected rows among values, and all values as tensors that are computed by element with
     theirs. Raises Unknown."""
@@ -271,9 +296,13 @@ def aligned(*tensors: Any) -> tuple[Selected, list[Any]]:
 
 def _aligned(x: Any, first: Selected) -> Any:
     if is_selected(x):
-        if x.row_ndim != first.row_ndim or not is_same(x.mask, first.mask):
+        if x.row_ndim != first.row_ndim:
             raise Unknown
-        return x.values
+        if is_same(x.mask, first.mask):
+            return x.values
+        if not _is_in_one_order(x.mask, first.mask):
+            raise Unknown
+        return x.values.reshape(*first.mask.shape, *x.row_shape)
     if isinstance(x, Tensor) and x.ndim > first.row_ndim:
         if x.ndim > first.row_ndim + 1 or x.shape[0] != 1:
             raise Unknown

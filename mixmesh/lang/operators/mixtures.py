@@ -18,9 +18,10 @@ that treat every row by itself. The last value is summed over the choices of eac
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 PRODUCT, PRODUCT_OF_TRANSPOSED, ENTRY = "@", "@ mT", "[e]"
+NO_FUNCTIONS: Mapping[str, Callable] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def parse_body(text: str) -> tuple[Step, ...]:
     try:
         return tuple(map(_step, ast.parse(text.replace("; ", "\n")).body))
     except (SyntaxError, ValueError, AttributeError) as error:
-        raise RuntimeError(f"no body of experts: {text!r} ({error})") from error
+        raise RuntimeError(f"no body of an operator: {text!r} ({error})") from error
 
 
 def _step(statement: ast.stmt) -> Step:
@@ -195,34 +197,38 @@ class Operands:
 
 
 def run_body(body: str, rows: _Rows, choices: int, operands: Operands) -> Tensor:
-    """Computes the last value of ``body`` for each of ``rows``. Raises RuntimeError for a name without a
-    value, and for an operator whose number of results is not that of its names."""
-    values_by_name = operands.by_name(rows, choices)
+    """Computes the last value of ``body`` for each of ``rows``. Raises RuntimeError as ``run_steps``."""
+    of_experts: dict[str, Callable] = {
+        PRODUCT: lambda x, table: _Product.apply(x, table, rows.counts),
+        PRODUCT_OF_TRANSPOSED: lambda x, table: _Product.apply(x, table.mT, rows.counts),
+        ENTRY: lambda table: table.index_select(0, rows.experts),
+    }
+    return run_steps(body, operands.by_name(rows, choices), of_experts)
+
+
+def run_steps(body: str, named: Mapping[str, Any], own: Mapping[str, Callable] = NO_FUNCTIONS) -> Tensor:
+    """Computes the last value of ``body``, from values with the names that it gives them. Functions of its
+    own are those in ``own``, all others are ATen's. Raises RuntimeError for a name without a value, and for
+    an operator whose number of results is not that of its names."""
+    values_by_name = dict(named)
 
     def value_of(argument: object) -> Any:
         match argument:
             case Value(name):
                 if name not in values_by_name:
-                    raise RuntimeError(f"no value for {name} in the body of experts {body!r}")
+                    raise RuntimeError(f"no value for {name} in the body {body!r}")
                 return values_by_name[name]
             case tuple():
                 return [value_of(a) for a in argument]
         return argument
 
     for step in parse_body(body):
-        arguments = [value_of(a) for a in step.arguments]
-        if step.operator == PRODUCT:
-            result = _Product.apply(*arguments, rows.counts)
-        elif step.operator == PRODUCT_OF_TRANSPOSED:
-            result = _Product.apply(arguments[0], arguments[1].mT, rows.counts)
-        elif step.operator == ENTRY:
-            result = arguments[0].index_select(0, rows.experts)
-        else:
-            result = _function(step.operator)(*arguments, **{k: value_of(v) for k, v in step.options})
+        run = own.get(step.operator) or _function(step.operator)
+        result = run(*map(value_of, step.arguments), **{k: value_of(v) for k, v in step.options})
         results = result if isinstance(result, tuple | list) else (result,)
         if len(results) != len(step.results):
             raise RuntimeError(
-                f"{step.operator} of experts makes {len(results)} results, not {', '.join(step.results)}"
+                f"{step.operator} in a body makes {len(results)} results, not {', '.join(step.results)}"
             )
         values_by_name.update(zip(step.results, results))
     return values_by_name[parse_body(body)[-1].results[0]]
@@ -262,14 +268,28 @@ def experts_of_part(ids: Tensor, operands: Operands, body: str, first: int, num_
 
 def count_kept_bytes(body: str, operands: Operands, num_choices: int) -> int:
     """The bytes per choice that the body keeps for its gradient, measured on meta tensors."""
+    groups = operands.tokens, operands.values, operands.tables, operands.whole
+
+    def compute(tensors: Sequence[Tensor]) -> Tensor:
+        some = iter(tensors)
+        tokens, values, tables, whole = ([next(some) for _ in group] for group in groups)
+        ids = torch.empty(num_choices, dtype=torch.int64, device="meta")
+        meta = Operands(tokens, values, tables, whole, operands.dtypes)
+        return run_body(body, _Rows(ids, ids, None), 1, meta)
+
+    total = bytes_kept_by(compute, [t for group in groups for t in group])
+    return -(-total // max(num_choices, 1))
+
+
+def bytes_kept_by(compute: Callable[[Sequence[Tensor]], Tensor], tensors: Sequence[Tensor]) -> int:
+    """The bytes that autograd keeps of a computation, besides the ``tensors`` that it is given. They are
+    replaced by meta tensors."""
     with torch.device("meta"), torch.enable_grad():
-        ids = torch.empty(num_choices, dtype=torch.int64)
-        groups = operands.tokens, operands.values, operands.tables, operands.whole
-        leaves = [[t.detach().to("meta") for t in group] for group in groups]
-        tokens, values, tables, whole = leaves
-        for t in (t for group in leaves for t in group if t.is_floating_point()):
-            t.requires_grad_()
-        leaf_storages = {t.untyped_storage()._cdata for group in leaves for t in group}
+        leaves = [t.detach().to("meta") for t in tensors]
+        for t in leaves:
+            if t.is_floating_point():
+                t.requires_grad_()
+        leaf_storages = {t.untyped_storage()._cdata for t in leaves}
         kept: dict[int, torch.UntypedStorage] = {}
 
         def keep(t: Tensor) -> Tensor:
@@ -279,11 +299,10 @@ def count_kept_bytes(body: str, operands: Operands, num_choices: int) -> int:
             return t
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            meta = Operands(tokens, values, tables, whole, operands.dtypes)
-            out = run_body(body, _Rows(ids, ids, None), 1, meta)
+            out = compute(leaves)
     total = sum(storage.nbytes() for storage in kept.values())
     del out
-    return -(-total // max(num_choices, 1))
+    return total
 
 
 SCHEMAS = (

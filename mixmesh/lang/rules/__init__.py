@@ -17,10 +17,12 @@ from .rule import (
     multiply_adds,
     strategies,
 )
+from .selected import SELECTED, count_whole, selected_share
 from .units import Units, shard_units
 
 __all__ = [
-    "EXPERTS", "MEANS", "RULES", "Bound", "Call", "LocalCall", "PatternMismatch", "Rule", "Strategy", "Units",
-    "call_key", "call_of", "count_experts", "fill_in_units", "find_strategy", "mean_share", "multiply_adds",
-    "parse_pattern", "shard_units", "strategies",
+    "EXPERTS", "MEANS", "RULES", "SELECTED", "Bound", "Call", "LocalCall", "PatternMismatch", "Rule",
+    "Strategy", "Units", "call_key", "call_of", "count_experts", "count_whole", "fill_in_units",
+    "find_strategy", "mean_share", "multiply_adds", "parse_pattern", "selected_share", "shard_units",
+    "strategies",
 ]  # fmt: skip

@@ -12,6 +12,7 @@ from . import mixtures as m
 from . import products as p
 from . import shapes as s
 from .rule import Call, Linear, Rule
+from .selected import selected, selected_flops
 
 ELEMENTWISE = Rule(s.same)
 LINEAR_ELEMENTWISE = Rule(s.same, linear="first")
@@ -145,6 +146,7 @@ RULES: dict[str, Rule] = {
     ),
     "transformers.grouped_mm_fallback": Rule(p.grouped_mm, linear=((0,), (1,)), flops="m k n"),
     "mixmesh.experts": Rule(m.experts, flops=m.experts_flops),
+    "mixmesh.selected": Rule(selected, flops=selected_flops),
     # sums and products of elements
     "aten.add.Tensor": Rule(s.same, linear=terms),
     "aten.sub.Tensor": Rule(s.same, linear=terms),

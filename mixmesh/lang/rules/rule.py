@@ -53,7 +53,7 @@ class Rule:
       replicated), ``"jointly"`` (all of them together), ``"first"`` (the first alone), or groups of
       positions; a function of the call where the arguments decide.
     - ``flops`` names the factors whose product is the number of multiply-adds, several products joined by
-      ``+``; empty for an operator bound by memory.
+      ``+``, perhaps with a number; empty for an operator bound by memory.
     - ``local`` rewrites arguments that contain global sizes.
     - ``own`` are positions of results that each rank computes from its own shard and that are not summed: by
       the operator's definition they differ from rank to rank, although they have the placement R.
@@ -274,12 +274,14 @@ def multiply_adds(rule: Rule, call: Call) -> int:
     sizes = rule.bound(call).sizes
     flops = rule.flops(call) if callable(rule.flops) else rule.flops
     named = [term.split() for term in flops.split("+")]
-    return sum(math.prod(_factor_size(sizes, f) for f in names) for names in named)
+    return round(sum(math.prod(_factor_size(sizes, f) for f in names) for names in named))
 
 
-def _factor_size(sizes: dict[str, int], factor: str) -> int:
+def _factor_size(sizes: dict[str, int], factor: str) -> float:
     if factor == "...":
         return math.prod(n for f, n in sizes.items() if f.startswith("_"))
+    if factor[0].isdigit():
+        return float(factor)
     return sizes.get(factor, 1)
 
 

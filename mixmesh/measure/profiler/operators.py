@@ -29,7 +29,18 @@ from ...lang.ir import (
     local_shape,
     make_ratio,
 )
-from ...lang.rules import EXPERTS, RULES, Call, Strategy, call_of, count_experts, shard_units, strategies
+from ...lang.rules import (
+    EXPERTS,
+    RULES,
+    SELECTED,
+    Call,
+    Strategy,
+    call_of,
+    count_experts,
+    selected_share,
+    shard_units,
+    strategies,
+)
 from ...runtime.allocator import give_back, resident_bytes
 from ...runtime.local import local_op
 from ...runtime.random import RandomPolicy
@@ -303,6 +314,26 @@ def time_op(
     """Seconds forward and backward of rank 0's part of a one-instruction program."""
     body = program.instructions[-1]
     run = local_op(program, body, 0, device, RandomPolicy())
+    tensor_of = made_up_tensors(program, device)
+    inputs = [tensor_of[name] for name in body.inputs]
+    other = torch.empty(EVICTED_BYTES if evict else 0, dtype=torch.uint8, device=device)
+    between = other.zero_ if evict else None
+    forward_s = meter.best(lambda: run(*inputs), between=between)
+    out = [t for t in run(*inputs) if isinstance(t, torch.Tensor) and t.requires_grad]
+    leaves = [t for t in tensor_of.values() if t.requires_grad]
+    if not out or not leaves:
+        return forward_s, 0.0
+    grads = [torch.ones_like(t) for t in out]
+    backward_s = meter.best(
+        lambda: torch.autograd.grad(out, leaves, grads, retain_graph=True, allow_unused=True),
+        between=between,
+    )
+    return forward_s, backward_s
+
+
+def made_up_tensors(program: Program, device: torch.device) -> dict[str, torch.Tensor]:
+    """Values for the inputs of a one-instruction program on rank 0, such as its operator usually gets."""
+    body = program.instructions[-1]
     smallest = min(
         (n for i in program.instructions[:-1] for n in i.type.value.shape if i.type.value.is_floating and n),
         default=2,
@@ -321,20 +352,10 @@ def time_op(
         shape = shapes[i.result]
         assert shape is not None  # rank 0 has a share
         tensor_of[i.result] = example(i.type.value.dtype, shape, smallest, device)
-    inputs = [tensor_of[name] for name in body.inputs]
-    other = torch.empty(EVICTED_BYTES if evict else 0, dtype=torch.uint8, device=device)
-    between = other.zero_ if evict else None
-    forward_s = meter.best(lambda: run(*inputs), between=between)
-    out = [t for t in run(*inputs) if isinstance(t, torch.Tensor) and t.requires_grad]
-    leaves = [t for t in tensor_of.values() if t.requires_grad]
-    if not out or not leaves:
-        return forward_s, 0.0
-    grads = [torch.ones_like(t) for t in out]
-    backward_s = meter.best(
-        lambda: torch.autograd.grad(out, leaves, grads, retain_graph=True, allow_unused=True),
-        between=between,
-    )
-    return forward_s, backward_s
+    if body.op == SELECTED:
+        mask = tensor_of[body.inputs[0]]
+        mask.copy_(torch.rand(mask.shape, device=device) < selected_share(call_of(body, program.types)))
+    return tensor_of
 
 
 def example(dtype: str, shape: tuple[int, ...], below: int, device: torch.device) -> torch.Tensor:

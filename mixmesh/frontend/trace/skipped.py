@@ -1,0 +1,290 @@
+"""Branches that skip rows that a mask selects where it selects none: ``if mask.any(): h[mask] = f(h[mask])``.
+
+A graph holds one path. The rows stay where they are (``selected``), so the path that computes them is the
+right one for every mask, if it changes nothing where the mask selects no row. That is proved, not assumed:
+the call is exported again with every second of these branches skipped, and the program with all of them
+must become that one if their masks are zeros. A value that is zero makes others zero, and a choice by zeros
+is the other value.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind
+from torch.utils import _pytree as pytree
+
+from .row_indices import FILLS
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Emptiness:
+    """A condition that says whether a mask selects anything: the node of the mask, and the condition's value
+    if it does."""
+
+    mask: fx.Node
+    if_any: bool
+
+
+ANY = {(operator.gt, 0), (operator.ge, 1), (operator.ne, 0)}
+NONE = {(operator.eq, 0), (operator.lt, 1), (operator.le, 0)}
+ALIASES = {"greater": "gt", "greater_equal": "ge", "not_equal": "ne", "less": "lt", "less_equal": "le"}
+COMPARISONS = {
+    getattr(aten, name).Scalar: getattr(operator, ALIASES.get(name, name))
+    for name in ("gt", "ge", "ne", "eq", "lt", "le", *ALIASES)
+}
+NEGATIONS = (aten.logical_not.default, aten.bitwise_not.default)
+SUMS = (aten.sum.default, aten.sum.dim_IntList)
+
+
+def emptiness(node: Any) -> Emptiness | None:
+    """Reads a condition; None for another one."""
+    if not isinstance(node, fx.Node) or not node.args:
+        return None
+    target: Any = node.target
+    source: Any = node.args[0]
+    if target in NEGATIONS:
+        inner = emptiness(source)
+        return None if inner is None else Emptiness(inner.mask, not inner.if_any)
+    if target is aten.any.default and isinstance(source, fx.Node):
+        return Emptiness(source, True)
+    if target is aten.select.int and _counted(source) is not None:
+        return Emptiness(node, True)  # one entry of a mask
+    comparison = COMPARISONS.get(target), node.args[-1]
+    mask = _summed(source)
+    if mask is None or not {comparison} & (ANY | NONE):
+        return None
+    return Emptiness(mask, comparison in ANY)
+
+
+def _summed(node: Any) -> fx.Node | None:
+    """The mask whose selected elements a node counts, at least once each: a sum of what is never negative."""
+    while isinstance(node, fx.Node) and node.target is aten.mul.Tensor and _is_positive(node.args[1]):
+        node = node.args[0]
+    if not isinstance(node, fx.Node) or node.target not in SUMS:
+        return None
+    source: Any = node.args[0]
+    return source if _is_never_negative(source) else None
+
+
+def _is_positive(number: Any) -> bool:
+    return type(number) is int and number > 0
+
+
+def _counted(node: Any) -> tuple[fx.Node, Sequence[int]] | None:
+    """The mask and the dims along which each entry of another mask, ``node``, says whether it selects any."""
+    if not isinstance(node, fx.Node) or len(node.args) < 2:
+        return None
+    source: Any = node.args[0]
+    along: Any = node.args[1]
+    if node.target in (aten.any.dims, aten.any.dim):
+        return source, along if isinstance(along, list | tuple) else [along]
+    target: Any = node.target
+    mask = _summed(source)
+    if mask is None or (COMPARISONS.get(target), along) not in ANY or source.target is not SUMS[1]:
+        return None
+    return mask, source.args[1]
+
+
+def _is_never_negative(node: Any) -> bool:
+    while isinstance(node, fx.Node):
+        if node.meta["val"].dtype in (torch.bool, torch.uint8) or node.target is aten.one_hot.default:
+            return True
+        if getattr(node.target, "overloadpacket", None) not in (*SAME_ELEMENTS, aten.select, aten.slice):
+            return False
+        node = node.args[0]
+    return False
+
+
+# --- the proof -----------------------------------------------------------------------------------------
+
+# the first argument's elements, in another shape or dtype
+SAME_ELEMENTS = [
+    getattr(aten, name) for name in """view reshape flatten unflatten unsqueeze squeeze permute transpose t
+    detach alias clone contiguous _to_copy to _unsafe_view""".split()
+]  # fmt: skip
+# that make zeros of zeros
+KEEPS_ZEROS = [
+    *SAME_ELEMENTS,
+    *(getattr(aten, name) for name in """expand select slice sum any amax max cumsum split chunk unbind
+    abs neg""".split()),
+]  # fmt: skip
+CHOICES = (aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar)
+PRODUCTS = (aten.mul, aten.bitwise_and, aten.logical_and)
+ZERO = "zeros"
+Zeros = fx.Node | tuple[fx.Node, int, int]  # a value, or an entry of one: its dim and index
+
+
+def proves_skips(program: ExportedProgram, other: ExportedProgram, count: int) -> bool:
+    """Whether ``program`` computes what ``other`` does if the masks of every second branch are zeros. Their
+    last ``count`` outputs are the conditions of branches: all were taken, but in ``other`` every second
+    one."""
+    conditions, others = _conditions(program, count), _conditions(other, count)
+    if len(conditions) != count or len(others) != count:
+        return False
+    numbers: dict[Any, int] = {}
+    return _outputs(program, conditions, numbers) == _outputs(other, others, numbers)
+
+
+def is_skipped(turn: int) -> bool:
+    """Whether the branch that comes in this turn is skipped in the second export."""
+    return turn % 2 == 0
+
+
+def _conditions(program: ExportedProgram, count: int) -> list[fx.Node]:
+    results: Any = program.graph.output_node().args[0]
+    return [node for node in results[len(results) - count :] if isinstance(node, fx.Node)]
+
+
+def _outputs(program: ExportedProgram, conditions: Sequence[fx.Node], numbers: dict[Any, int]) -> Any:
+    """The outputs but for the conditions, and the buffers that are written, each as the number of its
+    computation."""
+    empty = [e.mask for turn, node in enumerate(conditions) if is_skipped(turn) and (e := emptiness(node))]
+    zeros = {each for mask in empty for each in _also_zero(mask)}
+    computed = Computations(program, zeros, numbers)
+    specs = program.graph_signature.output_specs
+    results: Any = program.graph.output_node().args[0]
+    last = len(results) - len(conditions)
+    named = [(spec.kind, spec.target) if spec.kind is not OutputKind.USER_OUTPUT else "" for spec in specs]
+    return [(name, computed.number(node)) for name, node in zip(named[:last], results[:last])]
+
+
+def _also_zero(mask: fx.Node) -> Iterator[Zeros]:
+    """The values that are zeros if ``mask`` is: itself, and what it was made of; an entry along a dim of
+    another as that one, the dim and the index."""
+    node: Any = mask
+    source: Any
+    dim: Any
+    index: Any
+    while isinstance(node, fx.Node):
+        yield node
+        if node.target is aten.select.int:
+            source, dim, index = node.args[:3]
+            yield source, dim, index
+            counted = _counted(source)
+            if counted is not None and all(d % counted[0].meta["val"].ndim > dim for d in counted[1]):
+                yield counted[0], dim, index
+            return
+        counted = _counted(node)
+        if counted is not None:
+            node = counted[0]
+        elif getattr(node.target, "overloadpacket", None) in SAME_ELEMENTS:
+            node = node.args[0]
+        else:
+            return
+
+
+class Computations:
+    """The computations of a program, each with a number: that of the same operator with the same arguments.
+    ``zeros`` are values that are known to be zeros, and entries of values along a dim."""
+
+    def __init__(self, program: ExportedProgram, zeros: set[Zeros], numbers: dict[Any, int]) -> None:
+        self.program, self.zeros, self.numbers = program, zeros, numbers
+        self.keys: dict[fx.Node, Any] = {}
+        for node in program.graph.nodes:
+            if node.op != "output":
+                self.keys[node] = self._key(node)
+
+    def number(self, node: Any) -> Any:
+        """The number of a node's computation, for its shape and dtype if it is zeros; another argument as it
+        is."""
+        if not isinstance(node, fx.Node):
+            return repr(node)
+        key = self.keys[node]
+        if key == ZERO:
+            value = node.meta["val"]
+            key = ZERO, tuple(value.shape), value.dtype
+        return self.numbers.setdefault(key, len(self.numbers))
+
+    def _is_zero(self, node: Any) -> bool:
+        return isinstance(node, fx.Node) and self.keys.get(node) == ZERO
+
+    def _key(self, node: fx.Node) -> Any:
+        if node.op == "placeholder":
+            return self._leaf(node)
+        packet = getattr(node.target, "overloadpacket", node.target)
+        if node in self.zeros or self._is_entry(node) or self._makes_zeros(node, packet):
+            return ZERO
+        same = self._same_as(node, packet)
+        if same is not None:
+            return self.keys[same]
+        leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
+        if node.target is aten.where.ScalarOther and node.args[2] in FILLS:
+            leaves[2] = FILLS  # rows that the first mask selects may have had no gradient
+        return node.op, str(node.target), str(spec), tuple(map(self.number, leaves))
+
+    def _leaf(self, node: fx.Node) -> Any:
+        specs = self.program.graph_signature.input_specs
+        place = list(self.program.graph.find_nodes(op="placeholder")).index(node)
+        value = self.program.constants.get(specs[place].target or "")
+        if isinstance(value, Tensor) and specs[place].kind.name == "CONSTANT_TENSOR":  # numbered differently
+            return "constant", str(value.dtype), tuple(value.shape), repr(value.tolist())
+        return "input", node.name
+
+    def _is_entry(self, node: fx.Node) -> bool:
+        return node.target is aten.select.int and node.args in self.zeros
+
+    def _makes_zeros(self, node: fx.Node, packet: Any) -> bool:
+        if not node.args:
+            return False
+        if node.target in CHOICES and self._is_zero(node.args[0]):
+            other: Any = node.args[2]
+            return self._is_zero(other) if isinstance(other, fx.Node) else other == 0
+        if packet in PRODUCTS and not node.meta["val"].is_floating_point():
+            return any(map(self._is_zero, node.args))
+        is_kept = packet in KEEPS_ZEROS or node.target is operator.getitem or _says_if_zero(node)
+        return is_kept and self._is_zero(node.args[0])
+
+    def _same_as(self, node: fx.Node, packet: Any) -> fx.Node | None:
+        """The argument that a node is equal to, for one because another one is zeros."""
+        args: Any = node.args
+        other: Any = None
+        if node.target in CHOICES and self._is_zero(args[0]):
+            other = args[2]
+        elif packet is aten.copy:
+            other = args[1]
+        elif packet is aten.masked_fill and self._is_zero(args[1]):
+            other = args[0]
+        elif packet in (aten.add, aten.sub) and self._is_zero(args[1]):
+            other = args[0]
+        elif packet is aten.add and self._is_zero(args[0]) and not node.kwargs:
+            other = args[1]
+        if not isinstance(other, fx.Node):
+            return None
+        value, its = node.meta["val"], other.meta["val"]
+        return other if value.shape == its.shape and value.dtype is its.dtype else None
+
+
+def _says_if_zero(node: fx.Node) -> bool:
+    target: Any = node.target
+    return COMPARISONS.get(target) in (operator.gt, operator.ne) and bool(node.args[1] == 0)
+
+
+def without_conditions(program: ExportedProgram, count: int) -> ExportedProgram:
+    """A program without its last ``count`` outputs."""
+    output = program.graph.output_node()
+    results: Any = output.args[0]
+    output.args = (tuple(results[: len(results) - count]),)
+    del program.graph_signature.output_specs[len(results) - count :]
+    program.graph.eliminate_dead_code()
+    program.graph_module.recompile()
+    return program
+
+
+def warnings_of_skipped(places: Sequence[str]) -> tuple[str, ...]:
+    """The warning about branches in these lines of the user's files."""
+    if not places:
+        return ()
+    return (
+        f"{', '.join(places)}: the branch is taken in every step, with no rows where its mask selects none. "
+        "The gradients of parameters that no row uses are then zeros, where one device leaves None: an "
+        "optimizer with weight decay or momentum changes them all the same",
+    )

@@ -1,0 +1,228 @@
+"""Loops over experts, as people write them: each expert gets the rows of its mask. Every model runs on shards
+and equals the module on one device, and what an expert computes of its rows is one operator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.on_shards import assert_equals_one_device, assert_samples_stay
+from torch import nn
+
+from mixmesh.errors import TraceError
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.rules import SELECTED
+
+DIM, EXPERTS, CHOICES, WORDS = 8, 3, 2, 11
+DRAW = torch.Generator().manual_seed(0)
+BATCH = {"ids": torch.randint(0, WORDS, (10, 6), generator=DRAW)}
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(DIM, DIM, bias=False)
+        self.norm = nn.LayerNorm(DIM)
+
+    def forward(self, x):
+        gate, up = self.up(x).chunk(2, dim=-1)
+        return self.norm(self.down(F.silu(gate) * up))
+
+
+class Model(nn.Module):
+    def __init__(self, mix) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.mix = mix
+        self.embedding, self.head = nn.Embedding(WORDS, DIM), nn.Linear(DIM, WORDS)
+        self.gate = nn.Linear(DIM, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
+
+    def forward(self, ids):
+        h = self.embedding(ids)
+        scores = self.head(h + self.mix(self, h))
+        return F.cross_entropy(scores.view(-1, WORDS), ids.view(-1))
+
+    def routed(self, x):
+        weights, chosen = self.gate(x).softmax(-1).topk(CHOICES, dim=-1)
+        return weights / weights.sum(-1, keepdim=True), chosen
+
+
+def repeated_rows(m, h):
+    """DeepSeek's: every token once for each of its choices."""
+    x = h.view(-1, DIM)
+    weights, chosen = m.routed(x)
+    x, flat = x.repeat_interleave(CHOICES, dim=0), chosen.view(-1)
+    y = torch.empty_like(x)
+    for n, expert in enumerate(m.experts):
+        y[flat == n] = expert(x[flat == n])
+    return (y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1).view(h.shape)
+
+
+def added_at_tokens(m, h):
+    """Mixtral's, of earlier versions of transformers."""
+    x = h.view(-1, DIM)
+    weights, chosen = m.routed(x)
+    out = torch.zeros_like(x)
+    masks = F.one_hot(chosen, num_classes=EXPERTS).permute(2, 1, 0)
+    for n in range(EXPERTS):
+        choice, token = torch.where(masks[n])
+        rows = x[None, token].reshape(-1, DIM)
+        out.index_add_(0, token, m.experts[n](rows) * weights[token, choice, None])
+    return out.reshape(h.shape)
+
+
+def of_experts_that_are_hit(m, h):
+    """Mixtral's, of later versions: a loop over numbers that are data."""
+    x = h.view(-1, DIM)
+    weights, chosen = m.routed(x)
+    out = torch.zeros_like(x)
+    masks = F.one_hot(chosen, num_classes=EXPERTS).permute(2, 1, 0)
+    for n in torch.greater(masks.sum(dim=(-1, -2)), 0).nonzero():
+        choice, token = torch.where(masks[n].squeeze(0))
+        out = out.index_add(0, token, m.experts[n](x[token]) * weights[token, choice, None])
+    return out.reshape(h.shape)
+
+
+def set_at_tokens(m, h):
+    """Mistral's: ``out[tokens] += ...``, where a token has chosen an expert once at most."""
+    x = h.view(-1, DIM)
+    weights, chosen = m.routed(x)
+    out = torch.zeros_like(x)
+    for n, expert in enumerate(m.experts):
+        token, choice = torch.where(chosen == n)
+        out[token] += weights[token, choice, None] * expert(x[token])
+    return out.view_as(h)
+
+
+def skipped_if_empty(m, h):
+    """A branch on whether there are any rows, and a mask of two shapes."""
+    weights, chosen = m.routed(h)
+    gates = torch.zeros(*h.shape[:2], EXPERTS).scatter(-1, chosen, weights).view(-1, EXPERTS)
+    out, x = torch.zeros_like(h), h.view(-1, DIM)
+    for n, expert in enumerate(m.experts):
+        mask = (chosen == n).any(dim=-1)
+        flat = mask.view(-1)
+        if flat.any():
+            out[mask] += expert(x[flat]) * gates[flat, n].unsqueeze(1)
+    return out
+
+
+def left_if_empty(m, h):
+    """``continue`` on the number of rows; weights outside of the experts."""
+    x = h.view(-1, DIM)
+    weights, chosen = m.routed(x)
+    out = torch.zeros_like(x)
+    for n, expert in enumerate(m.experts):
+        mask = (chosen == n).any(-1)
+        if mask.sum() == 0:
+            continue
+        rows = F.dropout(expert(x[mask]), 0.0)
+        out[mask] += rows * (weights * (chosen == n)).sum(-1)[mask][:, None]
+    return out.view_as(h)
+
+
+def in_dims_of_the_batch(m, h):
+    """Rows of three dims, of one choice of each token."""
+    best = m.gate(h).softmax(-1).max(-1)
+    out = h.clone()
+    for n, expert in enumerate(m.experts):
+        places = torch.nonzero(best.indices == n, as_tuple=True)
+        if places[0].numel() > 0:
+            out[places] = expert(h[places]) * best.values[places].unsqueeze(-1)
+    return out
+
+
+LOOPS = [
+    repeated_rows, added_at_tokens, of_experts_that_are_hit, set_at_tokens, skipped_if_empty, left_if_empty,
+    in_dims_of_the_batch,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_a_loop_over_experts_equals_one_device_and_computes_their_rows_alone(loop):
+    program = assert_equals_one_device(Model(loop), BATCH)
+    assert_samples_stay(program)
+    selected = [i for i in program.instructions if i.op == SELECTED]
+    assert len(selected) == EXPERTS
+    products = [i for i in program.instructions if i.op == "aten.linear" and "experts" in str(i.args)]
+    assert not products, "experts compute outside of the operator of their rows"
+
+
+def counts_in_python(m, h):
+    """The branch has an effect that no mask limits."""
+    out, used = torch.zeros_like(h), 0
+    for n, expert in enumerate(m.experts):
+        mask = m.gate(h).argmax(-1) == n
+        if mask.any():
+            out[mask] += expert(h[mask])
+            used += 1
+    return out / used
+
+
+def first_is_different(m, h):
+    out, first = torch.zeros_like(h), True
+    for n, expert in enumerate(m.experts):
+        mask = m.gate(h).argmax(-1) == n
+        if mask.any():
+            out = expert(h) * 0 if first else out
+            first = False
+            out[mask] += expert(h[mask])
+    return out
+
+
+def mean_of_rows(m, h):
+    mask = m.gate(h).argmax(-1) == 0
+    out = h * 1
+    if mask.any():
+        out = out + m.experts[0](h[mask]).mean()
+    return out
+
+
+@pytest.mark.parametrize(
+    "loop", [counts_in_python, first_is_different, mean_of_rows], ids=lambda x: x.__name__
+)
+def test_a_branch_that_changes_more_than_its_rows_is_refused(loop):
+    with pytest.raises(TraceError, match=r"if mask.any\(\):"):
+        trace(Model(loop), BATCH)
+
+
+def test_a_branch_that_is_taken_always_says_what_differs_on_one_device():
+    (warning,) = trace(Model(skipped_if_empty), BATCH).warnings
+    assert "test_expert_loops.py" in warning and "weight decay" in warning
+
+
+def test_a_check_that_a_mask_selects_something_is_no_branch():
+    def checked(m, h):
+        mask = m.gate(h).argmax(-1) >= 0
+        if not mask.any():
+            raise ValueError("no tokens")
+        return skipped_if_empty(m, h)
+
+    assert_equals_one_device(Model(checked), BATCH)
+
+
+def test_a_token_that_may_choose_an_expert_twice_is_refused():
+    """``out[tokens] = rows`` would write one place twice."""
+
+    def twice(m, h):
+        x, out = h.view(-1, DIM), torch.zeros(h.shape[0] * h.shape[1], DIM)
+        chosen = m.gate(x).argsort(-1)[:, :2] % 2
+        token, _ = torch.where(chosen == 1)
+        out[token] += m.experts[0](x[token])
+        return out.view_as(h)
+
+    with pytest.raises(TraceError, match="out\\[token\\]"):
+        trace(Model(twice), BATCH)
+
+
+def test_rows_of_one_mask_alone_are_computed_of_all():
+    """It may select every row, so that nothing would be saved."""
+
+    def one_mask(m, h):
+        out, mask = h * 1, m.gate(h)[..., 0] > 0
+        out[mask] = m.experts[0](h[mask])
+        return out
+
+    assert SELECTED not in {node.op for node in trace(Model(one_mask), BATCH).graph.nodes}
+    assert_equals_one_device(Model(one_mask), BATCH)
