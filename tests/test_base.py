@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from mixmesh import checkpoint
+from mixmesh.base.callers import is_script, line_of_script, shown_path
 from mixmesh.base.files import write_text, write_to_disk, written_whole
 from mixmesh.base.progress import flush_output, tell, telling
 from mixmesh.base.units import (
@@ -21,6 +22,18 @@ from mixmesh.base.units import (
     seconds_text,
     size_text,
 )
+
+
+def test_a_line_of_the_script_is_named_where_the_working_directory_is_gone(tmp_path, monkeypatch):
+    assert shown_path(__file__).endswith("test_base.py")
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    assert shown_path(__file__) == "test_base.py"
+    assert line_of_script().startswith("test_base.py:")
+    assert is_script("train.py")
+    monkeypatch.undo()
 
 
 @pytest.mark.parametrize(

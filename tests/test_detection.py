@@ -22,7 +22,7 @@ from mixmesh.cluster import Cluster
 from mixmesh.cluster.catalogue import catalogue_row
 from mixmesh.cluster.detection import links as measured
 from mixmesh.cluster.detection.assemble import assemble
-from mixmesh.cluster.detection.cache import Cache
+from mixmesh.cluster.detection.cache import Cache, default_folder
 from mixmesh.cluster.detection.inventory import (
     NO_LIMIT_BYTES,
     FoundDevice,
@@ -32,6 +32,7 @@ from mixmesh.cluster.detection.inventory import (
 )
 from mixmesh.cluster.detection.links import Link, Links, machine_pairs
 from mixmesh.cluster.detection.speed import Speed
+from mixmesh.cluster.devices_folder import devices_folder
 
 ROOT = Path(__file__).parents[1]
 
@@ -185,6 +186,24 @@ def test_a_cache_that_cannot_be_written_is_warned_about(tmp_path):
     ):
         cache.save("clusters/c.toml", lambda path: path.write_text("name = 3"))
     assert cache.load("clusters/c.toml", Path.read_text) is None
+
+
+def test_a_cache_that_cannot_be_looked_into_is_as_good_as_none(tmp_path):
+    cache = Cache(tmp_path / ("c" * 300))  # fails like the home of another user
+    assert cache.load("clusters/c.toml", Path.read_text) is None
+    with pytest.warns(UserWarning, match="nothing can be kept in .*File name too long"):
+        cache.save("clusters/c.toml", lambda path: path.write_text("name = 3"))
+
+
+def test_a_user_without_a_home_has_no_cache(monkeypatch):
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("MIXMESH_CACHE", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "MIXMESH_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", home)
+    assert default_folder() == Path("/.cache/mixmesh")
+    assert devices_folder() == Path("/.config/mixmesh/devices")
 
 
 def launch(arguments: list[str], world_size: int, cache: Path) -> subprocess.CompletedProcess:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from types import FrameType
 from typing import Any
 
-from .files import PACKAGE
+from .files import PACKAGE, absolute, working_folder
 
 _LIBRARIES = (str(PACKAGE) + os.sep, os.path.abspath(sysconfig.get_paths()["stdlib"]) + os.sep, "<")
 _INSTALLED = ("site-packages", "dist-packages")
@@ -34,8 +34,8 @@ def line_of_error(error: BaseException) -> str:
 
 def shown_path(file: str) -> str:
     """The path of a file from the current folder if it is in there and not installed, else its name alone."""
-    path, here = os.path.abspath(file), os.getcwd() + os.sep
-    is_own = path.startswith(here) and not any(part in path for part in _INSTALLED)
+    path, here = absolute(file), working_folder()
+    is_own = here and path.startswith(here) and not any(part in path for part in _INSTALLED)
     return path[len(here) :] if is_own else os.path.basename(path)
 
 
@@ -82,5 +82,5 @@ def _frame_of_script(innermost: FrameType | None = None) -> FrameType | None:
 @lru_cache(maxsize=4096)
 def is_script(file: str) -> bool:
     """Whether a file is the user's own, rather than part of mixmesh, Python or an installed package."""
-    path = file if file.startswith("<") else os.path.abspath(file)
+    path = file if file.startswith("<") else absolute(file)
     return not path.startswith(_LIBRARIES) and not any(part in path for part in _INSTALLED)

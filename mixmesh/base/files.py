@@ -30,6 +30,40 @@ def read_text(path: str | Path, max_bytes: int) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
+def is_file(path: Path) -> bool:
+    """Whether there is such a file. Unlike ``Path.is_file`` it is False too for a path that is too long, or
+    in a folder that this user may not look into."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
+def home() -> Path:
+    """The user's home folder. For a user without one, as in a container that runs under a number, it is the
+    root, as ``login`` has it."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path(os.sep)
+
+
+def absolute(path: str) -> str:
+    """``os.path.abspath``; a relative path stays as it is if the working directory was removed."""
+    try:
+        return os.path.abspath(path)
+    except OSError:
+        return path
+
+
+def working_folder() -> str:
+    """The path of the working directory, which ends with a separator; empty if it was removed."""
+    try:
+        return os.path.join(os.getcwd(), "")
+    except OSError:
+        return ""
+
+
 def merge_mark(text: str) -> tuple[int, str] | None:
     """Returns the first line, with its number, that git wrote where two versions of a text differ and nobody
     has chosen yet; None without one."""

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+from ..base.files import absolute
 from ..base.progress import tell_warning
 from ..base.units import ranks_text
 from ..errors import InputError
@@ -99,7 +100,7 @@ def save_async(
         copies = background.staged(begun.content.tensors, begun.buffers)
         begun.ranks.group()  # a group is made by the thread that trains
     content = replace(begun.content, tensors=copies)
-    write_it = partial(write, Path(folder).absolute(), begun.ranks.unwatched, content, keep)
+    write_it = partial(write, Path(absolute(str(folder))), begun.ranks.unwatched, content, keep)
     return background.begin(uncompiled(model), begun.ranks, copies, write_it)
 
 

@@ -7,6 +7,7 @@ import os
 import re
 from pathlib import Path
 
+from ..base.files import home, is_file
 from .catalogue import rows_named
 
 VARIABLE = "MIXMESH_DEVICES"
@@ -21,7 +22,7 @@ def devices_folder() -> Path | None:
     folder = os.environ.get(VARIABLE)
     if folder:
         return None if folder == NONE else Path(folder)
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "mixmesh" / "devices"
+    return Path(os.environ.get("XDG_CONFIG_HOME") or home() / ".config") / "mixmesh" / "devices"
 
 
 def file_name(name: str) -> str:
@@ -39,7 +40,7 @@ def device_file(name: str) -> Path | None:
     """The device file of this name; None if there is none."""
     folder = devices_folder()
     path = None if folder is None else folder / file_name(name)
-    return path if path is not None and path.is_file() else None
+    return path if path is not None and is_file(path) else None
 
 
 def names_meant(name: str) -> tuple[str, ...]:

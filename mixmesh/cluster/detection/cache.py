@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from ...base.files import written_whole
+from ...base.files import home, is_file, written_whole
 from ...base.progress import warn_once
 from ...errors import MixmeshError
 
@@ -22,7 +22,7 @@ def default_folder() -> Path:
     """``$MIXMESH_CACHE``, or ``mixmesh`` in the user's cache folder."""
     if os.environ.get(VARIABLE):
         return Path(os.environ[VARIABLE])
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mixmesh"
+    return Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "mixmesh"
 
 
 def key_of(*parts: object) -> str:
@@ -41,7 +41,7 @@ class Cache:
     def load(self, name: str, read: Callable[[Path], T]) -> T | None:
         """The value in a file, read by ``read``; None if there is no such file or it is damaged."""
         path = None if self.folder is None else self.folder / name
-        if path is None or not path.is_file():
+        if path is None or not is_file(path):
             return None
         with suppress(MixmeshError, OSError):
             return read(path)

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ...base.files import working_folder
 from ...errors import JobError, MixmeshError
 from .checks import DEFAULT_FUNCTION, EXAMPLE, check_job
 from .job import WORKLOAD, Job
@@ -215,5 +216,4 @@ def _place_in(error: BaseException, path: Path) -> str:
 
 
 def _short(filename: str | None) -> str:
-    here = os.getcwd() + os.sep
-    return (filename or "").removeprefix(here)
+    return (filename or "").removeprefix(working_folder())

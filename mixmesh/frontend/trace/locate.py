@@ -18,7 +18,7 @@ from torch.fx import proxy
 from torch.fx.proxy import TracerBase
 
 from ...base.callers import shown_path
-from ...base.files import PACKAGE
+from ...base.files import PACKAGE, absolute
 from ...base.patch import patched
 
 Frame = tuple[str, int, str]  # file, line, function
@@ -109,7 +109,7 @@ def _inside_model(frames: list[Frame], within: tuple[str, ...] = ()) -> list[Fra
 def _pick(frames: Iterable[Frame]) -> Place:
     library: Frame | None = None
     for file, line, function in reversed(list(frames)):
-        path = os.path.abspath(file)
+        path = absolute(file)
         if file.startswith("<") or path.startswith((_TORCH, _OURS)):
             continue
         if "site-packages" not in path and not path.startswith(_STDLIB):
