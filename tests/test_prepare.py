@@ -35,15 +35,15 @@ from warm_python import python
 
 import mixmesh
 from mixmesh.cli.prepare import check_data
-from mixmesh.errors import TraceError
+from mixmesh.errors import InputError, TraceError
 from mixmesh.frontend.job import Job
 from mixmesh.frontend.trace import trace
 from mixmesh.frontend.trace.own_generators import generators_in, marks_of
 from mixmesh.runtime.batches import other_dtype
-from mixmesh.training.preparation import script, start
+from mixmesh.training.preparation import refusals, script, start
 from mixmesh.training.preparation.loading import depends_on_others, example_batch, same_random_numbers
 from mixmesh.training.preparation.outside_loss import with_loss
-from mixmesh.training.preparation.refusals import check_gives_all, check_last_batch
+from mixmesh.training.preparation.refusals import check_gives_all, check_last_batch, check_workers
 from mixmesh.training.preparation.script import made_inputs, maker_like, naming_inputs, taken_by
 from mixmesh.training.preparation.untouched import untouched
 
@@ -424,6 +424,15 @@ def test_a_sampler_for_one_rank_is_taken():
     data = torch.ones(8, 3)
     check_gives_all(DataLoader(data, 4, sampler=DistributedSampler(data, num_replicas=1, rank=0)))
     check_gives_all([data])
+
+
+def test_workers_whose_socket_has_too_long_a_name_are_refused(monkeypatch):
+    data = TensorDataset(torch.zeros(8, 4))
+    check_workers(DataLoader(data, 4, num_workers=1))
+    monkeypatch.setattr(refusals, "get_temp_dir", lambda: "/tmp/" + "t" * 90 + "/pymp-12345678")
+    check_workers(DataLoader(data, 4))
+    with pytest.raises(InputError, match=r"workers cannot send batches[\s\S]*TMPDIR=/tmp"):
+        check_workers(DataLoader(data, 4, num_workers=1))
 
 
 @pytest.mark.parametrize(("rows", "fits"), [(24, True), (18, True), (16, False), (17, False)])

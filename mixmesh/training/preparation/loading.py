@@ -24,6 +24,7 @@ from .alike import digest
 from .lengths import length
 from .own_batches import OwnBatches, sampler_of
 from .own_loader import FirstKept, OwnIterator, OwnLoader, not_resumable
+from .refusals import check_workers
 from .resuming import fingerprint, numbers_of_process, set_numbers_of_process
 from .untouched import untouched
 
@@ -273,6 +274,7 @@ def own_loader(loader: Iterable, plan: Plan, *, is_compared: bool = True) -> Own
     at every batch, unless the caller does it (``is_compared=False``). Raises InputError if the ranks have
     other data. Collective."""
     program, rank = plan.program, dist.get_rank()
+    check_workers(loader)
     if is_iterator(loader):
         return OwnIterator(loader, plan)
     if not has_indices(loader):

@@ -3,9 +3,13 @@ trained on."""
 
 from __future__ import annotations
 
+import os
+import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
+from multiprocessing.util import get_temp_dir
 from string import ascii_lowercase as ALPHABET
 from typing import Any
 
@@ -18,6 +22,8 @@ from ...lang.ir import samples_of
 from ...lang.ir.placement import shard_sizes
 from ...lang.plan_file import Plan
 from .lengths import length
+
+LONGEST_SOCKET_BYTES = 107  # the longest name of a socket on Linux
 
 
 def check_unwrapped(model: nn.Module) -> None:
@@ -48,6 +54,23 @@ def check_gives_all(loader: Iterable) -> None:
                     f"or {type(holder).__name__}(..., num_replicas=1, rank=0), to keep its set_epoch",
                 ),
             )
+
+
+def check_workers(loader: Iterable) -> None:
+    """Raises InputError if the workers of a loader cannot send batches to this process: tensors go through a
+    socket in the folder for temporary files. Python's error appears in the worker alone, and the loop would
+    wait for its batch without end."""
+    if not getattr(loader, "num_workers", 0) or sys.platform == "win32":
+        return
+    longest = len(os.fsencode(os.path.join(get_temp_dir(), "listener-12345678")))
+    if longest > LONGEST_SOCKET_BYTES:
+        raise InputError(
+            "the folder for temporary files has too long a name: the loader's workers cannot send batches",
+            expected=f"a socket of at most {LONGEST_SOCKET_BYTES} bytes, of which 32 are its own name",
+            got=f"{longest} bytes",
+            where=f"TMPDIR={tempfile.gettempdir()}",
+            hint=("export TMPDIR=/tmp", "or num_workers=0"),
+        )
 
 
 def check_takes(inputs: Callable[..., Any], values: Sequence[Any], named: Mapping[str, Any]) -> None:

@@ -42,7 +42,7 @@ from .loading import (
 from .modes import as_its_train_has_it
 from .outside_loss import needed_names, with_loss
 from .own_loader import OwnLoader
-from .refusals import OneBatch, check_gives_all, check_last_batch, check_takes, check_unwrapped
+from .refusals import OneBatch, check_gives_all, check_last_batch, check_takes, check_unwrapped, check_workers
 from .start import Options, Prepared, prepare_job
 
 WITHOUT_LOSS = (
@@ -120,6 +120,7 @@ def prepare(
     check_supported(optimizer)
     check_can_be_prepared(optimizer)
     check_gives_all(loader)
+    check_workers(loader)
     check = loader.check if isinstance(loader, OneBatch) else partial(check_last_batch, loader)
     batch, loader = from_first_batch(loader)
     own_generators = generators_in(loader, inputs, loss, model)
