@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 
@@ -22,6 +23,8 @@ from mixmesh.base.units import (
     seconds_text,
     size_text,
 )
+from mixmesh.runtime import processes
+from mixmesh.runtime.processes import is_gone, is_stopped
 
 
 def test_a_line_of_the_script_is_named_where_the_working_directory_is_gone(tmp_path, monkeypatch):
@@ -34,6 +37,18 @@ def test_a_line_of_the_script_is_named_where_the_working_directory_is_gone(tmp_p
     assert line_of_script().startswith("test_base.py:")
     assert is_script("train.py")
     monkeypatch.undo()
+
+
+def test_a_process_that_cannot_be_looked_at_does_not_count_as_gone(monkeypatch):
+    assert not is_gone(os.getpid())
+    assert is_gone(2**22 + 1)  # more than Linux gives
+
+    def at_the_limit(*args, **kwargs):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(processes.Path, "read_text", at_the_limit)
+    assert not is_gone(os.getpid())
+    assert not is_stopped(os.getpid())
 
 
 @pytest.mark.parametrize(

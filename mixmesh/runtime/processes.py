@@ -30,11 +30,14 @@ def process_place() -> str:
 
 
 def process_state(pid: int) -> str:
-    """The state letter from /proc: R, S, D, T (stopped), t (traced), Z (zombie); empty if there is none."""
+    """The state letter from /proc: R, S, D, T (stopped), t (traced), Z (zombie); empty if there is none, "?"
+    if this process cannot look, as at its limit of open files: the other one may well be there."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
+    except (FileNotFoundError, ProcessLookupError, IndexError):
         return ""
+    except OSError:
+        return "?"
 
 
 def is_gone(pid: int) -> bool:
