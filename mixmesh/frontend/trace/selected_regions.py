@@ -79,7 +79,8 @@ def selected_as_operators(graph: Graph) -> Graph:
         for selection in alike:
             part = graph.types[choices].num_elements / (num_masks * math.prod(selection.layout))
             if part < 1 and selection.last is not None:
-                share_of[id(selection.last)] = selection, part
+                # a router is trained to choose all alike; numbers in the data may be all the same
+                share_of[id(selection.last)] = selection, part if _is_learned(graph, choices) else 1.0
     if not share_of:
         return graph
 
@@ -111,10 +112,24 @@ def _meta(b: Builder, ref: Ref) -> torch.Tensor:
 
 def _choices_of(graph: Graph, mask: str) -> str | None:
     """The numbers that a mask compares with one of them, such as the experts that a router has chosen."""
-    name = mask
+    name, compares = mask, False
     while (node := graph.producers[name]).op in OF_NUMBERS:
+        compares |= node.op in ("aten.eq.Scalar", "aten.one_hot")
         name = node.inputs[0]
-    return name if graph.types[name].dtype in ("i64", "i32") and not node.is_leaf else None
+    return name if compares and graph.types[name].dtype in ("i64", "i32") else None
+
+
+def _is_learned(graph: Graph, name: str) -> bool:
+    """Whether a value depends on parameters."""
+    to_see = [name]
+    seen: set[str] = set()
+    while to_see:
+        node = graph.producers[to_see.pop()]
+        if node.op == "param":
+            return True
+        to_see += [other for other in node.inputs if other not in seen]
+        seen.update(node.inputs)
+    return False
 
 
 # --- reading -------------------------------------------------------------------------------------------
@@ -144,7 +159,7 @@ def _selections(graph: Graph) -> Iterator[Selection]:
 
 def _fill(graph: Graph, node: Node) -> tuple[str, tuple[int, ...]] | None:
     """The mask by which a node puts one number in place of rows, and the dims of the rows."""
-    if node.op != CHOICES[0] or not all(isinstance(arg, Ref) for arg in node.args[:2]):
+    if node.op != CHOICES[0] or graph.types[node.inputs[-1]] != node.types[0]:
         return None
     mask, shape = node.inputs[0], graph.types[node.inputs[0]].shape
     row_ndim = len(node.types[0].shape) - len(shape)
@@ -318,21 +333,22 @@ def _with_fewer_dims(node: Node, lead: int, ndim: int) -> tuple[Arg, ...] | None
 def _is_masked(graph: Graph, selection: Selection, result: str, uses: dict[str, list[Node]]) -> bool:
     """Whether every use of a value of the rows ends in a choice by their mask."""
     num_rows = math.prod(selection.layout)
-    to_see, seen = [(result, len(selection.layout))], set()
+    to_see = [(result, len(selection.layout))]
+    seen: set[tuple[int, str]] = set()
     while to_see:
         name, lead = to_see.pop()
         if name == graph.loss:
             return False
         shape = graph.types[name].shape
         for node in uses.get(name, ()):
-            if id(node) in seen:
+            if (id(node), name) in seen:
                 continue
             is_choice = node.op in CHOICES and selection.is_mask(node.inputs[0])
             if is_choice and _is_laid_alike(graph, node, shape[:lead]) and node.inputs.count(name) == 1:
                 if node.args[1] != Ref(name):
                     return False
                 continue
-            seen.add(id(node))
+            seen.add((id(node), name))
             after = _lead_after(graph, node, name, lead, num_rows)
             if not after:
                 return False
