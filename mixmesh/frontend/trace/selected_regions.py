@@ -11,8 +11,9 @@ mask that is by itself may select all rows, and is left.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from itertools import accumulate
 from operator import mul
 
@@ -47,14 +48,16 @@ DIM_OF = {
 @dataclass
 class Selection:
     """The computation of the rows of one mask: the mask, perhaps in another shape, the dims ``layout`` of the
-    rows, and what has been read, with the node of the last value. Masks with the same entry in ``roots`` are
-    the same; ``along`` is the dim of the mask that some inputs have alone."""
+    rows, the places of nodes where it ``begins``, and what has been read, with the node of the last value.
+    Masks with the same entry in ``roots`` are the same; ``along`` is the dim of the mask that some inputs
+    have alone."""
 
     mask: str
     roots: Mapping[str, str]
     layout: tuple[int, ...]
     region: Region
     along: int = -1
+    begins: list[int] = field(default_factory=list)
     last: Node | None = None
 
     @property
@@ -135,23 +138,40 @@ def _is_learned(graph: Graph, name: str) -> bool:
 # --- reading -------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Uses:
+    """The nodes of a graph by their places, and the places of the nodes that use each value."""
+
+    graph: Graph
+    of: Mapping[str, Sequence[int]]
+
+    @classmethod
+    def in_graph(cls, graph: Graph) -> Uses:
+        of: dict[str, list[int]] = {}
+        for n, node in enumerate(graph.nodes):
+            for name in dict.fromkeys(node.inputs):
+                of.setdefault(name, []).append(n)
+        return cls(graph, of)
+
+    def places(self, node: Node) -> Iterator[int]:
+        """The places of the nodes that use results of a node."""
+        for name in node.results:
+            yield from self.of.get(name or "", ())
+
+
 def _selections(graph: Graph) -> Iterator[Selection]:
     """Yields what is computed of the rows of each mask, as far as it can be read."""
-    uses: dict[str, list[Node]] = {}
-    for node in graph.nodes:
-        for name in dict.fromkeys(node.inputs):
-            uses.setdefault(name, []).append(node)
-    roots = _roots(graph)
+    uses, roots = Uses.in_graph(graph), _roots(graph)
     begun: dict[tuple[str, tuple[int, ...]], Selection] = {}
-    for node in graph.nodes:
+    for n, node in enumerate(graph.nodes):
         read = _fill(graph, node)
         if read is not None:
             mask, layout = read
             selection = Selection(mask, roots, layout, Region(graph, mask))
-            begun.setdefault((selection.root, layout), selection)
+            begun.setdefault((selection.root, layout), selection).begins.append(n)
     for selection in begun.values():
         try:
-            selection.last = _read(graph, selection, uses)
+            selection.last = _read(uses, selection)
         except NoMixture:
             continue
         yield selection
@@ -194,22 +214,28 @@ def _roots(graph: Graph) -> dict[str, str]:
     return root_of
 
 
-def _read(graph: Graph, selection: Selection, uses: dict[str, list[Node]]) -> Node:
+def _read(uses: Uses, selection: Selection) -> Node:
     """Reads the computation of the rows of a mask, and returns the node of the last value. Raises
     NoMixture."""
-    region = selection.region
+    graph, region = uses.graph, selection.region
     inside: dict[int, Node] = {}
     ended: set[str] = set()
-    for node in graph.nodes:
-        held = _read_node(selection, node, ended)
-        if held is not None:
-            region.facts.update((name, each) for name, each in zip(node.results, held) if name is not None)
-            inside[id(node)] = node
+    to_read = list(selection.begins)
+    while to_read:
+        n = heappop(to_read)
+        node = graph.nodes[n]
+        held = None if n in inside else _read_node(selection, node, ended)
+        if held is None:
+            continue
+        region.facts.update((name, each) for name, each in zip(node.results, held) if name is not None)
+        inside[n] = node
+        for place in uses.places(node):
+            heappush(to_read, place)
     seen = {
         name: node
         for node in inside.values()
         for name in node.results
-        if name is not None and any(id(use) not in inside for use in uses.get(name, ()))
+        if name is not None and not all(n in inside for n in uses.of.get(name, ()))
     }
     if len(seen) != 1 or graph.loss in region.facts:
         raise NoMixture("several values are used outside")
@@ -218,7 +244,7 @@ def _read(graph: Graph, selection: Selection, uses: dict[str, list[Node]]) -> No
         raise NoMixture("the value is not the last one")
     if not any(step.split(" = ")[1].startswith(("linear(", "mm(", "matmul(")) for step in region.body):
         raise NoMixture("no product")
-    if result not in ended and not _is_masked(graph, selection, result, uses):
+    if result not in ended and not _is_masked(uses, selection, result):
         raise NoMixture("other rows are used")
     return last
 
@@ -330,8 +356,9 @@ def _with_fewer_dims(node: Node, lead: int, ndim: int) -> tuple[Arg, ...] | None
     return None if dim < lead else (*node.args[:place], dim - lead + 1, *node.args[place + 1 :])
 
 
-def _is_masked(graph: Graph, selection: Selection, result: str, uses: dict[str, list[Node]]) -> bool:
+def _is_masked(uses: Uses, selection: Selection, result: str) -> bool:
     """Whether every use of a value of the rows ends in a choice by their mask."""
+    graph = uses.graph
     num_rows = math.prod(selection.layout)
     to_see = [(result, len(selection.layout))]
     seen: set[tuple[int, str]] = set()
@@ -340,15 +367,16 @@ def _is_masked(graph: Graph, selection: Selection, result: str, uses: dict[str, 
         if name == graph.loss:
             return False
         shape = graph.types[name].shape
-        for node in uses.get(name, ()):
-            if (id(node), name) in seen:
+        for n in uses.of.get(name, ()):
+            node = graph.nodes[n]
+            if (n, name) in seen:
                 continue
             is_choice = node.op in CHOICES and selection.is_mask(node.inputs[0])
             if is_choice and _is_laid_alike(graph, node, shape[:lead]) and node.inputs.count(name) == 1:
                 if node.args[1] != Ref(name):
                     return False
                 continue
-            seen.add((id(node), name))
+            seen.add((n, name))
             after = _lead_after(graph, node, name, lead, num_rows)
             if not after:
                 return False

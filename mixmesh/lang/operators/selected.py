@@ -79,7 +79,7 @@ def selected(
     else:
         places = mask.flatten().nonzero().squeeze(1)
     computed = run_steps(body, RowOperands(rows, along, dim, whole, dtypes).by_name(mask.shape, places))
-    spread = computed.new_zeros((num_rows, *computed.shape[1:])).index_copy(0, places, computed)
+    spread = computed.new_zeros((num_rows, *computed.shape[1:])).index_copy_(0, places, computed)
     return spread.unflatten(0, mask.shape)
 
 
