@@ -57,11 +57,13 @@ def planned(planner: str, change=lambda program: program):
     return change(make_plan(trace(model, batches(1)[0]), Cluster.parse(CLUSTER), planner=planner).program)
 
 
-def train(program, *, compiles: bool, backend: str = "aot_eager", dropout: float = 0.0) -> tuple:
+def train(
+    program, *, compiles: bool, backend: str = "aot_eager", dropout: float = 0.0, module: type = Model
+) -> tuple:
     """Losses of three steps of Adam, whole parameters after them, and the segments of this rank."""
     mixmesh.runtime.executor.compiled = partial(torch.compile, dynamic=False, backend=backend)
     torch.manual_seed(0)
-    model = Model(dropout).double()
+    model = module(dropout).double()
     adam = torch.optim.Adam(model.parameters(), lr=0.05)
     model, adam = parallelize(model, adam, program, device="cpu", timeout_s=60, compile=compiles)
     losses = []
@@ -135,6 +137,37 @@ def check_inductor(comm) -> None:
     found, _, count = train(dropping, compiles=True, dropout=0.5)
     assert count == 2
     torch.testing.assert_close(found, losses, rtol=1e-9, atol=1e-9)
+
+
+class Experts(Model):
+    """Rows for each of three experts, whose numbers are data."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x, y):
+        chosen, out = self.head(x)[:, :3].argmax(-1), torch.zeros_like(x)
+        for n, expert in enumerate(self.experts):
+            out[chosen == n] = expert(x[chosen == n])
+        return F.cross_entropy(self.head(torch.tanh(out)), y)
+
+
+def test_experts_are_not_compiled_for_each_number_of_rows(monkeypatch):
+    monkeypatch.setattr(mixmesh.runtime.executor, "compiled", mixmesh.runtime.executor.compiled)
+    (ends,) = run_world(1, {"experts": check_experts}).values()
+    assert_passed(ends)
+
+
+def check_experts(comm) -> None:
+    one = Cluster.parse(CLUSTER.replace(", { cpu_share = 0.4 }", ""))
+    torch.manual_seed(0)
+    program = make_plan(trace(Experts().double(), batches(1)[0]), one, planner="single").program
+    losses, _, _ = train(program, compiles=False, module=Experts)
+    torch._dynamo.utils.counters.clear()
+    of_compiled, _, _ = train(program, compiles=True, module=Experts)
+    torch.testing.assert_close(of_compiled, losses, rtol=1e-9, atol=1e-9)
+    assert not torch._dynamo.utils.counters["graph_break"]
 
 
 def test_without_a_compiler_it_is_refused(monkeypatch):

@@ -33,6 +33,7 @@ from ..lang.ir import (
 )
 from ..lang.ir.dtypes import on_rank
 from ..lang.ir.samples import draws_numbers
+from ..lang.rules import EXPERTS, SELECTED
 from .comm import Comm
 from .direct import DirectCall
 from .gradients import wait_now
@@ -342,9 +343,11 @@ class _Writer:
 
     def _can_be_compiled(self, i: Instruction, call: str) -> bool:
         """Whether ``torch.compile`` may include the operator: it draws no random numbers, which depend on
-        more than its inputs, it is not run again, and its gradients are the usual ones."""
+        more than its inputs, it is not run again, its gradients are the usual ones, and it has no sizes that
+        are data, for which it would be compiled again and again."""
         is_plain = call.startswith("op") and not is_sfb(i) and wgrad_of(i) is None
-        return self.segment is not None and is_plain and not draws_numbers(i.op)
+        is_fixed = not draws_numbers(i.op) and i.op not in (EXPERTS, SELECTED)
+        return self.segment is not None and is_plain and is_fixed
 
     def _add_to_segment(self, i: Instruction, line: str, results: list[str], arguments: list[str]) -> None:
         assert self.segment is not None  # checked by _can_be_compiled

@@ -1,11 +1,11 @@
 """Runs of a rank's instructions between collectives, each handed to ``torch.compile`` as one function.
 
 A segment ends at anything but an operator of this rank: a collective that begins or is awaited, a random
-operator (whose numbers are those of the whole batch), a region that is rematerialised, a split weight
-gradient. It also ends at the first use of parameters from another bucket: compiled code returns the gradients
-of a segment together, and a bucket's gradients should travel while the backward pass of earlier segments
-computes. Programs that gather parameters again for the backward pass (ZeRO-3) are not compiled: they decide
-tensor by tensor what to keep.
+operator (whose numbers are those of the whole batch), experts (the numbers of whose rows are data), a region
+that is rematerialised, a split weight gradient. It also ends at the first use of parameters from another
+bucket: compiled code returns the gradients of a segment together, and a bucket's gradients should travel
+while the backward pass of earlier segments computes. Programs that gather parameters again for the backward
+pass (ZeRO-3) are not compiled: they decide tensor by tensor what to keep.
 """
 
 from __future__ import annotations
