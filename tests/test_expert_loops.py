@@ -9,9 +9,12 @@ import torch.nn.functional as F
 from support.on_shards import assert_equals_one_device, assert_samples_stay
 from torch import nn
 
+from mixmesh.cost.work import call_flop
 from mixmesh.errors import TraceError
 from mixmesh.frontend.trace import trace
-from mixmesh.lang.rules import SELECTED
+from mixmesh.lang.rules import RULES, SELECTED, call_of, selected_share, shard_units
+from mixmesh.measure.profiler.operators import made_up_tensors, shard_program
+from mixmesh.step.kept import extra_bytes
 
 DIM, EXPERTS, CHOICES, WORDS = 8, 3, 2, 11
 DRAW = torch.Generator().manual_seed(0)
@@ -222,6 +225,30 @@ def test_a_token_that_may_choose_an_expert_twice_is_refused():
 
     with pytest.raises(TraceError, match="out\\[token\\]"):
         trace(Model(twice), BATCH)
+
+
+def test_time_and_memory_are_those_of_the_rows():
+    """A third of the tokens' two choices; the numbers of a batch may all be the same."""
+    graph = trace(Model(repeated_rows), BATCH).graph
+    calls = [call_of(node, graph.types) for node in graph.nodes if node.op == SELECTED]
+    num_rows = BATCH["ids"].numel() * CHOICES
+    products = DIM * 2 * DIM + DIM * DIM
+    assert [call_flop(call) for call in calls] == [2 * num_rows * products // EXPERTS] * EXPERTS
+    kept = (
+        4 * num_rows * 6 * DIM
+    )  # the row, both halves of the first product, and a value after each of the others
+    assert kept <= sum(map(extra_bytes, calls)) <= 1.2 * kept
+    graph = trace(Model(of_numbers_in_the_batch), BATCH).graph
+    (share,) = {selected_share(call_of(node, graph.types)) for node in graph.nodes if node.op == SELECTED}
+    assert share == 1
+
+
+def test_a_profile_times_an_operator_with_as_many_rows_as_expected():
+    graph = trace(Model(repeated_rows), {"ids": torch.zeros(100, 10, dtype=torch.long)}).graph
+    node = next(node for node in graph.nodes if node.op == SELECTED)
+    program, _ = shard_program(graph, node, None, shard_units(graph, RULES), 1.0)
+    mask = made_up_tensors(program, torch.device("cpu"))[node.inputs[0]]
+    assert mask.sum().item() == pytest.approx(mask.numel() / EXPERTS, rel=0.15)
 
 
 def test_rows_of_one_mask_alone_are_computed_of_all():
