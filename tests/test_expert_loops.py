@@ -203,12 +203,23 @@ def test_a_branch_that_is_taken_always_says_what_differs_on_one_device():
     assert "test_expert_loops.py" in warning and "weight decay" in warning
 
 
-def test_a_check_that_a_mask_selects_something_is_no_branch():
+def test_checks_that_raise_are_no_branches():
+    """They raise where a mask selects something, or where it does not, in a function with other branches."""
+
     def checked(m, h):
-        mask = m.gate(h).argmax(-1) >= 0
-        if not mask.any():
+        if torch.isnan(h).any():
+            raise ValueError("not a number")
+        weights, chosen = m.routed(h)
+        out = torch.zeros_like(h)
+        for n, expert in enumerate(m.experts):
+            mask = (chosen == n).any(-1)
+            if (weights[mask] < 0).sum() > 0:
+                raise ValueError("negative weights")
+            if mask.any():
+                out[mask] += expert(h[mask])
+        if not (chosen >= 0).any():
             raise ValueError("no tokens")
-        return skipped_if_empty(m, h)
+        return out
 
     assert_equals_one_device(Model(checked), BATCH)
 
@@ -234,9 +245,8 @@ def test_time_and_memory_are_those_of_the_rows():
     num_rows = BATCH["ids"].numel() * CHOICES
     products = DIM * 2 * DIM + DIM * DIM
     assert [call_flop(call) for call in calls] == [2 * num_rows * products // EXPERTS] * EXPERTS
-    kept = (
-        4 * num_rows * 6 * DIM
-    )  # the row, both halves of the first product, and a value after each of the others
+    # the row, both halves of the first product, and the values after it
+    kept = 4 * num_rows * 6 * DIM
     assert kept <= sum(map(extra_bytes, calls)) <= 1.2 * kept
     graph = trace(Model(of_numbers_in_the_batch), BATCH).graph
     (share,) = {selected_share(call_of(node, graph.types)) for node in graph.nodes if node.op == SELECTED}

@@ -50,11 +50,11 @@ class Masks(Enum):
 
 @dataclass(frozen=True)
 class Asked:
-    """A branch that asked whether a mask selects anything: its condition, and the value of it if so."""
+    """A branch that asked whether a mask selects anything: its condition, and the answer that it got."""
 
     site: Site
     condition: torch.Tensor
-    if_any: bool
+    answer: bool
 
     @property
     def place(self) -> str:
@@ -83,8 +83,8 @@ class Paths(TorchFunctionMode):
         asked = None if self.masks_are is Masks.UNKNOWN else emptiness(node_of(args[0]))
         if asked is not None:
             is_any = self.masks_are is Masks.SELECTING or not is_skipped(len(self.asked))
-            self.asked.append(Asked(site, args[0], asked.if_any))
-            return asked.if_any is is_any
+            self.asked.append(Asked(site, args[0], asked.if_any is is_any))
+            return self.asked[-1].answer
         try:
             value = func(*args)
         except GuardOnDataDependentSymNode as error:
@@ -94,6 +94,14 @@ class Paths(TorchFunctionMode):
         if isinstance(value, bool) or site in self.branch_of:
             return value
         raise Undecided(site)  # item() returned a number that is known only at run time
+
+    def check_that_raised(self, error: Exception) -> dict[Site, bool | None]:
+        """The other path at a branch after which its own function raised ``error``; empty if there is
+        none."""
+        last = self.asked[-1] if self.asked else None
+        if last is None or last.site[0] is not _raised_in(error):
+            return {}
+        return {last.site: not last.answer}
 
 
 def _site() -> Site:
@@ -142,12 +150,12 @@ def _other_than_raising(
         except Undecided:
             continue
         except Exception as error:
-            if raised_in(error) is site[0]:
+            if _raised_in(error) is site[0]:
                 return not path
     return None
 
 
-def raised_in(error: BaseException) -> CodeType | None:
+def _raised_in(error: BaseException) -> CodeType | None:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

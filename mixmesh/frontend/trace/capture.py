@@ -22,7 +22,7 @@ from ...lang.ir import Returned
 from .attributes import Attributes, check_replaced, warnings_of
 from .autocast import Autocast, no_autocast, under
 from .averages import means_over_batches
-from .branches import Masks, Paths, Site, distributions_unchecked, past_checks, raised_in
+from .branches import Masks, Paths, Site, distributions_unchecked, past_checks
 from .carried import warnings_of_changed
 from .causal_masks import masks_as_given
 from .checkpoints import regions_kept
@@ -353,21 +353,22 @@ def _export_proved(
 
     checks: dict[Site, bool | None] = {}
     while True:
-        program, asked = functional(Masks.SELECTING), tuple(wrapper.paths.asked)
-        if not asked:
-            return program, ()
+        taken: ExportedProgram | None = None
         try:
-            is_proved = proves_skips(program, functional(Masks.BY_TURNS), len(asked))
+            taken, asked = functional(Masks.SELECTING), tuple(wrapper.paths.asked)
+            is_proved = not asked or proves_skips(taken, functional(Masks.BY_TURNS), len(asked))
         except Exception as error:
-            is_proved, code = False, raised_in(error)
-            raising = {each.site: each.if_any for each in asked if each.site[0] is code}
-            if raising:  # a branch that raises where nothing is selected is a check
-                checks.update(raising)
+            check = wrapper.paths.check_that_raised(error)
+            checks |= check
+            if check:
                 continue
+            if taken is None:
+                raise
+            is_proved = False
         if not is_proved:
             return functional(Masks.UNKNOWN), ()
         places = dict.fromkeys(each.place for each in asked)
-        return without_conditions(program, len(asked)), tuple(places)
+        return without_conditions(taken, len(asked)), tuple(places)
 
 
 def _export_settled(
