@@ -353,22 +353,22 @@ def _export_proved(
 
     checks: dict[Site, bool | None] = {}
     while True:
-        taken: ExportedProgram | None = None
+        program: ExportedProgram | None = None
         try:
-            taken, asked = functional(Masks.SELECTING), tuple(wrapper.paths.asked)
-            is_proved = not asked or proves_skips(taken, functional(Masks.BY_TURNS), len(asked))
+            program, asked = functional(Masks.SELECTING), tuple(wrapper.paths.asked)
+            is_proved = not asked or proves_skips(program, functional(Masks.BY_TURNS), len(asked))
         except Exception as error:
             check = wrapper.paths.check_that_raised(error)
             checks |= check
             if check:
                 continue
-            if taken is None:
+            if program is None:
                 raise
             is_proved = False
         if not is_proved:
             return functional(Masks.UNKNOWN), ()
         places = dict.fromkeys(each.place for each in asked)
-        return without_conditions(taken, len(asked)), tuple(places)
+        return without_conditions(program, len(asked)), tuple(places)
 
 
 def _export_settled(

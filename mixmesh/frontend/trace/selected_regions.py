@@ -88,8 +88,8 @@ def selected_as_operators(graph: Graph) -> Graph:
         return graph
 
     def rule(b: Builder, node: Node) -> tuple[Ref | None, ...] | None:
-        found = share_of.get(id(node))
-        return None if found is None else (_operator(b, *found),)
+        selected = share_of.get(id(node))
+        return None if selected is None else (_operator(b, *selected),)
 
     return rewrite(graph, {s.last.op: rule for s, _ in share_of.values() if s.last is not None})
 
@@ -231,13 +231,20 @@ def _read(uses: Uses, selection: Selection) -> Node:
         inside[n] = node
         for place in uses.places(node):
             heappush(to_read, place)
+    return _last(uses, selection, inside, ended)
+
+
+def _last(uses: Uses, selection: Selection, inside: Mapping[int, Node], ended: set[str]) -> Node:
+    """The node of the one value of a region that others use. Raises NoMixture if there are several, or if
+    they would see other rows."""
+    region = selection.region
     seen = {
         name: node
         for node in inside.values()
         for name in node.results
         if name is not None and not all(n in inside for n in uses.of.get(name, ()))
     }
-    if len(seen) != 1 or graph.loss in region.facts:
+    if len(seen) != 1 or uses.graph.loss in region.facts:
         raise NoMixture("several values are used outside")
     ((result, last),) = seen.items()
     if len(last.results) != 1 or not region.body or region.facts[result].name != _first_word(region.body[-1]):

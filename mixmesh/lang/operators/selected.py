@@ -52,9 +52,9 @@ class RowOperands:
         meta tensors."""
 
         def compute(tensors: Sequence[Tensor]) -> Tensor:
-            given = iter(tensors)
+            left = iter(tensors)
             rows, along, whole = (
-                [next(given) for _ in group] for group in (self.rows, self.along, self.whole)
+                [next(left) for _ in group] for group in (self.rows, self.along, self.whole)
             )
             operands = replace(self, rows=rows, along=along, whole=whole)
             return run_steps(body, operands.by_name(shape, torch.arange(shape.numel(), device="meta")))
