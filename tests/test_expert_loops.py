@@ -144,9 +144,22 @@ def of_numbers_in_the_batch(m, h):
     return out
 
 
+def skipped_by_length(m, h):
+    """``continue`` on ``len`` of the tokens."""
+    x = h.view(-1, DIM)
+    weights, chosen = m.routed(x)
+    out = torch.zeros_like(x)
+    for n, expert in enumerate(m.experts):
+        token, choice = torch.where(chosen == n)
+        if len(token) == 0:
+            continue
+        out.index_add_(0, token, expert(x[token]) * weights[token, choice, None])
+    return out.view_as(h)
+
+
 LOOPS = [
     repeated_rows, added_at_tokens, of_experts_that_are_hit, set_at_tokens, skipped_if_empty, left_if_empty,
-    in_dims_of_the_batch, of_numbers_in_the_batch,
+    in_dims_of_the_batch, of_numbers_in_the_batch, skipped_by_length,
 ]  # fmt: skip
 
 

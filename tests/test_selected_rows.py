@@ -55,6 +55,12 @@ def flat_with_module(m, x, labels, _):
     return loss(m.scores(x).view(-1, CLASSES)[active], labels.view(-1)[active])
 
 
+def divided_by_length(m, x, labels, _):
+    active = labels.view(-1) != -100
+    scores, targets = m.scores(x).view(-1, CLASSES)[active], labels.view(-1)[active]
+    return F.cross_entropy(scores, targets, reduction="sum") / len(targets)
+
+
 def soft_targets(m, x, labels, _):
     mask = labels >= 0
     targets = F.softmax(x[..., :CLASSES], -1)[mask]
@@ -240,7 +246,7 @@ LOSSES = {
         cross_entropy, flat_with_module, soft_targets, of_valid_depths, of_losses, focal, of_samples,
         of_pairs, written_back, by_bytes, counted, of_those, of_columns, of_directions, weighted, by_numbers,
         by_a_buffer, by_a_constant, variances, weights_of_elements, changed_by_views, undefined_elsewhere,
-        indices_out_of_bounds, numbers_first, of_few_bits, shapes,
+        indices_out_of_bounds, numbers_first, of_few_bits, shapes, divided_by_length,
     )
 }  # fmt: skip
 

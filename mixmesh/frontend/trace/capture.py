@@ -45,6 +45,7 @@ from .regions import inference_as_no_grad, inline_regions, no_grad_within_autoca
 from .replaced_functions import ReplacedFunctions, weights_of_losses_kept
 from .scattered_writes import write_decompositions
 from .selected import as_tensors
+from .selected_functions import lengths_of_rows
 from .selections import targets_by_sample
 from .skipped import proves_skips, warnings_of_skipped, without_conditions
 from .small_constants import small_constants_kept
@@ -432,6 +433,7 @@ def _as_it_is_traced() -> Iterator[None]:
         regions_kept(), experts_in_groups(), masks_as_given(), synced_norms_as_plain(),
         no_autocast(), no_grad_within_autocast(), inference_as_no_grad(), inner_gradients(),
         distributions_unchecked(), small_constants_kept(), weights_of_losses_kept(),
+        lengths_of_rows(),
     ):  # fmt: skip
         yield
 

@@ -112,13 +112,18 @@ def _pick(frames: Iterable[Frame]) -> Place:
         path = absolute(file)
         if file.startswith("<") or path.startswith((_TORCH, _OURS)):
             continue
-        if "site-packages" not in path and not path.startswith(_STDLIB):
+        if is_users_own(path):
             return _place(path, line)
         # in a library, the forward method of a module is more helpful than a helper that it calls
         better = library is None or (function == "forward" != library[2])
         if better and not path.startswith(_STDLIB):
             library = (path, line, function)
     return _place(*library[:2]) if library else Place()
+
+
+def is_users_own(file: str) -> bool:
+    """Whether it is no file of any library."""
+    return is_users(path := absolute(file)) and "site-packages" not in path and not path.startswith(_STDLIB)
 
 
 def is_users(file: str) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from .locate import is_users_own
 from .row_indices import STAND_INS, selected_rows
 from .selected import Selected, Unknown, aligned, by_element, is_same, is_selected, known, shape_of, wide
 
@@ -355,6 +358,31 @@ def _of_any_row(func: Callable, x: Selected) -> Any:
 @known("numel", "nelement")
 def _numel(func: Callable, x: Selected) -> Tensor:
     return x.count() * x.row_shape.numel()
+
+
+@contextmanager
+def lengths_of_rows() -> Iterator[None]:
+    """A context in which ``len(x[mask])`` is a tensor in the user's own files, as ``x[mask].shape[0]`` is:
+    Python's own returns an int only, which would be that of one batch. In ``builtins`` it would also be what
+    torch.compile, whose tables are made at its first use, takes for Python's own."""
+    scripts = [vars(module) for module in list(sys.modules.values()) if _is_of_user(module)]
+    scripts = [names for names in scripts if "len" not in names]
+    for names in scripts:
+        names["len"] = _length
+    try:
+        yield
+    finally:
+        for names in scripts:
+            names.pop("len", None)  # one module may have two names
+
+
+def _length(x: Any, /) -> Any:
+    return x.count() if type(x) is Selected else len(x)
+
+
+def _is_of_user(module: Any) -> bool:
+    file = getattr(module, "__dict__", {}).get("__file__")
+    return module is sys.modules["__main__"] or isinstance(file, str) and is_users_own(file)
 
 
 @known("size")
