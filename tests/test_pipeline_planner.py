@@ -17,8 +17,8 @@ from mixmesh.cluster import Cluster
 from mixmesh.cost import BLOCKING_SENDS, CostModel
 from mixmesh.cost.exchanges import held_share
 from mixmesh.cost.micro_steps import costed_micro_step
-from mixmesh.errors import Infeasible, PlanError
-from mixmesh.frontend.trace import trace
+from mixmesh.errors import Infeasible, InputError, PlanError
+from mixmesh.frontend.trace import LossSource, trace
 from mixmesh.lang.check import check_plan, check_program
 from mixmesh.lang.ir import even_ratio, samples_of, support, with_whole_rows
 from mixmesh.lang.optimizer_states import ADAM
@@ -404,6 +404,21 @@ def test_memory_that_no_pipeline_fits_in_is_the_reason(traced):
     with pytest.raises(Infeasible, match="no plan fits in memory") as caught:
         make_plan(traced, small, planner="pipeline", optimizer_states=ADAM)
     assert "usable on rank" in caught.value.expected and "GiB needed there by pipeline" in caught.value.got
+
+
+@pytest.mark.parametrize("gives", ["a loss that the loop computes", "a value beside the loss"])
+def test_a_pipeline_that_is_asked_for_outputs_says_what_to_write(gives):
+    class Showing(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return y if gives.startswith("a loss") else {"loss": y.mean(), "size": y.square().mean()}
+
+    options = {"outputs": ("size",)} if gives.startswith("a value") else {"loss": LossSource.MAYBE_CALLER}
+    showing = trace(Showing(8, 8), (torch.randn(8, 8),), **options)
+    with pytest.raises(InputError, match="has no plan for this job") as caught:
+        make_plan(showing, Cluster.parse(SLOW_NETWORK), planner="pipeline")
+    wanted = "self.log" if gives.startswith("a value") else "loss=criterion"
+    assert wanted in caught.value.hint[0]
 
 
 def test_statistics_of_the_whole_batch_make_no_pipeline():

@@ -42,7 +42,7 @@ from mixmesh.frontend.trace.own_generators import generators_in, marks_of
 from mixmesh.runtime.batches import other_dtype
 from mixmesh.training.preparation import refusals, script, start
 from mixmesh.training.preparation.loading import depends_on_others, example_batch, same_random_numbers
-from mixmesh.training.preparation.outside_loss import with_loss
+from mixmesh.training.preparation.outside_loss import check_has_targets, with_loss
 from mixmesh.training.preparation.refusals import check_gives_all, check_last_batch, check_workers
 from mixmesh.training.preparation.script import made_inputs, maker_like, naming_inputs, taken_by
 from mixmesh.training.preparation.untouched import untouched
@@ -286,6 +286,16 @@ def test_inputs_that_take_a_batch_as_one_value_are_refused(batch, call, write):
         made_inputs(lambda batch: batch["x"], batch)
     with pytest.raises(TypeError, match="of the function's own"):
         made_inputs(fails, batch)
+
+
+def test_a_loss_of_the_input_itself_is_told_to_pass_it_twice():
+    """As that of an autoencoder whose loader gives the input alone."""
+    x = torch.ones(4, 3)
+    with pytest.raises(mixmesh.InputError, match=r"inputs=lambda input: \(input, input\)"):
+        check_has_targets(nn.Linear(3, 3), F.mse_loss, (x,))
+    check_has_targets(nn.Linear(3, 3), F.mse_loss, (x, x))
+    check_has_targets(nn.Linear(3, 3), F.mse_loss, {"input": x})
+    check_has_targets(nn.Linear(3, 3), lambda out: out.mean(), (x,))
 
 
 def test_the_hint_for_a_call_with_other_arguments_comes_first():

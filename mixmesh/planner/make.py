@@ -17,6 +17,7 @@ from ..cost.placed import Sheet
 from ..cost.tf32 import tf32_warnings
 from ..errors import InputError
 from ..lang.ir import Graph, Returned, with_rows_as_dealt
+from ..lang.ir.graph import has_gradient
 from ..lang.plan_devices import planned_devices
 from ..lang.plan_file import Candidate, Plan
 from .answers import check_memory, dtype_warnings, infeasible, notes_of, warnings_of
@@ -150,10 +151,20 @@ def check_proposed(task: Task, planner: str) -> None:
             f"the planner {planner} has no plan for this job on this cluster",
             expected=f"what it is for: {needs or 'several devices'}",
             got=task.refused or f"{machines}, {plural(cluster.world_size, 'device')}",
-            hint='planner="auto"',
+            hint=(*_without_outputs(task.graph, planner), 'planner="auto"'),
         )
     if not any(p.feasible for p in task.proposed.values()):
         raise infeasible(task, list(task.proposed.values()))
+
+
+def _without_outputs(graph: Graph, planner: str) -> tuple[str, ...]:
+    """What to write where a pipeline is asked for outputs, which it does not give."""
+    outputs = [node for node in graph.nodes if node.op == "output"]
+    if planner != "pipeline" or not outputs:
+        return ()
+    if any(map(has_gradient, outputs)):
+        return ("a pipeline gives no outputs: let it compute the loss, mixmesh.prepare(..., loss=criterion)",)
+    return ("a pipeline gives the loss alone: no outputs=, and no self.log of other values in training",)
 
 
 def plan_of(task: Task, proposal: Proposal, planning_s: float) -> Plan:

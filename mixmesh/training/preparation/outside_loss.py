@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ...base.units import plural
 from ...errors import InputError
 from ...frontend.trace.copies import shown_on_original, stand_for, take_attributes
 from ...frontend.trace.failures import within_loss
@@ -142,6 +143,23 @@ def needed_names(function: Callable[..., Any]) -> tuple[str, ...]:
         return ()
     by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(p.name for p in parameters if p.kind in by_place and p.default is p.empty)
+
+
+def check_has_targets(model: nn.Module, loss: Callable[..., Any], batch: Any) -> None:
+    """Raises InputError for a tuple of values of which the model leaves none for the loss: one that compares
+    outputs with the model's own input, as that of an autoencoder."""
+    needed, targets = needed_names(model), needed_names(loss)[1:]
+    if not isinstance(batch, tuple) or not len(needed) == len(batch) < len(needed) + len(targets):
+        return
+    names, given = ", ".join(needed), ", ".join((*needed, *targets))
+    written = needed[0] if len(targets) == 1 else "..."
+    raise InputError(
+        "the loss needs a value of the batch, and the model takes all of them",
+        expected=f"model({given}): first the values of the forward pass, then those of the loss",
+        got=f"a batch of {plural(len(batch), 'value')}: {names}",
+        hint=f"for a loss of the input: inputs=lambda {names}: ({names}, {written}), and "
+        f"loss = model({names}, {written}) in the loop",
+    )
 
 
 def input_names(model: nn.Module) -> tuple[str, ...]:

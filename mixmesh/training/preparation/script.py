@@ -40,7 +40,7 @@ from .loading import (
     take_random_numbers,
 )
 from .modes import as_its_train_has_it
-from .outside_loss import needed_names, with_loss
+from .outside_loss import check_has_targets, needed_names, with_loss
 from .own_loader import OwnLoader
 from .refusals import OneBatch, check_gives_all, check_last_batch, check_takes, check_unwrapped, check_workers
 from .start import Options, Prepared, prepare_job
@@ -127,6 +127,8 @@ def prepare(
     with same_random_numbers(own_generators):
         arguments = as_arguments(batch)
         example = taken_by(model, loss, arguments) if inputs is None else made_inputs(inputs, arguments)
+    if loss is not None:
+        check_has_targets(model, loss, example)
     model = model if loss is None else with_loss(model, loss, outputs)
     check_holds_only(optimizer, set(model.parameters()))
     with same_random_numbers(own_generators), as_its_train_has_it(model) as modes:
