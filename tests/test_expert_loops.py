@@ -6,14 +6,16 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from support.on_shards import assert_equals_one_device, assert_samples_stay
+from support.on_shards import CLUSTER, assert_equals_one_device, assert_samples_stay
 from torch import nn
 
+from mixmesh.api import plan_traced
 from mixmesh.cost.work import call_flop
 from mixmesh.errors import TraceError
 from mixmesh.frontend.trace import trace
 from mixmesh.lang.rules import RULES, SELECTED, call_of, selected_share, shard_units
 from mixmesh.measure.profiler.operators import made_up_tensors, shard_program
+from mixmesh.measure.verification import verify
 from mixmesh.step.kept import extra_bytes
 
 DIM, EXPERTS, CHOICES, WORDS = 8, 3, 2, 11
@@ -157,9 +159,31 @@ def skipped_by_length(m, h):
     return out.view_as(h)
 
 
+def recomputed_masks(m, h):
+    """The mask of the branch is computed again for the rows; a number of rows that becomes Python's."""
+    best = m.gate(h).argmax(-1)
+    out = torch.zeros_like(h)
+    for n, expert in enumerate(m.experts):
+        if (best == n).any() if n else (best == n).sum().item() > 0:
+            out[best == n, :] = expert(h[best == n, :])
+    return out
+
+
+def by_number_of_rows(m, h):
+    x = h.view(-1, DIM)
+    weights, chosen = m.routed(x)
+    out = torch.zeros_like(x)
+    for n, expert in enumerate(m.experts):
+        token, choice = torch.where(chosen == n)
+        rows = x[token, :]
+        if rows.numel():
+            out.index_add_(-2, token, expert(rows) * weights[token, choice, None], alpha=2)
+    return out.view_as(h)
+
+
 LOOPS = [
     repeated_rows, added_at_tokens, of_experts_that_are_hit, set_at_tokens, skipped_if_empty, left_if_empty,
-    in_dims_of_the_batch, of_numbers_in_the_batch, skipped_by_length,
+    in_dims_of_the_batch, of_numbers_in_the_batch, skipped_by_length, recomputed_masks, by_number_of_rows,
 ]  # fmt: skip
 
 
@@ -203,11 +227,77 @@ def mean_of_rows(m, h):
     return out
 
 
-@pytest.mark.parametrize(
-    "loop", [counts_in_python, first_is_different, mean_of_rows], ids=lambda x: x.__name__
-)
+def last_is_remembered(m, h):
+    """Of an even number of masks, so that every second one does not show it."""
+    out, last = torch.zeros_like(h), 0
+    for n in range(4):
+        mask = m.gate(h).argmax(-1) == n
+        if mask.any():
+            out[mask] += m.experts[n % EXPERTS](h[mask])
+            last = n
+    return out * last
+
+
+def by_rounded_number(m, h):
+    share = h.sum(-1).sigmoid()
+    if share.long().any():
+        h = h + share[..., None]
+    return h
+
+
+def draws_of_another(m, h):
+    kept, mask = F.dropout(h), m.gate(h).argmax(-1) == 0
+    other = F.dropout(h)
+    return kept - (other if mask.any() else kept)
+
+
+def summed_losses(m, h, number_of):
+    best, losses = m.gate(h).argmax(-1), []
+    for n, expert in enumerate(m.experts):
+        mask = best == n
+        if mask.any():
+            losses.append(F.cross_entropy(expert(h[mask]), best[mask], reduction="sum"))
+    return sum(losses) / number_of(losses)
+
+
+def divided_by_their_number(m, h):
+    """An error if no branch is taken, which makes none of them a check."""
+    return h + summed_losses(m, h, len)
+
+
+def raising_where_there_is_none(m, h):
+    best, losses = m.gate(h).argmax(-1), []
+    for n in range(EXPERTS):
+        mask = best == n
+        if mask.any():
+            losses.append(h[mask].sum())
+    if not losses:
+        raise ValueError("no losses")
+    return h + sum(losses) / len(losses)
+
+
+def checked_and_counted(m, h):
+    """A check beside the branches, in the same function."""
+    best, used = m.gate(h).argmax(-1), 0
+    if not (best >= 0).any():
+        raise ValueError("no tokens")
+    out = torch.zeros_like(h)
+    for n, expert in enumerate(m.experts):
+        mask = best == n
+        if mask.any():
+            out[mask], used = expert(h[mask]), used + 1
+    return out / used
+
+
+REFUSED = [
+    counts_in_python, first_is_different, mean_of_rows, last_is_remembered, by_rounded_number,
+    draws_of_another, divided_by_their_number, raising_where_there_is_none, checked_and_counted,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("loop", REFUSED, ids=lambda loop: loop.__name__)
 def test_a_branch_that_changes_more_than_its_rows_is_refused(loop):
-    with pytest.raises(TraceError, match=r"if mask.any\(\):"):
+    with pytest.raises(TraceError, match=r"mask.any\(\)|share.long\(\).any\(\)"):
         trace(Model(loop), BATCH)
 
 
@@ -235,6 +325,23 @@ def test_checks_that_raise_are_no_branches():
         return out
 
     assert_equals_one_device(Model(checked), BATCH)
+
+
+def test_losses_in_a_branch_are_summed_over_no_rows():
+    assert_equals_one_device(Model(lambda m, h: h + summed_losses(m, h, lambda _: 60)), BATCH)
+
+
+def test_an_expert_without_tokens_has_no_gradient_on_one_device_alone():
+    def one_of_them(m, h):
+        best, out = m.gate(h).argmax(-1) * 0, torch.zeros_like(h)
+        for n, expert in enumerate(m.experts):
+            if (mask := best == n).any():
+                out[mask] = expert(h[mask])
+        return out
+
+    model = Model(one_of_them)
+    plan = plan_traced(trace(model, BATCH), CLUSTER, planner="fsdp-even")
+    assert verify(model, BATCH, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).ok
 
 
 def test_a_token_that_may_choose_an_expert_twice_is_refused():

@@ -375,3 +375,18 @@ def test_weights_of_an_l1_loss_of_whole_tensors():
     traced = trace(model, BATCH)
     report = verify(model, BATCH, plan_traced(traced, CLUSTER, planner="ddp-proportional"), traced=traced)
     assert report.ok, report
+
+
+def test_masks_of_a_tensor_that_is_written_to_between_them_differ():
+    """Through a view, before either mask is computed of what it is computed of."""
+
+    def written(m, x, *_):
+        x = x.clone()
+        flat, before = x.view(-1), x.sum(-1)
+        flat.mul_(-1)
+        after = x.sum(-1)
+        mask, other = before > 0, after > 0
+        return (m.scores(x)[mask] * m.scores(x)[other]).sum()
+
+    with pytest.raises(TraceError, match="known only at run time"):
+        trace(Model(written), BATCH)

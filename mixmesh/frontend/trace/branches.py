@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
 from types import CodeType, MappingProxyType
 from typing import Any, TypeVar
 
@@ -24,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from ...base.callers import shown_path
 from .locate import is_users
 from .selected import node_of
-from .skipped import emptiness, is_skipped
+from .skipped import Skips, emptiness, is_count, none_skipped
 
 _DISTRIBUTIONS = os.path.dirname(torch.distributions.__file__)
 T = TypeVar("T")
@@ -38,14 +37,6 @@ class Undecided(Exception):
     def __init__(self, site: Site) -> None:
         super().__init__("a branch on a tensor's value")
         self.site = site
-
-
-class Masks(Enum):
-    """The way at branches that ask whether a mask selects anything."""
-
-    SELECTING = "as if all masks did"
-    BY_TURNS = "as if every second mask did"
-    UNKNOWN = "as at other branches"
 
 
 @dataclass(frozen=True)
@@ -63,26 +54,31 @@ class Asked:
 
 class Paths(TorchFunctionMode):
     """A context, for the forward pass alone, that follows ``branch_of`` at each branch on a value: it leaves
-    a branch marked None to PyTorch, and reports an unknown one as Undecided. Branches that ask whether a mask
-    selects anything go by ``masks_are``."""
+    a branch marked None to PyTorch, and reports an unknown one as Undecided. The first visit of a branch
+    ``tried`` follows the other path. Branches that ask whether a mask selects anything go by ``skips``; if
+    that is None, they are branches like others."""
 
-    def __init__(self, branch_of: Mapping[Site, bool | None]) -> None:
+    def __init__(self, branch_of: Mapping[Site, bool | None], tried: Site | None = None) -> None:
         super().__init__()
         self.branch_of = branch_of
-        self.masks_are = Masks.SELECTING
+        self.tried = tried
+        self.skips: Skips | None = none_skipped
         self.asked: list[Asked] = []  # branches on whether masks select anything, in order
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         truth = func is torch.Tensor.__bool__
+        if func is torch.Tensor.item and self.skips is not None and is_count(node_of(args[0])):
+            return args[0]  # for a comparison
         if not truth and not (func is torch.Tensor.item and args[0].dtype == torch.bool):
             return func(*args, **(kwargs or {}))
         site = _site()
         path = self.branch_of.get(site)
         if path is not None:
-            return path
-        asked = None if self.masks_are is Masks.UNKNOWN else emptiness(node_of(args[0]))
-        if asked is not None:
-            is_any = self.masks_are is Masks.SELECTING or not is_skipped(len(self.asked))
+            is_other, self.tried = site == self.tried, None if site == self.tried else self.tried
+            return path is not is_other
+        asked = None if self.skips is None else emptiness(node_of(args[0]))
+        if asked is not None and self.skips is not None:
+            is_any = not self.skips(len(self.asked))
             self.asked.append(Asked(site, args[0], asked.if_any is is_any))
             return self.asked[-1].answer
         try:
@@ -143,10 +139,11 @@ def past_checks(export: Callable[[Paths], T], checks: Mapping[Site, bool | None]
 def _other_than_raising(
     export: Callable[[Paths], object], branch_of: Mapping[Site, bool | None], site: Site
 ) -> bool | None:
-    """The other path at ``site`` if one of the two only raises an error; None if neither does."""
+    """The other path at ``site`` if one of the two only raises an error; None if neither does. In a loop one
+    visit must raise, for an error that comes if all do (``if not losses: raise``) is no check."""
     for path in (True, False):
         try:
-            export(Paths({**branch_of, site: path}))
+            export(Paths({**branch_of, site: not path}, tried=site))
         except Undecided:
             continue
         except Exception as error:

@@ -6,7 +6,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Collection, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -22,7 +22,7 @@ from ...lang.ir import Returned
 from .attributes import Attributes, check_replaced, warnings_of
 from .autocast import Autocast, no_autocast, under
 from .averages import means_over_batches
-from .branches import Masks, Paths, Site, distributions_unchecked, past_checks
+from .branches import Paths, Site, distributions_unchecked, past_checks
 from .carried import warnings_of_changed
 from .causal_masks import masks_as_given
 from .checkpoints import regions_kept
@@ -47,7 +47,16 @@ from .scattered_writes import write_decompositions
 from .selected import as_tensors
 from .selected_functions import lengths_of_rows
 from .selections import targets_by_sample
-from .skipped import proves_skips, warnings_of_skipped, without_conditions
+from .skipped import (
+    Skips,
+    all_skipped,
+    every_second_skipped,
+    none_skipped,
+    other_half_skipped,
+    proves_skips,
+    warnings_of_skipped,
+    without_conditions,
+)
 from .small_constants import small_constants_kept
 from .stand_ins import meta_on_device
 from .stopped_writes import check_stopped_writes
@@ -343,8 +352,8 @@ def _export_proved(
     """Exports a call in functional form, and the lines of its branches that ask whether a mask selects
     anything. All of them are taken as if it did, which is proved to be right (``skipped``)."""
 
-    def functional(masks: Masks) -> ExportedProgram:
-        program = _export_settled(wrapper, batch, masks, checks)
+    def functional(skips: Skips | None) -> ExportedProgram:
+        program = _export_settled(wrapper, batch, skips, checks)
         wrapper.reads.keep_constants(wrapper.model, program)
         check_replaced(wrapper.attributes.replaced, program, WRAPPED)
         inline_regions(program.graph_module)
@@ -356,30 +365,55 @@ def _export_proved(
     while True:
         program: ExportedProgram | None = None
         try:
-            program, asked = functional(Masks.SELECTING), tuple(wrapper.paths.asked)
-            is_proved = not asked or proves_skips(program, functional(Masks.BY_TURNS), len(asked))
+            program, asked = functional(none_skipped), tuple(wrapper.paths.asked)
+            is_proved = not asked or _is_proved(functional, program, len(asked))
         except Exception as error:
             check = wrapper.paths.check_that_raised(error)
-            checks |= check
-            if check:
+            if check and _raises_alone(functional, wrapper, is_taken=program is None):
+                checks |= check
                 continue
             if program is None:
                 raise
             is_proved = False
         if not is_proved:
-            return functional(Masks.UNKNOWN), ()
+            return functional(None), ()
         places = dict.fromkeys(each.place for each in asked)
         return without_conditions(program, len(asked)), tuple(places)
 
 
+def _is_proved(functional: Callable[[Skips], ExportedProgram], program: ExportedProgram, count: int) -> bool:
+    """Whether a program with ``count`` branches taken is right where they are not. A call that fails with all
+    of them skipped fails so on one device; then the other half of them is skipped."""
+    if not proves_skips(program, functional(every_second_skipped), count, every_second_skipped):
+        return False
+    skips: Skips = all_skipped
+    try:
+        other = functional(skips)
+    except Exception:
+        skips = other_half_skipped
+        other = functional(skips)
+    return proves_skips(program, other, count, skips)
+
+
+def _raises_alone(functional: Callable[[Skips], object], wrapper: LossAndOutputs, is_taken: bool) -> bool:
+    """Whether the call raises its error too where the branch that was asked last is the only one to be taken,
+    or to be skipped. Then it is a check."""
+    turn = len(wrapper.paths.asked) - 1
+    try:
+        functional(turn.__ne__ if is_taken else turn.__eq__)
+    except Exception as error:
+        return len(wrapper.paths.asked) - 1 == turn and bool(wrapper.paths.check_that_raised(error))
+    return False
+
+
 def _export_settled(
-    wrapper: LossAndOutputs, batch: Batch, masks: Masks, checks: Mapping[Site, bool | None]
+    wrapper: LossAndOutputs, batch: Batch, skips: Skips | None, checks: Mapping[Site, bool | None]
 ) -> ExportedProgram:
     """Exports a call. A pass may set what was empty for all later ones, such as transformers'
     ``config.problem_type``: if a second one changes nothing and computes the same, nothing is amiss."""
 
     def export() -> ExportedProgram:
-        return past_checks(lambda paths: _export(wrapper, batch.tensors(), paths, masks), checks)
+        return past_checks(lambda paths: _export(wrapper, batch.tensors(), paths, skips), checks)
 
     program = export()
     changed = wrapper.reads.changed_within
@@ -406,9 +440,9 @@ def _is_same_constant(value: Any, other: Any) -> bool:
 
 
 def _export(
-    wrapper: LossAndOutputs, tensors: tuple[torch.Tensor, ...], paths: Paths, masks: Masks
+    wrapper: LossAndOutputs, tensors: tuple[torch.Tensor, ...], paths: Paths, skips: Skips | None
 ) -> ExportedProgram:
-    paths.masks_are = masks
+    paths.skips = skips
     wrapper.paths = paths
     with meta_on_device(wrapper, beside(wrapper, tensors)) as meta_tensors:
         return torch.export.export(wrapper, meta_tensors, strict=False)

@@ -102,6 +102,7 @@ def refusal(cls: type) -> TraceError:
         hint=(
             "write its forward with ordinary operators (straight-through: x + (f(x) - x).detach())",
             "a backward that clips is not linear: clip the gradients of parameters, after loss.backward()",
+            "an auxiliary loss that has the gradient 1: add it to the loss that forward returns",
             "for activation checkpointing use checkpoint(..., use_reentrant=False)",
         ),
     )

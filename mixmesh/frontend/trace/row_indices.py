@@ -28,7 +28,7 @@ def getitem(x: Tensor, index: Any) -> Any:
     if is_selected(x):
         return x[index]
     parts = _parts(index)
-    index = parts if isinstance(index, tuple) else parts[0]
+    index = parts[0] if len(parts) == 1 else parts
     if any(map(is_selected, parts)):
         return _by_selected(x, parts)
     if any(_known_mask(part) is not None for part in parts):
@@ -41,8 +41,11 @@ def getitem(x: Tensor, index: Any) -> Any:
 
 
 def _parts(index: Any) -> tuple[Any, ...]:
-    """The parts of an index, with bytes as the masks that they stand for."""
+    """The parts of an index, with bytes as the masks that they stand for, without those at its end that take
+    all of a dim."""
     parts = index if isinstance(index, tuple) else (index,)
+    while len(parts) > 1 and isinstance(parts[-1], slice) and parts[-1] == slice(None):
+        parts = parts[:-1]
     are_bytes = [isinstance(part, Tensor) and part.dtype is torch.uint8 for part in parts]
     return tuple(part.bool() if is_bytes else part for part, is_bytes in zip(parts, are_bytes))
 
@@ -241,7 +244,7 @@ def setitem(x: Tensor, index: Any, values: Any) -> None:
         x[index] = values
         return
     parts = _parts(index)
-    index = parts if isinstance(index, tuple) else parts[0]
+    index = parts[0] if len(parts) == 1 else parts
     if any(map(is_selected, parts)):
         mask = counted_by(x, parts)
         if mask is None and len(parts) == 1 and is_selected(values) and _sets_once(x, parts[0], values):
@@ -269,14 +272,14 @@ def index_add_(x: Tensor, dim: int, index: Any, source: Any, **options: Any) -> 
 
 def _added(x: Tensor, dim: int, index: Any, source: Any, options: dict[str, Any]) -> Tensor | None:
     if (
-        options
-        or dim != 0
+        options.keys() - {"alpha"}
+        or dim not in (0, -x.ndim)
         or is_selected(x)
         or not is_selected(source)
         or not _numbers_rows(x, index, source)
     ):
         return None
-    addend = source.filled(0)
+    addend = source.filled(0) * options.get("alpha", 1) if options else source.filled(0)
     others = [d for d in range(index.mask.ndim) if d != index.counts]
     return addend.sum(others) if others else addend
 

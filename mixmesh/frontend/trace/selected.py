@@ -248,16 +248,21 @@ def is_same(mask: Tensor, other: Tensor) -> bool:
         return True
     if node is None or other_node is None or mask.shape != other.shape:
         return False
-    first, second = sorted((node, other_node))
-    between = first
-    while between is not second:
+    compared: set[fx.Node] = set()
+    if not _is_same_node(node, other_node, compared):
+        return False
+    if not compared:
+        return True
+    between, last = min(compared), max(compared)
+    while between is not last:  # a write to what one of them was computed of
         if between.op == "call_function" and any(written_by(between)):
             return False
         between = between.next
-    return _is_same_node(first, second)
+    return True
 
 
-def _is_same_node(node: Any, other: Any) -> bool:
+def _is_same_node(node: Any, other: Any, compared: set[fx.Node]) -> bool:
+    """Whether two values are the same node, or computed alike by nodes that are added to ``compared``."""
     if not isinstance(node, fx.Node) or not isinstance(other, fx.Node):
         return type(node) is type(other) and bool(node == other)
     if node is other:
@@ -269,7 +274,8 @@ def _is_same_node(node: Any, other: Any) -> bool:
         return False
     mine, spec = pytree.tree_flatten((node.args, dict(node.kwargs)))
     others, other_spec = pytree.tree_flatten((other.args, dict(other.kwargs)))
-    return spec == other_spec and all(map(_is_same_node, mine, others))
+    compared.update((node, other))
+    return spec == other_spec and all(_is_same_node(a, b, compared) for a, b in zip(mine, others))
 
 
 VIEWS = [getattr(torch.ops.aten, name) for name in "view reshape flatten unsqueeze squeeze unflatten".split()]

@@ -2,15 +2,16 @@
 
 A graph holds one path. The rows stay where they are (``selected``), so the path that computes them is the
 right one for every mask, if it changes nothing where the mask selects no row. That is proved, not assumed:
-the call is exported again with every second of these branches skipped, and the program with all of them
-must become that one if their masks are zeros. A value that is zero makes others zero, and a choice by zeros
-is the other value.
+the call is exported again with every second of these branches skipped, and with all of them skipped. The
+program with all of them taken must become each of these if the masks of the skipped ones are zeros. A value
+that is zero makes others zero, and a choice by zeros is the other value.
 """
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +59,9 @@ def emptiness(node: Any) -> Emptiness | None:
         return Emptiness(source, True)
     if target is aten.select.int and _counted(source) is not None:
         return Emptiness(node, True)  # one entry of a mask
+    counted = _summed(node)
+    if counted is not None:  # `if rows.numel():`
+        return Emptiness(counted, True)
     comparison = COMPARISONS.get(target), node.args[-1]
     mask = _summed(source)
     if mask is None or not {comparison} & (ANY | NONE):
@@ -73,6 +77,11 @@ def _summed(node: Any) -> fx.Node | None:
         return None
     source: Any = node.args[0]
     return source if _is_never_negative(source) else None
+
+
+def is_count(node: Any) -> bool:
+    """Whether a node is the number of elements that a mask selects, or a multiple of it."""
+    return _summed(node) is not None and node.meta["val"].dtype is torch.long
 
 
 def _is_positive(number: Any) -> bool:
@@ -119,24 +128,39 @@ KEEPS_ZEROS = [
 ]  # fmt: skip
 CHOICES = (aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar)
 PRODUCTS = (aten.mul, aten.bitwise_and, aten.logical_and)
+SCALED = (aten.mul, aten.div)  # by a number
 ZERO = "zeros"
 Zeros = fx.Node | tuple[fx.Node, int, int]  # a value, or an entry of one: its dim and index
 
 
-def proves_skips(program: ExportedProgram, other: ExportedProgram, count: int) -> bool:
-    """Whether ``program`` computes what ``other`` does if the masks of every second branch are zeros. Their
-    last ``count`` outputs are the conditions of branches: all were taken, but in ``other`` every second
-    one."""
+Skips = Callable[[int], bool]  # whether the branch that comes in this turn is skipped
+
+
+def proves_skips(program: ExportedProgram, other: ExportedProgram, count: int, skips: Skips) -> bool:
+    """Whether ``program`` computes what ``other`` does if the masks of the skipped branches are zeros. Their
+    last ``count`` outputs are the conditions of branches: all were taken, but in ``other`` some were
+    skipped."""
     conditions, others = _conditions(program, count), _conditions(other, count)
     if len(conditions) != count or len(others) != count:
         return False
     numbers: dict[Any, int] = {}
-    return _outputs(program, conditions, numbers) == _outputs(other, others, numbers)
+    return _outputs(program, conditions, numbers, skips) == _outputs(other, others, numbers, skips)
 
 
-def is_skipped(turn: int) -> bool:
-    """Whether the branch that comes in this turn is skipped in the second export."""
+def none_skipped(turn: int) -> bool:
+    return False
+
+
+def every_second_skipped(turn: int) -> bool:
     return turn % 2 == 0
+
+
+def other_half_skipped(turn: int) -> bool:
+    return turn % 2 == 1
+
+
+def all_skipped(turn: int) -> bool:
+    return True
 
 
 def _conditions(program: ExportedProgram, count: int) -> list[fx.Node]:
@@ -144,10 +168,12 @@ def _conditions(program: ExportedProgram, count: int) -> list[fx.Node]:
     return [node for node in results[len(results) - count :] if isinstance(node, fx.Node)]
 
 
-def _outputs(program: ExportedProgram, conditions: Sequence[fx.Node], numbers: dict[Any, int]) -> Any:
+def _outputs(
+    program: ExportedProgram, conditions: Sequence[fx.Node], numbers: dict[Any, int], skips: Skips
+) -> Any:
     """The outputs but for the conditions, and the buffers that are written, each as the number of its
     computation."""
-    empty = [e.mask for turn, node in enumerate(conditions) if is_skipped(turn) and (e := emptiness(node))]
+    empty = [e.mask for turn, node in enumerate(conditions) if skips(turn) and (e := emptiness(node))]
     zeros = {each for mask in empty for each in _also_zero(mask)}
     computed = Computations(program, zeros, numbers)
     specs = program.graph_signature.output_specs
@@ -176,22 +202,39 @@ def _also_zero(mask: fx.Node) -> Iterator[Zeros]:
         counted = _counted(node)
         if counted is not None:
             node = counted[0]
-        elif getattr(node.target, "overloadpacket", None) in SAME_ELEMENTS:
+        elif getattr(node.target, "overloadpacket", None) in SAME_ELEMENTS and _shows_zeros(node):
             node = node.args[0]
         else:
             return
 
 
+def _shows_zeros(node: fx.Node) -> bool:
+    """Whether a node with another's elements, perhaps in another dtype, is zero only where that one is. A
+    fraction as a whole number is zero too."""
+    source: Any = node.args[0]
+    old, new = source.meta["val"].dtype, node.meta["val"].dtype
+    return bool(old is new or torch.bool in (old, new) or (not old.is_floating_point and new is torch.long))
+
+
 class Computations:
     """The computations of a program, each with a number: that of the same operator with the same arguments.
-    ``zeros`` are values that are known to be zeros, and entries of values along a dim."""
+    ``zeros`` are values that are known to be zeros, and entries of values along a dim; so is what is computed
+    alike."""
 
     def __init__(self, program: ExportedProgram, zeros: set[Zeros], numbers: dict[Any, int]) -> None:
-        self.program, self.zeros, self.numbers = program, zeros, numbers
+        self.program, self.numbers = program, numbers
+        self.alike = Computations(program, set(), {}) if zeros else None
+        self.zeros = {self._named(each) for each in zeros}
+        self.draws: dict[Any, int] = {}  # how often a random computation has come
         self.keys: dict[fx.Node, Any] = {}
         for node in program.graph.nodes:
             if node.op != "output":
                 self.keys[node] = self._key(node)
+
+    def _named(self, value: Any) -> Any:
+        """A value, or an entry of one, by the number of what is computed alike."""
+        node, *place = value if isinstance(value, tuple) else (value,)
+        return None if self.alike is None else (self.alike.number(node), *place)
 
     def number(self, node: Any) -> Any:
         """The number of a node's computation, for its shape and dtype if it is zeros; another argument as it
@@ -211,7 +254,7 @@ class Computations:
         if node.op == "placeholder":
             return self._leaf(node)
         packet = getattr(node.target, "overloadpacket", node.target)
-        if node in self.zeros or self._is_entry(node) or self._makes_zeros(node, packet):
+        if self._named(node) in self.zeros or self._is_entry(node) or self._makes_zeros(node, packet):
             return ZERO
         same = self._same_as(node, packet)
         if same is not None:
@@ -219,7 +262,11 @@ class Computations:
         leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
         if node.target is aten.where.ScalarOther and node.args[2] in FILLS:
             leaves[2] = FILLS  # rows that the first mask selects may have had no gradient
-        return node.op, str(node.target), str(spec), tuple(map(self.number, leaves))
+        key = node.op, str(node.target), str(spec), tuple(map(self.number, leaves))
+        if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+            return key
+        self.draws[key] = self.draws.get(key, 0) + 1
+        return *key, self.draws[key]
 
     def _leaf(self, node: fx.Node) -> Any:
         specs = self.program.graph_signature.input_specs
@@ -230,7 +277,7 @@ class Computations:
         return "input", node.name
 
     def _is_entry(self, node: fx.Node) -> bool:
-        return node.target is aten.select.int and node.args in self.zeros
+        return node.target is aten.select.int and self._named(node.args) in self.zeros
 
     def _makes_zeros(self, node: fx.Node, packet: Any) -> bool:
         if not node.args:
@@ -240,8 +287,24 @@ class Computations:
             return self._is_zero(other) if isinstance(other, fx.Node) else other == 0
         if packet in PRODUCTS and not node.meta["val"].is_floating_point():
             return any(map(self._is_zero, node.args))
+        if packet in SCALED:
+            return self._is_zero(node.args[0]) and _is_finite(node.args[1])
+        if packet is aten.cross_entropy_loss:
+            return self._sums_no_rows(node)
         is_kept = packet in KEEPS_ZEROS or node.target is operator.getitem or _says_if_zero(node)
         return is_kept and self._is_zero(node.args[0])
+
+    def _sums_no_rows(self, node: fx.Node) -> bool:
+        """Whether a cross entropy is the sum over no rows, as all targets are the one that is left out."""
+        args: Any = node.args
+        given: list[Any] = [*args[1:], *(None, 1, -100)[len(args) - 2 :]]
+        target, _, reduction, left_out = given[:4]
+        if reduction != 2 or not isinstance(target, fx.Node):
+            return False
+        while getattr(target.target, "overloadpacket", None) in SAME_ELEMENTS:
+            target = target.args[0]
+        is_choice = target.target is aten.where.ScalarOther and self._is_zero(target.args[0])
+        return is_choice and target.args[2] == left_out
 
     def _same_as(self, node: fx.Node, packet: Any) -> fx.Node | None:
         """The argument that a node is equal to, for one because another one is zeros."""
@@ -253,7 +316,7 @@ class Computations:
             other = args[1]
         elif packet is aten.masked_fill and self._is_zero(args[1]):
             other = args[0]
-        elif packet in (aten.add, aten.sub) and self._is_zero(args[1]):
+        elif packet in (aten.add, aten.sub) and (self._is_zero(args[1]) or _is_nought(args[1])):
             other = args[0]
         elif packet is aten.add and self._is_zero(args[0]) and not node.kwargs:
             other = args[1]
@@ -261,6 +324,14 @@ class Computations:
             return None
         value, its = node.meta["val"], other.meta["val"]
         return other if value.shape == its.shape and value.dtype is its.dtype else None
+
+
+def _is_nought(number: Any) -> bool:
+    return type(number) in (int, float) and number == 0
+
+
+def _is_finite(number: Any) -> bool:
+    return type(number) in (int, float) and number != 0 and math.isfinite(number)
 
 
 def _says_if_zero(node: fx.Node) -> bool:

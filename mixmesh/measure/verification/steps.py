@@ -88,7 +88,9 @@ class _Rank:
             whole = gradients.get(name)
             if planned.get(name) is None:
                 continue
-            whole = torch.zeros_like(piece) if whole is None else whole
+            if whole is None:  # of an expert without tokens on one device
+                piece.grad = torch.zeros_like(piece)
+                continue
             # contiguous, as after a reduction over ranks
             piece.grad = whole if whole.is_sparse else self._piece(name, whole).contiguous()
         self._optimizer.step()
