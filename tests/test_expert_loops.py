@@ -344,6 +344,18 @@ def test_an_expert_without_tokens_has_no_gradient_on_one_device_alone():
     assert verify(model, BATCH, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).ok
 
 
+def test_tensors_that_a_skipped_branch_leaves_in_attributes_are_known():
+    def leaving(m, h):
+        out = torch.zeros_like(h)
+        for n, expert in enumerate(m.experts):
+            if (mask := m.gate(h).argmax(-1) == n).any():
+                out[mask] = expert(h[mask])
+                m.last_out = out
+        return out
+
+    assert any("last_out" in name for name in trace(Model(leaving), BATCH).left)
+
+
 def test_a_token_that_may_choose_an_expert_twice_is_refused():
     """``out[tokens] = rows`` would write one place twice."""
 

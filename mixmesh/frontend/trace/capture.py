@@ -366,6 +366,7 @@ def _export_proved(
         program: ExportedProgram | None = None
         try:
             program, asked = functional(none_skipped), tuple(wrapper.paths.asked)
+            seen = wrapper.attributes.left, wrapper.attributes.replaced
             is_proved = not asked or _is_proved(functional, program, len(asked))
         except Exception as error:
             check = wrapper.paths.check_that_raised(error)
@@ -377,6 +378,7 @@ def _export_proved(
             is_proved = False
         if not is_proved:
             return functional(None), ()
+        wrapper.attributes.left, wrapper.attributes.replaced = seen  # not those of a call that skips branches
         places = dict.fromkeys(each.place for each in asked)
         return without_conditions(program, len(asked)), tuple(places)
 
