@@ -403,3 +403,18 @@ def test_rows_of_one_mask_alone_are_computed_of_all():
 
     assert SELECTED not in {node.op for node in trace(Model(one_mask), BATCH).graph.nodes}
     assert_equals_one_device(Model(one_mask), BATCH)
+
+
+def test_a_batch_of_another_length_is_not_proved_again(monkeypatch):
+    calls = []
+    export = torch.export.export
+    monkeypatch.setattr(
+        torch.export, "export", lambda *args, **kwargs: calls.append(1) or export(*args, **kwargs)
+    )
+    model, of_each = Model(skipped_if_empty), []
+    for length in (4, 6):
+        trace(model, {"ids": torch.zeros(10, length, dtype=torch.long)})
+        of_each.append(len(calls) - sum(of_each))
+    assert of_each == [3, 1]
+    trace(model.eval(), {"ids": torch.zeros(10, 4, dtype=torch.long)})
+    assert len(calls) == 7

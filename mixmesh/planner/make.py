@@ -158,7 +158,7 @@ def check_proposed(task: Task, planner: str) -> None:
 
 
 def _without_outputs(graph: Graph, planner: str) -> tuple[str, ...]:
-    """What to write where a pipeline is asked for outputs, which it does not give."""
+    """Hints for a pipeline that is asked for outputs, which it does not give."""
     outputs = [node for node in graph.nodes if node.op == "output"]
     if planner != "pipeline" or not outputs:
         return ()

@@ -72,15 +72,9 @@ class Paths(TorchFunctionMode):
         if not truth and not (func is torch.Tensor.item and args[0].dtype == torch.bool):
             return func(*args, **(kwargs or {}))
         site = _site()
-        path = self.branch_of.get(site)
+        path = self._path(site, args[0])
         if path is not None:
-            is_other, self.tried = site == self.tried, None if site == self.tried else self.tried
-            return path is not is_other
-        asked = None if self.skips is None else emptiness(node_of(args[0]))
-        if asked is not None and self.skips is not None:
-            is_any = not self.skips(len(self.asked))
-            self.asked.append(Asked(site, args[0], asked.if_any is is_any))
-            return self.asked[-1].answer
+            return path
         try:
             value = func(*args)
         except GuardOnDataDependentSymNode as error:
@@ -90,6 +84,19 @@ class Paths(TorchFunctionMode):
         if isinstance(value, bool) or site in self.branch_of:
             return value
         raise Undecided(site)  # item() returned a number that is known only at run time
+
+    def _path(self, site: Site, condition: torch.Tensor) -> bool | None:
+        """The path at a branch, if it is known or the branch asks whether a mask selects anything."""
+        path = self.branch_of.get(site)
+        if path is not None:
+            is_other, self.tried = site == self.tried, None if site == self.tried else self.tried
+            return path is not is_other
+        asked = None if self.skips is None else emptiness(node_of(condition))
+        if asked is None or self.skips is None:
+            return None
+        is_any = not self.skips(len(self.asked))
+        self.asked.append(Asked(site, condition, asked.if_any is is_any))
+        return self.asked[-1].answer
 
     def check_that_raised(self, error: Exception) -> dict[Site, bool | None]:
         """The other path at a branch after which its own function raised ``error``; empty if there is

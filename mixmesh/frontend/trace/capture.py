@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -65,6 +66,8 @@ from .unfit import of_an_unfit_batch
 from .words import Unread, is_words
 
 NUMBERS = int | float | torch.SymInt | torch.SymFloat
+# the branches on masks, in order, that change nothing where skipped; for each model, in training or not
+PROVED: WeakKeyDictionary[nn.Module, set[tuple[bool, tuple[Site, ...]]]] = WeakKeyDictionary()
 WRAPPED = "model."  # prefix of the model's names in the exported program
 
 
@@ -367,7 +370,9 @@ def _export_proved(
         try:
             program, asked = functional(none_skipped), tuple(wrapper.paths.asked)
             seen = wrapper.attributes.left, wrapper.attributes.replaced
-            is_proved = not asked or _is_proved(functional, program, len(asked))
+            branches = wrapper.training, tuple(each.site for each in asked)
+            is_known = not asked or branches in PROVED.get(wrapper.model, ())
+            is_proved = is_known or _is_proved(functional, program, len(asked))
         except Exception as error:
             check = wrapper.paths.check_that_raised(error)
             if check and _raises_alone(functional, wrapper, is_taken=program is None):
@@ -379,6 +384,8 @@ def _export_proved(
         if not is_proved:
             return functional(None), ()
         wrapper.attributes.left, wrapper.attributes.replaced = seen  # not those of a call that skips branches
+        if asked:  # batches of other lengths take the same branches
+            PROVED.setdefault(wrapper.model, set()).add(branches)
         places = dict.fromkeys(each.place for each in asked)
         return without_conditions(program, len(asked)), tuple(places)
 

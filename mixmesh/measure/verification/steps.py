@@ -88,7 +88,7 @@ class _Rank:
             whole = gradients.get(name)
             if planned.get(name) is None:
                 continue
-            if whole is None:  # of an expert without tokens on one device
+            if whole is None:  # an expert without tokens on one device
                 piece.grad = torch.zeros_like(piece)
                 continue
             # contiguous, as after a reduction over ranks
