@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import OutputKind
+from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from .row_indices import FILLS
@@ -120,7 +120,7 @@ SAME_ELEMENTS = [
     getattr(aten, name) for name in """view reshape flatten unflatten unsqueeze squeeze permute transpose t
     detach alias clone contiguous _to_copy to _unsafe_view""".split()
 ]  # fmt: skip
-# that make zeros of zeros
+# zeros of zeros
 KEEPS_ZEROS = [
     *SAME_ELEMENTS,
     *(getattr(aten, name) for name in """expand select slice sum any amax max cumsum split chunk unbind
@@ -227,6 +227,8 @@ class Computations:
         self.zeros = {self._named(each) for each in zeros}
         self.draws: dict[Any, int] = {}  # how often a random computation has come
         self.keys: dict[fx.Node, Any] = {}
+        inputs = program.graph.find_nodes(op="placeholder")
+        self.spec_of = dict(zip(inputs, program.graph_signature.input_specs))
         for node in program.graph.nodes:
             if node.op != "output":
                 self.keys[node] = self._key(node)
@@ -269,10 +271,9 @@ class Computations:
         return *key, self.draws[key]
 
     def _leaf(self, node: fx.Node) -> Any:
-        specs = self.program.graph_signature.input_specs
-        place = list(self.program.graph.find_nodes(op="placeholder")).index(node)
-        value = self.program.constants.get(specs[place].target or "")
-        if isinstance(value, Tensor) and specs[place].kind.name == "CONSTANT_TENSOR":  # numbered differently
+        spec = self.spec_of[node]
+        value = self.program.constants.get(spec.target or "")
+        if isinstance(value, Tensor) and spec.kind is InputKind.CONSTANT_TENSOR:  # numbered differently
             return "constant", str(value.dtype), tuple(value.shape), repr(value.tolist())
         return "input", node.name
 
@@ -297,8 +298,7 @@ class Computations:
     def _sums_no_rows(self, node: fx.Node) -> bool:
         """Whether a cross entropy is the sum over no rows, as all targets are the one that is left out."""
         args: Any = node.args
-        given: list[Any] = [*args[1:], *(None, 1, -100)[len(args) - 2 :]]
-        target, _, reduction, left_out = given[:4]
+        target, _, reduction, left_out = [*args[1:], *(None, 1, -100)[len(args) - 2 :]][:4]
         if reduction != 2 or not isinstance(target, fx.Node):
             return False
         while getattr(target.target, "overloadpacket", None) in SAME_ELEMENTS:
