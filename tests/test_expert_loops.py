@@ -181,6 +181,38 @@ def by_number_of_rows(m, h):
     return out.view_as(h)
 
 
+def one_weight_for_each(m, h):
+    """MiniMind's: the weights of all choices, of which a token has one for an expert, and a product with zero
+    for experts without tokens."""
+    x = h.view(-1, DIM)
+    weights, chosen = m.routed(x)
+    y = torch.zeros_like(x)
+    for n, expert in enumerate(m.experts):
+        mask = chosen == n
+        if mask.any():
+            token = mask.any(dim=-1).nonzero().flatten()
+            weight = weights[mask].view(-1, 1)
+            y.index_add_(0, token, (expert(x[token]) * weight).to(y.dtype))
+        elif m.training:
+            y[0, 0] += 0 * sum(p.sum() for p in expert.parameters())
+    return y.view_as(h)
+
+
+def with_a_zero_where_empty(m, h):
+    """MiniMind's, of an earlier version."""
+    x = h.view(-1, DIM)
+    weights, chosen = m.routed(x)
+    x, flat = x.repeat_interleave(CHOICES, dim=0), chosen.view(-1)
+    y = torch.empty_like(x)
+    for n, expert in enumerate(m.experts):
+        rows = expert(x[flat == n])
+        if rows.shape[0] > 0:
+            y[flat == n] = rows.to(y.dtype)
+        else:
+            y[flat == n] = rows.to(y.dtype) + 0 * sum(p.sum() for p in expert.parameters())
+    return (y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1).view(h.shape)
+
+
 LOOPS = [
     repeated_rows, added_at_tokens, of_experts_that_are_hit, set_at_tokens, skipped_if_empty, left_if_empty,
     in_dims_of_the_batch, of_numbers_in_the_batch, skipped_by_length, recomputed_masks, by_number_of_rows,
@@ -195,6 +227,53 @@ def test_a_loop_over_experts_equals_one_device_and_computes_their_rows_alone(loo
     assert len(selected) == EXPERTS
     products = [i for i in program.instructions if i.op == "aten.linear" and "experts" in str(i.args)]
     assert not products, "experts compute outside of the operator of their rows"
+
+
+def products_with_masks(m, h):
+    """Every expert computes all tokens, as it is written."""
+    weights, chosen = m.routed(h)
+    out = torch.zeros_like(h)
+    for n, expert in enumerate(m.experts):
+        mask = (chosen == n).float()
+        if mask.sum() > 0:
+            out += expert(h) * (mask * weights).sum(-1, keepdim=True)
+    return out
+
+
+def rows_of_masked_inputs(m, h):
+    """A loop over choices and experts."""
+    weights, chosen = m.routed(h)
+    out = torch.zeros_like(h)
+    for k in range(CHOICES):
+        for n, expert in enumerate(m.experts):
+            mask = (chosen[:, :, k] == n).unsqueeze(-1)
+            if not mask.any():
+                continue
+            out += expert(h * mask.float()) * weights[:, :, k].unsqueeze(-1) * mask.float()
+    return out
+
+
+def added_at_other_numbers(m, h):
+    """Tokens repeated for their choices, and added at numbers in a table of them."""
+    x = h.view(-1, DIM)
+    weights, chosen = m.routed(x)
+    repeated = x.unsqueeze(1).expand(-1, CHOICES, -1).reshape(-1, DIM)
+    tokens = torch.arange(len(x)).unsqueeze(1).expand(-1, CHOICES).reshape(-1)
+    out = torch.zeros_like(x)
+    for n, expert in enumerate(m.experts):
+        places = torch.nonzero(chosen.reshape(-1) == n, as_tuple=False).squeeze(-1)
+        if places.numel() == 0:
+            continue
+        out.index_add_(0, tokens[places], expert(repeated[places]) * weights.view(-1)[places].unsqueeze(1))
+    return out.view_as(h)
+
+
+DENSE = [products_with_masks, rows_of_masked_inputs, added_at_other_numbers]
+
+
+@pytest.mark.parametrize("loop", DENSE, ids=lambda loop: loop.__name__)
+def test_other_loops_equal_one_device(loop):
+    assert_equals_one_device(Model(loop), BATCH)
 
 
 def counts_in_python(m, h):

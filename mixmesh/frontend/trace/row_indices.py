@@ -3,7 +3,6 @@ and what writes to such rows."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from itertools import takewhile
 from typing import Any
@@ -14,13 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils import _python_dispatch as dispatch
 from torch.utils import _pytree as pytree
 
-from .selected import Selected, is_same, is_selected, node_of, wide
+from .selected import Selected, has_one_choice, is_same, is_selected, node_of, wide
 
 # in place of numbers in rows that are not selected, with a gradient and without one: finite in a logarithm or
 # a quotient, and the difference of the two is not zero
 FILLS = 0.5, 0.25
-# operators that keep the order of numbers, and so which of them are different
-KEEP_ORDER = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.to.dtype)
 
 
 def getitem(x: Tensor, index: Any) -> Any:
@@ -259,29 +256,40 @@ def setitem(x: Tensor, index: Any, values: Any) -> None:
 
 
 def index_add(x: Tensor, dim: int, index: Any, source: Any, **options: Any) -> Tensor:
-    """``torch.index_add``; of rows that a mask selects, at the numbers of that mask, as a sum of all rows."""
-    addend = _added(x, dim, index, source, options)
-    return torch.index_add(x, dim, index, source, **options) if addend is None else x + addend
+    """``torch.index_add``; of rows that a mask selects as a sum of all rows, at the numbers of that mask, or
+    else with zeros in place of the others."""
+    addend = _addend(x, dim, index, source, options)
+    if addend is not None:
+        return x + addend
+    return torch.index_add(x, dim, *_with_all_rows(index, source), **options)
 
 
 def index_add_(x: Tensor, dim: int, index: Any, source: Any, **options: Any) -> Tensor:
     """``Tensor.index_add_``, as ``index_add``."""
-    addend = _added(x, dim, index, source, options)
-    return x.index_add_(dim, index, source, **options) if addend is None else x.add_(addend)
+    addend = _addend(x, dim, index, source, options)
+    if addend is not None:
+        return x.add_(addend)
+    return x.index_add_(dim, *_with_all_rows(index, source), **options)
 
 
-def _added(x: Tensor, dim: int, index: Any, source: Any, options: dict[str, Any]) -> Tensor | None:
-    if (
-        options.keys() - {"alpha"}
-        or dim not in (0, -x.ndim)
-        or is_selected(x)
-        or not is_selected(source)
-        or not _numbers_rows(x, index, source)
-    ):
+def _addend(x: Tensor, dim: int, index: Any, source: Any, options: dict[str, Any]) -> Tensor | None:
+    if options.keys() - {"alpha"} or dim not in (0, -x.ndim) or is_selected(x) or not is_selected(source):
         return None
-    addend = source.filled(0) * options.get("alpha", 1) if options else source.filled(0)
+    if not _numbers_rows(x, index, source):
+        return None
+    addend = source.filled(0) * options["alpha"] if options else source.filled(0)
     others = [d for d in range(index.mask.ndim) if d != index.counts]
     return addend.sum(others) if others else addend
+
+
+def _with_all_rows(index: Any, source: Any) -> tuple[Any, Any]:
+    """An index and rows to add there, both of all rows: those that are not selected add zeros to the
+    first."""
+    if not is_selected(index) or not is_selected(source) or index.row_ndim != 0 or index.mask.ndim != 1:
+        return index, source
+    if index.dtype is torch.bool or not is_same(index.mask, source.mask):
+        return index, source
+    return index.places(), source.filled(0)
 
 
 def _numbers_rows(x: Tensor, index: Any, rows: Selected) -> bool:
@@ -293,22 +301,12 @@ def _numbers_rows(x: Tensor, index: Any, rows: Selected) -> bool:
 
 
 def _sets_once(x: Tensor, index: Selected, rows: Selected) -> bool:
-    """Whether ``x[index] = rows`` writes to no place twice: the mask says where the choices of a token, all
-    different as ``topk`` gives them, are one of the numbers."""
-    if index.counts != 0 or not _numbers_rows(x, index, rows) or index.mask.ndim != 2:
-        return False
-    node = node_of(index.mask)
-    if node is None or node.target is not torch.ops.aten.eq.Scalar:
-        return False
-    choices: Any = node.args[0]
-    while choices.target in KEEP_ORDER:
-        choices = choices.args[0]
-    if choices.target is not operator.getitem or choices.args[1] != 1:
-        return False
-    (source, _) = choices.args
-    same_shape = choices.meta["val"].shape == node.meta["val"].shape
+    """Whether ``x[index] = rows`` writes to no place twice."""
     return (
-        source.target is torch.ops.aten.topk.default and source.args[2:3] in ((), (-1,), (1,)) and same_shape
+        index.counts == 0
+        and _numbers_rows(x, index, rows)
+        and index.mask.ndim == 2
+        and has_one_choice(index.mask)
     )
 
 

@@ -9,6 +9,7 @@ themselves, and the program is refused if their number is needed.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, NoReturn
@@ -287,6 +288,40 @@ def _is_in_one_order(mask: Tensor, other: Tensor) -> bool:
     return mask.numel() == other.numel() and node is not None and node is other_node
 
 
+# operators that keep the order of numbers, and so which of them are different
+KEEP_ORDER = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.to.dtype)
+
+
+def has_one_choice(mask: Tensor) -> bool:
+    """Whether a mask selects at most one of each row of its last dim: it says which of the choices of a
+    token, all different as ``topk`` gives them, are one of the numbers."""
+    node = node_of(mask)
+    if node is None or node.target is not torch.ops.aten.eq.Scalar:
+        return False
+    choices: Any = node.args[0]
+    while choices.target in KEEP_ORDER:
+        choices = choices.args[0]
+    if (
+        choices.target is not operator.getitem
+        or choices.args[1] != 1
+        or choices.meta["val"].shape != mask.shape
+    ):
+        return False
+    source: Any = choices.args[0]
+    dim = source.args[2] if len(source.args) > 2 else -1
+    return source.target is torch.ops.aten.topk.default and dim % mask.ndim == mask.ndim - 1
+
+
+def is_any_of(mask: Tensor, choices: Tensor) -> bool:
+    """Whether a mask selects the rows in which another, ``choices``, selects the one of their last dim."""
+    node, other = node_of(mask), node_of(choices)
+    if node is None or node.target is not torch.ops.aten.any.dim or node.args[0] is not other:
+        return False
+    dim: Any = node.args[1]
+    keeps_dim = len(node.args) > 2 and node.args[2]
+    return not keeps_dim and dim % choices.ndim == choices.ndim - 1 and has_one_choice(choices)
+
+
 def _unviewed(node: Any) -> fx.Node | None:
     while isinstance(node, fx.Node) and getattr(node.target, "overloadpacket", None) in VIEWS:
         node = node.args[0]
@@ -306,9 +341,13 @@ def _aligned(x: Any, first: Selected) -> Any:
             raise Unknown
         if is_same(x.mask, first.mask):
             return x.values
-        if not _is_in_one_order(x.mask, first.mask):
-            raise Unknown
-        return x.values.reshape(*first.mask.shape, *x.row_shape)
+        if _is_in_one_order(x.mask, first.mask):
+            return x.values.reshape(*first.mask.shape, *x.row_shape)
+        if is_any_of(first.mask, x.mask):  # each row has one choice
+            return x.filled(0).sum(first.mask.ndim)
+        if is_any_of(x.mask, first.mask):
+            return x.values.unsqueeze(x.mask.ndim).expand(*first.mask.shape, *x.row_shape)
+        raise Unknown
     if isinstance(x, Tensor) and x.ndim > first.row_ndim:
         if x.ndim > first.row_ndim + 1 or x.shape[0] != 1:
             raise Unknown

@@ -128,7 +128,10 @@ KEEPS_ZEROS = [
 ]  # fmt: skip
 CHOICES = (aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar)
 PRODUCTS = (aten.mul, aten.bitwise_and, aten.logical_and)
-SCALED = (aten.mul, aten.div)  # by a number
+# the argument that is zeros, and the one that an operator then returns
+UNCHANGED = {
+    aten.where: (0, 2), aten.masked_fill: (1, 0), aten.add: (1, 0), aten.sub: (1, 0), aten.index_add: (3, 0),
+}  # fmt: skip
 ZERO = "zeros"
 Zeros = fx.Node | tuple[fx.Node, int, int]  # a value, or an entry of one: its dim and index
 
@@ -255,7 +258,7 @@ class Computations:
     def _key(self, node: fx.Node) -> Any:
         if node.op == "placeholder":
             return self._leaf(node)
-        packet = getattr(node.target, "overloadpacket", node.target)
+        packet = _packet(node)
         if self._named(node) in self.zeros or self._is_entry(node) or self._makes_zeros(node, packet):
             return ZERO
         same = self._same_as(node, packet)
@@ -286,9 +289,9 @@ class Computations:
         if node.target in CHOICES and self._is_zero(node.args[0]):
             other: Any = node.args[2]
             return self._is_zero(other) if isinstance(other, fx.Node) else other == 0
-        if packet in PRODUCTS and not node.meta["val"].is_floating_point():
-            return any(map(self._is_zero, node.args))
-        if packet in SCALED:
+        if packet in PRODUCTS:  # numbers are finite; one that is not is seen in the loss
+            return any(map(self._is_nothing, node.args))
+        if packet is aten.div:
             return self._is_zero(node.args[0]) and _is_finite(node.args[1])
         if packet is aten.cross_entropy_loss:
             return self._sums_no_rows(node)
@@ -309,21 +312,41 @@ class Computations:
     def _same_as(self, node: fx.Node, packet: Any) -> fx.Node | None:
         """The argument that a node is equal to, for one because another one is zeros."""
         args: Any = node.args
-        other: Any = None
-        if node.target in CHOICES and self._is_zero(args[0]):
-            other = args[2]
+        nothing, kept = UNCHANGED.get(packet, (0, 0))
+        if nothing != kept and len(args) > max(nothing, kept) and self._is_nothing(args[nothing]):
+            other = args[kept]
         elif packet is aten.copy:
             other = args[1]
-        elif packet is aten.masked_fill and self._is_zero(args[1]):
-            other = args[0]
-        elif packet in (aten.add, aten.sub) and (self._is_zero(args[1]) or _is_nought(args[1])):
-            other = args[0]
         elif packet is aten.add and self._is_zero(args[0]) and not node.kwargs:
             other = args[1]
+        elif node.target is aten.select_scatter.default and self._is_selected_from(args[1], args):
+            other = args[0]
+        else:
+            return None
         if not isinstance(other, fx.Node):
             return None
         value, its = node.meta["val"], other.meta["val"]
         return other if value.shape == its.shape and value.dtype is its.dtype else None
+
+    def _is_nothing(self, arg: Any) -> bool:
+        return self._is_zero(arg) or _is_nought(arg)
+
+    def _is_selected_from(self, part: Any, args: Any) -> bool:
+        """Whether a part that is written to a tensor is the one that is there already."""
+        while self.keys.get(part) is not None and (same := self._same_as(part, _packet(part))) is not None:
+            part = same
+        source, _, *place = args
+        if (
+            not isinstance(part, fx.Node)
+            or part.target is not aten.select.int
+            or list(part.args[1:]) != place
+        ):
+            return False
+        return self.number(part.args[0]) == self.number(source)
+
+
+def _packet(node: fx.Node) -> Any:
+    return getattr(node.target, "overloadpacket", node.target)
 
 
 def _is_nought(number: Any) -> bool:
