@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...base.callers import shown_path
 from .locate import is_users
-from .selected import node_of
+from .selected import COUNTED, node_of
 from .skipped import Skips, emptiness, is_count, none_skipped
 
 _DISTRIBUTIONS = os.path.dirname(torch.distributions.__file__)
@@ -96,6 +96,8 @@ class Paths(TorchFunctionMode):
             return None
         is_any = not self.skips(len(self.asked))
         self.asked.append(Asked(site, condition, asked.if_any is is_any))
+        for node in asked.counted if is_any else ():
+            node.meta[COUNTED] = True
         return self.asked[-1].answer
 
     def check_that_raised(self, error: Exception) -> dict[Site, bool | None]:

@@ -391,17 +391,18 @@ def _export_proved(
 
 
 def _is_proved(functional: Callable[[Skips], ExportedProgram], program: ExportedProgram, count: int) -> bool:
-    """Whether a program with ``count`` branches taken is right where they are not. A call that fails with all
-    of them skipped fails so on one device; then the other half of them is skipped."""
-    if not proves_skips(program, functional(every_second_skipped), count, every_second_skipped):
+    """Whether a program with ``count`` branches taken is right where they are not: every second, the others,
+    and all of them. A call that fails with all of them skipped fails so on one device."""
+    halves = (every_second_skipped, other_half_skipped) if count > 1 else (every_second_skipped,)
+    if not all(proves_skips(program, functional(half), count, half) for half in halves):
         return False
-    skips: Skips = all_skipped
+    if count == 1:
+        return True
     try:
-        other = functional(skips)
+        other = functional(all_skipped)
     except Exception:
-        skips = other_half_skipped
-        other = functional(skips)
-    return proves_skips(program, other, count, skips)
+        return True
+    return proves_skips(program, other, count, all_skipped)
 
 
 def _raises_alone(functional: Callable[[Skips], object], wrapper: LossAndOutputs, is_taken: bool) -> bool:

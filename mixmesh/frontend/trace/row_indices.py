@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils import _python_dispatch as dispatch
 from torch.utils import _pytree as pytree
 
-from .selected import Selected, has_one_choice, is_same, is_selected, node_of, wide
+from .selected import COUNTED, Selected, has_one_choice, is_same, is_selected, node_of, wide
 
 # in place of numbers in rows that are not selected, with a gradient and without one: finite in a logarithm or
 # a quotient, and the difference of the two is not zero
@@ -333,7 +333,28 @@ def _is_mask(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dtype is torch.bool and x.ndim > 0 and node_of(x) is not None
 
 
+def div(x: Any, other: Any, **options: Any) -> Any:
+    """``torch.div``; within a branch on whether a mask selects anything, its number is one at least, where a
+    pass that computes the branch in any case must not divide by zero."""
+    return torch.div(x, _divisor(other), **options)
+
+
+def rtruediv(x: Tensor, other: Any) -> Any:
+    """``other / x``, as ``div``."""
+    return other / _divisor(x)
+
+
+def _divisor(x: Any) -> Any:
+    node = node_of(x) if isinstance(x, Tensor) and not is_selected(x) else None
+    return x if node is None or COUNTED not in node.meta else x.clamp(min=1)
+
+
 STAND_INS: dict[Callable, Callable] = {
+    Tensor.__rdiv__: rtruediv,
+    Tensor.div: div,
+    torch.div: div,
+    Tensor.true_divide: div,
+    torch.true_divide: div,
     Tensor.__getitem__: getitem,
     Tensor.__setitem__: setitem,
     torch.nonzero: nonzero,

@@ -135,6 +135,11 @@ class Selected(Tensor):
         """The number of rows."""
         return self.mask.sum()
 
+    def divisor(self) -> Tensor:
+        """The number of rows, for a mean. Within a branch on whether there are any it is one at least, where
+        a pass that computes the branch in any case must not divide by zero."""
+        return self.count().clamp(min=1) if is_counted(self.mask) else self.count()
+
     def place(self, dim: int, more: int = 0) -> int:
         """The dim of ``values`` that is the dim ``dim`` of the rows, where these have ``more`` dims. Raises
         Unknown for the dim along which the rows are."""
@@ -277,6 +282,19 @@ def _is_same_node(node: Any, other: Any, compared: set[fx.Node]) -> bool:
     others, other_spec = pytree.tree_flatten((other.args, dict(other.kwargs)))
     compared.update((node, other))
     return spec == other_spec and all(_is_same_node(a, b, compared) for a, b in zip(mine, others))
+
+
+COUNTED = "mask or count that a branch has found to be no zeros"  # an entry of a node's ``meta``
+
+
+def is_counted(mask: Tensor) -> bool:
+    """Whether a branch that this path has taken asked whether the mask, or one computed alike, selects
+    anything."""
+    node = _unviewed(node_of(mask))
+    if node is None:
+        return False
+    counted = [n for n in node.graph.nodes if COUNTED in n.meta]
+    return any(n is node or _is_same_node(n, node, set()) for n in counted)
 
 
 VIEWS = [getattr(torch.ops.aten, name) for name in "view reshape flatten unsqueeze squeeze unflatten".split()]

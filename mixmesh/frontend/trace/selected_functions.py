@@ -17,7 +17,18 @@ from torch.utils import _pytree as pytree
 
 from .locate import is_users_own
 from .row_indices import STAND_INS, selected_rows
-from .selected import Selected, Unknown, aligned, by_element, is_same, is_selected, known, shape_of, wide
+from .selected import (
+    Selected,
+    Unknown,
+    aligned,
+    by_element,
+    is_counted,
+    is_same,
+    is_selected,
+    known,
+    shape_of,
+    wide,
+)
 
 __all__ = ["STAND_INS"]
 
@@ -75,7 +86,7 @@ def _mean(func: Callable, x: Selected, dim: Any = None, keepdim: bool = False, *
         return _mean(func, x, dim, keepdim, dtype=torch.float32).to(wanted)
     total = _sum(func, x, dim, keepdim, dtype=dtype)
     number = math.prod(x.values.shape[d] for d in dims if d >= x.mask.ndim)
-    return total / (x.count() * number) if of_rows else total / number
+    return total / (x.divisor() * number) if of_rows else total / number
 
 
 @known("var", "std")
@@ -406,7 +417,7 @@ def _loss(func: Callable, *args: Any, **kwargs: Any) -> Any:
     call.arguments["reduction"] = "none"
     each = by_element(func, *call.args, **call.kwargs)
     if reduction == "batchmean":
-        return _sum(func, each) / each.count()
+        return _sum(func, each) / each.divisor()
     weight = call.arguments.get("weight")
     if reduction == "mean" and weight is not None and func in (F.mse_loss, F.l1_loss):
         return _sum(func, each) / weight.sum()
@@ -427,6 +438,11 @@ def _classes(func: Callable, x: Any, target: Any, *args: Any, **kwargs: Any) -> 
     left_out = call.arguments.get("ignore_index", -100)
     targets = _rows(target.filled(left_out), target)
     call.arguments |= {"input": scores, "target": targets, "reduction": reduction}
+    is_plain = call.arguments.get("weight") is None and not call.arguments.get("label_smoothing")
+    if reduction == "mean" and is_plain and is_counted(x.mask):
+        call.arguments["reduction"] = "sum"
+        number = (targets != left_out).sum()
+        return func(*call.args, **call.kwargs) / (number + (x.count() == 0))
     result = func(*call.args, **call.kwargs)
     return x.of(_back(result, x)) if reduction == "none" else result
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,11 +28,19 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Emptiness:
-    """A condition that says whether a mask selects anything: the node of the mask, and the condition's value
-    if it does."""
+    """A condition that says whether a mask selects anything: the node of the mask, the condition's value if
+    it does, and the number that the condition compares, if any."""
 
     mask: fx.Node
     if_any: bool
+    count: fx.Node | None = None
+
+    @property
+    def counted(self) -> Iterator[fx.Node]:
+        """The mask, what it was made of, and its count: all are no zeros if it selects anything."""
+        yield from (each for each in _also_zero(self.mask) if isinstance(each, fx.Node))
+        if self.count is not None:
+            yield self.count
 
 
 ANY = {(operator.gt, 0), (operator.ge, 1), (operator.ne, 0)}
@@ -54,19 +62,19 @@ def emptiness(node: Any) -> Emptiness | None:
     source: Any = node.args[0]
     if target in NEGATIONS:
         inner = emptiness(source)
-        return None if inner is None else Emptiness(inner.mask, not inner.if_any)
+        return None if inner is None else replace(inner, if_any=not inner.if_any)
     if target is aten.any.default and isinstance(source, fx.Node):
         return Emptiness(source, True)
     if target is aten.select.int and _counted(source) is not None:
         return Emptiness(node, True)  # one entry of a mask
     counted = _summed(node)
     if counted is not None:  # `if rows.numel():`
-        return Emptiness(counted, True)
+        return Emptiness(counted, True, node)
     comparison = COMPARISONS.get(target), node.args[-1]
     mask = _summed(source)
     if mask is None or not {comparison} & (ANY | NONE):
         return None
-    return Emptiness(mask, comparison in ANY)
+    return Emptiness(mask, comparison in ANY, source)
 
 
 def _summed(node: Any) -> fx.Node | None:
@@ -132,6 +140,7 @@ PRODUCTS = (aten.mul, aten.bitwise_and, aten.logical_and)
 UNCHANGED = {
     aten.where: (0, 2), aten.masked_fill: (1, 0), aten.add: (1, 0), aten.sub: (1, 0), aten.index_add: (3, 0),
 }  # fmt: skip
+FACTORIES = [getattr(aten, name) for name in "zeros zeros_like new_zeros full full_like new_full".split()]
 ZERO = "zeros"
 Zeros = fx.Node | tuple[fx.Node, int, int]  # a value, or an entry of one: its dim and index
 
@@ -277,6 +286,8 @@ class Computations:
         spec = self.spec_of[node]
         value = self.program.constants.get(spec.target or "")
         if isinstance(value, Tensor) and spec.kind is InputKind.CONSTANT_TENSOR:  # numbered differently
+            if not value.any():
+                return ZERO
             return "constant", str(value.dtype), tuple(value.shape), repr(value.tolist())
         return "input", node.name
 
@@ -291,8 +302,10 @@ class Computations:
             return self._is_zero(other) if isinstance(other, fx.Node) else other == 0
         if packet in PRODUCTS:  # numbers are finite; one that is not is seen in the loss
             return any(map(self._is_nothing, node.args))
+        if packet in FACTORIES and _fills_zeros(node, packet):
+            return True
         if packet is aten.div:
-            return self._is_zero(node.args[0]) and _is_finite(node.args[1])
+            return self._is_zero(node.args[0]) and (_is_finite(node.args[1]) or self._is_one(node.args[1]))
         if packet is aten.cross_entropy_loss:
             return self._sums_no_rows(node)
         is_kept = packet in KEEPS_ZEROS or node.target is operator.getitem or _says_if_zero(node)
@@ -328,6 +341,20 @@ class Computations:
         value, its = node.meta["val"], other.meta["val"]
         return other if value.shape == its.shape and value.dtype is its.dtype else None
 
+    def _is_one(self, node: Any) -> bool:
+        """Whether a number of rows is one at least, as something was done for none: ``count.clamp(min=1)``,
+        or ``count + (count == 0)``, or a multiple of it."""
+        while isinstance(node, fx.Node) and node.target is aten.mul.Tensor and _is_positive(node.args[1]):
+            node = node.args[0]
+        if not isinstance(node, fx.Node):
+            return False
+        if node.target is aten.clamp.default:
+            return self._is_zero(node.args[0]) and node.args[1:] == (1,)
+        is_none: Any = node.args[1] if node.target is aten.add.Tensor else None
+        if not isinstance(is_none, fx.Node) or is_none.target is not aten.eq.Scalar or is_none.args[1] != 0:
+            return False
+        return self._is_zero(is_none.args[0]) and _summed(node.args[0]) is not None
+
     def _is_nothing(self, arg: Any) -> bool:
         return self._is_zero(arg) or _is_nought(arg)
 
@@ -347,6 +374,13 @@ class Computations:
 
 def _packet(node: fx.Node) -> Any:
     return getattr(node.target, "overloadpacket", node.target)
+
+
+def _fills_zeros(node: fx.Node, packet: Any) -> bool:
+    values = node.args[1:2] if packet in (aten.full, aten.full_like, aten.new_full) else node.args[:1]
+    if packet is aten.new_full:
+        values = node.args[2:3]
+    return packet in (aten.zeros, aten.zeros_like, aten.new_zeros) or bool(values and values[0] == 0)
 
 
 def _is_nought(number: Any) -> bool:
