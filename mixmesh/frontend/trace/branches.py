@@ -97,7 +97,7 @@ class Paths(TorchFunctionMode):
         is_any = not self.skips(len(self.asked))
         self.asked.append(Asked(site, condition, asked.if_any is is_any))
         for node in asked.counted if is_any else ():
-            node.meta[COUNTED] = True
+            node.meta[COUNTED] = node is asked.count or node.meta.get(COUNTED, False)
         return self.asked[-1].answer
 
     def check_that_raised(self, error: Exception) -> dict[Site, bool | None]:

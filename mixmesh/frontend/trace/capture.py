@@ -6,7 +6,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -51,9 +51,8 @@ from .selections import targets_by_sample
 from .skipped import (
     Skips,
     all_skipped,
-    every_second_skipped,
     none_skipped,
-    other_half_skipped,
+    parts,
     proves_skips,
     warnings_of_skipped,
     without_conditions,
@@ -372,7 +371,7 @@ def _export_proved(
             seen = wrapper.attributes.left, wrapper.attributes.replaced
             branches = wrapper.training, tuple(each.site for each in asked)
             is_known = not asked or branches in PROVED.get(wrapper.model, ())
-            is_proved = is_known or _is_proved(functional, program, len(asked))
+            is_proved = is_known or _is_proved(functional, program, [each.site for each in asked])
         except Exception as error:
             check = wrapper.paths.check_that_raised(error)
             if check and _raises_alone(functional, wrapper, is_taken=program is None):
@@ -390,11 +389,13 @@ def _export_proved(
         return without_conditions(program, len(asked)), tuple(places)
 
 
-def _is_proved(functional: Callable[[Skips], ExportedProgram], program: ExportedProgram, count: int) -> bool:
-    """Whether a program with ``count`` branches taken is right where they are not: every second, the others,
-    and all of them. A call that fails with all of them skipped fails so on one device."""
-    halves = (every_second_skipped, other_half_skipped) if count > 1 else (every_second_skipped,)
-    if not all(proves_skips(program, functional(half), count, half) for half in halves):
+def _is_proved(
+    functional: Callable[[Skips], ExportedProgram], program: ExportedProgram, sites: Sequence[Site]
+) -> bool:
+    """Whether a program with the branches at these lines taken is right where they are not: parts and all of
+    them. A call that fails with all of them skipped fails so on one device."""
+    count = len(sites)
+    if not all(proves_skips(program, functional(part), count, part) for part in parts(sites)):
         return False
     if count == 1:
         return True

@@ -16,8 +16,9 @@ from torch.utils import _pytree as pytree
 from .selected import COUNTED, Selected, has_one_choice, is_same, is_selected, node_of, wide
 
 # in place of numbers in rows that are not selected, with a gradient and without one: finite in a logarithm or
-# a quotient, and the difference of the two is not zero
-FILLS = 0.5, 0.25
+# a quotient, and the difference of the two is not zero; numbers that nobody writes, for ``skipped`` takes the
+# two for one
+FILLS = 0.5009765625, 0.2509765625
 
 
 def getitem(x: Tensor, index: Any) -> Any:
@@ -346,7 +347,7 @@ def rtruediv(x: Tensor, other: Any) -> Any:
 
 def _divisor(x: Any) -> Any:
     node = node_of(x) if isinstance(x, Tensor) and not is_selected(x) else None
-    return x if node is None or COUNTED not in node.meta else x.clamp(min=1)
+    return x.clamp(min=1) if node is not None and node.meta.get(COUNTED) else x
 
 
 STAND_INS: dict[Callable, Callable] = {

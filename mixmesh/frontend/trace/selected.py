@@ -284,7 +284,8 @@ def _is_same_node(node: Any, other: Any, compared: set[fx.Node]) -> bool:
     return spec == other_spec and all(_is_same_node(a, b, compared) for a, b in zip(mine, others))
 
 
-COUNTED = "mask or count that a branch has found to be no zeros"  # an entry of a node's ``meta``
+# an entry of a node's ``meta``: True for a number, of elements that a mask selects, and False for a mask
+COUNTED = "mask or count that a branch has found to be no zeros"
 
 
 def is_counted(mask: Tensor) -> bool:
@@ -317,7 +318,7 @@ def has_one_choice(mask: Tensor) -> bool:
     if node is None or node.target is not torch.ops.aten.eq.Scalar:
         return False
     choices: Any = node.args[0]
-    while choices.target in KEEP_ORDER:
+    while choices.target in KEEP_ORDER and choices.meta["val"].dtype is not torch.bool:
         choices = choices.args[0]
     if (
         choices.target is not operator.getitem
@@ -325,9 +326,25 @@ def has_one_choice(mask: Tensor) -> bool:
         or choices.meta["val"].shape != mask.shape
     ):
         return False
+    if _is_written(choices, node):
+        return False
     source: Any = choices.args[0]
     dim = source.args[2] if len(source.args) > 2 else -1
     return source.target is torch.ops.aten.topk.default and dim % mask.ndim == mask.ndim - 1
+
+
+def _is_written(x: fx.Node, until: fx.Node) -> bool:
+    """Whether an operator before another one writes to a part of a value."""
+    node = x
+    while node is not until:
+        node = node.next
+        for written in written_by(node) if node.op == "call_function" else ():
+            part: Any = written
+            while isinstance(part, fx.Node) and part is not x:
+                part = part.args[0] if part.args else None
+            if part is x:
+                return True
+    return False
 
 
 def is_any_of(mask: Tensor, choices: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 A graph holds one path. The rows stay where they are (``selected``), so the path that computes them is the
 right one for every mask, if it changes nothing where the mask selects no row. That is proved, not assumed:
-the call is exported again with every second of these branches skipped, and with all of them skipped. The
+the call is exported again with every second of these branches skipped, with all of them, and others. The
 program with all of them taken must become each of these if the masks of the skipped ones are zeros. A value
 that is zero makes others zero, and a choice by zeros is the other value.
 """
@@ -140,6 +140,9 @@ PRODUCTS = (aten.mul, aten.bitwise_and, aten.logical_and)
 UNCHANGED = {
     aten.where: (0, 2), aten.masked_fill: (1, 0), aten.add: (1, 0), aten.sub: (1, 0), aten.index_add: (3, 0),
 }  # fmt: skip
+# infinite at zero, or their gradient is
+SINGULAR = [getattr(aten, name) for name in "reciprocal log log2 log10 sqrt rsqrt pow".split()]
+CLASSES = (aten.cross_entropy_loss, aten.nll_loss, aten.nll_loss_nd)
 FACTORIES = [getattr(aten, name) for name in "zeros zeros_like new_zeros full full_like new_full".split()]
 ZERO = "zeros"
 Zeros = fx.Node | tuple[fx.Node, int, int]  # a value, or an entry of one: its dim and index
@@ -163,12 +166,21 @@ def none_skipped(turn: int) -> bool:
     return False
 
 
-def every_second_skipped(turn: int) -> bool:
-    return turn % 2 == 0
+FEW = 4  # branches, such as those of terms of a loss, of which each is skipped alone
 
 
-def other_half_skipped(turn: int) -> bool:
-    return turn % 2 == 1
+def parts(sites: Sequence[Any]) -> Iterator[Skips]:
+    """Parts of the branches at these lines: every second one, and the others. If they are few, each alone;
+    else those at one line without those at another, for any two."""
+    turns, lines = range(len(sites)), list(dict.fromkeys(sites))
+    found = [{turn for turn in turns if turn % 2 == side} for side in (0, 1)]
+    if len(sites) <= FEW:
+        found += [{turn} for turn in turns]
+    else:
+        for bit in range((len(lines) - 1).bit_length()):
+            of_side = [lines.index(site) >> bit & 1 for site in sites]
+            found += [{turn for turn in turns if of_side[turn] == side} for side in (0, 1)]
+    yield from (skipped.__contains__ for skipped in dict.fromkeys(map(frozenset, found)) if skipped)
 
 
 def all_skipped(turn: int) -> bool:
@@ -239,6 +251,9 @@ class Computations:
         self.zeros = {self._named(each) for each in zeros}
         self.draws: dict[Any, int] = {}  # how often a random computation has come
         self.keys: dict[fx.Node, Any] = {}
+        self.learned: set[fx.Node] = set()  # with a gradient
+        self.changed: set[fx.Node] = set()  # no zeros, but computed of them
+        self.infinite: set[fx.Node] = set()  # perhaps, they or their gradient, as they are computed of zeros
         inputs = program.graph.find_nodes(op="placeholder")
         self.spec_of = dict(zip(inputs, program.graph_signature.input_specs))
         for node in program.graph.nodes:
@@ -265,14 +280,23 @@ class Computations:
         return isinstance(node, fx.Node) and self.keys.get(node) == ZERO
 
     def _key(self, node: fx.Node) -> Any:
+        if self._is_learned(node):  # zeros, perhaps, that are about to become others
+            self.learned.add(node)
+        elif self._named(node) in self.zeros or self._is_entry(node):
+            return ZERO
         if node.op == "placeholder":
             return self._leaf(node)
         packet = _packet(node)
-        if self._named(node) in self.zeros or self._is_entry(node) or self._makes_zeros(node, packet):
+        if self._may_be_infinite(node, packet):  # for that, zero times it is not zero
+            self.infinite.add(node)
+        elif self._makes_zeros(node, packet):
             return ZERO
-        same = self._same_as(node, packet)
-        if same is not None:
+        elif (same := self._same_as(node, packet)) is not None:
+            if same in self.changed:
+                self.changed.add(node)
             return self.keys[same]
+        if any(map(self._is_odd, node.all_input_nodes)) and not _is_kept_from_zero(node, packet):
+            self.changed.add(node)
         leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
         if node.target is aten.where.ScalarOther and node.args[2] in FILLS:
             leaves[2] = FILLS  # rows that the first mask selects may have had no gradient
@@ -291,6 +315,53 @@ class Computations:
             return "constant", str(value.dtype), tuple(value.shape), repr(value.tolist())
         return "input", node.name
 
+    def _is_learned(self, node: fx.Node) -> bool:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and not value.is_floating_point() or node.target is aten.detach.default:
+            return False
+        if node.op == "placeholder":
+            return self.spec_of[node].kind is InputKind.PARAMETER
+        return any(each in self.learned for each in node.all_input_nodes)
+
+    def _is_odd(self, node: Any) -> bool:
+        """Whether it is another value than on one device, which does not compute it."""
+        return self._is_zero(node) or (isinstance(node, fx.Node) and node in self.changed)
+
+    def _may_be_infinite(self, node: fx.Node, packet: Any) -> bool:
+        args: Any = node.args
+        if any(each in self.infinite for each in node.all_input_nodes):
+            return True
+        if packet is aten.div:
+            return self._may_be_zero(args[1], self._is_zero(args[0]))
+        if packet in SINGULAR:
+            is_plain = packet is aten.pow and type(args[1]) is int and args[1] > 0
+            return any(map(self._is_odd, args)) and not is_plain
+        if packet in (aten.where, aten.masked_fill):
+            condition = args[0 if packet is aten.where else 1]
+            others = args[2:] if self._is_zero(condition) and packet is aten.where else args
+            is_other = packet is aten.where or not self._is_zero(condition)
+            return self._is_odd(condition) and is_other and any(map(self._is_endless, others))
+        if packet in CLASSES:  # a mean of no rows
+            reduction = [*args[3:4], 1][0]
+            return bool(reduction == 1) and (args[1] in self.changed or self._leaves_all_out(node))
+        return False
+
+    def _may_be_zero(self, divisor: Any, of_zero: bool) -> bool:
+        """Whether a divisor is computed of zeros, or is another number of data that may be zero by zero."""
+        if not isinstance(divisor, fx.Node) or self._is_one(divisor):
+            return False
+        is_number = divisor not in self.learned and not _is_kept_from_zero(divisor, _packet(divisor))
+        return self._is_odd(divisor) or (of_zero and is_number)
+
+    def _is_endless(self, number: Any) -> bool:
+        """Whether it is infinite, or a constant that is."""
+        if isinstance(number, fx.Node) and number in self.spec_of:
+            number = self.program.constants.get(self.spec_of[number].target or "")
+            return isinstance(number, Tensor) and not bool(number.isfinite().all())
+        if isinstance(number, fx.Node):
+            return any(map(_is_infinite, number.args)) and _packet(number) in FACTORIES
+        return _is_infinite(number)
+
     def _is_entry(self, node: fx.Node) -> bool:
         return node.target is aten.select.int and self._named(node.args) in self.zeros
 
@@ -300,7 +371,7 @@ class Computations:
         if node.target in CHOICES and self._is_zero(node.args[0]):
             other: Any = node.args[2]
             return self._is_zero(other) if isinstance(other, fx.Node) else other == 0
-        if packet in PRODUCTS:  # numbers are finite; one that is not is seen in the loss
+        if packet in PRODUCTS:  # other numbers are finite; one that is not is seen in the loss
             return any(map(self._is_nothing, node.args))
         if packet in FACTORIES and _fills_zeros(node, packet):
             return True
@@ -312,10 +383,14 @@ class Computations:
         return is_kept and self._is_zero(node.args[0])
 
     def _sums_no_rows(self, node: fx.Node) -> bool:
-        """Whether a cross entropy is the sum over no rows, as all targets are the one that is left out."""
+        """Whether a cross entropy is the sum over no rows."""
+        return node.args[3:4] == (2,) and self._leaves_all_out(node)
+
+    def _leaves_all_out(self, node: fx.Node) -> bool:
+        """Whether all targets of a cross entropy are the one that is left out."""
         args: Any = node.args
-        target, _, reduction, left_out = [*args[1:], *(None, 1, -100)[len(args) - 2 :]][:4]
-        if reduction != 2 or not isinstance(target, fx.Node):
+        target, _, _, left_out = [*args[1:], *(None, 1, -100)[len(args) - 2 :]][:4]
+        if not isinstance(target, fx.Node):
             return False
         while getattr(target.target, "overloadpacket", None) in SAME_ELEMENTS:
             target = target.args[0]
@@ -389,6 +464,20 @@ def _is_nought(number: Any) -> bool:
 
 def _is_finite(number: Any) -> bool:
     return type(number) in (int, float) and number != 0 and math.isfinite(number)
+
+
+def _is_infinite(number: Any) -> bool:
+    return type(number) is float and not math.isfinite(number)
+
+
+def _is_kept_from_zero(node: fx.Node, packet: Any) -> bool:
+    """Whether a value computed of zeros is at least, or is, another number: ``x + eps``, ``x.clamp(min=1)``,
+    and what fills rows that are not selected."""
+    args: Any = node.args
+    if node.target is aten.where.ScalarOther:
+        return _is_finite(args[2])
+    is_floored = packet in (aten.add, aten.clamp, aten.clamp_min) and len(args) > 1
+    return is_floored and _is_finite(args[1]) and args[1] > 0
 
 
 def _says_if_zero(node: fx.Node) -> bool:
