@@ -333,6 +333,14 @@ def has_one_choice(mask: Tensor) -> bool:
     return source.target is torch.ops.aten.topk.default and dim % mask.ndim == mask.ndim - 1
 
 
+def _is_part(node: fx.Node) -> bool:
+    """Whether a value may share the memory of the first argument."""
+    if node.target is operator.getitem:
+        return True
+    arguments = node.target._schema.arguments if isinstance(node.target, OpOverload) else ()
+    return bool(arguments) and arguments[0].alias_info is not None
+
+
 def _is_written(x: fx.Node, until: fx.Node) -> bool:
     """Whether an operator before another one writes to a part of a value."""
     node = x
@@ -341,7 +349,7 @@ def _is_written(x: fx.Node, until: fx.Node) -> bool:
         for written in written_by(node) if node.op == "call_function" else ():
             part: Any = written
             while isinstance(part, fx.Node) and part is not x:
-                part = part.args[0] if part.args else None
+                part = part.args[0] if _is_part(part) else None
             if part is x:
                 return True
     return False
