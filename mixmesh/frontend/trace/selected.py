@@ -337,7 +337,7 @@ def _is_part(node: fx.Node) -> bool:
     """Whether a value may share the memory of the first argument."""
     if node.target is operator.getitem:
         return True
-    arguments = node.target._schema.arguments if isinstance(node.target, OpOverload) else ()
+    arguments: Any = node.target._schema.arguments if isinstance(node.target, OpOverload) else ()
     return bool(arguments) and arguments[0].alias_info is not None
 
 
