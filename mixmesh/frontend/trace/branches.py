@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType, MappingProxyType
@@ -166,3 +166,14 @@ def _raised_in(error: BaseException) -> CodeType | None:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return trace.tb_frame.f_code if trace else None
+
+
+def warnings_of_skipped(places: Sequence[str]) -> tuple[str, ...]:
+    """The warning about branches in these lines of the user's files."""
+    if not places:
+        return ()
+    return (
+        f"{', '.join(places)}: the branch is taken in every step, with no rows where its mask selects none. "
+        "The gradients of parameters that no row uses are then zeros, where one device leaves None: an "
+        "optimizer with weight decay or momentum changes them all the same",
+    )

@@ -23,7 +23,7 @@ from ...lang.ir import Returned
 from .attributes import Attributes, check_replaced, warnings_of
 from .autocast import Autocast, no_autocast, under
 from .averages import means_over_batches
-from .branches import Paths, Site, distributions_unchecked, past_checks
+from .branches import Paths, Site, distributions_unchecked, past_checks, warnings_of_skipped
 from .carried import warnings_of_changed
 from .causal_masks import masks_as_given
 from .checkpoints import regions_kept
@@ -54,7 +54,6 @@ from .skipped import (
     none_skipped,
     parts,
     proves_skips,
-    warnings_of_skipped,
     without_conditions,
 )
 from .small_constants import small_constants_kept

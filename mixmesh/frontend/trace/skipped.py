@@ -494,14 +494,3 @@ def without_conditions(program: ExportedProgram, count: int) -> ExportedProgram:
     program.graph.eliminate_dead_code()
     program.graph_module.recompile()
     return program
-
-
-def warnings_of_skipped(places: Sequence[str]) -> tuple[str, ...]:
-    """The warning about branches in these lines of the user's files."""
-    if not places:
-        return ()
-    return (
-        f"{', '.join(places)}: the branch is taken in every step, with no rows where its mask selects none. "
-        "The gradients of parameters that no row uses are then zeros, where one device leaves None: an "
-        "optimizer with weight decay or momentum changes them all the same",
-    )
