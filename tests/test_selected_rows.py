@@ -390,3 +390,13 @@ def test_masks_of_a_tensor_that_is_written_to_between_them_differ():
 
     with pytest.raises(TraceError, match="known only at run time"):
         trace(Model(written), BATCH)
+
+
+def test_an_index_keeps_its_dims_after_an_ellipsis():
+    """``x[..., 0, :]`` is a row, not ``x[..., 0]``."""
+
+    def loss(m, x, labels, depths):
+        rows = m.mix(x).view(SAMPLES, 6, 4, 4)
+        return (rows[..., 0, :] * rows[..., 1, :].detach()).sum() + rows[..., None, :, :].square().mean()
+
+    assert_equals_one_device(Model(loss), BATCH)

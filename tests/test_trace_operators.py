@@ -539,7 +539,7 @@ def test_checks_of_values_are_left_out():
 
 def test_a_value_that_more_than_a_check_reads_is_refused():
     def loss(m, x):
-        return m.head(x).sum() * (x > 0).sum().item()
+        return m.head(x).sum() * x.sum().item()
 
     with pytest.raises(TraceError, match="cannot be traced") as caught:
         trace(Model(loss, head=dense(8, 4)), (ROWS,))

@@ -42,8 +42,9 @@ def _parts(index: Any) -> tuple[Any, ...]:
     """The parts of an index, with bytes as the masks that they stand for, without those at its end that take
     all of a dim."""
     parts = index if isinstance(index, tuple) else (index,)
-    while len(parts) > 1 and isinstance(parts[-1], slice) and parts[-1] == slice(None):
-        parts = parts[:-1]
+    if not any(part is Ellipsis for part in parts):  # before which the last ones decide on the places
+        while len(parts) > 1 and isinstance(parts[-1], slice) and parts[-1] == slice(None):
+            parts = parts[:-1]
     are_bytes = [isinstance(part, Tensor) and part.dtype is torch.uint8 for part in parts]
     return tuple(part.bool() if is_bytes else part for part, is_bytes in zip(parts, are_bytes))
 

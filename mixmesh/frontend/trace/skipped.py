@@ -173,14 +173,14 @@ def parts(sites: Sequence[Any]) -> Iterator[Skips]:
     """Parts of the branches at these lines: every second one, and the others. If they are few, each alone;
     else those at one line without those at another, for any two."""
     turns, lines = range(len(sites)), list(dict.fromkeys(sites))
-    found = [{turn for turn in turns if turn % 2 == side} for side in (0, 1)]
+    groups = [{turn for turn in turns if turn % 2 == side} for side in (0, 1)]
     if len(sites) <= FEW:
-        found += [{turn} for turn in turns]
+        groups += [{turn} for turn in turns]
     else:
         for bit in range((len(lines) - 1).bit_length()):
             of_side = [lines.index(site) >> bit & 1 for site in sites]
-            found += [{turn for turn in turns if of_side[turn] == side} for side in (0, 1)]
-    yield from (skipped.__contains__ for skipped in dict.fromkeys(map(frozenset, found)) if skipped)
+            groups += [{turn for turn in turns if of_side[turn] == side} for side in (0, 1)]
+    yield from (skipped.__contains__ for skipped in dict.fromkeys(map(frozenset, groups)) if skipped)
 
 
 def all_skipped(turn: int) -> bool:
@@ -336,11 +336,11 @@ class Computations:
         if packet in SINGULAR:
             is_plain = packet is aten.pow and type(args[1]) is int and args[1] > 0
             return any(map(self._is_odd, args)) and not is_plain
-        if packet in (aten.where, aten.masked_fill):
-            condition = args[0 if packet is aten.where else 1]
-            others = args[2:] if self._is_zero(condition) and packet is aten.where else args
-            is_other = packet is aten.where or not self._is_zero(condition)
-            return self._is_odd(condition) and is_other and any(map(self._is_endless, others))
+        if packet is aten.where:
+            others = args[2:] if self._is_zero(args[0]) else args
+            return self._is_odd(args[0]) and any(map(self._is_endless, others))
+        if packet is aten.masked_fill:
+            return args[1] in self.changed and any(map(self._is_endless, args))
         if packet in CLASSES:  # a mean of no rows
             reduction = [*args[3:4], 1][0]
             return bool(reduction == 1) and (args[1] in self.changed or self._leaves_all_out(node))
