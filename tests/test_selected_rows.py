@@ -326,7 +326,6 @@ def returned(m, x, labels, _):
         drawn_in_place,
         mask_changed,
         paired_with_a_list,
-        asked_for,
         returned,
     ],
     ids=lambda f: f.__name__,
@@ -335,6 +334,11 @@ def test_what_needs_their_number_is_refused(loss):
     with pytest.raises(TraceError) as caught:
         trace(Model(loss), BATCH, outputs=("rows",) if loss is returned else ())
     assert "test_selected_rows.py:" in caught.value.where and caught.value.hint
+
+
+def test_a_branch_on_their_number_equals_one_device():
+    """A mean of the rows, or zero if there is none."""
+    assert_equals_one_device(Model(asked_for), BATCH)
 
 
 def test_masks_with_a_write_between_are_not_the_same():
