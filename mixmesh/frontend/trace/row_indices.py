@@ -39,10 +39,10 @@ def getitem(x: Tensor, index: Any) -> Any:
 
 
 def _parts(index: Any) -> tuple[Any, ...]:
-    """The parts of an index, with bytes as the masks that they stand for, without those at its end that take
-    all of a dim."""
+    """The parts of an index, with bytes as the masks that they stand for. After a tensor, perhaps a mask,
+    those at the end are left out that take all of a dim."""
     parts = index if isinstance(index, tuple) else (index,)
-    if not any(part is Ellipsis for part in parts):  # before which the last ones decide on the places
+    if isinstance(parts[0] if parts else None, Tensor) and not any(part is Ellipsis for part in parts):
         while len(parts) > 1 and isinstance(parts[-1], slice) and parts[-1] == slice(None):
             parts = parts[:-1]
     are_bytes = [isinstance(part, Tensor) and part.dtype is torch.uint8 for part in parts]
