@@ -122,17 +122,20 @@ def test_with_inductor_on_one_device(monkeypatch):
     assert_passed(found)
 
 
-def check_inductor(comm) -> None:
+def planned_alone(model: nn.Module):
     one = Cluster.parse(CLUSTER.replace(", { cpu_share = 0.4 }", ""))
+    return make_plan(trace(model.double(), batches(1)[0]), one, planner="single").program
+
+
+def check_inductor(comm) -> None:
     torch.manual_seed(0)
-    program = make_plan(trace(Model().double(), batches(1)[0]), one, planner="single").program
+    program = planned_alone(Model())
     losses, _, _ = train(program, compiles=False)
     found, _, count = train(program, compiles=True, backend="inductor")
     assert count == 1
     torch.testing.assert_close(found, losses, rtol=1e-9, atol=1e-9)
     # random numbers are those of the whole batch, so that dropout stays between two segments
-    model = copy.deepcopy(Model(0.5)).double()
-    dropping = make_plan(trace(model, batches(1)[0]), one, planner="single").program
+    dropping = planned_alone(copy.deepcopy(Model(0.5)))
     losses, _, _ = train(dropping, compiles=False, dropout=0.5)
     found, _, count = train(dropping, compiles=True, dropout=0.5)
     assert count == 2
@@ -160,9 +163,8 @@ def test_experts_are_not_compiled_for_each_number_of_rows(monkeypatch):
 
 
 def check_experts(comm) -> None:
-    one = Cluster.parse(CLUSTER.replace(", { cpu_share = 0.4 }", ""))
     torch.manual_seed(0)
-    program = make_plan(trace(Experts().double(), batches(1)[0]), one, planner="single").program
+    program = planned_alone(Experts())
     losses, _, _ = train(program, compiles=False, module=Experts)
     torch._dynamo.utils.counters.clear()
     of_compiled, _, _ = train(program, compiles=True, module=Experts)

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from ...errors import InputError, TraceError
 from ...lang.ir import BATCH_NORMS, Graph, Node, Returned, batch_size_of
-from ...lang.ir.graph import begins_gradient
+from ...lang.ir.graph import begins_gradient, computed_of
 from ...lang.ir.local_norms import EXACT, LOCAL
 from ...lang.rules import RULES
 from .attention import ATTENTION_RULES
@@ -210,11 +210,7 @@ def trace(
 
 def depends_on_batch(graph: Graph) -> bool:
     """Whether the loss depends on any input of the graph."""
-    dependent = {n.result for n in graph.batch_inputs}
-    for node in graph.nodes:
-        if not dependent.isdisjoint(node.inputs):
-            dependent.update(r for r in node.results if r is not None)
-    return graph.loss in dependent
+    return graph.loss in computed_of(graph.nodes, (n.result for n in graph.batch_inputs))
 
 
 def mark_outputs(graph: Graph, rows: Collection[str], *, is_outside: bool) -> Graph:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import CodeType, MappingProxyType
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +28,6 @@ from .skipped import Skips, emptiness, is_count, none_skipped
 _DISTRIBUTIONS = os.path.dirname(torch.distributions.__file__)
 T = TypeVar("T")
 Site = tuple[CodeType, int]  # (function, line) of a branch
-NO_CHECKS: Mapping[Site, bool | None] = MappingProxyType({})
 
 
 class Undecided(Exception):
@@ -91,8 +90,7 @@ class Paths(TorchFunctionMode):
         if path is not None:
             is_other, self.tried = site == self.tried, None if site == self.tried else self.tried
             return path is not is_other
-        asked = None if self.skips is None else emptiness(node_of(condition))
-        if asked is None or self.skips is None:
+        if self.skips is None or (asked := emptiness(node_of(condition))) is None:
             return None
         is_any = not self.skips(len(self.asked))
         self.asked.append(Asked(site, condition, asked.if_any is is_any))
@@ -134,7 +132,7 @@ def distributions_unchecked() -> Iterator[None]:
         Distribution.set_default_validate_args(before)
 
 
-def past_checks(export: Callable[[Paths], T], checks: Mapping[Site, bool | None] = NO_CHECKS) -> T:
+def past_checks(export: Callable[[Paths], T], checks: Mapping[Site, bool | None]) -> T:
     """Runs ``export``, with the context of the forward pass, along the paths on which no check raises. If
     neither path of a branch raises, PyTorch's own error stands. ``checks`` are the paths already known."""
     branch_of: dict[Site, bool | None] = dict(checks)

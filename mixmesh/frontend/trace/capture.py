@@ -48,14 +48,7 @@ from .scattered_writes import write_decompositions
 from .selected import as_tensors
 from .selected_functions import lengths_of_rows
 from .selections import targets_by_sample
-from .skipped import (
-    Skips,
-    all_skipped,
-    none_skipped,
-    parts,
-    proves_skips,
-    without_conditions,
-)
+from .skipped import Skips, all_skipped, none_skipped, parts, proves_skips, without_conditions
 from .small_constants import small_constants_kept
 from .stand_ins import meta_on_device
 from .stopped_writes import check_stopped_writes
@@ -368,9 +361,10 @@ def _export_proved(
         try:
             program, asked = functional(none_skipped), tuple(wrapper.paths.asked)
             seen = wrapper.attributes.left, wrapper.attributes.replaced
-            branches = wrapper.training, tuple(each.site for each in asked)
+            sites = tuple(each.site for each in asked)
+            branches = wrapper.training, sites
             is_known = not asked or branches in PROVED.get(wrapper.model, ())
-            is_proved = is_known or _is_proved(functional, program, [each.site for each in asked])
+            is_proved = is_known or _is_proved(functional, program, sites)
         except Exception as error:
             check = wrapper.paths.check_that_raised(error)
             if check and _raises_alone(functional, wrapper, is_taken=program is None):

@@ -22,7 +22,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _python_dispatch as dispatch
 
-from .fx_nodes import slot_of, target_of
+from .fx_nodes import packet_of, slot_of, target_of
 from .written import Groups, may_share, written_by
 
 aten = torch.ops.aten
@@ -255,7 +255,7 @@ def _appended(node: fx.Node, proxies: Mapping[fx.Node, Any], tracer: Any) -> fx.
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), proxies.__getitem__)
     if target is aten.convolution.default:
         target, args = _as_the_pass_has_it(*args)
-    packet = target.overloadpacket if isinstance(target, OpOverload) else target
+    packet = packet_of(target)
     name = tracer.graph._target_to_str(packet.__name__)
     proxy = tracer.create_proxy("call_function", target, args, kwargs, name=name)
     proxy.node.meta["val"] = node.meta.get("val")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, fx
+from torch._ops import OpOverload
 from torch.fx.experimental import proxy_tensor
 
 
@@ -25,6 +26,11 @@ def block_of(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule:
 def target_of(node: fx.Node) -> Any:
     """The operator that a node calls."""
     return node.target
+
+
+def packet_of(target: Any) -> Any:
+    """An operator without its overload; a function that is no operator as it is."""
+    return target.overloadpacket if isinstance(target, OpOverload) else target
 
 
 def slot_of(tensor: Tensor) -> Any:

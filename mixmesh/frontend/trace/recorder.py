@@ -15,6 +15,8 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .fx_nodes import packet_of
+
 DETACH = torch.ops.aten.detach.default
 
 
@@ -62,7 +64,7 @@ class Recorder(TorchDispatchMode):
         self, target: Callable, args: Any, kwargs: Any, value: Any, origin: Mapping[str, Any]
     ) -> fx.Node:
         """Appends a call with the ``value`` that it gives."""
-        packet = target.overloadpacket if isinstance(target, OpOverload) else target
+        packet = packet_of(target)
         name = self.graph._target_to_str(packet.__name__)
         node = self.graph.create_node("call_function", target, tuple(args), dict(kwargs), name=name)
         node.meta = {**origin, "val": value}

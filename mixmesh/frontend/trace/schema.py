@@ -29,6 +29,11 @@ NO_COMPUTATIONS = frozenset(
 )
 
 
+def is_by_element(op: torch._ops.OpOverload) -> bool:
+    """Whether an operator computes each element by itself, and draws no number."""
+    return torch.Tag.pointwise in op.tags and torch.Tag.nondeterministic_seeded not in op.tags
+
+
 @cache
 def overload(op: str) -> torch._ops.OpOverload:
     """Maps ``aten.linear`` to ``torch.ops.aten.linear.default``. Raises UnsupportedOp for an unknown name.

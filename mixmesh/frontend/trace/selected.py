@@ -21,7 +21,8 @@ from torch.utils import _python_dispatch as dispatch
 from torch.utils import _pytree as pytree
 
 from ...errors import TraceError
-from .fx_nodes import slot_of
+from .fx_nodes import packet_of, slot_of
+from .schema import is_by_element
 from .written import written_by
 
 KNOWN: dict[str, Callable] = {}  # the computation of a function of selected rows, by the name of the function
@@ -366,7 +367,7 @@ def is_any_of(mask: Tensor, choices: Tensor) -> bool:
 
 
 def _unviewed(node: Any) -> fx.Node | None:
-    while isinstance(node, fx.Node) and getattr(node.target, "overloadpacket", None) in VIEWS:
+    while isinstance(node, fx.Node) and packet_of(node.target) in VIEWS:
         node = node.args[0]
     return node if isinstance(node, fx.Node) else None
 
@@ -448,5 +449,4 @@ def _is_by_element(name: str) -> bool:
     if name in ALSO_BY_ELEMENT:
         return True
     packet = getattr(torch.ops.aten, name, None)
-    tags = [getattr(packet, overload).tags for overload in packet.overloads()] if packet is not None else []
-    return any(torch.Tag.pointwise in t and torch.Tag.nondeterministic_seeded not in t for t in tags)
+    return packet is not None and any(is_by_element(getattr(packet, name)) for name in packet.overloads())

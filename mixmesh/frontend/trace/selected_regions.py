@@ -20,13 +20,14 @@ from operator import mul
 import torch
 
 from ...lang.ir import Arg, DType, Graph, Node, Ref
+from ...lang.ir.graph import computed_of
 from ...lang.operators import RowOperands
 from ...lang.rules import SELECTED
 from .build import Builder, rewrite
 from .dtypes import TORCH_DTYPE
 from .mixture_readers import text_of
 from .mixture_region import ROWS, Held, NoMixture, Region
-from .schema import overload
+from .schema import is_by_element, overload
 
 CHOICES = ("aten.where.ScalarOther", "aten.where.self")
 VIEWS = ("aten.view", "aten.unsqueeze", "aten.squeeze", "aten.squeeze.dim")
@@ -76,6 +77,9 @@ def selected_as_operators(graph: Graph) -> Graph:
         choices = _choices_of(graph, selection.root)
         if choices is not None:
             of_choices.setdefault(choices, []).append(selection)
+    if not of_choices:
+        return graph
+    learned = computed_of(graph.nodes, (n.result for n in graph.params))
     share_of: dict[int, tuple[Selection, float]] = {}
     for choices, alike in of_choices.items():
         num_masks = len({selection.root for selection in alike})
@@ -83,7 +87,7 @@ def selected_as_operators(graph: Graph) -> Graph:
             part = graph.types[choices].num_elements / (num_masks * math.prod(selection.layout))
             if part < 1 and selection.last is not None:
                 # a router is trained to choose all alike; numbers in the data may be all the same
-                share_of[id(selection.last)] = selection, part if _is_learned(graph, choices) else 1.0
+                share_of[id(selection.last)] = selection, part if choices in learned else 1.0
     if not share_of:
         return graph
 
@@ -120,19 +124,6 @@ def _choices_of(graph: Graph, mask: str) -> str | None:
         compares |= node.op in ("aten.eq.Scalar", "aten.one_hot")
         name = node.inputs[0]
     return name if compares and graph.types[name].dtype in ("i64", "i32") else None
-
-
-def _is_learned(graph: Graph, name: str) -> bool:
-    """Whether a value depends on parameters."""
-    to_see = [name]
-    seen: set[str] = set()
-    while to_see:
-        node = graph.producers[to_see.pop()]
-        if node.op == "param":
-            return True
-        to_see += [other for other in node.inputs if other not in seen]
-        seen.update(node.inputs)
-    return False
 
 
 # --- reading -------------------------------------------------------------------------------------------
@@ -324,10 +315,7 @@ def _name(selection: Selection, node: Node, name: str) -> str | None:
 
 
 def _is_by_element(op: str) -> bool:
-    if op == "aten._to_copy":
-        return True
-    tags = overload(op).tags
-    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+    return op == "aten._to_copy" or is_by_element(overload(op))
 
 
 def _arguments(selection: Selection, node: Node) -> tuple[Arg, ...] | None:

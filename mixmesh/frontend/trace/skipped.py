@@ -21,6 +21,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
+from .fx_nodes import packet_of
 from .row_indices import FILLS
 
 aten = torch.ops.aten
@@ -115,7 +116,7 @@ def _is_never_negative(node: Any) -> bool:
     while isinstance(node, fx.Node):
         if node.meta["val"].dtype in (torch.bool, torch.uint8) or node.target is aten.one_hot.default:
             return True
-        if getattr(node.target, "overloadpacket", None) not in (*SAME_ELEMENTS, aten.select, aten.slice):
+        if packet_of(node.target) not in (*SAME_ELEMENTS, aten.select, aten.slice):
             return False
         node = node.args[0]
     return False
@@ -143,7 +144,11 @@ UNCHANGED = {
 # infinite at zero, or their gradient is
 SINGULAR = [getattr(aten, name) for name in "reciprocal log log2 log10 sqrt rsqrt pow".split()]
 CLASSES = (aten.cross_entropy_loss, aten.nll_loss, aten.nll_loss_nd)
-FACTORIES = [getattr(aten, name) for name in "zeros zeros_like new_zeros full full_like new_full".split()]
+# the place of the number that a factory fills a tensor with; None for zeros
+FACTORIES = {
+    aten.zeros: None, aten.zeros_like: None, aten.new_zeros: None, aten.full: 1, aten.full_like: 1,
+    aten.new_full: 2,
+}  # fmt: skip
 ZERO = "zeros"
 Zeros = fx.Node | tuple[fx.Node, int, int]  # a value, or an entry of one: its dim and index
 
@@ -226,7 +231,7 @@ def _also_zero(mask: fx.Node) -> Iterator[Zeros]:
         counted = _counted(node)
         if counted is not None:
             node = counted[0]
-        elif getattr(node.target, "overloadpacket", None) in SAME_ELEMENTS and _shows_zeros(node):
+        elif packet_of(node.target) in SAME_ELEMENTS and _shows_zeros(node):
             node = node.args[0]
         else:
             return
@@ -286,7 +291,7 @@ class Computations:
             return ZERO
         if node.op == "placeholder":
             return self._leaf(node)
-        packet = _packet(node)
+        packet = packet_of(node.target)
         if self._may_be_infinite(node, packet):  # for that, zero times it is not zero
             self.infinite.add(node)
         elif self._makes_zeros(node, packet):
@@ -350,7 +355,7 @@ class Computations:
         """Whether a divisor is computed of zeros, or is another number of data that may be zero by zero."""
         if not isinstance(divisor, fx.Node) or self._is_one(divisor):
             return False
-        is_number = divisor not in self.learned and not _is_kept_from_zero(divisor, _packet(divisor))
+        is_number = divisor not in self.learned and not _is_kept_from_zero(divisor, packet_of(divisor.target))
         return self._is_odd(divisor) or (of_zero and is_number)
 
     def _is_endless(self, number: Any) -> bool:
@@ -359,7 +364,7 @@ class Computations:
             number = self.program.constants.get(self.spec_of[number].target or "")
             return isinstance(number, Tensor) and not bool(number.isfinite().all())
         if isinstance(number, fx.Node):
-            return any(map(_is_infinite, number.args)) and _packet(number) in FACTORIES
+            return any(map(_is_infinite, number.args)) and packet_of(number.target) in FACTORIES
         return _is_infinite(number)
 
     def _is_entry(self, node: fx.Node) -> bool:
@@ -373,8 +378,9 @@ class Computations:
             return self._is_zero(other) if isinstance(other, fx.Node) else other == 0
         if packet in PRODUCTS:  # other numbers are finite; one that is not is seen in the loss
             return any(map(self._is_nothing, node.args))
-        if packet in FACTORIES and _fills_zeros(node, packet):
-            return True
+        if packet in FACTORIES:
+            place = FACTORIES[packet]
+            return place is None or bool(node.args[place] == 0)
         if packet is aten.div:
             return self._is_zero(node.args[0]) and (_is_finite(node.args[1]) or self._is_one(node.args[1]))
         if packet is aten.cross_entropy_loss:
@@ -392,7 +398,7 @@ class Computations:
         target, _, _, left_out = [*args[1:], *(None, 1, -100)[len(args) - 2 :]][:4]
         if not isinstance(target, fx.Node):
             return False
-        while getattr(target.target, "overloadpacket", None) in SAME_ELEMENTS:
+        while packet_of(target.target) in SAME_ELEMENTS:
             target = target.args[0]
         is_choice = target.target is aten.where.ScalarOther and self._is_zero(target.args[0])
         return is_choice and target.args[2] == left_out
@@ -435,7 +441,10 @@ class Computations:
 
     def _is_selected_from(self, part: Any, args: Any) -> bool:
         """Whether a part that is written to a tensor is the one that is there already."""
-        while self.keys.get(part) is not None and (same := self._same_as(part, _packet(part))) is not None:
+        while (
+            self.keys.get(part) is not None
+            and (same := self._same_as(part, packet_of(part.target))) is not None
+        ):
             part = same
         source, _, *place = args
         if (
@@ -445,17 +454,6 @@ class Computations:
         ):
             return False
         return self.number(part.args[0]) == self.number(source)
-
-
-def _packet(node: fx.Node) -> Any:
-    return getattr(node.target, "overloadpacket", node.target)
-
-
-def _fills_zeros(node: fx.Node, packet: Any) -> bool:
-    values = node.args[1:2] if packet in (aten.full, aten.full_like, aten.new_full) else node.args[:1]
-    if packet is aten.new_full:
-        values = node.args[2:3]
-    return packet in (aten.zeros, aten.zeros_like, aten.new_zeros) or bool(values and values[0] == 0)
 
 
 def _is_nought(number: Any) -> bool:

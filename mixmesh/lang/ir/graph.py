@@ -105,6 +105,15 @@ def users_of(operations: Iterable[AnyOperation]) -> dict[str, list[AnyOperation]
     return users
 
 
+def computed_of(operations: Iterable[AnyOperation], names: Iterable[str]) -> set[str]:
+    """These values, and all that are computed of them."""
+    reached = set(names)
+    for operation in operations:
+        if not reached.isdisjoint(operation.inputs):
+            reached.update(result for result in operation.results if result is not None)
+    return reached
+
+
 def nameless(arg: Arg) -> Arg:
     """An argument without the names of values, for comparisons. Values carry their types, so that 1, 1.0 and
     True differ."""

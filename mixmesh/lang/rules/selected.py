@@ -29,12 +29,15 @@ def _count(call: Call, place: int) -> int:
     return len(tensors)
 
 
+def _mask_dims(call: Call) -> list[str]:
+    return [f"m{d}" for d in range(len(call.inputs[0].shape))]
+
+
 def _terms(call: Call) -> Iterator[tuple[str, str, int]]:
     """Yields the name in the body of each tensor after the mask, its dims that are the mask's, and the number
     of its dims."""
-    of_mask = [f"m{d}" for d in range(len(call.inputs[0].shape))]
     groups: tuple[tuple[str, int, list[str]], ...]
-    groups = ("x", ROWS, of_mask), ("s", ALONG, [f"m{call.args[DIM]}"]), ("w", WHOLE, [])
+    groups = ("x", ROWS, _mask_dims(call)), ("s", ALONG, [f"m{call.args[DIM]}"]), ("w", WHOLE, [])
     at = 1
     for prefix, place, head in groups:
         for n in range(_count(call, place)):
@@ -45,7 +48,7 @@ def _terms(call: Call) -> Iterator[tuple[str, str, int]]:
 def selected(call: Call) -> str:
     """selected(mask, rows, along, dim, whole, dtypes, body, share, kept_bytes): the dims of the mask may be
     cut, each of its rows is computed by itself."""
-    of_mask = " ".join(f"m{d}" for d in range(len(call.inputs[0].shape)))
+    of_mask = " ".join(_mask_dims(call))
     terms = [of_mask]
     for name, head, others in _terms(call):
         terms.append(" ".join([head, *(f"{name}_{d}!" for d in range(others))]).strip())
@@ -55,6 +58,6 @@ def selected(call: Call) -> str:
 
 def selected_flops(call: Call) -> str:
     """The products with matrices of the selected rows."""
-    of_mask = " ".join(f"m{d}" for d in range(len(call.inputs[0].shape)))
+    of_mask = " ".join(_mask_dims(call))
     matrices = re.findall(r"(?:linear|matmul|mm)\(\w+, (w\d+)", str(call.args[BODY]))
     return " + ".join(f"{selected_share(call)} {of_mask} {name}_0 {name}_1" for name in matrices)
