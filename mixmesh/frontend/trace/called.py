@@ -55,7 +55,8 @@ def plain_functions(function: Any) -> Iterator[tuple[FunctionType, type | None]]
         yield from plain_functions(function.func)
     elif isinstance(function, MethodType):
         if isinstance(function.__func__, FunctionType):
-            yield function.__func__, type(function.__self__)
+            holder = function.__self__
+            yield function.__func__, holder if isinstance(holder, type) else type(holder)
     elif isinstance(function, FunctionType):
         yield function, None
     elif isinstance(function, nn.Module):
@@ -65,6 +66,17 @@ def plain_functions(function: Any) -> Iterator[tuple[FunctionType, type | None]]
         kind: Any = type(function)
         if isinstance(kind.__call__, FunctionType):
             yield kind.__call__, kind
+
+
+def bound_values(function: FunctionType | partial) -> Iterator[tuple[str, Any]]:
+    """Yields the arguments that come with a function, those of a ``partial`` or its defaults, by name."""
+    if isinstance(function, partial):
+        yield from ((str(n), value) for n, value in enumerate(function.args))
+        yield from function.keywords.items()
+        return
+    code, defaults = function.__code__, function.__defaults__ or ()
+    yield from zip(code.co_varnames[code.co_argcount - len(defaults) :], defaults)
+    yield from (function.__kwdefaults__ or {}).items()
 
 
 def all_called(first: Iterable[tuple[FunctionType, type | None]]) -> list[FunctionType]:
@@ -114,6 +126,11 @@ def is_own(value: ModuleType | type) -> bool:
     if isinstance(value, ModuleType):
         return is_script(getattr(value, "__file__", None) or "<none>")
     return is_own_class(value) and not issubclass(value, nn.Module)
+
+
+def is_own_function(value: Any) -> bool:
+    """Whether a value is a function of the script."""
+    return isinstance(value, FunctionType) and is_script(value.__code__.co_filename)
 
 
 def is_own_class(value: type) -> bool:

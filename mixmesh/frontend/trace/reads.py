@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -19,7 +20,16 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from .attributes import TABLES
-from .called import all_called, functions_of, is_own, is_own_class, names_in, plain_functions
+from .called import (
+    all_called,
+    bound_values,
+    functions_of,
+    is_own,
+    is_own_class,
+    is_own_function,
+    names_in,
+    plain_functions,
+)
 from .carried import Empty, Key, is_read
 from .containers import (
     EVERY_KEY,
@@ -156,6 +166,7 @@ class _Pass:
         self.places: dict[int, tuple[str, Find]] = {}  # by the id of a tensor that may be read
         self.empty = Empty()
         self.left = LeftOutside(model, losses)
+        self._bound: dict[str, Any] = {}  # arguments that come with functions, by the path of each
         self._outside: set[Key] = set()  # numbers that functions read, and no module holds
         # entries of dicts and lists that the code only writes, or that the pass has made itself
         self._not_state: set[Key] = set()
@@ -237,6 +248,7 @@ class _Pass:
         certain = {id(function) for function in sure}
         for function in all_called(first):
             is_sure = id(function) in certain
+            self.bound(function)
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
                 find = _find_in_cell(cell)
                 self._around(function, (id(cell), name), find, find(), is_sure=is_sure)
@@ -246,10 +258,27 @@ class _Pass:
                     key, find = (id(around), name), _find_in(around, name)
                     self._around(function, key, find, around[name], is_sure=is_sure)
 
+    def bound(self, function: FunctionType | partial) -> None:
+        """Notes the numbers in dicts, lists and objects that come with a function as its defaults or as the
+        arguments of a ``partial``. Numbers themselves never change there."""
+        for name, value in bound_values(function):
+            if is_container(value):
+                path = f"argument {name}"
+                while self._bound.setdefault(path, value) is not value:
+                    path += "'"  # another function's argument has this name
+                self._numbers_in(path, _find_itself(value), value, EVERY_KEY, is_state=False)
+        if isinstance(function, partial) and isinstance(function.func, FunctionType | partial):
+            self.bound(function.func)
+
     def holder_of(self, method: Any) -> None:
-        """Watches the object whose method is called, or that is called itself, unless it is a module."""
+        """Watches the object whose method is called, or that is called itself, unless it is a module, and
+        notes what a class method reads of its class."""
         holder = getattr(method, "__self__", method)
-        if is_plain_object(holder) or (is_own_class(type(holder)) and not isinstance(holder, nn.Module)):
+        if isinstance(holder, type) and is_own_class(holder):
+            for function in all_called(plain_functions(method)):
+                for name in names_in(function.__code__).attributes:
+                    self._around_in(f"{holder.__name__}.{name}", (id(holder), name), lambda: holder, holder)
+        elif is_plain_object(holder) or (is_own_class(type(holder)) and not isinstance(holder, nn.Module)):
             self.objects.show(type(holder).__name__, lambda: holder, holder)
 
     def _around(self, function: FunctionType, key: Key, find: Find, value: Any, *, is_sure: bool) -> None:
@@ -262,12 +291,14 @@ class _Pass:
         if is_container(value):
             keys = keys_read(name, function)
             self._numbers_in(name, find, value, keys, is_state=is_read(keys, value))
-        elif isinstance(value, ModuleType | type) and is_own(value):
+        elif isinstance(value, partial):
+            self.bound(value)
+        elif is_own_function(value) or (isinstance(value, ModuleType | type) and is_own(value)):
             for inner in keys_read(name, function).names:
                 self._around_in(f"{name}.{inner}", (id(value), str(inner)), find, value)
 
-    def _around_in(self, path: str, key: Key, find: Find, holder: ModuleType | type) -> None:
-        """Notes an attribute of a module or of a class of the script."""
+    def _around_in(self, path: str, key: Key, find: Find, holder: Any) -> None:
+        """Notes an attribute of a module, of a class or of a function of the script."""
         find_inner, value = find_in_object(find, key[1]), getattr(holder, key[1], GONE)
         if _is_real(value):
             self.places[id(value)] = path, find_inner
@@ -291,6 +322,8 @@ def loss_outside(function: Any) -> AbstractContextManager[Any]:
     _passes[-1].left.begins_loss(function)
     own = list(plain_functions(function))
     _passes[-1].functions(own, [each for each, _ in own])
+    if isinstance(function, partial):
+        _passes[-1].bound(function)
     _passes[-1].holder_of(function)
     return NoDraws()
 
@@ -350,6 +383,8 @@ def reading(model: nn.Module, reads: Reads) -> Iterator[None]:
     try:
         with seen.objects.watching():
             seen.functions(each for module in modules for each in functions_of(module))
+            for held in (x for module in modules for x in vars(module).values() if isinstance(x, partial)):
+                seen.bound(held)
             yield
     finally:
         _passes.pop()
