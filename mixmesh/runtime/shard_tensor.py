@@ -182,6 +182,11 @@ def _elementwise(func: Callable, rule: Rule, args: tuple, kwargs: dict) -> Any:
             Tensor, lambda x: _cut_like(first, x), (args, kwargs)
         )
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    if any(_is_cut_otherwise(first, x) for x in tensors):
+        args, kwargs = torch.utils._pytree.tree_map_only(
+            ShardTensor, lambda x: _laid_like(first, x), (args, kwargs)
+        )
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     check_alike(rule.name, first, tensors)
     check_no_gradient(rule.name, first, tensors)
     out = func(*args, **kwargs)
@@ -212,6 +217,26 @@ def _cut_like(first: ShardTensor, x: Tensor) -> Tensor:
     return _piece_of(first, x, "elements") if is_whole(x, first) else x
 
 
+def _is_cut_otherwise(first: ShardTensor, x: Any) -> bool:
+    """Whether another shard, through which no gradient flows, has the same shape in another layout: a target
+    network follows ``online``, and the plan cuts what learns and what does not in different ways."""
+    return (
+        isinstance(x, ShardTensor)
+        and x.whole.shape == first.whole.shape
+        and not x.whole.is_like(first.whole)
+        and not (torch.is_grad_enabled() and x.requires_grad)
+    )
+
+
+def _laid_like(first: ShardTensor, x: ShardTensor) -> Tensor:
+    """A copy of such a shard in the layout of ``first``; returns any other shard unchanged. Collective."""
+    if not _is_cut_otherwise(first, x):
+        return x
+    whole = first.whole
+    piece = whole.stored.piece(x.full_tensor(), whole.comm.rank, first.device)
+    return shard(piece, replace(whole, written=None))
+
+
 def _elementwise_lists(func: Callable, rule: Rule, args: tuple, kwargs: dict) -> Any:
     lists = [a for a in (*args, *kwargs.values()) if isinstance(a, tuple | list)]
     lists = [a for a in lists if a and isinstance(a[0], Tensor)]
@@ -226,6 +251,8 @@ def _elementwise_lists(func: Callable, rule: Rule, args: tuple, kwargs: dict) ->
             else:
                 check_no_gradient(rule.name, first, row)
                 row = tuple(_cut_like(first, x) for x in row)
+        if first is not None:
+            row = tuple(_laid_like(first, x) if isinstance(x, ShardTensor) else x for x in row)
         firsts.append(first)
         alike.append(list(row))
         if first is not None:
@@ -300,6 +327,7 @@ def _piece_of(x: ShardTensor, value: Tensor, what: str) -> Tensor:
     """The part of another shard, of a whole tensor or of a piece that belongs into ``x``."""
     whole = x.whole
     if isinstance(value, ShardTensor):
+        value = _laid_like(x, value)
         check_alike(what, x, [value])
         return value
     if tuple(value.shape) == whole.stored.shape:

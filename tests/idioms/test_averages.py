@@ -127,6 +127,25 @@ def check_an_average_made_of_the_original_is_right_where_parameters_are_cut(_) -
                 close(mine, value, f"{name}, {update.__name__}: {key}")
 
 
+def by_copies(mean, model) -> None:
+    for a, p in zip(mean.parameters(), model.parameters()):
+        a.data.copy_(p.data)
+
+
+def check_a_target_that_is_cut_otherwise_follows(_) -> None:
+    """A plan cuts what learns and what does not in different ways, as in BYOL of one module."""
+    for names in (("fsdp", "tensor_parallel"), ("tensor_parallel", "one_stage_each")):
+        for update in (by_data, in_place, by_lists, by_state, by_copies):
+            pairs = start(names[0])
+            means = [Mlp(1), parallelize(Mlp(1), None, program(names[1]), device="cpu", timeout_s=20)[0]]
+            for n in range(2):
+                for pair, mean in zip(pairs, means):
+                    step(pair, n)
+                    with torch.no_grad():
+                        update(mean, pair[0])
+            same_loss(*means, 7, f"{names}, {update.__name__}")
+
+
 def check_whole_tensors_beside_shards_are_cut_like_them(_) -> None:
     """Masks of gradients, and penalties on the distance to weights that every rank holds whole, through which
     gradients flow."""
@@ -164,6 +183,7 @@ IDIOMS = named(
     check_averaged_models,
     check_averages_by_hand,
     check_an_average_made_of_the_original_is_right_where_parameters_are_cut,
+    check_a_target_that_is_cut_otherwise_follows,
     check_whole_tensors_beside_shards_are_cut_like_them,
 )
 
