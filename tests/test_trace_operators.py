@@ -184,6 +184,17 @@ def picked(m, x, ids, labels):
     return classified(m, torch.cat([h[rows, last][:, None], own, shared, masked], 1).mean(1), labels)
 
 
+def marked(m, x, ids, labels):
+    """Writes to an entry of each sample: a mask up to its end, as in models of sound, and rows of values."""
+    h, rows, last = m.mix(x), torch.arange(len(x)), (ids % 6).amax(1)
+    mask = torch.zeros(len(x), 6, dtype=torch.long)
+    mask[(rows, last)] = 1
+    kept = mask.flip([-1]).cumsum(-1).flip([-1]).bool()
+    written = h.clone()
+    written[rows, -1 - last] = m.own(x[:, 0])
+    return classified(m, (written * kept[..., None]).mean(1), labels)
+
+
 def dense(*sizes: int) -> nn.Linear:
     return nn.Linear(*sizes)
 
@@ -210,6 +221,9 @@ MODELS = {
             head=dense(24, 4),
         ),
         (IDS, LABELS),
+    ),
+    "writes to an entry of each sample": lambda: (
+        Model(marked, mix=dense(8, 8), own=dense(8, 8), head=dense(8, 4)), (X, IDS, LABELS)
     ),
     "entries of each sample": lambda: (
         Model(picked, mix=dense(8, 8), head=dense(8, 4)), (X, IDS, LABELS)
@@ -372,7 +386,8 @@ def test_equals_one_device(name):
 
 
 def test_entries_of_a_sample_need_no_other_sample():
-    for name, inputs in (("entries of each sample", 3), ("writes by a mask", 1)):
+    names = "entries of each sample", "writes to an entry of each sample", "writes by a mask"
+    for name, inputs in zip(names, (3, 3, 1)):
         model, batch = MODELS[name]()
         plan = plan_traced(trace(model, batch), CLUSTER, planner="ddp-proportional")
         operators = [i.op for i in plan.program.instructions]
@@ -386,11 +401,13 @@ def test_only_indices_that_count_rows_are_taken_apart():
         "in steps": lambda x, i: x[torch.arange(0, len(x), 2), i[::2]],
         "turned": lambda x, i: x[torch.arange(len(x)).flip(0), i],
         "of columns": lambda x, i: x[i, torch.arange(len(i))],
+        "written in steps": lambda x, i: x.index_put((torch.arange(0, len(x), 2), i[::2]), x[0, 0]),
+        "added": lambda x, i: x.index_put((torch.arange(len(x)), i), x[0, 0], accumulate=True),
     }
     for name, pick in indices.items():
         model = Model(lambda m, x, i, pick=pick: pick(m.head(x), i).square().mean(), head=dense(8, SAMPLES))
         graph = trace(model, (ROWS, torch.arange(SAMPLES).flip(0) % 4)).graph
-        assert any(node.op == "aten.index.Tensor" for node in graph.nodes), name
+        assert any(node.op in ("aten.index.Tensor", "aten.index_put") for node in graph.nodes), name
 
 
 @pytest.mark.parametrize("name", ["composite operators", "distances", "running statistics of instance norm"])

@@ -1,7 +1,8 @@
-"""Rewrites ``x[torch.arange(len(x)), columns]``, which picks in each row of ``x``, so that rows stay apart:
-ranks then need no rows of each other, and micro-batches none of other samples.
+"""Rewrites ``x[torch.arange(len(x)), columns]``, which picks in each row of ``x`` or writes to it, so that
+rows stay apart: ranks then need no rows of each other, and micro-batches none of other samples.
 
-Padding masks of transformers and the pooling of a last token are written so.
+Padding masks of transformers and the pooling of a last token are written so. Models of sound mark the end of
+each sample by such a write.
 """
 
 from __future__ import annotations
@@ -25,14 +26,28 @@ def index(b: Builder, node: Node) -> tuple[Ref] | None:
     if len(indices) != 2 or not all(isinstance(each, Ref) for each in indices):
         return None
     rows, columns = indices
-    size, *rest = b.type(x).shape
+    size = b.type(x).shape[0]
     counts, picks = b.type(rows).shape, b.type(columns).shape
     if not _counts(b, rows) or counts != (size, *counts[1:]) or prod(counts[1:]) != 1:
         return None
     if b.type(columns).dtype != "i64" or not 0 < len(picks) <= len(counts):
         return None
     shared = len(picks) < len(counts) or picks[0] == 1 and (size > 1 or _counts(b, columns))
-    return (_by_shared(b, node, columns) if shared else _by_own(b, node, columns, rest),)
+    return (_by_shared(b, node, columns) if shared else _by_own(b, node, columns),)
+
+
+def index_put(b: Builder, node: Node) -> tuple[Ref] | None:
+    """Rewrites a write to one entry of each row, ``x[torch.arange(len(x)), columns] = values``, to
+    ``scatter``."""
+    x, indices, values, *adds = node.args
+    if any(adds) or len(indices) != 2 or not all(isinstance(each, Ref) for each in indices):
+        return None
+    rows, columns = indices
+    size, _, *inner = b.type(x).shape
+    if not _counts(b, rows) or b.type(columns) != b.type(rows) or b.type(rows).shape != (size,):
+        return None
+    written = b("aten.view", b("aten.expand", values, (size, *inner)), (size, 1, *inner))
+    return (b("aten.scatter.src", x, 1, _of_each(b, columns, x), written),)
 
 
 def _by_shared(b: Builder, node: Node, columns: Ref) -> Ref:
@@ -45,16 +60,20 @@ def _by_shared(b: Builder, node: Node, columns: Ref) -> Ref:
     return b("aten.view", b("aten.index.Tensor", x, (None, flat)), shape)
 
 
-def _by_own(b: Builder, node: Node, columns: Ref, rest: list[int]) -> Ref:
+def _by_own(b: Builder, node: Node, columns: Ref) -> Ref:
     """Every row's entries at its own ``columns``, of which negative ones count from the end."""
     x, shape = node.args[0], node.types[0].shape
-    length, *inner = rest
+    return b("aten.view", b("aten.gather", x, 1, _of_each(b, columns, x)), shape)
+
+
+def _of_each(b: Builder, columns: Ref, x: Ref) -> Ref:
+    """The places of the rows' own ``columns`` along the second dim of ``x``, for all its further dims."""
+    length, *inner = b.type(x).shape[1:]
     size, *more = b.type(columns).shape
     from_end = b("aten.lt.Scalar", columns, 0)
     columns = b("aten.where.self", from_end, b("aten.add.Tensor", columns, length), columns)
     columns = b("aten.view", columns, (size, prod(more), *[1] * len(inner)))
-    columns = b("aten.expand", columns, (size, prod(more), *inner))
-    return b("aten.view", b("aten.gather", x, 1, columns), shape)
+    return b("aten.expand", columns, (size, prod(more), *inner))
 
 
 def _counts(b: Builder, x: Ref) -> bool:
@@ -68,4 +87,4 @@ def _counts(b: Builder, x: Ref) -> bool:
     return arg.get("start", 0) == 0 and arg.get("step", 1) == 1
 
 
-SAMPLE_RULES: dict[str, Rule] = {"aten.index.Tensor": index}
+SAMPLE_RULES: dict[str, Rule] = {"aten.index.Tensor": index, "aten.index_put": index_put}
