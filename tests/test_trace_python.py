@@ -181,6 +181,27 @@ def test_layers_that_are_left_out_at_random(owner, name):
     assert "if not skip_the_layer" in caught.value.where
 
 
+def test_spans_that_are_masked_at_random():
+    """By NumPy and by the lengths of the samples, as models of speech in transformers do."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Wav2Vec2Config(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=8,
+        conv_dim=(4,), conv_stride=(5,), conv_kernel=(10,), num_feat_extract_layers=1,
+        num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, mask_time_length=2, layerdrop=0.0,
+    )  # fmt: skip
+    model = transformers.Wav2Vec2ForCTC(config).train()
+    batch = {
+        "input_values": torch.randn(4, 100),
+        "attention_mask": torch.ones(4, 100, dtype=torch.long),
+        "labels": torch.ones(4, 2, dtype=torch.long),
+    }
+    with pytest.raises(TraceError, match="masks spans") as caught:
+        trace(model, batch)
+    assert caught.value.hint[0] == "model.config.apply_spec_augment = False, before the model is prepared"
+    model.config.apply_spec_augment = False
+    trace(model, batch)
+
+
 class Noisy(nn.Module):
     """Draws noise as it is told to."""
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from ...errors import MixmeshError, TraceError
-from .left_out import of_a_layer_left_out
+from .left_out import of_a_layer_left_out, of_masked_spans
 from .locate import Place, causes_of, place_of_error, place_of_function
 from .problem_types import classifying_by
 from .stand_ins import lost_constant
@@ -107,6 +107,8 @@ def _explained(error: Exception, model: nn.Module) -> TraceError:
     is_decision = isinstance(error, MixmeshError | GuardOnDataDependentSymNode)
     if is_decision and (left_out := of_a_layer_left_out(place, model)) is not None:
         return left_out
+    if is_decision and (masked := of_masked_spans(place, model)) is not None:
+        return masked
     if LEAKED in str(error):
         return _of_a_tensor_not_followed(str(error), model)
     if _kind(error) == OTHER_DEVICE and (lost := lost_constant(model)) is not None:
