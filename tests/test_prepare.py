@@ -306,6 +306,7 @@ def test_the_hint_for_a_call_with_other_arguments_comes_first():
         with pytest.raises(TraceError) as caught, naming_inputs(batch):
             trace(with_loss(nn.Linear(3, 2), loss), batch)
         assert "inputs=lambda a, b, c: (a, ...)" in caught.value.hint[place] and len(caught.value.hint) > 1
+        assert 'in Accelerate planning={"batch": (a, ...)}' in caught.value.hint[place]
 
 
 def fails(*values, **named):

@@ -238,7 +238,8 @@ def another_call(batch: Any) -> tuple[str, ...]:
     arguments_text = ", ".join(names)
     return (
         f"if the loop calls the model with other values than the loader gives ({arguments_text}): "
-        f"mixmesh.prepare(..., inputs=lambda {arguments_text}: ({names[0]}, ...))",
+        f"mixmesh.prepare(..., inputs=lambda {arguments_text}: ({names[0]}, ...)), "
+        f'in Accelerate planning={{"batch": ({names[0]}, ...)}}, with what the model is called with',
     )
 
 
