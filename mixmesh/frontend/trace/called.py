@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import dis
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
+from itertools import islice
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -21,17 +22,28 @@ from torch import nn
 from ...base.callers import is_script
 
 MOST_FUNCTIONS = 512  # limit on the functions that are followed
-
+MOST_ENTRIES = 64  # of a list, a dict or an object whose functions are followed
+DEPTH = 3  # levels of such values within each other
 
 _FUNCTIONS = (FunctionType, MethodType, partial)
 
 
 @dataclass(frozen=True)
 class Names:
-    """The names in a function's code: variables outside of the function, and attributes of any object."""
+    """The names in a function's code: variables outside of the function, attributes of any object, and files
+    that it imports."""
 
     of_globals: tuple[str, ...]
     attributes: frozenset[str]
+    imports: frozenset[str]
+
+    def files(self, around: Mapping[str, Any]) -> Iterator[ModuleType]:
+        """Yields the script's own files that the code imports; ``around`` are its global variables."""
+        for name in sorted(self.imports):
+            for full in (name, f"{around.get('__package__') or ''}.{name}"):
+                file = sys.modules.get(full)
+                if file is not None and is_own(file):
+                    yield file
 
 
 def functions_of(module: nn.Module) -> Iterator[tuple[FunctionType, type | None]]:
@@ -44,9 +56,13 @@ def functions_of(module: nn.Module) -> Iterator[tuple[FunctionType, type | None]
         forward = vars(base).get("forward")
         if isinstance(forward, FunctionType):
             yield forward, type(module)
-    for value in vars(module).values():
+    kind: Any = type(module)
+    names = names_of_class(kind)
+    for name, value in vars(module).items():
         if isinstance(value, _FUNCTIONS):
             yield from plain_functions(value)
+        elif name in names:
+            yield from _functions_within(value, names)
 
 
 def plain_functions(function: Any) -> Iterator[tuple[FunctionType, type | None]]:
@@ -84,6 +100,9 @@ def all_called(first: Iterable[tuple[FunctionType, type | None]]) -> list[Functi
     waiting, called = list(first), dict[int, FunctionType]()
     while waiting and len(called) < MOST_FUNCTIONS:
         function, owner = waiting.pop()
+        wrapped = getattr(function, "__wrapped__", None)  # as of torch.no_grad, torch.compile
+        if isinstance(wrapped, FunctionType):
+            waiting.append((wrapped, owner))
         if id(function) in called or not is_script(function.__code__.co_filename):
             continue
         called[id(function)] = function
@@ -93,18 +112,26 @@ def all_called(first: Iterable[tuple[FunctionType, type | None]]) -> list[Functi
 
 def _callees(function: FunctionType, owner: type | None) -> Iterator[tuple[FunctionType, type | None]]:
     names, around = names_in(function.__code__), function.__globals__
-    for value in (*(around.get(name) for name in names.of_globals), *_cells(function)):
-        if isinstance(value, ModuleType) and is_own(value):
-            for inner in names.attributes & vars(value).keys():
-                yield from _functions_alone(vars(value)[inner])
-        else:
-            yield from _functions_alone(value)
+    outside = (*(around.get(name) for name in names.of_globals), *_cells(function), *names.files(around))
+    for value in (*outside, *(value for _, value in bound_values(function))):
+        yield from _functions_within(value, names.attributes)
     if owner is not None:
         for name in names.attributes:
-            member = getattr(owner, name, None)
-            member = member.fget if isinstance(member, property) else member
-            if isinstance(member, FunctionType):
-                yield member, owner
+            yield from _methods(owner, name)
+
+
+def _methods(owner: type, name: str) -> Iterator[tuple[FunctionType, type | None]]:
+    """Yields what a class and its bases have under a name, as ``super()`` calls those of bases."""
+    for base in owner.__mro__:
+        member = vars(base).get(name)
+        if isinstance(member, property):
+            member = member.fget
+        elif isinstance(member, cached_property):
+            member = member.func
+        elif isinstance(member, staticmethod | classmethod):
+            member = member.__func__
+        if isinstance(member, FunctionType):
+            yield member, owner
 
 
 def _cells(function: FunctionType) -> Iterator[Any]:
@@ -115,10 +142,32 @@ def _cells(function: FunctionType) -> Iterator[Any]:
             continue
 
 
-def _functions_alone(value: Any) -> Iterator[tuple[FunctionType, type | None]]:
-    """Like ``plain_functions``, but yields nothing for modules: they are watched as parts of the model."""
-    if isinstance(value, FunctionType | MethodType | partial):
+def _functions_within(
+    value: Any, names: frozenset[str], depth: int = DEPTH
+) -> Iterator[tuple[FunctionType, type | None]]:
+    """Yields the functions that code with these names of attributes may call of a value: itself, functions of
+    a script's own file, methods of its classes and objects, and those in lists, dicts and objects. Modules
+    are left out: they are watched as parts of the model."""
+    if isinstance(value, _FUNCTIONS):
         yield from plain_functions(value)
+        if isinstance(value, partial) and depth:
+            yield from _functions_within([x for _, x in bound_values(value)], names, depth - 1)
+    elif not depth or isinstance(value, nn.Module):
+        return
+    elif isinstance(value, dict | list | tuple):
+        for inner in islice(value.values() if isinstance(value, dict) else value, MOST_ENTRIES):
+            yield from _functions_within(inner, names, depth - 1)
+    elif isinstance(value, ModuleType):
+        for name in names & vars(value).keys() if is_own(value) else ():
+            yield from _functions_within(vars(value)[name], names, depth - 1)
+    else:
+        kind = value if isinstance(value, type) else type(value)
+        if not is_own_class(kind):
+            return
+        for name in (*names, "__init__" if kind is value else "__call__"):
+            yield from _methods(kind, name)
+        if kind is not value:
+            yield from _functions_within(getattr(value, "__dict__", {}), names, depth)
 
 
 def is_own(value: ModuleType | type) -> bool:
@@ -139,19 +188,33 @@ def is_own_class(value: type) -> bool:
     return module is not None and is_own(module)
 
 
+@lru_cache(maxsize=1024)
+def names_of_class(kind: type) -> frozenset[str]:
+    """The names of attributes that the code of a class of the script and of its bases reads."""
+    members = [x for base in kind.__mro__ if is_own_class(base) for x in vars(base).values()]
+    codes = [x.__code__ for x in members if isinstance(x, FunctionType)]
+    return frozenset().union(*(names_in(code).attributes for code in codes))
+
+
 @lru_cache(maxsize=4096)
 def names_in(code: CodeType) -> Names:
     """The names that a piece of code, including code nested in it, reads."""
     of_globals: dict[str, None] = {}
     attributes: set[str] = set()
+    imports: set[str] = set()
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             of_globals[step.argval] = None
-        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
+        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"):
             attributes.add(step.argval)
+        elif step.opname == "IMPORT_NAME":
+            imports.add(step.argval)
+    if "getattr" in of_globals:
+        attributes |= {x for x in code.co_consts if isinstance(x, str) and x.isidentifier()}
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             names = names_in(inner)
             of_globals.update(dict.fromkeys(names.of_globals))
             attributes |= names.attributes
-    return Names(tuple(of_globals), frozenset(attributes))
+            imports |= names.imports
+    return Names(tuple(of_globals), frozenset(attributes), frozenset(imports))

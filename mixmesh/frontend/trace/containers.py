@@ -11,37 +11,31 @@ import argparse
 import dis
 import enum
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from types import CodeType, FunctionType, SimpleNamespace
+from itertools import islice
+from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
-SIMPLE = (bool, int, float, str, type(None))
+from .called import is_own, is_own_class
+from .values import FUNCTIONS, GONE, Find, as_tuple, find_items, is_list, is_replaceable, is_simple
+
 MOST_ITEMS = 256  # larger dicts and lists are not examined
-DEPTH = 3  # levels of dicts and lists within each other that are examined
+DEPTH = 3  # levels of dicts and lists within each other that are examined for what a pass leaves there
+DEPTH_OF_NUMBERS = 6  # levels that are examined for numbers
 # libraries whose objects are not configurations: their numbers count the steps of a training
 _NO_CONFIGURATIONS = frozenset(
     "torch mixmesh accelerate lightning pytorch_lightning lightning_fabric torchmetrics".split()
 )
 _MISSING = frozenset({"KeyError", "LookupError", "Exception"})  # caught by code that tries a key
 _HEAP, _IMMUTABLE = 1 << 9, 1 << 8  # flags of a class: it was made by Python code; it must not be changed
-Find = Callable[[], Any]
 # a function that notes (path, function that returns the current value, old value)
 Note = Callable[[str, Find, Any], None]
-
-
-class Gone:
-    """Stands for a value whose holder no longer exists, or does not have it yet."""
-
-    def __repr__(self) -> str:
-        return "nothing"
-
-
-GONE = Gone()
 
 
 @dataclass(frozen=True)
@@ -115,26 +109,43 @@ def _keys_in(code: CodeType, name: str) -> Keys:
 
 def is_container(value: Any) -> bool:
     """Whether to look for numbers within a value."""
-    return isinstance(value, dict | SimpleNamespace) or type(value) in (list, tuple) or is_plain_object(value)
+    return (
+        isinstance(value, dict | SimpleNamespace)
+        or is_list(value)
+        or is_plain_object(value)
+        or is_shared(value)
+    )
+
+
+def is_shared(value: Any) -> bool:
+    """Whether a value is a file or a class of the script, which may hold settings: ``self.cfg = CFG``."""
+    return (isinstance(value, ModuleType) and is_own(value)) or (
+        isinstance(value, type) and is_own_class(value)
+    )
 
 
 def is_plain_object(value: Any) -> bool:
     """Whether a value is an object of a class of the script or of a library that only holds other values."""
     kind = type(value)
-    if not kind.__flags__ & _HEAP or kind.__flags__ & _IMMUTABLE or callable(value):
+    if not kind.__flags__ & _HEAP or kind.__flags__ & _IMMUTABLE:
         return False
-    if isinstance(value, nn.Module | Tensor | enum.Enum | dict | list | tuple | str | int | float):
+    if isinstance(value, type) or (callable(value) and not is_own_class(kind)):
+        return False
+    if isinstance(value, nn.Module | Tensor | enum.Enum | dict | str | int | float) or is_list(value):
         return False
     root = kind.__module__.partition(".")[0]
     return kind is argparse.Namespace or not (root in sys.stdlib_module_names or root in _NO_CONFIGURATIONS)
 
 
 def numbers_in(
-    path: str, find: Find, value: Any, keys: Keys, depth: int = DEPTH
+    path: str, find: Find, value: Any, keys: Keys, depth: int = DEPTH_OF_NUMBERS
 ) -> Iterator[tuple[str, Find, Any]]:
-    """Yields path, function that finds it, and value for each number or string in a dict or a list, and for
-    each object in them. A list of numbers counts as one value."""
-    if type(value) in SIMPLE or is_plain_object(value):
+    """Yields path, function that finds it, and value for each number, string, function or tensor in a dict or
+    a list, and for each object, class and file of the script in them. A list of numbers counts as one
+    value."""
+    if is_simple(value) or isinstance(value, Tensor) or is_replaceable(value) or is_plain_object(value):
+        yield path, find, value
+    elif is_shared(value):
         yield path, find, value
     elif not depth or not is_container(value):
         return
@@ -146,12 +157,18 @@ def numbers_in(
                 inner = f"{path}[{key!r}]" if is_dict else f"{path}.{key}"
                 find_inner = _find_item(find, key) if is_dict else find_in_object(find, key)
                 yield from numbers_in(inner, find_inner, items[key], EVERY_KEY, depth - 1)
+        if keys.has_all and items and all(map(is_replaceable, items.values())):
+            yield f"keys of {path}", find_items(find), tuple(items)
         for key in sorted(keys.may_be_missing_in(items) if is_dict else (), key=str):
             yield f"{path}[{key!r}]", _find_item(find, key), GONE  # it may be set later
-    elif all(type(x) in SIMPLE for x in value) and len(value) <= MOST_ITEMS:
-        yield path, _find_items(find), tuple(value)
-    else:
-        for n, item in enumerate(value[:MOST_ITEMS]):
+    elif isinstance(value, np.ndarray):
+        yield path, find_items(find), as_tuple(value)
+    elif all(is_simple(x) or is_replaceable(x) for x in value) and len(value) <= MOST_ITEMS:
+        yield path, find_items(find), as_tuple(value)
+    elif isinstance(value, Sequence):
+        if not any(isinstance(x, Tensor) for x in value):
+            yield f"len({path})", _find_length(find), len(value)
+        for n, item in enumerate(islice(value, MOST_ITEMS)):
             yield from numbers_in(f"{path}[{n}]", _find_item(find, n), item, EVERY_KEY, depth - 1)
 
 
@@ -180,9 +197,8 @@ class ObjectWatch:
             try:
                 value = get(of, name)
             except AttributeError:
-                if id(of) in self._places and not name.startswith("__"):  # it may be set later
-                    path, find, _ = self._places[id(of)]
-                    self._note(f"{path}.{name}", find_in_object(find, name), GONE)
+                if not self._is_noting and id(of) in self._places and not name.startswith("__"):
+                    self._missing(of, name)
                 raise
             if not self._is_noting and id(of) in self._places and not name.startswith("__"):
                 self._is_noting = True
@@ -194,13 +210,24 @@ class ObjectWatch:
 
         return attribute
 
+    def _missing(self, of: Any, name: str) -> None:
+        """Notes an attribute that may be set later, unless the class finds it by ``__getattr__``."""
+        path, find, _ = self._places[id(of)]
+        find_inner = find_in_object(find, name)
+        self._is_noting = True
+        try:
+            if find_inner() is GONE:
+                self._note(f"{path}.{name}", find_inner, GONE)
+        finally:
+            self._is_noting = False
+
     def _read(self, of: Any, name: str, value: Any) -> None:
-        is_tensor = isinstance(value, Tensor)
-        if not (type(value) in SIMPLE or is_tensor or is_container(value)) or _is_computed(type(of), name):
+        is_held = isinstance(value, FUNCTIONS) and name in getattr(of, "__dict__", {})
+        if not (is_simple(value) or isinstance(value, Tensor) or is_container(value) or is_held):
+            return
+        if _is_computed(type(of), name):
             return
         path, find, _ = self._places[id(of)]
-        if is_tensor:
-            self._note(f"{path}.{name}", find_in_object(find, name), value)
         for each in numbers_in(f"{path}.{name}", find_in_object(find, name), value, EVERY_KEY):
             self.note(*each)
 
@@ -252,9 +279,9 @@ def _find_item(holder: Find, key: Any) -> Find:
     return find
 
 
-def _find_items(holder: Find) -> Find:
+def _find_length(holder: Find) -> Find:
     def find() -> Any:
         now = holder()
-        return tuple(now) if isinstance(now, list | tuple) else now
+        return len(now) if is_list(now) else GONE
 
     return find

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from .called import (
     all_called,
     bound_values,
     functions_of,
-    is_own,
     is_own_class,
     is_own_function,
     names_in,
@@ -32,15 +31,14 @@ from .called import (
 )
 from .carried import Empty, Key, is_read
 from .containers import (
+    DEPTH,
     EVERY_KEY,
-    GONE,
-    SIMPLE,
-    Find,
     Keys,
     ObjectWatch,
     find_in_object,
     is_container,
     is_plain_object,
+    is_shared,
     keys_read,
     keys_read_by_class,
     numbers_in,
@@ -48,6 +46,7 @@ from .containers import (
 from .copies import original_of
 from .generators import NoDraws
 from .left_outside import LeftOutside, check_outside
+from .values import FUNCTIONS, GONE, Find, is_replaceable, is_same, is_simple, shown
 
 _OF_EVERY_MODULE = frozenset(
     {"training", "call_super_init", "dump_patches", "_version", "_compiled_call_impl"}
@@ -66,7 +65,7 @@ class Number:
     def mark(self) -> str:
         """Describes how the value has changed; empty if it has not."""
         now = self.find()
-        return "" if _is_same(now, self.value) or now is GONE else f"{now!r}, was {self.value!r}"
+        return "" if is_same(now, self.value) or now is GONE else f"{shown(now)}, was {shown(self.value)}"
 
     def renewed(self) -> Number:
         now = self.find()
@@ -166,6 +165,7 @@ class _Pass:
         self.places: dict[int, tuple[str, Find]] = {}  # by the id of a tensor that may be read
         self.empty = Empty()
         self.left = LeftOutside(model, losses)
+        self._names: frozenset[str] = frozenset()  # of the attributes that functions read
         self._bound: dict[str, Any] = {}  # arguments that come with functions, by the path of each
         self._outside: set[Key] = set()  # numbers that functions read, and no module holds
         # entries of dicts and lists that the code only writes, or that the pass has made itself
@@ -208,10 +208,16 @@ class _Pass:
             return  # a metric only counts its inputs, and no program contains it
         self._held.append(attributes)
         full = f"{path}.{name}".lstrip(".")
-        if (value is GONE or type(value) in SIMPLE) and id(attributes) in self._modules:
+        if (value is GONE or is_simple(value)) and id(attributes) in self._modules:
             self.empty.reads(key, full, None if value is GONE else value, type(module), attributes)
         find = _find_attribute(weakref.ref(true_module if true_module is not None else module), name)
         self._note(key, full, find, value)
+
+    def function(self, module: nn.Module, name: str, value: Any) -> None:
+        """Notes a function that an object itself has, and not its class, as ``self.act = F.relu``."""
+        own = object.__getattribute__(module, "__dict__")
+        if own.get(name, GONE) is value and name != "forward" and not name.startswith("_"):
+            self.attribute(module, name, value)
 
     def container(self, module: nn.Module, name: str, value: Any) -> None:
         """Notes the numbers in an attribute of a module that is a dict, a list or an object."""
@@ -239,21 +245,27 @@ class _Pass:
     def _note_inner(self, path: str, find: Find, value: Any) -> None:
         if _is_real(value):
             self.places[id(value)] = path, find
-        else:
+        elif is_shared(value):
+            self._shared(path, find, value)
+        elif value is GONE or not isinstance(value, Tensor):
             self.noted.setdefault((0, path), Number(path, find, value))
 
     def functions(self, first: Iterable[tuple[FunctionType, type | None]], sure: Iterable[Any] = ()) -> None:
         """Notes the outside numbers that functions, and those that they call, read, and the tensors that
         functions ``sure`` to run read. Other tensors are noted if the program turns out to contain them."""
         certain = {id(function) for function in sure}
-        for function in all_called(first):
+        called = all_called(first)
+        self._names = self._names.union(*(names_in(f.__code__).attributes for f in called))
+        for function in called:
             is_sure = id(function) in certain
             self.bound(function)
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
                 find = _find_in_cell(cell)
                 self._around(function, (id(cell), name), find, find(), is_sure=is_sure)
-            around = function.__globals__
-            for name in names_in(function.__code__).of_globals:
+            around, names = function.__globals__, names_in(function.__code__)
+            for file in names.files(around):
+                self._shared(file.__name__, _find_itself(file), file)
+            for name in names.of_globals:
                 if name in around:
                     key, find = (id(around), name), _find_in(around, name)
                     self._around(function, key, find, around[name], is_sure=is_sure)
@@ -293,9 +305,27 @@ class _Pass:
             self._numbers_in(name, find, value, keys, is_state=is_read(keys, value))
         elif isinstance(value, partial):
             self.bound(value)
-        elif is_own_function(value) or (isinstance(value, ModuleType | type) and is_own(value)):
+        elif is_own_function(value):
             for inner in keys_read(name, function).names:
                 self._around_in(f"{name}.{inner}", (id(value), str(inner)), find, value)
+
+    def classes(self, modules: Iterable[nn.Module]) -> None:
+        """Notes what functions may read of the classes of modules: ``type(self).alpha``."""
+        for kind in {id(kind): kind for kind in map(type, modules)}.values():
+            if is_own_class(kind):
+                self._shared(kind.__name__, _find_itself(kind), kind)
+
+    def _shared(self, path: str, find: Find, holder: Any, depth: int = DEPTH) -> None:
+        """Notes what functions may read of a class or a file of the script, also of those in it."""
+        own_file = getattr(holder, "__module__", holder.__name__)
+        for name in sorted(self._names):
+            value = getattr(holder, name, GONE)
+            if isinstance(value, FunctionType) and value.__module__ == own_file:
+                continue  # a method, or a function of the file
+            if not is_shared(value):
+                self._around_in(f"{path}.{name}", (id(holder), name), find, holder)
+            elif depth:
+                self._shared(f"{path}.{name}", find_in_object(find, name), value, depth - 1)
 
     def _around_in(self, path: str, key: Key, find: Find, holder: Any) -> None:
         """Notes an attribute of a module, of a class or of a function of the script."""
@@ -308,7 +338,7 @@ class _Pass:
             self._numbers_in(path, find_inner, value, EVERY_KEY, is_state=False)
 
     def _note(self, key: Key, path: str, find: Find, value: Any) -> None:
-        if type(value) in SIMPLE:
+        if is_simple(value) or is_replaceable(value):
             self.noted[key] = Number(path, find, value)
         elif _is_real(value):
             self.noted[key] = Constant(path, find, value, value._version)
@@ -358,8 +388,10 @@ def reading(model: nn.Module, reads: Reads) -> Iterator[None]:
 
     def attribute(module: nn.Module, name: str) -> Any:
         value = get(module, name)
-        if type(value) in SIMPLE or isinstance(value, Tensor):
+        if is_simple(value) or isinstance(value, Tensor):
             seen.attribute(module, name, value)
+        elif isinstance(value, FUNCTIONS):
+            seen.function(module, name, value)
         elif is_container(value):
             seen.container(module, name, value)
         return value
@@ -385,6 +417,7 @@ def reading(model: nn.Module, reads: Reads) -> Iterator[None]:
             seen.functions(each for module in modules for each in functions_of(module))
             for held in (x for module in modules for x in vars(module).values() if isinstance(x, partial)):
                 seen.bound(held)
+            seen.classes(modules)
             yield
     finally:
         _passes.pop()
@@ -396,13 +429,6 @@ def reading(model: nn.Module, reads: Reads) -> Iterator[None]:
     reads.places = seen.places
     for key, value in seen.noted.items():
         reads.keep(key, value)
-
-
-def _is_same(now: Any, was: Any) -> bool:
-    """Whether a number, a string or a tuple of these has not changed. Tensors are never compared."""
-    if now is was or type(now) is not type(was):
-        return now is was
-    return len(now) == len(was) and all(map(_is_same, now, was)) if isinstance(was, tuple) else now == was
 
 
 def is_metric(module: nn.Module) -> bool:
@@ -429,7 +455,7 @@ def _find_attribute(holder: weakref.ref, name: str) -> Find:
             if name in table:
                 return table[name]
         of_class = getattr(type(module), name, GONE)
-        return of_class if type(of_class) in SIMPLE else GONE
+        return of_class if is_simple(of_class) else GONE
 
     return find
 
