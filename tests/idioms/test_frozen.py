@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from gloo_world import assert_passed
+from loops import prepare
 from plans import PLANS, Mlp, batch, build, close, named, program, same_weights
 
 from mixmesh.errors import InputError
@@ -98,6 +99,17 @@ def check_replaced_parameters_are_refused(_) -> None:
         assert "fc2.bias" in str(caught.value)
 
 
+def check_replaced_modules_are_refused(_) -> None:
+    """Through the script's own object; a module that is added is none of the program's business."""
+    net = Mlp(1)
+    model, optimizer, _ = prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), [batch(0)])
+    net.extra = torch.nn.Linear(2, 2)
+    model(**batch(0)).backward()
+    net.fc2 = torch.nn.Linear(net.fc2.in_features, net.fc2.out_features).double()
+    with pytest.raises(InputError, match="fc2 was replaced since"):
+        model(**batch(0))
+
+
 def check_pruning(_) -> None:
     """Pruning after planning adds parameters: refused with what is right, a mask that was there before."""
     from torch.nn.utils import prune
@@ -140,6 +152,7 @@ IDIOMS = named(
     check_what_is_frozen_while_it_is_lent_stays_so,
     check_what_is_unfrozen_while_it_is_lent_is_refused,
     check_replaced_parameters_are_refused,
+    check_replaced_modules_are_refused,
     check_pruning,
     check_new_memory_is_followed,
     check_conversions,

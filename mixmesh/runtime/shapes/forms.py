@@ -45,6 +45,7 @@ from ..outside import Outside
 from ..whole_model import own_module
 from .agree import Agreement, Shapes
 from .carry import CannotCarry, carry
+from .children import Children
 from .lower import lower
 from .parts import resized
 from .room import check_room
@@ -111,6 +112,7 @@ class Forms:
     modules: tuple[nn.Module, ...]
     modes: Modes
     reads: Reads
+    children: Children
     kept: OrderedDict[Key, Form] = field(default_factory=OrderedDict)
     spent_s: list[float] = field(default_factory=list)  # on each program, on the first rank, which traces
     has_told: bool = False  # whether the script knows that many shapes cost time
@@ -136,6 +138,7 @@ class Forms:
             modules,
             modes_of(modules),
             reads_of(original),
+            Children.of(original),
         )
 
     def form(
@@ -152,6 +155,7 @@ class Forms:
         PlanError."""
         if backend_of() == PRETENDED_BACKEND:
             return self.planned  # in a rehearsal the other ranks do not exist
+        self.children.check()
         shapes, are_own_rows, values = self.agreement.shapes(
             tensors, evaluates=not modes[0], wanted=wanted, modes=modes, values=self._values()
         )
