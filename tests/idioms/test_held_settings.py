@@ -109,6 +109,7 @@ def losses(changed):
         "default": of_argument,
         "argument": partial(of_argument, cfg=CFG),
         "class in a class": with_term(lambda logits: CFG.Inner.beta * logits.square().mean()),
+        "copy": with_term(lambda logits: c["a"].copy()["b"]["c"]["d"] * logits.mean()),
         "alias": with_term(lambda logits: getattr(CFG, "beta") * logits.square().mean()),  # noqa: B009
         "called object": with_term(lambda logits: calls(logits)),
         "method": with_term(lambda logits: doubled.of_variable(logits)),
@@ -232,11 +233,43 @@ def check_a_configuration_by_getattr_gets_no_warning(_) -> None:
         prepare(model, sgd(model), batches()[:1], loss=loss, planner="ddp-even")
 
 
+class Trainer:
+    def __init__(self, state) -> None:
+        self.state = state
+
+    def loss(self, logits, y):
+        return F.cross_entropy(logits, y) + self.state["beta"] * logits.mean()
+
+
+def by_key(logits, y, cfg):
+    return F.cross_entropy(logits, y) + cfg["beta"] * logits.mean()
+
+
+def check_counts_beside_a_setting_are_not_read(_) -> None:
+    """Of an argument, and of an object's dict: no step is traced again for them."""
+    for kind in ("argument", "position", "trainer"):
+        state = {"beta": 0.5, "step": 0}
+        losses = {
+            "argument": partial(by_key, cfg=state),
+            "position": partial(lambda cfg, logits, y: by_key(logits, y, {"beta": cfg["beta"]}), state),
+            "trainer": Trainer(state).loss,
+        }
+        model = Net()
+        model, optimizer, loader = prepare(
+            model, sgd(model), batches()[:1], loss=losses[kind], planner="ddp-even"
+        )
+        for _ in range(2):
+            state["step"] += 1
+            list(train(model, optimizer, loader))
+        assert not model._runtime.forms.spent_s, kind
+
+
 IDIOMS = named(
     check_settings_of_a_loss_are_read_anew,
     check_settings_of_a_model_are_read_anew,
     check_another_tensor_in_a_dict_is_refused,
     check_a_configuration_by_getattr_gets_no_warning,
+    check_counts_beside_a_setting_are_not_read,
 )
 
 

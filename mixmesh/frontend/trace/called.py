@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from itertools import islice
+from itertools import islice, zip_longest
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -87,7 +87,10 @@ def plain_functions(function: Any) -> Iterator[tuple[FunctionType, type | None]]
 def bound_values(function: FunctionType | partial) -> Iterator[tuple[str, Any]]:
     """Yields the arguments that come with a function, those of a ``partial`` or its defaults, by name."""
     if isinstance(function, partial):
-        yield from ((str(n), value) for n, value in enumerate(function.args))
+        code = function.func.__code__ if isinstance(function.func, FunctionType) else None
+        names = code.co_varnames[: code.co_argcount] if code is not None else ()
+        for n, (name, value) in enumerate(zip_longest(names[: len(function.args)], function.args)):
+            yield name or str(n), value
         yield from function.keywords.items()
         return
     code, defaults = function.__code__, function.__defaults__ or ()

@@ -33,6 +33,8 @@ _NO_CONFIGURATIONS = frozenset(
     "torch mixmesh accelerate lightning pytorch_lightning lightning_fabric torchmetrics".split()
 )
 _MISSING = frozenset({"KeyError", "LookupError", "Exception"})  # caught by code that tries a key
+# methods of a dict that may read any key
+_READS_ALL = frozenset({"get", "items", "values", "keys", "copy", "pop", "popitem", "setdefault"})
 _HEAP, _IMMUTABLE = 1 << 9, 1 << 8  # flags of a class: it was made by Python code; it must not be changed
 # a function that notes (path, function that returns the current value, old value)
 Note = Callable[[str, Find, Any], None]
@@ -75,6 +77,21 @@ def keys_read(name: str, *functions: FunctionType) -> Keys:
     return Keys(names, any(keys.has_all for keys in each), asked)
 
 
+def keys_of_argument(name: str, function: FunctionType) -> Keys:
+    """The keys that a function reads from its argument ``name``; any, if it has none of this name."""
+    if name not in function.__code__.co_varnames:
+        return EVERY_KEY
+    each = [_keys_in(code, name) for code in _codes(function.__code__)]
+    keys = [*each, _keys_in(function.__code__, name, is_argument=True)]
+    return Keys(frozenset().union(*(k.names for k in keys)), any(k.has_all for k in keys))
+
+
+def _keys_read_in(code: CodeType, name: str) -> Keys:
+    """The keys that this very code reads from a value that it calls ``name``; any, if it does not name it."""
+    keys = _keys_in(code, name)
+    return keys if keys != Keys() else EVERY_KEY
+
+
 def _codes(code: CodeType) -> Iterator[CodeType]:
     yield code
     for inner in code.co_consts:
@@ -82,8 +99,8 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(inner)
 
 
-def _keys_in(code: CodeType, name: str) -> Keys:
-    if name not in (*code.co_names, *code.co_freevars):
+def _keys_in(code: CodeType, name: str, *, is_argument: bool = False) -> Keys:
+    if name not in (*code.co_names, *code.co_freevars) and not is_argument:
         return Keys()
     steps = [(x.opname, x.argval) for x in dis.get_instructions(code)]
     names, asked, has_all = set(), set(), False
@@ -100,7 +117,7 @@ def _keys_in(code: CodeType, name: str) -> Keys:
         elif then in ("LOAD_ATTR", "LOAD_METHOD") and key == "get" and later == "LOAD_CONST":
             names.add(second)
             asked.add(second)
-        elif then in ("LOAD_ATTR", "LOAD_METHOD") and key not in ("get", "items", "values", "keys"):
+        elif then in ("LOAD_ATTR", "LOAD_METHOD") and key not in _READS_ALL:
             names.add(key)  # name.key
         else:
             has_all = True
@@ -228,7 +245,8 @@ class ObjectWatch:
         if _is_computed(type(of), name):
             return
         path, find, _ = self._places[id(of)]
-        for each in numbers_in(f"{path}.{name}", find_in_object(find, name), value, EVERY_KEY):
+        keys = _keys_read_in(sys._getframe(2).f_code, name)
+        for each in numbers_in(f"{path}.{name}", find_in_object(find, name), value, keys):
             self.note(*each)
 
     def note(self, path: str, find: Find, value: Any) -> None:

@@ -39,6 +39,7 @@ from .containers import (
     is_container,
     is_plain_object,
     is_shared,
+    keys_of_argument,
     keys_read,
     keys_read_by_class,
     numbers_in,
@@ -278,7 +279,9 @@ class _Pass:
                 path = f"argument {name}"
                 while self._bound.setdefault(path, value) is not value:
                     path += "'"  # another function's argument has this name
-                self._numbers_in(path, _find_itself(value), value, EVERY_KEY, is_state=False)
+                reader = function.func if isinstance(function, partial) else function
+                keys = keys_of_argument(name, reader) if isinstance(reader, FunctionType) else EVERY_KEY
+                self._numbers_in(path, _find_itself(value), value, keys, is_state=False)
         if isinstance(function, partial) and isinstance(function.func, FunctionType | partial):
             self.bound(function.func)
 
