@@ -95,6 +95,10 @@ def of_argument(logits, y, cfg=CFG):
     return F.cross_entropy(logits, y) + cfg.beta * logits.square().mean()
 
 
+def scaled(logits, beta, **others):
+    return beta * logits.mean()
+
+
 PENALTIES = {"square": penalty}
 
 
@@ -123,6 +127,7 @@ def losses(changed):
         "set": with_term(lambda logits: logits.mean() if "mean" in c["set"] else 0),
         "queue": with_term(lambda logits: sum(c["queue"]) * logits.mean()),
         "depths": with_term(lambda logits: c["a"]["b"]["c"]["d"] * logits.mean()),
+        "vars": with_term(lambda logits: scaled(logits, **vars(c["calls"]))),
         "enum": with_term(lambda logits: c["mode"].value * logits.mean()),
         "function": lambda logits, y: c["function"](logits, y),
         "criterion": lambda logits, y: c["criterion"](logits, y),

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from ...base.callers import is_script
 from .called import is_own, is_own_class
 from .values import FUNCTIONS, GONE, Find, as_tuple, find_items, is_list, is_replaceable, is_simple
 
@@ -217,7 +218,8 @@ class ObjectWatch:
                 if not self._is_noting and id(of) in self._places and not name.startswith("__"):
                     self._missing(of, name)
                 raise
-            if not self._is_noting and id(of) in self._places and not name.startswith("__"):
+            is_told = not name.startswith("__") or name == "__dict__"
+            if not self._is_noting and id(of) in self._places and is_told:
                 self._is_noting = True
                 try:
                     self._read(of, name, value)
@@ -245,7 +247,13 @@ class ObjectWatch:
         if _is_computed(type(of), name):
             return
         path, find, _ = self._places[id(of)]
-        keys = _keys_read_in(sys._getframe(2).f_code, name)
+        reader = sys._getframe(2).f_code
+        if name == "__dict__":  # vars(args)
+            for key, inner in list(value.items()) if is_script(reader.co_filename) else ():
+                for each in numbers_in(f"{path}.{key}", find_in_object(find, key), inner, EVERY_KEY):
+                    self.note(*each)
+            return
+        keys = _keys_read_in(reader, name)
         for each in numbers_in(f"{path}.{name}", find_in_object(find, name), value, keys):
             self.note(*each)
 
