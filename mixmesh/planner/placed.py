@@ -30,10 +30,15 @@ LONGEST = 12  # limit on the groups that one move of the search changes together
 def model_parallel(task: Task) -> Iterator[Proposal]:
     """Groups in order, cut once between each two units: devices, or sets of equal devices in a machine,
     within which they run data parallel. Then the same in micro-batches."""
+    yield from cut(task)
+    yield from pipelines(task, "model-parallel")
+
+
+def cut(task: Task) -> Iterator[Proposal]:
+    """Groups in order, cut once between each two units, without micro-batches."""
     space = space_of(task)
     for strategy in dict.fromkeys(cuts(space, task)):
         yield judged(task, "model-parallel", space, strategy)
-    yield from pipelines(task, "model-parallel")
 
 
 def judged(task: Task, planner: str, space: Space, strategy: Sequence[Action | Placed]) -> Proposal:

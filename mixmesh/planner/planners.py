@@ -10,7 +10,7 @@ from . import simple
 from .hap import DDP_TUNED, synthesised, tuned
 from .learned import heterog, tag
 from .pipelines import hopeful, least_pipeline_s, pipelines
-from .placed import model_parallel, placed
+from .placed import cut, model_parallel, placed
 from .poplar import poplar
 from .proposal import BASELINES, Proposal
 from .segments import segments
@@ -85,7 +85,7 @@ ROWS = (
     ),
     PIPELINE,
     Planner("poplar", poplar, When.IN_NEED),
-    Planner("model-parallel", model_parallel, When.IN_NEED),
+    Planner("model-parallel", model_parallel, When.IN_NEED, briefly=cut),
     Planner("segments", segments, When.IN_A_SEARCH),
     Planner("tensor-parallel", simple.tensor_parallel_proportional, When.IN_NEED),
     Planner("placed", placed, When.IN_A_SEARCH, is_open_ended=True),

@@ -13,6 +13,7 @@ from .hap import DDP_TUNED
 from .learned import has_torch_geometric
 from .near import REDUCED_AT_ONCE, reduced_near
 from .options import Options
+from .pipelines import MOST_DEVICES
 from .planners import BY_NAME, PIPELINE, ROWS, OnSets, Planner, Propose, When
 from .proposal import Proposal
 from .task import Task
@@ -21,6 +22,7 @@ from .two_level import machines_of
 # relative to the fastest step that lacks only memory: slower plans that fit are not enough, and the planners
 # that save memory are asked too
 CRAMPED = 1.5
+SEARCHED = frozenset({DDP_TUNED, "hap"})  # the planners whose programs tell whether memory is short
 LEADING = 4  # factor on the budget for sets of machines if the planner leads on all machines
 
 
@@ -64,11 +66,16 @@ def proposals_of(task: Task, asked: Asked) -> list[Proposal]:
     best = task.proposed
     every: list[Proposal] = []
     to_reduce: list[Proposal] = []
-    for row in (*asked.rows, *asked.in_need):
-        if row in asked.in_need and not lacks_memory(task, every):
+    waiting, is_short = [*asked.rows, *asked.in_need], False
+    while waiting:
+        if asked.is_auto and SEARCHED.isdisjoint(row.name for row in waiting):
+            is_short = is_short or lacks_memory(task, every)
+        row, propose = next_of(waiting, task, asked, is_short=is_short)
+        waiting.remove(row)
+        if row in asked.in_need and not is_short:
             continue
         task.progress(f"planning: {row.name}")
-        proposals = list(asked.propose(row, task)(task))
+        proposals = list(propose(task))
         if asked.is_auto and row.on_sets is not None:
             leads = any(p.feasible and p.timeline.step_s <= task.best_s for p in proposals)
             proposals += on_machine_sets(task, row.briefly or row.propose, row.on_sets, leads=leads)
@@ -83,6 +90,23 @@ def proposals_of(task: Task, asked: Asked) -> list[Proposal]:
                 every += reduced
                 task.record(reduced)
     return every
+
+
+def next_of(
+    waiting: Sequence[Planner], task: Task, asked: Asked, *, is_short: bool
+) -> tuple[Planner, Propose]:
+    """The planner to ask next, and how. Usually it is the first.
+
+    Where memory is short after the search, all pipelines are tried at once: they save memory without much
+    communication, and a fast step that fits spares the planners after them most of their work. On a large
+    cluster there are many, and ZeRO comes first.
+    """
+    row = waiting[0]
+    if is_short and PIPELINE in waiting:
+        if len(task.ranks) <= MOST_DEVICES or BY_NAME["poplar"] not in waiting:
+            return PIPELINE, PIPELINE.propose
+        row = next(row for row in waiting if row is not PIPELINE)
+    return row, asked.propose(row, task)
 
 
 def lacks_memory(task: Task, every: Sequence[Proposal]) -> bool:
