@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 from functools import cache
 
 import pytest
@@ -142,6 +143,24 @@ def test_planners_that_save_memory_are_asked_where_only_a_slow_plan_fits():
     alone_s = seconds_of(model, where, "model-parallel")
     assert seconds_of(model, where, "hap") > 10 * alone_s
     assert make_plan(model, where).predicted_step_s <= alone_s * SAME
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "order"),
+    [(None, ["hap", "pipeline", "two-level", "poplar"]), (1000, ["hap", "two-level", "pipeline"])],
+    ids=["short of memory", "ample memory"],
+)
+def test_pipelines_are_tried_first_where_memory_is_short(memory_gib, order):
+    """A fast step that fits spares two levels and ZeRO most of their search."""
+    text = (
+        CRAMPED
+        if memory_gib is None
+        else re.sub(r"memory_gib = [\d.]+", f"memory_gib = {memory_gib}", CRAMPED)
+    )
+    lines: list[str] = []
+    make_plan(graph_of("mlp"), Cluster.parse(text), progress=lines.append)
+    asked = [line.removeprefix("planning: ") for line in lines]
+    assert [name for name in asked if name in ("hap", "pipeline", "two-level", "poplar")] == order
 
 
 FAR = """
