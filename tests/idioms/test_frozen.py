@@ -100,10 +100,14 @@ def check_replaced_parameters_are_refused(_) -> None:
 
 
 def check_replaced_modules_are_refused(_) -> None:
-    """Through the script's own object; a module that is added is none of the program's business."""
+    """Through the script's own object; a module that is added is none of the program's business, nor is a
+    metric."""
+    from torchmetrics import MeanMetric
+
     net = Mlp(1)
+    net.seen = MeanMetric()
     model, optimizer, _ = prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), [batch(0)])
-    net.extra = torch.nn.Linear(2, 2)
+    net.extra, net.seen = torch.nn.Linear(2, 2), MeanMetric()
     model(**batch(0)).backward()
     net.fc2 = torch.nn.Linear(net.fc2.in_features, net.fc2.out_features).double()
     with pytest.raises(InputError, match="fc2 was replaced since"):

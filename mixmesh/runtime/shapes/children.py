@@ -11,21 +11,23 @@ from operator import is_, methodcaller
 from torch import nn
 
 from ...errors import InputError
+from ...frontend.trace.reads import is_metric
 
 Table = Mapping[str, nn.Module | None]
 
 
 @dataclass
 class Children:
-    """For each of a model's modules, its path and the table of the modules in it; ``values`` are those that
-    were there. Modules may be added or removed."""
+    """For each of a model's modules, its path, the table of the modules in it, and those that were planned;
+    ``values`` are all that were there. Modules may be added or removed, and metrics, which no program holds,
+    replaced."""
 
     tables: tuple[tuple[str, Table, dict[str, nn.Module | None]], ...]
     values: list[nn.Module | None]
 
     @classmethod
     def of(cls, model: nn.Module) -> Children:
-        tables = tuple((path, m._modules, dict(m._modules)) for path, m in model.named_modules())
+        tables = tuple((path, m._modules, _planned(m._modules)) for path, m in model.named_modules())
         return cls(tables, list(_present(table for _, table, _ in tables)))
 
     def check(self) -> None:
@@ -49,6 +51,10 @@ class Children:
                         ),
                     )
         self.values = now
+
+
+def _planned(table: Table) -> dict[str, nn.Module | None]:
+    return {name: module for name, module in table.items() if module is None or not is_metric(module)}
 
 
 def _present(tables: Iterable[Table]) -> Iterator[nn.Module | None]:
