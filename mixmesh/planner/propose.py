@@ -36,6 +36,10 @@ class Asked:
     budget: Budget
     is_auto: bool
 
+    def is_searched(self, waiting: Sequence[Planner]) -> bool:
+        """Whether ``auto`` has asked those whose programs tell if memory is short."""
+        return self.is_auto and SEARCHED.isdisjoint(row.name for row in waiting)
+
     def propose(self, row: Planner, task: Task) -> Propose:
         """The proposals of a planner; only the most hopeful ones if the budget is short, or after a search
         that has proposed something that fits."""
@@ -68,8 +72,7 @@ def proposals_of(task: Task, asked: Asked) -> list[Proposal]:
     to_reduce: list[Proposal] = []
     waiting, is_short = [*asked.rows, *asked.in_need], False
     while waiting:
-        if asked.is_auto and SEARCHED.isdisjoint(row.name for row in waiting):
-            is_short = is_short or lacks_memory(task, every)
+        is_short = is_short or (asked.is_searched(waiting) and lacks_memory(task, every))
         row, propose = next_of(waiting, task, asked, is_short=is_short)
         waiting.remove(row)
         if row in asked.in_need and not is_short:

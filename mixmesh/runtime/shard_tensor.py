@@ -244,19 +244,9 @@ def _elementwise_lists(func: Callable, rule: Rule, args: tuple, kwargs: dict) ->
     firsts: list[ShardTensor | None] = []
     alike: list[list[Tensor]] = []
     for row in zip(*rows):
-        first = next((x for x in row if isinstance(x, ShardTensor)), None)
-        if first is not None and any(is_whole(x, first) for x in row):
-            if _is_of_whole(rule, row[0], row):
-                row, first = tuple(x.full_tensor() if isinstance(x, ShardTensor) else x for x in row), None
-            else:
-                check_no_gradient(rule.name, first, row)
-                row = tuple(_cut_like(first, x) for x in row)
-        if first is not None:
-            row = tuple(_laid_like(first, x) if isinstance(x, ShardTensor) else x for x in row)
+        first, row = _laid_alike(rule, row)
         firsts.append(first)
         alike.append(list(row))
-        if first is not None:
-            check_alike(rule.name, first, row)
     now = {id(a): list(column) for a, column in zip(rows, zip(*alike))}
     args = tuple(now.get(id(a), a) for a in args)
     kwargs = {key: now.get(id(a), a) for key, a in kwargs.items()}
@@ -267,6 +257,22 @@ def _elementwise_lists(func: Callable, rule: Rule, args: tuple, kwargs: dict) ->
         return out
     pairs = zip(out, firsts)
     return type(out)(x if of is None else _as_shard(x, of.whole, of.shape) for x, of in pairs)
+
+
+def _laid_alike(rule: Rule, row: tuple[Tensor, ...]) -> tuple[ShardTensor | None, tuple[Tensor, ...]]:
+    """The tensors of one operation in one layout, that of the first shard among them, which is None where
+    they are whole."""
+    first = next((x for x in row if isinstance(x, ShardTensor)), None)
+    if first is None:
+        return None, row
+    if any(is_whole(x, first) for x in row):
+        if _is_of_whole(rule, row[0], row):
+            return None, tuple(x.full_tensor() if isinstance(x, ShardTensor) else x for x in row)
+        check_no_gradient(rule.name, first, row)
+        row = tuple(_cut_like(first, x) for x in row)
+    row = tuple(_laid_like(first, x) if isinstance(x, ShardTensor) else x for x in row)
+    check_alike(rule.name, first, row)
+    return first, row
 
 
 def _written(x: Any) -> None:

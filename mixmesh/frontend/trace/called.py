@@ -22,7 +22,7 @@ from torch import nn
 from ...base.callers import is_script
 
 MOST_FUNCTIONS = 512  # limit on the functions that are followed
-MOST_ENTRIES = 64  # of a list, a dict or an object whose functions are followed
+MOST_ENTRIES = 64  # limit on the entries of a list, a dict or an object whose functions are followed
 DEPTH = 3  # levels of such values within each other
 
 _FUNCTIONS = (FunctionType, MethodType, partial)
@@ -164,13 +164,20 @@ def _functions_within(
         for name in names & vars(value).keys() if is_own(value) else ():
             yield from _functions_within(vars(value)[name], names, depth - 1)
     else:
-        kind = value if isinstance(value, type) else type(value)
-        if not is_own_class(kind):
-            return
-        for name in (*names, "__init__" if kind is value else "__call__"):
-            yield from _methods(kind, name)
-        if kind is not value:
-            yield from _functions_within(getattr(value, "__dict__", {}), names, depth)
+        yield from _methods_within(value, names, depth)
+
+
+def _methods_within(
+    value: Any, names: frozenset[str], depth: int
+) -> Iterator[tuple[FunctionType, type | None]]:
+    """Yields those methods of a class or an object, and those of the values in the object."""
+    kind = value if isinstance(value, type) else type(value)
+    if not is_own_class(kind):
+        return
+    for name in (*names, "__init__" if kind is value else "__call__"):
+        yield from _methods(kind, name)
+    if kind is not value:
+        yield from _functions_within(getattr(value, "__dict__", {}), names, depth)
 
 
 def is_own(value: ModuleType | type) -> bool:

@@ -39,6 +39,7 @@ _READS_ALL = frozenset({"get", "items", "values", "keys", "copy", "pop", "popite
 _HEAP, _IMMUTABLE = 1 << 9, 1 << 8  # flags of a class: it was made by Python code; it must not be changed
 # a function that notes (path, function that returns the current value, old value)
 Note = Callable[[str, Find, Any], None]
+Found = tuple[str, Find, Any]
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def keys_read_by_class(kind: type, name: str) -> Keys:
 def keys_read(name: str, *functions: FunctionType) -> Keys:
     """The keys that functions read from a value that they call ``name``: those in brackets behind the name,
     or all keys if it is used in any other way first."""
-    each = [_keys_in(code, name) for f in functions for code in _codes(f.__code__)]
+    each = [_keys_in(code, name) for f in functions for code in _codes_with(f.__code__, name)]
     names, asked = (frozenset().union(*sets) for sets in ([k.names for k in each], [k.asked for k in each]))
     return Keys(names, any(keys.has_all for keys in each), asked)
 
@@ -82,27 +83,30 @@ def keys_of_argument(name: str, function: FunctionType) -> Keys:
     """The keys that a function reads from its argument ``name``; any, if it has none of this name."""
     if name not in function.__code__.co_varnames:
         return EVERY_KEY
-    each = [_keys_in(code, name) for code in _codes(function.__code__)]
-    keys = [*each, _keys_in(function.__code__, name, is_argument=True)]
+    keys = [_keys_in(code, name) for code in (function.__code__, *_codes_with(function.__code__, name))]
     return Keys(frozenset().union(*(k.names for k in keys)), any(k.has_all for k in keys))
 
 
 def _keys_read_in(code: CodeType, name: str) -> Keys:
     """The keys that this very code reads from a value that it calls ``name``; any, if it does not name it."""
-    keys = _keys_in(code, name)
+    keys = _keys_in(code, name) if _names(code, name) else Keys()
     return keys if keys != Keys() else EVERY_KEY
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    yield code
+def _codes_with(code: CodeType, name: str) -> Iterator[CodeType]:
+    """Yields the code, and code nested in it, that has a name which is no local variable."""
+    if _names(code, name):
+        yield code
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            yield from _codes(inner)
+            yield from _codes_with(inner, name)
 
 
-def _keys_in(code: CodeType, name: str, *, is_argument: bool = False) -> Keys:
-    if name not in (*code.co_names, *code.co_freevars) and not is_argument:
-        return Keys()
+def _names(code: CodeType, name: str) -> bool:
+    return name in code.co_names or name in code.co_freevars
+
+
+def _keys_in(code: CodeType, name: str) -> Keys:
     steps = [(x.opname, x.argval) for x in dis.get_instructions(code)]
     names, asked, has_all = set(), set(), False
     catches = not _MISSING.isdisjoint(code.co_names)
@@ -157,37 +161,48 @@ def is_plain_object(value: Any) -> bool:
 
 def numbers_in(
     path: str, find: Find, value: Any, keys: Keys, depth: int = DEPTH_OF_NUMBERS
-) -> Iterator[tuple[str, Find, Any]]:
+) -> Iterator[Found]:
     """Yields path, function that finds it, and value for each number, string, function or tensor in a dict or
     a list, and for each object, class and file of the script in them. A list of numbers counts as one
     value."""
-    if is_simple(value) or isinstance(value, Tensor) or is_replaceable(value) or is_plain_object(value):
-        yield path, find, value
-    elif is_shared(value):
+    if _is_one(value):
         yield path, find, value
     elif not depth or not is_container(value):
         return
     elif isinstance(value, dict | SimpleNamespace):
-        is_dict = isinstance(value, dict)
-        items: dict[Any, Any] = value if isinstance(value, dict) else vars(value)
-        for key in list(items)[:MOST_ITEMS]:
-            if key in keys:
-                inner = f"{path}[{key!r}]" if is_dict else f"{path}.{key}"
-                find_inner = _find_item(find, key) if is_dict else find_in_object(find, key)
-                yield from numbers_in(inner, find_inner, items[key], EVERY_KEY, depth - 1)
-        if keys.has_all and items and all(map(is_replaceable, items.values())):
-            yield f"keys of {path}", find_items(find), tuple(items)
-        for key in sorted(keys.may_be_missing_in(items) if is_dict else (), key=str):
-            yield f"{path}[{key!r}]", _find_item(find, key), GONE  # it may be set later
-    elif isinstance(value, np.ndarray):
-        yield path, find_items(find), as_tuple(value)
-    elif all(is_simple(x) or is_replaceable(x) for x in value) and len(value) <= MOST_ITEMS:
+        yield from _in_entries(path, find, value, keys, depth)
+    elif isinstance(value, np.ndarray) or (len(value) <= MOST_ITEMS and all(map(_is_compared, value))):
         yield path, find_items(find), as_tuple(value)
     elif isinstance(value, Sequence):
         if not any(isinstance(x, Tensor) for x in value):
             yield f"len({path})", _find_length(find), len(value)
         for n, item in enumerate(islice(value, MOST_ITEMS)):
             yield from numbers_in(f"{path}[{n}]", _find_item(find, n), item, EVERY_KEY, depth - 1)
+
+
+def _in_entries(
+    path: str, find: Find, value: dict | SimpleNamespace, keys: Keys, depth: int
+) -> Iterator[Found]:
+    is_dict = isinstance(value, dict)
+    items: dict[Any, Any] = value if isinstance(value, dict) else vars(value)
+    for key in list(items)[:MOST_ITEMS]:
+        if key in keys:
+            inner = f"{path}[{key!r}]" if is_dict else f"{path}.{key}"
+            find_inner = _find_item(find, key) if is_dict else find_in_object(find, key)
+            yield from numbers_in(inner, find_inner, items[key], EVERY_KEY, depth - 1)
+    if keys.has_all and items and all(map(is_replaceable, items.values())):
+        yield f"keys of {path}", find_items(find), tuple(items)
+    for key in sorted(keys.may_be_missing_in(items) if is_dict else (), key=str):
+        yield f"{path}[{key!r}]", _find_item(find, key), GONE  # it may be set later
+
+
+def _is_compared(value: Any) -> bool:
+    return is_simple(value) or is_replaceable(value)
+
+
+def _is_one(value: Any) -> bool:
+    """Whether a value is noted as it is, and not what is in it."""
+    return _is_compared(value) or isinstance(value, Tensor) or is_plain_object(value) or is_shared(value)
 
 
 class ObjectWatch:

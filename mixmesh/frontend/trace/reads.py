@@ -166,7 +166,7 @@ class _Pass:
         self.places: dict[int, tuple[str, Find]] = {}  # by the id of a tensor that may be read
         self.empty = Empty()
         self.left = LeftOutside(model, losses)
-        self._names: frozenset[str] = frozenset()  # of the attributes that functions read
+        self._names: frozenset[str] = frozenset()  # names of the attributes that functions read
         self._bound: dict[str, Any] = {}  # arguments that come with functions, by the path of each
         self._outside: set[Key] = set()  # numbers that functions read, and no module holds
         # entries of dicts and lists that the code only writes, or that the pass has made itself
