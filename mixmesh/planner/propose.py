@@ -72,6 +72,7 @@ def proposals_of(task: Task, asked: Asked) -> list[Proposal]:
     to_reduce: list[Proposal] = []
     waiting, is_short = [*asked.rows, *asked.in_need], False
     while waiting:
+        is_short = is_short and is_small(task)  # once for all, if there is the time
         is_short = is_short or (asked.is_searched(waiting) and lacks_memory(task, every))
         row, propose = next_of(waiting, task, asked, is_short=is_short)
         waiting.remove(row)
@@ -106,10 +107,15 @@ def next_of(
     """
     row = waiting[0]
     if is_short and PIPELINE in waiting:
-        if len(task.ranks) <= MOST_DEVICES or BY_NAME["poplar"] not in waiting:
+        if is_small(task) or BY_NAME["poplar"] not in waiting:
             return PIPELINE, PIPELINE.propose
         row = next(row for row in waiting if row is not PIPELINE)
     return row, asked.propose(row, task)
+
+
+def is_small(task: Task) -> bool:
+    """Whether there is the time for all pipelines on these devices."""
+    return len(task.ranks) <= MOST_DEVICES
 
 
 def lacks_memory(task: Task, every: Sequence[Proposal]) -> bool:
