@@ -262,11 +262,11 @@ def test_nothing_fits():
     assert "poplar" in str(caught.value)
 
 
-def test_auto_asks_it_where_nothing_else_fits():
+def test_auto_asks_it_where_nothing_else_fits_but_slow_pipelines():
     where = cluster((100, 12), (100, 12))
     plan = make_plan(traced(), where)
     assert plan.planner == "poplar" and any(m.steps > 1 for m in plan.micro_batches)
-    assert not any(c.feasible for c in plan.candidates if c.planner != "poplar")
+    assert not any(c.feasible for c in plan.candidates if c.planner not in ("poplar", "pipeline"))
 
 
 class Trained:
