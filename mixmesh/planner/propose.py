@@ -72,8 +72,8 @@ def proposals_of(task: Task, asked: Asked) -> list[Proposal]:
     to_reduce: list[Proposal] = []
     waiting, is_short = [*asked.rows, *asked.in_need], False
     while waiting:
-        is_short = is_short and is_small(task)  # once for all, if there is the time
-        is_short = is_short or (asked.is_searched(waiting) and lacks_memory(task, every))
+        if not (is_short and is_small(task)):  # where there is the time, once for all
+            is_short = asked.is_searched(waiting) and lacks_memory(task, every)
         row, propose = next_of(waiting, task, asked, is_short=is_short)
         waiting.remove(row)
         if row in asked.in_need and not is_short:

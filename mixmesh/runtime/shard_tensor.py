@@ -170,7 +170,8 @@ def _elementwise(func: Callable, rule: Rule, args: tuple, kwargs: dict) -> Any:
         return _elementwise_lists(func, rule, args, kwargs)
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     first = next(x for x in tensors if isinstance(x, ShardTensor))
-    if any(is_whole(x, first) for x in tensors):
+    has_whole = any(is_whole(x, first) for x in tensors)
+    if has_whole:
         if _is_of_whole(rule, args[0], tensors):
             check_alike(rule.name, first, [x for x in tensors if not is_whole(x, first)])
             args, kwargs = torch.utils._pytree.tree_map_only(
@@ -178,13 +179,9 @@ def _elementwise(func: Callable, rule: Rule, args: tuple, kwargs: dict) -> Any:
             )
             return func(*args, **kwargs)
         check_no_gradient(rule.name, first, tensors)  # before the cut, which drops it
+    if has_whole or any(_is_cut_otherwise(first, x) for x in tensors):
         args, kwargs = torch.utils._pytree.tree_map_only(
-            Tensor, lambda x: _cut_like(first, x), (args, kwargs)
-        )
-        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-    if any(_is_cut_otherwise(first, x) for x in tensors):
-        args, kwargs = torch.utils._pytree.tree_map_only(
-            ShardTensor, lambda x: _laid_like(first, x), (args, kwargs)
+            Tensor, lambda x: _laid_like(first, _cut_like(first, x)), (args, kwargs)
         )
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     check_alike(rule.name, first, tensors)
@@ -228,10 +225,11 @@ def _is_cut_otherwise(first: ShardTensor, x: Any) -> bool:
     )
 
 
-def _laid_like(first: ShardTensor, x: ShardTensor) -> Tensor:
-    """A copy of such a shard in the layout of ``first``; returns any other shard unchanged. Collective."""
+def _laid_like(first: ShardTensor, x: Tensor) -> Tensor:
+    """A copy of such a shard in the layout of ``first``; returns any other tensor unchanged. Collective."""
     if not _is_cut_otherwise(first, x):
         return x
+    assert isinstance(x, ShardTensor)
     whole = first.whole
     piece = whole.stored.piece(x.full_tensor(), whole.comm.rank, first.device)
     return shard(piece, replace(whole, written=None))
@@ -269,8 +267,7 @@ def _laid_alike(rule: Rule, row: tuple[Tensor, ...]) -> tuple[ShardTensor | None
         if _is_of_whole(rule, row[0], row):
             return None, tuple(x.full_tensor() if isinstance(x, ShardTensor) else x for x in row)
         check_no_gradient(rule.name, first, row)
-        row = tuple(_cut_like(first, x) for x in row)
-    row = tuple(_laid_like(first, x) if isinstance(x, ShardTensor) else x for x in row)
+    row = tuple(_laid_like(first, _cut_like(first, x)) for x in row)
     check_alike(rule.name, first, row)
     return first, row
 

@@ -106,7 +106,7 @@ def all_called(first: Iterable[tuple[FunctionType, type | None]]) -> list[Functi
         wrapped = getattr(function, "__wrapped__", None)  # as of torch.no_grad, torch.compile
         if isinstance(wrapped, FunctionType):
             waiting.append((wrapped, owner))
-        if id(function) in called or not is_script(function.__code__.co_filename):
+        if id(function) in called or not is_own_function(function):
             continue
         called[id(function)] = function
         waiting += _callees(function, owner)

@@ -289,12 +289,13 @@ class _Pass:
         """Watches the object whose method is called, or that is called itself, unless it is a module, and
         notes what a class method reads of its class."""
         holder = getattr(method, "__self__", method)
+        find = _find_itself(holder)
         if isinstance(holder, type) and is_own_class(holder):
             for function in all_called(plain_functions(method)):
                 for name in names_in(function.__code__).attributes:
-                    self._around_in(f"{holder.__name__}.{name}", (id(holder), name), lambda: holder, holder)
+                    self._around_in(f"{holder.__name__}.{name}", (id(holder), name), find, holder)
         elif is_plain_object(holder) or (is_own_class(type(holder)) and not isinstance(holder, nn.Module)):
-            self.objects.show(type(holder).__name__, lambda: holder, holder)
+            self.objects.show(type(holder).__name__, find, holder)
 
     def _around(self, function: FunctionType, key: Key, find: Find, value: Any, *, is_sure: bool) -> None:
         name = key[1]
