@@ -22,7 +22,7 @@ from mixmesh.runtime.data import shard_batches
 from mixmesh.runtime.interpret import interpret
 from mixmesh.runtime.parallel import parallelize
 from mixmesh.runtime.random import RandomPolicy
-from mixmesh.runtime.shapes import forms
+from mixmesh.runtime.shapes import traces
 from mixmesh.runtime.shapes.agree import check_kinds
 
 SIZES = (5, 12, 1, 7, 3)  # of batches planned for 12: 2, 2, 1 samples; 6, 4, 2; 1, 0, 0; ...
@@ -259,7 +259,8 @@ def check_limits(_) -> None:
 def check_that_many_shapes_cost_time_is_told(_) -> None:
     model, _ = parallelize(Mlp(0), None, plan_of(Mlp(0), numbers(12), 0), device="cpu", timeout_s=60)
     told: list[str] = []
-    with patched(forms, "TOLD_S", 0.0), patched(forms, "warn_once", told.append):
+    each_alone = patched(traces, "OWN", 100)
+    with each_alone, patched(traces, "TOLD_S", 0.0), patched(traces, "warn_once", told.append):
         for size in (3, 4, 5, 6, 7):
             model(**numbers(size))
         assert not told

@@ -266,7 +266,7 @@ def check_counts_beside_a_setting_are_not_read(_) -> None:
         for _ in range(2):
             state["step"] += 1
             list(train(model, optimizer, loader))
-        assert not model._runtime.forms.spent_s, kind
+        assert not model._runtime.forms.traces.spent_s, kind
 
 
 IDIOMS = named(

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ...errors import InputError, TraceError
+from ...errors import InputError, MixmeshError, TraceError
 from ...lang.ir import BATCH_NORMS, Graph, Node, Returned, batch_size_of
 from ...lang.ir.graph import begins_gradient, computed_of
 from ...lang.ir.local_norms import EXACT, LOCAL
@@ -20,7 +21,7 @@ from ...lang.rules import RULES
 from .attention import ATTENTION_RULES
 from .autocast import Autocast
 from .build import Builder, Rule, rewrite
-from .capture import LossSource, Request, capture
+from .capture import Capture, LossSource, Request, capture
 from .checkpoints import check_updates
 from .compiled import uncompiled
 from .convert import convert, graph_name
@@ -54,11 +55,14 @@ from .simplify import (
     static_shapes,
     updates_at_once,
 )
+from .symbolic import Conditions, FreeDims, NotSymbolic
+from .symbolic_trace import SymbolicTrace
 from .tf32 import tf32_now
 
 __all__ = [
-    "DTYPE_NAME", "PASSES", "TORCH_DTYPE", "Builder", "LossSource", "Rule", "Traced",
+    "DTYPE_NAME", "PASSES", "TORCH_DTYPE", "Builder", "LossSource", "Rule", "SymbolicTrace", "Traced",
     "bound", "check_batch_norm", "check_has_shapes", "normalise", "on_meta", "overload", "rewrite", "trace",
+    "trace_symbolic",
 ]  # fmt: skip
 
 
@@ -177,35 +181,92 @@ def trace(
     batch norm.
     """
     check_batch_norm(batch_norm)
-    model = uncompiled(model)
-    check_has_shapes(model)
-    request = Request(outputs, autocast, loss)
-    captured = capture(model, batch, KNOWN, request)
-    graph = convert(captured, model, graph_name(model))
-    may_be_outside = loss in (LossSource.MAYBE_CALLER, LossSource.CALLER)
+    call = _Call(uncompiled(model), batch, Request(outputs, autocast, loss), passes, batch_norm, learns)
+    check_has_shapes(call.model)
+    captured = call.captured()
+    graph = convert(captured, call.model, graph_name(call.model))
     if loss is LossSource.MAYBE_CALLER and captured.returned.names and not depends_on_batch(graph):
         # that scalar was an output other than a loss, such as a scale
-        request = replace(request, loss=LossSource.CALLER)
-        captured = capture(model, batch, KNOWN, request)
-        graph = convert(captured, model, graph_name(model))
-    for step in passes:
-        step = local_batch_norms if step is exact_batch_norms and batch_norm == LOCAL else step
-        graph = step(graph)
-    if learns:
-        check_trainable(graph)
-    check_updates(graph)
-    if captured.outputs:
+        call = replace(call, request=replace(call.request, loss=LossSource.CALLER))
+        captured = call.captured()
+        graph = convert(captured, call.model, graph_name(call.model))
+    return call.finished(captured, call.passed(graph))
 
-        def smaller() -> Graph:
-            size = batch_size_of(n.types[0] for n in graph.batch_inputs)
-            fewer = first_samples(dict(batch) if isinstance(batch, Mapping) else batch, size, size - 1)
-            return convert(capture(model, fewer, KNOWN, request), model, graph_name(model))
 
-        is_outside = may_be_outside and not captured.returned.has_loss
-        graph = mark_outputs(graph, sources_with_rows(graph, smaller), is_outside=is_outside)
-    warnings = (*captured.warnings, *_warnings(graph))
-    call = captured.arguments, captured.returned, autocast
-    return Traced(graph, captured.output_has_loss, warnings, *call, tf32_now(), captured.left)
+def trace_symbolic(
+    model: nn.Module,
+    batch: Mapping[str, Any] | tuple | list,
+    free: FreeDims,
+    passes: Sequence[Pass] = PASSES,
+    *,
+    batch_norm: str = EXACT,
+    outputs: Collection[str | int] = (),
+    autocast: Autocast | None = None,
+    loss: LossSource = LossSource.RETURNED,
+    learns: bool = True,
+) -> tuple[Traced, SymbolicTrace[Traced] | None]:
+    """Traces a call as ``trace`` does, and again with symbols for the sizes of its inputs' ``free`` dims. The
+    second trace gives those for other sizes; None if this call has none. Raises what ``trace`` does."""
+    call = _Call(uncompiled(model), batch, Request(outputs, autocast, loss), passes, batch_norm, learns)
+    captured = call.captured()
+    plain = call.passed(convert(captured, call.model, graph_name(call.model)))
+    traced = call.finished(captured, plain)
+    rows = frozenset(
+        n.inputs[0] for n in traced.graph.nodes if n.op == "output" and dict(n.kwargs).get("rows")
+    )
+    with_symbols = replace(call, request=replace(call.request, free=free))
+    try:
+        other = with_symbols.captured()
+        conditions = Conditions.of(other.program, other.inputs)
+        finish = partial(call.finished, captured, rows=rows)
+        return traced, SymbolicTrace(call.model, other, conditions, call.passed, finish).named_as(plain)
+    except (NotSymbolic, MixmeshError):
+        return traced, None
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call to trace, with the options of ``trace``."""
+
+    model: nn.Module
+    batch: Mapping[str, Any] | tuple | list
+    request: Request
+    passes: Sequence[Pass]
+    batch_norm: str
+    learns: bool
+
+    def captured(self) -> Capture:
+        return capture(self.model, self.batch, KNOWN, self.request)
+
+    def passed(self, graph: Graph) -> Graph:
+        """A converted graph after all passes. Raises TraceError for one that cannot be trained."""
+        for step in self.passes:
+            step = local_batch_norms if step is exact_batch_norms and self.batch_norm == LOCAL else step
+            graph = step(graph)
+        if self.learns:
+            check_trainable(graph)
+        check_updates(graph)
+        return graph
+
+    def finished(self, captured: Capture, graph: Graph, rows: frozenset[str] | None = None) -> Traced:
+        """What ``trace`` returns for a graph. ``rows`` are the sources of outputs with a row per sample, if
+        they are known."""
+        if captured.outputs:
+            may_be_outside = self.request.loss in (LossSource.MAYBE_CALLER, LossSource.CALLER)
+            if rows is None:
+                rows = sources_with_rows(graph, partial(self._smaller, graph))
+            is_outside = may_be_outside and not captured.returned.has_loss
+            graph = mark_outputs(graph, rows, is_outside=is_outside)
+        warnings = (*captured.warnings, *_warnings(graph))
+        facts = captured.arguments, captured.returned, self.request.autocast
+        return Traced(graph, captured.output_has_loss, warnings, *facts, tf32_now(), captured.left)
+
+    def _smaller(self, graph: Graph) -> Graph:
+        """The converted graph of the same call with one sample less than ``graph`` is for."""
+        size = batch_size_of(n.types[0] for n in graph.batch_inputs)
+        batch = dict(self.batch) if isinstance(self.batch, Mapping) else self.batch
+        fewer = replace(self, batch=first_samples(batch, size, size - 1))
+        return convert(fewer.captured(), self.model, graph_name(self.model))
 
 
 def depends_on_batch(graph: Graph) -> bool:

@@ -8,7 +8,7 @@ import logging
 import warnings
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -44,6 +44,7 @@ from .outputs import named_tensors, names_of_all, selected
 from .reads import reading, reads_of
 from .regions import inference_as_no_grad, inline_regions, no_grad_within_autocast
 from .replaced_functions import ReplacedFunctions, weights_of_losses_kept
+from .returned_loss import check_loss, is_loss, loss_of
 from .scattered_writes import write_decompositions
 from .selected import as_tensors
 from .selected_functions import lengths_of_rows
@@ -52,11 +53,11 @@ from .skipped import Skips, all_skipped, none_skipped, parts, proves_skips, with
 from .small_constants import small_constants_kept
 from .stand_ins import meta_on_device
 from .stopped_writes import check_stopped_writes
+from .symbolic import FreeDims, NotSymbolic, dynamic_shapes, put_numbers_in_place
 from .synced_norms import synced_norms_as_plain
 from .unfit import of_an_unfit_batch
 from .words import Unread, is_words
 
-NUMBERS = int | float | torch.SymInt | torch.SymFloat
 # the branches on masks, in order, that change nothing where skipped; for each model, in training or not
 PROVED: WeakKeyDictionary[nn.Module, set[tuple[bool, tuple[Site, ...]]]] = WeakKeyDictionary()
 WRAPPED = "model."  # prefix of the model's names in the exported program
@@ -73,12 +74,13 @@ class LossSource(Enum):
 
 @dataclass(frozen=True)
 class Request:
-    """The details of a call to trace: its further ``outputs``, its autocast context, and the source of its
-    loss."""
+    """The details of a call to trace: its further ``outputs``, its autocast context, the source of its loss,
+    and the dims of its inputs whose sizes are symbols (``symbolic``)."""
 
     outputs: Collection[str | int] = ()
     autocast: Autocast | None = None
     loss: LossSource = LossSource.RETURNED
+    free: FreeDims = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -184,8 +186,8 @@ class LossAndOutputs(nn.Module):
         take_attributes(model)
         self.model = model
         self.training = model.training
-        self._batch = batch
-        self._request = request
+        self.batch = batch
+        self._request, self.free = request, request.free
         self.seen = SeenOutput()
         self.attributes, self.reads, self.draws = Attributes(model), reads_of(model), Draws(model)
         self.paths = Paths({})
@@ -205,7 +207,7 @@ class LossAndOutputs(nn.Module):
             context, self.attributes.watched(), reads, self.draws.by_torch_alone(),
             self.paths, batch_of(tensors), ReplacedFunctions(),
         ):  # fmt: skip
-            output = as_tensors(self._batch.call(self.model, tensors))
+            output = as_tensors(self.batch.call(self.model, tensors))
         where = str(place_of_function(type(self.model).forward))
         loss = loss_of(output)
         if source is LossSource.CALLER or (source is LossSource.MAYBE_CALLER and not is_loss(loss)):
@@ -237,78 +239,6 @@ class LossAndOutputs(nn.Module):
         returned = Returned(names_of_all(output, where), "", _is_tuple(output))
         self.seen.set(True, tuple(named), returned)
         return instead, *named.values()
-
-
-def loss_of(output: Any) -> Any:
-    """The loss in a model's return value: the value itself, its "loss" entry or ``loss`` attribute, or the
-    only floating-point scalar in a tuple. None if there is no loss."""
-    if isinstance(output, torch.Tensor):
-        return output
-    if isinstance(output, Mapping):
-        return output.get("loss")
-    loss = getattr(output, "loss", None)
-    if loss is None and isinstance(output, tuple | list):
-        scalars = [x for x in output if is_loss(x)]
-        loss = scalars[0] if len(scalars) == 1 else None
-    return loss
-
-
-def is_loss(x: Any) -> bool:
-    """Whether a value is a floating-point scalar."""
-    return isinstance(x, torch.Tensor) and x.ndim == 0 and x.dtype.is_floating_point
-
-
-def check_loss(loss: Any, output: Any, where: str) -> torch.Tensor:
-    """Returns ``loss``. Raises TraceError, with advice for this ``output``, if it is no scalar loss."""
-    if is_loss(loss):
-        return loss
-    hint = "return the loss of the whole batch, for example nn.functional.cross_entropy(logits, labels)"
-    if not isinstance(output, torch.Tensor) and loss is None and _offers_loss(output):
-        hint = "put labels into the batch, so that the model computes its loss"
-    elif loss is None and _num_losses(output) > 1:
-        hint = _hint_for_several(output)
-    elif isinstance(loss, torch.Tensor) and loss.ndim == 1 and loss.is_floating_point():
-        hint = "return the mean of the samples' losses: loss.mean()"
-    elif isinstance(loss, NUMBERS) or isinstance(output, NUMBERS):
-        hint = "return the tensor itself, without .item() or float()"
-    got = _describe(output) if loss is output or loss is None else f"a loss that is {_describe(loss)}"
-    raise TraceError(
-        "the model does not return a scalar loss",
-        expected="a floating-point scalar tensor, an object or dict with such a .loss, or a tuple with one",
-        got=got,
-        where=where,
-        hint=hint,
-    )
-
-
-def _hint_for_several(output: Mapping | tuple | list) -> str:
-    """The hint for a model that returns several scalars. If only one has a gradient, the others are
-    metrics."""
-    named = output.items() if isinstance(output, Mapping) else enumerate(output)
-    learning = [name for name, x in named if is_loss(x) and x.requires_grad]
-    if len(learning) == 1:
-        return f"mixmesh.prepare(..., loss=lambda out: out[{learning[0]!r}]): the others have no gradient"
-    total = "sum(losses.values())" if isinstance(output, Mapping) else "sum(losses)"
-    return f"mixmesh.prepare(..., loss=lambda losses: {total}), or a forward that returns the sum"
-
-
-def _num_losses(output: Any) -> int:
-    values = output.values() if isinstance(output, Mapping) else output
-    return sum(map(is_loss, values)) if isinstance(output, Mapping | tuple | list) else 0
-
-
-def _offers_loss(output: Any) -> bool:
-    return isinstance(output, Mapping) and "logits" in output or "loss" in dir(output)
-
-
-def _describe(x: Any) -> str:
-    if isinstance(x, torch.Tensor):
-        return f"a tensor of shape {list(x.shape)} and dtype {str(x.dtype).removeprefix('torch.')}"
-    if isinstance(x, tuple | list):
-        return f"a {type(x).__name__} of {len(x)}"
-    if isinstance(x, Mapping):
-        return f"{type(x).__name__} with {', '.join(map(str, x)) or 'nothing'}"
-    return "a number, which has no gradient" if isinstance(x, NUMBERS) else type(x).__name__
 
 
 def capture(
@@ -351,6 +281,8 @@ def _export_proved(
         wrapper.reads.keep_constants(wrapper.model, program)
         check_replaced(wrapper.attributes.replaced, program, WRAPPED)
         inline_regions(program.graph_module)
+        if wrapper.free:
+            put_numbers_in_place(program)
         check_stopped_writes(program.graph_module)
         targets_by_sample(program.graph_module)
         return with_known_operators(decomposed(program, write_decompositions(program)), known)
@@ -362,6 +294,8 @@ def _export_proved(
             program, asked = functional(none_skipped), tuple(wrapper.paths.asked)
             seen = wrapper.attributes.left, wrapper.attributes.replaced
             sites = tuple(each.site for each in asked)
+            if asked and wrapper.free:
+                raise NotSymbolic
             branches = wrapper.training, sites
             is_known = not asked or branches in PROVED.get(wrapper.model, ())
             is_proved = is_known or _is_proved(functional, program, sites)
@@ -449,7 +383,8 @@ def _export(
     paths.skips = skips
     wrapper.paths = paths
     with meta_on_device(wrapper, beside(wrapper, tensors)) as meta_tensors:
-        return torch.export.export(wrapper, meta_tensors, strict=False)
+        free = dynamic_shapes(wrapper.batch.tensor_names, wrapper.free)
+        return torch.export.export(wrapper, meta_tensors, dynamic_shapes=free, strict=False)
 
 
 def beside(model: nn.Module, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -22,6 +22,7 @@ from .fx_nodes import node_argument
 from .locate import place_of_function, place_of_stack
 from .schema import op_name
 from .stand_ins import without_values
+from .symbolic import Sizes, slice_arguments
 
 MAX_CONST_ELEMENTS = 65536
 # a hint for 1j * x, x.fill_(1j) and torch.tensor([1j])
@@ -43,10 +44,10 @@ CHANGE_LATER = (
 WRAPPED = "model."  # the prefix that LossAndOutputs adds to names
 
 
-def convert(captured: Capture, model: nn.Module, name: str) -> Graph:
+def convert(captured: Capture, model: nn.Module, name: str, sizes: Sizes | None = None) -> Graph:
     """Converts the program in its own order, but leaves come first, and updates of buffers and outputs
-    last."""
-    return _Converter(captured, model).graph(name)
+    last. ``sizes`` are the numbers of sizes that are symbols."""
+    return _Converter(captured, model, sizes).graph(name)
 
 
 def graph_name(model: nn.Module) -> str:
@@ -102,7 +103,8 @@ class _Converter:
     """Builds the nodes. ``single`` maps fx nodes to the names of their values; ``several`` maps fx nodes with
     several values to a name for each, None for unused ones."""
 
-    def __init__(self, captured: Capture, model: nn.Module) -> None:
+    def __init__(self, captured: Capture, model: nn.Module, sizes: Sizes | None) -> None:
+        self.number_of = sizes if sizes is not None else lambda size: size
         self.program = captured.program
         self.inputs = iter(captured.inputs)
         self.input_of = dict(zip(captured.program.graph_signature.user_inputs, captured.inputs))
@@ -226,6 +228,8 @@ class _Converter:
         place, region = place_of_stack(stack), region_of_stack(stack)
         args = tuple(self.arg(a, node) for a in node.args)
         kwargs = tuple((k, self.arg(v, node)) for k, v in node.kwargs.items())
+        if node.target is torch.ops.aten.slice.Tensor:
+            args = slice_arguments(args)
         if node.target is torch.ops.aten.repeat_interleave.Tensor:  # repeats may be known here alone
             kwargs = (("output_size", types[0].shape[0]),)
         self.nodes.append(
@@ -260,6 +264,8 @@ class _Converter:
                 return arg
             case tuple() | list():
                 return tuple(self.arg(a, node) for a in arg)
+            case torch.SymInt() | torch.SymBool() if type(number := self.number_of(arg)) in (int, bool):
+                return number
         self.refuse(
             node,
             f"an argument {arg!r}",
@@ -272,14 +278,15 @@ class _Converter:
             return ValueType("f32", (0,))  # an optional result that is absent
         if value.dtype not in DTYPE_NAME:
             self.refuse(node, f"dtype {value.dtype}", ", ".join(DTYPE_NAME.values()))
-        if not all(type(size) is int for size in value.shape):
+        shape = tuple(map(self.number_of, value.shape))
+        if not all(type(size) is int for size in shape):
             self.refuse(
                 node,
                 f"{node.name} of shape {list(value.shape)}, known only at run time",
                 "shapes that do not depend on values",
                 next((hint for name, hint in INSTEAD.items() if name in str(node.target)), INSTEAD_OF_MASKS),
             )
-        return ValueType(DTYPE_NAME[value.dtype], tuple(value.shape))
+        return ValueType(DTYPE_NAME[value.dtype], shape)
 
     def outputs(self, node: fx.Node) -> str:
         shown: list[str] = []

@@ -19,6 +19,7 @@ from torch.export import ExportedProgram, exported_program
 
 from ...base.patch import patched
 from .functional import functional_form
+from .symbolic import NotSymbolic, has_symbols
 
 COLLECT = "_collect_all_valid_cia_ops"  # PyTorch's function that returns the composites to mark
 
@@ -28,6 +29,8 @@ def decomposed(program: ExportedProgram, table: Mapping[Any, Callable]) -> Expor
     rewritten = functional_form(program, table)
     if rewritten is not None:
         return rewritten
+    if has_symbols(program):  # PyTorch takes ten times as long with them
+        raise NotSymbolic
     # no frame is the model's here; nodes keep the stacks that they have
     with _marks_composites_of(program), patched(fx.config, "do_not_emit_stack_traces", True):
         return program.run_decompositions(dict(table))

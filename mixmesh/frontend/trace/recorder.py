@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .fx_nodes import packet_of
+from .symbolic import is_symbol
 
 DETACH = torch.ops.aten.detach.default
 
@@ -28,7 +29,7 @@ def stays(target: OpOverload) -> bool:
 def check_sizes(value: Any) -> None:
     """Raises Unknown for tensors with sizes that are known only at run time."""
     for part in pytree.tree_leaves(value):
-        if isinstance(part, Tensor) and not all(type(size) is int for size in part.shape):
+        if isinstance(part, Tensor) and not all(type(size) is int or is_symbol(size) for size in part.shape):
             raise Unknown("sizes that depend on values")
 
 

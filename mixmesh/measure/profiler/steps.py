@@ -16,8 +16,8 @@ from torch import nn
 
 from ...cost import CostModel
 from ...frontend.trace.autocast import Autocast, under
-from ...frontend.trace.capture import is_loss, loss_of
 from ...frontend.trace.outputs import named_tensors
+from ...frontend.trace.returned_loss import is_loss, loss_of
 from ...frontend.trace.rows import first_samples
 from ...lang.ir import Graph
 from ...lang.rules import call_of

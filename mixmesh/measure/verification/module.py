@@ -13,10 +13,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...errors import InputError, MixmeshError
 from ...frontend.trace.autocast import Autocast, under
-from ...frontend.trace.capture import Batch, loss_of
+from ...frontend.trace.capture import Batch
 from ...frontend.trace.failures import CALL_ONCE
 from ...frontend.trace.locate import place_of_error
 from ...frontend.trace.outputs import named_tensors
+from ...frontend.trace.returned_loss import loss_of
 from .compare import Outcome
 from .draws import DrawsAlike
 from .wide import WIDE_DTYPE, WITHIN, Wide, Widened, exact, widen

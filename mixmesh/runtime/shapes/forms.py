@@ -6,7 +6,6 @@ reason why there is none. A limited number of programs is kept; the least recent
 
 from __future__ import annotations
 
-import time
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from ...base.progress import warn_once
-from ...base.units import seconds_text
 from ...errors import InputError, MixmeshError
-from ...frontend.trace import LossSource, trace
+from ...frontend.trace import LossSource
 from ...frontend.trace.kept_by_torch import nothing_kept
 from ...frontend.trace.outputs import first_part
 from ...frontend.trace.reads import Constant, Number, Reads, reads_of
@@ -49,6 +47,7 @@ from .children import Children
 from .lower import lower
 from .parts import resized
 from .room import check_room
+from .traces import Traces
 
 PLANNED = "planned"
 # causes for making another program, and how to avoid each
@@ -58,8 +57,6 @@ HINTS = {
     MODES: "train() and eval() of the model's modules before planning, as they are here",
     NUMBERS: "numbers that change as buffers: self.alpha.fill_(value)",
 }
-# the script is told that shapes cost time from this number of other programs on, if they took that long
-MANY, TOLD_S = 6, 20.0
 # (modes, with gradients, shapes, values, rows as dealt); or (key of another form, inputs with a gradient)
 TracedKey = tuple[Modes, bool, Shapes, int, bool]
 Key = TracedKey | str | tuple["Key", Wanted]
@@ -113,9 +110,8 @@ class Forms:
     modes: Modes
     reads: Reads
     children: Children
+    traces: Traces
     kept: OrderedDict[Key, Form] = field(default_factory=OrderedDict)
-    spent_s: list[float] = field(default_factory=list)  # on each program, on the first rank, which traces
-    has_told: bool = False  # whether the script knows that many shapes cost time
 
     @classmethod
     def of(cls, original: nn.Module, plan: Plan | Program, calls: Calls, comm: Comm, limit: int) -> Forms:
@@ -139,6 +135,7 @@ class Forms:
             modes_of(modules),
             reads_of(original),
             Children.of(original),
+            Traces({str(i.args[0]): i.type.value.shape for i in plan.program.batch_inputs}),
         )
 
     def form(
@@ -223,7 +220,7 @@ class Forms:
         return is_bare and not any(modes)
 
     def _made(self, key: TracedKey, args: tuple, kwargs: Mapping[str, Any]) -> Form:
-        make = partial(self._timed_plan, key, args, kwargs)
+        make = partial(self._plan_for, key, args, kwargs)
         group = self.comm.groups.get(("data", self.comm.everyone))  # a single rank has no group
         program, micro_batches, returned = make() if group is None else from_first_rank(make, group)
         self.comm.add(meetings(program))
@@ -236,18 +233,8 @@ class Forms:
         assert form.returns is not None  # evaluation without a loss has outputs
         return replace(form, returns=form.returns.without_loss())
 
-    def _timed_plan(self, key: TracedKey, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
-        """Makes a program, and warns once if many of them have taken long."""
-        started = time.perf_counter()
-        made = self._plan_for(key, args, kwargs)
-        self.spent_s.append(time.perf_counter() - started)
-        if len(self.spent_s) >= MANY and not self.has_told and sum(self.spent_s) >= TOLD_S:
-            self.has_told = True
-            warn_once(_of_many_shapes(self.spent_s))
-        return made
-
     def _plan_for(self, key: TracedKey, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
-        modes, learns, shapes, _, as_dealt = key
+        modes, learns, shapes, values, as_dealt = key
         self._check_constants()
         numbers = self.reads.changed(Number)
         if numbers:
@@ -261,7 +248,9 @@ class Forms:
         present = {name: shape for name, shape in by_name.items() if shape is not None}
         batch = batch_of_shapes(self.calls, planned, present, args, kwargs, evaluates=not modes[0])
         with traceable(self.original), self._in(modes), nothing_kept():
-            traced = trace(
+            traced = self.traces.traced(
+                (modes, learns, values, *absent),
+                present,
                 self.original,
                 batch,
                 passes=passes_for(planned),
@@ -384,14 +373,6 @@ def _of_numbers(changed: Sequence[tuple[str, str]]) -> str:
     return (
         f"mixmesh: the model is traced again for each value of {names}, which takes a while; a buffer "
         "that is changed by fill_() is an input of the program"
-    )
-
-
-def _of_many_shapes(spent_s: Sequence[float]) -> str:
-    total = seconds_text(sum(spent_s))
-    return (
-        f"mixmesh: {len(spent_s)} shapes of batches have been traced so far, in {total}: "
-        "pad to few lengths, as by pad_to_multiple_of=32 of a data collator, to have fewer of them"
     )
 
 

@@ -1,0 +1,168 @@
+"""Symbols in place of sizes: one export of a call serves batches of many sizes.
+
+PyTorch can export a call with symbols for some sizes of its inputs. Where the model or PyTorch itself asks
+what a symbol cannot answer, as ``if length > 512`` does, PyTorch answers for the sizes at hand and notes a
+condition. For all sizes that fulfil the conditions the program is the same, with numbers in place of symbols.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch._guards import detect_fake_mode
+from torch.export import Dim, ExportedProgram
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
+from torch.utils import _pytree as pytree
+
+# the dims of each input, by its name, whose sizes are symbols
+FreeDims = Mapping[str, Collection[int]]
+Shape = tuple[int, ...]
+NUMBERS = torch.SymInt | torch.SymFloat | torch.SymBool
+END = 2**63 - 1  # of a slice that ends with the dim
+ASSERTION = torch.ops.aten._assert_scalar.default
+
+
+class NotSymbolic(Exception):
+    """A call that is not exported with symbols: something in it is exact for its own sizes alone."""
+
+
+def dynamic_shapes(names: Iterable[str], free: FreeDims) -> Any:
+    """The argument of ``torch.export.export`` that makes symbols of free dims; None for no free dims."""
+    return (tuple({dim: Dim.AUTO for dim in free.get(name, ())} for name in names),) if free else None
+
+
+def is_symbol(size: Any) -> bool:
+    """Whether a size is computed from sizes of inputs, and from no tensor's values."""
+    return isinstance(size, torch.SymInt) and not free_unbacked_symbols(size)
+
+
+def has_symbols(program: ExportedProgram) -> bool:
+    """Whether sizes of a program's inputs are symbols."""
+    values = [node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")]
+    return any(isinstance(size, torch.SymInt) for x in values if isinstance(x, Tensor) for size in x.shape)
+
+
+def put_numbers_in_place(program: ExportedProgram) -> None:
+    """Removes the nodes that compute numbers, in place: the operators that read them get the symbols."""
+    for node in list(program.graph.nodes):
+        value = node.meta.get("val")
+        if node.op != "call_function" or not isinstance(value, NUMBERS):
+            continue
+        in_place = partial(_instead, node, value)
+        for user in list(node.users):
+            user.args = fx.map_arg(user.args, in_place)
+            user.kwargs = fx.map_arg(user.kwargs, in_place)
+        program.graph.erase_node(node)
+
+
+def _instead(node: fx.Node, value: Any, argument: fx.Node) -> Any:
+    return value if argument is node else argument
+
+
+def slice_arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a slice as export writes them without symbols: with its start and its end."""
+    source, dim, start, end, *step = (*args, *(0, None, None)[len(args) - 1 :])
+    return source, dim, start or 0, END if end is None else end, *step
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """The conditions under which a program with symbols is right. ``inputs`` are the shapes of its inputs by
+    name, ``relations`` what must hold, ``ranges`` the smallest and the largest value of each symbol."""
+
+    inputs: Mapping[str, tuple[Any, ...]]
+    relations: tuple[Any, ...]
+    ranges: Mapping[sympy.Symbol, Any]
+
+    @classmethod
+    def of(cls, program: ExportedProgram, names: Sequence[str]) -> Conditions:
+        """The conditions of a program whose inputs have these names. Raises NotSymbolic for a program with
+        numbers that depend on values, or with fractions, whose digits may be others as a symbol's."""
+        placeholders = program.graph.find_nodes(op="placeholder")
+        users = dict(zip(program.graph_signature.user_inputs, names))
+        inputs = {users[n.name]: tuple(n.meta["val"].shape) for n in placeholders if n.name in users}
+        mode = detect_fake_mode([n.meta.get("val") for n in placeholders])
+        shapes = None if mode is None else mode.shape_env
+        if shapes is None or any(shapes.deferred_runtime_asserts.values()):
+            raise NotSymbolic
+        relations = [guard.expr for guard in shapes.guards] + _asserted(program.graph)
+        _check_numbers(program.graph)
+        ranges = {symbol: shapes.var_to_range[symbol] for symbol in shapes.var_to_range}
+        return cls(
+            {name: tuple(_expression(size, shapes) for size in shape) for name, shape in inputs.items()},
+            tuple(shapes.replace(relation) for relation in relations),
+            {symbol: r for symbol, r in ranges.items() if symbol not in shapes.replacements},
+        )
+
+    def sizes(self, shapes: Mapping[str, Shape | None]) -> Sizes | None:
+        """The numbers for the symbols, with inputs of these ``shapes``; None if the program is not theirs."""
+        if shapes.keys() != self.inputs.keys():
+            return None
+        number_of: dict[Any, sympy.Integer] = {}
+        for name, expected in self.inputs.items():
+            given = shapes[name]
+            if given is None or len(given) != len(expected):
+                return None
+            number_of |= {s: sympy.Integer(n) for s, n in zip(expected, given) if isinstance(s, sympy.Symbol)}
+        sizes = Sizes(number_of)
+        fits = all(
+            sizes.value(size) == number
+            for name, expected in self.inputs.items()
+            for size, number in zip(expected, shapes[name] or ())
+        )
+        in_range = all(s in number_of and number_of[s] in r for s, r in self.ranges.items())
+        return sizes if fits and in_range and all(map(sizes.holds, self.relations)) else None
+
+
+class Sizes:
+    """Gives the numbers of sizes that are symbols, or computed from symbols."""
+
+    def __init__(self, number_of: Mapping[Any, sympy.Integer]) -> None:
+        self._number_of = number_of
+        self._known: dict[Any, Any] = {}
+
+    def value(self, expression: Any) -> Any:
+        if expression not in self._known:
+            self._known[expression] = sympy.sympify(expression).xreplace(self._number_of)
+        return self._known[expression]
+
+    def holds(self, relation: Any) -> bool:
+        return self.value(relation) == sympy.true
+
+    def __call__(self, size: Any) -> Any:
+        """A size as a number; anything else as it is. Raises NotSymbolic for a size without a number."""
+        if isinstance(size, torch.SymInt):
+            number = self.value(size.node.expr)
+            if not number.is_Integer:
+                raise NotSymbolic
+            return int(number)
+        if isinstance(size, torch.SymBool):
+            return self.holds(size.node.expr)
+        return size
+
+
+def _expression(size: Any, shapes: ShapeEnv) -> Any:
+    return shapes.replace(size.node.expr) if isinstance(size, torch.SymInt) else sympy.Integer(size)
+
+
+def _asserted(graph: fx.Graph) -> list[Any]:
+    """The relations that assertions of the program state."""
+    stated = [node.args[0] for node in graph.find_nodes(op="call_function", target=ASSERTION)]
+    return [x.node.expr for x in stated if isinstance(x, torch.SymBool)]
+
+
+def _check_numbers(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        for value in pytree.tree_leaves((node.args, node.kwargs, node.meta.get("val"))):
+            sizes = value.shape if isinstance(value, Tensor) else (value,)
+            for size in sizes:
+                if isinstance(size, torch.SymFloat) or (
+                    isinstance(size, torch.SymInt) and not is_symbol(size)
+                ):
+                    raise NotSymbolic

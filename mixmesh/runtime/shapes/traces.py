@@ -1,0 +1,107 @@
+"""The traces of a model for batches of several shapes.
+
+Each of the first shapes has a trace of its own. If more follow, as with texts that are padded to the longest
+of their batch, the sizes that differ become symbols of one trace, which serves further shapes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from ...base.progress import warn_once
+from ...base.units import seconds_text
+from ...frontend.trace import SymbolicTrace, Traced, trace, trace_symbolic
+from ...lang.ir import Graph
+
+# a trace with symbols takes as long as three to five without: it is made from this number of shapes on, and
+# again if as many shapes have come that it does not serve
+OWN = 3
+ATTEMPTS = 2
+MAX_KINDS = 16  # of calls, those that came last
+# the script is told that shapes cost time from this number of traces on, if they took that long
+MANY, TOLD_S = 6, 20.0
+
+NamedShapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass
+class _Kind:
+    """The traces of calls that differ in nothing but shapes. ``own`` are the latest ones without symbols."""
+
+    shapes: list[NamedShapes]
+    own: list[tuple[NamedShapes, Graph]] = field(default_factory=list)
+    symbolic: SymbolicTrace[Traced] | None = None
+    attempts: int = 0
+
+    def free(self) -> dict[str, set[int]]:
+        """The dims of each input whose sizes differ between the shapes that came."""
+        first = self.shapes[0]
+        return {
+            name: dims
+            for name, shape in first.items()
+            if (dims := {d for other in self.shapes for d, n in enumerate(shape) if other[name][d] != n})
+        }
+
+
+@dataclass
+class Traces:
+    """Makes the traces of a model that was planned for inputs of ``planned`` shapes. ``spent_s`` are the
+    seconds of each."""
+
+    planned: NamedShapes
+    kinds: OrderedDict[Hashable, _Kind] = field(default_factory=OrderedDict)
+    spent_s: list[float] = field(default_factory=list)
+    has_told: bool = False  # whether the script knows that many shapes cost time
+
+    def traced(
+        self, kind: Hashable, shapes: NamedShapes, model: nn.Module, batch: Any, **options: Any
+    ) -> Traced:
+        """``trace(model, batch, **options)`` for a batch of these ``shapes``. Calls of one ``kind`` differ in
+        nothing else. Raises what ``trace`` does."""
+        known = self._kind(kind, shapes)
+        made = known.symbolic.at(shapes) if known.symbolic is not None else None
+        if made is not None:
+            return made
+        known.shapes.append(shapes)
+        started = time.perf_counter()
+        if len(known.own) < OWN or known.attempts == ATTEMPTS:
+            made = trace(model, batch, **options)
+            known.own = [*known.own, (shapes, made.graph)][-OWN:]
+        else:
+            made, symbolic = trace_symbolic(model, batch, known.free(), **options)
+            if symbolic is not None and _agrees(symbolic, known.own):
+                known.symbolic = symbolic
+            known.attempts, known.own = known.attempts + 1, []
+        self.spent_s.append(time.perf_counter() - started)
+        if len(self.spent_s) >= MANY and not self.has_told and sum(self.spent_s) >= TOLD_S:
+            self.has_told = True
+            warn_once(_of_many_shapes(self.spent_s))
+        return made
+
+    def _kind(self, kind: Hashable, shapes: NamedShapes) -> _Kind:
+        if kind not in self.kinds:
+            self.kinds[kind] = _Kind([{name: self.planned[name] for name in shapes}])
+            if len(self.kinds) > MAX_KINDS:
+                self.kinds.popitem(last=False)
+        self.kinds.move_to_end(kind)
+        return self.kinds[kind]
+
+
+def _agrees(symbolic: SymbolicTrace[Traced], own: Sequence[tuple[NamedShapes, Graph]]) -> bool:
+    """Whether a trace with symbols gives the graphs of traces without, wherever it gives any."""
+    given = [(symbolic.at(shapes), graph) for shapes, graph in own]
+    return all(made is None or made.graph == graph for made, graph in given)
+
+
+def _of_many_shapes(spent_s: Sequence[float]) -> str:
+    total = seconds_text(sum(spent_s))
+    return (
+        f"mixmesh: {len(spent_s)} shapes of batches have been traced so far, in {total}: "
+        "pad to few lengths, as by pad_to_multiple_of=32 of a data collator, to have fewer of them"
+    )
