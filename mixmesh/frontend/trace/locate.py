@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from types import FrameType
 
 import torch
@@ -50,6 +51,7 @@ class Place:
         return f"{self.location}, {self.source}" if self.source else self.location
 
 
+@lru_cache(maxsize=4096)  # a trace with symbols is converted for every shape
 def place_of_stack(text: str | None) -> Place:
     """The innermost frame in a stack trace that belongs to the user, or else to a library, but never to
     torch."""

@@ -67,7 +67,8 @@ def _instead(node: fx.Node, value: Any, argument: fx.Node) -> Any:
 
 def slice_arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of a slice as export writes them without symbols: with its start and its end."""
-    source, dim, start, end, *step = (*args, *(0, None, None)[len(args) - 1 :])
+    usual: tuple[Any, ...] = 0, None, None
+    source, dim, start, end, *step = args + usual[len(args) - 1 :]
     return source, dim, start or 0, END if end is None else end, *step
 
 

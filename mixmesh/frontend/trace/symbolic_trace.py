@@ -59,7 +59,7 @@ class SymbolicTrace(Generic[T]):
 
 
 def names_of_the_same(graph: Graph, other: Graph) -> dict[str, str]:
-    """The name in ``other`` of each value of ``graph``. Raises NotSymbolic if they differ in more than names."""
+    """The name in ``other`` of each value of ``graph``. Raises NotSymbolic if more differs."""
     names: dict[str, str] = {}
     if len(graph.nodes) != len(other.nodes):
         raise NotSymbolic
