@@ -22,7 +22,7 @@ from .fx_nodes import node_argument
 from .locate import place_of_function, place_of_stack
 from .schema import op_name
 from .stand_ins import without_values
-from .symbolic import Sizes, slice_arguments
+from .symbolic import Sizes, written_out
 
 MAX_CONST_ELEMENTS = 65536
 # a hint for 1j * x, x.fill_(1j) and torch.tensor([1j])
@@ -226,10 +226,8 @@ class _Converter:
             )
         stack = node.meta.get("stack_trace")
         place, region = place_of_stack(stack), region_of_stack(stack)
-        args = tuple(self.arg(a, node) for a in node.args)
+        args = written_out(node.target, tuple(self.arg(a, node) for a in node.args))
         kwargs = tuple((k, self.arg(v, node)) for k, v in node.kwargs.items())
-        if node.target is torch.ops.aten.slice.Tensor:
-            args = slice_arguments(args)
         if node.target is torch.ops.aten.repeat_interleave.Tensor:  # repeats may be known here alone
             kwargs = (("output_size", types[0].shape[0]),)
         self.nodes.append(

@@ -119,6 +119,12 @@ def _slice(b: Builder, node: Node) -> tuple[Ref] | None:
     return _if_same_type(b, node) if bound(node)["step"] == 1 else None
 
 
+def _slice_scatter(b: Builder, node: Node) -> tuple[Ref] | None:
+    """A whole value that is written to is the other one."""
+    written = node.args[1]
+    return (written,) if bound(node)["step"] == 1 and b.type(written) == node.types[0] else None
+
+
 def _cast(b: Builder, node: Node) -> tuple[Ref] | None:
     x = node.args[0]
     if b.type(x) == node.types[0]:
@@ -169,6 +175,7 @@ IDENTITY_RULES: dict[str, Rule] = {
     **{f"aten.{name}": _neutral(0) for name in ("add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar")},
     **{f"aten.{name}": _neutral(1) for name in ("mul.Tensor", "mul.Scalar", "div.Tensor", "div.Scalar")},
     "aten.slice.Tensor": _slice,
+    "aten.slice_scatter": _slice_scatter,
     "aten.native_dropout": _dropout,
     "aten.dropout": _dropout,
     "aten.cat": _cat,

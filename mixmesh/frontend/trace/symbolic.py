@@ -7,7 +7,10 @@ condition. For all sizes that fulfil the conditions the program is the same, wit
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import os
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,16 +23,44 @@ from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
+from ...base.patch import patched
+
 # the dims of each input, by its name, whose sizes are symbols
 FreeDims = Mapping[str, Collection[int]]
 Shape = tuple[int, ...]
 NUMBERS = torch.SymInt | torch.SymFloat | torch.SymBool
 END = 2**63 - 1  # of a slice that ends with the dim
+TENSORS_OF_SLICES = {torch.ops.aten.slice.Tensor: 1, torch.ops.aten.slice_scatter.default: 2}
+# PyTorch's files, and those of what it computes with symbols by
+WITHIN = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (torch, sympy))
 ASSERTION = torch.ops.aten._assert_scalar.default
 
 
 class NotSymbolic(Exception):
     """A call that is not exported with symbols: something in it is exact for its own sizes alone."""
+
+
+@contextmanager
+def symbols_as_numbers() -> Iterator[None]:
+    """A context in which the model's code takes symbols for the numbers that they stand for: they are
+    instances of ``int``, and their text is that of the number, which thereby is the only one that fits."""
+    shown = torch.SymInt.__repr__
+
+    def attribute(self: torch.SymInt, name: str) -> Any:
+        if name == "__class__" and not _asked_by_torch():  # isinstance() asks for it
+            return int
+        return object.__getattribute__(self, name)
+
+    def text(self: torch.SymInt) -> str:
+        return shown(self) if _asked_by_torch() else repr(int(self))
+
+    with patched(torch.SymInt, "__getattribute__", attribute), patched(torch.SymInt, "__repr__", text):
+        yield
+
+
+def _asked_by_torch() -> bool:
+    """Whether the code that called a function of this file is PyTorch's."""
+    return sys._getframe(2).f_code.co_filename.startswith(WITHIN)
 
 
 def dynamic_shapes(names: Iterable[str], free: FreeDims) -> Any:
@@ -65,11 +96,14 @@ def _instead(node: fx.Node, value: Any, argument: fx.Node) -> Any:
     return value if argument is node else argument
 
 
-def slice_arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of a slice as export writes them without symbols: with its start and its end."""
+def written_out(target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of an operator as export writes them without symbols: slices with a start and an end."""
+    before = TENSORS_OF_SLICES.get(target)
+    if before is None:
+        return args
     usual: tuple[Any, ...] = 0, None, None
-    source, dim, start, end, *step = args + usual[len(args) - 1 :]
-    return source, dim, start or 0, END if end is None else end, *step
+    dim, start, end, *step = args[before:] + usual[len(args) - before :]
+    return *args[:before], dim, start or 0, END if end is None else end, *step
 
 
 @dataclass(frozen=True)
@@ -93,6 +127,8 @@ class Conditions:
         if shapes is None or any(shapes.deferred_runtime_asserts.values()):
             raise NotSymbolic
         relations = [guard.expr for guard in shapes.guards] + _asserted(program.graph)
+        if any(relation.has(sympy.Float) for relation in relations):
+            raise NotSymbolic
         _check_numbers(program.graph)
         ranges = {symbol: shapes.var_to_range[symbol] for symbol in shapes.var_to_range}
         return cls(
