@@ -12,13 +12,14 @@ from torch import nn
 from torch.nn import functional as F
 
 import mixmesh.runtime.executor
+from mixmesh.base.patch import patched
 from mixmesh.cluster import Cluster
 from mixmesh.errors import InputError
 from mixmesh.frontend.trace import trace
 from mixmesh.lang.ir import with_regions
 from mixmesh.passes.buckets import with_buckets
 from mixmesh.planner import make_plan
-from mixmesh.runtime import segments
+from mixmesh.runtime import passes, segments
 from mixmesh.runtime.parallel import parallelize
 
 CLUSTER = """\
@@ -170,6 +171,28 @@ def check_experts(comm) -> None:
     of_compiled, _, _ = train(program, compiles=True, module=Experts)
     torch.testing.assert_close(of_compiled, losses, rtol=1e-9, atol=1e-9)
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_other_shapes_are_compiled_where_they_come_often(monkeypatch):
+    monkeypatch.setattr(mixmesh.runtime.executor, "compiled", mixmesh.runtime.executor.compiled)
+    (ends,) = run_world(1, {"shapes": check_shapes}).values()
+    assert_passed(ends)
+
+
+def check_shapes(comm) -> None:
+    """A smaller last batch runs one operator after the other, unless it has come three times."""
+    mixmesh.runtime.executor.compiled = partial(torch.compile, dynamic=False, backend="aot_eager")
+    torch.manual_seed(0)
+    single = Model().double()
+    model, _ = parallelize(copy.deepcopy(single), None, planned_alone(Model()), device="cpu", compile=True)
+    (batch,) = batches(1)
+    for size, times, is_compiled in ((ROWS, 1, True), (4, 2, False), (5, 1, False), (4, 2, True)):
+        part = {name: x[:size] for name, x in batch.items()}
+        with patched(passes, "OFTEN", 2):
+            for _ in range(times):
+                torch.testing.assert_close(model(**part), single(**part), rtol=1e-9, atol=1e-9)
+        code = list(model._runtime.compiled.values())[-1]
+        assert ("segment" in code.source) == is_compiled, (size, times)
 
 
 def test_without_a_compiler_it_is_refused(monkeypatch):

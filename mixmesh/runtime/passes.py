@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -63,6 +64,9 @@ class Forward:
     is_alone: bool = False
 
 
+OFTEN = 20  # uses of code for another shape before it is compiled, which may take a minute
+
+
 @dataclass
 class Runtime:
     """Everything of a ParallelModel that is not a module, kept in one attribute to stay out of the way of the
@@ -99,6 +103,7 @@ class Runtime:
     num_zeroed: int = 0  # number of times that zero_grad has dropped gradients
     loans: WeakSet[Loan] = field(default_factory=WeakSet)  # open loans
     compiles: bool = False  # whether operators between collectives are compiled
+    uses: Counter[tuple] = field(default_factory=Counter)  # of code that may be compiled, by its key
     left: Left = Left()
     without_values: tuple[str, ...] = ()  # tensors of a model on the device meta that have no values yet
 
@@ -232,11 +237,16 @@ def code_of(
     run: Runtime, form: Form, size: int | None = None, *, once: bool = False, training: bool
 ) -> RankProgram:
     """This rank's code for a micro-batch of ``size`` samples (by default as many as the first one has), or
-    for the part of a program that runs ``once`` before its micro-batches. Compiled on first use."""
+    for the part of a program that runs ``once`` before its micro-batches. Made on first use; its operators
+    are compiled at once in the planned program, and where another one comes often."""
     steps = form.steps
     if steps is not None and size is None and not once:
         size = steps.sizes[0]
     key = (form.key, training, size, once)
+    run.uses[key] += run.compiles
+    compiles = run.compiles and (not form.is_traced or run.uses[key] > OFTEN)
+    if compiles and form.is_traced and run.uses[key] == OFTEN + 1:
+        run.compiled.pop(key, None)
     if key not in run.compiled:
         run.forms.drop_gone(run.compiled)
         run.compiled[key] = compile_program(
@@ -251,7 +261,7 @@ def code_of(
             recorder=run.recorder,
             window=None if size is None or steps is None else Window(steps.samples, size, run.random),
             inspector=run.inspector,
-            compiles=run.compiles,
+            compiles=compiles,
         )
     return run.compiled[key]
 

@@ -5,6 +5,7 @@ Reading order: capture (torch.export), convert (its nodes to ours), then the pas
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -55,7 +56,7 @@ from .simplify import (
     static_shapes,
     updates_at_once,
 )
-from .symbolic import Conditions, FreeDims, NotSymbolic
+from .symbolic import Conditions, FreeDims, NotSymbolic, symbols_as_numbers
 from .symbolic_trace import SymbolicTrace
 from .tf32 import tf32_now
 
@@ -208,7 +209,9 @@ def trace_symbolic(
     """Traces a call as ``trace`` does, and again with symbols for the sizes of its inputs' ``free`` dims. The
     second trace gives those for other sizes; None if this call has none. Raises what ``trace`` does."""
     call = _Call(uncompiled(model), batch, Request(outputs, autocast, loss), passes, batch_norm, learns)
+    started = time.monotonic()
     captured = call.captured()
+    limit_s = max(LEAST_S, SLOWER * (time.monotonic() - started))
     plain = call.passed(convert(captured, call.model, graph_name(call.model)))
     traced = call.finished(captured, plain)
     rows = frozenset(
@@ -216,7 +219,8 @@ def trace_symbolic(
     )
     with_symbols = replace(call, request=replace(call.request, free=free))
     try:
-        other = with_symbols.captured()
+        with symbols_as_numbers(limit_s):
+            other = with_symbols.captured()
         conditions = Conditions.of(other.program, other.inputs)
         finish = partial(call.finished, captured, rows=rows)
         return traced, SymbolicTrace(call.model, other, conditions, call.passed, finish).named_as(plain)
@@ -340,4 +344,7 @@ def _warnings(graph: Graph) -> Iterator[str]:
         yield f"parameter {name} gets no gradient: the loss does not depend on it"
 
 
+# a trace with symbols takes three to five times as long as one without; it is given up after so many times, but
+# not before this number of seconds
+SLOWER, LEAST_S = 12, 10.0
 MANY = 3  # more parameters than this share one line

@@ -53,7 +53,7 @@ from .skipped import Skips, all_skipped, none_skipped, parts, proves_skips, with
 from .small_constants import small_constants_kept
 from .stand_ins import meta_on_device
 from .stopped_writes import check_stopped_writes
-from .symbolic import FreeDims, NotSymbolic, dynamic_shapes, put_numbers_in_place, symbols_as_numbers
+from .symbolic import FreeDims, NotSymbolic, dynamic_shapes, put_numbers_in_place
 from .synced_norms import synced_norms_as_plain
 from .unfit import of_an_unfit_batch
 from .words import Unread, is_words
@@ -383,11 +383,8 @@ def _export(
     paths.skips = skips
     wrapper.paths = paths
     with meta_on_device(wrapper, beside(wrapper, tensors)) as meta_tensors:
-        if not wrapper.free:
-            return torch.export.export(wrapper, meta_tensors, strict=False)
         free = dynamic_shapes(wrapper.batch.tensor_names, wrapper.free)
-        with symbols_as_numbers():
-            return torch.export.export(wrapper, meta_tensors, dynamic_shapes=free, strict=False)
+        return torch.export.export(wrapper, meta_tensors, dynamic_shapes=free, strict=False)
 
 
 def beside(model: nn.Module, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,14 +42,17 @@ class NotSymbolic(Exception):
 
 
 @contextmanager
-def symbols_as_numbers() -> Iterator[None]:
+def symbols_as_numbers(limit_s: float) -> Iterator[None]:
     """A context in which the model's code takes symbols for the numbers that they stand for: they are
-    instances of ``int``, and their text is that of the number, which thereby is the only one that fits."""
-    shown = torch.SymInt.__repr__
+    instances of ``int``, and their text is that of the number, which thereby is the only one that fits. After
+    ``limit_s`` the next use of a symbol raises NotSymbolic: some expressions keep sympy busy for minutes."""
+    shown, end = torch.SymInt.__repr__, time.monotonic() + limit_s
 
     def attribute(self: torch.SymInt, name: str) -> Any:
         if name == "__class__" and not _asked_by_torch():  # isinstance() asks for it
             return int
+        if time.monotonic() > end:
+            raise NotSymbolic
         return object.__getattribute__(self, name)
 
     def text(self: torch.SymInt) -> str:
