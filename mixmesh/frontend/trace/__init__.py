@@ -344,7 +344,7 @@ def _warnings(graph: Graph) -> Iterator[str]:
         yield f"parameter {name} gets no gradient: the loss does not depend on it"
 
 
-# a trace with symbols takes three to five times as long as one without; it is given up after so many times, but
-# not before this number of seconds
+# a trace with symbols takes three to five times as long as one without; it is given up after so many times as
+# long, but not before this number of seconds
 SLOWER, LEAST_S = 12, 10.0
 MANY = 3  # more parameters than this share one line
