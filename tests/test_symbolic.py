@@ -134,13 +134,26 @@ def test_sizes_that_the_model_reads_are_not_left_open(kind):
     assert made is None or made.at(shapes_of(pixels(4, 11))) is None
 
 
-class Fraction(Rows):
+class Quotient(Rows):
     def taken(self, h):
-        return h * (1 / h.shape[1])
+        return h * (1 / h.shape[1]) + h.sum() / (h.shape[0] / h.shape[1])
 
 
-def test_fractions_of_sizes_have_traces_of_their_own():
-    assert symbolic(Fraction(), pixels(4, 6)) is None
+def test_quotients_of_sizes_are_those_of_python():
+    made = symbolic(Quotient(), pixels(4, 6))
+    assert made is not None
+    for size in SIZES:
+        traced = made.at(shapes_of(pixels(*size)))
+        assert traced is not None and traced.graph == trace(Quotient(), pixels(*size)).graph
+
+
+class Root(Rows):
+    def taken(self, h):
+        return h * h.shape[1] ** -0.5
+
+
+def test_other_fractions_have_traces_of_their_own():
+    assert symbolic(Root(), pixels(4, 6)) is None
 
 
 def test_other_inputs_are_not_served():

@@ -262,8 +262,10 @@ class _Converter:
                 return arg
             case tuple() | list():
                 return tuple(self.arg(a, node) for a in arg)
-            case torch.SymInt() | torch.SymBool() if type(number := self.number_of(arg)) in (int, bool):
-                return number
+            case torch.SymInt() | torch.SymFloat() | torch.SymBool():
+                number = self.number_of(arg)
+                if isinstance(number, float | int):  # and no symbol any more
+                    return number
         self.refuse(
             node,
             f"an argument {arg!r}",

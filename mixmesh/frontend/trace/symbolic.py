@@ -23,6 +23,7 @@ from torch._guards import detect_fake_mode
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 from torch.utils import _pytree as pytree
+from torch.utils._sympy.functions import IntTrueDiv, ToFloat
 
 from ...base.patch import patched
 
@@ -122,7 +123,7 @@ class Conditions:
     @classmethod
     def of(cls, program: ExportedProgram, names: Sequence[str]) -> Conditions:
         """The conditions of a program whose inputs have these names. Raises NotSymbolic for a program with
-        numbers that depend on values, or with fractions, whose digits may be others as a symbol's."""
+        numbers that depend on values, or with fractions whose last digits might be others."""
         placeholders = program.graph.find_nodes(op="placeholder")
         users = dict(zip(program.graph_signature.user_inputs, names))
         inputs = {users[n.name]: tuple(n.meta["val"].shape) for n in placeholders if n.name in users}
@@ -177,15 +178,25 @@ class Sizes:
         return self.value(relation) == sympy.true
 
     def __call__(self, size: Any) -> Any:
-        """A size as a number; anything else as it is. Raises NotSymbolic for a size without a number."""
+        """A symbol as its number; anything else as it is. Raises NotSymbolic for one without a number."""
         if isinstance(size, torch.SymInt):
             number = self.value(size.node.expr)
             if not number.is_Integer:
                 raise NotSymbolic
             return int(number)
+        if isinstance(size, torch.SymFloat):
+            return self._quotient(size.node.expr)
         if isinstance(size, torch.SymBool):
             return self.holds(size.node.expr)
         return size
+
+    def _quotient(self, expression: Any) -> float:
+        """The number of ``float(n)`` or ``n / m``, by Python's own division."""
+        numbers = [self.value(part) for part in expression.args]
+        if not all(number.is_Integer for number in numbers):
+            raise NotSymbolic
+        above, *below = map(int, numbers)
+        return above / below[0] if below else float(above)
 
 
 def _expression(size: Any, shapes: ShapeEnv) -> Any:
@@ -202,8 +213,11 @@ def _check_numbers(graph: fx.Graph) -> None:
     for node in graph.nodes:
         for value in pytree.tree_leaves((node.args, node.kwargs, node.meta.get("val"))):
             sizes = value.shape if isinstance(value, Tensor) else (value,)
-            for size in sizes:
-                if isinstance(size, torch.SymFloat) or (
-                    isinstance(size, torch.SymInt) and not is_symbol(size)
-                ):
-                    raise NotSymbolic
+            if not all(map(_is_exact, sizes)):
+                raise NotSymbolic
+
+
+def _is_exact(size: Any) -> bool:
+    if isinstance(size, torch.SymFloat):
+        return isinstance(size.node.expr, ToFloat | IntTrueDiv) and not free_unbacked_symbols(size)
+    return not isinstance(size, torch.SymInt) or is_symbol(size)
