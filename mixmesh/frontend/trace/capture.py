@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.export import ExportedProgram
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils import _pytree as pytree
 
 from ...errors import TraceError
@@ -400,13 +401,15 @@ def beside(model: nn.Module, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.T
 
 @contextmanager
 def _as_it_is_traced() -> Iterator[None]:
+    """A context in which a model can be traced. Its graphs are not compiled after each of PyTorch's passes,
+    as nothing runs their code."""
     with (
         fixed_shapes(), exact_functions(), moves_in_place(), means_over_batches(),
         whole_stacks(),
         regions_kept(), experts_in_groups(), masks_as_given(), synced_norms_as_plain(),
         no_autocast(), no_grad_within_autocast(), inference_as_no_grad(), inner_gradients(),
         distributions_unchecked(), small_constants_kept(), weights_of_losses_kept(),
-        lengths_of_rows(),
+        lengths_of_rows(), _use_lazy_graph_module(True),
     ):  # fmt: skip
         yield
 

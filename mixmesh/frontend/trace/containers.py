@@ -106,6 +106,7 @@ def _names(code: CodeType, name: str) -> bool:
     return name in code.co_names or name in code.co_freevars
 
 
+@lru_cache(maxsize=4096)
 def _keys_in(code: CodeType, name: str) -> Keys:
     steps = [(x.opname, x.argval) for x in dis.get_instructions(code)]
     names, asked, has_all = set(), set(), False

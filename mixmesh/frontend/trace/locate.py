@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import FrameType
 
 import torch
@@ -125,6 +125,12 @@ def _pick(frames: Iterable[Frame]) -> Place:
 
 def is_users_own(file: str) -> bool:
     """Whether it is no file of any library."""
+    return _is_users_own(file if file.startswith(os.sep) else absolute(file))
+
+
+@cache
+def _is_users_own(file: str) -> bool:
+    """Every trace asks it of the files of all modules."""
     return is_users(path := absolute(file)) and "site-packages" not in path and not path.startswith(_STDLIB)
 
 

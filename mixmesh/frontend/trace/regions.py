@@ -61,6 +61,7 @@ def inference_as_no_grad() -> Iterator[None]:
 
 def inline_regions(module: fx.GraphModule) -> None:
     """Replaces blocks by their contents, in place and at every depth."""
+    is_changed = False
     for node in list(module.graph.nodes):
         if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
             continue
@@ -69,6 +70,7 @@ def inline_regions(module: fx.GraphModule) -> None:
             continue
         block = block_of(module, node_argument(node, at))
         inline_regions(block)
+        is_changed = True
         if node.target.name() == SET_GRAD:
             _inline(module, node, block, node.args[at + 1 :], detach=not node.args[0])
         elif not node.args[2]:  # a disabled autocast
@@ -76,7 +78,9 @@ def inline_regions(module: fx.GraphModule) -> None:
     for node in list(module.graph.nodes):
         if node.op == "get_attr" and not node.users:
             module.graph.erase_node(node)
-    module.recompile()
+            is_changed = True
+    if is_changed:
+        module.recompile()
 
 
 def _inline(

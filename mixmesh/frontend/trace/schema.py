@@ -43,7 +43,7 @@ def overload(op: str) -> torch._ops.OpOverload:
     """
     namespace, _, rest = op.partition(".")
     qualified = f"{namespace}::{rest}"
-    if namespace in NO_COMPUTATIONS or qualified not in torch._C._dispatch_get_all_op_names():
+    if namespace in NO_COMPUTATIONS or not _is_registered(qualified):
         raise UnsupportedOp(f"PyTorch has no operator {op}")
     name, _, suffix = rest.partition(".")
     operator = getattr(getattr(getattr(torch.ops, namespace), name), suffix or "default")
@@ -53,6 +53,17 @@ def overload(op: str) -> torch._ops.OpOverload:
             expected="an operator that neither writes to its arguments nor reads a file",
         )
     return operator
+
+
+def _is_registered(qualified: str) -> bool:
+    """Whether the dispatcher's list has a name. The list is long, and is read again only for a name that was
+    not there, which a library may have registered since."""
+    if qualified not in _registered:
+        _registered.update(torch._C._dispatch_get_all_op_names())
+    return qualified in _registered
+
+
+_registered: set[str] = set()
 
 
 def _is_computation(schema: torch._C.FunctionSchema) -> bool:

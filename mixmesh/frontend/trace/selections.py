@@ -30,6 +30,7 @@ SIZES = (
 def targets_by_sample(module: fx.GraphModule) -> None:
     """Replaces such targets in place; other selections by a mask stay. Raises TraceError for targets of
     unknown length that come from another source."""
+    is_changed = False
     for node in list(module.graph.nodes):
         if node.target is not aten.ctc_loss.Tensor or _is_known(node_argument(node, 1)):
             continue
@@ -47,7 +48,9 @@ def targets_by_sample(module: fx.GraphModule) -> None:
         with module.graph.inserting_before(node):
             node.update_arg(1, _selected_first(module.graph, *selected_rows))
         _erase(selected)
-    module.recompile()
+        is_changed = True
+    if is_changed:
+        module.recompile()
 
 
 def _is_known(targets: fx.Node) -> bool:

@@ -489,6 +489,6 @@ def without_conditions(program: ExportedProgram, count: int) -> ExportedProgram:
     results: Any = output.args[0]
     output.args = (tuple(results[: len(results) - count]),)
     del program.graph_signature.output_specs[len(results) - count :]
-    program.graph.eliminate_dead_code()
-    program.graph_module.recompile()
+    if program.graph.eliminate_dead_code() or count:
+        program.graph_module.recompile()
     return program
