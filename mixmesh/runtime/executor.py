@@ -7,6 +7,7 @@ first use on any rank, because the order in which the forward pass awaits decide
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -51,6 +52,7 @@ from .sfb import Factors, is_sfb, sfb_op
 from .wgrad import AtOnce, Receiver, wgrad_op
 from .window import Window, local_move
 
+_ODD = re.compile("[^A-Za-z0-9_]")  # characters that may not be in a name of Python's
 LocalOp = Callable[[Program, Instruction, int, torch.device, RandomPolicy], Callable[..., tuple]]
 
 
@@ -471,7 +473,7 @@ def _record(name: str) -> str:
 
 
 def _mangle(name: str) -> str:
-    return "".join(c if c.isalnum() else f"_{ord(c):x}_" if c != "_" else "_" for c in name)
+    return _ODD.sub(lambda found: c if (c := found[0]).isalnum() else f"_{ord(c):x}_", name)
 
 
 def _shape_of(value: object) -> str:
