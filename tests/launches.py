@@ -71,14 +71,20 @@ def told(folder: Path) -> list[dict]:
 
 
 def start(
-    script: Path, world_size: int, folder: Path, *arguments: str, max_restarts: int = 0
+    script: Path,
+    world_size: int,
+    folder: Path,
+    *arguments: str,
+    max_restarts: int = 0,
+    imports: tuple[str, ...] = (),
 ) -> subprocess.Popen:
-    """Starts ``script`` with ``folder`` and ``arguments``: without torchrun for a world of 0."""
+    """Starts ``script`` with ``folder`` and ``arguments``: without torchrun for a world of 0. Its processes
+    are forked from one that has done the ``imports``."""
     launcher = [*TORCHRUN, str(world_size), f"--max-restarts={max_restarts}"] if world_size else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with open(folder / "printed", "w") as printed:
         return subprocess.Popen(
-            [python(), *launcher, str(script), str(folder), *arguments],
+            [python(*imports), *launcher, str(script), str(folder), *arguments],
             env=environment, stdout=printed, stderr=printed,
         )  # fmt: skip
 
@@ -92,11 +98,15 @@ def wait(process: subprocess.Popen, folder: Path, timeout_s: float = 400) -> Non
     assert status == 0, (folder / "printed").read_text()[-4000:]
 
 
-def run_each(script: Path, worlds: dict[str, int], make_folder: Callable[[str], Path]) -> dict[str, Told]:
+def run_each(
+    script: Path, worlds: dict[str, int], make_folder: Callable[[str], Path], imports: tuple[str, ...] = ()
+) -> dict[str, Told]:
     """By name the folder of a run and the rows that its ranks told. All run at a time: ``script`` with the
     name as its argument, in a world of so many."""
     folders = {name: make_folder(name.replace(".", "_")) for name in worlds}
-    started = {name: start(script, size, folders[name], name) for name, size in worlds.items()}
+    started = {
+        name: start(script, size, folders[name], name, imports=imports) for name, size in worlds.items()
+    }
     for name, process in started.items():
         wait(process, folders[name])
     return {name: (folder, told(folder)) for name, folder in folders.items()}

@@ -46,12 +46,16 @@ NAMES = {
 # Trainer sums losses in float32
 LOGGED = 2e-6
 LEAST_ROWS = 6
+IMPORTS = (
+    "transformers.trainer_seq2seq",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2", "t5")),
+)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, tuple[Path, list[dict]]]:
     """By library, the folder and what was told: all scenarios, by one process and by two ranks at a time."""
-    return run_each(SCRIPT, {"transformers": 0, "mixmesh.hf": RANKS}, tmp_path_factory.mktemp)
+    return run_each(SCRIPT, {"transformers": 0, "mixmesh.hf": RANKS}, tmp_path_factory.mktemp, IMPORTS)
 
 
 def histories(runs, library: str, name: str) -> list[list[dict]]:

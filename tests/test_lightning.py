@@ -27,12 +27,13 @@ from mixmesh.training.integrations.lightning.step import Form
 SCRIPT = Path(__file__).parent / "lightning_script.py"
 RANKS = 2
 WORLDS = {"auto": 0, "mixmesh": RANKS}
+IMPORTS = ("torchmetrics",)  # not Lightning's own modules, some of which read the rank
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, tuple[Path, list[dict]]]:
     """By strategy, the folder and what was told: all scenarios, by one process and by two ranks at a time."""
-    return run_each(SCRIPT, WORLDS, tmp_path_factory.mktemp)
+    return run_each(SCRIPT, WORLDS, tmp_path_factory.mktemp, IMPORTS)
 
 
 def of(runs, strategy: str, name: str) -> list[dict]:
@@ -131,7 +132,8 @@ MANUAL = {
 @pytest.fixture(scope="module")
 def manual(runs, tmp_path_factory) -> dict[int, tuple[Path, list[dict]]]:
     """By the number of ranks, the folder and what was told of manual optimization."""
-    three = run_each(SCRIPT.parent / "lightning_manual.py", {"mixmesh": 3}, tmp_path_factory.mktemp)
+    script = SCRIPT.parent / "lightning_manual.py"
+    three = run_each(script, {"mixmesh": 3}, tmp_path_factory.mktemp, IMPORTS)
     return {1: runs["auto"], 2: runs["mixmesh"], 3: three["mixmesh"]}
 
 

@@ -6,7 +6,7 @@ A program there is what it is with ``python``: it has its own arguments, environ
 standard streams, gets the signals that are sent to it (but SIGSTOP), and ends as its status says. It is not
 the child of what started it, however, and its imports cost nothing: tests of those take ``sys.executable``.
 
-``python warm_python.py SOCKET CLIENT`` is the server; it ends with its standard input."""
+``python warm_python.py SOCKET CLIENT IMPORTS`` is the server; it ends with its standard input."""
 
 from __future__ import annotations
 
@@ -46,6 +46,9 @@ READ_EARLY = (
     "GLIBC",
     "CUDA_",
     "PYTORCH_",
+    "HF_",
+    "TRANSFORMERS_",
+    "ACCELERATE_",
 )
 READ_LATE = (
     "PYTHONPATH", "PYTHON_EXEC", "PYTHONUNBUFFERED", "CUDA_VISIBLE_DEVICES",
@@ -84,9 +87,10 @@ os._exit(status)
 
 
 @functools.cache
-def python() -> str:
+def python(*imports: str) -> str:
     """A file that runs a program as ``sys.executable`` would; the server is started by the first call. With a
-    GPU it is that, as CUDA does not survive a fork."""
+    GPU it is that, as CUDA does not survive a fork. For programs that take long to import other modules,
+    ``imports``, there is another server, forked from the usual one."""
     if "MIXMESH_TEST_GPU" in os.environ:
         return sys.executable
     folder = tempfile.TemporaryDirectory(prefix="warm-python-")
@@ -94,7 +98,7 @@ def python() -> str:
     client.write_text(CLIENT.format(executable=sys.executable, socket=str(address)))
     client.chmod(0o755)
     server = subprocess.Popen(
-        [sys.executable, __file__, str(address), str(client)],
+        [python() if imports else sys.executable, __file__, str(address), str(client), *imports],
         env={**os.environ, "PYTHONPATH": str(ROOT)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/",
     )  # fmt: skip
     assert server.stdout.read(1) == b"."
@@ -279,12 +283,12 @@ def run(request: Request, client: str, paths: list[str]) -> None:
         exec(compile(Path(words[0]).read_bytes(), words[0], "exec"), main.__dict__)
 
 
-def start(address: str, client: str) -> None:
+def start(address: str, client: str, *imports: str) -> None:
     """Serves; each forked process runs its program and ends as an interpreter does."""
     folder = os.path.dirname(os.path.abspath(__file__))
     paths = [path for path in sys.path if path not in (str(ROOT), folder)]
     sys.path[:] = [str(ROOT), *paths]
-    for name in PRELOADED:
+    for name in (*imports, *PRELOADED):
         importlib.import_module(name)
     for name, module in [*sys.modules.items()]:
         if name != "__main__" and str(getattr(module, "__file__", "")).startswith(folder):
