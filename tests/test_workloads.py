@@ -177,7 +177,21 @@ def test_measured_links_are_those_of_the_artifact():
     assert cost.seconds(476_774_816) == pytest.approx(1, abs=0.01)
 
 
-def test_papers_beside_ours(tmp_path, capsys):
+@pytest.fixture(scope="module")
+def run_once():
+    """The bench's ``run``, which plans the same cases only once."""
+    rows = {}
+
+    def run_or_recall(chosen, *progress):
+        if chosen not in rows:
+            rows[chosen] = tuple(run(chosen, *progress))
+        return iter(rows[chosen])
+
+    return run_or_recall
+
+
+def test_papers_beside_ours(tmp_path, capsys, monkeypatch, run_once):
+    monkeypatch.setattr("benchmarks.papers.run", run_once)
     out = tmp_path / "deep" / "r.json"
     command = ["bench", "papers", "--model", "vgg19", "--gpus", "8", "--out", str(out)]
     assert execute([*command, "--json"]) == 0
@@ -196,8 +210,8 @@ def test_papers_beside_ours(tmp_path, capsys):
     assert "DP-EV" in capsys.readouterr().out
 
 
-def test_what_differs_is_marked():
-    (row,) = (r for r in run(cases(["vgg19"], [8])) if r.links == "wire")
+def test_what_differs_is_marked(run_once):
+    (row,) = (r for r in run_once(cases(["vgg19"], [8])) if r.links == "wire")
     assert ("ddp-even" in row.differs) == (abs(row.ddp_even_ratio - 1) > 0.25)
 
 
