@@ -265,7 +265,7 @@ def test_the_testbed_refuses_the_plan_of_another_cluster(folder):
 
 
 def test_torchrun(folder):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "mixmesh"]
+    torchrun = [python(), "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "mixmesh"]
     done = subprocess.run(
         [*torchrun, *"run job.py --plan ddp-even.plan --steps 2 --json".split()],
         cwd=folder, capture_output=True, text=True, timeout=120,

@@ -48,8 +48,8 @@ def peaks(held: Program | Plan, kind: str) -> list[int]:
 
 def test_peaks_are_the_stored_ones(request):
     numbers = {
-        name: {kind: peaks(step_programs.read(text), kind) for kind in DEVICE}
-        for name, text in step_programs.every().items()
+        name: {kind: peaks(held, kind) for kind in DEVICE}
+        for name, held in ((name, step_programs.read(text)) for name, text in step_programs.every().items())
     }
     if request.config.getoption("--update-golden"):
         lines = [f"{json.dumps(name)}: {json.dumps(found)}" for name, found in sorted(numbers.items())]
