@@ -116,8 +116,8 @@ class Comm:
         """Makes the missing groups among these sets. Collective, in the same order on all ranks."""
         timeout = datetime.timedelta(seconds=self.timeout_s)
         missing = [one for one in dict.fromkeys(sets) if one not in self.groups and len(one[1]) > 1]
-        opens = self.watch if missing else None  # what opens sockets, of which there may be many
-        others = {} if opens is None else open_sockets()
+        watch = self.watch if missing else None  # a process may have many sockets
+        others = {} if watch is None else open_sockets()
         # other ranks wait where a group is made: the call tells them of a rank that could not make its own
         with self.call(GROUPS) if missing else nullcontext(), self._waiting():
             for purpose, ranks in missing:
@@ -126,8 +126,8 @@ class Comm:
                 self.groups[purpose, ranks] = group if self.rank in ranks else None
             if backend_of() == HOST_BACKEND:
                 begin_threads()
-        if opens is not None:
-            opens.sockets |= {n: it for n, it in open_sockets().items() if others.get(n) != it}
+        if watch is not None:
+            watch.sockets |= {n: it for n, it in open_sockets().items() if others.get(n) != it}
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
