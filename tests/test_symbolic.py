@@ -114,11 +114,12 @@ class Cached(Rows):
 
 
 class Counted(Rows):
-    """Asks for the type of a size, and for its digits."""
+    """Asks for the types of sizes and of their quotients, and for their digits."""
 
     def taken(self, h):
         n = h.shape[1]
-        return h * 2 if isinstance(n, int) and "1" in str(n) else h
+        are_numbers = isinstance(n, int) and isinstance(n / 2, float) and isinstance(n > 1, bool)
+        return h * 2 if are_numbers and "1" in str(n) else h
 
 
 @pytest.mark.parametrize("kind", [Long, Unrolled, Cached, Counted])

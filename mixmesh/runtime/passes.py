@@ -103,7 +103,9 @@ class Runtime:
     num_zeroed: int = 0  # number of times that zero_grad has dropped gradients
     loans: WeakSet[Loan] = field(default_factory=WeakSet)  # open loans
     compiles: bool = False  # whether operators between collectives are compiled
-    uses: Counter[tuple] = field(default_factory=Counter)  # of code that may be compiled, by its key
+    uses: Counter[tuple] = field(
+        default_factory=Counter
+    )  # how often code that may be compiled ran, by its key
     left: Left = Left()
     without_values: tuple[str, ...] = ()  # tensors of a model on the device meta that have no values yet
 

@@ -253,7 +253,7 @@ class _Call:
         return graph
 
     def finished(self, captured: Capture, graph: Graph, rows: frozenset[str] | None = None) -> Traced:
-        """What ``trace`` returns for a graph. ``rows`` are the sources of outputs with a row per sample, if
+        """The result of ``trace`` for a graph. ``rows`` are the sources of outputs with a row per sample, if
         they are known."""
         if captured.outputs:
             may_be_outside = self.request.loss in (LossSource.MAYBE_CALLER, LossSource.CALLER)

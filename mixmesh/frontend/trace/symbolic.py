@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ from ...base.patch import patched
 FreeDims = Mapping[str, Collection[int]]
 Shape = tuple[int, ...]
 NUMBERS = torch.SymInt | torch.SymFloat | torch.SymBool
-END = 2**63 - 1  # of a slice that ends with the dim
+END = 2**63 - 1  # the end of a slice that goes to the end of its dim
 TENSORS_OF_SLICES = {torch.ops.aten.slice.Tensor: 1, torch.ops.aten.slice_scatter.default: 2}
 # PyTorch's files, and those of what it computes with symbols by
 WITHIN = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (torch, sympy))
@@ -47,20 +47,34 @@ def symbols_as_numbers(limit_s: float) -> Iterator[None]:
     """A context in which the model's code takes symbols for the numbers that they stand for: they are
     instances of ``int``, and their text is that of the number, which thereby is the only one that fits. After
     ``limit_s`` the next use of a symbol raises NotSymbolic: some expressions keep sympy busy for minutes."""
-    shown, end = torch.SymInt.__repr__, time.monotonic() + limit_s
+    end_s = time.monotonic() + limit_s
+    with ExitStack() as patches:
+        for symbol, number in ((torch.SymInt, int), (torch.SymFloat, float), (torch.SymBool, bool)):
+            patches.enter_context(patched(symbol, "__getattribute__", _attributes_of(number, end_s)))
+            patches.enter_context(patched(symbol, "__repr__", _text_of(number, symbol.__repr__)))
+        yield
 
-    def attribute(self: torch.SymInt, name: str) -> Any:
+
+def _attributes_of(kind: type, end_s: float) -> Callable[[Any, str], Any]:
+    """A ``__getattribute__`` of symbols that are of this ``kind`` for the model's code."""
+
+    def attribute(self: Any, name: str) -> Any:
         if name == "__class__" and not _asked_by_torch():  # isinstance() asks for it
-            return int
-        if time.monotonic() > end:
+            return kind
+        if time.monotonic() > end_s:
             raise NotSymbolic
         return object.__getattribute__(self, name)
 
-    def text(self: torch.SymInt) -> str:
-        return shown(self) if _asked_by_torch() else repr(int(self))
+    return attribute
 
-    with patched(torch.SymInt, "__getattribute__", attribute), patched(torch.SymInt, "__repr__", text):
-        yield
+
+def _text_of(kind: type, shown: Callable[[Any], str]) -> Callable[[Any], str]:
+    """A ``__repr__`` of symbols that are of this ``kind`` for the model's code."""
+
+    def text(self: Any) -> str:
+        return shown(self) if _asked_by_torch() else repr(kind(self))
+
+    return text
 
 
 def _asked_by_torch() -> bool:
@@ -148,10 +162,10 @@ class Conditions:
             return None
         number_of: dict[Any, sympy.Integer] = {}
         for name, expected in self.inputs.items():
-            given = shapes[name]
-            if given is None or len(given) != len(expected):
+            shape = shapes[name]
+            if shape is None or len(shape) != len(expected):
                 return None
-            number_of |= {s: sympy.Integer(n) for s, n in zip(expected, given) if isinstance(s, sympy.Symbol)}
+            number_of |= {s: sympy.Integer(n) for s, n in zip(expected, shape) if isinstance(s, sympy.Symbol)}
         sizes = Sizes(number_of)
         fits = all(
             sizes.value(size) == number

@@ -23,7 +23,7 @@ from ...lang.ir import Graph
 # again if as many shapes have come that it does not serve
 OWN = 3
 ATTEMPTS = 2
-MAX_KINDS = 16  # of calls, those that came last
+MAX_KINDS = 16  # kinds of calls that are remembered, those that came last
 # the script is told that shapes cost time from this number of traces on, if they took that long
 MANY, TOLD_S = 6, 20.0
 
@@ -64,25 +64,26 @@ class Traces:
     ) -> Traced:
         """``trace(model, batch, **options)`` for a batch of these ``shapes``. Calls of one ``kind`` differ in
         nothing else. Raises what ``trace`` does."""
-        known = self._kind(kind, shapes)
-        made = known.symbolic.at(shapes) if known.symbolic is not None else None
-        if made is not None:
-            return made
-        known.shapes.append(shapes)
+        past = self._kind(kind, shapes)
+        traced = past.symbolic.at(shapes) if past.symbolic is not None else None
+        if traced is not None:
+            return traced
+        if past.attempts < ATTEMPTS:
+            past.shapes.append(shapes)
         started = time.perf_counter()
-        if len(known.own) < OWN or known.attempts == ATTEMPTS:
-            made = trace(model, batch, **options)
-            known.own = [*known.own, (shapes, made.graph)][-OWN:]
+        if len(past.own) < OWN or past.attempts == ATTEMPTS:
+            traced = trace(model, batch, **options)
+            past.own = [*past.own, (shapes, traced.graph)][-OWN:]
         else:
-            made, symbolic = trace_symbolic(model, batch, known.free(), **options)
-            if symbolic is not None and _agrees(symbolic, known.own):
-                known.symbolic = symbolic
-            known.attempts, known.own = known.attempts + 1, []
+            traced, symbolic = trace_symbolic(model, batch, past.free(), **options)
+            if symbolic is not None and _agrees(symbolic, past.own):
+                past.symbolic = symbolic
+            past.attempts, past.own = past.attempts + 1, []
         self.spent_s.append(time.perf_counter() - started)
         if len(self.spent_s) >= MANY and not self.has_told and sum(self.spent_s) >= TOLD_S:
             self.has_told = True
             warn_once(_of_many_shapes(self.spent_s))
-        return made
+        return traced
 
     def _kind(self, kind: Hashable, shapes: NamedShapes) -> _Kind:
         if kind not in self.kinds:
@@ -95,8 +96,8 @@ class Traces:
 
 def _agrees(symbolic: SymbolicTrace[Traced], own: Sequence[tuple[NamedShapes, Graph]]) -> bool:
     """Whether a trace with symbols gives the graphs of traces without, wherever it gives any."""
-    given = [(symbolic.at(shapes), graph) for shapes, graph in own]
-    return all(made is None or made.graph == graph for made, graph in given)
+    pairs = [(symbolic.at(shapes), graph) for shapes, graph in own]
+    return all(traced is None or traced.graph == graph for traced, graph in pairs)
 
 
 def _of_many_shapes(spent_s: Sequence[float]) -> str:
