@@ -141,11 +141,15 @@ def check_replaced(replaced: Sequence[Replaced], program: ExportedProgram, prefi
 def warnings_of(replaced: Sequence[Replaced]) -> list[str]:
     """Returns a warning for each number that the forward pass changes."""
     return [
-        f"the forward pass changes the number {each.name} ({each.place}): every step computes with what it "
+        f"the forward pass changes the number {each.name}{_in(each.place)}: every step computes with what it "
         "was while the model was traced; keep it in a buffer if the loss depends on it"
         for each in replaced
         if each.is_number
     ]
+
+
+def _in(place: Place) -> str:
+    return f" ({place})" if place.location else ""
 
 
 def _put_back(table: dict[str, Any], old: Mapping[str, Any]) -> None:

@@ -373,5 +373,5 @@ def _refusal(program: Program, i: Instruction, why: str) -> PlanError:
         "parameters",
         hint="leave it out of outputs="
         if i.op == "output"
-        else "plan without accumulation; of batch norm, take group norm",
+        else "plan without accumulation; where batch norm is what needs the whole batch, take group norm",
     )
