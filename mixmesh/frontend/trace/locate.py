@@ -19,7 +19,7 @@ from torch.fx import proxy
 from torch.fx.proxy import TracerBase
 
 from ...base.callers import shown_path
-from ...base.files import PACKAGE, absolute
+from ...base.files import PACKAGE, absolute, working_folder
 from ...base.patch import patched
 
 Frame = tuple[str, int, str]  # file, line, function
@@ -51,11 +51,16 @@ class Place:
         return f"{self.location}, {self.source}" if self.source else self.location
 
 
-@lru_cache(maxsize=4096)  # a trace with symbols is converted for every shape
 def place_of_stack(text: str | None) -> Place:
     """The innermost frame in a stack trace that belongs to the user, or else to a library, but never to
     torch."""
-    return _pick(_frames_in(text or ""))
+    return _place_of_stack(text or "", working_folder())
+
+
+@lru_cache(maxsize=4096)  # a trace with symbols is converted for every shape
+def _place_of_stack(text: str, folder: str) -> Place:
+    """The place as it is shown from a working directory."""
+    return _pick(_frames_in(text))
 
 
 def _frames_in(text: str) -> list[Frame]:
