@@ -28,6 +28,7 @@ from .carried import is_computed, restore
 from .containers import MOST_ITEMS, keys_read
 from .copies import original_of
 from .locate import place_of_function
+from .symbolic import NUMBERS
 
 DEPTH = 4  # levels of objects within each other that are followed
 MOST_HOLDERS = 2000
@@ -349,14 +350,15 @@ def _inner(path: str, holder: Any, key: Any) -> str:
     return path if isinstance(holder, CellType) else f"{path}.{key}".lstrip(".")
 
 
-def _tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in a value, also in attributes of an object of the script."""
+def _tensors_in(value: Any) -> list[Any]:
+    """The tensors in a value, and the symbols for sizes, which are of no use after an export either; also in
+    attributes of an object of the script."""
     leaves = [
         inner
         for leaf in pytree.tree_leaves(value)
         for inner in (pytree.tree_leaves(_entries(leaf)) if _is_object(leaf) else [leaf])
     ]
-    return [x for x in leaves if isinstance(x, Tensor)]
+    return [x for x in leaves if isinstance(x, Tensor | NUMBERS)]
 
 
 def check_outside(lost: Sequence[Left]) -> None:

@@ -17,6 +17,7 @@ from torch._ops import OpOverload
 from ...errors import TraceError
 from .fx_nodes import node_argument
 from .locate import place_of_stack
+from .symbolic import is_symbol
 
 aten = torch.ops.aten
 SELECT = (aten.masked_select.default, aten.index.Tensor)
@@ -54,7 +55,7 @@ def targets_by_sample(module: fx.GraphModule) -> None:
 
 
 def _is_known(targets: fx.Node) -> bool:
-    return all(type(size) is int for size in targets.meta["val"].shape)
+    return all(type(size) is int or is_symbol(size) for size in targets.meta["val"].shape)
 
 
 def _selected(targets: fx.Node) -> tuple[fx.Node, fx.Node] | None:
