@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -197,8 +195,5 @@ def test_slices_are_written_out(given, written):
     assert written_out(aten.select.int, given) == given
 
 
-def test_a_trace_that_takes_too_long_is_given_up(monkeypatch):
-    trace_module = sys.modules["mixmesh.frontend.trace"]
-    monkeypatch.setattr(trace_module, "SLOWER", 0)
-    monkeypatch.setattr(trace_module, "LEAST_S", 0.0)
-    assert symbolic(Rows(), pixels(4, 6)) is None
+def test_a_trace_that_takes_too_long_is_given_up():
+    assert symbolic(Rows(), pixels(4, 6), limit_s=0.0) is None

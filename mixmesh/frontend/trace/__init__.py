@@ -5,6 +5,7 @@ Reading order: capture (torch.export), convert (its nodes to ours), then the pas
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -200,6 +201,7 @@ def trace_symbolic(
     free: FreeDims,
     passes: Sequence[Pass] = PASSES,
     *,
+    limit_s: float = math.inf,
     batch_norm: str = EXACT,
     outputs: Collection[str | int] = (),
     autocast: Autocast | None = None,
@@ -207,11 +209,12 @@ def trace_symbolic(
     learns: bool = True,
 ) -> tuple[Traced, SymbolicTrace[Traced] | None]:
     """Traces a call as ``trace`` does, and again with symbols for the sizes of its inputs' ``free`` dims. The
-    second trace gives those for other sizes; None if this call has none. Raises what ``trace`` does."""
+    second trace gives those for other sizes; None if this call has none, or if it took more than ``limit_s``.
+    Raises what ``trace`` does."""
     call = _Call(uncompiled(model), batch, Request(outputs, autocast, loss), passes, batch_norm, learns)
     started = time.monotonic()
     captured = call.captured()
-    limit_s = max(LEAST_S, SLOWER * (time.monotonic() - started))
+    limit_s = min(limit_s, max(LEAST_S, SLOWER * (time.monotonic() - started)))
     plain = call.passed(convert(captured, call.model, graph_name(call.model)))
     traced = call.finished(captured, plain)
     rows = frozenset(

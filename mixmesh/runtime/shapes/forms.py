@@ -135,7 +135,9 @@ class Forms:
             modes_of(modules),
             reads_of(original),
             Children.of(original),
-            Traces({str(i.args[0]): i.type.value.shape for i in plan.program.batch_inputs}),
+            Traces(
+                {str(i.args[0]): i.type.value.shape for i in plan.program.batch_inputs}, comm.timeout_s / 4
+            ),
         )
 
     def form(

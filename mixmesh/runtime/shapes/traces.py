@@ -51,10 +51,11 @@ class _Kind:
 
 @dataclass
 class Traces:
-    """Makes the traces of a model that was planned for inputs of ``planned`` shapes. ``spent_s`` are the
-    seconds of each."""
+    """Makes the traces of a model that was planned for inputs of ``planned`` shapes. One with symbols takes
+    ``limit_s`` at most, as other ranks wait for it. ``spent_s`` are the seconds of each."""
 
     planned: NamedShapes
+    limit_s: float
     kinds: OrderedDict[Hashable, _Kind] = field(default_factory=OrderedDict)
     spent_s: list[float] = field(default_factory=list)
     has_told: bool = False  # whether the script knows that many shapes cost time
@@ -75,7 +76,7 @@ class Traces:
             traced = trace(model, batch, **options)
             past.own = [*past.own, (shapes, traced.graph)][-OWN:]
         else:
-            traced, symbolic = trace_symbolic(model, batch, past.free(), **options)
+            traced, symbolic = trace_symbolic(model, batch, past.free(), limit_s=self.limit_s, **options)
             if symbolic is not None and _agrees(symbolic, past.own):
                 past.symbolic = symbolic
             past.attempts, past.own = past.attempts + 1, []
