@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -193,6 +196,18 @@ def test_slices_are_written_out(given, written):
     assert written_out(aten.slice.Tensor, given) == written
     assert written_out(aten.slice_scatter.default, ("h", *given)) == ("h", *written)
     assert written_out(aten.select.int, given) == given
+
+
+def test_no_batch_is_kept():
+    """A batch of images would take much of a small card for as long as the trace is there."""
+    batch = pixels(4, 6)
+    kept = [weakref.ref(x) for x in batch.values()]
+    made = symbolic(Rows(), batch)
+    others = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.shape == (4, 6) and not x.is_meta]
+    assert made is not None and all(any(x is each() for each in kept) for x in others)
+    del batch, others
+    gc.collect()
+    assert not any(each() is not None for each in kept)
 
 
 def test_a_trace_that_takes_too_long_is_given_up():

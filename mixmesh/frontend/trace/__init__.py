@@ -224,9 +224,11 @@ def trace_symbolic(
     try:
         with symbols_as_numbers(limit_s):
             other = with_symbols.captured()
+        other.program.example_inputs = None  # the batch, which would be kept as long as the trace
         conditions = Conditions.of(other.program, other.inputs)
-        finish = partial(call.finished, captured, rows=rows)
-        return traced, SymbolicTrace(call.model, other, conditions, call.passed, finish).named_as(plain)
+        later = replace(call, batch={})
+        finish = partial(later.finished, other, rows=rows)
+        return traced, SymbolicTrace(call.model, other, conditions, later.passed, finish).named_as(plain)
     except (NotSymbolic, MixmeshError):
         return traced, None
 
