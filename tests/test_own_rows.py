@@ -112,7 +112,7 @@ def test_numbers_made_of_own_rows_are_warned_of_once(read):
     with pytest.warns(UserWarning, match="of a rank's own 5 rows") as found:
         assert read(x, y) == read(*rows())
         read(x, y)
-    assert sum("own 5 rows" in str(each.message) for each in found) == 1
+    assert len(found) == 1
     x, y = watch(rank=1).watched(rows())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
