@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from mixmesh.errors import MixmeshError
 from mixmesh.frontend.trace import trace, trace_symbolic
+from mixmesh.frontend.trace.symbolic import free_dims
+from mixmesh.frontend.trace.symbolic_trace import input_shapes
 
 from .architectures import Architecture, build
 from .coverage import chosen
@@ -46,15 +47,11 @@ def run(say: Callable[[str], None] = lambda _: None) -> list[Served]:
 def serve(architecture: Architecture) -> Served:
     """How many of three shapes, with fewer samples and tokens, one trace with symbols serves."""
     model, batch = build(architecture)
-    size = max(x.shape[0] for x in _tensors(batch) if x.ndim)
+    size = max(x.shape[0] for x in pytree.tree_leaves(batch) if isinstance(x, Tensor) and x.ndim)
     batches = [smaller(batch, size, samples, tokens) for samples, tokens in CUTS]
     graphs = [trace(model, each).graph for each in batches]
-    shapes = [{str(n.args[0]): n.types[0].shape for n in graph.batch_inputs} for graph in graphs]
-    free = {
-        name: {dim for other in shapes for dim, n in enumerate(shape) if other[name][dim] != n}
-        for name, shape in shapes[0].items()
-    }
-    symbolic = trace_symbolic(model, batches[0], {name: dims for name, dims in free.items() if dims})[1]
+    shapes = [input_shapes(graph) for graph in graphs]
+    _, symbolic = trace_symbolic(model, batches[0], free_dims(shapes))
     if symbolic is None:
         return Served(architecture.name, len(CUTS), -1, 0)
     traced = [symbolic.at(each) for each in shapes]
@@ -76,7 +73,3 @@ def smaller(batch: Any, size: int, samples: int, tokens: int) -> Any:
         return x
 
     return pytree.tree_map(cut, batch)
-
-
-def _tensors(batch: Any) -> list[torch.Tensor]:
-    return [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]

@@ -31,8 +31,9 @@ def lengths(
         return
     from ..lengths import report, run
 
-    with progress_bar(3) as (say, advance):
-        rows = run(12 if quick else 90, lambda name: (say(name), advance()) and None)
+    with progress_bar(1) as (say, advance):
+        rows = run(12 if quick else 90, say)
+        advance()
     made = report(rows, command_line())
     write_rows(made, out)
     if as_json:

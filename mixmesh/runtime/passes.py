@@ -103,7 +103,7 @@ class Runtime:
     num_zeroed: int = 0  # number of times that zero_grad has dropped gradients
     loans: WeakSet[Loan] = field(default_factory=WeakSet)  # open loans
     compiles: bool = False  # whether operators between collectives are compiled
-    uses: Counter[tuple] = field(default_factory=Counter)  # of each code that may be compiled, by its key
+    uses: Counter[tuple] = field(default_factory=Counter)  # calls of code that may be compiled, by its key
     left: Left = Left()
     without_values: tuple[str, ...] = ()  # tensors of a model on the device meta that have no values yet
 
@@ -243,8 +243,8 @@ def code_of(
     if steps is not None and size is None and not once:
         size = steps.sizes[0]
     key = (form.key, training, size, once)
-    compiles = run.compiles and not form.is_traced
-    if run.compiles and form.is_traced:
+    compiles = run.compiles
+    if compiles and form.is_traced:
         run.uses[key] += 1
         compiles = run.uses[key] > OFTEN
         if run.uses[key] == OFTEN + 1:

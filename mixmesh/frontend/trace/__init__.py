@@ -26,7 +26,7 @@ from .build import Builder, Rule, rewrite
 from .capture import Capture, LossSource, Request, capture
 from .checkpoints import check_updates
 from .compiled import uncompiled
-from .convert import convert, graph_name
+from .convert import convert
 from .draws import DRAW_RULES
 from .dtypes import DTYPE_NAME, TORCH_DTYPE
 from .folded import linears_without_folding
@@ -90,6 +90,9 @@ class Traced:
     left: tuple[str, ...] = ()
 
 
+# a trace with symbols takes three to five times as long as one without; it is given up after so many times as
+# long, but not before this number of seconds
+SLOWER, LEAST_S = 12, 10.0
 # operators that have a rule, or that a pass replaces
 KNOWN = frozenset().union(
     RULES, ATTENTION_RULES, DRAW_RULES, LOOKUP_RULES, LOSS_RULES, NORM_RULES[EXACT], RECURRENT_RULES, ALIASES,
@@ -186,12 +189,12 @@ def trace(
     call = _Call(uncompiled(model), batch, Request(outputs, autocast, loss), passes, batch_norm, learns)
     check_has_shapes(call.model)
     captured = call.captured()
-    graph = convert(captured, call.model, graph_name(call.model))
+    graph = convert(captured, call.model)
     if loss is LossSource.MAYBE_CALLER and captured.returned.names and not depends_on_batch(graph):
         # that scalar was an output other than a loss, such as a scale
         call = replace(call, request=replace(call.request, loss=LossSource.CALLER))
         captured = call.captured()
-        graph = convert(captured, call.model, graph_name(call.model))
+        graph = convert(captured, call.model)
     return call.finished(captured, call.passed(graph))
 
 
@@ -215,7 +218,7 @@ def trace_symbolic(
     started = time.monotonic()
     captured = call.captured()
     limit_s = min(limit_s, max(LEAST_S, SLOWER * (time.monotonic() - started)))
-    plain = call.passed(convert(captured, call.model, graph_name(call.model)))
+    plain = call.passed(convert(captured, call.model))
     traced = call.finished(captured, plain)
     rows = frozenset(
         n.inputs[0] for n in traced.graph.nodes if n.op == "output" and dict(n.kwargs).get("rows")
@@ -275,7 +278,7 @@ class _Call:
         size = batch_size_of(n.types[0] for n in graph.batch_inputs)
         batch = dict(self.batch) if isinstance(self.batch, Mapping) else self.batch
         fewer = replace(self, batch=first_samples(batch, size, size - 1))
-        return convert(fewer.captured(), self.model, graph_name(self.model))
+        return convert(fewer.captured(), self.model)
 
 
 def depends_on_batch(graph: Graph) -> bool:
@@ -349,7 +352,4 @@ def _warnings(graph: Graph) -> Iterator[str]:
         yield f"parameter {name} gets no gradient: the loss does not depend on it"
 
 
-# a trace with symbols takes three to five times as long as one without; it is given up after so many times as
-# long, but not before this number of seconds
-SLOWER, LEAST_S = 12, 10.0
 MANY = 3  # more parameters than this share one line

@@ -251,7 +251,7 @@ def capture(
     wrapper = LossAndOutputs(model, flat, request)
     try:
         with _quiet(), _as_it_is_traced(), hooks_traced(model), torch.enable_grad():
-            program, places = _export_proved(wrapper, flat, known)
+            program, places = _export_proved(wrapper, known)
     except Exception as error:
         raise of_an_unfit_batch(error, model, batch) or explain(error, model) from error
     return Capture(
@@ -271,14 +271,12 @@ def capture(
     )
 
 
-def _export_proved(
-    wrapper: LossAndOutputs, batch: Batch, known: Container[str]
-) -> tuple[ExportedProgram, tuple[str, ...]]:
+def _export_proved(wrapper: LossAndOutputs, known: Container[str]) -> tuple[ExportedProgram, tuple[str, ...]]:
     """Exports a call in functional form, and the lines of its branches that ask whether a mask selects
     anything. All of them are taken as if it did, which is proved to be right (``skipped``)."""
 
     def functional(skips: Skips | None) -> ExportedProgram:
-        program = _export_settled(wrapper, batch, skips, checks)
+        program = _export_settled(wrapper, skips, checks)
         wrapper.reads.keep_constants(wrapper.model, program)
         check_replaced(wrapper.attributes.replaced, program, WRAPPED)
         inline_regions(program.graph_module)
@@ -300,6 +298,8 @@ def _export_proved(
             branches = wrapper.training, sites
             is_known = not asked or branches in PROVED.get(wrapper.model, ())
             is_proved = is_known or _is_proved(functional, program, sites)
+        except NotSymbolic:  # no branch: the same call without symbols decides on those
+            raise
         except Exception as error:
             check = wrapper.paths.check_that_raised(error)
             if check and _raises_alone(functional, wrapper, is_taken=program is None):
@@ -346,13 +346,13 @@ def _raises_alone(functional: Callable[[Skips], object], wrapper: LossAndOutputs
 
 
 def _export_settled(
-    wrapper: LossAndOutputs, batch: Batch, skips: Skips | None, checks: Mapping[Site, bool | None]
+    wrapper: LossAndOutputs, skips: Skips | None, checks: Mapping[Site, bool | None]
 ) -> ExportedProgram:
     """Exports a call. A pass may set what was empty for all later ones, such as transformers'
     ``config.problem_type``: if a second one changes nothing and computes the same, nothing is amiss."""
 
     def export() -> ExportedProgram:
-        return past_checks(lambda paths: _export(wrapper, batch.tensors(), paths, skips), checks)
+        return past_checks(lambda paths: _export(wrapper, paths, skips), checks)
 
     program = export()
     changed = wrapper.reads.changed_within
@@ -378,12 +378,10 @@ def _is_same_constant(value: Any, other: Any) -> bool:
     return value is other or (are_tensors and torch.equal(value, other))
 
 
-def _export(
-    wrapper: LossAndOutputs, tensors: tuple[torch.Tensor, ...], paths: Paths, skips: Skips | None
-) -> ExportedProgram:
+def _export(wrapper: LossAndOutputs, paths: Paths, skips: Skips | None) -> ExportedProgram:
     paths.skips = skips
     wrapper.paths = paths
-    with meta_on_device(wrapper, beside(wrapper, tensors)) as meta_tensors:
+    with meta_on_device(wrapper, beside(wrapper, wrapper.batch.tensors())) as meta_tensors:
         free = dynamic_shapes(wrapper.batch.tensor_names, wrapper.free)
         return torch.export.export(wrapper, meta_tensors, dynamic_shapes=free, strict=False)
 

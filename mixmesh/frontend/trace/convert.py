@@ -44,10 +44,10 @@ CHANGE_LATER = (
 WRAPPED = "model."  # the prefix that LossAndOutputs adds to names
 
 
-def convert(captured: Capture, model: nn.Module, name: str, sizes: Sizes | None = None) -> Graph:
+def convert(captured: Capture, model: nn.Module, sizes: Sizes | None = None) -> Graph:
     """Converts the program in its own order, but leaves come first, and updates of buffers and outputs
     last. ``sizes`` are the numbers of sizes that are symbols."""
-    return _Converter(captured, model, sizes).graph(name)
+    return _Converter(captured, model, sizes).graph(graph_name(model))
 
 
 def graph_name(model: nn.Module) -> str:

@@ -1,8 +1,8 @@
 """Symbols in place of sizes: one export of a call serves batches of many sizes.
 
-PyTorch can export a call with symbols for some sizes of its inputs. Where the model or PyTorch itself asks
-what a symbol cannot answer, as ``if length > 512`` does, PyTorch answers for the sizes at hand and notes a
-condition. For all sizes that fulfil the conditions the program is the same, with numbers in place of symbols.
+PyTorch can export a call with symbols for some sizes of its inputs. Some questions, as ``if length > 512``,
+have no answer for a symbol. PyTorch then answers for the sizes at hand and notes a condition. For all sizes
+that fulfil the conditions the program is the same, with numbers in place of symbols.
 """
 
 from __future__ import annotations
@@ -83,6 +83,15 @@ def _asked_by_torch() -> bool:
     return sys._getframe(2).f_code.co_filename.startswith(WITHIN)
 
 
+def free_dims(shapes: Sequence[Mapping[str, Shape]]) -> dict[str, set[int]]:
+    """The dims whose sizes differ between several ``shapes``, by input; without those that have none."""
+    return {
+        name: dims
+        for name, shape in shapes[0].items()
+        if (dims := {dim for other in shapes for dim, n in enumerate(shape) if other[name][dim] != n})
+    }
+
+
 def dynamic_shapes(names: Iterable[str], free: FreeDims) -> Any:
     """The argument of ``torch.export.export`` that makes symbols of free dims; None for no free dims."""
     return (tuple({dim: Dim.AUTO for dim in free.get(name, ())} for name in names),) if free else None
@@ -151,29 +160,25 @@ class Conditions:
         if any(map(has_fractions, relations)):
             raise NotSymbolic
         _check_numbers(program.graph)
-        ranges = {symbol: shapes.var_to_range[symbol] for symbol in shapes.var_to_range}
         return cls(
             {name: tuple(_expression(size, shapes) for size in shape) for name, shape in inputs.items()},
             tuple(shapes.replace(relation) for relation in relations),
-            {symbol: r for symbol, r in ranges.items() if symbol not in shapes.replacements},
+            {symbol: r for symbol, r in shapes.var_to_range.items() if symbol not in shapes.replacements},
         )
 
     def sizes(self, shapes: Mapping[str, Shape | None]) -> Sizes | None:
         """The numbers for the symbols, with inputs of these ``shapes``; None if the program is not theirs."""
         if shapes.keys() != self.inputs.keys():
             return None
-        number_of: dict[Any, sympy.Integer] = {}
+        pairs: list[tuple[Any, int]] = []
         for name, expected in self.inputs.items():
             shape = shapes[name]
             if shape is None or len(shape) != len(expected):
                 return None
-            number_of |= {s: sympy.Integer(n) for s, n in zip(expected, shape) if isinstance(s, sympy.Symbol)}
+            pairs += zip(expected, shape)
+        number_of = {size: sympy.Integer(n) for size, n in pairs if isinstance(size, sympy.Symbol)}
         sizes = Sizes(number_of)
-        fits = all(
-            sizes.value(size) == number
-            for name, expected in self.inputs.items()
-            for size, number in zip(expected, shapes[name] or ())
-        )
+        fits = all(sizes.value(size) == n for size, n in pairs)
         in_range = all(s in number_of and number_of[s] in r for s, r in self.ranges.items())
         return sizes if fits and in_range and all(map(sizes.holds, self.relations)) else None
 

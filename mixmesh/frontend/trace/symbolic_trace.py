@@ -15,7 +15,7 @@ from ...errors import MixmeshError
 from ...lang.ir import Graph
 from ...lang.ir.graph import with_names
 from .capture import Capture
-from .convert import convert, graph_name
+from .convert import convert
 from .symbolic import Conditions, NotSymbolic, Shape
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class SymbolicTrace(Generic[T]):
     def named_as(self, plain: Graph) -> SymbolicTrace[T]:
         """This trace with the names of ``plain``, the graph of the same call without symbols. Raises
         NotSymbolic if the two differ in anything else."""
-        graph = self._graph({str(n.args[0]): n.types[0].shape for n in plain.batch_inputs})
+        graph = self._graph(input_shapes(plain))
         if graph is None:
             raise NotSymbolic
         return replace(self, names=names_of_the_same(graph, plain))
@@ -55,7 +55,12 @@ class SymbolicTrace(Generic[T]):
         sizes = self.conditions.sizes(shapes)
         if sizes is None:
             return None
-        return self.passes(convert(self.captured, self.model, graph_name(self.model), sizes))
+        return self.passes(convert(self.captured, self.model, sizes))
+
+
+def input_shapes(graph: Graph) -> dict[str, Shape]:
+    """The shape of each input of the batch, by its name."""
+    return {str(n.args[0]): n.types[0].shape for n in graph.batch_inputs}
 
 
 def names_of_the_same(graph: Graph, other: Graph) -> dict[str, str]:

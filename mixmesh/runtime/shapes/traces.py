@@ -1,7 +1,7 @@
 """The traces of a model for batches of several shapes.
 
-Each of the first shapes has a trace of its own. If more follow, as with texts that are padded to the longest
-of their batch, the sizes that differ become symbols of one trace, which serves further shapes.
+Each of the first shapes has a trace of its own. More may follow, where texts are padded to the longest of a
+batch. Then the sizes that differ become symbols of one trace, which serves further shapes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import nn
 from ...base.progress import warn_once
 from ...base.units import seconds_text
 from ...frontend.trace import SymbolicTrace, Traced, trace, trace_symbolic
+from ...frontend.trace.symbolic import Shape, free_dims
 from ...lang.ir import Graph
 
 # a trace with symbols takes as long as three to five without: it is made from this number of shapes on, and
@@ -27,7 +28,7 @@ MAX_KINDS = 16  # kinds of calls that are remembered, those that came last
 # the script is told that shapes cost time from this number of traces on, if they took that long
 MANY, TOLD_S = 6, 20.0
 
-NamedShapes = Mapping[str, tuple[int, ...]]
+NamedShapes = Mapping[str, Shape]
 
 
 @dataclass
@@ -38,15 +39,6 @@ class _Kind:
     own: list[tuple[NamedShapes, Graph]] = field(default_factory=list)
     symbolic: SymbolicTrace[Traced] | None = None
     attempts: int = 0
-
-    def free(self) -> dict[str, set[int]]:
-        """The dims of each input whose sizes differ between the shapes that came."""
-        first = self.shapes[0]
-        return {
-            name: dims
-            for name, shape in first.items()
-            if (dims := {d for other in self.shapes for d, n in enumerate(shape) if other[name][d] != n})
-        }
 
 
 @dataclass
@@ -76,7 +68,8 @@ class Traces:
             traced = trace(model, batch, **options)
             past.own = [*past.own, (shapes, traced.graph)][-OWN:]
         else:
-            traced, symbolic = trace_symbolic(model, batch, past.free(), limit_s=self.limit_s, **options)
+            free = free_dims(past.shapes)
+            traced, symbolic = trace_symbolic(model, batch, free, limit_s=self.limit_s, **options)
             if symbolic is not None and _agrees(symbolic, past.own):
                 past.symbolic = symbolic
             past.attempts, past.own = past.attempts + 1, []
