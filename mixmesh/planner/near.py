@@ -27,8 +27,10 @@ def reduced_near(task: Task, proposals: Sequence[Proposal]) -> list[Proposal]:
     that this leaves as they are do not count. A program that is slower while its reductions are exposed may
     become the fastest once they are hidden, so each set of devices has its own trials.
 
-    Tries those first that would be fastest with all sums hidden. With a short budget, tries those first that
-    are fastest so far, and skips those that would not become the fastest by the gain of the one before.
+    Tries those with a short budget first, since what they reach may show that the others, which take longer
+    to try, cannot become the fastest. Among those, tries the fastest so far first, and skips those that would
+    not become the fastest by the gain of the one before. Among the others, tries those first that would be
+    fastest with all sums hidden.
     """
     fastest_s = min([p.timeline.step_s for p in proposals if p.feasible], default=float("inf"))
     tried: Counter[tuple] = Counter()  # by planner and devices; with a short budget by planner
@@ -69,7 +71,8 @@ def worth_reducing(
             floor_s = least_reduced_s(proposal)
         budget, step_s = budget_for(proposal, task.budget), proposal.timeline.step_s
         if step_s <= (fastest_s + HIDDEN * floor_s if budget.is_ample else HOPEFUL * fastest_s):
-            found.append((floor_s if budget.is_ample else step_s, proposal, floor_s, budget))
+            order = budget.is_ample, floor_s if budget.is_ample else step_s
+            found.append((order, proposal, floor_s, budget))
     return [(p, floor_s, budget) for _, p, floor_s, budget in sorted(found, key=lambda entry: entry[0])]
 
 

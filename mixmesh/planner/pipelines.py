@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, islice, permutations
 
 import numpy as np
@@ -40,6 +41,7 @@ JUDGED = 4  # number of plans of each kind of stages that are simulated
 # 300 nodes, or up to 545
 MOST_HOPEFUL, MOST_STEPS = 8, 20
 HOPEFUL, HOPEFUL_STEPS = 2, 11
+MOST_KEPT = 512  # matrices of 97 x 97 seconds
 LEAST_STEPS = 6  # steps without which no pipelines are looked for: up to 1000 nodes
 MOST_DEVICES = 16
 WORTH = 1.15  # factor on the bound of all plans: a faster step has little to gain
@@ -223,9 +225,13 @@ class _Estimate:
         self.stored = self.params * states
         self.kept = _between([g.kept_bytes for g in groups])
         self.passing = _largest([g.passing_bytes for g in groups])
+        self.no_s = np.zeros(len(groups) + 1)
         self._links: dict[tuple, tuple[float, float]] = {}
         self._shares: dict[tuple[Ranks, int], tuple[int, ...]] = {}
         self._stages: dict[tuple[Ranks, int, int], tuple[np.ndarray, np.ndarray]] = {}
+        self._borders: dict[tuple[Ranks, Ranks, int], np.ndarray] = {}
+        # arrangements of the same stages share most of these; each is a matrix, so only some are kept
+        self.cost = lru_cache(maxsize=MOST_KEPT)(self._cost)
 
     @lazy
     def crossing(self) -> np.ndarray:
@@ -280,6 +286,32 @@ class _Estimate:
             self._stages[key] = stage_s, fits
         return self._stages[key]
 
+    def _cost(
+        self, source: Ranks | None, ranks: Ranks, target: Ranks | None, micro_steps: int, flying: int
+    ) -> np.ndarray:
+        """Seconds that a micro-batch holds the stage ``ranks`` or the transfers with the stages before and
+        after it, for each pair of borders: gradients go back, activations go forward. Infinite where the
+        memory for ``flying`` micro-batches is short."""
+        held_s, fits = self.stage(ranks, self.space.batch // micro_steps, flying)
+        before_s = self.border(source, ranks, micro_steps)[:, None]
+        if self.is_blocking:
+            held_s = held_s + before_s + self.border(ranks, target, micro_steps)
+        return np.where(fits, np.maximum(held_s, before_s), np.inf)
+
+    def border(self, source: Ranks | None, target: Ranks | None, micro_steps: int) -> np.ndarray:
+        """Seconds of a transfer of a micro-batch from a stage to the next, for each border; infinite where no
+        pipeline may be cut. Zero before the first stage and after the last."""
+        if source is None or target is None:
+            return self.no_s
+        key = source, target, micro_steps
+        if key not in self._borders:
+            size = self.space.batch // micro_steps
+            held, wanted = self.shares(source, size), self.shares(target, size)
+            fixed, per_byte = self._link(source, held, target, wanted)
+            transfer_s = fixed + per_byte * self.crossing / micro_steps
+            self._borders[key] = np.where(self.is_forbidden, np.inf, transfer_s)
+        return self._borders[key]
+
     def floor_s(self, units: Sequence[Ranks], micro_steps: int) -> float:
         """A rough lower bound over all borders between these stages: the fastest stages, any number of them,
         take equally long, and the others get nothing."""
@@ -295,40 +327,35 @@ class _Estimate:
         for n in sorted(range(len(every)), key=lambda n: floors[n]):
             if floors[n] >= below_s:
                 break
-            chain = self.best(every[n], micro_steps)
+            chain = self.best(every[n], micro_steps, below_s)
             if chain is not None and chain.step_s < below_s:
                 best, below_s = chain, chain.step_s
         return best
 
-    def best(self, units: Sequence[Ranks], micro_steps: int) -> Chain | None:
-        """The borders for which the slowest stage or transfer is shortest; None if nothing fits."""
-        count, batch = len(self.space.groups), self.space.batch
-        size = batch // micro_steps
+    def best(self, units: Sequence[Ranks], micro_steps: int, below_s: float) -> Chain | None:
+        """The borders for which the slowest stage or transfer is shortest; None if nothing fits, or if the
+        estimate is surely not ``below_s``."""
+        size = self.space.batch // micro_steps
         shares = [self.shares(ranks, size) for ranks in units]
         if any(not counts[r] for ranks, counts in zip(units, shares) for r in ranks):
             return None
-        # seconds of a transfer over the border before each stage: inputs have to cross the one before the
-        # first group
-        border_s = [np.zeros(count + 1) for _ in (None, *units)]
-        for n in range(1, len(units)):
-            fixed, per_byte = self._link(units[n - 1], shares[n - 1], units[n], shares[n])
-            border_s[n] = np.where(self.is_forbidden, np.inf, fixed + per_byte * self.crossing / micro_steps)
-        seconds, costs = [], []
+        around = (None, *units, None)
+        costs = []
         for n, ranks in enumerate(units):
-            stage_s, fits = self.stage(ranks, size, min(len(units) - n, micro_steps))
-            # gradients go back, activations go forward
-            held_s = stage_s + border_s[n][:, None] + border_s[n + 1] if self.is_blocking else stage_s
-            seconds.append(stage_s)
-            costs.append(np.where(fits, np.maximum(held_s, border_s[n][:, None]), np.inf))
-        ends = borders(costs)
-        if ends is None:
+            target = around[n + 2] if self.is_blocking else None  # else it makes no difference
+            costs.append(self.cost(around[n], ranks, target, micro_steps, min(len(units) - n, micro_steps)))
+        ends, slowest_s = borders(costs)
+        # every micro-batch takes at least this long, one after another
+        if micro_steps * slowest_s >= below_s:
             return None
         starts = (0, *ends)
-        stages_s = [float(stage_s[a, b]) for stage_s, a, b in zip(seconds, starts, ends)]
-        slowest_s = max(float(cost[a, b]) for cost, a, b in zip(costs, starts, ends))
-        arriving_s = [float(border_s[n][a]) for n, a in enumerate(starts[:-1])]
-        passes_s = through_s(stages_s, arriving_s, slowest_s, micro_steps)
-        step_s = passes_s + self._end_s(units, starts, ends, stages_s, arriving_s)
+        stages_s = [float(self.stage(r, size, 1)[0][a, b]) for r, a, b in zip(units, starts, ends)]
+        arriving = [self.border(source, ranks, micro_steps) for source, ranks in zip(around, units)]
+        arriving_s = [float(transfer_s[a]) for transfer_s, a in zip(arriving, starts)]
+        step_s = through_s(stages_s, arriving_s, slowest_s, micro_steps)
+        if step_s >= below_s:
+            return None
+        step_s += self._end_s(units, starts, ends, stages_s, arriving_s)
         return Chain(micro_steps, tuple(shares), ends, float(step_s))
 
     def _end_s(
@@ -389,24 +416,21 @@ def through_s(
     return longest_s
 
 
-def borders(costs: Sequence[np.ndarray]) -> tuple[int, ...] | None:
-    """The ends of the stages for which the largest cost is smallest: ``costs[s][a, b]`` is the cost of stage
-    s with the groups from a up to but not including b. None if every choice has infinite cost."""
+def borders(costs: Sequence[np.ndarray]) -> tuple[tuple[int, ...], float]:
+    """The ends of the stages for which the largest cost is smallest, and that cost: ``costs[s][a, b]`` is the
+    cost of stage s with the groups from a up to but not including b. It is infinite if every choice is."""
     last = len(costs[0]) - 1
     best = np.full(last + 1, np.inf)
     best[0] = 0.0
     before = []
     for cost in costs:
-        through = np.maximum(best[:, None], cost)
-        before.append(through.argmin(axis=0))
-        best = through.min(axis=0)
-    if not np.isfinite(best[last]):
-        return None
+        before.append(best)
+        best = np.maximum(best[:, None], cost).min(axis=0)
     ends, at = [], last
-    for table in reversed(before):
+    for reached, cost in zip(reversed(before), reversed(costs)):
         ends.append(at)
-        at = int(table[at])
-    return tuple(reversed(ends))
+        at = int(np.maximum(reached, cost[:, at]).argmin())
+    return tuple(reversed(ends)), float(best[last])
 
 
 def _between(values: Sequence[float]) -> np.ndarray:
