@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from small_graphs import THREE, cluster
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mixmesh.cost import CostModel, op_key
 from mixmesh.errors import PlanError, VerificationError
@@ -20,7 +21,7 @@ from mixmesh.lang.operators import PIECE_BYTES, moments, normalise, norms, runni
 from mixmesh.lang.optimizer_states import OptimizerStates
 from mixmesh.lang.rules import call_of
 from mixmesh.measure.profiler.meter import Meter
-from mixmesh.measure.profiler.operators import measure_ops
+from mixmesh.measure.profiler.operators import measure_ops, shard_program, time_op
 from mixmesh.measure.verification import verify
 from mixmesh.passes.recomputation import recomputed
 from mixmesh.search.baselines import data_parallel
@@ -74,8 +75,10 @@ def test_gradients_are_those_of_finite_differences():
     given = (torch.rand(2, 2, dtype=torch.float64) + 1).requires_grad_()
     weight, bias = affine(channels=2)
     assert torch.autograd.gradcheck(moments, (x,))
+    # differences change a tensor without telling it: statistics kept for the same tensor would stay
     assert torch.autograd.gradcheck(
-        lambda *leaves: normalise(*leaves, count=20, eps=EPS), (x, given, weight, bias)
+        lambda x, given, *leaves: normalise(x, given * 1, *leaves, count=20, eps=EPS),
+        (x, given, weight, bias),
     )
 
 
@@ -336,6 +339,15 @@ def test_activations_are_kept_once():
     assert held["%loss"] - held["%h"] == data + small + 4
 
 
+def test_the_profiler_measures_a_norm_as_a_program_runs_it():
+    graph = trace(Net(), images()).graph
+    node = next(node for node in graph.nodes if node.op == "mixmesh.normalise")
+    program, _ = shard_program(graph, node, None, {}, 1.0)
+    with Masks() as masks:
+        time_op(program, Meter(torch.device("cpu"), emulated=False), torch.device("cpu"))
+    assert masks.of_data and not any(masks.of_data)
+
+
 def test_the_profiler_measures_them():
     graph = trace(Net(), images()).graph
     cpu = torch.device("cpu")
@@ -408,7 +420,45 @@ def test_a_gpu_computes_one_gradient(gpu_kernels, weight):
     assert len(gpu_kernels) == 1
 
 
-def test_moments_with_two_uses_have_gradients_of_their_own(gpu_kernels):
+@pytest.fixture(params=["a GPU's kernels", "a CPU's"])
+def joined_kernels(request):
+    """Either way in which one gradient of the data takes the place of two."""
+    if request.param == "a GPU's kernels":
+        request.getfixturevalue("gpu_kernels")
+
+
+class Masks(TorchDispatchMode):
+    """Notes whether each backward pass of a batch norm computes a gradient of the data."""
+
+    def __init__(self):
+        super().__init__()
+        self.of_data = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.native_batch_norm_backward.default:
+            self.of_data.append(args[-1][0])
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_cpu_computes_one_gradient(dtype, layout):
+    """Half types keep two: kernels compute in single precision, a sum of two tensors would not."""
+    x = (torch.randn(20, 3, 4, 5) + 5).to(dtype).to(memory_format=layout).requires_grad_()
+    weight, bias = affine(channels=3)
+    wide = torch.promote_types(dtype, torch.float32)
+    weight, bias, y_grad = weight.to(wide), bias.to(wide), torch.randn(x.shape).to(dtype)
+    with Masks() as masks:
+        own = torch.autograd.grad(normalised(x * 1, weight, bias), (x, weight, bias), y_grad)
+    assert masks.of_data == [dtype == torch.bfloat16]
+    leaves = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
+    exact = torch.autograd.grad(native(*leaves), leaves, y_grad.double())
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.02}[dtype]
+    for ours, plain in zip(own, exact):
+        torch.testing.assert_close(ours.double(), plain, rtol=tolerance, atol=tolerance)
+
+
+def test_moments_with_two_uses_have_gradients_of_their_own(joined_kernels):
     x, scale, bias = data_of_channels()
     y_grad = torch.randn_like(x)
 
@@ -426,7 +476,7 @@ def test_moments_with_two_uses_have_gradients_of_their_own(gpu_kernels):
     torch.testing.assert_close(own, other[:1], rtol=1e-9, atol=1e-9)
 
 
-def test_a_gradient_that_nobody_took_is_not_in_the_next(gpu_kernels):
+def test_a_gradient_that_nobody_took_is_not_in_the_next(joined_kernels):
     x, scale, bias = data_of_channels()
     y_grad = torch.randn_like(x)
     y = normalised(x * 1, scale, bias)

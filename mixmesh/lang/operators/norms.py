@@ -8,13 +8,14 @@ of numbers far from zero are never summed in the precision of the data.
 
 from __future__ import annotations
 
-from functools import lru_cache, reduce
+from collections.abc import Callable
+from functools import lru_cache, partial, reduce
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .pieces import PIECE_BYTES, wide
+from .pieces import HALF, PIECE_BYTES, wide
 
 # --- numbers per channel -------------------------------------------------------------------------------
 
@@ -43,8 +44,8 @@ STATISTICS = "_mixmesh_statistics"  # attribute of moments: what has been comput
 @torch.no_grad()
 def _statistics(moments: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The mean and the biased variance [2, C], computed in f64, and the same in ``dtype``. Two operators need
-    those of the same moments; they are computed once, because every small kernel costs a GPU a launch."""
-    keeps = has_gpu_kernels(moments) and not moments.is_inference()
+    those of the same moments; they are computed once, because every small kernel costs a launch."""
+    keeps = not moments.is_inference()
     now = (count, moments._version, dtype) if keeps else None
     version, statistics = getattr(moments, STATISTICS, (None, None))
     if statistics is None or version != now:
@@ -56,11 +57,14 @@ def _statistics(moments: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor
     return statistics
 
 
+EVERY = 8  # one of so many samples gives the approximate mean
+
+
 def _sums(x: Tensor) -> tuple[Tensor, Tensor]:
     """The approximate mean of each channel [C], and the sums of x and of x^2 [2, C]: f64.
 
-    On a CPU, ``x`` minus its approximate mean is summed, a few samples at a time: PyTorch's kernel for mean
-    and variance takes twice as long there, as it adds one number after another.
+    On a CPU, ``x`` minus the mean of some of its samples is summed, a few samples at a time: PyTorch's kernel
+    for mean and variance takes twice as long there, as it adds one number after another.
     """
     count = x.numel() // x.shape[1]
     if has_gpu_kernels(x):
@@ -69,7 +73,8 @@ def _sums(x: Tensor) -> tuple[Tensor, Tensor]:
         sums[1].addcmul_(mean, sums[0])
         return mean, sums
     dims = [d for d in range(x.ndim) if d != 1]
-    about = x.mean(dims, keepdim=True, dtype=wide(x))
+    some = x[:: EVERY if len(x) >= 2 * EVERY else 1]
+    about = some.mean(dims, keepdim=True, dtype=wide(x))
     rows = max(1, PIECE_BYTES * len(x) // (x.numel() * about.element_size()))
     totals, sums_of_squares = [], []
     for piece in x.split(rows):
@@ -86,13 +91,13 @@ def _sums(x: Tensor) -> tuple[Tensor, Tensor]:
 def _scaled(
     x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """(x - mean) / sqrt(var + eps) * weight + bias, per channel, in one pass."""
-    dtype = wide(x)
-    weight, bias = (None if t is None else t.to(dtype) for t in (weight, bias))
-    return torch.native_batch_norm(x, weight, bias, mean.to(dtype), var.to(dtype), False, 0.0, eps)[0]
+    """(x - mean) / sqrt(var + eps) * weight + bias, per channel, in one pass. Mean and variance are of the
+    dtype in which the result is computed."""
+    weight, bias = (None if t is None else t.to(mean.dtype) for t in (weight, bias))
+    return torch.native_batch_norm(x, weight, bias, mean, var, False, 0.0, eps)[0]
 
 
-# --- one gradient of x instead of two on a GPU ---------------------------------------------------------
+# --- one gradient of x instead of two ------------------------------------------------------------------
 
 
 LINK = "_mixmesh_moments"  # attribute of the data whose moments were summed
@@ -102,21 +107,39 @@ MOST_COUNTED = 2**31 - 1  # values per channel, which the kernel counts in 32 bi
 class _Link:
     """Joins the backward passes of the two operators on the same data. Each has a gradient of it, which would
     be two tensors to write and to add. Instead ``normalise`` sends the sums of its gradient through the
-    all-reduce, as the gradient of the moments, and ``moments`` computes the whole gradient from the tensors
-    in ``passed``, as PyTorch's SyncBatchNorm does. Used only if the moments have a single use."""
+    all-reduce, as the gradient of the moments, and ``moments`` computes the whole gradient from what was
+    ``passed``, as PyTorch's SyncBatchNorm does. Used only if the moments have a single use."""
 
     def __init__(self) -> None:
         self.uses = 0
-        self.passed: tuple | None = None
+        self._passed: tuple[int, Callable[[Tensor], Tensor]] | None = None
 
     @classmethod
     def on(cls, x: Tensor) -> _Link | None:
-        """A new link for the moments of ``x``; None if there are others already, or no kernels."""
-        if not has_gpu_kernels(x) or not x.requires_grad:
+        """A new link for the moments of ``x``; None if there are others already, or if two gradients are
+        more precise: on a CPU those of half types, which kernels of PyTorch compute in single precision."""
+        if not x.requires_grad or (x.dtype in HALF and not has_gpu_kernels(x)):
             return None
         link = None if hasattr(x, LINK) else cls()
         setattr(x, LINK, link)
         return link
+
+    def send(self, gradient: Callable[[Tensor], Tensor]) -> None:
+        """Passes the function that makes the gradient of x from that of the moments."""
+        self._passed = _graph_task(), gradient
+
+    def take(self) -> Callable[[Tensor], Tensor] | None:
+        """The function that was passed in the backward pass under way, once."""
+        passed, self._passed = self._passed, None
+        return passed[1] if passed is not None and passed[0] == _graph_task() else None
+
+
+def mark_summed(x: Tensor) -> None:
+    """Lets a following ``normalise`` of ``x`` alone compute the gradients that it does in a program, where
+    the moments of ``x`` were summed before it."""
+    if hasattr(x, LINK):
+        delattr(x, LINK)
+    _Link.on(x)
 
 
 @lru_cache
@@ -143,19 +166,16 @@ class _Moments(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        link = ctx.link
-        if link is not None and link.passed is not None:
-            task, count, y_grad, x, mean, scale, weight = link.passed
-            link.passed = None
-            if task == _graph_task():
-                sums = grad.to(mean.dtype)
-                number = _as_tensor(count, x.device)
-                return torch.batch_norm_backward_elemt(y_grad, x, mean, scale, weight, *sums, number), None
+        joined = None if ctx.link is None else ctx.link.take()
         x, mean = ctx.saved_tensors
+        if joined is not None and has_gpu_kernels(x):
+            return joined(grad), None
         # g1 + 2 g2 x, computed around the mean, as its terms are large and of opposite signs
         slope = 2 * grad[1]
         level = torch.addcmul(grad[0], slope, mean)
-        return _scaled(x, mean, torch.ones_like(mean), slope, level, 0.0), None
+        mean, slope, level = torch.stack((mean, slope, level)).to(wide(x))
+        of_moments = _scaled(x, mean, torch.ones_like(mean), slope, level, 0.0)
+        return of_moments if joined is None else joined(of_moments), None
 
 
 class _Normalise(torch.autograd.Function):
@@ -182,21 +202,24 @@ class _Normalise(torch.autograd.Function):
         weight = torch.ones_like(near[0]) if weight is None else weight.to(dtype)
         link = ctx.link
         is_joined = link is not None and link.uses == 1 and all(ctx.needs_input_grad[:2])
-        if is_joined and ctx.count <= MOST_COUNTED:
+        if is_joined and has_gpu_kernels(x) and ctx.count <= MOST_COUNTED:
             around = x, near[0], (near[1] + ctx.eps).rsqrt_(), weight
             of_y, of_difference, of_xhat, _ = torch.batch_norm_backward_reduce(
                 grad, *around, True, True, False
             )
-            link.passed = _graph_task(), ctx.count, grad, *around
+            link.send(partial(_gradient_by_kernel, grad, around, ctx.count))
             sums = [None if d is None else g.to(d) for g, d in zip((of_xhat, of_y), ctx.dtypes)]
             return None, torch.stack((of_y, of_difference)).double(), *sums, None, None, None
+        is_joined = is_joined and not has_gpu_kernels(x)
         scale = (var + ctx.eps).rsqrt_()
-        local = [t.to(dtype) for t in (mean, var, scale)]
+        scale_near = scale.to(dtype)
         # for given statistics it returns dy * weight * scale, and the sums of dy * xhat and dy
         dx, of_xhat, of_y = torch.ops.aten.native_batch_norm_backward(
-            grad, x, weight, *local[:2], local[0], local[2], False, ctx.eps,
-            [ctx.needs_input_grad[0], True, True],
+            grad, x, weight, *near, near[0], scale_near, False, ctx.eps,
+            [ctx.needs_input_grad[0] and not is_joined, True, True],
         )  # fmt: skip
+        if is_joined:
+            link.send(partial(_add_scaled, grad, weight * scale_near))
         of_moments = None
         if ctx.needs_input_grad[1]:
             # mean = s1 / count, var = s2 / count - mean^2
@@ -205,6 +228,19 @@ class _Normalise(torch.autograd.Function):
             of_moments = torch.stack((torch.addcmul(slope * of_y, mean, of_square, value=-2), of_square))
         sums = [None if d is None else g.to(d) for g, d in zip((of_xhat, of_y), ctx.dtypes)]
         return dx, of_moments, *sums, None, None, None
+
+
+def _gradient_by_kernel(y_grad: Tensor, around: tuple[Tensor, ...], count: int, of_moments: Tensor) -> Tensor:
+    """The gradient of ``x`` from that of the result and the sums over all ranks, by a GPU's kernel. In
+    ``around`` are ``x``, its mean, the factor that makes its variance one, and the weight."""
+    number = _as_tensor(count, y_grad.device)
+    arguments: tuple = (y_grad, *around, *of_moments.to(around[1].dtype), number)
+    return torch.batch_norm_backward_elemt(*arguments)
+
+
+def _add_scaled(y_grad: Tensor, factor: Tensor, of_moments: Tensor) -> Tensor:
+    """Adds the gradient of the result times a ``factor`` [C] to that through the moments, in place."""
+    return of_moments.addcmul_(y_grad, factor.view(-1, *[1] * (y_grad.ndim - 2)))
 
 
 def moments(x: Tensor) -> Tensor:
@@ -234,7 +270,7 @@ def running_statistics(
         raise RuntimeError(f"moments {list(moments.shape)} for {list(mean.shape)} and {list(var.shape)}")
     unbiased = count / max(count - 1, 1)
     with torch.no_grad():
-        if has_gpu_kernels(moments) and mean.dtype == var.dtype == torch.float32:
+        if mean.dtype == var.dtype == torch.float32:
             # updated in f32, as by PyTorch's own batch norm
             now, biased = _statistics(moments, count, mean.dtype)[1]
             return torch.lerp(mean, now, momentum), torch.lerp(var, biased * unbiased, momentum)
