@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
+from fuzz.ports import free_port
+from warm_python import python
 
 from mixmesh.errors import CollectiveError, InputError
 from mixmesh.runtime import launch_store
@@ -19,6 +21,14 @@ from mixmesh.runtime.lost import Lost, Position, Waiting, error_of, fields_of
 from mixmesh.runtime.peers import Peers, Seen
 from mixmesh.runtime.processes import LAUNCHER_VARIABLE, is_stopped, process_place
 from mixmesh.runtime.watch import Watch
+
+JOB = """import torch, mixmesh
+class Model(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x).square().mean()
+def job():
+    return mixmesh.Job(Model(8, 2), (torch.randn(16, 8),))
+"""
 
 
 def meet(server: dist.TCPStore, late: dict[int, float], world_size: int) -> list[dist.Store]:
@@ -101,6 +111,17 @@ def test_a_port_that_is_no_number_of_one_is_named(by_hand, monkeypatch, port):
     with pytest.raises(InputError, match="at which port the ranks meet") as raised:
         connect_store(timeout_s=2)
     assert raised.value.got == f"MASTER_PORT={port}"
+
+
+def test_a_start_waits_as_long_as_it_is_told_to(by_hand, tmp_path):
+    """Without a plan too, whose preparation is the first to meet the other ranks."""
+    by_hand(1, "127.0.0.1", free_port())
+    (tmp_path / "train.py").write_text(JOB)
+    command = [python(), "-m", "mixmesh", "run", str(tmp_path / "train.py"), "--timeout", "70"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as waiting:
+        told = waiting.stderr.readline()
+        waiting.kill()
+    assert told.startswith("mixmesh: rank 1 does not reach") and told.endswith("waiting up to 70 s\n")
 
 
 def test_a_name_that_gets_its_address_late_is_waited_for(by_hand, monkeypatch):

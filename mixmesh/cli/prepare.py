@@ -49,6 +49,7 @@ class Preparing:
     batch_norm: str
     cluster_file: Path | None
     heartbeat_s: float
+    timeout_s: float
     compiles: bool = False
 
     def options(self) -> Options:
@@ -57,6 +58,7 @@ class Preparing:
         return Options(
             self.profile_s,
             self.planner,
+            timeout_s=self.timeout_s,
             heartbeat_s=self.heartbeat_s,
             batch_norm=self.batch_norm,
             compiles=self.compiles,

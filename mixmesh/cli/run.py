@@ -120,10 +120,12 @@ def run(
     num_steps = steps or (None if epochs else DEFAULT_STEPS)
     if trace is not None:
         check_trace(trace, num_steps, timeout_s)
-    check_targets(log, tensorboard, timeout_s)
     initial = initial_weights(weights, timeout_s)
     what_on_nan = on_nan_of(on_nan, allow_nan)
     checkpoints = checkpoint_settings(checkpoint, every, keep, is_anew, timeout_s)
+    if checkpoints is not None and log is None:
+        log = checkpoints.folder / RUN_LOG
+    check_targets(log, tensorboard, timeout_s)
     options = RunOptions(
         job=job,
         plan=plan,
@@ -135,7 +137,15 @@ def run(
         profile=profile,
         timeout_s=timeout_s,
         preparing=Preparing(
-            profile_s, planner, cache, is_fresh, batch_norm or "exact", cluster, heartbeat_s, compiles
+            profile_s,
+            planner,
+            cache,
+            is_fresh,
+            batch_norm or "exact",
+            cluster,
+            heartbeat_s,
+            timeout_s,
+            compiles,
         ),
         batch_norm=batch_norm,
         on_nan=what_on_nan,
@@ -143,7 +153,7 @@ def run(
         initial=initial,
         is_rebalanced=is_rebalanced,
         print_every=print_every,
-        log=checkpoints.folder / RUN_LOG if checkpoints is not None and log is None else log,
+        log=log,
         tensorboard=tensorboard,
         as_json=as_json,
     )
