@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from .base.progress import say, send_nowhere, tell
+from .base.progress import has_lost_lines, say, send_nowhere, tell
 from .cli.output import error_object, error_text, json_line
 from .cli.told import is_first_to_tell
 from .errors import InputError, MixmeshError
@@ -114,7 +114,7 @@ def execute(arguments: Sequence[str], run: Callable[[Sequence[str]], int] = run)
         return 0
     try:
         status = run(arguments)
-        if sys.stdout is not None:
+        if sys.stdout is not None and not has_lost_lines(sys.stdout):
             sys.stdout.flush()  # shows a pipe without a reader, or a full disk, before the end
         # typer turns the interrupt into the status
         return _interrupted(as_json) if status == INTERRUPTED else status

@@ -96,6 +96,11 @@ def _print(text: str, stream: TextIO | None) -> None:
 _failed: list[TextIO] = []  # streams on which a line could not be written
 
 
+def has_lost_lines(stream: TextIO) -> bool:
+    """Whether ``tell`` or ``say`` could not write a line on this stream."""
+    return stream in _failed
+
+
 def _leave_unwritten(stream: TextIO) -> None:
     """Drops the lines that a stream still holds at the end if they cannot be written now either: Python would
     end with status 120, and a launcher would take a training that is done for one that has failed."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..base.progress import say
 from ..errors import Infeasible, InputError
 from ..lang.plan_file import Plan
 from .launch import meet
@@ -98,8 +99,10 @@ def keeper_of(
         return None
     from ..checkpoint.run import RunCheckpoints
 
-    def say(text: str) -> None:
+    def say_unless_quiet(text: str) -> None:
         if not is_quiet:
-            print(text, flush=True)
+            say(text)
 
-    return RunCheckpoints(settings, plan, epochs, say, initial, may_follow=may_follow, on_saved=on_saved)
+    return RunCheckpoints(
+        settings, plan, epochs, say_unless_quiet, initial, may_follow=may_follow, on_saved=on_saved
+    )
