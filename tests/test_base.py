@@ -80,6 +80,16 @@ def test_a_file_is_there_whole_or_as_it_was(tmp_path):
         write_text(tmp_path / "nowhere" / "x.json", "after")
 
 
+def test_two_that_write_one_file_at_once_do_not_meet(tmp_path):
+    """Processes of the same number, as containers that share a cache have them: the last one counts."""
+    path = tmp_path / "x.json"
+    with written_whole(path) as later:
+        later.write_text("of the later one")
+        write_text(path, "of the other")
+        assert path.read_text() == "of the other"
+    assert os.listdir(tmp_path) == ["x.json"] and path.read_text() == "of the later one"
+
+
 def test_blocks_are_let_go_one_by_one(tmp_path):
     """A block that is a view of a large buffer must not keep it while the next one is made."""
     held: list[bytearray] = []

@@ -8,13 +8,16 @@ import json
 import math
 import os
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from warm_python import python
 
+from mixmesh.base.files import TAIL_BYTES
 from mixmesh.base.run_log import parse_log, read_log
 from mixmesh.cli.live import Live, check_targets, lag_text, left_text
 from mixmesh.errors import InputError
@@ -126,6 +129,38 @@ def test_a_log_of_two_starts(tmp_path):
     assert [(m.step, m.facts) for m in log.of("own")] == [(5, {"own_s": [0.1, 0.2]})]  # the other is undone
 
 
+@pytest.mark.parametrize("cut_off", ('{"step": 2, "lo', "x" * (2 * TAIL_BYTES + 5)))
+def test_a_start_goes_on_after_a_line_that_was_cut_off(tmp_path, cut_off):
+    """As a machine that crashes leaves one; the log stays one that can be read."""
+    file = tmp_path / "log.jsonl"
+    for first in (0, 1):
+        live = Live(PLAN, 32, None, (file, None), is_quiet=True)
+        live.started(first)
+        live.after_step(first, 2.5, 0.2)
+        live.close()
+        assert [s.step for s in read_log(file).steps] == list(range(1, first + 2))
+        with file.open("a") as log:
+            log.write(cut_off)
+    Live(PLAN, 32, None, (file, None), is_quiet=True).close()
+    assert file.read_text().endswith("}\n") and len(read_log(file).steps) == 2
+
+
+def test_a_disk_that_gets_full_within_a_line_leaves_none_cut_off(tmp_path, capsys):
+    """A limit on the size of files stands for it: both take the part of a line for which there is room."""
+    file = tmp_path / "log.jsonl"
+    live = Live(PLAN, 32, None, (file, None), is_quiet=True)
+    live.after_step(0, 2.5, 0.2)
+    size, before = file.stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, before[1]))
+    try:
+        live.after_step(1, 2.5, 0.2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    live.close()
+    assert file.stat().st_size == size
+    assert "log.jsonl is not written any more: File too large" in capsys.readouterr().err
+
+
 def test_another_file_is_no_log():
     with pytest.raises(InputError, match="not a log of a training") as caught:
         parse_log(
@@ -169,6 +204,36 @@ def test_what_cannot_be_written_is_refused_before_the_training(tmp_path):
     assert str(tmp_path / "file") in str(caught.value)
 
 
+def mixmesh_run(words: list[str], stdout: Any = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [python(), "-m", "mixmesh", "run", *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=stdout, stderr=subprocess.PIPE, text=True,
+        timeout=200,
+    )  # fmt: skip
+
+
+def test_a_run_goes_on_where_nobody_reads_what_it_says(tmp_path):
+    """The reader of its output is gone, as after ``| head``: the restart after a fault still trains."""
+    job, kept = tmp_path / "train.py", tmp_path / "kept"
+    job.write_text(JOB)
+    words = [str(job), "--profile-seconds=0", "--cache", str(tmp_path / "cache"), "--checkpoint", str(kept)]
+    done = mixmesh_run([*words, "--steps=2"])
+    assert done.returncode == 0 and len(read_log(kept / "run.jsonl").steps) == 2, done.stderr
+    with open("/dev/full", "w") as nobody:
+        done = mixmesh_run([*words, "--steps=4"], nobody)
+    assert done.returncode == 0, done.stderr
+    assert [(m.step, m.num_undone) for m in read_log(kept / "run.jsonl").of("start")] == [(0, 0), (2, 0)]
+
+
+def test_a_log_among_checkpoints_that_cannot_be_written_is_refused(tmp_path):
+    job, kept = tmp_path / "train.py", tmp_path / "kept"
+    job.write_text(JOB)
+    (kept / "run.jsonl").mkdir(parents=True)
+    done = mixmesh_run([str(job), "--checkpoint", str(kept)])
+    assert done.returncode == 2 and "InputError: cannot write the log: Is a directory" in done.stderr
+    assert "tracing" not in done.stderr  # nor is anything measured
+
+
 def test_a_run_tells_all_three(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -176,10 +241,7 @@ def test_a_run_tells_all_three(tmp_path):
     job.write_text(JOB)
     words = [str(job), "--profile-seconds=0", "--steps=4", "--print-every=2"]
     words += ["--log-json", str(log), "--tensorboard", str(board), "--cache", str(tmp_path / "cache")]
-    done = subprocess.run(
-        [python(), "-m", "mixmesh", "run", *words],
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+    done = mixmesh_run(words)
     assert done.returncode == 0, done.stderr
     assert re.findall(r"^step (\d+)  loss ", done.stdout, re.M) == ["2", "4"]
     start, *rows = [json.loads(line) for line in log.read_text().splitlines()]

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 PACKAGE = Path(__file__).absolute().parents[1]  # the folder of mixmesh's own modules, as tracebacks name it
+TAIL_BYTES = 2**16  # read at a time from the end of a file
 
 
 def read_text(path: str | Path, max_bytes: int) -> str:
@@ -88,13 +90,32 @@ def written_whole(path: Path) -> Iterator[Path]:
         yield path
         return
     path = path.resolve()
-    partial = path.with_name(f"{path.name}.partial{os.getpid()}")
+    # processes of two machines that share the folder may have the same number, as in containers
+    partial = path.with_name(f"{path.name}.partial{os.getpid()}-{secrets.token_hex(4)}")
     try:
         yield partial
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def drop_cut_off_line(path: Path) -> None:
+    """Removes what follows the last end of a line in a file, as a full disk or a crash leaves it: what is
+    added later would be joined to it. Anything but a file stays as it is, and so does one that cannot be
+    changed."""
+    if not is_file(path):
+        return
+    with suppress(OSError), path.open("r+b") as file:
+        end = begin = file.seek(0, os.SEEK_END)
+        tail = b""
+        while begin and b"\n" not in tail:
+            begin = max(begin - TAIL_BYTES, 0)
+            file.seek(begin)
+            tail = file.read(TAIL_BYTES)
+        kept = begin + tail.rfind(b"\n") + 1
+        if kept != end:
+            file.truncate(kept)
 
 
 def write_text(path: str | Path, text: str) -> None:

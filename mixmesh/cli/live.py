@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..base.files import drop_cut_off_line
 from ..base.progress import say, tell
 from ..base.run_log import CHECKPOINT, FAULT, OWN, PLAN, SHARES, START, STOP, mark_line, step_line
 from ..base.units import number_text
@@ -98,6 +99,7 @@ class _Log:
 
     def __init__(self, path: Path) -> None:
         # unbuffered: the rest of a buffer would be written again when the file is closed
+        drop_cut_off_line(path)
         self._path, self._file = path, path.open("ab", buffering=0)
 
     def __enter__(self) -> _Log:
@@ -109,11 +111,14 @@ class _Log:
     def write(self, line: str) -> None:
         if self._file.closed:
             return
+        rest = line.encode()
         try:
-            self._file.write(line.encode())
+            while rest:  # a disk with little room takes a part
+                rest = rest[self._file.write(rest) :]
         except OSError as error:
             tell(f"warning: {self._path} is not written any more: {error.strerror}")
             self._file.close()
+            drop_cut_off_line(self._path)
 
 
 class Live:
