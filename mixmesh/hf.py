@@ -5,11 +5,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .runtime.launch_store import keep_starts_apart
 from .training.integrations.huggingface import Seq2SeqTrainer, Trainer
 from .training.integrations.huggingface.refusals import not_covered
 
 if TYPE_CHECKING:
     from .training.integrations.trl import SFTTrainer
+
+keep_starts_apart()  # the arguments of a Trainer make process groups
 
 __all__ = ["SFTTrainer", "Seq2SeqTrainer", "Trainer"]
 

@@ -12,11 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 from fuzz.ports import free_port
+from torch.distributed.rendezvous import _env_rendezvous_handler, _rendezvous_handlers, rendezvous
 from warm_python import python
 
 from mixmesh.errors import CollectiveError, InputError
 from mixmesh.runtime import launch_store
-from mixmesh.runtime.launch_store import connect_store, store_of_start, wait_for_address
+from mixmesh.runtime.launch_store import connect_store, keep_starts_apart, store_of_start, wait_for_address
 from mixmesh.runtime.lost import Lost, Position, Waiting, error_of, fields_of
 from mixmesh.runtime.peers import Peers, Seen
 from mixmesh.runtime.processes import LAUNCHER_VARIABLE, is_stopped, process_place
@@ -57,6 +58,20 @@ def test_a_start_reads_nothing_of_an_earlier_one(server, late):
         assert not any(store.check(["address"]) for store in stores)
         stores[-1].set("address", f"{world_size}")
         assert {store.get("address") for store in stores} == {str(world_size).encode()}
+
+
+@pytest.mark.parametrize("asked", [(), (0, 1)], ids=["by the environment", "by number, as accelerate does"])
+def test_groups_that_a_library_makes_read_nothing_of_an_earlier_start(server, monkeypatch, asked):
+    """As the arguments of a Hugging Face Trainer do after ``torchrun --max-restarts`` has started again."""
+    of_start = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": server.port}
+    of_start |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": 3}
+    for name, value in of_start.items():
+        monkeypatch.setenv(name, str(value))
+    server.set("address", "of a process that is gone")
+    monkeypatch.setitem(_rendezvous_handlers, "env", _env_rendezvous_handler)
+    keep_starts_apart()
+    store, rank, world_size = next(rendezvous("env://", *asked))
+    assert (rank, world_size) == (0, 1) and not store.check(["address"])
 
 
 def test_a_rank_that_does_not_come_is_named(server, monkeypatch):

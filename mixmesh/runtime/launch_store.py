@@ -16,9 +16,14 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
+from urllib.parse import parse_qsl, urlparse
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.rendezvous import _env_rendezvous_handler, _rendezvous_handlers
 
 from ..base.launched import rank_and_world_size, store_address
 from ..base.progress import tell
@@ -27,6 +32,7 @@ from ..errors import CollectiveError, InputError
 from .agreement import NOTICE_S, POLL_S
 
 KEY = "mixmesh/start"
+MAX_RESTARTS = "TORCHELASTIC_MAX_RESTARTS"
 HINT = "with --nnodes MIN:MAX: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every machine, before torchrun"
 TRY_S = 5.0  # longest wait for one connection, and pause between two
 TOLD_S = 2.0  # seconds after which a store that cannot be reached is told of
@@ -65,6 +71,27 @@ def connect_store(timeout_s: float) -> dist.Store:
         text = f"mixmesh: no machine can come back under this torchrun; {HINT}"
         tell(text)
     return store_of_start(store, rank, world_size, timeout_s)
+
+
+def keep_starts_apart() -> None:
+    """Lets groups that libraries make from the launcher's variables, as transformers does for the arguments
+    of a Trainer, use the store of this start too: PyTorch would connect to processes of an earlier one."""
+    if _rendezvous_handlers["env"] is _env_rendezvous_handler:
+        _rendezvous_handlers["env"] = _rendezvous_of_start
+
+
+def _rendezvous_of_start(
+    url: str, timeout: timedelta = default_pg_timeout, **options: Any
+) -> Iterator[tuple[dist.Store, int, int]]:
+    """PyTorch's handler of ``env://``; under torchrun with restarts, the store of this start."""
+    own = rank_and_world_size()
+    asked = dict(parse_qsl(urlparse(url).query))
+    is_of_all = all(int(asked.get(name, n)) == n for name, n in zip(("rank", "world_size"), own))
+    if not (is_of_all and is_of_launcher() and os.environ.get(MAX_RESTARTS, "0") != "0"):
+        yield from _env_rendezvous_handler(url, timeout=timeout, **options)
+        return
+    yield connect_store(timeout.total_seconds()), *own
+    raise RuntimeError("env:// does not rendezvous again")
 
 
 def wait_for_address(rank: int, timeout_s: float, *, listens: bool) -> None:
@@ -151,9 +178,7 @@ def _port_taken(error: dist.DistNetworkError) -> InputError:
 def may_change() -> bool:
     """Whether torchrun may restart on several machines. In PyTorch 2.13 a machine that joins later then waits
     forever for the store's address, which the other machines publish only once."""
-    num_machines, restarts = (
-        int(os.environ.get(name, "0")) for name in ("GROUP_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS")
-    )
+    num_machines, restarts = (int(os.environ.get(name, "0")) for name in ("GROUP_WORLD_SIZE", MAX_RESTARTS))
     return num_machines > 1 and restarts > 0
 
 
