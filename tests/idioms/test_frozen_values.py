@@ -587,6 +587,24 @@ def test_a_generator_of_torch_in_the_model_is_refused_with_its_line():
     assert "without generator=" in str(caught.value) and "test_frozen_values.py:" in caught.value.where
 
 
+class Casting(nn.Module):
+    """Calls a method of tensors whose name is one of a module's methods, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 4).double()
+
+    def forward(self, x, y):
+        return F.cross_entropy(self.head(x).to(x.dtype), y)
+
+
+def test_methods_of_every_module_are_no_numbers():
+    """While a model is traced, ``nn.Module.to`` is another function."""
+    model = Casting()
+    trace(model, batches()[0])
+    assert reads_of(model).changed(Number) == ()
+
+
 def test_numbers_that_are_watched_in_containers():
     """Each that is read, of modules and around a loss, and no other; afterwards classes are as before."""
     body, settings = Configured(), Configuration()

@@ -324,7 +324,8 @@ class _Pass:
         own_file = getattr(holder, "__module__", holder.__name__)
         for name in sorted(self._names):
             value = getattr(holder, name, GONE)
-            if isinstance(value, FunctionType) and value.__module__ == own_file:
+            is_own = getattr(value, "__module__", None) == own_file
+            if isinstance(value, FunctionType) and (is_own or value is getattr(nn.Module, name, None)):
                 continue  # a method, or a function of the file
             if not is_shared(value):
                 self._around_in(f"{path}.{name}", (id(holder), name), find, holder)
