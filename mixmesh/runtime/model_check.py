@@ -21,7 +21,7 @@ from ..errors import PlanError
 from ..frontend.trace import TORCH_DTYPE, trace
 from ..frontend.trace.autocast import check_casts
 from ..frontend.trace.outputs import first_part
-from ..lang.ir import Graph, Node, Program, outputs_of
+from ..lang.ir import Graph, Node, Program, Shard, outputs_of
 from ..lang.ir.graph import map_refs
 from ..lang.plan_file import Plan
 from .calls import Calls
@@ -89,14 +89,25 @@ def batch_of_shapes(
     evaluates: bool = False,
 ) -> Any:
     """The arguments of a call in the form used in planning, with tensors of other ``shapes``, which are given
-    by the program's names for its inputs."""
-    inputs = {i.args[0]: i.type.value for i in program.batch_inputs}
+    by the program's names for its inputs. Tensors that are no inputs, as the model reads their shapes alone
+    or nothing of them, get the sizes that these have where they had the same."""
+    inputs = {i.args[0]: i.type for i in program.batch_inputs}
+    given = calls.tensors(args, kwargs, evaluates=evaluates)
     whole = {
-        id(t): torch.empty(shapes[name], dtype=TORCH_DTYPE[inputs[name].dtype], device=t.device)
-        for name, t in calls.tensors(args, kwargs, evaluates=evaluates).items()
+        id(t): torch.empty(shapes[name], dtype=TORCH_DTYPE[inputs[name].value.dtype], device=t.device)
+        for name, t in given.items()
     }
+    sizes = {  # those that stand for another size, by dim; where several do, of what is cut
+        (dim, n): shapes[name][dim]
+        for name in sorted(given, key=lambda name: isinstance(inputs[name].placement, Shard))
+        for dim, n in enumerate(given[name].shape)
+    }
+
+    def resized(t: Tensor) -> Tensor:
+        return t.new_empty([sizes.get(size, size[1]) for size in enumerate(t.shape)])
+
     bound = calls.signature.bind(args, kwargs)
-    planned = pytree.tree_map_only(Tensor, lambda t: whole.get(id(t), t), bound)
+    planned = pytree.tree_map_only(Tensor, lambda t: whole[id(t)] if id(t) in whole else resized(t), bound)
     if not any(name.partition(".")[0].isdigit() for name in inputs):
         return planned
     places = {name: n for n, name in enumerate(calls.signature.positions)}

@@ -81,6 +81,15 @@ def words(size: int, length: int, seed: int = 0) -> dict:
     return {"ids": ids, "labels": ids.roll(-1, 1)}
 
 
+class Counted(Words):
+    """Reads nothing of its labels but their number."""
+
+    def forward(self, ids, labels):
+        size, length = labels.shape
+        h = self.head(self.norm(self.embedding(ids.flatten()).view(size, length, -1)))
+        return F.cross_entropy(h.flatten(0, 1), ids.flatten(), reduction="sum") / labels.numel()
+
+
 class Norms(nn.Module):
     """Batch norm, whose running statistics evaluation takes."""
 
@@ -148,6 +157,15 @@ def check_lengths(_) -> None:
         made = [f.program for f in model._runtime.forms.kept.values()]
         ops = [i.op for i in plan.program.instructions]
         assert sum([i.op for i in p.instructions] == ops for p in made) >= 3, "the planned placements"
+
+
+def check_sizes_of_what_is_not_read(_) -> None:
+    """A rank's own rows of a tensor whose shape alone is read stand for those of the whole batch."""
+    single, plan = Counted(), plan_of(Counted(), words(12, 6), 0)
+    model, _ = parallelize(Counted(), None, plan, device="cpu", timeout_s=60)
+    for size, length in ((7, 5), (11, 6), (12, 4), (7, 3), (9, 8), (8, 7)):
+        batch = words(size, length)
+        same_step(single, model, batch, rows(plan, batch, model.comm.rank))
 
 
 def check_statistics_of_the_short_batch(_) -> None:
@@ -370,7 +388,9 @@ def check_a_batch_that_others_do_not_have(_) -> None:
 
 
 IDIOMS = named(
-    check_any_size_under_any_plan, check_lengths, check_statistics_of_the_short_batch, check_evaluation,
+    check_any_size_under_any_plan, check_lengths, check_sizes_of_what_is_not_read,
+    check_statistics_of_the_short_batch,
+    check_evaluation,
     check_dropout, check_accumulation_and_schedules, check_micro_steps, check_limits,
     check_that_many_shapes_cost_time_is_told, check_other_units,
     check_values_that_all_ranks_need, check_what_is_no_batch, check_even_shares,
