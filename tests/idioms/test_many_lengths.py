@@ -44,6 +44,24 @@ def check_sizes_and_lengths(_) -> None:
     assert num_traces(model) == (0 if model.comm.rank else OWN + 2)  # a single row has a trace of its own
 
 
+class Shifted(Words):
+    """Predicts the next word: slices of every row, which an export with symbols writes out."""
+
+    def forward(self, ids, labels):
+        h = self.norm(self.embedding(ids))
+        h = h[:, :-1] + torch.arange(ids.shape[1] - 1)[:, None] / 7
+        return F.cross_entropy(self.head(h).flatten(0, 1), ids[:, 1:].flatten())
+
+
+def check_whole_slices(_) -> None:
+    """The planned names of slices are those of others with symbols, where whole slices stand before them."""
+    single = Shifted()
+    model = parallel(Shifted(), Shifted(), words(12, 6))
+    for size, length in zip((12, 12, 7, 3, 9, 12, 8, 11), LENGTHS):
+        same_step(single, model, words(size, length))
+    assert num_traces(model) == (0 if model.comm.rank else OWN + 1)
+
+
 def check_evaluation(_) -> None:
     single = Words(dropout=0.3).eval()
     model = parallel(Words(dropout=0.3), Words(dropout=0.3), words(12, 6)).eval()
@@ -122,7 +140,7 @@ def check_without_symbols(_) -> None:
 
 
 IDIOMS = named(
-    check_lengths, check_sizes_and_lengths, check_evaluation, check_branches_on_lengths,
+    check_lengths, check_sizes_and_lengths, check_whole_slices, check_evaluation, check_branches_on_lengths,
     check_a_number_that_changes, check_without_symbols,
 )  # fmt: skip
 

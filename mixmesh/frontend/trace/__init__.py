@@ -23,7 +23,7 @@ from ...lang.rules import RULES
 from .attention import ATTENTION_RULES
 from .autocast import Autocast
 from .build import Builder, Rule, rewrite
-from .capture import Capture, LossSource, Request, capture
+from .capture import Capture, LossSource, Request, capture, shapes_of
 from .checkpoints import check_updates
 from .compiled import uncompiled
 from .convert import convert
@@ -218,7 +218,8 @@ def trace_symbolic(
     started = time.monotonic()
     captured = call.captured()
     limit_s = min(limit_s, max(LEAST_S, SLOWER * (time.monotonic() - started)))
-    plain = call.passed(convert(captured, call.model))
+    converted = convert(captured, call.model)
+    plain = call.passed(converted)
     traced = call.finished(captured, plain)
     rows = frozenset(
         n.inputs[0] for n in traced.graph.nodes if n.op == "output" and dict(n.kwargs).get("rows")
@@ -231,7 +232,8 @@ def trace_symbolic(
         conditions = Conditions.of(other.program, other.inputs)
         later = replace(call, batch={})
         finish = partial(later.finished, other, rows=rows)
-        return traced, SymbolicTrace(call.model, other, conditions, later.passed, finish).named_as(plain)
+        symbolic = SymbolicTrace(call.model, other, conditions, later.passed, finish)
+        return traced, symbolic.named_as(converted, plain, shapes_of(batch))
     except (NotSymbolic, MixmeshError):
         return traced, None
 

@@ -149,6 +149,12 @@ class Batch:
         return model(**arguments) if self.by_keyword else model(*arguments)
 
 
+def shapes_of(batch: Mapping[str, Any] | tuple | list) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of a batch, by the name that a trace gives it."""
+    flat = Batch.of(batch)
+    return {n: tuple(x.shape) for n, x in zip(flat.names, flat.leaves) if isinstance(x, torch.Tensor)}
+
+
 def key_text(key: Any) -> str:
     """One step of an input's path in the batch, as text for its name."""
     match key:

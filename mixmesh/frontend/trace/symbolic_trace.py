@@ -5,17 +5,19 @@ It is held against a trace of the same call without symbols, whose names it take
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from torch import nn
 
 from ...errors import MixmeshError
-from ...lang.ir import Graph
+from ...lang.ir import Graph, Node
 from ...lang.ir.graph import with_names
 from .capture import Capture
-from .convert import convert
+from .convert import Names, convert
+from .simplify import IDENTITY_RULES
 from .symbolic import Conditions, NotSymbolic, Shape
 
 T = TypeVar("T")
@@ -24,23 +26,29 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class SymbolicTrace(Generic[T]):
     """A call of ``model`` that was ``captured`` with symbols, and the ``conditions`` for their numbers.
-    ``passes`` make the graph of what was converted, ``names`` are those that its values have in a trace
-    without symbols, and ``finish`` makes the result of the graph."""
+    ``passes`` make the graph of what was converted, and ``finish`` the result of that graph. In a trace
+    without symbols values have the names ``converted`` before the passes, and ``names`` after them."""
 
     model: nn.Module
     captured: Capture
     conditions: Conditions
     passes: Callable[[Graph], Graph]
     finish: Callable[[Graph], T]
+    converted: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
 
-    def named_as(self, plain: Graph) -> SymbolicTrace[T]:
-        """This trace with the names of ``plain``, the graph of the same call without symbols. Raises
-        NotSymbolic if the two differ in anything else."""
-        graph = self._graph(input_shapes(plain))
-        if graph is None:
+    def named_as(
+        self, converted: Graph, plain: Graph, shapes: Mapping[str, Shape | None]
+    ) -> SymbolicTrace[T]:
+        """This trace with the names of the same call without symbols for inputs of these ``shapes``, whose
+        graph was ``converted``, and is ``plain`` after the passes. Raises NotSymbolic if the latter differs
+        in anything else."""
+        sizes = self.conditions.sizes(shapes)
+        if sizes is None:
             raise NotSymbolic
-        return replace(self, names=names_of_the_same(graph, plain))
+        graph = convert(self.captured, self.model, sizes)
+        named = replace(self, converted=names_of_the_like(graph, converted))
+        return replace(named, names=names_of_the_same(named._passed(graph), plain))
 
     def at(self, shapes: Mapping[str, Shape | None]) -> T | None:
         """The result for inputs of these ``shapes``, by name. None where only a trace of its own is exact, or
@@ -55,12 +63,36 @@ class SymbolicTrace(Generic[T]):
         sizes = self.conditions.sizes(shapes)
         if sizes is None:
             return None
-        return self.passes(convert(self.captured, self.model, sizes))
+        return self._passed(convert(self.captured, self.model, sizes))
+
+    def _passed(self, graph: Graph) -> Graph:
+        """A converted graph after the passes, which keep some operators by the names of their values."""
+        return self.passes(renamed(graph, self.converted))
 
 
-def input_shapes(graph: Graph) -> dict[str, Shape]:
-    """The shape of each input of the batch, by its name."""
-    return {str(n.args[0]): n.types[0].shape for n in graph.batch_inputs}
+def names_of_the_like(graph: Graph, other: Graph) -> dict[str, str]:
+    """The name of each value of ``graph`` in ``other``, which was converted from the same call; for one that
+    only ``graph`` has a name of its own. Export writes out ``x[:]`` with symbols, and not without."""
+    waiting: dict[Hashable, deque[Node]] = {}
+    for node in other.nodes:
+        waiting.setdefault(_likeness(node), deque()).append(node)
+    new = Names(other.types).new
+    names: dict[str, str] = {}
+    same_as: dict[str, str] = {}  # the value of ``other`` that is the same, or of which it is a copy
+    for node in graph.nodes:
+        node = with_names(node, same_as)
+        like = waiting.get(_likeness(node))
+        is_copy = not like and node.op in IDENTITY_RULES
+        own = like.popleft().results if like else [r if r is None else new(r) for r in node.results]
+        named = {r: name for r, name in zip(node.results, own) if r is not None and name is not None}
+        names |= named
+        same_as |= dict.fromkeys(named, node.inputs[0]) if is_copy else named
+    return names
+
+
+def _likeness(node: Node) -> Hashable:
+    """What two nodes have in common if they stand for each other in two traces of a call."""
+    return node.op, tuple(node.inputs), node.types, node.args if node.is_leaf else ()
 
 
 def names_of_the_same(graph: Graph, other: Graph) -> dict[str, str]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ...base.progress import warn_once
 from ...errors import InputError, MixmeshError
 from ...frontend.trace import LossSource
+from ...frontend.trace.capture import shapes_of
 from ...frontend.trace.kept_by_torch import nothing_kept
 from ...frontend.trace.outputs import first_part
 from ...frontend.trace.reads import Constant, Number, Reads, reads_of
@@ -249,10 +250,11 @@ class Forms:
             raise missing(absent[0], "evaluation without it, and no outputs")
         present = {name: shape for name, shape in by_name.items() if shape is not None}
         batch = batch_of_shapes(self.calls, planned, present, args, kwargs, evaluates=not modes[0])
+        every = shapes_of(batch)  # also of tensors that the program does not take
         with traceable(self.original), self._in(modes), nothing_kept():
             traced = self.traces.traced(
                 (modes, learns, values, *absent),
-                present,
+                every,
                 self.original,
                 batch,
                 passes=passes_for(planned),

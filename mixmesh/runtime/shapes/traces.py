@@ -55,9 +55,11 @@ class Traces:
     def traced(
         self, kind: Hashable, shapes: NamedShapes, model: nn.Module, batch: Any, **options: Any
     ) -> Traced:
-        """``trace(model, batch, **options)`` for a batch of these ``shapes``. Calls of one ``kind`` differ in
-        nothing else. Raises what ``trace`` does."""
-        past = self._kind(kind, shapes)
+        """``trace(model, batch, **options)`` for a batch whose tensors, also those that the program does not
+        take, have these ``shapes``. Calls of one ``kind`` differ in nothing else, or in the inputs that they
+        have. Raises what ``trace`` does."""
+        dims = tuple((name, len(shape)) for name, shape in sorted(shapes.items()))
+        past = self._kind((kind, dims), shapes)
         traced = past.symbolic.at(shapes) if past.symbolic is not None else None
         if traced is not None:
             return traced
@@ -81,7 +83,9 @@ class Traces:
 
     def _kind(self, kind: Hashable, shapes: NamedShapes) -> _Kind:
         if kind not in self.kinds:
-            self.kinds[kind] = _Kind([{name: self.planned[name] for name in shapes}])
+            self.kinds[kind] = _Kind(
+                [{name: self.planned.get(name, shape) for name, shape in shapes.items()}]
+            )
             if len(self.kinds) > MAX_KINDS:
                 self.kinds.popitem(last=False)
         self.kinds.move_to_end(kind)
