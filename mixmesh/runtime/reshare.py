@@ -98,7 +98,7 @@ def change_shares(model: ParallelModel, optimizer: optim.Optimizer, plan: Plan) 
             kept_shapes=run.forms.limit,
             compiles=run.compiles,
         )
-        runtime.forms = replace(runtime.forms, modes=run.forms.modes)
+        runtime.forms = replace(runtime.forms, modes=run.forms.modes, unread=run.forms.unread)
         runtime.seed, runtime.unchecked = run.seed, run.unchecked
         runtime.drift.optimizer = run.drift.optimizer
         runtime.before_call, runtime.num_zeroed = run.before_call, run.num_zeroed

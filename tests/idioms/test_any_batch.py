@@ -168,6 +168,28 @@ def check_sizes_of_what_is_not_read(_) -> None:
         same_step(single, model, batch, rows(plan, batch, model.comm.rank))
 
 
+class Weighed(Words):
+    """Reads nothing of a mask but its length."""
+
+    def forward(self, ids, labels, mask):
+        return super().forward(ids, labels) * mask.shape[1]
+
+
+def check_other_sizes_of_what_is_not_read_alone(_) -> None:
+    """The inputs of the program are as planned, or as in a batch before."""
+    batches = [
+        words(12, length) | {"mask": torch.ones(12, other)}
+        for length, other in ((6, 4), (6, 6), (6, 9), (5, 6), (5, 5), (5, 8), (6, 6), (6, 9))
+    ]
+    for first in (0, 1):  # where the first batch is another one than the planned one, too
+        single, plan = Weighed(), plan_of(Weighed(), batches[1], 3)
+        model, _ = parallelize(Weighed(), None, plan, device="cpu", timeout_s=60, check_model=False)
+        for batch in batches[first:]:
+            same_step(single, model, batch)
+        made = [form.program for form in model._runtime.forms.kept.values()]
+        assert len(made) == 4 + (first == 0)
+
+
 def check_statistics_of_the_short_batch(_) -> None:
     for stage in (0, 3):
         single, plan = Norms(), plan_of(Norms(), images(12), stage)
@@ -389,6 +411,7 @@ def check_a_batch_that_others_do_not_have(_) -> None:
 
 IDIOMS = named(
     check_any_size_under_any_plan, check_lengths, check_sizes_of_what_is_not_read,
+    check_other_sizes_of_what_is_not_read_alone,
     check_statistics_of_the_short_batch,
     check_evaluation,
     check_dropout, check_accumulation_and_schedules, check_micro_steps, check_limits,

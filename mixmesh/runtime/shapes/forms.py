@@ -49,6 +49,7 @@ from .lower import lower
 from .parts import resized
 from .room import check_room
 from .traces import Traces
+from .unread import Unread
 
 PLANNED = "planned"
 # causes for making another program, and how to avoid each
@@ -58,7 +59,8 @@ HINTS = {
     MODES: "train() and eval() of the model's modules before planning, as they are here",
     NUMBERS: "numbers that change as buffers: self.alpha.fill_(value)",
 }
-# (modes, with gradients, shapes, values, rows as dealt); or (key of another form, inputs with a gradient)
+# (modes, with gradients, shapes, values or sizes beyond the inputs', rows as dealt); or (key of another form,
+# inputs with a gradient)
 TracedKey = tuple[Modes, bool, Shapes, int, bool]
 Key = TracedKey | str | tuple["Key", Wanted]
 
@@ -113,6 +115,7 @@ class Forms:
     children: Children
     traces: Traces
     kept: OrderedDict[Key, Form] = field(default_factory=OrderedDict)
+    unread: Unread = field(default_factory=Unread)
 
     @classmethod
     def of(cls, original: nn.Module, plan: Plan | Program, calls: Calls, comm: Comm, limit: int) -> Forms:
@@ -156,8 +159,10 @@ class Forms:
         if backend_of() == PRETENDED_BACKEND:
             return self.planned  # in a rehearsal the other ranks do not exist
         self.children.check()
+        # a rank's own: the call is traced with what the first one that computes has
+        values = self._values() ^ self.unread.mark(self.calls, args, kwargs, tensors)
         shapes, are_own_rows, values = self.agreement.shapes(
-            tensors, evaluates=not modes[0], wanted=wanted, modes=modes, values=self._values()
+            tensors, evaluates=not modes[0], wanted=wanted, modes=modes, values=values
         )
         if not values and self._is_planned(shapes, modes):
             form = self.planned
@@ -237,7 +242,7 @@ class Forms:
         return replace(form, returns=form.returns.without_loss())
 
     def _plan_for(self, key: TracedKey, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
-        modes, learns, shapes, values, as_dealt = key
+        modes, learns, shapes, _, as_dealt = key
         self._check_constants()
         numbers = self.reads.changed(Number)
         if numbers:
@@ -253,7 +258,7 @@ class Forms:
         every = shapes_of(batch)  # also of tensors that the program does not take
         with traceable(self.original), self._in(modes), nothing_kept():
             traced = self.traces.traced(
-                (modes, learns, values, *absent),
+                (modes, learns, self._values(), *absent),
                 every,
                 self.original,
                 batch,
