@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ def text_of(graph: Graph) -> str:
     return re.sub(r"%?[A-Za-z_][\w.]*", lambda m: numbers.get(m[0].lstrip("%"), m[0]), str(graph))
 
 
-def both_ways(model, batch, monkeypatch) -> tuple[Graph, Graph, list[bool]]:
+def both_ways(model, batch, monkeypatch, **options) -> tuple[Graph, Graph, list[bool]]:
     """The graph of a trace, that of one whose programs PyTorch rewrites, and for each program of the first
     whether it was left to PyTorch."""
     left: list[bool] = []
@@ -35,9 +36,9 @@ def both_ways(model, batch, monkeypatch) -> tuple[Graph, Graph, list[bool]]:
         return form
 
     monkeypatch.setattr(decompositions, "functional_form", noted)
-    graph = trace(model, batch).graph
+    graph = trace(model, batch, **options).graph
     monkeypatch.setattr(decompositions, "functional_form", lambda program, table: None)
-    return graph, trace(model, batch).graph, left
+    return graph, trace(model, batch, **options).graph, left
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,79 @@ def test_architectures(name, monkeypatch):
     graph, by_pytorch, left = both_ways(model, batch, monkeypatch)
     assert text_of(graph) == text_of(by_pytorch)
     assert left and not any(left)
+
+
+def without_places(graph: Graph) -> Graph:
+    return replace(graph, nodes=tuple(replace(node, location="", source="") for node in graph.nodes))
+
+
+@pytest.mark.parametrize("name", ["BERT", "GPT-2", "Llama", "T5", "BART", "Gemma 3", "DiffLlama", "Swin"])
+def test_architectures_under_autocast(name, monkeypatch):
+    """Casts are those of PyTorch, which forgets the lines of the user's file within an autocast block."""
+    model, batch = build(next(a for a in ARCHITECTURES if a.name == name))
+    graph, by_pytorch, left = both_ways(model, batch, monkeypatch, autocast=("cpu", "bf16"))
+    assert text_of(without_places(graph)) == text_of(without_places(by_pytorch))
+    assert left and not any(left)
+    cast = [node for node in graph.nodes if node.op == "aten.linear" or node.op == "aten.addmm"]
+    assert cast and all(node.types[0].dtype == "bf16" and node.location for node in cast)
+
+
+def casts_and_writes(m, h):
+    """An operator that looks at arguments of two dtypes, one of several others, and writes beside them."""
+    low = m.layer(h) @ h.transpose(1, 2)
+    both = torch.cat([low, h @ h.transpose(1, 2).float()], 1)
+    made = torch.zeros_like(h)
+    made[:, 1] = h[:, 0]
+    return torch.einsum("bij,bkj->bik", both, both).sum((1, 2), keepdim=True) + made.relu()
+
+
+def a_block_of_the_model(m, h):
+    with torch.autocast("cpu", torch.bfloat16):
+        return m.layer(h)
+
+
+def writes_what_is_cast(m, h):
+    made = h * 2
+    made[0] = h[1]
+    with torch.autocast("cpu", torch.bfloat16):
+        return m.layer(made)
+
+
+def blocks_of_several_kinds(m, h):
+    """Blocks within blocks: one that casts nothing, one that stops gradients, one of another dtype."""
+    low = m.layer(h)
+    with torch.autocast("cpu", enabled=False):
+        exact = m.layer(h.float()) @ low.float().transpose(1, 2)
+        with torch.no_grad():
+            scale = (exact @ exact).mean()
+        with torch.autocast("cpu", dtype=torch.float16):
+            half = m.layer(h)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        again = m.layer(low)
+    return exact.mean() * low + scale + half + again
+
+
+@pytest.mark.parametrize("autocast", [None, ("cpu", "bf16")])
+@pytest.mark.parametrize(
+    "function", [casts_and_writes, a_block_of_the_model, writes_what_is_cast, blocks_of_several_kinds]
+)
+def test_blocks_of_autocast(function, autocast, monkeypatch):
+    graph, by_pytorch, left = both_ways(Model(function), BATCH, monkeypatch, autocast=autocast)
+    assert text_of(without_places(graph)) == text_of(without_places(by_pytorch))
+    assert left and not any(left)
+
+
+def test_casts_within_a_composite():
+    """PyTorch's own way keeps ``einsum`` whole, and without the casts that it has on one device."""
+
+    def function(m, h):
+        return torch.einsum("bij,kj->bik", m.layer(h), m.layer.weight)
+
+    graph = trace(Model(function), BATCH, autocast=("cpu", "bf16")).graph
+    assert {node.types[0].dtype for node in graph.nodes if node.op == "aten.bmm"} == {"bf16"}
+    with torch.autocast("cpu", torch.bfloat16):
+        h = function(Model(function), BATCH["x"])
+    assert h.dtype == torch.bfloat16
 
 
 def test_the_program_is_not_run_again(monkeypatch):
@@ -135,11 +209,6 @@ def test_writes_views_and_stopped_gradients(function, monkeypatch):
     assert left and not any(left)
 
 
-def runs_under_autocast(m, h):
-    with torch.autocast("cpu", torch.bfloat16):
-        return m.layer(h)
-
-
 def writes_conjugates(m, h):
     return torch.view_as_real(torch.complex(h, h).conj() * torch.complex(h, -h)).sum(-1)
 
@@ -148,7 +217,7 @@ def repeats_as_told(m, h):
     return h.repeat_interleave(torch.tensor([1, 0, 2, 3]), 1)
 
 
-ONLY_BY_PYTORCH = [runs_under_autocast, writes_conjugates, repeats_as_told]
+ONLY_BY_PYTORCH = [writes_conjugates, repeats_as_told]
 
 
 @pytest.mark.parametrize("function", ONLY_BY_PYTORCH, ids=lambda f: f.__name__)

@@ -119,6 +119,27 @@ def test_a_plan_under_autocast_is_the_single_device_s():
     assert none.autocast is None and none.program != plan.program
 
 
+class Island(Tagger):
+    """Computes its scores in single precision, as many losses and routers do."""
+
+    def forward(self, x, y):
+        h = self.norm(F.gelu(self.inner(self.embedding(x))))
+        with torch.autocast("cpu", enabled=False):
+            scores = h.float() @ self.inner.weight
+            with torch.no_grad():
+                largest = (scores @ scores.transpose(1, 2)).amax()
+        return F.cross_entropy(self.head(h * (scores.mean() + largest)).flatten(0, 1), y.flatten())
+
+
+def test_a_block_that_casts_nothing_within_one_that_does():
+    """Nor does it with another block within it: the loss is that of PyTorch."""
+    single, batch = Island(), tokens(6)
+    plan = mixmesh.plan(Island(), batch, cluster(TWO), planner="ddp-proportional", autocast=BF16)
+    dtypes = {i.op: i.types[0].value.dtype for i in plan.program.instructions}
+    assert dtypes["aten.matmul"] == "f32" and dtypes["aten.linear"] == "bf16"
+    assert mixmesh.verify(single, batch, plan).ok
+
+
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 @pytest.mark.parametrize("wanted", [torch.autocast, "bf16"])
 def test_what_is_no_context_for_the_model(wanted):

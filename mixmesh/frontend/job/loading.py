@@ -98,7 +98,7 @@ def _similar_files(path: Path) -> tuple[str, ...]:
 
 def _import(path: Path) -> ModuleType:
     # the name contains the path, so that two files called job.py are two modules
-    name = f"mixmesh_job_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
+    name = f"mixmesh_job_{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:12]}"
     # an explicit loader also reads files whose names do not end in .py
     loader = importlib.machinery.SourceFileLoader(name, str(path.resolve()))
     spec = importlib.util.spec_from_file_location(name, path.resolve(), loader=loader)

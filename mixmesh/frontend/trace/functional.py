@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._export.utils import _is_cia_op
 from torch._guards import detect_fake_mode
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import (
@@ -30,8 +31,9 @@ from torch.export.graph_signature import (
 )
 from torch.utils import _pytree as pytree
 
+from .autocast_blocks import TO_COPY, Casts, casting, is_cast, without_blocks
 from .fx_nodes import node_argument, target_of
-from .recorder import Recorder, Unknown, check_sizes
+from .recorder import Recorder, Unknown, check_sizes, stays
 from .written import DETACH_IN_PLACE, LIFT, may_share, writes_of
 
 aten = torch.ops.aten
@@ -53,9 +55,10 @@ class _Rewrite:
 
     def __init__(self, program: ExportedProgram, table: Mapping[Any, Callable]) -> None:
         self.old = program
+        self.source = without_blocks(program.graph_module)
         self.graph = fx.Graph()
         self.recorder = Recorder(self.graph, table)
-        self.writers, self.shared = writes_of(program.graph)
+        self.writers, self.shared = writes_of(self.source)
         self.nodes: dict[fx.Node, Any] = {}
         self.values: dict[fx.Node, Any] = {}
         self.wrapped: dict[fx.Node, Any] = {}
@@ -69,8 +72,12 @@ class _Rewrite:
         if fake_mode is None:
             raise Unknown("a program without tensors")
         with fake_mode, _without_new_sizes(fake_mode), enable_python_dispatcher(), torch.no_grad():
-            for node in old.graph.nodes:
-                self._add(node)
+            for node in self.source.nodes:
+                context = casting(node)
+                if context is None or node.target is operator.getitem:
+                    self._add(node)
+                else:
+                    self._add_with_casts(node, context)
         self.graph.eliminate_dead_code()
         return ExportedProgram(
             root=old.graph_module,
@@ -108,6 +115,46 @@ class _Rewrite:
             self._copy(node)
         if node in self.shared and node not in self.wrapped:
             self.wrapped[node] = self._wrapped(node)
+
+    def _add_with_casts(self, node: fx.Node, context: torch.autocast) -> None:
+        """Adds an operator within an ``autocast`` block, after the casts of its arguments. If its own are not
+        cast, those of the operators that it consists of may be."""
+        target = target_of(node)
+        if not is_cast(target, context.device):
+            is_taken_apart = self._has_casts(node)
+            with context:
+                self._take_apart(node, target.decompose) if is_taken_apart else self._add(node)
+            return
+        if node in self.shared and any(may_share(node)):
+            raise Unknown("a write to what is cast")
+        arguments = {n: self._now(n) for n in node.all_input_nodes}
+        written = {n: self.wrapped.pop(n) for n in arguments if n in self.wrapped}
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: arguments[n][1])
+        casts = Casts()
+        with context, casts:
+            target(*args, **kwargs)
+        for argument, options, value in casts.made:
+            for n, (new, held) in arguments.items():
+                if held is argument:
+                    self.nodes[n] = self.recorder.append(TO_COPY, (new,), options, value, node.meta)
+                    self.values[n] = value
+        self._add(node)
+        for n, (new, held) in arguments.items():
+            self.nodes[n], self.values[n] = new, held
+        self.wrapped |= written
+
+    def _has_casts(self, node: fx.Node) -> bool:
+        """Whether a composite that stays whole elsewhere has another dtype with the casts within it, as
+        ``einsum`` has on a CPU."""
+        target, value = target_of(node), node.meta.get("val")
+        is_whole = isinstance(target, OpOverload) and _is_cia_op(target) and stays(target)
+        if not is_whole or not isinstance(value, Tensor) or node in self.shared:
+            return False
+        arguments = {n: self._now(n)[1] for n in node.all_input_nodes}
+        if target is aten.einsum.default and len({x.dtype for x in arguments.values()}) > 1:
+            return True  # only casts make them one; a layer norm takes several
+        args, kwargs = fx.map_arg((node.args, node.kwargs), arguments.__getitem__)
+        return target(*args, **kwargs).dtype != value.dtype
 
     def _append(self, node: fx.Node, target: Callable, args: Any, kwargs: Any, value: Any) -> None:
         # inlining a block gives a detached value the example of its source
@@ -197,7 +244,7 @@ class _Rewrite:
 
     def _written_buffers(self) -> Iterator[tuple[str, fx.Node]]:
         specs = self.old.graph_signature.input_specs
-        for node, spec in zip(self.old.graph.find_nodes(op="placeholder"), specs):
+        for node, spec in zip(self.source.find_nodes(op="placeholder"), specs):
             if node not in self.wrapped or self._now(node)[0].op == "placeholder":
                 continue
             if spec.kind is not InputKind.BUFFER or spec.target is None:

@@ -3,7 +3,8 @@
 Export keeps such a block as one higher-order operator, and decomposing merely inlines it: gradients would
 flow through ``no_grad`` again, and the lines of the user's file would be lost. So blocks are inlined here
 first, with a ``detach`` on everything that enters a ``no_grad`` block, but none on what leaves it as the same
-tensor. An enabled ``autocast`` block stays, because decomposing inserts its casts.
+tensor. An enabled ``autocast`` block stays, because decomposing inserts its casts, and so does a block within
+it that casts nothing.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ def inference_as_no_grad() -> Iterator[None]:
         yield
 
 
-def inline_regions(module: fx.GraphModule) -> None:
-    """Replaces blocks by their contents, in place and at every depth."""
+def inline_regions(module: fx.GraphModule, *, casts: bool = False) -> None:
+    """Replaces blocks by their contents, in place and at every depth. A disabled ``autocast`` block stays too
+    where an enabled one around it ``casts``: its operators are not to be cast."""
     is_changed = False
     for node in list(module.graph.nodes):
         if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
@@ -69,11 +71,12 @@ def inline_regions(module: fx.GraphModule) -> None:
         if at is None:
             continue
         block = block_of(module, node_argument(node, at))
-        inline_regions(block)
+        is_autocast = node.target.name() == AUTOCAST
+        inline_regions(block, casts=bool(node.args[2]) if is_autocast else casts)
         is_changed = True
-        if node.target.name() == SET_GRAD:
+        if not is_autocast:
             _inline(module, node, block, node.args[at + 1 :], detach=not node.args[0])
-        elif not node.args[2]:  # a disabled autocast
+        elif not (node.args[2] or casts):
             _inline(module, node, block, node.args[at + 1 :], detach=False)
     for node in list(module.graph.nodes):
         if node.op == "get_attr" and not node.users:

@@ -22,6 +22,7 @@ from ....base.patch import patched
 from ....frontend.trace.own_generators import generators_in
 from ....runtime.comm import default_device, initialise
 from ....runtime.first_rank import everyones, from_first_rank
+from ....runtime.launch_store import keep_starts_apart
 from ....runtime.parallel import ParallelModel, full_optimizer_state_dict
 from ....runtime.scaler import with_agreement
 from ...preparation.loading import example_batch, same_random_numbers, take_random_numbers
@@ -89,6 +90,7 @@ class Accelerator(accelerate.Accelerator):
         if is_launched():
             bound = inspect.signature(accelerate.Accelerator.__init__).bind(self, *args, **kwargs)
             check_arguments(bound.arguments)
+            keep_starts_apart()
             state = PartialState(bound.arguments.get("cpu", False), **_start_options(kwargs))
             look_like_one_process(state)
             initialise(rank_and_world_size()[1], default_device(), TIMEOUT_S)
