@@ -7,14 +7,11 @@ drifts.
 
 from __future__ import annotations
 
-import multiprocessing
 import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection
 
 import torch
 
@@ -26,7 +23,7 @@ from mixmesh.runtime.optimizers import fuse
 
 from .demo.job import GPT
 from .revision import revision
-from .steps import Step, as_one_process, step_of
+from .steps import Step, apart, step_of
 
 EAGER, COMPILED, OURS, OURS_COMPILED = "eager", "torch.compile", "ours", "ours, compile=True"
 FUSED = "{}, fused AdamW"  # with it the optimizer's step is one call, as in ours
@@ -34,7 +31,6 @@ FUSED = "{}, fused AdamW"  # with it the optimizer's step is one call, as in our
 ASKED = {OURS: (EAGER, 0.95), OURS_COMPILED: (COMPILED, 1.03)}
 CLUSTER = '[[machine]]\nname = "a"\ndevices = [{ cpu_share = 1.0 }]\n'
 LAYERS, WIDTH, HEADS, SAMPLES, LENGTH = 24, 128, 4, 8, 64
-PROCESSES = multiprocessing.get_context("spawn")
 SAME = 1e-5  # relative difference of losses in float32
 
 
@@ -64,7 +60,7 @@ class Row:
 def run(effort: Effort, say: Callable[[str], None] = lambda _: None) -> list[Row]:
     """A row for each variant, on one thread."""
     with ExitStack() as processes:
-        variants = {name: processes.enter_context(apart(name)) for name in STEPS}
+        variants = {name: processes.enter_context(apart(partial(step_named, name))) for name in STEPS}
         losses, first_s = {}, {}
         for name, steps in variants.items():
             say(f"the first steps of {name}")
@@ -78,36 +74,8 @@ def run(effort: Effort, say: Callable[[str], None] = lambda _: None) -> list[Row
     return [Row(name, tuple(step_s[name]), first_s[name], tuple(losses[name])) for name in STEPS]
 
 
-@contextmanager
-def apart(name: str) -> Iterator[Callable[[int], tuple[float, list[float]]]]:
-    """A context with a process for a variant. Yields a function that lets it make so many steps, and returns
-    their seconds and losses."""
-    here, there = PROCESSES.Pipe()
-    process = PROCESSES.Process(target=serve, args=(name, there), daemon=True)
-    process.start()
-    there.close()
-
-    def steps(count: int) -> tuple[float, list[float]]:
-        here.send(count)
-        return here.recv()
-
-    try:
-        yield steps
-    finally:
-        here.close()
-        process.join()
-
-
-def serve(name: str, asked: Connection) -> None:
-    """Makes as many steps of a variant as are ``asked`` for, until nobody asks any more."""
-    as_one_process()
-    torch.set_num_threads(1)
-    step = STEPS[name](made_batch())
-    with suppress(EOFError):
-        while True:
-            count, started = asked.recv(), time.perf_counter()
-            losses = [step().item() for _ in range(count)]
-            asked.send((time.perf_counter() - started, losses))
+def step_named(name: str) -> Step:
+    return STEPS[name](made_batch())
 
 
 def made_model() -> GPT:

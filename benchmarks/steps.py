@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 from torch import Tensor
 
 ONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+PROCESSES = multiprocessing.get_context("spawn")
 Step = Callable[[], Tensor]
 
 
@@ -37,3 +41,35 @@ def step_of(
         return loss.detach()
 
     return step
+
+
+@contextmanager
+def apart(make: Callable[[], Step]) -> Iterator[Callable[[int], tuple[float, list[float]]]]:
+    """A context with a process that makes the steps of ``make()``, on one thread. Yields a function that lets
+    it make so many steps, and returns their seconds and losses."""
+    here, there = PROCESSES.Pipe()
+    process = PROCESSES.Process(target=_serve, args=(make, there), daemon=True)
+    process.start()
+    there.close()
+
+    def steps(count: int) -> tuple[float, list[float]]:
+        here.send(count)
+        return here.recv()
+
+    try:
+        yield steps
+    finally:
+        here.close()
+        process.join()
+
+
+def _serve(make: Callable[[], Step], asked: Connection) -> None:
+    """Makes as many steps as are ``asked`` for, until nobody asks any more."""
+    as_one_process()
+    torch.set_num_threads(1)
+    step = make()
+    with suppress(EOFError):
+        while True:
+            count, started = asked.recv(), time.perf_counter()
+            losses = [step().item() for _ in range(count)]
+            asked.send((time.perf_counter() - started, losses))

@@ -2,6 +2,7 @@
 
 from . import (
     accuracy,
+    alone,
     cards,
     checkpoints,
     collectives,
@@ -28,6 +29,7 @@ from .common import app
 
 __all__ = [
     "accuracy",
+    "alone",
     "app",
     "cards",
     "checkpoints",
