@@ -55,6 +55,15 @@ def masked_writes(m, x):
     return m.head(h).square().mean()
 
 
+def writes_of_another_dtype(m, x):
+    """Values are cast as they are written, as under autocast: PyTorch has no derivative for such a copy."""
+    h = m.mix(x)
+    made = torch.zeros(*h.shape, dtype=torch.float64)
+    made[:, 1:3] = h[:, :2]
+    made[:, 0].copy_(h[:, 3].half())
+    return m.head(made.to(h.dtype)).square().mean()
+
+
 def cells(m, x, labels):
     h, a, c = x.new_zeros(SAMPLES, 12), x.new_zeros(SAMPLES, 5), x.new_zeros(SAMPLES, 5)
     for t in range(3):
@@ -200,6 +209,9 @@ def dense(*sizes: int) -> nn.Linear:
 
 
 MODELS = {
+    "writes of another dtype": lambda: (
+        Model(writes_of_another_dtype, mix=nn.Linear(8, 8), head=nn.Linear(8, 4)), (X,)
+    ),
     "cells": lambda: (
         Model(
             cells,

@@ -153,8 +153,12 @@ def _cat(b: Builder, node: Node) -> tuple[Ref] | None:
 
 
 def _copy(b: Builder, node: Node) -> tuple[Ref] | None:
-    source = node.args[1]
-    return (source,) if b.type(source) == node.types[0] else None
+    """The source of a copy in its dtype: PyTorch has no derivative for the operator itself."""
+    source, made = node.args[1], node.types[0]
+    if not isinstance(source, Ref) or b.type(source).shape != made.shape:
+        return None
+    is_same = b.type(source).dtype == made.dtype
+    return (source if is_same else b("aten._to_copy", source, dtype=DType(made.dtype)),)
 
 
 def _neutral(number: int) -> Rule:
