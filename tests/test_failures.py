@@ -19,7 +19,7 @@ from mixmesh.checkpoint.ranks import Ranks
 from mixmesh.errors import CollectiveError
 from mixmesh.runtime import interfaces
 from mixmesh.runtime.allocator import resident_bytes
-from mixmesh.runtime.failures import limit_error, start_error
+from mixmesh.runtime.failures import collective_error, limit_error, start_error
 from mixmesh.runtime.first_rank import everyones, from_first_rank
 from mixmesh.runtime.processes import show_crashes
 
@@ -56,6 +56,15 @@ def test_an_address_that_other_ranks_do_not_reach_is_told_with_what_to_type():
     assert error is not None and "127.0.1.1" in error.got and "GLOO_SOCKET_IFNAME" in error.hint[0]
     full = start_error(1, RuntimeError("Gloo connectFullMesh failed with socket: Too many open files"))
     assert full is not None and "ulimit -n" in full.hint[0]
+
+
+def test_a_connection_that_fails_is_no_timeout_of_the_collective():
+    """gloo gives up connecting within seconds, whatever the limit of the collective."""
+    error = RuntimeError("Gloo connectFullMesh failed with pair.cc: timed out connecting: Connection refused")
+    said = str(collective_error(1, "making process groups", error, ranks="0 and 1", timeout_s=300))
+    assert "could not connect to a peer" in said and "300" not in said and "ended early" in said
+    slow = collective_error(1, "all_gather", RuntimeError("Timed out waiting"), ranks="0 and 1", timeout_s=300)
+    assert "timed out after 300 s" in str(slow)
 
 
 @pytest.mark.parametrize(

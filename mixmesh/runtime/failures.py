@@ -127,6 +127,9 @@ def collective_error(
     if "DataLoader worker" in text:
         reason = "was interrupted by the end of a data loader's worker"
         hint = "fewer workers, or more memory, also in /dev/shm: a worker that finds none is killed"
+    elif "connecting" in text:  # for gloo each attempt has a limit of its own, below that of the collective
+        reason = "could not connect to a peer"
+        hint = "a rank of these ended early, or a firewall is between them: look at the output of each"
     elif is_timeout(error):
         reason = "timed out" if timeout_s is None else f"timed out after {timeout_s:g} s"
         hint = "a rank of these is slow, stuck or never got here: look at the output of each"
