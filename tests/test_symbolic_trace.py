@@ -64,6 +64,26 @@ def test_fractions_have_traces_of_their_own():
     assert served(lambda x: math.ceil(x.shape[1] / 2), tens) == [*tens]
 
 
+def test_sizes_under_autocast():
+    """Casts, a block that casts nothing and a write within them are those of plain traces."""
+
+    def factor(x):
+        with torch.autocast("cpu", enabled=False):
+            scores = x @ x.transpose(1, 2)
+        made = torch.zeros_like(scores)
+        made[:, 0] = (x @ x.transpose(1, 2))[:, 1]
+        return (scores + made).mean() / x.shape[1]
+
+    model, autocast = Scaled(factor), ("cpu", "bf16")
+    made = trace_symbolic(model, batch(12, 9), FREE, autocast=autocast)[1]
+    assert made is not None
+    for rows, length in ((12, 9), (8, 5), (3, 30)):
+        shapes = {name: (rows, length, 4) for name in ("x", "y")}
+        plain = trace(model, batch(rows, length), autocast=autocast).graph
+        assert made.at(shapes).graph == plain
+        assert any(t.dtype == "bf16" for t in plain.types.values())
+
+
 def test_whole_writes():
     """With symbols, a write to some columns writes all rows, too."""
 

@@ -15,12 +15,10 @@ from .fx_nodes import block_of, node_argument
 from .recorder import Unknown
 from .same_tensors import AUTOCAST
 
-CONTEXT = (
-    "mixmesh_autocast"  # entry of a node's ``meta``: the block around it, as (device, dtype, is enabled)
-)
+CONTEXT = "mixmesh_autocast"  # entry of a node's ``meta``: the ``Context`` of the block around it
 TO_COPY = torch.ops.aten._to_copy.default
 
-Context = tuple[str, torch.dtype, bool]
+Context = tuple[str, torch.dtype, bool]  # type of device, dtype, whether the block casts
 
 
 def without_blocks(module: fx.GraphModule) -> fx.Graph:
@@ -50,13 +48,10 @@ def _add(module: fx.GraphModule, graph: fx.Graph, known: dict[fx.Node, Any], con
             device, dtype, is_enabled = node.args[:3]
             given = fx.map_arg(node.args[5:], known.__getitem__)
             arguments: dict[fx.Node, Any] = dict(zip(block.graph.find_nodes(op="placeholder"), given))
-            # a block without a dtype is one that casts nothing
             known[node] = _add(block, graph, arguments, (str(device), dtype, bool(is_enabled)))
         elif node.target is operator.getitem and isinstance(results := known.get(node.args[0]), tuple | list):
             known[node] = results[node.args[1]]
-        elif not (
-            node.op == "get_attr" and isinstance(getattr(module, str(node.target), None), fx.GraphModule)
-        ):
+        elif node.op != "get_attr" or not all(map(is_block, node.users)):
             known[node] = graph.node_copy(node, known.__getitem__)
             if context is not None:
                 known[node].meta[CONTEXT] = context
