@@ -75,12 +75,13 @@ def _casts_nothing(context: str, device: str, when: str) -> InputError:
     )
 
 
-def under(autocast: Autocast | None) -> Any:
-    """Makes the context; an empty one for None."""
+def under(autocast: Autocast | None, *, keeps_casts: bool | None = None) -> Any:
+    """Makes the context; an empty one for None. ``keeps_casts``: whether parameters are cast once in it, and
+    not for each use; None leaves that to PyTorch, which does not while it exports."""
     if autocast is None:
         return nullcontext()
     device, dtype = autocast
-    return torch.autocast(device, TORCH_DTYPE[dtype])
+    return torch.autocast(device, TORCH_DTYPE[dtype], cache_enabled=keeps_casts)
 
 
 @contextmanager

@@ -11,6 +11,8 @@ from torch import Tensor, fx
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .autocast import Autocast
+from .dtypes import DTYPE_NAME
 from .fx_nodes import block_of, node_argument
 from .recorder import Unknown
 from .same_tensors import AUTOCAST
@@ -58,10 +60,10 @@ def _add(module: fx.GraphModule, graph: fx.Graph, known: dict[fx.Node, Any], con
     return fx.map_arg(module.graph.output_node().args[0], known.__getitem__)
 
 
-def casting(node: fx.Node) -> torch.autocast | None:
+def casting(node: fx.Node) -> Autocast | None:
     """The context in which a node's operator is cast, or None."""
     device, dtype, is_enabled = node.meta.get(CONTEXT, ("", None, False))
-    return torch.autocast(device, dtype, cache_enabled=False) if is_enabled else None
+    return (device, DTYPE_NAME[dtype]) if is_enabled else None
 
 
 def is_cast(target: Any, device: str) -> bool:

@@ -31,6 +31,7 @@ from torch.export.graph_signature import (
 )
 from torch.utils import _pytree as pytree
 
+from .autocast import Autocast, under
 from .autocast_blocks import TO_COPY, Casts, casting, is_cast, without_blocks
 from .fx_nodes import node_argument, target_of
 from .recorder import Recorder, Unknown, check_sizes, stays
@@ -73,11 +74,11 @@ class _Rewrite:
             raise Unknown("a program without tensors")
         with fake_mode, _without_new_sizes(fake_mode), enable_python_dispatcher(), torch.no_grad():
             for node in self.source.nodes:
-                context = casting(node)
-                if context is None or node.target is operator.getitem:
+                autocast = casting(node)
+                if autocast is None or node.target is operator.getitem:
                     self._add(node)
                 else:
-                    self._add_with_casts(node, context)
+                    self._add_with_casts(node, autocast)
         self.graph.eliminate_dead_code()
         return ExportedProgram(
             root=old.graph_module,
@@ -116,11 +117,11 @@ class _Rewrite:
         if node in self.shared and node not in self.wrapped:
             self.wrapped[node] = self._wrapped(node)
 
-    def _add_with_casts(self, node: fx.Node, context: torch.autocast) -> None:
+    def _add_with_casts(self, node: fx.Node, autocast: Autocast) -> None:
         """Adds an operator within an ``autocast`` block, after the casts of its arguments. If its own are not
         cast, those of the operators that it consists of may be."""
-        target = target_of(node)
-        if not is_cast(target, context.device):
+        target, context = target_of(node), under(autocast, keeps_casts=False)
+        if not is_cast(target, autocast[0]):
             is_taken_apart = self._has_casts(node)
             with context:
                 self._take_apart(node, target.decompose) if is_taken_apart else self._add(node)
