@@ -52,5 +52,5 @@ def alone(
         spread = f"{r.ratio:.2f} ({min(r.ratios):.2f} - {max(r.ratios):.2f})"
         medians = [seconds(median(step_s)) for step_s in (r.eager_s, r.ours_s)]
         lines.append((r.name, *medians, spread, "agree" if r.losses_agree else "DIFFER"))
-    print(table(("", "PyTorch", "ours", "ours / PyTorch", "losses"), lines))
+    print(table(("", "PyTorch", "ours", "ours / PyTorch", "first losses"), lines))
     print(f"written to {out}")
