@@ -92,15 +92,15 @@ def batch_of_shapes(
     by the program's names for its inputs. Tensors that are no inputs, as the model reads their shapes alone
     or nothing of them, get the sizes that these have where they had the same."""
     inputs = {i.args[0]: i.type for i in program.batch_inputs}
-    given = calls.tensors(args, kwargs, evaluates=evaluates)
+    tensors = calls.tensors(args, kwargs, evaluates=evaluates)
     whole = {
         id(t): torch.empty(shapes[name], dtype=TORCH_DTYPE[inputs[name].value.dtype], device=t.device)
-        for name, t in given.items()
+        for name, t in tensors.items()
     }
     sizes = {  # those that stand for another size, by dim; where several do, of what is cut
         (dim, n): shapes[name][dim]
-        for name in sorted(given, key=lambda name: isinstance(inputs[name].placement, Shard))
-        for dim, n in enumerate(given[name].shape)
+        for name in sorted(tensors, key=lambda name: isinstance(inputs[name].placement, Shard))
+        for dim, n in enumerate(tensors[name].shape)
     }
 
     def resized(t: Tensor) -> Tensor:

@@ -48,8 +48,8 @@ def _add(module: fx.GraphModule, graph: fx.Graph, known: dict[fx.Node, Any], con
         if is_block(node):
             block = block_of(module, node_argument(node, 4))
             device, dtype, is_enabled = node.args[:3]
-            given = fx.map_arg(node.args[5:], known.__getitem__)
-            arguments: dict[fx.Node, Any] = dict(zip(block.graph.find_nodes(op="placeholder"), given))
+            operands = fx.map_arg(node.args[5:], known.__getitem__)
+            arguments: dict[fx.Node, Any] = dict(zip(block.graph.find_nodes(op="placeholder"), operands))
             known[node] = _add(block, graph, arguments, (str(device), dtype, bool(is_enabled)))
         elif node.target is operator.getitem and isinstance(results := known.get(node.args[0]), tuple | list):
             known[node] = results[node.args[1]]
