@@ -15,12 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import mixmesh
-from mixmesh.cluster import Cluster
-from mixmesh.frontend.trace import trace
-from mixmesh.planner import make_plan
-
-from .steps import Step, apart, step_of
+from .steps import Step, apart, our_step, step_of
 from .vision import find_torchvision
 
 NAMES = (
@@ -80,7 +75,7 @@ def run(
     """Yields a row for each network, for ``samples`` square images of so many ``pixels`` a side."""
     for name in names:
         say(f"{name}: planning")
-        makes = [partial(make, name, samples, pixels) for make in (eager_step, our_step)]
+        makes = [partial(make, name, samples, pixels) for make in (eager_step, own_step)]
         with apart(makes[0]) as eager, apart(makes[1]) as ours:
             first, own = (steps(2)[1][0] for steps in (eager, ours))
             agree = abs(first - own) <= SAME * abs(first)
@@ -97,11 +92,8 @@ def eager_step(name: str, samples: int, pixels: int) -> Step:
     return step_of(model, optimizer_of(model), batch_of(samples, pixels))
 
 
-def our_step(name: str, samples: int, pixels: int) -> Step:
-    batch = batch_of(samples, pixels)
-    plan = make_plan(trace(model_of(name), batch), Cluster.parse(CLUSTER), planner="single")
-    model = model_of(name)
-    return step_of(*mixmesh.parallelize(model, optimizer_of(model), plan, check_model=False), batch)
+def own_step(name: str, samples: int, pixels: int) -> Step:
+    return our_step(partial(model_of, name), optimizer_of, batch_of(samples, pixels), CLUSTER)
 
 
 def model_of(name: str) -> nn.Module:

@@ -14,16 +14,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import nn
 
-import mixmesh
-from mixmesh.cluster import Cluster
-from mixmesh.frontend.trace import trace
-from mixmesh.planner import make_plan
 from mixmesh.runtime.optimizers import fuse
 
 from .demo.job import GPT
 from .revision import revision
-from .steps import Step, apart, step_of
+from .steps import Step, apart, our_step, step_of
 
 EAGER, COMPILED, OURS, OURS_COMPILED = "eager", "torch.compile", "ours", "ours, compile=True"
 FUSED = "{}, fused AdamW"  # with it the optimizer's step is one call, as in ours
@@ -92,17 +89,18 @@ def made_batch() -> dict[str, torch.Tensor]:
 def plain_step(batch: dict, *, compiles: bool, is_fused: bool) -> Step:
     """A step by PyTorch alone, as people write it, or with the fused optimizer that ours also uses."""
     model = made_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = made_optimizer(model)
     if is_fused:
         fuse(optimizer)
     return step_of(torch.compile(model) if compiles else model, optimizer, batch)
 
 
-def our_step(batch: dict, *, compiles: bool) -> Step:
-    plan = make_plan(trace(made_model(), batch), Cluster.parse(CLUSTER), planner="single")
-    model = made_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return step_of(*mixmesh.parallelize(model, optimizer, plan, check_model=False, compile=compiles), batch)
+def own_step(batch: dict, *, compiles: bool) -> Step:
+    return our_step(made_model, made_optimizer, batch, CLUSTER, compiles=compiles)
+
+
+def made_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
 STEPS: dict[str, Callable[[dict], Step]] = {
@@ -110,8 +108,8 @@ STEPS: dict[str, Callable[[dict], Step]] = {
     FUSED.format(EAGER): partial(plain_step, compiles=False, is_fused=True),
     COMPILED: partial(plain_step, compiles=True, is_fused=False),
     FUSED.format(COMPILED): partial(plain_step, compiles=True, is_fused=True),
-    OURS: partial(our_step, compiles=False),
-    OURS_COMPILED: partial(our_step, compiles=True),
+    OURS: partial(own_step, compiles=False),
+    OURS_COMPILED: partial(own_step, compiles=True),
 }
 
 

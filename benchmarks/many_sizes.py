@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree
 
 from mixmesh.errors import MixmeshError
 from mixmesh.frontend.trace import trace, trace_symbolic
+from mixmesh.frontend.trace.capture import shapes_of
 from mixmesh.frontend.trace.symbolic import free_dims
-from mixmesh.frontend.trace.symbolic_trace import input_shapes
 
 from .architectures import Architecture, build
 from .coverage import chosen
@@ -50,7 +50,7 @@ def serve(architecture: Architecture) -> Served:
     size = max(x.shape[0] for x in pytree.tree_leaves(batch) if isinstance(x, Tensor) and x.ndim)
     batches = [smaller(batch, size, samples, tokens) for samples, tokens in CUTS]
     graphs = [trace(model, each).graph for each in batches]
-    shapes = [input_shapes(graph) for graph in graphs]
+    shapes = [shapes_of(each) for each in batches]
     _, symbolic = trace_symbolic(model, batches[0], free_dims(shapes))
     if symbolic is None:
         return Served(architecture.name, len(CUTS), -1, 0)

@@ -11,7 +11,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+import mixmesh
+from mixmesh.cluster import Cluster
+from mixmesh.frontend.trace import trace
+from mixmesh.planner import make_plan
 
 ONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 PROCESSES = multiprocessing.get_context("spawn")
@@ -41,6 +46,21 @@ def step_of(
         return loss.detach()
 
     return step
+
+
+def our_step(
+    make_model: Callable[[], nn.Module],
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    batch: Mapping[str, Tensor],
+    cluster: str,
+    *,
+    compiles: bool = False,
+) -> Step:
+    """A step of a model by a plan for the single device of a ``cluster``."""
+    plan = make_plan(trace(make_model(), batch), Cluster.parse(cluster), planner="single")
+    model = make_model()
+    optimizer = make_optimizer(model)
+    return step_of(*mixmesh.parallelize(model, optimizer, plan, check_model=False, compile=compiles), batch)
 
 
 @contextmanager

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.architectures import ARCHITECTURES
+from benchmarks.many_sizes import serve
 from mixmesh.frontend.trace import SymbolicTrace, trace, trace_symbolic
 
 FREE = {"x": (0, 1), "y": (0, 1)}
@@ -82,6 +84,12 @@ def test_sizes_under_autocast():
         plain = trace(model, batch(rows, length), autocast=autocast).graph
         assert made.at(shapes).graph == plain
         assert any(t.dtype == "bf16" for t in plain.types.values())
+
+
+def test_the_bench_counts_what_one_trace_serves():
+    """``python -m benchmarks lengths --architectures``"""
+    row = serve(next(a for a in ARCHITECTURES if a.name == "GPT-2"))
+    assert row.served == row.shapes > 0 and row.wrong == 0
 
 
 def test_whole_writes():

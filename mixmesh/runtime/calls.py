@@ -9,7 +9,7 @@ refused.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -200,6 +200,11 @@ def missing(name: str, given: str = "None") -> InputError:
             "to evaluate without it: mixmesh.prepare(..., outputs=(...,)), and model.eval()",
         ),
     )
+
+
+def by_size(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[tuple[int, int], str]:
+    """The tensor that has each size in a dim, by the dim and the size; of several the last of ``names``."""
+    return {(dim, size): name for name in names for dim, size in enumerate(tensors[name].shape)}
 
 
 def flat(tree: Mapping[str, Any]) -> dict[str, Any]:

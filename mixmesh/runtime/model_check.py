@@ -24,7 +24,7 @@ from ..frontend.trace.outputs import first_part
 from ..lang.ir import Graph, Node, Program, Shard, outputs_of
 from ..lang.ir.graph import map_refs
 from ..lang.plan_file import Plan
-from .calls import Calls
+from .calls import Calls, by_size
 from .comm import Comm
 from .first_rank import from_first_rank
 from .original import traceable
@@ -97,14 +97,13 @@ def batch_of_shapes(
         id(t): torch.empty(shapes[name], dtype=TORCH_DTYPE[inputs[name].value.dtype], device=t.device)
         for name, t in tensors.items()
     }
-    sizes = {  # those that stand for another size, by dim; where several do, of what is cut
-        (dim, n): shapes[name][dim]
-        for name in sorted(tensors, key=lambda name: isinstance(inputs[name].placement, Shard))
-        for dim, n in enumerate(tensors[name].shape)
-    }
+    # inputs that are cut are preferred
+    alike = by_size(tensors, sorted(tensors, key=lambda name: isinstance(inputs[name].placement, Shard)))
 
     def resized(t: Tensor) -> Tensor:
-        return t.new_empty([sizes.get(size, size[1]) for size in enumerate(t.shape)])
+        return t.new_empty(
+            [shapes[alike[dim, n]][dim] if (dim, n) in alike else n for dim, n in enumerate(t.shape)]
+        )
 
     bound = calls.signature.bind(args, kwargs)
     planned = pytree.tree_map_only(Tensor, lambda t: whole[id(t)] if id(t) in whole else resized(t), bound)

@@ -13,9 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .autocast import Autocast
 from .dtypes import DTYPE_NAME
-from .fx_nodes import block_of, node_argument
 from .recorder import Unknown
-from .same_tensors import AUTOCAST
+from .same_tensors import AUTOCAST, contents_of
 
 CONTEXT = "mixmesh_autocast"  # entry of a node's ``meta``: the ``Context`` of the block around it
 TO_COPY = torch.ops.aten._to_copy.default
@@ -46,10 +45,9 @@ def _add(module: fx.GraphModule, graph: fx.Graph, known: dict[fx.Node, Any], con
         if node.op == "output":
             break
         if is_block(node):
-            block = block_of(module, node_argument(node, 4))
+            block, held = contents_of(node)
             device, dtype, is_enabled = node.args[:3]
-            operands = fx.map_arg(node.args[5:], known.__getitem__)
-            arguments: dict[fx.Node, Any] = dict(zip(block.graph.find_nodes(op="placeholder"), operands))
+            arguments = {inner: fx.map_arg(outer, known.__getitem__) for inner, outer in held.items()}
             known[node] = _add(block, graph, arguments, (str(device), dtype, bool(is_enabled)))
         elif node.target is operator.getitem and isinstance(results := known.get(node.args[0]), tuple | list):
             known[node] = results[node.args[1]]

@@ -44,12 +44,18 @@ def _argument(node: fx.Node, index: Any = None) -> fx.Node | None:
     return next((n for n, x in examples.items() if x is result), None)
 
 
-def _through_block(node: fx.Node, index: Any) -> fx.Node | None:
-    """The argument of an ``autocast`` block that leaves it as the result with this ``index``."""
+def contents_of(node: fx.Node) -> tuple[fx.GraphModule, dict[fx.Node, Any]]:
+    """The contents of an ``autocast`` block, and the argument of the block that each placeholder stands
+    for."""
     module = node.graph.owning_module
     assert module is not None
     block = block_of(module, node_argument(node, 4))
-    held = dict(zip(block.graph.find_nodes(op="placeholder"), node.args[5:]))
+    return block, dict(zip(block.graph.find_nodes(op="placeholder"), node.args[5:]))
+
+
+def _through_block(node: fx.Node, index: Any) -> fx.Node | None:
+    """The argument of an ``autocast`` block that leaves it as the result with this ``index``."""
+    block, held = contents_of(node)
     inner: Any = block.graph.output_node().args[0]
     inner = inner[index]
     while isinstance(inner, fx.Node) and inner not in held:

@@ -91,7 +91,7 @@ def names_of_the_like(graph: Graph, other: Graph) -> dict[str, str]:
 
 
 def _likeness(node: Node) -> Hashable:
-    """What two nodes have in common if they stand for each other in two traces of a call."""
+    """A key that is equal for two nodes that stand for each other in two traces of a call."""
     return node.op, tuple(node.inputs), node.types, node.args if node.is_leaf else ()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..calls import Calls, flat
+from ..calls import Calls, by_size, flat
 
 # by name of a tensor: for each of its dims the input that has the same size there, or else the size
 Sizes = tuple[tuple[str, tuple[str | int, ...]], ...]
@@ -39,10 +39,8 @@ def _sizes(leaves: Mapping[str, Any], inputs: Mapping[str, Tensor]) -> Sizes:
     others = {name: x for name, x in leaves.items() if isinstance(x, Tensor) and id(x) not in taken}
     if not others:
         return ()
-    # of several inputs the first one by name: labels, which evaluation leaves out, come late
-    named = {
-        (dim, n): name for name in sorted(inputs, reverse=True) for dim, n in enumerate(inputs[name].shape)
-    }
+    # inputs whose names come first are preferred: labels, which evaluation leaves out, come late
+    named = by_size(inputs, sorted(inputs, reverse=True))
     return tuple(
         (name, tuple(named.get(size, size[1]) for size in enumerate(x.shape))) for name, x in others.items()
     )
