@@ -211,20 +211,14 @@ def run_steps(body: str, named: Mapping[str, Any], own: Mapping[str, Callable] =
     own are those in ``own``, all others are ATen's. Raises RuntimeError for a name without a value, and for
     an operator whose number of results is not that of its names."""
     values_by_name = dict(named)
-
-    def value_of(argument: object) -> Any:
-        match argument:
-            case Value(name):
-                if name not in values_by_name:
-                    raise RuntimeError(f"no value for {name} in the body {body!r}")
-                return values_by_name[name]
-            case tuple():
-                return [value_of(a) for a in argument]
-        return argument
-
     for step in parse_body(body):
         run = own.get(step.operator) or _function(step.operator)
-        result = run(*map(value_of, step.arguments), **{k: value_of(v) for k, v in step.options})
+        try:
+            arguments = [_value_of(a, values_by_name) for a in step.arguments]
+            options = {k: _value_of(v, values_by_name) for k, v in step.options}
+        except KeyError as error:
+            raise RuntimeError(f"no value for {error.args[0]} in the body {body!r}") from None
+        result = run(*arguments, **options)
         results = result if isinstance(result, tuple | list) else (result,)
         if len(results) != len(step.results):
             raise RuntimeError(
@@ -232,6 +226,17 @@ def run_steps(body: str, named: Mapping[str, Any], own: Mapping[str, Callable] =
             )
         values_by_name.update(zip(step.results, results))
     return values_by_name[parse_body(body)[-1].results[0]]
+
+
+def _value_of(argument: object, by_name: Mapping[str, Any]) -> Any:
+    """The value that an argument of a step stands for. It is no function within ``run_steps``: one that calls
+    itself would keep all values of a step until Python looks for cycles. Raises KeyError for an unknown name."""
+    match argument:
+        case Value(name):
+            return by_name[name]
+        case tuple():
+            return [_value_of(a, by_name) for a in argument]
+    return argument
 
 
 def experts(
