@@ -41,6 +41,10 @@ class Owned:
     @classmethod
     def of(cls, name: str, whole: nn.Parameter, held: Layout, ranks: tuple[int, ...], rank: int, stage: int):
         rows = whole.detach().narrow(0, *held.piece(rank))
+        if not torch.ops.aten.is_non_overlapping_and_dense(rows):
+            # a fused step walks them in memory order: other ranks' rows must not lie between (``q`` of a QR)
+            whole.data = whole.detach().contiguous()
+            rows = whole.detach().narrow(0, *held.piece(rank))
         return cls(name, whole, nn.Parameter(rows), held, ranks, stage)
 
     def count(self, rank: int) -> int:

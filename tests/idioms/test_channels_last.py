@@ -1,4 +1,5 @@
-"""A model in channels_last trains as on one device, whatever optimizer steps it and however it is cut."""
+"""A model in channels_last, with a matrix in column order, trains as on one device, whatever optimizer steps
+it and however it is cut."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from torch import nn
 from mixmesh.cost import CostModel
 from mixmesh.frontend.trace import trace
 from mixmesh.lang.ir import make_ratio
+from mixmesh.passes.zero import with_stage
 from mixmesh.runtime.parallel import (
     full_optimizer_state_dict,
     load_full_optimizer_state_dict,
@@ -21,7 +23,11 @@ from mixmesh.runtime.parallel import (
 )
 from mixmesh.search.baselines import data_parallel, fully_sharded
 
-PLANS = {"data parallel": lambda program: program, "fully sharded": fully_sharded}
+PLANS = {
+    "data parallel": lambda program: program,
+    "fully sharded": fully_sharded,
+    "owned": lambda program: with_stage(program, 1, (0.6, 0.4)),
+}
 OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "Adam": lambda p: torch.optim.Adam(p, lr=0.01),
@@ -35,9 +41,10 @@ class Pictures(nn.Module):
         self.layers = nn.Sequential(
             nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3)
         )
+        self.turn = nn.Parameter(torch.linalg.qr(torch.randn(4, 4))[0])  # in column order: its rows are apart
 
     def forward(self, x, y):
-        return F.cross_entropy(self.layers(x).mean((2, 3)), y)
+        return F.cross_entropy(self.layers(x).mean((2, 3)) @ self.turn, y)
 
 
 def model() -> Pictures:
