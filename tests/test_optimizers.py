@@ -36,6 +36,18 @@ def test_a_fused_step_is_the_same_step(kind):
         assert torch.allclose(a, b, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_in_16_bits_are_stepped(kind, dtype):
+    """PyTorch's fused SGD on a CPU leaves whole vectors of them as they are."""
+    p = torch.ones(64, 3, dtype=dtype, requires_grad=True)
+    optimizer = KINDS[kind]([p])
+    fuse(optimizer)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert (p < 0.95).all()
+
+
 @pytest.mark.parametrize(
     "how", [{"foreach": True}, {"foreach": False}, {"fused": False}, {"differentiable": True}], ids=str
 )

@@ -56,7 +56,17 @@ def can_be_fused(optimizer: Any) -> bool:
             return False
     params = [p for group in groups for p in group["params"]]
     devices = _get_fused_kernels_supported_devices()
-    return all(p.is_floating_point() and p.device.type in devices for p in params)
+    return all(
+        p.is_floating_point() and p.device.type in devices and not _is_lost(optimizer, p) for p in params
+    )
+
+
+def _is_lost(optimizer: Any, p: Any) -> bool:
+    """Whether a fused step would leave a parameter as it is: PyTorch's kernel of SGD for CPUs does not write
+    what it computes in 16 bits."""
+    import torch
+
+    return isinstance(optimizer, torch.optim.SGD) and p.device.type == "cpu" and p.element_size() == 2
 
 
 # optimizers that compute each element of an update from the same element of gradient and state alone
