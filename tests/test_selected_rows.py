@@ -404,3 +404,39 @@ def test_an_index_keeps_its_dims_after_an_ellipsis():
         return (rows[..., 0, :] * rows[..., 1, :].detach()).sum() + rows[..., None, :, :].square().mean()
 
     assert_equals_one_device(Model(loss), BATCH)
+
+
+def pairs(m, x, labels, _):
+    """All but a sample's likeness to itself, as many write the loss of SimCLR."""
+    rows = F.normalize(m.scores(x).flatten(1), dim=1)
+    alike = rows @ rows.T
+    same = torch.cat([torch.arange(len(x) // 2) for _ in range(2)])
+    same = (same[None] == same[:, None]).float()
+    itself = torch.eye(len(x), dtype=torch.bool)
+    same, alike = same[~itself].view(len(x), -1), alike[~itself].view(len(x), -1)
+    positive = alike[same.bool()].view(len(x), -1)
+    scores = torch.cat([positive, alike[~same.bool()].view(len(x), -1)], dim=1)
+    return F.cross_entropy(scores, torch.zeros(len(scores), dtype=torch.long))
+
+
+def partners(m, x, *_):
+    rows = F.normalize(m.scores(x).flatten(1), dim=1)
+    alike = rows @ rows.T
+    partner = torch.eye(len(x), dtype=torch.bool).roll(shifts=len(x) // 2, dims=0)
+    return (alike.logsumexp(-1) - alike[partner]).mean()
+
+
+@pytest.mark.parametrize("loss", [pairs, partners])
+def test_a_mask_of_shapes_alone_selects_a_known_number_of_rows(loss):
+    assert_equals_one_device(Model(loss), BATCH)
+
+
+def test_a_mask_that_is_written_through_a_view_is_not_known():
+    def loss(m, x, *_):
+        rows = m.scores(x).flatten(1)
+        mask = torch.ones(len(x), len(x), dtype=torch.bool)
+        mask[0].logical_and_(rows[0, : len(x)] > 0)
+        return (rows @ rows.T)[mask].view(len(x), -1).logsumexp(1).mean()
+
+    with pytest.raises(TraceError):
+        trace(Model(loss), BATCH)

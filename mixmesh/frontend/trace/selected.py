@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from ...errors import TraceError
 from .fx_nodes import packet_of, slot_of
+from .known_masks import numbers_selected
 from .schema import is_by_element
 from .written import written_by
 
@@ -98,9 +99,10 @@ class Selected(Tensor):
                 yield torch.tensor(number).reshape(self.row_shape)
 
     def rows(self) -> Tensor:
-        """The selected rows themselves, whose number is not known."""
+        """The selected rows themselves, whose number is not known unless the mask follows from shapes."""
         is_source = self.is_fresh and self.source._version == self._source_version  # type: ignore[union-attr]
-        return torch.ops.aten.index.Tensor(self.source if is_source else self.values, [self.mask])
+        numbers = numbers_selected(self.mask) or [self.mask]
+        return torch.ops.aten.index.Tensor(self.source if is_source else self.values, numbers)
 
     @property
     def is_fresh(self) -> bool:
