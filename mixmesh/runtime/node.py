@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from ..errors import MixmeshError
 from ..lang.ir import Program, wgrad_of
 from .acts import Acts
 from .comm import Comm
+from .earlier_gradients import EarlierGradients
 from .gradients import GradientReducer, Sums
 from .input_gradients import Given
 from .redistribute import bind
@@ -40,6 +42,7 @@ class Inner:
     reducer: GradientReducer
     others: bool
     acts: Acts
+    earlier: EarlierGradients
 
     @classmethod
     def of(
@@ -49,10 +52,13 @@ class Inner:
         reducer: GradientReducer,
         comm: Comm,
         acts: Acts,
+        plan: Any,
     ) -> Inner:
         """``learning`` has the ids of the inner parameters through which a gradient reaches the loss."""
         learns = tuple(id(p) in learning for p in pairs.values())
-        return cls(tuple(pairs), tuple(pairs.values()), learns, reducer, comm.world_size > 1, acts)
+        shown = tuple(pairs)
+        earlier = EarlierGradients(plan, comm, shown)
+        return cls(shown, tuple(pairs.values()), learns, reducer, comm.world_size > 1, acts, earlier)
 
     def root(
         self, made: Sequence[Tensor], given: Sequence[Given] = (), *, is_loss: bool = False
@@ -99,6 +105,7 @@ class _Model(torch.autograd.Function):
         _check(is_freed=not ctx.holder)
         with Off():
             wanted = ctx.needs_input_grad[len(ctx.needs_input_grad) - len(ctx.inner.shown) :]
+            ctx.inner.earlier.before_backward()
             ctx.inner.acts.in_backward(gradients[0] if ctx.is_loss else None)
             out = ctx.inner.backward(ctx.holder, gradients, wanted)
             of_inputs = [x.gradient() for x in ctx.given]

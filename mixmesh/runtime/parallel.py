@@ -238,7 +238,7 @@ def runtime_of(
         {**inner, **{name: Awaited(wholes, o.name, o.whole) for name, o in owned.items()}},
         reducer,
         LossSum(program, comm),
-        Inner.of(taken.inner, learning, reducer, comm, drift.acts),
+        Inner.of(taken.inner, learning, reducer, comm, drift.acts, plan),
         guards,
         model,
         params if runs_alone(program, taken.inner, comm) else None,

@@ -152,6 +152,8 @@ class ParallelModel(Face):
             # the forward pass ends by putting new values in place, while autograd may have saved the old ones
             read = buffers | copies_of({name: buffers[name] for name in form.kept_buffers})
         run.random.step += 1
+        if self.training and torch.is_grad_enabled():
+            run.node.earlier.before_forward(is_unsummed=run.reducer.is_unsummed)
         run.wholes.start()
         training = self.training or form.is_traced
         if steps is None:

@@ -47,6 +47,34 @@ def check_room(planned: Plan, made: Plan, *, learns: bool, cuda: bool) -> None:
         )
 
 
+def earlier_gradients_over(planned: Plan, *, cuda: bool, is_unsummed: bool, are_added: bool) -> str | None:
+    """A warning if a device has no room for the gradients of an earlier pass during a step of ``planned``;
+    None if all have, or if their memory is unknown.
+
+    Unsummed gradients are whole where their sums have owners. ``are_added``: those of this pass are complete
+    before they are added, so that both are held at its end.
+    """
+    if not (planned.usable_bytes and planned.predicted_peak_memory_bytes):
+        return None
+    states = planned.optimizer_states
+    before = _peaks(planned, states, cuda)
+    if are_added:
+        after = _peaks(planned, states._replace(kept=states.kept + 1), cuda)
+    else:
+        after = _peaks(planned, states, cuda, Held.of(not is_unsummed))
+    needed = np.array(planned.predicted_peak_memory_bytes) + np.maximum(after - before, 0)
+    rank = int((needed - planned.usable_bytes).argmax())
+    if needed[rank] <= planned.usable_bytes[rank] + SLACK_BYTES:
+        return None
+    needs, has = size_text(float(needed[rank])), size_text(planned.usable_bytes[rank])
+    return (
+        "gradients of the pass before are held during this one, which the plan does not count: with them "
+        f"rank {rank} needs {needs}, and has {has}. optimizer.zero_grad() right after optimizer.step() frees "
+        "them early; instead of accumulating, let the loader give the batches of all passes as one, which a "
+        "plan takes in micro-batches where memory is short"
+    )
+
+
 def live_bytes(program: Program) -> tuple[int, ...]:
     """Per rank, the most bytes of values that live at once in a forward pass without gradients, not counting
     parameters and buffers."""
@@ -67,11 +95,13 @@ def live_bytes(program: Program) -> tuple[int, ...]:
     return tuple(most)
 
 
-def _peaks(plan: Plan, states: OptimizerStates, cuda: bool) -> np.ndarray:
-    """The most bytes of tensors in a step, per rank."""
+def _peaks(plan: Plan, states: OptimizerStates, cuda: bool, held: Held = Held.NOTHING) -> np.ndarray:
+    """The most bytes of tensors in a step, per rank, which begins with these gradients ``held``. In
+    micro-batches those after the first hold some anyway."""
     samples = accumulation(plan)
     if samples is None or plan.micro_batches is None:
-        return np.array(Memory(plan.program, states, cuda=cuda).peaks(plan.program))
+        walked = Walked(plan.program, states, cuda=cuda, held=held)
+        return np.array(Memory(plan.program, states, walked=walked).peaks(plan.program))
     planned = schedule(plan.program, plan.micro_batches, samples)
     step = costed_micro_step(plan.program, samples)
     flight = flight_of(plan.program, samples, planned)
