@@ -20,16 +20,16 @@ def set_up(state: State) -> None:
     model = sum(i.type.value.size_bytes for i in {i.args[0]: i for i in leaves}.values())
     batch = sum(i.type.value.size_bytes for i in program.instructions if i.op == "input")
     largest = max((i.type.value.size_bytes for i in leaves), default=0)
-    group = min(model, BROADCAST_BYTES + largest) if program.world_size > 1 else 0
+    # tensors larger than a group are sent in pieces of its size
+    group = min(model, BROADCAST_BYTES + min(largest, BROADCAST_BYTES)) if program.world_size > 1 else 0
     cut = max(leaves, key=lambda i: i.type.value.size_bytes, default=None)
     if state.setting.cuda:
-        # a group has less than twice its size, because larger tensors are sent in pieces
-        held: Sizes = {EVERYWHERE: 2.0 * min(group, 2 * BROADCAST_BYTES)}
+        held: Sizes = {EVERYWHERE: 2.0 * group}
         for i in leaves:
             held[i.type.cut] = held.get(i.type.cut, 0.0) + i.type.value.size_bytes
         moments.append(Moment("the initial values", held, event=BEFORE))
         return
-    moments.append(Moment("the initial values", {EVERYWHERE: model + batch + group + largest}, event=BEFORE))
+    moments.append(Moment("the initial values", {EVERYWHERE: float(model + batch + group)}, event=BEFORE))
     if cut is not None and isinstance(cut.type.placement, Shard):
         held = {EVERYWHERE: float(model + batch), cut.type.cut: float(largest)}
         moments.append(Moment("cutting the model", held, event=BEFORE))
