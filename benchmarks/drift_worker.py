@@ -24,7 +24,8 @@ def train_steps(job: str, plan: str, cluster: str, profile: str, steps: str, is_
     made, loaded = jobs.make(job), Plan.load(plan)
     initialise(loaded.program.world_size, default_device(), COLLECTIVE_TIMEOUT_S)
     said: list[str] = []
-    solver = Solver(Cluster.load(cluster), Profile.load(profile), optimizer_states(made.optimizer))
+    states = optimizer_states(made.optimizer, made.model)
+    solver = Solver(Cluster.load(cluster), Profile.load(profile), states)
     balancer = RunBalancer(solver, None, said.append) if int(is_rebalanced) else None
 
     def on_step(number: int, _loss: float, _step_s: float) -> None:

@@ -58,7 +58,7 @@ def plan(
     check_limits(exact_s, search_s)
     if progress:
         progress("tracing the model")
-    states = optimizer_states(optimizer)
+    states = optimizer_states(optimizer, model)
     return plan_traced(
         trace(model, batch, batch_norm=batch_norm, outputs=outputs, autocast=autocast_for(model, autocast)),
         cluster,

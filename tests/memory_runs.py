@@ -125,7 +125,7 @@ def planned(job: str, kind: str, shares: tuple[int, ...]) -> tuple[Program, Micr
         prices = Prices(gradient_sync=20.0) if kind == "tensor" else Prices()
         problem = Problem(graph, costs, ratio, prices=prices)
         program = emit(problem, search(problem, weight=1.05, max_states=2_000))
-    return replace(program, name=job), micro_batches, optimizer_states(made.optimizer)
+    return replace(program, name=job), micro_batches, optimizer_states(made.optimizer, made.model)
 
 
 def in_micro_steps(program: Program, steps: int) -> MicroBatches:

@@ -147,7 +147,7 @@ def test_what_a_job_returns(case, tmp_path):
 
 def test_good_jobs(tmp_path):
     job = load_job(write_job(tmp_path))
-    assert batch_size(job.batch) == 12 and optimizer_states(job.optimizer) == OptimizerStates(0)
+    assert batch_size(job.batch) == 12 and optimizer_states(job.optimizer, job.model) == OptimizerStates(0)
     scalars = load_job(
         write_job(tmp_path, returning("mixmesh.Job(MLP(), dict(batch(), t=torch.tensor(3.0)))"), "a.py")
     )
@@ -160,13 +160,35 @@ def test_good_jobs(tmp_path):
 def test_optimizer_states():
     import torch
 
-    assert optimizer_states(torch.optim.AdamW) == optimizer_states(None) == ADAM
-    assert optimizer_states(lambda p: torch.optim.SGD(p, lr=1, momentum=0.9)) == OptimizerStates(1)
+    def states(optimizer, dtype=torch.float32):
+        return optimizer_states(optimizer, torch.nn.Linear(2, 2, dtype=dtype))
+
+    assert states(torch.optim.AdamW) == states(None) == ADAM
+    assert states(lambda p: torch.optim.SGD(p, lr=1, momentum=0.9)) == OptimizerStates(1)
     # not fused: Adam makes two tensors, the others one at most
-    assert optimizer_states(lambda p: torch.optim.Adam(p, foreach=False)) == OptimizerStates(2, 2)
-    assert optimizer_states(lambda p: torch.optim.Adam(p, fused=True)) == OptimizerStates(2)
-    assert optimizer_states(lambda p: torch.optim.Adagrad(p)) == OptimizerStates(1, 1)
-    assert optimizer_states(lambda p: 1 / 0) == OptimizerStates(2, 2)
+    assert states(lambda p: torch.optim.Adam(p, foreach=False)) == OptimizerStates(2, 2)
+    assert states(lambda p: torch.optim.Adam(p, fused=True)) == OptimizerStates(2)
+    assert states(lambda p: torch.optim.Adagrad(p)) == OptimizerStates(1, 1)
+    assert states(torch.optim.Adafactor) == OptimizerStates(0, 1)  # rows and columns
+    assert states(lambda p: 1 / 0) == OptimizerStates(2, 2)
+
+    class Keeps(torch.optim.SGD):
+        """Two tensors of one dtype for each parameter."""
+
+        def __init__(self, params, dtype):
+            super().__init__(params)
+            self.dtype = dtype
+
+        def step(self):
+            for p in self.param_groups[0]["params"]:
+                self.state[p] = {name: torch.zeros_like(p, dtype=self.dtype) for name in ("m", "v")}
+
+    for dtype, of, kept in (
+        (torch.int8, torch.float32, 0.5),
+        (torch.float32, torch.float32, 2),
+        (torch.float32, torch.bfloat16, 4),
+    ):
+        assert states(lambda p, dtype=dtype: Keeps(p, dtype), of) == OptimizerStates(kept, 2)
 
 
 def test_optimizers_that_look_at_whole_parameters():

@@ -140,6 +140,17 @@ def test_strides_are_pytorchs(shape, random, data):
     assert contiguous(tuple(shape)) == torch.empty(shape).stride()
 
 
+def test_initial_values_of_a_large_tensor_are_counted_once_and_the_pieces_that_travel():
+    """Beside a table of 256 MB there is neither a message as large nor a copy of it."""
+    body = '%x = input("x") : f[1, 4]\n%w = param("w") : f[4, 4]\n%y = aten.linear(%x, %w) : f[1, 4]\n'
+    traced = graph(f"{body}%loss = aten.mean(%y) : f[]\nreturn %loss", 2000)
+    program = data_parallel(traced, CostModel(cluster(TWO)), even_ratio(2))
+    moment = Memory(program, ADAM).moments[0]
+    table, batch = FLOAT * 8000 * 8000, FLOAT * 2000 * 8000
+    assert moment.what == "the initial values"
+    assert sum(moment.held.values()) == table + batch + 2 * shards.BROADCAST_BYTES
+
+
 def test_resharded_parameters_are_not_kept():
     """Of eight weights two are gathered at a time, instead of all but the first: its input is the batch."""
     layers = [
@@ -240,7 +251,7 @@ def test_what_surely_fits_is_never_less_than_the_peak(name, where, monkeypatch):
     assert len(looked_at) > 10
 
 
-@pytest.mark.parametrize("states", [ADAM, OptimizerStates(0), OptimizerStates(3, 1)])
+@pytest.mark.parametrize("states", [ADAM, OptimizerStates(0), OptimizerStates(3, 1), OptimizerStates(0.5, 2)])
 def test_a_plan_file_says_what_its_memory_was_counted_by(states):
     """What reads the plan later counts the same: `simulate`, and the page of `report`."""
     where = cluster(THREE)

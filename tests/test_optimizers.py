@@ -62,7 +62,7 @@ def test_what_the_user_chose_stays(how):
 def test_planning_counts_what_the_run_does(kind, how):
     made = KINDS[kind]([torch.ones(2, requires_grad=True)], **how)
     is_fused = fuse(made) or bool(made.param_groups[0]["fused"])
-    states = optimizer_states(lambda params: KINDS[kind](params, **how))
+    states = optimizer_states(lambda params: KINDS[kind](params, **how), torch.nn.Linear(2, 2))
     assert (states.beside == 0) is is_fused is (how in ({}, {"fused": True}))
 
 

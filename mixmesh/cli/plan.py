@@ -138,7 +138,7 @@ def plan_job(
         loaded = load_job(job, weights=weights)
         say("tracing the model")
         traced = trace(loaded.model, loaded.batch, batch_norm=options.batch_norm, outputs=loaded.outputs)
-        states = optimizer_states(loaded.optimizer)
+        states = optimizer_states(loaded.optimizer, loaded.model)
         planned = plan_traced(
             traced,
             cluster,

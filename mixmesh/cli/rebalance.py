@@ -50,7 +50,6 @@ def balancer_of(
     """
     if not is_wanted or plan.program.world_size == 1:
         return None
-    from ..frontend.job import optimizer_states
     from ..runtime.comm import default_device
     from ..runtime.first_rank import from_first_rank
     from ..training.rebalance import Replanner, RunBalancer, Solver
@@ -68,7 +67,7 @@ def balancer_of(
     def find() -> bool:
         cluster, profile = costs()
         if cluster is not None and cluster.fingerprint == plan.cluster_fingerprint:
-            solvers.append(Solver(cluster, profile, optimizer_states(job.optimizer)))
+            solvers.append(Solver(cluster, profile, plan.optimizer_states))
         return bool(solvers)
 
     if not from_first_rank(find):

@@ -79,7 +79,8 @@ def prepared(loaded: Job, planner: str, profile: Path | None) -> tuple[Any, int,
     from ..frontend.job import batch_size, needs_whole_parameters, optimizer_states
     from ..frontend.trace import trace
 
-    states, whole = optimizer_states(loaded.optimizer), needs_whole_parameters(loaded.optimizer)
+    states = optimizer_states(loaded.optimizer, loaded.model)
+    whole = needs_whole_parameters(loaded.optimizer)
 
     @cache
     def traced(times: int) -> Any:

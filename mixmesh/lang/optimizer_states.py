@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 class OptimizerStates(NamedTuple):
     """The numbers of tensors of a parameter's size that its optimizer holds: ``kept`` from one step to the
-    next (Adam: 2), ``beside`` as workspace while a parameter is stepped. A GPU steps all parameters at once
-    and needs the workspace of all of them. A fused kernel needs none."""
+    next (Adam: 2; in 8 bits 0.5), ``beside`` as workspace while a parameter is stepped. A GPU steps all
+    parameters at once and needs the workspace of all of them. A fused kernel needs none."""
 
-    kept: int
+    kept: float
     beside: int = 0
 
 

@@ -125,7 +125,9 @@ ROWS: dict[str, Row] = {
     ),
     "tf32": FLAG._replace(optional=True),
     "optimizer_states": Row(
-        lambda v: _is_list(v, _is_count) and len(v) == 2, "two counts of tensors", optional=True
+        lambda v: _is_list(v, _is_number) and len(v) == 2 and min(v) >= 0,
+        "two counts of tensors",
+        optional=True,
     ),
     "batch_norm": TEXT._replace(optional=True),
     "program_digest": TEXT._replace(optional=True),

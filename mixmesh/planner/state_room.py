@@ -38,7 +38,7 @@ def least_state_bytes(task: Task, stage: int) -> tuple[int, int]:
     graph, kept = task.choices.fold.whole, task.optimizer_states.kept
     trained, fixed = graph.trained_bytes, graph.fixed_bytes
     if stage == 0:
-        return fixed + trained * (2 + kept), 0
+        return fixed + round(trained * (2 + kept)), 0
     if stage == 3:
-        return fixed, trained * (2 + kept)
-    return fixed + trained, trained * (1 + kept)
+        return fixed, round(trained * (2 + kept))
+    return fixed + trained, round(trained * (1 + kept))

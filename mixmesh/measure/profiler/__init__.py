@@ -220,7 +220,7 @@ def confirmed(
         CostModel(cluster),
         rank,
         device=indexed(device) if device is not None else default_device(),
-        optimizer_states=optimizer_states(job.optimizer),
+        optimizer_states=optimizer_states(job.optimizer, job.model),
         largest_share=shares_to_measure(share, cluster.world_size)[-1],
         progress=progress,
     )

@@ -132,7 +132,11 @@ class _Planning:
             self.progress("tracing the model")
             job = self.load()
             traced = trace(job.model, job.batch, outputs=job.outputs)
-            self._facts = traced, optimizer_states(job.optimizer), needs_whole_parameters(job.optimizer)
+            self._facts = (
+                traced,
+                optimizer_states(job.optimizer, job.model),
+                needs_whole_parameters(job.optimizer),
+            )
         traced, states, whole = self._facts
         self.progress("planning")
         return make_plans(

@@ -75,7 +75,7 @@ class Tables:
             fixed.append(small)
         return np.where(params[:, None] > 0, np.array(fixed) + params[:, None] * np.array(slope), 0.0)
 
-    def _memory(self, params: np.ndarray, states: int) -> np.ndarray:
+    def _memory(self, params: np.ndarray, states: float) -> np.ndarray:
         """Bytes of parameters, gradients and optimizer state, and of activations."""
         owned = np.stack([_owned(a, self.takes_part[d]) for a, d in zip(self.kinds, self.ratio_of)])
         kept = np.array([g.kept_bytes for g in self.space.groups], float)

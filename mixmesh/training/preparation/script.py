@@ -17,14 +17,13 @@ from ...base.progress import tell
 from ...cluster.detection import Cache
 from ...cluster.detection.cache import default_folder
 from ...errors import TraceError
-from ...frontend.job import Job, can_step_pieces, check_supported, optimizer_states
+from ...frontend.job import Job, can_step_pieces, check_supported
 from ...frontend.trace import LossSource
 from ...frontend.trace.autocast import autocast_for
 from ...frontend.trace.compiled import is_compiled, uncompiled
 from ...frontend.trace.failures import CALL_ONCE
 from ...frontend.trace.own_generators import generators_in
 from ...frontend.trace.words import is_words
-from ...lang.optimizer_states import OptimizerStates
 from ...measure.testbed import enter_device
 from ...runtime.accelerator import device_count
 from ...runtime.calls import Signature
@@ -175,7 +174,7 @@ def prepare(
     own = own_loader(loader, prepared.plan)
     own.watch_rows(parallel._runtime)
     if rebalance and optimizer is not None and world_size > 1:
-        follow_devices(parallel, optimizer, own, prepared, optimizer_states(job.optimizer))
+        follow_devices(parallel, optimizer, own, prepared)
     return parallel, optimizer, own
 
 
@@ -214,7 +213,6 @@ def follow_devices(
     optimizer: torch.optim.Optimizer,
     loader: OwnLoader,
     prepared: Prepared,
-    states: OptimizerStates,
 ) -> None:
     """Makes the shares of a loop follow its devices; does nothing on GPUs, where a rank's own seconds are
     unknown."""
@@ -226,7 +224,7 @@ def follow_devices(
         if is_first:
             tell(f"mixmesh: {text}")
 
-    solver = Solver(prepared.cluster, prepared.profile, states) if is_first else None
+    solver = Solver(prepared.cluster, prepared.profile, prepared.plan.optimizer_states) if is_first else None
     LoopBalancer(model, optimizer, loader, solver, say)
 
 

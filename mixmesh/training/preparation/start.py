@@ -149,7 +149,7 @@ def _prepared(
         "tracing", lambda: from_first_rank(lambda: traced_job(job, options), what="tracing"), trace_words
     )
     whole_parameters = needs_whole_parameters(job.optimizer) or options.whole_parameters
-    optimizer = optimizer_states(job.optimizer), whole_parameters
+    optimizer = optimizer_states(job.optimizer, job.model), whole_parameters
     job_key = key_of(traced.graph.fingerprint, cluster.fingerprint, optimizer, *versions)
     profile = None
     if options.profile_s:
@@ -247,7 +247,7 @@ def _planned(
         profile=profile,
         planner=options.planner,
         search_s=options.search_s,
-        optimizer_states=optimizer_states(job.optimizer),
+        optimizer_states=optimizer_states(job.optimizer, job.model),
         whole_parameters=needs_whole_parameters(job.optimizer) or options.whole_parameters,
         progress=progress,
     )
