@@ -45,7 +45,7 @@ from mixmesh.search.baselines import data_parallel
 from mixmesh.search.placement import Placed, Space, make_grouping
 from mixmesh.simulator import Simulation, simulate
 from mixmesh.simulator.pipeline import ACTIVATIONS, GRADIENTS, order_of_passes
-from mixmesh.step.memory import Flight, Held, Memory, Walked, flight_of
+from mixmesh.step.memory import ALLOWANCE, Flight, Held, Memory, Walked, flight_of
 
 SUSTAINED = "issue_us = 8, sustained = 0.625"  # with the usual share of products half of the peaks
 BIG = f"tflop_per_s = 2, memory_gib = 4, memory_gbyte_per_s = 100, {SUSTAINED}"
@@ -323,6 +323,25 @@ def test_a_stage_keeps_as_many_micro_batches_as_stages_follow():
         for name, ratio in program.ratios:
             if len(support(ratio)) == 1:
                 assert flight[name] == most[support(ratio)[0]]
+
+
+def test_what_a_stage_sent_may_all_be_under_way():
+    """No rank waits for its sends: each micro-batch between its passes may have a copy of what it sends."""
+    program = chain(model_of(), batch(), FOUR_STAGES)
+    samples = samples_of(program)
+    step = costed_micro_step(program, samples)
+    second = tuple(name for name, ratio in program.ratios if support(ratio) == (1,))
+
+    def moving(others: int) -> float:
+        """The bytes of transfers on the rank of the second stage."""
+        of = (Flight(tuple((name, others) for name in second), moved) for moved in (samples.transfers, ()))
+        walked = [Walked(step, ADAM, held=Held.ADDENDS, flight=flight) for flight in of]
+        every, none = (Memory(step, ADAM, walked=one).held_bytes(step)[:, 1] for one in walked)
+        return (every - none).max()
+
+    moves = [i for i in step.instructions if i.result in samples.transfers]
+    sent = sum(i.type.value.size_bytes for i in moves if step.types[i.inputs[0]].ratio in second)
+    assert sent and moving(3) - moving(0) == pytest.approx(3 * sent * (1 + ALLOWANCE))
 
 
 # --- borders ----------------------------------------------------------------------------------------------

@@ -20,8 +20,9 @@ class Flight:
     moved: frozenset[str] = frozenset()
 
     def over(self, program: Program, before: Moment, kept: Moment, moments: list[Moment]) -> list[Moment]:
-        """Adds to the moments what the other micro-batches keep. Every transfer counts once as under way and
-        once as requested ahead, and so does its gradient."""
+        """Adds to the moments what the other micro-batches keep. A transfer counts once as requested ahead
+        and once as under way, and so does its gradient. Its senders wait for no send: those of all
+        micro-batches between their passes may still be under way, each with a copy of its values."""
         others = dict(self.others)
         held: Sizes = {}
         for cut, size in kept.held.items():
@@ -35,8 +36,9 @@ class Flight:
             i = program.producers.get(name)
             if i is None:
                 continue  # moved once per step, before its micro-batches
-            for t in (program.types[i.inputs[0]], i.type):
-                held[t.cut] = held.get(t.cut, 0.0) + 2.0 * t.value.size_bytes
+            sent, received = program.types[i.inputs[0]], i.type
+            for t, copies in ((sent, 2.0 + others.get(sent.ratio, 0)), (received, 2.0)):
+                held[t.cut] = held.get(t.cut, 0.0) + copies * t.value.size_bytes
         return [m._replace(held=_sum(m.held, held), small=_sum(m.small, small)) for m in moments]
 
 
