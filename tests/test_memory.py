@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_graphs import GRAPHS, THREE, TWO, cluster, graph
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mixmesh.api import simulate
 from mixmesh.cluster import Cluster
@@ -27,7 +28,7 @@ from mixmesh.lang.plan_file import Plan
 from mixmesh.passes.buckets import with_buckets
 from mixmesh.planner import make_plan
 from mixmesh.planner.task import HEADROOM
-from mixmesh.runtime import shards
+from mixmesh.runtime import shards, whole_model
 from mixmesh.search.baselines import data_parallel, fully_sharded
 from mixmesh.step.memory import (
     ALLOWANCE,
@@ -296,6 +297,29 @@ def test_initial_values_travel_in_pieces(monkeypatch):
     monkeypatch.setattr(shards, "broadcast", lambda *_, src: next(left))
     shards.agree(other, comm)
     assert all(torch.equal(a, b) for a, b in zip(other, tensors(7.0))) and next(left, None) is None
+
+
+def test_marks_of_lent_weights_take_little_memory(monkeypatch):
+    """What notices that a whole model was changed makes no tensor as large as the largest of its own."""
+    made: list[int] = []
+
+    class Made(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.dtype in (torch.float64, torch.complex128):
+                made.append(out.numel())
+            return out
+
+    monkeypatch.setattr(whole_model, "SUMMED_AT_A_TIME", 10)
+    for x in (torch.randn(7, 13), torch.randn(91, dtype=torch.complex64), torch.randn(()), torch.randn(0, 3)):
+        with Made():
+            before = whole_model.sums(x)
+        assert before == whole_model.sums(x.clone()) and max(made) <= 10
+        if x.numel() > 1:
+            changed, moved = x.clone(), x.clone().flatten()
+            changed.view(-1)[-1] += 1
+            moved[[1, 21]] = moved[[21, 1]]  # between pieces
+            assert before != whole_model.sums(changed) and before != whole_model.sums(moved)
 
 
 def test_the_largest_weight_need_not_fit_twice_before_the_first_step():

@@ -29,6 +29,7 @@ from .shards import Stored
 Learning = dict[str, tuple[bool, bool]]
 
 WITHOUT_LOSS = "_without_loss"  # the attribute in which a model wrapped with a loss keeps the bare model
+SUMMED_AT_A_TIME = 2**20  # values of a tensor
 IS_LENT = "_is_lent"  # set in such a model while it runs without its loss
 
 
@@ -173,10 +174,17 @@ def mark(x: Tensor) -> tuple:
 @torch.no_grad()
 def sums(x: Tensor) -> tuple[str, ...]:
     """Sums of a tensor's values, one of them weighted by position. Values that were changed and put back have
-    the same sums."""
-    wide = x.detach().to(torch.complex128 if x.is_complex() else torch.float64).flatten()
-    ramp = torch.linspace(1, 2, wide.numel(), dtype=wide.dtype, device=wide.device)
-    return tuple(str(each.item()) for each in (wide.sum(), wide.abs().square().sum(), wide.dot(ramp)))
+    the same sums. They are taken piece by piece: in float64 a large tensor is larger than what a device may
+    have left."""
+    dtype = torch.complex128 if x.is_complex() else torch.float64
+    flat = x.detach().flatten()
+    ramp = torch.linspace(1, 2, min(len(flat), SUMMED_AT_A_TIME), dtype=dtype, device=x.device)
+    totals = torch.zeros(3, dtype=dtype, device=x.device)
+    for n, piece in enumerate(flat.split(SUMMED_AT_A_TIME)):
+        wide = piece.to(dtype)
+        total = wide.sum()
+        totals += torch.stack([total, wide.dot(wide.conj()), wide.dot(ramp[: len(wide)]) + n * total])
+    return tuple(map(str, totals.tolist()))
 
 
 class Lending(AbstractContextManager):
