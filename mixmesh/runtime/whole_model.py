@@ -7,6 +7,7 @@ empty again, so that it is never out of date.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -16,8 +17,10 @@ from typing import Any, Protocol, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from ..base.progress import warn_once
 from ..errors import InputError
 from ..frontend.trace.compiled import uncompiled
+from .accelerator import is_accelerator
 from .comm import Comm
 from .modes import set_modes_like
 from .original import TakenOver, give_back, take_over
@@ -207,6 +210,7 @@ class Lending(AbstractContextManager):
         run.check_values()
         if run.followed is not None:
             run.followed.pass_on()
+        self._tell_if_too_large()
         with run.comm.call("whole"):
             values = whole_tensors(parallel, run.stored, run.comm)
         own = own_module(original)
@@ -223,6 +227,19 @@ class Lending(AbstractContextManager):
         loan.learning = learn_alike(_tensors(parallel), loan.tensors)
         run.loans.add(loan)
         return module
+
+    def _tell_if_too_large(self) -> None:
+        """Warns, on the first rank, if a device has no room for the whole model beside what it stores."""
+        from .shapes.room import whole_model_over
+
+        run = self._run
+        cut = {id(s): s for s in run.stored.values() if not s.is_everywhere(run.comm.world_size)}.values()
+        if run.comm.rank or not cut:
+            return
+        size_bytes = sum(math.prod(s.shape) * s.dtype.itemsize for s in cut)
+        text = whole_model_over(run.forms.plan, size_bytes, cuda=is_accelerator(run.comm.device))
+        if text is not None:
+            warn_once(text)
 
     def changed(self) -> dict[str, Tensor]:
         """The weights, by name, that were changed since they were lent."""

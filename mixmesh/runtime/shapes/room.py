@@ -62,17 +62,38 @@ def earlier_gradients_over(planned: Plan, *, cuda: bool, is_unsummed: bool, are_
         after = _peaks(planned, states._replace(kept=states.kept + 1), cuda)
     else:
         after = _peaks(planned, states, cuda, Held.of(not is_unsummed))
-    needed = np.array(planned.predicted_peak_memory_bytes) + np.maximum(after - before, 0)
-    rank = int((needed - planned.usable_bytes).argmax())
-    if needed[rank] <= planned.usable_bytes[rank] + SLACK_BYTES:
-        return None
-    needs, has = size_text(float(needed[rank])), size_text(planned.usable_bytes[rank])
-    return (
+    lacks = _lacks(planned, np.maximum(after - before, 0))
+    return lacks and (
         "gradients of the pass before are held during this one, which the plan does not count: with them "
-        f"rank {rank} needs {needs}, and has {has}. optimizer.zero_grad() right after optimizer.step() frees "
+        f"{lacks}. optimizer.zero_grad() right after optimizer.step() frees "
         "them early; instead of accumulating, let the loader give the batches of all passes as one, which a "
         "plan takes in micro-batches where memory is short"
     )
+
+
+def whole_model_over(planned: Plan, more_bytes: int, *, cuda: bool) -> str | None:
+    """A warning if a device has no room for the whole model, ``more_bytes`` than its pieces, beside what is
+    stored between two steps; None if all have, or if their memory is unknown."""
+    if not (planned.usable_bytes and planned.predicted_peak_memory_bytes):
+        return None
+    states, program = planned.optimizer_states, planned.program
+    stored = Memory(program, states, cuda=cuda).held_bytes(program).min(axis=0)
+    lacks = _lacks(planned, stored + more_bytes - _peaks(planned, states, cuda))
+    return lacks and (
+        "within whole(), and while a model is copied, every rank holds the whole model: then "
+        f"{lacks}. Without it, model.eval() and calls without gradients evaluate the parallel model itself, "
+        "and model.full_state_dict() collects the weights on the CPU"
+    )
+
+
+def _lacks(planned: Plan, more_bytes: np.ndarray) -> str | None:
+    """Says which rank lacks memory, if one does that holds so much more than its peak in a step."""
+    needed = np.array(planned.predicted_peak_memory_bytes) + more_bytes
+    rank = int((needed - planned.usable_bytes).argmax())
+    needs, has = float(needed[rank]), planned.usable_bytes[rank]
+    if needs <= has + SLACK_BYTES:
+        return None
+    return f"rank {rank} needs {size_text(needs)}, and has {size_text(has)}"
 
 
 def live_bytes(program: Program) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""A loop that holds gradients during its passes is told where a device has no room for them."""
+"""A loop is told where a device has no room for what it holds beside a step: gradients, a whole model."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from gloo_world import assert_passed
 from plans import batch, named, plan_of
 from torch import nn
 
+import mixmesh
 from mixmesh.base.patch import patched
-from mixmesh.runtime import earlier_gradients
+from mixmesh.runtime import earlier_gradients, whole_model
 from mixmesh.runtime.parallel import parallelize
 
 STEPS, WIDTH = 3, 60_000
@@ -90,9 +91,31 @@ def check_what_fits_is_not_told(_) -> None:
         assert not warnings_of(loop, room_bytes=2 * GRADIENTS)
 
 
-IDIOMS = named(check_what_does_not_fit_is_told, check_what_fits_is_not_told)
+def check_a_whole_model_that_does_not_fit_is_told(_) -> None:
+    def lent(stage: int, room_bytes: int) -> list[str]:
+        plan = plan_of(Wide(), batch(0), stage)
+        room = dict(predicted_peak_memory_bytes=(10**9,) * 3, usable_bytes=(10**9 + room_bytes,) * 3)
+        model, _ = parallelize(Wide(), None, replace(plan, **room), device="cpu", timeout_s=60)
+        told: list[str] = []
+        with patched(whole_model, "warn_once", told.append), mixmesh.whole(model):
+            pass
+        return told
+
+    has_told = torch.distributed.get_rank() == 0
+    for stage in (2, 3):
+        told = lent(stage, -3 * GRADIENTS)
+        assert ["every rank holds the whole model" in text for text in told] == [True] * has_told, told
+        assert not lent(stage, 0)
+    assert not lent(0, -3 * GRADIENTS)  # nothing is cut
+
+
+IDIOMS = named(
+    check_what_does_not_fit_is_told,
+    check_what_fits_is_not_told,
+    check_a_whole_model_that_does_not_fit_is_told,
+)
 
 
 @pytest.mark.parametrize("name", IDIOMS)
-def test_earlier_gradients(outcomes, name):
+def test_room(outcomes, name):
     assert_passed(outcomes[name])
