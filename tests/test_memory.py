@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import memory_runs
@@ -28,7 +29,8 @@ from mixmesh.lang.plan_file import Plan
 from mixmesh.passes.buckets import with_buckets
 from mixmesh.planner import make_plan
 from mixmesh.planner.task import HEADROOM
-from mixmesh.runtime import shards, whole_model
+from mixmesh.runtime import drift, shards, whole_model
+from mixmesh.runtime.allocator import peak_resident_bytes, resident_bytes
 from mixmesh.search.baselines import data_parallel, fully_sharded
 from mixmesh.step.memory import (
     ALLOWANCE,
@@ -320,6 +322,20 @@ def test_marks_of_lent_weights_take_little_memory(monkeypatch):
             changed.view(-1)[-1] += 1
             moved[[1, 21]] = moved[[21, 1]]  # between pieces
             assert before != whole_model.sums(changed) and before != whole_model.sums(moved)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux resets a peak")
+@pytest.mark.parametrize("order", drift.ORDERS)
+def test_norms_that_ranks_compare_take_little_memory(order):
+    """In float64 a copy of the table would have twice its bytes."""
+    table, small = torch.ones(2**24).view(2**12, 2**12), torch.randn(3, 5)
+    drift.wide_norms([small], order)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident_bytes()
+    norms = drift.wide_norms([table, small], order)
+    assert peak_resident_bytes() - before < 1.2 * table.nbytes
+    expected = [torch.linalg.vector_norm(x.double(), order) for x in (table, small)]
+    torch.testing.assert_close(norms, expected)
 
 
 def test_the_largest_weight_need_not_fit_twice_before_the_first_step():

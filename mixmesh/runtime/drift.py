@@ -41,6 +41,7 @@ from .shards import Stored
 FIRST_CALLS = (2, 4, 8, 16, 32)  # forward passes in training before which parameters are compared
 EVERY = 64  # forward passes from one comparison to the next, after the first ones
 ORDERS = (1.0, 2.0)  # the orders of the norms
+NORMED_AT_A_TIME = 2**22  # elements of a tensor
 CHECKSUMS = (torch.linalg.vector_norm, torch.sum)
 NOT_SETTINGS = ("params", "initial_lr", "foreach", "fused", "capturable", "differentiable")
 SETTINGS_ROUNDING = 1e-6  # mathematical functions may differ between machines
@@ -238,8 +239,7 @@ class DriftWatch:
         """The norms of these replicas; zeros for those that only other ranks hold."""
 
         def both(tensors: list[Tensor]) -> list[Tensor]:
-            columns = [torch._foreach_norm(tensors, order, dtype=torch.float64) for order in ORDERS]
-            return [torch.stack(row) for row in zip(*columns)]
+            return [torch.stack(row) for row in zip(*(wide_norms(tensors, order) for order in ORDERS))]
 
         return self._rows(replicas, both)
 
@@ -287,6 +287,16 @@ class DriftWatch:
 def one_of_each(by_value: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
     """Two ranks that differ, of those that have each value."""
     return tuple(ranks[0] for ranks in by_value.values())[:2]
+
+
+def wide_norms(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
+    """Norms in float64, in which a CPU copies what it is given: a large tensor is given piece by piece."""
+    pieces = [x.flatten().split(NORMED_AT_A_TIME) for x in tensors]
+    norms = iter(torch._foreach_norm([*chain(*pieces)], order, dtype=torch.float64))
+    of_tensors = [[next(norms) for _ in own] for own in pieces]
+    return [
+        own[0] if len(own) == 1 else torch.linalg.vector_norm(torch.stack(own), order) for own in of_tensors
+    ]
 
 
 def settings_of(optimizer: torch.optim.Optimizer | None) -> tuple[float, float]:
