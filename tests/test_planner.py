@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -194,6 +195,17 @@ def test_infeasible_says_what_is_missing():
         make_plan(graph(BIG, 128), of_memory(1.6, 1.7))
     text = str(caught.value)
     assert "usable on rank" in text and "largest tensor %" in text and "more memory" in text
+
+
+@pytest.mark.parametrize("gib", [1.2, 1.6])
+def test_a_device_with_as_much_more_memory_as_is_proposed_is_large_enough(gib):
+    """Of a larger device a larger part stays free, too."""
+    model = graph(BIG, 128)
+    with pytest.raises(Infeasible) as caught:
+        make_plan(model, of_memory(gib, gib), planner="ddp-even")
+    size, unit = re.search(r"at least (\S+) (GiB|MiB) more", caught.value.hint[-1]).groups()
+    more_gib = float(size) / (1 if unit == "GiB" else 1024)
+    assert make_plan(model, of_memory(gib + more_gib, gib + more_gib), planner="ddp-even").feasible
 
 
 def test_a_smaller_batch_is_not_proposed_where_the_process_alone_does_not_fit():

@@ -69,7 +69,9 @@ def infeasible(task: Task, proposals: list[Proposal]) -> Infeasible:
             hint='planner="auto"',
         )
     constant = closest.simulation.memory.constants(closest.program)[rank]
-    hint = ("a smaller global batch in the job", f"a device with at least {size_text(over)} more memory")
+    # of a larger device as large a part stays free; three digits are shown, which may round down
+    more = 1.005 * over * device.memory_bytes / task.usable_bytes[rank]
+    hint = ("a smaller global batch in the job", f"a device with at least {size_text(more)} more memory")
     if constant > task.usable_bytes[rank]:  # no batch is small enough
         without = f"a cluster file without rank {rank}, too small for the process alone"
         hint = (*((without,) if task.world_size > 1 else ()), hint[1])
