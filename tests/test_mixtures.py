@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from functools import partial
 
 import pytest
@@ -219,6 +220,23 @@ def test_what_does_not_fit_together_is_an_error(num_biases, body, wrong):
     x, ids, table = torch.randn(3, 4), torch.tensor([0, 1, 1]), torch.randn(2, 4, 5)
     with pytest.raises(RuntimeError, match=wrong):
         experts(ids, [x], [], [table, torch.randn(num_biases, 5)], [], [], body, 0)
+
+
+def test_nothing_of_a_step_waits_for_the_collector_of_cycles():
+    x, ids = torch.randn(6, 4, requires_grad=True), torch.tensor([0, 1, 1, 0, 2, 2])
+    tables = [torch.randn(3, 4, 5, requires_grad=True), torch.randn(3, 5)]
+    body = "h = x0 @ t0; b = t1[e]; z = add.Tensor(h, b); y = silu(z)"
+    gc.collect()
+    gc.disable()
+    try:
+        before = {id(o) for o in gc.get_objects() if isinstance(o, torch.Tensor)}
+        for _ in range(3):
+            experts(ids, [x], [], tables, [], [], body, 0).sum().backward()
+        x.grad = tables[0].grad = None
+        left = [o.shape for o in gc.get_objects() if isinstance(o, torch.Tensor) and id(o) not in before]
+    finally:
+        gc.enable()
+    assert left == []
 
 
 def test_memory_counts_what_an_expert_keeps(mixtral):

@@ -229,8 +229,9 @@ def run_steps(body: str, named: Mapping[str, Any], own: Mapping[str, Callable] =
 
 
 def _value_of(argument: object, by_name: Mapping[str, Any]) -> Any:
-    """The value that an argument of a step stands for. It is no function within ``run_steps``: one that calls
-    itself would keep all values of a step until Python looks for cycles. Raises KeyError for an unknown name."""
+    """The value that an argument of a step stands for. Raises KeyError for an unknown name."""
+    # not a function within run_steps: one that calls itself is a cycle, and would keep the values of every
+    # step until Python looks for cycles
     match argument:
         case Value(name):
             return by_name[name]
