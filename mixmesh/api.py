@@ -101,4 +101,11 @@ def simulate(
     check_plan(plan, cluster)
     costs = CostModel(cluster, load_profile(profile), tf32=plan.tf32)
     states, micro_batches = plan.optimizer_states, plan.micro_batches
-    return run(plan.program, costs, optimizer_states=states, micro_batches=micro_batches, events=events)
+    return run(
+        plan.program,
+        costs,
+        optimizer_states=states,
+        micro_batches=micro_batches,
+        events=events,
+        usable_bytes=plan.usable_bytes,
+    )

@@ -1,4 +1,4 @@
-"""Predicted and measured peak memory of real runs: ``python tests/memory_runs.py [CASE ...]``.
+"""Predicted and measured peak memory of real runs: ``python tests/memory_runs.py [--roomy] [CASE ...]``.
 
 A case is a job of ``memory_jobs``, a kind of plan and the shares of the ranks. Every rank is a plain
 process of its own, as under ``mixmesh run``.
@@ -36,6 +36,7 @@ from mixmesh.search.synthesis import Prices, Problem, emit, search
 from mixmesh.simulator import MicroBatches, simulate
 
 STEPS = 3
+ROOM_BYTES = 16 * 2**30  # to use, with --roomy
 CLUSTER = """
 name = "cpus"
 [network]
@@ -176,23 +177,35 @@ def constant_bytes() -> int:
     return process_memory().working
 
 
-def compared(name: str) -> list[tuple[int, int]]:
-    """Per rank, predicted and measured bytes, with the constant that is measured here."""
+def compared(name: str, *, usable_bytes: int = 0) -> list[tuple[int, int]]:
+    """Per rank, predicted and measured bytes, with the constant that is measured here, on devices with
+    ``usable_bytes``."""
     job, kind, shares = CASES[name]
     program, micro_batches, states = planned(job, kind, shares)
     constant = constant_bytes()
     costs = CostModel(cpus(len(shares)))
-    timeline = simulate(program, costs, optimizer_states=states, micro_batches=micro_batches)
+    usable = (usable_bytes,) * len(shares) if usable_bytes else ()
+    timeline = simulate(
+        program, costs, optimizer_states=states, micro_batches=micro_batches, usable_bytes=usable
+    )
     held = zip(timeline.peak_memory_bytes, map(costs.memory_constant_bytes, range(len(shares))))
     peaks = tuple(constant + peak - usual for peak, usual in held)
     fingerprint = costs.cluster.fingerprint
-    plan = Plan(program, kind, 1.0, peaks, cluster_fingerprint=fingerprint, micro_batches=micro_batches)
+    plan = Plan(
+        program,
+        kind,
+        1.0,
+        peaks,
+        cluster_fingerprint=fingerprint,
+        micro_batches=micro_batches,
+        usable_bytes=usable,
+    )
     return list(zip(peaks, measured(job, plan)))
 
 
-def main(names: list[str]) -> None:
+def main(names: list[str], usable_bytes: int) -> None:
     for name in names or CASES:
-        for rank, (p, m) in enumerate(compared(name)):
+        for rank, (p, m) in enumerate(compared(name, usable_bytes=usable_bytes)):
             print(
                 f"{name:28} {rank}  {p / 1e6:7.0f} {m / 1e6:7.0f} MB  {100 * (p / m - 1):+6.1f} %", flush=True
             )
@@ -202,4 +215,5 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
         worker(*sys.argv[2:])
     else:
-        main(sys.argv[1:])
+        names = [name for name in sys.argv[1:] if name != "--roomy"]
+        main(names, ROOM_BYTES if "--roomy" in sys.argv else 0)

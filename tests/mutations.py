@@ -212,6 +212,9 @@ MUTATIONS = {
     "a CPU's noise is left out": Mutation(
         "cost/profile.py", "DeviceProfile.calmed = property(lambda self: self)", "tests/test_calmed.py -k cpu"
     ),
+    "a heap keeps everything where a device has room": Mutation(
+        "runtime/allocator.py", "HeapLimit._has_room = lambda self: False", "tests/test_allocator.py -k spare"
+    ),
     "a heap keeps what the plan has room for": Mutation(
         "runtime/allocator.py", "HeapLimit.room_bytes = 0", "tests/test_allocator.py -k room"
     ),

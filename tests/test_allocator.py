@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from mixmesh.base.heap import KEPT_BYTES, OWN_PIECE_BYTES
+from mixmesh.base.heap import KEPT_BYTES, OWN_PIECE_BYTES, ROOMY, ROOMY_PIECE_BYTES
 from mixmesh.runtime import allocator
-from mixmesh.runtime.allocator import SCARCE_PIECE_BYTES, HeapLimit
+from mixmesh.runtime.allocator import NEVER, SCARCE_PIECE_BYTES, HeapLimit
 from mixmesh.step.memory import HEAP_BYTES
+
+MIB = 2**20
 
 
 @pytest.fixture
@@ -53,6 +55,37 @@ def test_the_end_of_the_heap_may_come_and_go_within_what_was_promised(heap):
     assert HeapLimit.of_plan(400 * 2**20).limit_bytes == 400 * 2**20 - KEPT_BYTES
     assert HeapLimit.of_plan(0).limit_bytes == 0  # nothing was promised
     assert HEAP_BYTES > KEPT_BYTES  # is part of every prediction
+
+
+def test_a_heap_keeps_everything_where_a_device_has_room_to_spare(heap):
+    assert grown(heap, 1000 * MIB, ROOMY * 1000 * MIB) == (NEVER, ROOMY_PIECE_BYTES)
+    assert grown(heap, 1000 * MIB, 1.2 * 1000 * MIB) != (NEVER, ROOMY_PIECE_BYTES)
+    assert grown(heap, 0, 2000 * MIB) == (NEVER, ROOMY_PIECE_BYTES)  # nothing was promised
+    assert grown(heap, 0, 0) == (KEPT_BYTES, OWN_PIECE_BYTES) and heap.times == 0
+
+
+def grown(heap, planned_bytes: float, usable_bytes: float) -> tuple[int, int]:
+    """The limits of the heap after steps in which the process grows to 900 MiB."""
+    heap.kept, heap.mapped = KEPT_BYTES, OWN_PIECE_BYTES
+    limit = HeapLimit.of_plan(round(planned_bytes), usable_bytes)
+    for heap.held in (300 * MIB, 800 * MIB, 900 * MIB):
+        heap.peak = heap.held
+        limit.before_step()
+    return heap.kept, heap.mapped
+
+
+@pytest.mark.parametrize("at_first, largest", [(300, 1020), (800, 1300)])
+def test_a_heap_that_exceeds_what_was_planned_keeps_little_again(heap, at_first, largest):
+    limit = HeapLimit.of_plan(1000 * MIB, 2000 * MIB)
+    for held in (at_first, largest - 1, largest):
+        heap.held = heap.peak = held * MIB
+        limit.before_step()
+    assert heap.kept == NEVER and heap.times == 0
+    heap.held = heap.peak = (largest + 1) * MIB
+    limit.before_step()
+    assert heap.kept == KEPT_BYTES and heap.mapped != ROOMY_PIECE_BYTES and heap.times
+    limit.before_step()
+    assert heap.kept != NEVER
 
 
 def test_a_heap_that_grows_is_given_back(heap):

@@ -183,7 +183,9 @@ def plan_of(task: Task, proposal: Proposal, planning_s: float) -> Plan:
         program=program,
         planner=proposal.planner,
         predicted_step_s=proposal.timeline.step_s,
-        predicted_peak_memory_bytes=proposal.peak_memory_bytes,
+        predicted_peak_memory_bytes=proposal.simulation.process_bytes(
+            proposal.program, proposal.micro_batches, task.usable_bytes
+        ),
         cluster_fingerprint=cluster.fingerprint,
         cluster_name=cluster.name,
         graph_fingerprint=graph.fingerprint,

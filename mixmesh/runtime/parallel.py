@@ -51,15 +51,16 @@ from .whole_model import own_module
 
 __all__ = [
     "Output", "ParallelModel", "full_optimizer_state_dict", "load_full_optimizer_state_dict", "parallelize",
-    "planned_bytes",
 ]  # fmt: skip
 
 
-def planned_bytes(plan: Any, comm: Comm) -> int:
-    """The memory that a plan predicts for this process; 0 without a prediction, and on a GPU, whose allocator
-    needs no limit."""
-    peaks = () if isinstance(plan, Program) else plan.predicted_peak_memory_bytes
-    return peaks[comm.rank] if peaks and comm.device.type == "cpu" else 0
+def heap_limit(plan: Any, comm: Comm) -> HeapLimit:
+    """The limit of this process's heap by a plan's prediction; none for a program, and on a GPU, whose
+    allocator needs none."""
+    if isinstance(plan, Program) or comm.device.type != "cpu":
+        return HeapLimit(0)
+    peaks, usable = plan.predicted_peak_memory_bytes, plan.usable_bytes
+    return HeapLimit.of_plan(peaks[comm.rank] if peaks else 0, usable[comm.rank] if usable else 0)
 
 
 OptimizerOrNone = TypeVar("OptimizerOrNone", bound=torch.optim.Optimizer | None)
@@ -234,7 +235,7 @@ def runtime_of(
         owned,
         wholes,
         torch.ones((), dtype=dtype, device=comm.device),
-        HeapLimit.of_plan(planned_bytes(plan, comm)),
+        heap_limit(plan, comm),
         {**inner, **{name: Awaited(wholes, o.name, o.whole) for name, o in owned.items()}},
         reducer,
         LossSum(program, comm),

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from ..base.heap import ROOMY
 from ..base.lazy import lazy
 from ..base.timeline import Timeline
 from ..cost import CostModel
@@ -39,11 +40,15 @@ def simulate(
     optimizer_states: OptimizerStates = ADAM,
     micro_batches: MicroBatches = None,
     events: bool = False,
+    usable_bytes: Sequence[float] = (),
 ) -> Timeline:
-    """Predicts one step of ``program``. ``optimizer_states`` count in its memory; ``micro_batches`` are those
-    of a plan. Raises PlanError for a program that cannot run in micro-batches."""
+    """Predicts one step of ``program``. ``optimizer_states`` count in its memory; ``micro_batches`` and
+    ``usable_bytes`` are those of a plan. Raises PlanError for a program that cannot run in micro-batches."""
     simulation = Simulation(program, costs, optimizer_states, accumulating=accumulates(micro_batches))
-    return simulation.run(program, micro_batches, events=events)
+    timeline = simulation.run(program, micro_batches, events=events)
+    if not usable_bytes:
+        return timeline
+    return replace(timeline, peak_memory_bytes=simulation.process_bytes(program, micro_batches, usable_bytes))
 
 
 class Simulation:
@@ -180,6 +185,18 @@ class Simulation:
     def peak_memory_bytes(self, program: Program, micro_batches: MicroBatches = None) -> tuple[int, ...]:
         """The peak memory of each rank."""
         return self.memory.peaks(program, self._schedule(program, micro_batches))
+
+    def process_bytes(
+        self, program: Program, micro_batches: MicroBatches, usable_bytes: Sequence[float]
+    ) -> tuple[int, ...]:
+        """The memory that the process of each rank will hold, where it may use so much: more than the peak
+        on a CPU with room to spare, whose heap keeps everything (``runtime.allocator``)."""
+        planned = self._schedule(program, micro_batches)
+        peaks, roomy = self.memory.peaks(program, planned), self.memory.peaks(program, planned, roomy=True)
+        return tuple(
+            min(more, int(usable)) if ROOMY * peak <= usable else peak
+            for peak, more, usable in zip(peaks, roomy, usable_bytes)
+        )
 
     def held_bytes(
         self, program: Program, micro_batches: MicroBatches = None

@@ -6,7 +6,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...base.timeline import Event, Timeline
 from ...cluster import Cluster, with_faster_links
@@ -100,6 +100,9 @@ def facts_of(
     )
     bounds = bounds_of(plan, costs)
     timeline = simulation.run(plan.program, plan.micro_batches, events=True)
+    if plan.usable_bytes:
+        peaks = simulation.process_bytes(plan.program, plan.micro_batches, plan.usable_bytes)
+        timeline = replace(timeline, peak_memory_bytes=peaks)
     held = simulation.held_bytes(plan.program, plan.micro_batches)
     kind_of = kinds_of(plan.program)
     parts = Parts.of(timeline, bounds, kind_of)

@@ -49,14 +49,20 @@ class PeakMemory:
         other._walked, other._bound = self._walked, self._bound
         return other
 
-    def peaks(self, program: Program, planned: Schedule | None = None) -> tuple[int, ...]:
-        """Bytes per rank, including the process itself.
+    def peaks(
+        self, program: Program, planned: Schedule | None = None, *, roomy: bool = False
+    ) -> tuple[int, ...]:
+        """Bytes per rank, including the process itself; ``roomy`` on devices whose heap keeps everything.
 
         With several micro-batches the one with the most samples counts, with the gradients of those before it
         and the sums of the last one.
         """
         part, one, keys = self._walks(program, planned)
-        tensors = {key: self.of(one, *key).peaks(one, part) for key in dict.fromkeys(keys)}
+        memories = {key: self.of(one, *key) for key in dict.fromkeys(keys)}
+        tensors = {
+            key: memory.roomy_peaks(one, part) if roomy else memory.peaks(one, part)
+            for key, memory in memories.items()
+        }
         constant = self.constants(program)
         return tuple(round(constant[rank] + tensors[key][rank]) for rank, key in enumerate(keys))
 

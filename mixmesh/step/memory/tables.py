@@ -19,13 +19,14 @@ from ..step import Step, step_of
 from .buckets import bucket_moments
 from .flight import NO_FLIGHT, Flight
 from .fold import liveness
-from .moments import Moment, Sizes
+from .moments import BEFORE, Moment, Sizes
 from .state import Held, Setting
 
 # a CPU's heap: its loss between tensors, and small tensors that it keeps (``runtime.allocator``)
 ALLOWANCE = 0.05  # repeated runs differ by 0 to 3 %
 SMALL_ALLOWANCE = 0.9  # larger for tensors that come and go within the heap: 0.2 to 1.1 were seen
 HEAP_BYTES = 48 * 2**20 + KEPT_BYTES
+ROOMY_ALLOWANCE = 0.6  # for larger ones where the heap keeps everything: 0 to 0.6 were seen
 MAX_PASSES = 32  # limit on the passes over candidates for the peak
 
 
@@ -67,6 +68,16 @@ class Walked:
             sizes = sizes * (1 + ALLOWANCE) + small * SMALL_ALLOWANCE
         sizes[:, self.cuts.index(EVERYWHERE)] += POOL_BYTES if self.cuda else HEAP_BYTES
         return sizes
+
+    def with_roomy_heap(self, moments: Sequence[Moment]) -> np.ndarray:
+        """The same where a CPU's heap keeps everything (``runtime.allocator``)."""
+        sizes = self.array(moments)
+        if self.cuda:
+            return sizes
+        first = next((m for m in moments if m.event != BEFORE), moments[0])
+        more = self._rows([m.held for m in moments]) - self._rows([m.small for m in moments])
+        in_step = np.array([[m.event != BEFORE] for m in moments])
+        return sizes + ROOMY_ALLOWANCE * in_step * np.maximum(more - self._rows([first.held]), 0.0)
 
     def _rows(self, sizes: Sequence[Mapping[Cut, float]]) -> np.ndarray:
         none = (0.0,) * len(self.cuts)
@@ -113,6 +124,7 @@ class Memory:
         summed = order_of_sums(program) if summed is None else summed
         copies = tuple(bucket_moments(program, walked.complete, summed))
         self.moments = walked.moments + copies
+        self._walked = walked
         self.cuts = walked.cuts
         copied = walked.array(copies)
         self.sizes = np.concatenate([walked.sizes, copied])
@@ -133,6 +145,11 @@ class Memory:
     def peaks(self, program: Program, part: Part = None) -> tuple[float, ...]:
         """Bytes per rank."""
         return tuple((self.highest @ self.shares(program, part)).max(axis=0).tolist())
+
+    def roomy_peaks(self, program: Program, part: Part = None) -> tuple[float, ...]:
+        """Bytes per rank where a CPU's heap keeps everything."""
+        held = self._walked.with_roomy_heap(self.moments) @ self.shares(program, part)
+        return tuple(held.max(axis=0).tolist())
 
     def envelope(self) -> tuple[Sizes, ...]:
         """The moments that are the peak for some share from 0 to 1 of all that is cut."""

@@ -75,7 +75,9 @@ class Solver:
         candidate = replace(
             candidate,
             predicted_step_s=timeline.step_s,
-            predicted_peak_memory_bytes=timeline.peak_memory_bytes,
+            predicted_peak_memory_bytes=simulation.process_bytes(
+                candidate.program, candidate.micro_batches, room
+            ),
         )
         moved = moved_bytes(plan.program, candidate.program, self.optimizer_states)
         own = own_seconds(simulation, timeline)
