@@ -180,7 +180,7 @@ def planned(case: Case, ground: Ground) -> Plan:
     costs = CostModel(ground.cluster, profile)
     program = fully_sharded(data_parallel(traced.graph, costs, plan.program.ratio_of["r0"]))
     program = with_ratio(program, "r0", optimal_ratio(program, costs, tuple(range(program.world_size))))
-    timeline = simulate(program, costs)
+    timeline = simulate(program, costs, usable_bytes=plan.usable_bytes)
     return replace(
         plan,
         program=program,

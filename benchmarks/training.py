@@ -187,7 +187,7 @@ def dealt_evenly(plan: Plan, costs: CostModel) -> Plan:
     program = plan.program
     for name, ratio in program.ratios:
         program = with_ratio(program, name, even_over(support(ratio), program.world_size))
-    predicted = simulate(program, costs, micro_batches=plan.micro_batches)
+    predicted = simulate(program, costs, micro_batches=plan.micro_batches, usable_bytes=plan.usable_bytes)
     return replace(
         plan,
         program=with_algorithms(program, costs),
