@@ -34,6 +34,7 @@ from .node import Inner, runs_alone
 from .optimizer_check import check_holds_only, check_new_optimizers, check_optimizer, common_holders
 from .original import TakenOver, take_over
 from .outputs import Output
+from .overlaps import check_apart
 from .owned import Awaited, Owned, WholeParams
 from .parallel_model import ParallelModel
 from .passes import Runtime
@@ -113,6 +114,7 @@ def parallelize(
     )
     check_gradient_hooks(model)
     stored = stored_tensors(program, model)
+    check_apart(model, stored, program.world_size)
     if optimizer is not None:
         check_optimizer(optimizer, _of_params(stored, model), _learning(program), program.world_size)
     check_new_optimizers()
