@@ -393,6 +393,12 @@ class Around:
     ("optimizer", "sampler", "message", "hint"),
     [
         (Around, None, "Around is not made as an optimizer", "optimizer = Around(base)"),
+        (
+            lambda base: [base, base],
+            None,
+            "prepare takes one optimizer",
+            "mixmesh.prepare(model, None, loader)",
+        ),
         (lambda base: torch.optim.LBFGS([nn.Parameter(torch.ones(2))]), None, "LBFGS", "AdamW"),
         (
             lambda base: torch.optim.Adam([*base.param_groups[0]["params"], nn.Parameter(torch.ones(2))]),

@@ -57,6 +57,16 @@ def check_can_be_prepared(optimizer: Any) -> None:
     if optimizer is None or hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
         return
     kind = type(optimizer).__name__
+    if isinstance(optimizer, (list, tuple, dict)):
+        raise InputError(
+            "prepare takes one optimizer",
+            expected="a torch.optim.Optimizer, or None",
+            got=f"a {kind} of {len(optimizer)}",
+            hint=(
+                "model, _, loader = mixmesh.prepare(model, None, loader), and then each optimizer of the "
+                "parameters of the model that is returned",
+            ),
+        )
     raise InputError(
         f"{kind} is not made as an optimizer of PyTorch is",
         expected="a torch.optim.Optimizer whose __init__ calls that of Optimizer",
