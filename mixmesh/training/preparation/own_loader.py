@@ -29,6 +29,7 @@ from .draws_of_rows import RowDraws
 from .lengths import length
 from .own_batches import OwnBatches
 from .own_rows import RowWatch
+from .queues import keep_queues
 from .resuming import (
     Numbers,
     Progress,
@@ -253,6 +254,7 @@ class OwnLoader:
 
         of_script = numbers_of_process()
         batches = iter(self._own)
+        keep_queues(batches)
         if resumed is not None:  # the workers' seed was drawn when the epoch began
             set_numbers_of_process(of_script)
         return Counted(batches, count, end, before, around)
