@@ -30,6 +30,7 @@ def plan(
     batch_norm: str = "exact",
     outputs: Collection[str | int] = (),
     autocast: Any = None,
+    accumulate: str = "",
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """The fastest plan found for training ``model`` on ``cluster``; ``batch`` is one global batch.
@@ -44,13 +45,16 @@ def plan(
     single device's). ``outputs`` names what the parallel model returns besides the loss, out of what the
     model returns: ``("logits",)``, or ``(1,)`` for a tuple. ``autocast`` is the ``torch.autocast`` that the
     model will be called under, or its dtype; without one it is the context that ``plan`` is called under.
-    ``progress`` is called with a description of each step of the work.
+    ``accumulate`` counts gradients of earlier backward passes for the same optimizer step: those of
+    ``no_sync`` ("no_sync"), or summed ones ("every pass"). ``progress`` is called with a description of each
+    step of the work.
 
     Raises TraceError if the model cannot be exported, Infeasible if no plan fits in memory.
     """
     from .frontend.job import needs_whole_parameters, optimizer_states
     from .frontend.trace import check_batch_norm, trace
     from .frontend.trace.autocast import autocast_for
+    from .lang.optimizer_states import earlier_gradients
     from .planner import check_limits, check_planner
 
     check_planner(planner)  # before the model is traced, not after
@@ -58,7 +62,7 @@ def plan(
     check_limits(exact_s, search_s)
     if progress:
         progress("tracing the model")
-    states = optimizer_states(optimizer, model)
+    states = optimizer_states(optimizer, model)._replace(earlier=earlier_gradients(accumulate))
     return plan_traced(
         trace(model, batch, batch_norm=batch_norm, outputs=outputs, autocast=autocast_for(model, autocast)),
         cluster,

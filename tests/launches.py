@@ -110,3 +110,9 @@ def run_each(
     for name, process in started.items():
         wait(process, folders[name])
     return {name: (folder, told(folder)) for name, folder in folders.items()}
+
+
+def plans_with_earlier_gradients(folder: Path) -> set[bool]:
+    """Whether the plans that scenarios kept count gradients of earlier passes: alike, or some of them."""
+    headers = (path.read_text().partition("\n---")[0] for path in (folder / "cache" / "plans").iterdir())
+    return {"gradients of earlier passes" in header for header in headers}

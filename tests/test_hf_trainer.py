@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launches import run_each
+from launches import plans_with_earlier_gradients, run_each
 from safetensors.torch import load_file
 from torch.utils.data import IterableDataset
 from transformers import (
@@ -113,6 +113,10 @@ def test_checkpoints_are_those_of_one_device(runs):
     for number, entries in before.items():
         for key, value in entries.items():
             torch.testing.assert_close(after[number][key], value, rtol=1e-7, atol=1e-10)
+
+
+def test_plans_count_gradients_of_earlier_batches_where_steps_have_several(runs):
+    assert plans_with_earlier_gradients(runs["mixmesh.hf"][0]) == {False, True}
 
 
 def test_parameters_are_cut_in_one_of_the_scenarios(runs):

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import lightning as L
 import pytest
 import torch
-from launches import run_each
+from launches import plans_with_earlier_gradients, run_each
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelPruning
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch import nn
@@ -88,6 +88,10 @@ def assert_same(got, expected, where: str) -> None:
 
 def _file(key):
     return Path(key).name if isinstance(key, str) and key.startswith("/") else key
+
+
+def test_plans_count_gradients_of_earlier_batches_where_steps_have_several(runs):
+    assert plans_with_earlier_gradients(runs["mixmesh"][0]) == {False, True}
 
 
 def test_parameters_are_cut_in_one_of_the_scenarios(runs):

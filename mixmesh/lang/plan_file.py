@@ -30,7 +30,7 @@ from .ir import (
 )
 from .ir.bounds import MAX_TEXT_BYTES
 from .ir.local_norms import LOCAL
-from .optimizer_states import ADAM, OptimizerStates
+from .optimizer_states import ADAM, Earlier, OptimizerStates
 from .plan_devices import PlannedDevice, rows_of
 from .plan_header import AGAIN, check_per_rank, read_header
 
@@ -97,7 +97,8 @@ class Plan:
     - ``usable_bytes``: per rank, the memory that the plan may use, also with batches of other shapes; empty
       if it is unknown.
     - ``autocast``: the type of device and the dtype of the autocast context around the model's call, or None.
-    - ``optimizer_states``: the tensors that were counted for the job's optimizer.
+    - ``optimizer_states``: the tensors that were counted for the job's optimizer, and for gradients of
+      earlier passes.
     - ``tf32``: matrix products of float32 may run in TF32, and costs and bounds count on it.
     - ``edited``: the program comes from a file and differs from what mixmesh wrote, so that its types may not
       be those of PyTorch.
@@ -255,8 +256,8 @@ def _optional_values(plan: Plan, program_digest: str) -> tuple[tuple[str, object
         ("tf32", plan.tf32 or None, "in matrix products of float32"),
         (
             "optimizer_states",
-            None if plan.optimizer_states == ADAM else plan.optimizer_states,
-            "of a parameter: tensors kept, and of workspace",
+            None if plan.optimizer_states == ADAM else _counts(plan.optimizer_states),
+            "of a parameter: tensors kept, and of workspace" + _of_earlier(plan.optimizer_states),
         ),
         # an edited program counts as edited even after the plan is saved again
         ("program_digest", None if plan.edited else program_digest, "of the program below"),
@@ -267,6 +268,18 @@ def _optional_values(plan: Plan, program_digest: str) -> tuple[tuple[str, object
         ),
         ("warnings", plan.warnings or None, ""),
     )
+
+
+def _counts(states: OptimizerStates) -> tuple[float, ...]:
+    return states if states.earlier else states[:2]
+
+
+def _of_earlier(states: OptimizerStates) -> str:
+    """What the third number in the header says."""
+    if not states.earlier:
+        return ""
+    summed = {Earlier.ADDENDS: "before they are summed", Earlier.SUMS: "summed"}[Earlier(states.earlier)]
+    return f"; gradients of earlier passes, {summed}"
 
 
 def _toml(value: object) -> str:

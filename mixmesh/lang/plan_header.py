@@ -125,8 +125,8 @@ ROWS: dict[str, Row] = {
     ),
     "tf32": FLAG._replace(optional=True),
     "optimizer_states": Row(
-        lambda v: _is_list(v, _is_number) and len(v) == 2 and min(v) >= 0,
-        "two counts of tensors",
+        lambda v: _is_list(v, _is_number) and len(v) in (2, 3) and min(v) >= 0 and v[2:] in ([], [1], [2]),
+        "two counts of tensors, and 1 or 2 if gradients of earlier passes count",
         optional=True,
     ),
     "batch_norm": TEXT._replace(optional=True),

@@ -25,30 +25,32 @@ class EarlierGradients:
     comm: Comm
     params: tuple[Tensor, ...]
     num_left: int = NUM_PASSES
+    is_unsummed: bool = False  # whether gradients waited to be summed when the last forward pass began
 
     def before_forward(self, *, is_unsummed: bool) -> None:
         """Looks for gradients before a forward pass: the loop accumulates them, or drops them after it.
         ``is_unsummed``: they wait inside of the model to be summed."""
         self.num_left -= 1
+        self.is_unsummed = is_unsummed
         if self.num_left >= 0 and (is_unsummed or self._are_there()):
-            self._check(is_unsummed=is_unsummed, are_added=False)
+            self._check(are_added=False)
 
     def before_backward(self) -> None:
         """Looks for gradients before a backward pass: its own are added to them when it is over."""
         if self.num_left >= 0 and self._are_there():
-            self._check(is_unsummed=False, are_added=True)
+            self._check(are_added=True)
 
     def _are_there(self) -> bool:
         with Off():
             return any(p.grad is not None for p in self.params)
 
-    def _check(self, *, is_unsummed: bool, are_added: bool) -> None:
+    def _check(self, *, are_added: bool) -> None:
         from .shapes.room import earlier_gradients_over
 
         if self.comm.rank or isinstance(self.plan, Program):
             return
         cuda = is_accelerator(self.comm.device)
-        text = earlier_gradients_over(self.plan, cuda=cuda, is_unsummed=is_unsummed, are_added=are_added)
+        text = earlier_gradients_over(self.plan, cuda=cuda, is_unsummed=self.is_unsummed, are_added=are_added)
         if text is not None:
             self.num_left = -1
             warn_once(text)

@@ -12,7 +12,7 @@ from ...base.units import size_text
 from ...cost.micro_steps import costed_micro_step, largest_parts
 from ...errors import Infeasible
 from ...lang.ir import Program, local_bytes
-from ...lang.optimizer_states import OptimizerStates
+from ...lang.optimizer_states import Earlier, OptimizerStates
 from ...lang.plan_file import Plan, accumulation, schedule
 from ...step.memory import ALLOWANCE, SMALL_ALLOWANCE, Held, Memory, Walked, flight_of
 
@@ -52,22 +52,26 @@ def earlier_gradients_over(planned: Plan, *, cuda: bool, is_unsummed: bool, are_
     None if all have, or if their memory is unknown.
 
     Unsummed gradients are whole where their sums have owners. ``are_added``: those of this pass are complete
-    before they are added, so that both are held at its end.
+    before they are added, so that both are held at its end. Nothing is told of what the plan counts.
     """
     if not (planned.usable_bytes and planned.predicted_peak_memory_bytes):
         return None
     states = planned.optimizer_states
     before = _peaks(planned, states, cuda)
-    if are_added:
-        after = _peaks(planned, states._replace(kept=states.kept + 1), cuda)
+    if is_unsummed:
+        after = _peaks(planned, states._replace(earlier=Earlier.ADDENDS), cuda)
+    elif are_added:
+        after = _peaks(planned, states._replace(earlier=Earlier.SUMS), cuda)
     else:
-        after = _peaks(planned, states, cuda, Held.of(not is_unsummed))
+        after = _peaks(planned, states._replace(earlier=Earlier.NOTHING), cuda, Held.SUMS)
     lacks = _lacks(planned, np.maximum(after - before, 0))
+    way = "no_sync" if is_unsummed else "every pass"
     return lacks and (
         "gradients of the pass before are held during this one, which the plan does not count: with them "
         f"{lacks}. optimizer.zero_grad() right after optimizer.step() frees "
         "them early; instead of accumulating, let the loader give the batches of all passes as one, which a "
-        "plan takes in micro-batches where memory is short"
+        f"plan takes in micro-batches where memory is short, or mixmesh.prepare(..., accumulate={way!r}) "
+        "plans with them"
     )
 
 

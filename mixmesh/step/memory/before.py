@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...lang.ir import EVERYWHERE, Shard
+from ...lang.optimizer_states import Earlier
 from .ledger import Storage, View
 from .moments import BEFORE, Moment, Sizes
 from .state import Held, State
@@ -57,7 +58,7 @@ def stored(state: State) -> None:
 
 
 def _trained(state: State, param) -> None:
-    """Adds the optimizer's state of a parameter, and gradients of earlier micro-batches."""
+    """Adds the optimizer's state of a parameter, and gradients of earlier micro-batches and passes."""
     setting, size = state.setting, param.type.value.size_bytes
     cut = setting.owned.get(param.result, param.type).cut
     state.ledger.take(setting.states.kept * size, cut, stays=True)
@@ -65,3 +66,9 @@ def _trained(state: State, param) -> None:
         state.gradients[param.result] = state.new(param.type)
     elif setting.held is Held.SUMS:
         state.ledger.take(size, cut)
+    if param.result in setting.added_to:
+        state.gradients[param.result] = state.new(param.type)
+    elif setting.states.earlier == Earlier.ADDENDS:
+        state.ledger.take(size, param.type.cut, stays=True)
+    elif setting.states.earlier == Earlier.SUMS:
+        state.ledger.take(size, cut, stays=True)

@@ -102,7 +102,7 @@ def _stored(program: Program, states: OptimizerStates, sizes: Sizes) -> None:
         if i.op == "param" and i.result in program.requires_grad:
             owned = owned_type(program, i)
             _add(sizes, (owned or i.type).cut, (states.kept + 1) * size)
-            _add(sizes, i.type.cut, size)
+            _add(sizes, i.type.cut, (2 if states.earlier else 1) * size)
             _add(sizes, i.type.cut.whole, size if owned is None else 4 * size)
             if owned is not None:
                 _add(sizes, owned.cut, program.world_size * size)

@@ -11,7 +11,7 @@ from ...cost.calls import Kind
 from ...cost.outline import is_resharded
 from ...cost.sums import GradientSum, gradient_sums
 from ...lang.ir import Instruction, Program, TensorType, owned_type, region_of
-from ...lang.optimizer_states import OptimizerStates
+from ...lang.optimizer_states import Earlier, OptimizerStates
 from ..repeats import Repeat
 from ..step import Step
 from .flight import NO_FLIGHT, Flight
@@ -49,6 +49,8 @@ class Setting:
     last: dict[str, int]  # index of the last instruction that uses a value in the forward pass
     resharded: frozenset[str]  # gathered parameters that are freed between the passes
     owned: dict[str, TensorType]  # for each owned parameter, how its owners hold its gradient
+    # parameters whose gradients of earlier passes are those that this pass adds to, one by one
+    added_to: frozenset[str]
     regions: dict[int, Repeat]  # recomputed regions by number
     ends: dict[int, Repeat]  # regions by the computation whose backward ends them
     last_reruns: dict[int, dict[str, int]]  # for each region, like ``last`` for its second run
@@ -90,10 +92,23 @@ class Setting:
             last,
             frozenset(i.result for i in instructions if is_resharded(program, i)),
             owned,
+            added_to(program, states) if held is Held.NOTHING else frozenset(),
             regions,
             {repeat.first: repeat for repeat in regions.values()},
             {number: {name: n for n in r.members for name in inputs[n]} for number, r in regions.items()},
         )
+
+
+def added_to(program: Program, states: OptimizerStates) -> frozenset[str]:
+    """The parameters whose gradients of earlier passes autograd adds to while a pass runs: on a single rank,
+    and those that ``no_sync`` leaves unsummed within the model. The gradients of others are handed over when
+    all are complete."""
+    if states.earlier == Earlier.NOTHING:
+        return frozenset()
+    if program.world_size == 1:
+        return program.requires_grad
+    sums = gradient_sums(program) if states.earlier == Earlier.ADDENDS else ()
+    return frozenset(p.result for s in sums for p in s.params)
 
 
 def _once(names: tuple[str, ...]) -> tuple[str, ...]:

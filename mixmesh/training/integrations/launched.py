@@ -43,10 +43,13 @@ def prepare_for(
     example: Any,
     planning: Mapping[str, Any],
     epochs: Epochs | None,
+    num_passes: int = 1,
 ) -> tuple[ParallelModel, torch.optim.Optimizer]:
     """The parallel model and its optimizer, planned by the batch ``example``; ``planning`` holds arguments of
-    ``mixmesh.prepare``. Raises InputError for a plan that the ``epochs``, if they are known, do not fit. In a
-    launched process only. Collective."""
+    ``mixmesh.prepare``. Raises InputError for a plan that the ``epochs``, if they are known, do not fit. With
+    several ``num_passes`` per optimizer step, all but the last are within ``no_sync``. In a launched process
+    only. Collective."""
+    planning = {"accumulate": "no_sync" if num_passes > 1 else "", **planning}
     # the optimizer stays the same object
     return parallel_for(model, optimizer, example, planning, epochs), optimizer
 

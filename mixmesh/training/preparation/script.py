@@ -72,6 +72,7 @@ def prepare(
     autocast: Any = None,
     compile: bool = False,
     rebalance: bool = True,
+    accumulate: str = "",
 ) -> tuple[nn.Module, torch.optim.Optimizer | None, Iterable]:
     """This process's part of a script's ``model``, ``optimizer`` and ``loader``; the loop stays as it is.
 
@@ -107,6 +108,10 @@ def prepare(
     With ``compile`` the operators between collectives are compiled by ``torch.compile``, which takes a minute
     or more when a shape first occurs; predictions remain those for uncompiled operators.
 
+    A loop that makes several backward passes before an optimizer step holds the gradients of earlier ones
+    meanwhile. With ``accumulate`` the plan counts them: "no_sync" if passes but the last are within
+    ``model.no_sync()``, "every pass" if not.
+
     The same plan serves batches of other sizes and lengths than the first, including the smaller last one of
     an epoch. Raises TraceError for a model that cannot be exported, Infeasible if nothing fits in memory.
     """
@@ -141,6 +146,7 @@ def prepare(
             autocast=autocast_for(model, autocast),
             whole_parameters=optimizer is not None and not can_step_pieces(optimizer),
             compiles=compile,
+            accumulate=accumulate,
             loss=LossSource.MAYBE_CALLER if loss is None and not outputs else LossSource.RETURNED,
         )
         with naming_inputs(batch if inputs is None else None):

@@ -24,6 +24,7 @@ from ...errors import Infeasible, InputError
 from ...explain.headline import headline
 from ...frontend.job import needs_whole_parameters, optimizer_states
 from ...frontend.trace import LossSource, Traced, check_batch_norm, check_has_shapes, trace
+from ...lang.optimizer_states import earlier_gradients
 from ...lang.plan_devices import planned_devices
 from ...lang.plan_file import Plan
 from ...measure.profiler import profile as measure_profile
@@ -64,10 +65,12 @@ class Options:
     # whether operators between collectives are compiled, and whole steps are measured compiled
     compiles: bool = False
     loss: LossSource = LossSource.RETURNED
+    accumulate: str = ""  # how the loop accumulates gradients (``lang.optimizer_states``)
 
     def __post_init__(self) -> None:
         check_planner(self.planner)
         check_batch_norm(self.batch_norm)
+        earlier_gradients(self.accumulate)
 
 
 @dataclass(frozen=True)
@@ -241,13 +244,14 @@ def _planned(
     options: Options,
     progress: Callable[[str], None],
 ) -> Plan:
+    states = optimizer_states(job.optimizer, job.model)
     return plan_traced(
         traced,
         cluster,
         profile=profile,
         planner=options.planner,
         search_s=options.search_s,
-        optimizer_states=optimizer_states(job.optimizer, job.model),
+        optimizer_states=states._replace(earlier=earlier_gradients(options.accumulate)),
         whole_parameters=needs_whole_parameters(job.optimizer) or options.whole_parameters,
         progress=progress,
     )

@@ -142,7 +142,9 @@ class Accelerator(accelerate.Accelerator):
         model = super().prepare_model(model, evaluation_mode=True)
         self._models.remove(model)
         epochs = None if batch is not None else Epochs(loaders[0], "DataLoader(..., drop_last=True)")
-        parallel, optimizer = prepare_for(model, optimizer, example, planning, epochs)
+        parallel, optimizer = prepare_for(
+            model, optimizer, example, planning, epochs, self.gradient_accumulation_steps
+        )
         check_scaled(parallel, self.scaler, 'Accelerator(mixed_precision="fp16")')
         self._lenders[parallel] = as_one_device(parallel, optimizer)
         shown = dict(parallel.named_parameters(remove_duplicate=False))

@@ -144,7 +144,12 @@ class Trainer(transformers.Trainer):
         model.train()  # training steps run in this mode
         assert self.optimizer is not None  # the Trainer creates it before it wraps the model
         parallel, optimizer = prepare_for(
-            with_trainer_loss(model, self), self.optimizer, self._example, self._options(), self._epochs
+            with_trainer_loss(model, self),
+            self.optimizer,
+            self._example,
+            self._options(),
+            self._epochs,
+            self.args.gradient_accumulation_steps,
         )
         check_scaled(parallel, self.accelerator.scaler, "TrainingArguments(fp16=True)")
         if self.accelerator.scaler is not None:

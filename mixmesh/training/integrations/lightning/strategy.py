@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -190,7 +191,10 @@ class Strategy(SingleDeviceStrategy):
         step, modes = TrainingStep(module, batch, takes_index), modes_by_name(module)
         with naming_lines(module.training_step), self.precision_plugin.train_step_context():
             options = {"outputs": (IfGiven(LOGGED), IfGiven(RETURNED)), **self.planning}
-            parallel, _ = prepare_for(step, optimizer, step.tensors, options, _epochs_of(module.trainer))
+            trainer = module.trainer
+            parallel, _ = prepare_for(
+                step, optimizer, step.tensors, options, _epochs_of(trainer), _num_passes(trainer)
+            )
         step.log.keep(*from_first_rank(step.log.traced))  # only one rank traces
         # before validation Lightning calls zero_grad of the module
         vars(module)["zero_grad"] = parallel.zero_grad
@@ -290,6 +294,14 @@ class Strategy(SingleDeviceStrategy):
             self.accelerator.teardown()
         self.checkpoint_io.teardown()
         return None
+
+
+def _num_passes(trainer: pl.Trainer) -> int:
+    """The most batches in one step of the optimizer."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]  # the connector sets it, past the stubs
+    schedulers = (c for c in callbacks if isinstance(c, GradientAccumulationScheduler))
+    numbers = (number for each in schedulers for number in each.scheduling.values())
+    return max(trainer.accumulate_grad_batches, *numbers, 1)
 
 
 def _epochs_of(trainer: pl.Trainer) -> Epochs:
