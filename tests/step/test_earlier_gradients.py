@@ -43,24 +43,28 @@ GRADIENTS = 2 * 4 * WIDTH * WIDTH  # bytes
 class Wide(nn.Module):
     """More parameters than activations."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_tied: bool = False) -> None:
         super().__init__()
         self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)))
+        if is_tied:
+            self.layers[1].weight = self.layers[0].weight
 
     def forward(self, x):
         return self.layers(x).square().mean()
 
 
-def plan(accumulate: str = "", planner: str = "ddp-even", samples: int = FEW, memory_gib: float = 4) -> Plan:
+def plan(
+    accumulate: str = "", planner: str = "ddp-even", samples: int = FEW, memory_gib: float = 4, **how: bool
+) -> Plan:
     where = mm.Cluster.parse(CPUS.format(memory_gib=memory_gib))
     batch = {"x": torch.zeros(samples, WIDTH)}
     sgd = lambda params: torch.optim.SGD(params, lr=0.1)  # noqa: E731
-    return mm.plan(Wide(), batch, where, planner=planner, optimizer=sgd, accumulate=accumulate)
+    return mm.plan(Wide(**how), batch, where, planner=planner, optimizer=sgd, accumulate=accumulate)
 
 
-def more(accumulate: str, planner: str, samples: int) -> float:
+def more(accumulate: str, planner: str, samples: int, **kind: bool) -> float:
     """The gradients' bytes that rank 0 needs besides what it needs without accumulation."""
-    peaks = [plan(how, planner, samples).predicted_peak_memory_bytes[0] for how in ("", accumulate)]
+    peaks = [plan(how, planner, samples, **kind).predicted_peak_memory_bytes[0] for how in ("", accumulate)]
     return (peaks[1] - peaks[0]) / (1 + ALLOWANCE) / GRADIENTS
 
 
@@ -69,6 +73,11 @@ def test_gradients_that_ranks_sum_are_held_once_within_no_sync_and_twice_without
     for samples, within, without in ((FEW, 0, 1), (MANY, 1, 1)):
         assert more("no_sync", "ddp-even", samples) == pytest.approx(within, abs=0.05)
         assert more("every pass", "ddp-even", samples) == pytest.approx(without, abs=0.05)
+
+
+def test_gradients_of_all_uses_of_a_parameter_add_up_before_they_are_added():
+    """As autograd adds them: their sum, and one more of them, while that of the pass before is held."""
+    assert 2 * more("no_sync", "ddp-even", FEW, is_tied=True) == pytest.approx(1, abs=0.05)
 
 
 def test_gradients_of_cut_parameters_are_handed_over_in_every_pass():

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from ...cost.calls import Kind
-from ...cost.outline import is_resharded
+from ...cost.outline import Outline, is_resharded
 from ...cost.sums import GradientSum, gradient_sums
 from ...lang.ir import Instruction, Program, TensorType, owned_type, region_of
 from ...lang.optimizer_states import Earlier, OptimizerStates
@@ -92,23 +92,24 @@ class Setting:
             last,
             frozenset(i.result for i in instructions if is_resharded(program, i)),
             owned,
-            added_to(program, states) if held is Held.NOTHING else frozenset(),
+            added_to(outline, states) if held is Held.NOTHING else frozenset(),
             regions,
             {repeat.first: repeat for repeat in regions.values()},
             {number: {name: n for n in r.members for name in inputs[n]} for number, r in regions.items()},
         )
 
 
-def added_to(program: Program, states: OptimizerStates) -> frozenset[str]:
+def added_to(outline: Outline, states: OptimizerStates) -> frozenset[str]:
     """The parameters whose gradients of earlier passes autograd adds to while a pass runs: on a single rank,
     and those that ``no_sync`` leaves unsummed within the model. The gradients of others are handed over when
-    all are complete."""
+    all are complete; and autograd adds up the gradients of all uses of a parameter before it adds their sum.
+    """
+    program = outline.program
     if states.earlier == Earlier.NOTHING:
         return frozenset()
-    if program.world_size == 1:
-        return program.requires_grad
     sums = gradient_sums(program) if states.earlier == Earlier.ADDENDS else ()
-    return frozenset(p.result for s in sums for p in s.params)
+    names = {p.result for s in sums for p in s.params} if program.world_size > 1 else program.requires_grad
+    return frozenset(name for name in names if len(outline.uses.get(name, ())) < 2)
 
 
 def _once(names: tuple[str, ...]) -> tuple[str, ...]:
