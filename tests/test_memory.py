@@ -32,6 +32,7 @@ from mixmesh.planner.task import HEADROOM
 from mixmesh.runtime import drift, shards, whole_model
 from mixmesh.runtime.allocator import peak_resident_bytes, resident_bytes
 from mixmesh.search.baselines import data_parallel, fully_sharded
+from mixmesh.simulator import Simulation
 from mixmesh.step.memory import (
     ALLOWANCE,
     HEAP_BYTES,
@@ -234,6 +235,26 @@ def test_real_processes_hold_what_is_predicted(case):
 def test_real_processes_with_room_to_spare_hold_what_is_predicted():
     for predicted, measured in memory_runs.compared("vgg-ddp-65-35", usable_bytes=memory_runs.ROOM_BYTES):
         assert (1 - HEADROOM) * measured <= predicted <= 1.25 * measured
+
+
+def test_only_a_cpu_with_room_to_spare_is_promised_a_heap_that_keeps_everything():
+    with torch.device("meta"):
+        model, batch = nn.Sequential(nn.Linear(8, 2**20, bias=False), nn.ReLU()), (torch.empty(16, 8),)
+    model.forward = lambda x: nn.Sequential.forward(model, x).square().mean()
+    traced = trace(model, batch)
+    where = [memory_runs.cpus(1), cluster(TWO)]
+    simulations = [
+        Simulation(data_parallel(traced.graph, costs, even_ratio(costs.cluster.world_size)), costs)
+        for costs in map(CostModel, where)
+    ]
+    for simulation in simulations:
+        program, is_cpu = simulation.program, simulation is simulations[0]
+        peaks = simulation.peak_memory_bytes(program)
+        for times, keeps in ((1.2, False), (1.26, is_cpu), (100, is_cpu)):
+            held = simulation.process_bytes(program, None, [times * p for p in peaks])
+            assert all((a > 1.05 * b) is keeps for a, b in zip(held, peaks))
+            assert keeps or held == peaks
+            assert all(a <= max(b, times * b) for a, b in zip(held, peaks))
 
 
 @pytest.mark.parametrize("name", GRAPHS)

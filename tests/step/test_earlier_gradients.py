@@ -99,6 +99,15 @@ def test_a_device_without_room_for_them_is_refused():
         plan("no_sync", samples=MANY, memory_gib=room)
 
 
+@pytest.mark.parametrize("planner", ["ddp-even", "fsdp-even"])
+@pytest.mark.parametrize("samples", [FEW, MANY])
+def test_where_a_heap_keeps_everything_no_less_is_promised_with_them(planner, samples):
+    alone, *others = (plan(how, planner, samples) for how in ("", "no_sync", "every pass"))
+    for made in others:
+        assert made.predicted_peak_memory_bytes[0] >= alone.predicted_peak_memory_bytes[0]
+        assert made.predicted_peak_memory_bytes[0] > needed(made)[0]
+
+
 @pytest.mark.parametrize("name", GRAPHS)
 @pytest.mark.parametrize("earlier", Earlier)
 def test_the_upper_bound_of_a_step_is_no_less_than_its_peak(name, earlier):

@@ -64,7 +64,12 @@ class PeakMemory:
             for key, memory in memories.items()
         }
         constant = self.constants(program)
-        return tuple(round(constant[rank] + tensors[key][rank]) for rank, key in enumerate(keys))
+        peaks = tuple(round(constant[rank] + tensors[key][rank]) for rank, key in enumerate(keys))
+        if not roomy or not self.optimizer_states.earlier:
+            return peaks
+        # the first pass of a step begins without gradients, which then come and go
+        alone = PeakMemory(self.costs, self.optimizer_states._replace(earlier=0), self.samples)
+        return tuple(map(max, peaks, alone.peaks(program, planned, roomy=True)))
 
     def moments(
         self, program: Program, planned: Schedule | None = None
