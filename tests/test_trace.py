@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import warnings
 from collections import Counter
 
 import pytest
@@ -13,7 +14,7 @@ from graph_eval import evaluate
 from torch import nn
 
 from mixmesh.errors import TraceError
-from mixmesh.frontend.trace import trace
+from mixmesh.frontend.trace import covariances, trace
 from mixmesh.frontend.trace.simplify import (
     drop_dead,
     drop_identities,
@@ -342,6 +343,31 @@ def test_a_negative_variance_makes_the_gaussian_loss_nan(reduction):
         batch[1][3, 2] = lowest
         loss, _ = evaluate(graph, dict(model.named_parameters()), flat_inputs(batch))
         assert bool(loss.isfinite()) == is_finite
+
+
+COVARIANCES = {
+    "of columns": lambda y, t: (torch.cov(y.T) - torch.cov(t.T)).square().sum(),
+    "of all samples": lambda y, t: y.T.cov(correction=0).square().sum() + torch.cov(t[:, 0] * y[:, 0]),
+    "correlations": lambda y, t: y.T.corrcoef().square().mean() + torch.corrcoef(y[:, 0]),
+    "of a label and an output": lambda y, t: torch.corrcoef(torch.stack([y[:, 1], t[:, 0]]))[0, 1],
+}
+
+
+@pytest.mark.parametrize("loss", COVARIANCES.values(), ids=COVARIANCES)
+def test_covariances(loss):
+    check(Head(lambda m, y, t: loss(y, t)).double(), (rows(), torch.rand(8, 5).double()))
+
+
+@pytest.mark.parametrize("shape", [(3, 6), (6,), (1, 6), (3, 1), (3, 0)])
+@pytest.mark.parametrize("correction", [0, 1, 2, 7])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_covariances_are_those_of_torch(shape, correction, dtype):
+    x = torch.randn(shape, dtype=dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # more corrected than there are samples
+        expected = torch.cov(x, correction=correction), torch.corrcoef(x)
+    found = covariances.cov(x, correction=correction), covariances.corrcoef(x)
+    torch.testing.assert_close(found, expected, equal_nan=True)
 
 
 def test_all_labels_ignored_is_nan_as_in_torch():

@@ -43,14 +43,14 @@ NO_MESSAGES = (
 IN_LOSS = "raised by the function given as loss="  # a note on an error
 LOSS_HINT = "or leave loss= out, and compute it in the loop from what the model returns, where it may branch"
 COMPARE_BEFORE = "compare before prepare, and keep the answer as a bool: torch.equal and allclose read values"
-_COMPARISON = re.compile(r"\b(equal|allclose)\(")  # torch.cov compares too, within its own code
+_COMPARISON = re.compile(r"\b(equal|allclose)\(")  # operators compare too, within their own code
 TIED = "expected compiled_fn to be GraphModule"  # PyTorch's message for updated inputs that share memory
 # a part of PyTorch's message -> the remedy
 HINTS = (
     ("torch.distributed.nn.functional", NO_MESSAGES[0]),
     ("FakeTensor.__format__", NUMBER_HINTS[1]),
     ("data-dependent", BRANCH_HINT),
-    ("DataDependentOutput", "write the operator out by others that read no values: torch.cov by a product"),
+    ("DataDependentOutput", "write the operator out by others that read no values"),
     ("DynamicOutputShape", "use operators whose result shape does not depend on values (torch.where, masks)"),
     (
         "but got FakeTensor",
