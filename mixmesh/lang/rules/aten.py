@@ -104,6 +104,7 @@ ALONG_DIM = {
 OF_MATRICES = """
     matrix_exp matrix_power linalg_det linalg_slogdet logdet linalg_inv linalg_cholesky linalg_qr
     linalg_eigvalsh linalg_eigh linalg_svdvals linalg_pinv.atol_rtol_tensor
+    _linalg_slogdet _linalg_det linalg_inv_ex linalg_cholesky_ex _linalg_svd linalg_lu cholesky_inverse
 """.split()
 _CONV = Rule(p.convolution(), linear=((0,), (1,)), local=p.local_groups, flops="n g i o a0 a1 a2 y0 y1 y2")
 _CONV_TRANSPOSED = Rule(
@@ -132,6 +133,9 @@ RULES: dict[str, Rule] = {
     "aten.vdot": Rule("k, k ->", linear="separately", flops="k"),
     "aten.cdist": Rule(p.cdist, flops="... p r m"),
     **{f"aten.{op}": Rule(s.matrices) for op in OF_MATRICES},
+    "aten._linalg_solve_ex": Rule(s.solved(1)),
+    "aten.linalg_solve_triangular": Rule(s.solved(1), linear=((1,),)),
+    "aten.cholesky_solve": Rule(s.solved(0), linear=((0,),)),
     "aten.outer": Rule("m, n -> m n", linear="separately"),
     "aten.bilinear": Rule(
         "... i, ... j, o i j, +o -> ... o", linear=((0,), (1,), (2,)), flops="... o i j"
