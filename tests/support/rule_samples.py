@@ -149,11 +149,11 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
     "aten.linalg_pinv.atol_rtol_tensor": (call(F(4, 3, 3)),),
     "aten._linalg_slogdet": (call(F(4, 3, 3)), call(F(3, 3))),
     "aten._linalg_det": (call(F(4, 3, 3)),),
-    "aten.linalg_inv_ex": (call(F(4, 3, 3)),),
+    "aten.linalg_inv_ex": (call(_POSITIVE_DEFINITE),),
     "aten.linalg_cholesky_ex": (call(_POSITIVE_DEFINITE),),
     "aten._linalg_svd": (call(no_grad(F(4, 5, 3))),),
     "aten.linalg_lu": (call(F(4, 3, 3)),),
-    "aten.cholesky_inverse": (call(F(4, 3, 3)),),
+    "aten.cholesky_inverse": (call(_POSITIVE_DEFINITE),),
     "aten._linalg_solve_ex": (
         call(F(4, 3, 3), F(4, 3, 2)),
         call(F(4, 3, 3), F(4, 3)),
