@@ -82,6 +82,28 @@ def check_warnings_of_a_plan_made_before_are_told(_) -> None:
     assert [w.filename for w in told(caught)] == ([__file__] if dist.get_rank() == 0 else [])
 
 
+class Classifier(nn.Sequential):
+    def forward(self, x, y):
+        return F.cross_entropy(super().forward(x), y)
+
+
+def check_a_batch_of_fewer_rows_than_ranks_says_so(_) -> None:
+    torch.manual_seed(0)
+    mine = Classifier(nn.Linear(4, 3))
+    plan = mixmesh.plan(mine, example(), mixmesh.Cluster.parse(TWO_MACHINES), planner="ddp-even")
+    x, y = example()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        expected = mine(x[:1], y[:1]).item()
+        model, _ = parallelize(mine, sgd(mine), plan, device="cpu", timeout_s=60)
+        loss = model(x[:1], y[:1])
+        loss.backward()
+    assert abs(loss.item() - expected) < 1e-6
+    texts = [str(w.message) for w in caught if "data parallelism" in str(w.message)]
+    is_told = ["1 row, fewer than the 3 ranks" in text and "the same results" in text for text in texts]
+    assert is_told == ([True] if dist.get_rank() == 0 else [])
+
+
 def prepared(model: nn.Module, cache: str = "warnings"):
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
         file.write(TWO_MACHINES)
@@ -129,6 +151,7 @@ def test_a_long_stage_is_told_again():
 IDIOMS = named(
     check_warnings_of_a_plan_are_told_once,
     check_warnings_of_a_plan_made_before_are_told,
+    check_a_batch_of_fewer_rows_than_ranks_says_so,
     check_phases_say_what_they_decided,
 )
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ...base.progress import warn_once
+from ...base.units import plural
 from ...errors import InputError, MixmeshError
 from ...frontend.trace import LossSource
 from ...frontend.trace.capture import shapes_of
@@ -341,7 +342,7 @@ class Forms:
             if modes[0] and (learns or updates):
                 self._check_may_lower(error, cause)
             if modes[0] and learns:
-                warn_once(_warning(error, cause))
+                warn_once(_warning(error, cause, graph, planned.world_size))
         return replace(self.plan, program=lower(graph, planned), micro_batches=None), False
 
     def _check_constants(self) -> None:
@@ -385,7 +386,14 @@ def _of_numbers(changed: Sequence[tuple[str, str]]) -> str:
     )
 
 
-def _warning(error: MixmeshError, cause: str) -> str:
+def _warning(error: MixmeshError, cause: str, graph: Graph, world_size: int) -> str:
+    shapes = [n.types[0].shape for n in graph.nodes if n.op == "input"]
+    rows = min((shape[0] for shape in shapes if shape), default=world_size)
+    if cause == SHAPE and rows < world_size:  # as the last one of an epoch
+        return (
+            f"mixmesh: a batch of {plural(rows, 'row')}, fewer than the {world_size} ranks, is trained by "
+            "plain data parallelism, with the same results"
+        )
     return (
         f"mixmesh: {cause} is trained by plain data parallelism, not as planned: "
         f"{error.message} ({error.got}); {HINTS[cause]} to have the plan's speed"
