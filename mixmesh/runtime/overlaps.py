@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
+from .original import TakenOver
 from .shards import Stored
 
 is_dense = torch.ops.aten.is_non_overlapping_and_dense
@@ -38,7 +39,8 @@ def _overlaps(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     of one memory that lie beside each other have none."""
     by_memory: dict[int, list[tuple[str, Tensor]]] = {}
     for name, t in (*model.named_parameters(), *model.named_buffers()):
-        if t.layout is torch.strided and t.numel():
+        # one that an earlier model has taken over holds no values here
+        if not isinstance(t, TakenOver) and t.layout is torch.strided and t.numel():
             by_memory.setdefault(t.untyped_storage()._cdata, []).append((name, t))
     for tensors in by_memory.values():
         for (one, x), (other, y) in combinations(tensors, 2):
