@@ -51,10 +51,9 @@ def plan(
 
     Raises TraceError if the model cannot be exported, Infeasible if no plan fits in memory.
     """
-    from .frontend.job import needs_whole_parameters, optimizer_states
+    from .frontend.job import earlier_gradients, needs_whole_parameters, optimizer_states
     from .frontend.trace import check_batch_norm, trace
     from .frontend.trace.autocast import autocast_for
-    from .lang.optimizer_states import earlier_gradients
     from .planner import check_limits, check_planner
 
     check_planner(planner)  # before the model is traced, not after

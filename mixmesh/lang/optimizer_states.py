@@ -5,8 +5,6 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import NamedTuple
 
-from ..errors import InputError
-
 
 class Earlier(IntEnum):
     """What a backward pass finds of the gradients of earlier passes for the same optimizer step."""
@@ -30,18 +28,3 @@ class OptimizerStates(NamedTuple):
 
 # assumed for a job that names no optimizer: ``runtime.optimizers`` then uses a fused one
 ADAM = OptimizerStates(2)
-
-EARLIER_BY_NAME = {"": Earlier.NOTHING, "no_sync": Earlier.ADDENDS, "every pass": Earlier.SUMS}
-
-
-def earlier_gradients(accumulate: str) -> int:
-    """The gradients that ``accumulate``, an argument of ``prepare`` and ``plan``, has a plan count. Raises
-    InputError for any other."""
-    if accumulate not in EARLIER_BY_NAME:
-        raise InputError(
-            f"unknown accumulation {accumulate!r}",
-            expected='"no_sync", "every pass", or "" for a loop with one backward pass per optimizer step',
-            got=repr(accumulate),
-            hint='accumulate="no_sync" if passes but the last are within model.no_sync(), else "every pass"',
-        )
-    return int(EARLIER_BY_NAME[accumulate])

@@ -8,7 +8,7 @@ from inspect import unwrap
 from typing import Any
 
 from ...errors import InputError, JobError
-from ...lang.optimizer_states import ADAM, OptimizerStates
+from ...lang.optimizer_states import ADAM, Earlier, OptimizerStates
 from .pieces import steps_alike_in_pieces
 
 # large enough that some optimizers keep a probe in 8 bits, and that rows and columns of it hardly count
@@ -35,6 +35,22 @@ def optimizer_states(optimizer: Callable[[Iterable], Any] | None, model: Any) ->
         kept, num_kept, is_fused = 2, 2, False
     kept = int(kept) if kept == int(kept) else kept
     return OptimizerStates(kept, 0 if is_fused else _workspace(num_kept))
+
+
+EARLIER_BY_NAME = {"": Earlier.NOTHING, "no_sync": Earlier.ADDENDS, "every pass": Earlier.SUMS}
+
+
+def earlier_gradients(accumulate: str) -> int:
+    """The gradients that ``accumulate``, an argument of ``prepare`` and ``plan``, has a plan count. Raises
+    InputError for any other."""
+    if accumulate not in EARLIER_BY_NAME:
+        raise InputError(
+            f"unknown accumulation {accumulate!r}",
+            expected='"no_sync", "every pass", or "" for a loop with one backward pass per optimizer step',
+            got=repr(accumulate),
+            hint='accumulate="no_sync" if passes but the last are within model.no_sync(), else "every pass"',
+        )
+    return int(EARLIER_BY_NAME[accumulate])
 
 
 def trained_dtype(model: Any) -> Any:

@@ -22,9 +22,8 @@ from ...cost import Profile
 from ...cost.gpu_memory import allocator_loss
 from ...errors import Infeasible, InputError
 from ...explain.headline import headline
-from ...frontend.job import needs_whole_parameters, optimizer_states
+from ...frontend.job import earlier_gradients, needs_whole_parameters, optimizer_states
 from ...frontend.trace import LossSource, Traced, check_batch_norm, check_has_shapes, trace
-from ...lang.optimizer_states import earlier_gradients
 from ...lang.plan_devices import planned_devices
 from ...lang.plan_file import Plan
 from ...measure.profiler import profile as measure_profile
