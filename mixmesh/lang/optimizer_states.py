@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Earlier(IntEnum):
-    """What a backward pass finds of the gradients of earlier passes for the same optimizer step."""
+    """The gradients of earlier passes that a backward pass finds, for the same optimizer step."""
 
     NOTHING = 0
     # unsummed where ranks sum them, as ``no_sync`` leaves them: those of this pass are added one by one

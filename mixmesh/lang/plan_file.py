@@ -275,7 +275,7 @@ def _counts(states: OptimizerStates) -> tuple[float, ...]:
 
 
 def _of_earlier(states: OptimizerStates) -> str:
-    """What the third number in the header says."""
+    """The words for the third number in the header."""
     if not states.earlier:
         return ""
     summed = {Earlier.ADDENDS: "before they are summed", Earlier.SUMS: "summed"}[Earlier(states.earlier)]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from . import factories as f
 from . import lookups as i
 from . import losses as n
+from . import matrices
 from . import mixtures as m
 from . import products as p
 from . import shapes as s
@@ -132,10 +133,10 @@ RULES: dict[str, Rule] = {
     "aten.dot": Rule("k, k ->", linear="separately", flops="k"),
     "aten.vdot": Rule("k, k ->", linear="separately", flops="k"),
     "aten.cdist": Rule(p.cdist, flops="... p r m"),
-    **{f"aten.{op}": Rule(s.matrices) for op in OF_MATRICES},
-    "aten._linalg_solve_ex": Rule(s.solved(1)),
-    "aten.linalg_solve_triangular": Rule(s.solved(1), linear=((1,),)),
-    "aten.cholesky_solve": Rule(s.solved(0), linear=((0,),)),
+    **{f"aten.{op}": Rule(matrices.mapped) for op in OF_MATRICES},
+    "aten._linalg_solve_ex": Rule(matrices.solved(1)),
+    "aten.linalg_solve_triangular": Rule(matrices.solved(1), linear=((1,),)),
+    "aten.cholesky_solve": Rule(matrices.solved(0), linear=((0,),)),
     "aten.outer": Rule("m, n -> m n", linear="separately"),
     "aten.bilinear": Rule(
         "... i, ... j, o i j, +o -> ... o", linear=((0,), (1,), (2,)), flops="... o i j"
