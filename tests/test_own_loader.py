@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -303,6 +304,18 @@ def check_a_call_from_another_thread_is_told(plan) -> None:
         pool.submit(model, x, y).result() if dist.get_rank() else model(x, y)
 
 
+def check_a_loader_that_another_thread_reads_is_told(plan) -> None:
+    data = DataLoader(TensorDataset(torch.ones(8, 3), torch.ones(8, 3)), 4)
+    _, _, loader = prepared_on_two(torch.optim.SGD, data, "ddp-even")
+    with warnings.catch_warnings(record=True) as caught, ThreadPoolExecutor(1) as pool:
+        warnings.simplefilter("always")
+        assert len(list(loader)) == 2
+        assert not any("in another thread" in str(w.message) for w in caught)
+        assert len(pool.submit(lambda: list(loader)).result()) == 2
+    told = [str(w.message) for w in caught if "in another thread" in str(w.message)]
+    assert len(told) == 1 and "into the loader before prepare" in told[0]
+
+
 class Noisy(Rows):
     """Draws from a generator that is found nowhere, so that a sample comes out otherwise each time."""
 
@@ -395,6 +408,7 @@ WORLD = (
     check_no_numbers_are_drawn_by_a_look_at_a_loader,
     check_what_the_model_does_not_take_goes_with_its_rows,
     check_a_batch_that_one_rank_alone_skips,
+    check_a_loader_that_another_thread_reads_is_told,
     check_a_call_from_another_thread_is_told,
     check_ranks_draw_the_same_numbers_after_the_order,
     check_an_optimizer_that_is_not_made_again_keeps_parameters_whole,

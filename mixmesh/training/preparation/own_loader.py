@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
+from ...base.progress import warn_once
 from ...errors import InputError
 from ...lang.ir import Program
 from ...lang.plan_file import Plan
@@ -38,6 +40,12 @@ from .resuming import (
     numbers_of_process,
     set_numbers_of_process,
     skip,
+)
+
+IN_A_THREAD = (
+    "mixmesh: the loader that prepare returned is read in another thread than the one that prepared: ranks "
+    "compare what they read, and these messages may cross those of the training, so that ranks wait for each "
+    "other; put the thread into the loader before prepare, or use DataLoader(num_workers=...)"
 )
 
 
@@ -118,8 +126,11 @@ class OwnLoader:
         self._sampler = sampler if isinstance(sampler, OwnBatches) else None  # present for data with indices
         self._progress, self._is_resumed = Progress(), False
         self._resume: Resume | None = None  # the point at which the current iteration resumed
+        self._thread = threading.get_ident()
 
     def __iter__(self) -> Iterator[Any]:
+        if threading.get_ident() != self._thread and dist.get_world_size() > 1:
+            warn_once(IN_A_THREAD)
         if self.watch is not None:
             self._settle()
         with in_call(START_OF_EPOCH):
