@@ -366,7 +366,7 @@ def test_covariances_are_those_of_torch(shape, correction, dtype):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # more corrected than there are samples
         expected = torch.cov(x, correction=correction), torch.corrcoef(x)
-    found = covariances.cov(x, correction=correction), covariances.corrcoef(x)
+        found = covariances.cov(x, correction=correction), covariances.corrcoef(x)
     torch.testing.assert_close(found, expected, equal_nan=True)
 
 
