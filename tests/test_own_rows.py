@@ -219,7 +219,8 @@ def test_samples_that_are_counted_by_own_rows_are_warned_of_once(read):
     with pytest.warns(UserWarning, match="counted by a rank's own 5 rows") as caught:
         assert read(x, loss) == read(rows()[0], loss)
         read(x, loss)
-    assert len(caught) == 1 and caught[0].filename == __file__
+    assert len(caught) == 1, [str(w.message) for w in caught]
+    assert caught[0].filename == __file__
     first = read.__code__.co_firstlineno
     assert first < caught[0].lineno < first + 5
     with warnings.catch_warnings():
