@@ -64,7 +64,7 @@ class Options:
     # whether operators between collectives are compiled, and whole steps are measured compiled
     compiles: bool = False
     loss: LossSource = LossSource.RETURNED
-    accumulate: str = ""  # how the loop accumulates gradients (``lang.optimizer_states``)
+    accumulate: str = ""  # how the loop accumulates gradients (``earlier_gradients``)
 
     def __post_init__(self) -> None:
         check_planner(self.planner)
