@@ -426,7 +426,15 @@ def partners(m, x, *_):
     return (alike.logsumexp(-1) - alike[partner]).mean()
 
 
-@pytest.mark.parametrize("loss", [pairs, partners])
+def pairs_beside_keys(m, x, *_):
+    """Contexts are functions in the graph, and no operators."""
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        keys = F.normalize(m.scores(x).flatten(1), dim=1)
+    alike = F.normalize(m.scores(x).flatten(1), dim=1) @ keys.T
+    return alike[~torch.eye(len(x), dtype=torch.bool)].view(len(x), -1).logsumexp(1).mean()
+
+
+@pytest.mark.parametrize("loss", [pairs, partners, pairs_beside_keys])
 def test_a_mask_of_shapes_alone_selects_a_known_number_of_rows(loss):
     assert_equals_one_device(Model(loss), BATCH)
 

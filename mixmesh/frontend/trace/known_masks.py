@@ -13,7 +13,7 @@ from torch.utils import _python_dispatch as dispatch
 from torch.utils import _pytree as pytree
 
 from .fx_nodes import slot_of
-from .written import DETACH_IN_PLACE, Groups, may_share, written_by
+from .written import DETACH_IN_PLACE, sharing_with_written
 
 MOST_SELECTED = 2**16  # numbers that a program keeps for one mask
 
@@ -54,20 +54,7 @@ def _makers(last: fx.Node) -> list[fx.Node] | None:
             return None
         makers.add(node)
         waiting += node.all_input_nodes
-    return None if _is_written(makers, last.graph) else sorted(makers)
-
-
-def _is_written(values: set[fx.Node], graph: fx.Graph) -> bool:
-    """Whether an operator writes to memory that one of these values may share."""
-    groups = Groups()
-    written: list[fx.Node] = []
-    for node in graph.nodes:
-        if node.op == "call_function":
-            for other in may_share(node):
-                groups.join(node, other)
-            written += written_by(node)
-    roots = {groups.root(node) for node in written}
-    return any(groups.root(node) in roots for node in values)
+    return sorted(makers) if makers.isdisjoint(sharing_with_written(last.graph)) else None
 
 
 def _is_of_constants(node: fx.Node) -> bool:

@@ -24,24 +24,29 @@ NORMS = {aten.batch_norm.default, aten.instance_norm.default}
 def writes_of(graph: fx.Graph) -> tuple[set[fx.Node], set[fx.Node]]:
     """The operators that write to their arguments, and all tensors that may share memory with what is
     written. Raises Unknown for a node that is no plain operator on tensors."""
-    groups = Groups()
-    writers: set[fx.Node] = set()
-    written: list[fx.Node] = []
     for node in graph.nodes:
-        if node.op in ("placeholder", "output"):
-            continue
-        _check(node)
-        for other in may_share(node):
-            groups.join(node, other)
-        targets = list(written_by(node))
-        if targets:
-            writers.add(node)
-            written += targets
-    roots = {groups.root(n) for n in written}
-    shared = {n for n in graph.nodes if groups.root(n) in roots}
+        if node.op not in ("placeholder", "output"):
+            _check(node)
+    shared = sharing_with_written(graph)
     if any(node in shared or other in shared for node, other in _of_one_memory(graph)):
         raise Unknown("a write to a tensor of two names")
-    return writers, shared
+    return {node for node in graph.nodes if any(written_by(node))}, shared
+
+
+def sharing_with_written(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that may share memory with what an operator writes to. What a function that is no operator is
+    given counts as written; those that switch gradients off are given no tensor."""
+    groups = Groups()
+    written: list[fx.Node] = []
+    for node in graph.nodes:
+        if node.target is operator.getitem or isinstance(node.target, OpOverload):
+            for other in may_share(node):
+                groups.join(node, other)
+            written += written_by(node)
+        elif node.op == "call_function":
+            written += node.all_input_nodes
+    roots = {groups.root(node) for node in written}
+    return {node for node in graph.nodes if groups.root(node) in roots}
 
 
 def _of_one_memory(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
