@@ -3,7 +3,7 @@ no room for both: a plan counts a step that begins without gradients."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +26,8 @@ class EarlierGradients:
     params: tuple[Tensor, ...]
     num_left: int = NUM_PASSES
     is_unsummed: bool = False  # whether gradients waited to be summed when the last forward pass began
+    # (is_unsummed, are_added) that were held against the plan, which takes a walk over its program
+    checked: set[tuple[bool, bool]] = field(default_factory=set)
 
     def before_forward(self, *, is_unsummed: bool) -> None:
         """Looks for gradients before a forward pass: the loop accumulates them, or drops them after it.
@@ -47,8 +49,10 @@ class EarlierGradients:
     def _check(self, *, are_added: bool) -> None:
         from .shapes.room import earlier_gradients_over
 
-        if self.comm.rank or isinstance(self.plan, Program):
+        way = self.is_unsummed, are_added
+        if self.comm.rank or isinstance(self.plan, Program) or way in self.checked:
             return
+        self.checked.add(way)
         cuda = is_accelerator(self.comm.device)
         text = earlier_gradients_over(self.plan, cuda=cuda, is_unsummed=self.is_unsummed, are_added=are_added)
         if text is not None:
