@@ -12,7 +12,7 @@ class Earlier(IntEnum):
     NOTHING = 0
     # unsummed where ranks sum them, as ``no_sync`` leaves them: those of this pass are added one by one
     ADDENDS = 1
-    SUMS = 2  # those of this pass are added when all are complete
+    SUMS = 2  # summed: gradients of this pass are added when all are complete
 
 
 class OptimizerStates(NamedTuple):

@@ -69,7 +69,7 @@ def infeasible(task: Task, proposals: list[Proposal]) -> Infeasible:
             hint='planner="auto"',
         )
     constant = closest.simulation.memory.constants(closest.program)[rank]
-    # of a larger device as large a part stays free; three digits are shown, which may round down
+    # a larger device keeps as large a part free, and the three digits that are shown may round down
     more = 1.005 * over * device.memory_bytes / task.usable_bytes[rank]
     hint = ("a smaller global batch in the job", f"a device with at least {size_text(more)} more memory")
     if constant > task.usable_bytes[rank]:  # no batch is small enough

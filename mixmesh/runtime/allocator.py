@@ -35,7 +35,7 @@ SETTLING_STEPS = 2  # steps after which a process has held about as much as it w
 NEAR = 0.98  # share of the planned memory from which on memory is scarce
 SLACK = 1.1  # factor above the held memory within which a process counts as unchanged
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
-EXCEEDED = 1.02  # share of the planned memory from which on a heap no longer keeps everything
+EXCEEDED = 1.02  # factor above the planned memory from which on a heap no longer keeps everything
 NEVER = -1  # a limit of M_TRIM_THRESHOLD: nothing is trimmed
 
 
@@ -123,8 +123,7 @@ class HeapLimit:
             beside_bytes = resident_bytes() + self._roomy_bytes / 2
             self._roomy_bytes = max(EXCEEDED * self._roomy_bytes, beside_bytes, peak_resident_bytes())
         elif peak_resident_bytes() > self._roomy_bytes:
-            map_pieces_from(OWN_PIECE_BYTES)
-            set_limit(M_TRIM_THRESHOLD, KEPT_BYTES)
+            steady_heap()
             give_back()
             self._roomy_bytes = 0.0
             return not self.limit_bytes

@@ -45,10 +45,7 @@ def simulate(
     """Predicts one step of ``program``. ``optimizer_states`` count in its memory; ``micro_batches`` and
     ``usable_bytes`` are those of a plan. Raises PlanError for a program that cannot run in micro-batches."""
     simulation = Simulation(program, costs, optimizer_states, accumulating=accumulates(micro_batches))
-    timeline = simulation.run(program, micro_batches, events=events)
-    if not usable_bytes:
-        return timeline
-    return replace(timeline, peak_memory_bytes=simulation.process_bytes(program, micro_batches, usable_bytes))
+    return simulation.promised(program, micro_batches, usable_bytes, events=events)
 
 
 class Simulation:
@@ -192,11 +189,31 @@ class Simulation:
         """The memory that the process of each rank will hold, where it may use so much: more than the peak
         on a CPU with room to spare, whose heap keeps everything (``runtime.allocator``)."""
         planned = self._schedule(program, micro_batches)
-        peaks, roomy = self.memory.peaks(program, planned), self.memory.peaks(program, planned, roomy=True)
+        peaks = self.memory.peaks(program, planned)
+        pairs = zip(self.costs.cluster.devices, peaks, usable_bytes)
+        roomy = [device.kind == "cpu" and ROOMY * peak <= usable for device, peak, usable in pairs]
+        if not any(roomy):
+            return peaks
+        kept = self.memory.peaks(program, planned, roomy=True)
         return tuple(
-            min(more, int(usable)) if ROOMY * peak <= usable else peak
-            for peak, more, usable in zip(peaks, roomy, usable_bytes)
+            min(more, int(usable)) if keeps else peak
+            for peak, more, usable, keeps in zip(peaks, kept, usable_bytes, roomy)
         )
+
+    def promised(
+        self,
+        program: Program,
+        micro_batches: MicroBatches,
+        usable_bytes: Sequence[float],
+        *,
+        events: bool = False,
+    ) -> Timeline:
+        """Simulates one step as ``run``, with the memory of processes that may use so much; that of the step
+        alone if it is empty."""
+        timeline = self.run(program, micro_batches, events=events)
+        if not usable_bytes:
+            return timeline
+        return replace(timeline, peak_memory_bytes=self.process_bytes(program, micro_batches, usable_bytes))
 
     def held_bytes(
         self, program: Program, micro_batches: MicroBatches = None

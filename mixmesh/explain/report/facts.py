@@ -6,7 +6,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ...base.timeline import Event, Timeline
 from ...cluster import Cluster, with_faster_links
@@ -99,10 +99,7 @@ def facts_of(
         plan.program, costs, plan.optimizer_states, accumulating=accumulates(plan.micro_batches)
     )
     bounds = bounds_of(plan, costs)
-    timeline = simulation.run(plan.program, plan.micro_batches, events=True)
-    if plan.usable_bytes:
-        peaks = simulation.process_bytes(plan.program, plan.micro_batches, plan.usable_bytes)
-        timeline = replace(timeline, peak_memory_bytes=peaks)
+    timeline = simulation.promised(plan.program, plan.micro_batches, plan.usable_bytes, events=True)
     held = simulation.held_bytes(plan.program, plan.micro_batches)
     kind_of = kinds_of(plan.program)
     parts = Parts.of(timeline, bounds, kind_of)

@@ -29,7 +29,8 @@ def optimizer_states(optimizer: Callable[[Iterable], Any] | None, model: Any) ->
         is_fused = can_be_fused(on_sample) or all(group.get("fused") for group in on_sample.param_groups)
         p.grad = torch.ones_like(p)
         on_sample.step()
-        sizes = [round(8 * s.nbytes / p.nbytes) / 8 for s in on_sample.state[p].values() if _is_tensor(s)]
+        held = (s for s in on_sample.state[p].values() if isinstance(s, torch.Tensor))
+        sizes = [round(8 * s.nbytes / p.nbytes) / 8 for s in held]
         kept, num_kept = sum(sizes), sum(size > 0 for size in sizes)
     except Exception:  # the user's own function may fail on parameters that are not the model's
         kept, num_kept, is_fused = 2, 2, False
@@ -62,12 +63,6 @@ def trained_dtype(model: Any) -> Any:
         if p.requires_grad and p.is_floating_point():
             counts[p.dtype] += p.numel()
     return counts.most_common(1)[0][0] if counts else torch.float32
-
-
-def _is_tensor(x: Any) -> bool:
-    import torch
-
-    return isinstance(x, torch.Tensor)
 
 
 def _workspace(num_kept: int) -> int:

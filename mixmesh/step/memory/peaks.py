@@ -58,11 +58,7 @@ class PeakMemory:
         and the sums of the last one.
         """
         part, one, keys = self._walks(program, planned)
-        memories = {key: self.of(one, *key) for key in dict.fromkeys(keys)}
-        tensors = {
-            key: memory.roomy_peaks(one, part) if roomy else memory.peaks(one, part)
-            for key, memory in memories.items()
-        }
+        tensors = {key: self.of(one, *key).peaks(one, part, roomy=roomy) for key in dict.fromkeys(keys)}
         constant = self.constants(program)
         peaks = tuple(round(constant[rank] + tensors[key][rank]) for rank, key in enumerate(keys))
         if not roomy or not self.optimizer_states.earlier:

@@ -69,15 +69,12 @@ class Walked:
         sizes[:, self.cuts.index(EVERYWHERE)] += POOL_BYTES if self.cuda else HEAP_BYTES
         return sizes
 
-    def with_roomy_heap(self, moments: Sequence[Moment]) -> np.ndarray:
-        """The same where a CPU's heap keeps everything (``runtime.allocator``)."""
-        sizes = self.array(moments)
-        if self.cuda:
-            return sizes
+    def kept_by_heap(self, moments: Sequence[Moment]) -> np.ndarray:
+        """Unsharded bytes that a CPU's heap holds besides, if it keeps everything (``runtime.allocator``)."""
         first = next((m for m in moments if m.event != BEFORE), moments[0])
         more = self._rows([m.held for m in moments]) - self._rows([m.small for m in moments])
         in_step = np.array([[m.event != BEFORE] for m in moments])
-        return sizes + ROOMY_ALLOWANCE * in_step * np.maximum(more - self._rows([first.held]), 0.0)
+        return ROOMY_ALLOWANCE * in_step * np.maximum(more - self._rows([first.held]), 0.0)
 
     def _rows(self, sizes: Sequence[Mapping[Cut, float]]) -> np.ndarray:
         none = (0.0,) * len(self.cuts)
@@ -142,14 +139,12 @@ class Memory:
         """Bytes (moment, rank) under the ratios of ``program``, in a micro-batch of this ``part``."""
         return self.sizes @ self.shares(program, part)
 
-    def peaks(self, program: Program, part: Part = None) -> tuple[float, ...]:
-        """Bytes per rank."""
-        return tuple((self.highest @ self.shares(program, part)).max(axis=0).tolist())
-
-    def roomy_peaks(self, program: Program, part: Part = None) -> tuple[float, ...]:
-        """Bytes per rank where a CPU's heap keeps everything."""
-        held = self._walked.with_roomy_heap(self.moments) @ self.shares(program, part)
-        return tuple(held.max(axis=0).tolist())
+    def peaks(self, program: Program, part: Part = None, *, roomy: bool = False) -> tuple[float, ...]:
+        """Bytes per rank; ``roomy`` where a CPU's heap keeps everything."""
+        highest = self.highest
+        if roomy and not self._walked.cuda:
+            highest = self.sizes + self._walked.kept_by_heap(self.moments)
+        return tuple((highest @ self.shares(program, part)).max(axis=0).tolist())
 
     def envelope(self) -> tuple[Sizes, ...]:
         """The moments that are the peak for some share from 0 to 1 of all that is cut."""
