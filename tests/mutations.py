@@ -213,7 +213,9 @@ MUTATIONS = {
         "cost/profile.py", "DeviceProfile.calmed = property(lambda self: self)", "tests/test_calmed.py -k cpu"
     ),
     "a heap keeps everything where a device has room": Mutation(
-        "runtime/allocator.py", "HeapLimit._has_room = lambda self: False", "tests/test_allocator.py -k spare"
+        "runtime/allocator.py",
+        "HeapLimit.keeps_everything = lambda self: False",
+        "tests/test_allocator.py -k spare",
     ),
     "a heap keeps what the plan has room for": Mutation(
         "runtime/allocator.py", "HeapLimit.room_bytes = 0", "tests/test_allocator.py -k room"
@@ -238,6 +240,11 @@ MUTATIONS = {
     "operators on the heap of a step": Mutation(
         "measure/profiler/__init__.py",
         "left_in_heap_bytes = lambda *_: 0",
+        "tests/test_profile_memory.py -k heap_of_a_step",
+    ),
+    "profiles keep everything where trainings do": Mutation(
+        "runtime/allocator.py",
+        "HeapLimit.keeps_everything = lambda self: False",
         "tests/test_profile_memory.py -k heap_of_a_step",
     ),
     "the median of windows": Mutation(

@@ -42,6 +42,7 @@ from mixmesh.measure.profiler.steps import (
     scales_of,
 )
 from mixmesh.measure.profiler.within import measure_within
+from mixmesh.runtime import allocator
 from mixmesh.runtime.comm import Comm, initialise
 
 BODY = """\
@@ -260,17 +261,21 @@ def compiled(_) -> None:
 
 
 def operators_find_the_heap_of_a_step(_) -> None:
-    """As much of it is free as a step with the device's share of the batch leaves."""
+    """As much of it is free as a step with the device's share of the batch leaves, where the device has no
+    room to keep everything."""
     alone = Cluster.parse('[[machine]]\nname = "a"\ndevices = [{ cpu_share = 1.0 }]\n')
     whole = Job(Hungry(32), {"x": torch.randn(32, 8)}, optimizer=jobs.adamw)
     made = trace(whole.model, whole.batch).graph
-    sizes = []
-    before, profiler.heap_with_free = profiler.heap_with_free, lambda size: nullcontext(sizes.append(size))
-    try:
+    sizes, trimmed = [], []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(profiler, "heap_with_free", lambda size: nullcontext(sizes.append(size)))
+        patched.setattr(allocator, "set_limit", lambda number, size: trimmed.append((number, size)) or True)
+        patched.setattr(allocator, "grows", lambda: True)
         profiler.profile(made, whole, alone, budget_s=1.0)
-    finally:
-        profiler.heap_with_free = before
-    assert sizes == [left_in_heap_bytes(made, 1.0)] and sizes[0] > 0
+        assert sizes == [0] and (allocator.M_TRIM_THRESHOLD, allocator.NEVER) in trimmed
+        patched.setattr(allocator.HeapLimit, "keeps_everything", lambda self: False)
+        profiler.profile(made, whole, alone, budget_s=1.0)
+    assert sizes == [0, left_in_heap_bytes(made, 1.0)] and sizes[1] > 0
 
 
 CHECKS = {

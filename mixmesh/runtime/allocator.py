@@ -90,7 +90,7 @@ class HeapLimit:
 
     def before_step(self) -> None:
         """Compares the memory of the process with the limit, and shrinks the heap or raises the limit."""
-        if not (self.limit_bytes or self._roomy_bytes) or not grows() or self._has_room():
+        if self.keeps_everything() or not self.limit_bytes or not grows():
             return
         held_bytes, peak_bytes = resident_bytes(), peak_resident_bytes()
         grown_bytes = peak_bytes - self._peak_bytes if self._num_steps else 0
@@ -113,10 +113,11 @@ class HeapLimit:
             self.limit_bytes = max(self.limit_bytes, round(SLACK * resident_bytes()))
             self._is_scarce = self._has_just_trimmed = True
 
-    def _has_room(self) -> bool:
-        """Whether the heap may keep everything. It may until the process has once held more than planned, or
-        than half of that beside what it held when training began, a data set for instance."""
-        if not self._roomy_bytes:
+    def keeps_everything(self) -> bool:
+        """Sets the heap's limits for a device with room to spare, and tells whether they hold. They do until
+        the process has once held more than planned, or than half of that beside what it held at the first
+        call, a data set for instance."""
+        if not self._roomy_bytes or not grows():
             return False
         if not self._is_roomy:
             self._is_roomy = map_pieces_from(ROOMY_PIECE_BYTES) and set_limit(M_TRIM_THRESHOLD, NEVER)
@@ -126,7 +127,7 @@ class HeapLimit:
             steady_heap()
             give_back()
             self._roomy_bytes = 0.0
-            return not self.limit_bytes
+            return False
         return True
 
     @property

@@ -12,11 +12,12 @@ import datetime
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from ...cluster import Cluster
+from ...cluster import Cluster, Device
 from ...cost import CostModel, DeviceProfile, Profile, device_key, links_fingerprint
 from ...cost.tf32 import PROFILED, state_of
 from ...frontend.job import batch_size, optimizer_states
@@ -24,7 +25,7 @@ from ...frontend.trace.autocast import Autocast
 from ...frontend.trace.tf32 import tf32_now
 from ...lang.ir import Graph, Program
 from ...runtime.accelerator import backend_of, indexed, is_accelerator
-from ...runtime.allocator import heap_with_free, steady_heap
+from ...runtime.allocator import HeapLimit, heap_with_free, steady_heap
 from ...runtime.comm import Comm, default_device
 from ...runtime.first_rank import everyones
 from ...runtime.messages import meet
@@ -70,7 +71,7 @@ def profile(
     the budget; raises InputError if there is no compiler. Whole steps call the model under ``autocast``, as
     its graph was traced.
     """
-    steady_heap()  # as in training
+    steady_heap()  # as in a training without room to spare
     largest = confirmed(job, cluster, program, device, progress) if program else None
     started = time.perf_counter()
     comm = Comm.of_sets(cluster.world_size, link_sets(cluster), device=device)
@@ -80,6 +81,9 @@ def profile(
     progress("memory of a process without tensors")
     idle, working, communicator = constant_memory(comm, cluster, limit.left_s(PROCESS), kept_process)
     on_start()
+    declared = cluster.devices[comm.rank]
+    heap = heap_limit(comm.device, declared)
+    heap.keeps_everything()
     meet()
     meter = Meter(comm.device, emulated=os.environ.get("MIXMESH_EMULATION") == "quota")
     links_started = time.perf_counter()
@@ -94,9 +98,11 @@ def profile(
     rest = measure_rest(comm.device, limit)
     links_s = time.perf_counter() - links_started
     share = share_within(likely_share(cluster, comm.rank), job, largest)
-    declared, window_s = cluster.devices[comm.rank], budget_s * STEPS_SHARE / len(FACTORS)
+    window_s = budget_s * STEPS_SHARE / len(FACTORS)
     with kept_state(job.model):
-        local = LocalSteps(job, share, meter, declared.memory_bytes, compiles=compiles, autocast=autocast)
+        local = LocalSteps(
+            job, share, meter, declared.memory_bytes, heap=heap, compiles=compiles, autocast=autocast
+        )
         progress("whole steps")
         # a GPU has the memory for its operators first, and a pace of its own
         is_early = comm.device.type == "cpu" and not compiles
@@ -106,7 +112,7 @@ def profile(
         # links that are slower than expected must not use up the operators' time
         deadline = time.perf_counter() + max(limit.left_s(OPERATORS), budget_s * OPERATORS_LEAST)
         shares = shares_to_measure(share, comm.world_size)
-        with heap_with_free(left_in_heap_bytes(graph, share)):
+        with heap_of_a_step(heap, graph, share):
             ops, skipped = measure_ops(graph, shares, meter, comm.device, declared, deadline, progress)
         progress("whole steps")
         for number in range(int(is_early), 2):
@@ -157,6 +163,16 @@ def profile(
     return Profile(devices, links, provenance)
 
 
+def heap_limit(device: torch.device, declared: Device) -> HeapLimit:
+    """The limit of this process's heap, as in training with a plan for which the process holds as much."""
+    return HeapLimit.of_plan(0, declared.memory_bytes if device.type == "cpu" else 0)
+
+
+def heap_of_a_step(heap: HeapLimit, graph: Graph, share: float) -> AbstractContextManager[None]:
+    """A context in which the heap is as free as a step with this share of the batch leaves it."""
+    return heap_with_free(0 if heap.keeps_everything() else left_in_heap_bytes(graph, share))
+
+
 def profile_links(
     graph: Graph,
     cluster: Cluster,
@@ -170,6 +186,9 @@ def profile_links(
     known: only the collectives are measured, for their part of ``budget_s``. Collective."""
     comm = Comm.of_sets(cluster.world_size, link_sets(cluster))
     on_start()
+    declared = cluster.devices[comm.rank]
+    heap = heap_limit(comm.device, declared)
+    heap.keeps_everything()
     meet()
     started = time.perf_counter()
     links = measure_links(comm, cluster, budget_s * LINKS_SHARE, most_s=budget_s * LINKS, progress=progress)

@@ -21,7 +21,7 @@ from ...frontend.trace.returned_loss import is_loss, loss_of
 from ...frontend.trace.rows import first_samples
 from ...lang.ir import Graph
 from ...lang.rules import call_of
-from ...runtime.allocator import give_back, resident_bytes
+from ...runtime.allocator import HeapLimit, give_back, resident_bytes
 from ...runtime.messages import meet
 from ...runtime.optimizers import fuse
 from ...runtime.segments import compiled
@@ -72,11 +72,12 @@ class LocalSteps:
         meter: Meter,
         memory_bytes: float = math.inf,
         *,
+        heap: HeapLimit | None = None,
         compiles: bool = False,
         autocast: Autocast | None = None,
     ) -> None:
         self.job, self.share, self.meter, self.autocast = job, share, meter, autocast
-        self.memory_bytes, self.compiles = memory_bytes, compiles
+        self.memory_bytes, self.heap, self.compiles = memory_bytes, heap or HeapLimit(0), compiles
         self.rows = rows_of(job.batch)
         self.windows: list[Window] = []
         self.samples = 0  # the last window's; 0 before it, and if none fits
@@ -94,7 +95,7 @@ class LocalSteps:
         """
         if not self.has_values or (self.compiles and number):
             return
-        if resident_bytes() > SCARCE * self.memory_bytes:
+        if not self.heap.keeps_everything() and resident_bytes() > SCARCE * self.memory_bytes:
             # steps on new pages of a heap are up to a tenth slower than those of a training are
             give_back()
         self.samples = count = self._fitting_count(max(1, round(self.rows * self.share * FACTORS[number])))
