@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from mixmesh.cluster.device import HEADROOM
 from mixmesh.planner.learned import best_of, evaluator
 from mixmesh.planner.pipelines import pipelines
 from mixmesh.planner.placed import cuts, local_search
 from mixmesh.planner.planners import BY_NAME
 from mixmesh.planner.proposal import Proposal
-from mixmesh.planner.task import HEADROOM, Task
+from mixmesh.planner.task import Task
 from mixmesh.search.evaluate import Evaluator
 from mixmesh.search.learned.features import Facts
 from mixmesh.search.learned.heterog import Training

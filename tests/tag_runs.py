@@ -27,6 +27,7 @@ from benchmarks.placement_calls import (
     median,
     race,
 )
+from mixmesh.cluster.device import HEADROOM
 from mixmesh.cost import CostModel
 from mixmesh.frontend.job.workloads import make
 from mixmesh.frontend.trace import trace
@@ -34,7 +35,7 @@ from mixmesh.lang.ir import Graph
 from mixmesh.lang.optimizer_states import ADAM
 from mixmesh.planner.placed import cuts
 from mixmesh.planner.spaces import space_of
-from mixmesh.planner.task import HEADROOM, Task
+from mixmesh.planner.task import Task
 from mixmesh.search.evaluate import Evaluator, measure_with
 from mixmesh.search.learned.features import Facts
 from mixmesh.search.learned.mcts import Tree

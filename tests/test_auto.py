@@ -14,11 +14,11 @@ from functools import cache
 import pytest
 
 from mixmesh.cluster import Cluster
+from mixmesh.cluster.device import HEADROOM
 from mixmesh.cost import CostModel
 from mixmesh.errors import Infeasible
 from mixmesh.lang.ir import Graph
 from mixmesh.planner import BASELINES, make_plan
-from mixmesh.planner.task import HEADROOM
 from mixmesh.search.ratios import usable_bytes
 from mixmesh.simulator import simulate
 

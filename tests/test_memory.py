@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mixmesh.api import simulate
 from mixmesh.cluster import Cluster
+from mixmesh.cluster.device import HEADROOM
 from mixmesh.cost import CostModel
 from mixmesh.cost.exchanges import cut_shares
 from mixmesh.errors import Infeasible, InputError, PlanError
@@ -28,7 +29,6 @@ from mixmesh.lang.optimizer_states import ADAM, OptimizerStates
 from mixmesh.lang.plan_file import Plan
 from mixmesh.passes.buckets import with_buckets
 from mixmesh.planner import make_plan
-from mixmesh.planner.task import HEADROOM
 from mixmesh.runtime import drift, shards, whole_model
 from mixmesh.runtime.allocator import peak_resident_bytes, resident_bytes
 from mixmesh.search.baselines import data_parallel, fully_sharded

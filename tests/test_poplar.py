@@ -11,6 +11,7 @@ from gloo_world import assert_passed, run_world
 from torch import nn
 
 from mixmesh.cluster import Cluster
+from mixmesh.cluster.device import HEADROOM
 from mixmesh.cost import CostModel
 from mixmesh.cost.gpu_memory import KERNEL_BYTES, MIB, workspace_bytes
 from mixmesh.errors import Infeasible
@@ -24,7 +25,7 @@ from mixmesh.planner import make_plan
 from mixmesh.planner import poplar as poplar_module
 from mixmesh.planner.budget import AMPLE, AUTO
 from mixmesh.planner.poplar import Staged, poplar
-from mixmesh.planner.task import HEADROOM, HOPEFUL, Task
+from mixmesh.planner.task import HOPEFUL, Task
 from mixmesh.runtime.parallel import parallelize
 from mixmesh.search.ratios import with_ratio
 from mixmesh.simulator import simulate

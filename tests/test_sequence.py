@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mixmesh.cluster import Cluster
+from mixmesh.cluster.device import HEADROOM
 from mixmesh.cost import CostModel
 from mixmesh.errors import Infeasible
 from mixmesh.frontend.trace import trace
@@ -29,7 +30,7 @@ from mixmesh.planner import make_plan
 from mixmesh.planner.budget import AMPLE
 from mixmesh.planner.passes import PASSES, SEQUENCE, results_of
 from mixmesh.planner.proposal import Proposal
-from mixmesh.planner.task import HEADROOM, Task
+from mixmesh.planner.task import Task
 from mixmesh.runtime.parallel import parallelize
 from mixmesh.search.synthesis import Choices, Prices, Problem, emit, search
 from mixmesh.step.memory import Memory

@@ -10,11 +10,12 @@ import pytest
 import torch
 from tag_runs import OFFSET
 
+from mixmesh.cluster.device import HEADROOM
 from mixmesh.cost import CostModel
 from mixmesh.lang.optimizer_states import ADAM
 from mixmesh.planner.placed import cuts
 from mixmesh.planner.spaces import space_of
-from mixmesh.planner.task import HEADROOM, Task
+from mixmesh.planner.task import Task
 from mixmesh.search.evaluate import Evaluator, measure_with
 from mixmesh.search.learned.features import Facts
 from mixmesh.search.learned.mcts import Tree

@@ -21,6 +21,8 @@ CPU_CORETFLOP_PER_S = Decimal("0.05")
 CPU_CORE_MEMORYGBYTE_PER_S = Decimal(10)
 CPU_DEVICE_MEMORY_GIB = Decimal(2)
 
+HEADROOM = 0.05  # share of a device's memory that a plan leaves free
+
 
 @dataclass(frozen=True)
 class Device:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import product
 
 from ..base.lazy import lazy
+from ..cluster.device import HEADROOM
 from ..cost.placed import supports
 from ..lang.ir import PARTIAL, Program, Ratio, Shard, regions, support
 from ..passes.factors import most_saved_s
@@ -21,7 +22,7 @@ from .budget import CARE_STEPS, EACH
 from .device_sets import ABOUT, device_sets, least_parallel_s, sets_in_need
 from .passes import FACTORS, REMATERIALISATION, SHARES, Pass
 from .proposal import Proposal
-from .task import HEADROOM, HIDDEN, HOPEFUL, SMALLER_BYTES, USUAL_BYTES, Task
+from .task import HIDDEN, HOPEFUL, SMALLER_BYTES, USUAL_BYTES, Task
 from .tried import Tried
 
 SUM_EXP = "mixmesh.sum_exp"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
+from ..cluster.device import HEADROOM
 from ..errors import InputError
 from ..lang.ir import support
 from ..search.evaluate import Evaluator, Measure, placed_of
@@ -15,7 +16,7 @@ from .passes import SHARES
 from .placed import JUDGED, cuts, judged
 from .proposal import Proposal
 from .spaces import space_of
-from .task import HEADROOM, Task
+from .task import Task
 
 MAX_CALLS = 20_000  # calls of the estimate: for a small model more seconds are of no use
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..base.lazy import lazy
+from ..cluster.device import HEADROOM
 from ..cost import CostModel
 from ..cost.direct import best_direct_bytes
 from ..cost.levels import best_levels
@@ -48,7 +49,6 @@ from .ideal import ideal_s, seconds_by_class
 from .proposal import BASELINES, Proposal, ranks_of
 from .tried import Tried
 
-HEADROOM = 0.05  # share of a device's memory that a plan leaves free
 USUAL_BYTES, SMALLER_BYTES, LARGER_BYTES = 16e6, (4e6, 1e6), (64e6,)  # sizes of buckets that are tried
 # a program slower by at most this factor may become the best after choosing sums, order and buckets
 HOPEFUL = 1.15

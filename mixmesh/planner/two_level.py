@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import log
 
+from ..cluster.device import HEADROOM
 from ..cost.exchanges import Exchange
 from ..lang.ir import Program, make_ratio, regions, support
 from ..passes.buckets import with_buckets
@@ -32,7 +33,7 @@ from .passes import REMATERIALISATION
 from .passes.rematerialisation import fewest
 from .passes.shares import whole_counts
 from .proposal import Proposal
-from .task import HEADROOM, Task
+from .task import Task
 from .tried import Tried
 
 # prices of a second of gradient sums within a machine: sums between machines take longer, the more so the

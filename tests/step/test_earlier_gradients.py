@@ -11,13 +11,13 @@ from small_graphs import GRAPHS, TWO, cluster, graph
 from torch import nn
 
 import mixmesh as mm
+from mixmesh.cluster.device import HEADROOM
 from mixmesh.cost import CostModel
 from mixmesh.errors import Infeasible, InputError, PlanError
 from mixmesh.lang.ir import even_ratio
 from mixmesh.lang.optimizer_states import ADAM, Earlier
 from mixmesh.lang.plan_file import Plan
 from mixmesh.planner import make_plan
-from mixmesh.planner.task import HEADROOM
 from mixmesh.runtime.shapes.room import earlier_gradients_over
 from mixmesh.search.baselines import data_parallel, fully_sharded
 from mixmesh.step.memory import ALLOWANCE, PeakMemory

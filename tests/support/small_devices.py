@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from mixmesh.cluster.device import HEADROOM
 from mixmesh.cost import gpu_memory
-from mixmesh.planner.task import HEADROOM
 
 
 def memory_gib(room_mib: float) -> float:

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from ...base.timeline import Timeline
 from ...base.units import seconds_text, size_text
 from ...cluster import Cluster
+from ...cluster.device import HEADROOM
 from ...cost import CostModel, Profile
 from ...errors import MixmeshError
 from ...lang.plan_file import Candidate, Plan, accumulates
 from ...planner import make_plan
 from ...planner.planners import BY_NAME, When
 from ...planner.proposal import BASELINES
-from ...planner.task import HEADROOM, Task
+from ...planner.task import Task
 from ...search.placement.sets import is_joined
 from ...search.ratios import usable_bytes
 from ...simulator import Simulation

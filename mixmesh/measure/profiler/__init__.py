@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ...cluster import Cluster, Device
+from ...cluster.device import HEADROOM
 from ...cost import CostModel, DeviceProfile, Profile, device_key, links_fingerprint
 from ...cost.tf32 import PROFILED, state_of
 from ...frontend.job import batch_size, optimizer_states
@@ -165,7 +166,7 @@ def profile(
 
 def heap_limit(device: torch.device, declared: Device) -> HeapLimit:
     """The limit of this process's heap, as in training with a plan for which the process holds as much."""
-    return HeapLimit.of_plan(0, declared.memory_bytes if device.type == "cpu" else 0)
+    return HeapLimit.of_plan(0, (1 - HEADROOM) * declared.memory_bytes if device.type == "cpu" else 0)
 
 
 def heap_of_a_step(heap: HeapLimit, graph: Graph, share: float) -> AbstractContextManager[None]:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...cluster.device import HEADROOM
 from ...cost import CostModel
 from ...errors import InputError, MixmeshError
 from ...lang.ir import Program, even_ratio, make_ratio, samples_of, with_whole_rows
@@ -39,7 +40,6 @@ from .steps import tensors_of
 
 MAX_PASSES = 4  # limit on the passes per stage
 ENOUGH = 1.1  # another pass is not worth it if the micro-batch can grow by this factor at most
-HEADROOM = 0.05  # share of a device's memory that is left free, as the planner leaves it
 LACKED = 0.1  # assumed excess of a pass that ran out of memory, as a share of the room
 STEPS = 3  # steps in a pass: on a CPU the heap grows during the first ones
 PASS_S = 180.0

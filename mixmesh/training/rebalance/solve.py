@@ -13,6 +13,7 @@ from functools import partial
 from operator import add
 
 from ...cluster import Cluster, Device
+from ...cluster.device import HEADROOM
 from ...cost import CostModel, Profile, device_key
 from ...cost.profile import links_fingerprint
 from ...errors import Infeasible, PlanError
@@ -23,7 +24,6 @@ from ...measure.tuning.correct import corrected
 from ...search.ratios import optimal_ratio, usable_bytes, with_ratio
 from ...simulator import Simulation, Timeline
 
-HEADROOM = 0.05  # share of a device's memory that a plan leaves free, as the planner does
 MOST_MOVED = 32  # limit on the single samples moved one after the other
 LEAST_FACTOR, MOST_FACTOR = 0.05, 50.0  # beyond these, the cause is not the device's computing
 
