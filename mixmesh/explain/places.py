@@ -74,8 +74,8 @@ class Place:
         self._searched: dict[Placement, Programs] = {}
 
     def on(self, program: Program, ratio: Ratio) -> Place:
-        """The same tensors in an equal program on equally many equal ranks, for which the search is the
-        same."""
+        """The same tensors in an equal program on equally many ranks of equal devices, where the search is
+        the same."""
         twin = copy(self)
         twin.graph, twin.ratio, twin._searched = program.graph, ratio, {}
         return twin

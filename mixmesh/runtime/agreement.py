@@ -191,7 +191,7 @@ def facts_of_values(name: str, tensor: Tensor) -> Facts:
 
 
 def facts_of_loss(gradient: Tensor) -> Facts:
-    """The fact about the gradient of a loss, by which the loop multiplies all gradients."""
+    """The fact about a gradient that the loop gives a loss: the factor of all gradients."""
     return {OF_LOSS: f"{gradient.item():.6g}"}
 
 

@@ -16,9 +16,9 @@ PROBE = 256, 384
 
 
 def optimizer_states(optimizer: Callable[[Iterable], Any] | None, model: Any) -> OptimizerStates:
-    """The tensors of state per parameter of ``model`` (2 for Adam, 0 for plain SGD), by their bytes: 0.5 for
-    an Adam with 8 bits, 6 for one that keeps its own copy in 32 bits of parameters in 16. And the workspace
-    of a step. An optimizer that fails on a probe is treated like an unfused Adam."""
+    """The workspace of an optimizer's step, and its tensors of state per parameter of ``model`` by their
+    bytes: 2 for Adam, 0 for plain SGD, 0.5 for an Adam with 8 bits, 6 for one that keeps its own copy in 32
+    bits of parameters in 16. An optimizer that fails on a probe is treated like an unfused Adam."""
     import torch
 
     if optimizer is None:

@@ -336,7 +336,7 @@ def _one_hot(func: Callable, x: Selected, num_classes: int = -1) -> Selected:
 
 @known("dropout")
 def _dropout(func: Callable, x: Selected, p: float = 0.5, *others: bool, **options: Any) -> Selected:
-    """Draws numbers for all rows: others than on one device, as everywhere, of the same distribution."""
+    """Draws numbers for all rows, which differ from those of one device as they do in every dropout."""
     return x.of(func(x.values, p, *others, **options))
 
 

@@ -38,9 +38,9 @@ class CannotCarry(PlanError):
 
 
 def carry(planned: Program, graph: Graph, *, as_dealt: bool = False) -> Program:
-    """``planned`` for the shapes of ``graph``. Raises CannotCarry if the graph has other operators, if the
-    placements do not fit its shapes, or with ``as_dealt`` if ranks would have other rows than loaders deal
-    out."""
+    """Adapts ``planned`` to the shapes of ``graph``. Raises CannotCarry if the graph has other operators, if
+    the placements do not fit its shapes, or with ``as_dealt`` if ranks would have other rows than loaders
+    deal out."""
     carried = _Carrier(planned, graph).program()
     if as_dealt:
         _check_rows(planned, carried)
