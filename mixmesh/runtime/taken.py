@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
@@ -98,8 +99,12 @@ class Taken:
     def _put(
         self, shown: Tensor, piece: Tensor, stored: Stored, written: Callable[[], object] | None = None
     ) -> None:
-        """Replaces the piece of a shown tensor."""
+        """Replaces the piece of a shown tensor. While a loss of an earlier step lives, PyTorch expects
+        gradients of the old piece's shape; it forgets that where the dtype changes."""
         with Off():
+            if piece.shape != shown.shape:
+                other = torch.float64 if piece.dtype == torch.float32 else torch.float32
+                shown.data = piece.new_empty(0, dtype=other)
             shown.data = piece
         if isinstance(shown, ShardTensor):
             shown.whole = Whole(stored, self.comm, written)

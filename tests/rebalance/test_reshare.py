@@ -37,7 +37,8 @@ def other(plan: Plan) -> Plan:
     return replace(plan, program=program)
 
 
-def step_together(single, own, model, optimizer, steps) -> None:
+def step_together(single, own, model, optimizer, steps):
+    """Returns the last loss with its graph: in a script's loop it lives until the next one is there."""
     for step in steps:
         losses = []
         for m, o in ((single, own), (model, optimizer)):
@@ -47,6 +48,7 @@ def step_together(single, own, model, optimizer, steps) -> None:
             o.zero_grad()
             losses.append(loss.detach())
         close(losses[1], losses[0], f"loss of step {step}")
+    return loss
 
 
 def same_state(own, model, optimizer) -> None:
@@ -64,18 +66,19 @@ def check_there_and_back(single, own, model, optimizer) -> None:
     second = other(first)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 1.0)
     params = list(model.parameters())
-    step_together(single, own, model, optimizer, range(2))
+    held = step_together(single, own, model, optimizer, range(2))
     change_shares(model, optimizer, second)
     assert all(a is b for a, b in zip(params, model.parameters()))
     for name, p in model.named_parameters():
-        held = model._runtime.stored[name].held
-        assert plain(p).shape == held.shape(tuple(p.shape), model.comm.rank) or not plain(p).numel()
+        layout = model._runtime.stored[name].held
+        assert plain(p).shape == layout.shape(tuple(p.shape), model.comm.rank) or not plain(p).numel()
     same_state(own, model, optimizer)
     same_weights(single, model)
-    step_together(single, own, model, optimizer, range(2, 5))
+    held = step_together(single, own, model, optimizer, range(2, 5))
     scheduler.step()
     change_shares(model, optimizer, first)
     step_together(single, own, model, optimizer, range(5, 7))
+    assert held.grad_fn is not None
     same_state(own, model, optimizer)
     same_weights(single, model)
 
