@@ -877,6 +877,43 @@ def test_writes_where_gradients_are_stopped_are_refused(loss):
     assert "changed in place where gradients are stopped" in error.message and "test_trace.py" in error.where
 
 
+def gains_in_a_buffer(m, y):
+    m.held.detach()[:4].copy_(y[0, :4])
+    return y.sum()
+
+
+def gains_through_the_detached_value(m, y):
+    t = torch.zeros(8, 5).detach()
+    t[:, 0] = y.sum(1)
+    return (y * t).sum()
+
+
+def gains_in_what_was_detached(m, y):
+    t = torch.zeros(8, 5)
+    t.detach().copy_(y)
+    return (y * t).sum()
+
+
+@pytest.mark.parametrize(
+    "loss", [gains_in_a_buffer, gains_through_the_detached_value, gains_in_what_was_detached]
+)
+def test_gradients_written_where_they_are_stopped_are_refused(loss):
+    with pytest.raises(TraceError, match="written where gradients are stopped") as caught:
+        trace(Head(loss, held=torch.ones(5)), (torch.randn(8, 6),))
+    assert "test_trace.py" in caught.value.where
+
+
+def test_a_value_with_a_gradient_is_written_to_a_copy():
+    def loss(m, y):
+        t = y.detach().clone()
+        t[:, 0] = y.sum(1)
+        u = torch.zeros(8, 5).detach()
+        u[:, 0] = y.detach().sum(1)
+        return (y * t * u).sum()
+
+    check(Head(loss).double(), (rows(),))
+
+
 def test_writes_to_what_has_no_gradient_or_is_a_copy_are_traced():
     def loss(m, y):
         with torch.no_grad():
@@ -933,11 +970,39 @@ def test_weights_changed_in_forward_are_refused_with_their_module():
 
     model = nn.Sequential(nn.Linear(6, 6), Clamped(6, 5))
     model.forward = lambda x: nn.Sequential.forward(model, x).sum()
-    with pytest.raises(TraceError, match="cannot be traced") as caught:
+    with pytest.raises(TraceError, match="changes a parameter: 1.weight") as caught:
         trace(model, (torch.randn(8, 6),))
-    assert "1 (Clamped)" in caught.value.got and "test_trace.py" in caught.value.where
-    assert "def forward(self, x)" in caught.value.where  # not its decorator
-    assert "after the optimizer's step" in caught.value.hint[1]
+    assert "self.weight.data.clamp_(-0.1, 0.1)" in caught.value.where
+    assert "after optimizer.step()" in caught.value.hint[0]
+
+
+def replaced_parameter(m, y):
+    m.fc.bias.data = m.fc.bias.data * 0.9
+    return y.sum()
+
+
+def replaced_value(m, y):
+    t = y.detach() * 2
+    t.data = t + 1
+    return (y * t).sum()
+
+
+@pytest.mark.parametrize("loss", [replaced_parameter, replaced_value])
+def test_data_that_is_replaced_is_refused_with_its_line(loss):
+    error = failing(loss)
+    name = "m.fc.bias.data =" if loss is replaced_parameter else "t.data ="
+    assert name in error.where and ("a parameter: fc.bias" in error.message or "no program" in error.got)
+
+
+def test_data_is_a_value_without_a_gradient():
+    def loss(m, y):
+        m.held.data.mul_(0.9).add_(y.data.mean(0), alpha=0.1)
+        rounded = y + (y.round() - y).data
+        return (rounded * m.held).square().sum() / m.fc.weight.data.norm()
+
+    check(Head(loss, held=torch.ones(5)).double(), (rows(),))
+    error = failing(lambda m, y: ((z := y * 2).data.clamp_(0), z.square().sum())[1])
+    assert "changed in place where gradients are stopped" in error.message
 
 
 UPDATES = {

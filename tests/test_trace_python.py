@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from graph_eval import evaluate
 from torch import nn
 
 from mixmesh.api import plan
@@ -242,6 +244,55 @@ def test_new_generators_with_a_seed_are_right():
 def test_a_number_that_is_read_is_no_branch(loss, got, hint):
     error = failing(loss)
     assert got in error.got and hint in error.hint[0] and "torch.where" not in str(error)
+
+
+class Queue(nn.Module):
+    """Writes keys at a position that a buffer holds, as MoCo."""
+
+    def __init__(self, push):
+        super().__init__()
+        self.fc = nn.Linear(6, 5)
+        self.push = push
+        self.register_buffer("queue", torch.randn(5, 24))
+        self.register_buffer("ptr", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x):
+        h = self.fc(x)
+        loss = (h @ self.queue.clone()).logsumexp(1).mean()
+        with torch.no_grad():
+            self.push(self, h)
+        return loss
+
+
+def at_a_number(self, keys):
+    ptr = int(self.ptr)
+    self.queue[:, ptr : ptr + len(keys)] = keys.T
+    self.ptr[0] = (ptr + len(keys)) % 24
+
+
+def at_a_tensor(self, keys):
+    n, size = len(keys), 24
+    at = (self.ptr + torch.arange(n, device=self.ptr.device)) % size
+    self.queue[:, at] = keys.T
+    self.ptr.copy_((self.ptr + n) % size)
+
+
+def test_a_position_in_a_queue_is_refused_with_what_to_write():
+    with pytest.raises(TraceError, match="cannot be traced") as caught:
+        trace(Queue(at_a_number), (torch.randn(8, 6),))
+    for line in inspect.getsource(at_a_tensor).splitlines()[2:]:
+        assert line.strip() in caught.value.hint[0]
+    assert "ptr = int(self.ptr)" in caught.value.where
+    torch.manual_seed(0)
+    one, model = Queue(at_a_number).double(), Queue(at_a_tensor).double()
+    model.load_state_dict(one.state_dict())
+    for n in range(4):
+        x = torch.randn(8, 6, dtype=torch.float64)
+        graph = trace(model, (x,)).graph
+        loss, new = evaluate(graph, dict(model.named_parameters()) | dict(model.named_buffers()), {"0": x})
+        torch.testing.assert_close(loss, one(x))
+        model.load_state_dict({name: new.get(name, value) for name, value in model.state_dict().items()})
+        assert all(torch.equal(b, dict(one.named_buffers())[name]) for name, b in model.named_buffers()), n
 
 
 class Classifier(nn.Module):

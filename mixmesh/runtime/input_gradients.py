@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..frontend.trace.dtypes import TORCH_DTYPE
-from ..lang.ir import PARTIAL, REPLICATE, Program, Shard
+from ..lang.ir import PARTIAL, REPLICATE, Program, Shard, has_gradient
+from .batches import input_words
 from .comm import Comm
 from .layout import Layout, layout
 from .redistribute import between
@@ -34,6 +35,26 @@ def with_input_gradients(program: Program, wanted: Wanted) -> Program:
         for i in program.instructions
     )
     return replace(program, instructions=instructions)
+
+
+def check_gradients_flow(program: Program) -> None:
+    """Raises InputError for an input with a gradient that the program stops everywhere. A forward that does
+    so only for an input without one (``if not x.requires_grad: x = x.detach()``) was traced with such."""
+    grads = program.requires_grad
+    stopped = [i for i in program.batch_inputs if has_gradient(i) and i.result not in grads]
+    if not stopped:
+        return
+    names = ", ".join(input_words(str(i.args[0])) for i in stopped)
+    raise InputError(
+        "the model stops the gradient of an input that has one",
+        expected="an input without requires_grad, or a model through which its gradient flows",
+        got=f"requires_grad of {names}",
+        hint=(
+            "x.detach() in the loop, where forward detaches it anyway",
+            "where forward asks whether x.requires_grad, and detaches it if not: x.requires_grad_() alone, "
+            "as the model was planned for an x without",
+        ),
+    )
 
 
 def no_gradient_in_micro_steps(wanted: Wanted) -> InputError:

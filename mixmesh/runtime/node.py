@@ -158,6 +158,9 @@ def _check(*, is_freed: bool) -> None:
             hint=(
                 "within the model it is right: prepare a module whose forward(x) calls the model, "
                 "torch.autograd.grad(y.sum(), x, create_graph=True), and returns the loss",
+                "a critic with a penalty: its forward returns the gradient beside the scores, "
+                "x.requires_grad_(), y = net(x), return y, torch.autograd.grad(y.sum(), x, "
+                "create_graph=True)[0], and the loop makes the penalty of it",
                 "or a penalty without gradients of gradients, such as spectral norms, or clipped weights",
             ),
         )

@@ -161,6 +161,59 @@ def check_two_models_in_turn(_) -> None:
                 close(value, single.state_dict()[name], f"{kinds} {name}")
 
 
+class Critic(nn.Module):
+    """Returns the gradient of its scores too, for a penalty (Gulrajani et al., 2017)."""
+
+    def __init__(self, *, asks: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.asks = asks
+        self.net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+    def forward(self, x):
+        if not self.asks:
+            x.requires_grad_()
+        elif not x.requires_grad:
+            x = x.detach().requires_grad_()
+        scores = self.net(x)
+        return scores, torch.autograd.grad(scores.sum(), x, create_graph=True)[0]
+
+
+def check_a_critic_with_a_gradient_penalty(_) -> None:
+    for kinds in (("fsdp", "data_parallel"), ("one_rank", "tensor_parallel")):
+        makers, critics = [Net(width=4), Net(width=4)], [Critic(), Critic()]
+        adam = [[torch.optim.Adam(m.parameters(), lr=0.1) for m in pair] for pair in zip(makers, critics)]
+        makers[1], _ = parallel(kinds[0], makers[1], (drawn(0, width=4),), adam[1][0])
+        critics[1], _ = parallel(kinds[1], critics[1], (drawn(0, width=5),), adam[1][1])
+        for step in range(2):
+            seen = []
+            for make, judge, steppers in zip(makers, critics, adam):
+                made, real = make(drawn(step, width=4)), drawn(step, width=5)
+                between = (0.3 * real + 0.7 * made).detach()
+                judge.zero_grad()
+                penalty = (judge(between)[1].norm(dim=1) - 1).square().mean()
+                of_judge = judge(made.detach())[0].mean() - judge(real)[0].mean() + 10 * penalty
+                of_judge.backward()
+                steppers[1].step()
+                make.zero_grad()
+                of_maker = -judge(made)[0].mean()
+                of_maker.backward()
+                steppers[0].step()
+                seen.append(torch.stack([of_judge, of_maker]).detach())
+            close(seen[1], seen[0], str(kinds))
+        for single, model in (makers, critics):
+            for name, value in model.full_state_dict().items():
+                close(value, single.state_dict()[name], f"{kinds} {name}")
+
+
+def check_a_gradient_that_the_model_stops_is_refused(_) -> None:
+    model, _ = parallel("data_parallel", Critic(asks=True), (drawn(0, width=5),))
+    model(drawn(1, width=5))
+    with pytest.raises(InputError, match="the model stops the gradient of an input") as caught:
+        model(drawn(1, width=5).requires_grad_())
+    assert caught.value.got == "requires_grad of input 1 of the model"
+
+
 def check_gradients_of_own_rows(_) -> None:
     single, (model, _) = Net(), parallel("fsdp", Net(), (drawn(0),))
     whole = drawn(3).requires_grad_()
@@ -250,6 +303,8 @@ IDIOMS = named(
     check_an_object_with_methods_is_made_in_the_loop,
     check_outputs_are_changed_in_place,
     check_two_models_in_turn,
+    check_a_critic_with_a_gradient_penalty,
+    check_a_gradient_that_the_model_stops_is_refused,
     check_gradients_of_own_rows,
     check_a_batch_of_equal_values_is_a_whole_batch,
     check_losses_that_differ_between_ranks_are_refused,

@@ -31,6 +31,7 @@ from .checkpoints import regions_kept
 from .composites import with_known_operators
 from .copies import take_attributes
 from .decompositions import decomposed
+from .detached_data import data_as_detached
 from .failures import explain
 from .fakes import fixed_shapes
 from .functions import batch_of, exact_functions
@@ -212,7 +213,7 @@ class LossAndOutputs(nn.Module):
         # the last two, innermost, see the calls of the model and not those that PyTorch makes to export them
         with (
             context, self.attributes.watched(), reads, self.draws.by_torch_alone(),
-            self.paths, batch_of(tensors), ReplacedFunctions(),
+            self.paths, batch_of(tensors), ReplacedFunctions(), data_as_detached(self.model),
         ):  # fmt: skip
             output = as_tensors(self.batch.call(self.model, tensors))
         where = str(place_of_function(type(self.model).forward))

@@ -16,6 +16,7 @@ from ...errors import TraceError
 from ...lang.ir import Arg, DType, Graph, Node, Ref, ValueType
 from .capture import Capture
 from .checkpoints import region_of_stack
+from .detached_data import changed_parameter
 from .dtypes import DTYPE_NAME
 from .failures import NO_MESSAGES
 from .fx_nodes import node_argument
@@ -36,10 +37,6 @@ INSTEAD = {"bincount": INSTEAD_OF_COUNTS, "repeat_interleave": SIZE_OF_REPEATED}
 CHANGE_A_COPY = (
     "change a copy: x = x.clone()",
     "where that is a library's code: a model of your own around it, which gives it a copy",
-)
-CHANGE_LATER = (
-    "change it after optimizer.step(): with torch.no_grad(): p.copy_(...)",
-    "where nn.Embedding(max_norm=...) does it: divide the results of one without max_norm by their norms",
 )
 WRAPPED = "model."  # the prefix that LossAndOutputs adds to names
 
@@ -304,13 +301,14 @@ class _Converter:
                     self.nodes.append(Node((), (), "update", (name, fitting)))
                 case _:
                     name = self.input_of.get(spec.target or "") or (spec.target or "").removeprefix(WRAPPED)
-                    is_parameter = isinstance(self.tensors.get(name), torch.nn.Parameter)
-                    what = "a parameter" if is_parameter else "what it was given"
+                    where = str(place_of_stack(value.meta.get("stack_trace")))
+                    if isinstance(self.tensors.get(name), torch.nn.Parameter):
+                        raise changed_parameter(name, where)
                     raise TraceError(
-                        f"the model's forward pass changes {what}: {name}",
+                        f"the model's forward pass changes what it was given: {name}",
                         expected="changes of buffers only",
-                        where=str(place_of_stack(value.meta.get("stack_trace"))),
-                        hint=CHANGE_LATER if is_parameter else CHANGE_A_COPY,
+                        where=where,
+                        hint=CHANGE_A_COPY,
                     )
         loss, *others = shown
         for name, value in zip(self.outputs_named, others):

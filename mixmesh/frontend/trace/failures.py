@@ -40,10 +40,16 @@ NO_MESSAGES = (
     "leave the gather or the sum over ranks out: the batch is whole here, as on one device",
     "an `if torch.distributed.is_initialized():` around it is meant for DistributedDataParallel alone",
 )
+# a remedy where a queue is written at the position that a buffer holds, as in MoCo (He et al., 2020)
+POSITION_HINT = (
+    "a position in a queue stays a tensor: at = (self.{0} + torch.arange(n, device=self.{0}.device)) % size, "
+    "self.queue[:, at] = keys.T, and self.{0}.copy_((self.{0} + n) % size)"
+)
 IN_LOSS = "raised by the function given as loss="  # a note on an error
 LOSS_HINT = "or leave loss= out, and compute it in the loop from what the model returns, where it may branch"
 COMPARE_BEFORE = "compare before prepare, and keep the answer as a bool: torch.equal and allclose read values"
 _COMPARISON = re.compile(r"\b(equal|allclose)\(")  # operators compare too, within their own code
+_OF_SELF = re.compile(r"\bself\.(\w+)")
 TIED = "expected compiled_fn to be GraphModule"  # PyTorch's message for updated inputs that share memory
 # a part of PyTorch's message -> the remedy
 HINTS = (
@@ -114,7 +120,7 @@ def _explained(error: Exception, model: nn.Module) -> TraceError:
     if _kind(error) == OTHER_DEVICE and (lost := lost_constant(model)) is not None:
         error = lost
     if isinstance(error, GuardOnDataDependentSymNode):
-        return _of_a_value_read(error, place, classifying_by(error))
+        return _of_a_value_read(error, place, classifying_by(error), model)
     if isinstance(error, MixmeshError):
         where = error.where or str(place)
         return TraceError(error.message, expected=error.expected, got=error.got, where=where, hint=error.hint)
@@ -135,7 +141,7 @@ def _explained(error: Exception, model: nn.Module) -> TraceError:
 
 
 def _of_a_value_read(
-    error: GuardOnDataDependentSymNode, place: Place, setting: tuple[str, ...]
+    error: GuardOnDataDependentSymNode, place: Place, setting: tuple[str, ...], model: nn.Module
 ) -> TraceError:
     """The error for a tensor's value that Python reads, whose remedy is a ``setting`` if one avoids it.
     PyTorch's text names symbols that the user does not know; its condition is a bare symbol where a number is
@@ -143,10 +149,17 @@ def _of_a_value_read(
     got = "a branch, a loop or an index that depends on a tensor's values"
     hint: tuple[str, ...] = (BRANCH_HINT, EMPTY_HINT)
     if isinstance(error.cond, Symbol):
-        got, hint = "a number that is read from a tensor", NUMBER_HINTS
+        got, hint = "a number that is read from a tensor", _of_a_position(place, model) or NUMBER_HINTS
     if place.location and not place.by_user:
         hint = LIBRARY_HINTS
     return TraceError("the model cannot be traced", got=got, where=str(place), hint=setting or hint)
+
+
+def _of_a_position(place: Place, model: nn.Module) -> tuple[str, ...]:
+    """The remedies for a line that reads a number from a buffer of integers; none for another line."""
+    counts = {n.rpartition(".")[2] for n, b in model.named_buffers() if not b.is_floating_point()}
+    name = next((name for name in _OF_SELF.findall(place.source) if name in counts), None)
+    return () if name is None else (POSITION_HINT.format(name), *NUMBER_HINTS[:1])
 
 
 def _of_a_tensor_not_followed(text: str, model: nn.Module) -> TraceError:

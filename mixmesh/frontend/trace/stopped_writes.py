@@ -2,7 +2,8 @@
 
 ``with torch.no_grad(): y.clamp_(min=0)`` and ``y.detach().clamp_(min=0)`` change the values of ``y`` but not
 its gradient. In a graph without writes, the value after the write depends on the detached one: the gradient
-would silently be lost.
+would silently be lost. The other way round, ``t.detach().copy_(y)`` gives ``t`` the values of ``y`` without
+their gradient: it would silently flow into ``t``, and be lost to what is made of the detached value.
 """
 
 from __future__ import annotations
@@ -22,16 +23,18 @@ DETACH = torch.ops.aten.detach.default
 def check_stopped_writes(module: fx.GraphModule) -> None:
     """Raises TraceError, with the line, for such a write to a value with a gradient. ``module`` has no
     ``no_grad`` blocks any more, but may have ``autocast`` blocks."""
-    seen = _Seen({n for n in module.graph.nodes if getattr(n.meta.get("val"), "requires_grad", False)})
-    _check(module, seen)
+    flows = {n for n in module.graph.nodes if getattr(n.meta.get("val"), "requires_grad", False)}
+    _check(module, _Seen(flows, {n for n in flows if n.op == "placeholder"}))
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """The values seen so far. ``flows`` are those through which a gradient flows; ``outside`` maps each
-    placeholder of a block to the value that it stands for."""
+    """The values seen so far. ``flows`` are those through which a gradient flows, by what export noted too,
+    which is too many: it forgets ``no_grad`` blocks. ``reached`` are those that one reaches from a parameter;
+    ``outside`` maps each placeholder of a block to the value that it stands for."""
 
     flows: set[fx.Node]
+    reached: set[fx.Node]
     outside: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def same_memory(self, node: fx.Node) -> list[fx.Node]:
@@ -54,6 +57,13 @@ class _Seen:
         origin = node_argument(last, 0)
         return None if self.same_memory(origin)[-1].op == "placeholder" else origin
 
+    def gains(self, node: fx.Node, written: fx.Node) -> bool:
+        """Whether a write to a detached value is of a value with a gradient."""
+        is_stopped = self.same_memory(written)[-1].target is DETACH
+        return is_stopped and any(
+            _is_float(n) and n in self.reached for n in node.all_input_nodes if n is not written
+        )
+
 
 def _check(module: fx.GraphModule, seen: _Seen) -> None:
     for node in module.graph.nodes:
@@ -62,8 +72,11 @@ def _check(module: fx.GraphModule, seen: _Seen) -> None:
         written = _argument(node, is_write=True)
         if written is not None and seen.stopped(written) in seen.flows:
             raise _refusal(node)
-        if any(_is_float(n) and n in seen.flows for n in node.all_input_nodes):
-            seen.flows.update({node} if written is None else {node, *seen.same_memory(written)})
+        if written is not None and seen.gains(node, written):
+            raise _refusal_of_gain(node)
+        for known in (seen.flows, seen.reached):
+            if any(_is_float(n) and n in known for n in node.all_input_nodes):
+                known.update({node} if written is None else {node, *seen.same_memory(written)})
         _enter_blocks(module, node, seen)
 
 
@@ -77,8 +90,9 @@ def _enter_blocks(module: fx.GraphModule, node: fx.Node, seen: _Seen) -> None:
         for held, value in zip(inner.graph.find_nodes(op="placeholder"), node.args[place + 1 :]):
             if isinstance(value, fx.Node):
                 seen.outside[held] = value
-                if value in seen.flows:
-                    seen.flows.add(held)
+                for known in (seen.flows, seen.reached):
+                    if value in known:
+                        known.add(held)
         _check(inner, seen)
 
 
@@ -96,6 +110,19 @@ def _argument(node: fx.Node, *, is_write: bool) -> fx.Node | None:
         if alias is not None and (alias.is_write or not is_write) and isinstance(value, fx.Node):
             return value
     return None
+
+
+def _refusal_of_gain(node: fx.Node) -> TraceError:
+    return TraceError(
+        "a value with a gradient is written where gradients are stopped",
+        expected="a value without a gradient, or a copy to write to",
+        got=getattr(node.target, "_opname", str(node.target)),
+        where=str(place_of_stack(node.meta.get("stack_trace"))),
+        hint=(
+            "write y.detach(), or under torch.no_grad(), if its gradient ends there",
+            "t = x.detach().clone() in place of x.detach(), if the gradient flows through t",
+        ),
+    )
 
 
 def _refusal(node: fx.Node) -> TraceError:

@@ -34,7 +34,12 @@ from ..accelerator import HOST_BACKEND, PRETENDED_BACKEND, backend_of, is_accele
 from ..calls import Calls, missing
 from ..comm import Comm
 from ..first_rank import from_first_rank
-from ..input_gradients import Wanted, no_gradient_in_micro_steps, with_input_gradients
+from ..input_gradients import (
+    Wanted,
+    check_gradients_flow,
+    no_gradient_in_micro_steps,
+    with_input_gradients,
+)
 from ..layout import meetings
 from ..micro_steps import MicroSteps
 from ..model_check import batch_of_shapes
@@ -210,6 +215,7 @@ class Forms:
         if form.steps is not None:
             raise no_gradient_in_micro_steps(wanted)
         program = with_input_gradients(form.program, wanted)
+        check_gradients_flow(program)
         self.comm.add(meetings(program))
         return replace(form, key=(form.key, wanted), program=program)
 

@@ -1,0 +1,48 @@
+"""Export of ``x.data``, which PyTorch's own does not follow."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+from torch import Tensor, nn
+
+from ...base.patch import patched
+from ...errors import TraceError
+from .locate import place_in_model
+
+CHANGE_LATER = (
+    "change it after optimizer.step(): model.update() there, if a method of the model does it, or "
+    "with torch.no_grad(): p.copy_(...)",
+    "where nn.Embedding(max_norm=...) does it: divide the results of one without max_norm by their norms",
+)
+
+
+def data_as_detached(model: nn.Module) -> AbstractContextManager[None]:
+    """A context for a pass of ``model`` in which ``x.data`` is ``x.detach()``: the same values in the same
+    memory, without a gradient, so that a write to it is one to ``x``, and is refused where that is. To
+    replace ``x.data`` is refused, for buffers by the pass itself (``attributes``)."""
+    original = Tensor.data
+
+    def replace(tensor: Tensor, value: Tensor) -> None:
+        for name, parameter in model.named_parameters():
+            if parameter is tensor:
+                raise changed_parameter(name, str(place_in_model()))
+        if not any(buffer is tensor for buffer in model.buffers()):
+            raise TraceError(
+                "the model cannot be traced",
+                got="x.data = ..., which no program can follow",
+                where=str(place_in_model()),
+                hint=("x.detach().copy_(value)", "x = value, if what is made of x is made later"),
+            )
+        original.__set__(tensor, value)  # type: ignore[attr-defined]
+
+    return patched(Tensor, "data", property(Tensor.detach, replace))
+
+
+def changed_parameter(name: str, where: str) -> TraceError:
+    return TraceError(
+        f"the model's forward pass changes a parameter: {name}",
+        expected="changes of buffers only",
+        where=where,
+        hint=CHANGE_LATER,
+    )
