@@ -955,10 +955,43 @@ def test_other_refusals():
         trace(limited, (torch.arange(8) % 5,))
     of_parameter = caught.value
     assert "max_norm" in of_parameter.hint[1]
-    counted = failing(lambda m, y: y.sum() * torch.bincount(y.argmax(1), minlength=8).sum())
-    assert "one_hot" in counted.hint[0]
+    counted = failing(lambda m, y: y.sum() * torch.bincount(y.argmax(1)).sum())
+    assert "minlength=n" in counted.hint[0]
+    for loss in (
+        lambda m, y: y.sum() / len(torch.unique(y.argmax(1))),
+        lambda m, y: y.sum() * torch.unique(y.argmax(1)).numel(),
+        lambda m, y: sum(y[y.argmax(1) == c].mean() for c in y.argmax(1).unique()),
+    ):
+        assert "range(n)" in failing(loss).hint[0]
     big = torch.arange(300 * 300.0).reshape(300, 300)
     assert "register" in failing(lambda m, y: y.sum() * big.sum()).hint[0]
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        lambda y, best: torch.bincount(best, minlength=5),
+        lambda y, best: best.bincount(minlength=5).double().square(),
+        lambda y, best: torch.bincount(best, y.sum(1).detach(), 7),
+        lambda y, best: torch.bincount(best[best > 1] * 2 + best[best > 1], minlength=16),
+        lambda y, best: torch.bincount((y > 0).int()[y > -0.5], minlength=3),
+    ],
+)
+def test_counts_of_values(counts):
+    def loss(m, y):
+        numbers = counts(y, y.argmax(1))
+        return (numbers * torch.arange(1, len(numbers) + 1)).sum() * y.square().sum()
+
+    graph = check(Head(loss).double(), (rows(),))
+    assert "aten.index_add" in {n.op for n in graph.nodes}
+
+
+def test_a_value_that_is_too_large_to_be_counted_raises_an_error():
+    model = Head(lambda m, y, t: y.sum() * torch.bincount(t, minlength=3).sum())
+    graph = trace(model, (torch.randn(8, 6), torch.zeros(8, dtype=torch.long))).graph
+    inputs = {"0": torch.randn(8, 6), "1": torch.arange(8)}
+    with pytest.raises((IndexError, RuntimeError), match="out of"):
+        evaluate(graph, dict(model.named_parameters()), inputs)
 
 
 def test_weights_changed_in_forward_are_refused_with_their_module():

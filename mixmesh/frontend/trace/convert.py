@@ -18,7 +18,7 @@ from .capture import Capture
 from .checkpoints import region_of_stack
 from .detached_data import changed_parameter
 from .dtypes import DTYPE_NAME
-from .failures import NO_MESSAGES
+from .failures import INSTEAD_OF_UNIQUE, NO_MESSAGES
 from .fx_nodes import node_argument
 from .locate import place_of_function, place_of_stack
 from .schema import op_name
@@ -28,12 +28,12 @@ from .symbolic import Sizes, written_out
 MAX_CONST_ELEMENTS = 65536
 # a hint for 1j * x, x.fill_(1j) and torch.tensor([1j])
 HOLD_COMPLEX = 'keep the number in a buffer of the module: self.register_buffer("unit", torch.tensor(1j))'
-INSTEAD_OF_COUNTS = "F.one_hot(x, number).sum(0) in place of torch.bincount(x)"
+INSTEAD_OF_COUNTS = "torch.bincount(x, minlength=n), or F.one_hot(x, n).sum(0), of values below n"
 SIZE_OF_REPEATED = (
     "say how many there are in all, where that is fixed: x.repeat_interleave(counts, dim, output_size=n)"
 )
 INSTEAD_OF_MASKS = "for this operator replace x[mask] with torch.where or a multiplication by the mask"
-INSTEAD = {"bincount": INSTEAD_OF_COUNTS, "repeat_interleave": SIZE_OF_REPEATED}
+INSTEAD = {"bincount": INSTEAD_OF_COUNTS, "unique": INSTEAD_OF_UNIQUE, "repeat_interleave": SIZE_OF_REPEATED}
 CHANGE_A_COPY = (
     "change a copy: x = x.clone()",
     "where that is a library's code: a model of your own around it, which gives it a copy",

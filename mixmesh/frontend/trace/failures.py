@@ -40,6 +40,10 @@ NO_MESSAGES = (
     "leave the gather or the sum over ranks out: the batch is whole here, as on one device",
     "an `if torch.distributed.is_initialized():` around it is meant for DistributedDataParallel alone",
 )
+INSTEAD_OF_UNIQUE = (
+    "of n classes: (torch.bincount(y, minlength=n) > 0).sum() in place of len(torch.unique(y)), and "
+    "a loop over range(n) with masks, y == c, in place of one over unique values"
+)
 # a remedy where a queue is written at the position that a buffer holds, as in MoCo (He et al., 2020)
 POSITION_HINT = (
     "a position in a queue stays a tensor: at = (self.{0} + torch.arange(n, device=self.{0}.device)) % size, "
@@ -150,6 +154,8 @@ def _of_a_value_read(
     hint: tuple[str, ...] = (BRANCH_HINT, EMPTY_HINT)
     if isinstance(error.cond, Symbol):
         got, hint = "a number that is read from a tensor", _of_a_position(place, model) or NUMBER_HINTS
+    if "unique(" in place.source:
+        hint = (INSTEAD_OF_UNIQUE,)
     if place.location and not place.by_user:
         hint = LIBRARY_HINTS
     return TraceError("the model cannot be traced", got=got, where=str(place), hint=setting or hint)

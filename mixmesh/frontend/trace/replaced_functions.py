@@ -11,11 +11,12 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ...base.patch import patched
-from . import covariances, instance_norms, scattered_writes, selected_functions
+from . import counts, covariances, instance_norms, scattered_writes, selected_functions
 from .checked_losses import gaussian_nll_loss
 
 STAND_INS: dict[Callable, Callable] = {
     F.gaussian_nll_loss: gaussian_nll_loss,
+    **counts.STAND_INS,
     **covariances.STAND_INS,
     **instance_norms.STAND_INS,
     **scattered_writes.STAND_INS,
