@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from graph_eval import evaluate
 from torch import distributed as dist
 from torch import nn
 from torch.distributed import nn as between_ranks
@@ -167,3 +168,23 @@ def test_sparse_gradients_become_dense():
     graph = trace(SparseLookups(), {"ids": torch.zeros(6, 3, dtype=torch.long)}).graph
     (lookup,) = [n for n in graph.nodes if n.op == "aten.embedding"]
     assert True not in lookup.args[2:]
+
+
+class SparseBags(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(9, 4, mode="sum", sparse=True)
+
+    def forward(self, ids, offsets):
+        return self.table(ids, offsets).square().mean()
+
+
+def test_sparse_gradients_of_bags_become_dense():
+    """As in DLRM (Naumov et al., 2019), whose bags have lengths of their own."""
+    torch.manual_seed(0)
+    model, batch = SparseBags(), {"ids": torch.arange(7), "offsets": torch.tensor([0, 3, 4])}
+    loss, _ = evaluate(trace(model, batch).graph, dict(model.named_parameters()), batch)
+    (got,) = torch.autograd.grad(loss, model.parameters())
+    (expected,) = torch.autograd.grad(model(**batch), model.parameters())
+    assert not got.is_sparse
+    torch.testing.assert_close(got, expected.to_dense())

@@ -14,7 +14,8 @@ def embedding_bag(b: Builder, node: Node) -> tuple[Ref | None, ...] | None:
     """Rewrites bags of equal length (a batch of index rows) to an embedding, and the sum, mean or maximum of
     each bag.
 
-    Entries of ``padding_idx`` do not count. Bags whose offsets are data stay one operator.
+    Entries of ``padding_idx`` do not count. Bags whose offsets are data stay one operator, with a dense
+    gradient.
     """
     arg = bound(node)
     weight, ids, padding = arg["weight"], arg["indices"], arg.get("padding_idx")
@@ -25,9 +26,9 @@ def embedding_bag(b: Builder, node: Node) -> tuple[Ref | None, ...] | None:
     length = total // bags if bags else 0
     equal = starts.op.startswith("aten.arange") and bags * length == total and starts.args[-1] == length
     if any(r is not None for r in node.results[1:]) or not equal or arg["include_last_offset"]:
-        return None
+        return _with_dense_gradient(b, node)
     if arg["mode"] == MAX and padding >= 0:
-        return None  # the maximum of an empty bag is a special case
+        return _with_dense_gradient(b, node)  # the maximum of an empty bag is a special case
     ids = b("aten.view", ids, (bags, length))
     rows = b("aten.embedding", weight, ids, padding, arg["scale_grad_by_freq"])
     if arg["per_sample_weights"] is not None:
@@ -38,6 +39,14 @@ def embedding_bag(b: Builder, node: Node) -> tuple[Ref | None, ...] | None:
         counted = b("aten._to_copy", b("aten.ne.Scalar", ids, padding), dtype=DType(b.type(rows).dtype))
         rows = b("aten.mul.Tensor", rows, b("aten.unsqueeze", counted, -1))
     return (_pooled(b, arg["mode"], rows, counted), *(None,) * (len(node.results) - 1))
+
+
+def _with_dense_gradient(b: Builder, node: Node) -> tuple[Ref | None, ...] | None:
+    arg = bound(node)
+    if not arg["sparse"]:
+        return None
+    refs = b.all(node.op, *(arg | {"sparse": False}).values())
+    return tuple(None if result is None else ref for result, ref in zip(node.results, refs))
 
 
 def _pooled(b: Builder, mode: int, rows: Ref, counted: Ref | None) -> Ref:
