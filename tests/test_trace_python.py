@@ -295,6 +295,12 @@ def test_a_position_in_a_queue_is_refused_with_what_to_write():
         assert all(torch.equal(b, dict(one.named_buffers())[name]) for name, b in model.named_buffers()), n
 
 
+def test_a_detector_of_torchvision_is_refused_with_its_backbone(monkeypatch):
+    monkeypatch.setattr(Head, "__module__", "torchvision.models.detection.retinanet")
+    error = failing(lambda m, y: y.mean() * int(torch.empty(1).uniform_(0, 4).item()))
+    assert "detector" in error.message and "model.backbone, body_optimizer, _ =" in error.hint[0]
+
+
 class Classifier(nn.Module):
     """Asks the labels which loss is meant, unless its configuration says so, as transformers' DeBERTa."""
 

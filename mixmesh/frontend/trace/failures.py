@@ -78,6 +78,7 @@ HINTS = (
 )
 
 
+DETECTORS = "torchvision.models.detection"
 OTHER_DEVICE = "FakeTensorDeviceMismatchError"
 # PyTorch's name for an error -> its cause in the model
 MEANINGS = {
@@ -114,6 +115,8 @@ def _explained(error: Exception, model: nn.Module) -> TraceError:
     if TIED in str(error) and (tied := _buffers_of_one_memory(model)) is not None:
         return _of_tied_buffers(*tied)
     place = place_of_error(error)
+    if type(model).__module__.startswith(DETECTORS):
+        return _of_a_detector(place, model)
     is_decision = isinstance(error, MixmeshError | GuardOnDataDependentSymNode)
     if is_decision and (left_out := of_a_layer_left_out(place, model)) is not None:
         return left_out
@@ -159,6 +162,22 @@ def _of_a_value_read(
     if place.location and not place.by_user:
         hint = LIBRARY_HINTS
     return TraceError("the model cannot be traced", got=got, where=str(place), hint=setting or hint)
+
+
+def _of_a_detector(place: Place, model: nn.Module) -> TraceError:
+    return TraceError(
+        "a detector of torchvision cannot be traced: it chooses sizes and boxes by values",
+        expected="the same operators in every step",
+        got=type(model).__name__,
+        where=str(place),
+        hint=(
+            "its backbone alone: body = model.backbone, body_optimizer of body.parameters(), and "
+            "model.backbone, body_optimizer, _ = mixmesh.prepare(body, body_optimizer, [images]), where "
+            "images are [batch, 3, height, width] as its transform makes them",
+            "the other parameters in an optimizer of their own, made before; every rank trains them whole, "
+            "with the script's own loader",
+        ),
+    )
 
 
 def _of_a_position(place: Place, model: nn.Module) -> tuple[str, ...]:
