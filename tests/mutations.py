@@ -242,6 +242,9 @@ MUTATIONS = {
         "left_in_heap_bytes = lambda *_: 0",
         "tests/test_profile_memory.py -k heap_of_a_step",
     ),
+    "an operator at the shares of other devices": Mutation(
+        "cost/lending.py", "with_others = lambda op, others: op", "tests/test_lent.py -k others_at_theirs"
+    ),
     "profiles keep everything where trainings do": Mutation(
         "runtime/allocator.py",
         "HeapLimit.keeps_everything = lambda self: False",

@@ -59,6 +59,29 @@ def test_an_operator_measured_at_one_share_has_the_shape_that_another_device_mea
         assert slow.backward.at(share) == pytest.approx(factor * bent.at(share))
 
 
+def test_an_operator_that_every_device_measured_at_one_share_takes_as_long_as_others_at_theirs():
+    """A product of few rows: the weight takes the time, so the slow device needs no longer for four times as
+    many. The line through the origin would say four times as long."""
+    made, where = graph(MLP, 48), cluster(THREE)
+    call = next(call_of(i, made.types) for i in made.nodes if i.op == "aten.linear")
+    measured = {}
+    for device, share, seconds, per_share in (
+        (where.devices[0], 0.4, 3.0, 2.0),
+        (where.devices[-1], 0.1, 9.0, 6.0),
+    ):
+        own, both = Curve(((share, seconds),)), line(per_share, 0.2, 0.6)
+        ops = {
+            op_key(call): OpMeasurement(own, own, call_flop(call), 1000),
+            "aten.linear(f32[9, 9]; )": OpMeasurement(both, both, 10, 1000),
+        }
+        measured[device_key(device)] = DeviceProfile(ops, 0.0, 0)
+    costs = CostModel(where, Profile(measured, ()))
+    slow, fast = (costs.op(call, 1, costs.class_of[rank]) for rank in (-1, 0))
+    for share in (0.1, 0.25, 0.4):
+        assert slow.forward.at(share) == slow.backward.at(share) == pytest.approx(9.0)
+        assert fast.forward.at(share) == fast.backward.at(share) == pytest.approx(3.0)
+
+
 def test_cuts_that_a_device_lacks_are_measured_by_another():
     costs, calls = costs_of("", {"011": 40.0})
     linear = calls["aten.linear"]

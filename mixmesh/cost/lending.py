@@ -3,7 +3,8 @@
 A slow device has time to measure only some operators, on few shares. What it lacks takes as many times longer
 than on another device as the operators that both have measured: an operator's own time on another device says
 more about it than the operators of its class do. One measured at a single share takes as many times longer at
-other shares as it does on another device. A product that no device has measured with other inputs cut takes
+other shares as it does on another device. Where every device has measured a single share, each takes as long
+at those of the others as on them, at its own pace. A product that no device has measured with other inputs cut takes
 as many times longer so as the same products of other sizes.
 """
 
@@ -61,6 +62,16 @@ def lacks(op: OpMeasurement, cut: str) -> bool:
 def with_shape(op: OpMeasurement, lent: OpMeasurement) -> OpMeasurement:
     """The operator with curves in the shape of those of ``lent`` if it was measured at one share only."""
     forward, backward = op.forward.shaped(lent.forward), op.backward.shaped(lent.backward)
+    return replace(op, forward=forward, backward=backward)
+
+
+def with_others(op: OpMeasurement, others: Iterable[OpMeasurement]) -> OpMeasurement:
+    """The operator with curves through its only share and those of ``others``, in seconds of its device. A
+    product of few rows takes about as long for fewer: a line through the origin would promise too little for
+    fewer rows, and too much for more."""
+    forward, backward = op.forward, op.backward
+    for other in others:
+        forward, backward = forward.joined(other.forward), backward.joined(other.backward)
     return replace(op, forward=forward, backward=backward)
 
 

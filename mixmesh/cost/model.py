@@ -170,13 +170,19 @@ class CostModel:
         if measured is not None and not lending.lacks(measured, cut):
             return measured
         lent_by = self._measured_by_others(call, device)
+        product = is_product(call)
         if measured is not None:
             for lent in lent_by.values():
                 measured = lending.with_shape(measured, lent)
+            if len(measured.forward.points) == 1:
+                paced = [(lent, self._pace(device, other, product)) for other, lent in lent_by.items()]
+                measured = lending.with_others(
+                    measured, [lending.slower(lent, pace) for lent, pace in paced if pace]
+                )
             lenders = [lent for lent in lent_by.values() if cut in lent.cuts and cut not in measured.cuts]
             return lending.with_cuts(measured, lenders[0]) if lenders else measured
         for other, lent in lent_by.items():
-            pace = self._pace(device, other, is_product(call))
+            pace = self._pace(device, other, product)
             if pace is not None:
                 return lending.slower(lent, pace)
         return measured
