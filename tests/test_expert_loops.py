@@ -276,6 +276,19 @@ def mean_of_rows(m, h):
     return out
 
 
+def squares_of_means(m, h):
+    """A prototype for each class that the batch has (Snell et al., 2017), and others of its powers."""
+    best, total = m.gate(h).argmax(-1), 0.0
+    for n, expert in enumerate(m.experts):
+        mask = best == n
+        if mask.any():
+            mean = expert(h[mask]).mean(0)
+            total = total + mean.square().sum() + mean.tanh().pow(3).sum() + mean.relu().sum()
+    if (best == EXPERTS).any():  # no token at all
+        total = total + h[best == EXPERTS].mean(0).square().sum()
+    return h + total
+
+
 def mean_losses(m, h):
     """Terms of a loss for the samples that have one, or zero."""
     best, total = m.gate(h).argmax(-1), 0.0
@@ -305,7 +318,7 @@ def quotient_of_the_number(m, h):
 
 DENSE = [
     products_with_masks, rows_of_masked_inputs, added_at_other_numbers, mean_of_rows, mean_losses,
-    quotient_of_the_number,
+    squares_of_means, quotient_of_the_number,
 ]  # fmt: skip
 
 

@@ -4,8 +4,8 @@ A slow device has time to measure only some operators, on few shares. What it la
 than on another device as the operators that both have measured: an operator's own time on another device says
 more about it than the operators of its class do. One measured at a single share takes as many times longer at
 other shares as it does on another device. Where every device has measured a single share, each takes as long
-at those of the others as on them, at its own pace. A product that no device has measured with other inputs cut takes
-as many times longer so as the same products of other sizes.
+at those of the others as on them, at its own pace. A product that no device has measured with other inputs
+cut takes as many times longer so as the same products of other sizes.
 """
 
 from __future__ import annotations

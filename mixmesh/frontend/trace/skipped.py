@@ -133,7 +133,7 @@ SAME_ELEMENTS = [
 KEEPS_ZEROS = [
     *SAME_ELEMENTS,
     *(getattr(aten, name) for name in """expand select slice sum any amax max cumsum split chunk unbind
-    abs neg""".split()),
+    abs neg relu tanh sin erf expm1 log1p square""".split()),
 ]  # fmt: skip
 CHOICES = (aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar)
 PRODUCTS = (aten.mul, aten.bitwise_and, aten.logical_and)
@@ -339,8 +339,7 @@ class Computations:
         if packet is aten.div:
             return self._may_be_zero(args[1], self._is_zero(args[0]))
         if packet in SINGULAR:
-            is_plain = packet is aten.pow and type(args[1]) is int and args[1] > 0
-            return any(map(self._is_odd, args)) and not is_plain
+            return any(map(self._is_odd, args)) and not _is_plain_power(node)
         if packet is aten.where:
             others = args[2:] if self._is_zero(args[0]) else args
             return self._is_odd(args[0]) and any(map(self._is_endless, others))
@@ -386,6 +385,7 @@ class Computations:
         if packet is aten.cross_entropy_loss:
             return self._sums_no_rows(node)
         is_kept = packet in KEEPS_ZEROS or node.target is operator.getitem or _says_if_zero(node)
+        is_kept = is_kept or _is_plain_power(node)
         return is_kept and self._is_zero(node.args[0])
 
     def _sums_no_rows(self, node: fx.Node) -> bool:
@@ -476,6 +476,11 @@ def _is_kept_from_zero(node: fx.Node, packet: Any) -> bool:
         return _is_finite(args[2])
     is_floored = packet in (aten.add, aten.clamp, aten.clamp_min) and len(args) > 1
     return is_floored and _is_finite(args[1]) and args[1] > 0
+
+
+def _is_plain_power(node: fx.Node) -> bool:
+    exponent: Any = node.args[-1] if node.args else None
+    return packet_of(node.target) is aten.pow and type(exponent) is int and exponent > 0
 
 
 def _says_if_zero(node: fx.Node) -> bool:
