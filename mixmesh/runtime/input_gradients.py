@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,30 +29,30 @@ def wanted_gradients(program: Program, tensors: Mapping[str, Tensor]) -> Wanted:
 
 
 def with_input_gradients(program: Program, wanted: Wanted) -> Program:
-    """``program`` with a gradient for these inputs."""
+    """``program`` with a gradient for those of these inputs that it does not detach."""
+    every = _with_gradients(program, wanted)
+    flowing = [i.args[0] for i in every.batch_inputs if i.result in every.requires_grad]
+    return _with_gradients(program, flowing)
+
+
+def _with_gradients(program: Program, names: Collection[str]) -> Program:
     instructions = tuple(
-        replace(i, kwargs=(("grad", True),)) if i.op == "input" and i.args[0] in wanted else i
+        replace(i, kwargs=(("grad", True),)) if i.op == "input" and i.args[0] in names else i
         for i in program.instructions
     )
     return replace(program, instructions=instructions)
 
 
-def check_gradients_flow(program: Program) -> None:
-    """Raises InputError for an input with a gradient that the program stops everywhere. A forward that does
-    so only for an input without one (``if not x.requires_grad: x = x.detach()``) was traced with such."""
-    grads = program.requires_grad
-    stopped = [i for i in program.batch_inputs if has_gradient(i) and i.result not in grads]
-    if not stopped:
-        return
-    names = ", ".join(input_words(str(i.args[0])) for i in stopped)
-    raise InputError(
-        "the model stops the gradient of an input that has one",
-        expected="an input without requires_grad, or a model through which its gradient flows",
-        got=f"requires_grad of {names}",
+def question_about_gradients(wanted: Wanted, line: str) -> InputError:
+    """The error for inputs with a gradient of a model whose ``line`` asks whether they have one."""
+    return InputError(
+        "the model asks whether its input has a gradient, and was planned for an input without",
+        expected="inputs without requires_grad",
+        got=f"requires_grad of {', '.join(map(input_words, wanted))}",
+        where=line,
         hint=(
-            "x.detach() in the loop, where forward detaches it anyway",
-            "where forward asks whether x.requires_grad, and detaches it if not: x.requires_grad_() alone, "
-            "as the model was planned for an x without",
+            "in forward, x.requires_grad_() or x.detach() without the question",
+            "in the loop, x.detach() if its gradient is not needed",
         ),
     )
 
@@ -108,17 +108,17 @@ def given_inputs(
     program: Program,
     tensors: Mapping[str, Tensor],
     inputs: dict[str, Tensor],
-    wanted: Sequence[str],
     comm: Comm,
 ) -> tuple[dict[str, Tensor], list[Given]]:
-    """The pieces of ``inputs``, made leaves of autograd if ``wanted``, and an entry for each wanted input."""
+    """The pieces of ``inputs``, made leaves of autograd where the program has a gradient for them, and an
+    entry for each of those."""
     replaced, entries = dict(inputs), []
-    for i in program.batch_inputs:
+    of_leaves = [i for i in program.batch_inputs if has_gradient(i)]
+    for i in of_leaves:
         name = i.args[0]
-        if name not in wanted:
-            continue
         if name in inputs:
             replaced[name] = inputs[name].detach().requires_grad_()
         held = Stored(name, i.type.value.shape, TORCH_DTYPE[i.type.value.dtype], layout(program, i.type))
         entries.append(Given(tensors[name], replaced.get(name), held, comm))
-    return {name: x if name in wanted else x.detach() for name, x in replaced.items()}, entries
+    leaves = {i.args[0] for i in of_leaves}
+    return {name: x if name in leaves else x.detach() for name, x in replaced.items()}, entries

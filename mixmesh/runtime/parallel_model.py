@@ -142,10 +142,11 @@ class ParallelModel(Face):
             inputs = stage_inputs(form.program, steps.samples, tensors, run.comm, len(steps.sizes))
         else:
             inputs = local_inputs(form.program, tensors, run.comm.rank, run.comm.device)
-        inputs, given = given_inputs(form.program, tensors, inputs, wanted, run.comm)
+        inputs, given = given_inputs(form.program, tensors, inputs, run.comm)
         self._agree(form.program, tensors)
         if self.training or form is run.forms.planned:
             self._check_planned(args, kwargs)
+        run.forms.check_questions(form, wanted)
         buffers = {name: plain(b) for name, b in run.guards.tables.buffers().items()}
         read = buffers
         if torch.is_grad_enabled():

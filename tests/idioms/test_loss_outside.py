@@ -206,12 +206,45 @@ def check_a_critic_with_a_gradient_penalty(_) -> None:
                 close(value, single.state_dict()[name], f"{kinds} {name}")
 
 
-def check_a_gradient_that_the_model_stops_is_refused(_) -> None:
-    model, _ = parallel("data_parallel", Critic(asks=True), (drawn(0, width=5),))
-    model(drawn(1, width=5))
-    with pytest.raises(InputError, match="the model stops the gradient of an input") as caught:
-        model(drawn(1, width=5).requires_grad_())
-    assert caught.value.got == "requires_grad of input 1 of the model"
+class Skip(Net):
+    """Adds to the scores what it computes of its input with a gradient, or without one."""
+
+    def forward(self, x):
+        kept = x.detach() if not x.requires_grad else x
+        return super().forward(kept) + x.sum(1, keepdim=True)
+
+
+def check_a_question_about_gradients_is_refused(_) -> None:
+    """Batches are traced without gradients: with one, one device takes another branch. In ``Skip`` the input
+    has a gradient by another path, so that only the question itself can tell."""
+    for net, width in ((Critic(asks=True), 5), (Skip(), 6)):
+        model, _ = parallel("data_parallel", net, (drawn(0, width=width),))
+        model(drawn(1, width=width))
+        for _ in range(2):
+            with pytest.raises(InputError, match="the model asks whether its input has a gradient") as caught:
+                model(drawn(1, width=width).requires_grad_())
+            assert caught.value.got == "requires_grad of input 1 of the model"
+            assert "x.requires_grad" in caught.value.where
+        model(drawn(1, width=width))
+
+
+class Stopped(Net):
+    def forward(self, x):
+        return super().forward(x.detach())
+
+
+def check_an_input_that_is_detached_gets_no_gradient(_) -> None:
+    for kind in ("fsdp", "tensor_parallel"):
+        single, mine = Stopped(), Stopped()
+        sgd = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (single, mine)]
+        model, _ = parallel(kind, mine, (drawn(0),), sgd[1])
+        for m, optimizer in zip((single, model), sgd):
+            x = drawn(1).requires_grad_()
+            m(x).square().sum().backward()
+            optimizer.step()
+            assert x.grad is None
+        for name, value in model.full_state_dict().items():
+            close(value, single.state_dict()[name], f"{kind} {name}")
 
 
 def check_gradients_of_own_rows(_) -> None:
@@ -304,7 +337,8 @@ IDIOMS = named(
     check_outputs_are_changed_in_place,
     check_two_models_in_turn,
     check_a_critic_with_a_gradient_penalty,
-    check_a_gradient_that_the_model_stops_is_refused,
+    check_a_question_about_gradients_is_refused,
+    check_an_input_that_is_detached_gets_no_gradient,
     check_gradients_of_own_rows,
     check_a_batch_of_equal_values_is_a_whole_batch,
     check_losses_that_differ_between_ranks_are_refused,

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from ...errors import TraceError
 from ...lang.ir import Returned
+from .asked_gradients import questions_noted
 from .attributes import Attributes, check_replaced, warnings_of
 from .autocast import Autocast, no_autocast, under
 from .averages import means_over_batches
@@ -214,6 +215,7 @@ class LossAndOutputs(nn.Module):
         with (
             context, self.attributes.watched(), reads, self.draws.by_torch_alone(),
             self.paths, batch_of(tensors), ReplacedFunctions(), data_as_detached(self.model),
+            questions_noted(self.reads),
         ):  # fmt: skip
             output = as_tensors(self.batch.call(self.model, tensors))
         where = str(place_of_function(type(self.model).forward))

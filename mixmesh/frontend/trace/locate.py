@@ -30,7 +30,8 @@ _OURS = str(PACKAGE) + os.sep
 _WITHIN = tuple(
     os.path.join(_OURS, "frontend", "trace", name)
     for name in (
-        "averages.py", "branches.py", "checked_losses.py", "checkpoints.py", "counts.py",
+        "asked_gradients.py", "averages.py", "branches.py", "checked_losses.py", "checkpoints.py",
+        "counts.py",
         "covariances.py", "derivatives.py", "detached_data.py", "functions.py", "generators.py", "hooks.py",
         "inner_gradients.py", "instance_norms.py", "moves.py", "reads.py", "replaced_functions.py",
         "row_indices.py", "selected.py", "selected_functions.py", "small_constants.py",

@@ -26,7 +26,7 @@ from ...frontend.trace.kept_by_torch import nothing_kept
 from ...frontend.trace.outputs import first_part
 from ...frontend.trace.reads import Constant, Number, Reads, reads_of
 from ...frontend.trace.shapes import passes_for
-from ...lang.ir import Graph, Program, Shard, batch_norm_of, outputs_of
+from ...lang.ir import Graph, Program, Shard, batch_norm_of, has_gradient, outputs_of
 from ...lang.ir.graph import begins_gradient
 from ...lang.ir.recompute import buffers_kept_for_backward
 from ...lang.plan_file import Plan, accumulates
@@ -36,8 +36,8 @@ from ..comm import Comm
 from ..first_rank import from_first_rank
 from ..input_gradients import (
     Wanted,
-    check_gradients_flow,
     no_gradient_in_micro_steps,
+    question_about_gradients,
     with_input_gradients,
 )
 from ..layout import meetings
@@ -122,6 +122,7 @@ class Forms:
     traces: Traces
     kept: OrderedDict[Key, Form] = field(default_factory=OrderedDict)
     unread: Unread = field(default_factory=Unread)
+    answered: set[Key] = field(default_factory=set)  # forms of models that ask nothing about gradients
 
     @classmethod
     def of(cls, original: nn.Module, plan: Plan | Program, calls: Calls, comm: Comm, limit: int) -> Forms:
@@ -212,12 +213,24 @@ class Forms:
         return self.kept[key]
 
     def _with_gradients(self, form: Form, wanted: Wanted) -> Form:
+        program = with_input_gradients(form.program, wanted)
+        if not any(map(has_gradient, program.batch_inputs)):
+            return replace(form, key=(form.key, wanted))
         if form.steps is not None:
             raise no_gradient_in_micro_steps(wanted)
-        program = with_input_gradients(form.program, wanted)
-        check_gradients_flow(program)
         self.comm.add(meetings(program))
         return replace(form, key=(form.key, wanted), program=program)
+
+    def check_questions(self, form: Form, wanted: Wanted) -> None:
+        """Raises InputError on all ranks if gradients of inputs are ``wanted`` of a model that asks whether
+        an input has one. Collective the first time for a form, which the first rank has traced by then."""
+        if wanted and form.key not in self.answered:
+            group = self.comm.groups.get(("data", self.comm.everyone))  # a single rank has no group
+            line = self.reads.asks_gradient
+            line = line if group is None else from_first_rank(lambda: line, group)
+            if line:
+                raise question_about_gradients(wanted, line)
+            self.answered.add(form.key)
 
     def drop_gone(self, compiled: dict[tuple, Any]) -> None:
         """Drops compiled code, by a key that begins with its form's, for programs that are no longer kept."""
