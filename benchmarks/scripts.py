@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -80,7 +81,9 @@ FULL, SHORT = Effort(rounds=3, steps=8), Effort(rounds=1, steps=4)
 class Result:
     """One script's comparison. ``written`` and ``removed`` are the lines in which a script differs from the
     single-device one, and ``loss_error`` is the largest difference of its losses, relative to that one's.
-    ``plan`` describes the plan."""
+    ``plan`` describes the plan. ``first_s`` are the seconds until the first step has ended, by variant and
+    round: in the first round with a plan that is made, and in later ones with the one that was kept. That step
+    is made without the limits of the testbed, under both."""
 
     case: Script
     written: int
@@ -88,8 +91,17 @@ class Result:
     loss_error: float
     ddp: Timing
     ours: Timing
+    first_s: dict[str, tuple[float, ...]]
     plan: str
     emulation: str
+
+    @property
+    def ahead_after_steps(self) -> int | None:
+        """The steps after which the training is ahead of that under DDP, the start with planning included;
+        None for one that never is."""
+        late_s = self.first_s[OURS][0] - self.first_s[DDP][0]
+        gain_s = self.ddp.median_s - self.ours.median_s
+        return 1 + max(0, math.ceil(late_s / gain_s)) if gain_s > 0 else None
 
     @property
     def speedup(self) -> Speedup:
@@ -114,6 +126,8 @@ class Result:
             "step_s": self.ours.median_s,
             "speedup": asdict(self.speedup),
             "rounds_s": {DDP: self.ddp.rounds_s, OURS: self.ours.rounds_s},
+            "first_s": self.first_s,
+            "ahead_after_steps": self.ahead_after_steps,
             "plan": self.plan,
             "targets": self.targets,
         }
@@ -149,6 +163,7 @@ def measure(case: Script, effort: Effort, folder: Path, say: Progress) -> Result
     # by its variable Lightning knows that ranks were started by torchrun, whose others the testbed sets
     environment = {"MIXMESH_CACHE": str(folder.absolute() / "cache"), "TORCHELASTIC_RUN_ID": "bench"}
     rounds_s: dict[str, list[float]] = {DDP: [], OURS: []}
+    first_s: dict[str, list[float]] = {DDP: [], OURS: []}
     decided = ""
 
     def listen(text: str) -> None:
@@ -164,6 +179,7 @@ def measure(case: Script, effort: Effort, folder: Path, say: Progress) -> Result
             printed, emulation = call(WORKER, cluster, case.path(kind), *words, say=listen, env=environment)
             found = json.loads(printed)
             rounds_s[kind].append(statistics.median(found["step_s"][WARMUP_STEPS:]))
+            first_s[kind].append(found["first_s"])
     removed, written = changed_lines(case.path(), case.path(OURS))
     return Result(
         case,
@@ -172,6 +188,7 @@ def measure(case: Script, effort: Effort, folder: Path, say: Progress) -> Result
         loss_error(found["losses"], reference),
         Timing(DDP, "", tuple(rounds_s[DDP])),
         Timing(OURS, "", tuple(rounds_s[OURS])),
+        {kind: tuple(each) for kind, each in first_s.items()},
         decided,
         emulation,
     )

@@ -48,9 +48,10 @@ class Steps(io.StringIO):
         return len(text)
 
 
-def run(script: str, count: int, arguments: list[str]) -> dict[str, list[float]]:
-    """The seconds from the end of one step to the end of the next, and the losses of all steps."""
-    printed = Steps(count)
+def run(script: str, count: int, arguments: list[str]) -> dict:
+    """The seconds until the first step has ended (``first_s``, with imports, and the plan if there is one),
+    those from the end of one step to the end of the next, and the losses of all steps."""
+    printed, started = Steps(count), time.perf_counter()
     # the first step has made all groups, whose threads must not be throttled; not every rank prints losses
     register_optimizer_step_post_hook(lambda *_: enter_device())
     sys.argv = [script, *arguments]
@@ -60,7 +61,11 @@ def run(script: str, count: int, arguments: list[str]) -> dict[str, list[float]]
     except Enough:
         pass
     times = printed.ends_s
-    return {"step_s": [end - start for start, end in zip(times, times[1:])], "losses": printed.losses}
+    return {
+        "first_s": times[0] - started if times else 0.0,
+        "step_s": [end - start for start, end in zip(times, times[1:])],
+        "losses": printed.losses,
+    }
 
 
 if __name__ == "__main__":

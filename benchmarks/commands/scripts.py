@@ -40,12 +40,17 @@ def scripts(
 
 
 def shown(result: Result) -> str:
-    gain = result.speedup
+    from ..scripts import DDP, OURS
+
+    gain, ahead = result.speedup, result.ahead_after_steps
     lines = [
         f"{result.case}: {gain.median:.2f}x DistributedDataParallel ({gain.least:.2f} - {gain.most:.2f}), "
         f"{seconds(result.ours.median_s)} for {seconds(result.ddp.median_s)} a step",
         f"  {result.written} lines written, {result.removed} taken out; "
         f"losses off by {result.loss_error:.1e}",
+        f"  the first step ends after {seconds(result.first_s[OURS][0])} with planning, and "
+        f"{seconds(result.first_s[DDP][0])} under it; "
+        + ("never ahead" if ahead is None else f"ahead from step {ahead} on"),
         f"  {result.plan}",
     ]
     return "\n".join(lines + [f"  {'met   ' if met else 'MISSED'}  {t}" for t, met in result.targets.items()])
