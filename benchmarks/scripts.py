@@ -82,8 +82,8 @@ class Result:
     """One script's comparison. ``written`` and ``removed`` are the lines in which a script differs from the
     single-device one, and ``loss_error`` is the largest difference of its losses, relative to that one's.
     ``plan`` describes the plan. ``first_s`` are the seconds until the first step has ended, by variant and
-    round: in the first round with a plan that is made, and in later ones with the one that was kept. That step
-    is made without the limits of the testbed, under both."""
+    round: in the first round with a plan that is made, and in later ones with the one that was kept. That
+    step is made without the limits of the testbed, under both."""
 
     case: Script
     written: int

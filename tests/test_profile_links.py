@@ -46,7 +46,7 @@ from mixmesh.measure.profiler.links import (
 )
 from mixmesh.measure.profiler.meter import Meter
 from mixmesh.measure.profiler.overhead import measure_overhead
-from mixmesh.measure.profiler.overlap import Overlap, measure_overlap
+from mixmesh.measure.profiler.overlap import measure_overlap
 from mixmesh.measure.profiler.rest import WATCHED_S, measure_rest, rested
 from mixmesh.measure.profiler.within import Found, after_waits, fitted, measure_within, with_cold
 from mixmesh.passes.algorithms import with_algorithms
@@ -613,7 +613,10 @@ def check_without_time_little_is_measured(comm: Comm) -> None:
     over = Limit.of(comm, 0.0)
     links = measure_links(comm, cluster(), 0.0, most_s=over.left_s())
     assert links and all(" 1 to 1" in m.source and m.points[-1][0] == SURE_BYTES for m in links)
-    assert measure_overlap(comm, links, over) == Overlap()
+    overlap = measure_overlap(comm, links, over)
+    assert overlap.slowdown == 0.0 and overlap.redistribution_s > 0
+    assert list(overlap.host_s) == list(overlap.beside_s) == ["all_reduce"]
+    assert overlap.host_s["all_reduce"][0] > 0 and overlap.beside_s["all_reduce"][0] > 0
     assert measure_rest(comm.device, over) == (0.0, 1.0)
     assert measure_joins(comm.device, over) == ()
     # one rank that is late decides for all

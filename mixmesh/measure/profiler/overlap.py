@@ -50,8 +50,11 @@ class Overlap:
 
 
 def measure_overlap(comm: Comm, links: tuple[LinkMeasurement, ...], limit: Limit | None = None) -> Overlap:
-    """Measures all members; those for which ``limit`` leaves no time keep their defaults. Collective."""
-    if comm.world_size < 2 or is_over(limit):
+    """Measures all members; those for which ``limit`` leaves no time keep their defaults. On CPUs an
+    all_reduce and a redistribution are measured in any case, in about a second: what a slow device spends on
+    them is as much as its operators, and without it a plan would give it work that holds up all others.
+    Collective."""
+    if comm.world_size < 2 or (comm.device.type != "cpu" and is_over(limit)):
         return Overlap()
     channel = comm.channel(comm.everyone, "profile of all_reduce beside computing")
     if comm.device.type != "cpu":
@@ -59,8 +62,8 @@ def measure_overlap(comm: Comm, links: tuple[LinkMeasurement, ...], limit: Limit
         host_s = {"all_reduce": line(BUCKET_BYTES, (few, many))}
         return Overlap(0.0 if is_over(limit) else slowdown(comm, channel, links), host_s)
     # before the many lines below, because every plan sums gradients beside computing
-    slowed = slowdown(comm, channel, links)
-    redistributed_s = 0.0 if is_over(limit) else redistribution_s(comm)
+    slowed = 0.0 if is_over(limit) else slowdown(comm, channel, links)
+    redistributed_s = redistribution_s(comm)
     host_s, beside_s = {}, {}
     sizes = PIECE_BYTES[0], largest_bytes(links, comm.world_size, PIECE_BYTES, PIECE_S)
     for case in everyone_cases(comm):
