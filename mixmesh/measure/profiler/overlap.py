@@ -50,11 +50,10 @@ class Overlap:
 
 
 def measure_overlap(comm: Comm, links: tuple[LinkMeasurement, ...], limit: Limit | None = None) -> Overlap:
-    """Measures all members; those for which ``limit`` leaves no time keep their defaults. On CPUs an
-    all_reduce and a redistribution are measured in any case, in about a second: what a slow device spends on
-    them is as much as its operators, and without it a plan would give it work that holds up all others.
-    Collective."""
-    if comm.world_size < 2 or (comm.device.type != "cpu" and is_over(limit)):
+    """Measures all members; those for which ``limit`` leaves no time keep their defaults. What an
+    all_reduce costs the devices is measured in any case, in about a second: a slow CPU spends as much on them
+    as on operators, and without it a plan would give it work that holds up all others. Collective."""
+    if comm.world_size < 2:
         return Overlap()
     channel = comm.channel(comm.everyone, "profile of all_reduce beside computing")
     if comm.device.type != "cpu":
