@@ -52,6 +52,7 @@ def question_about_gradients(wanted: Wanted, line: str) -> InputError:
         where=line,
         hint=(
             "in forward, x.requires_grad_() or x.detach() without the question",
+            "checkpoint(..., use_reentrant=False), if it is a checkpoint that asks",
             "in the loop, x.detach() if its gradient is not needed",
         ),
     )

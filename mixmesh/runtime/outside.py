@@ -65,6 +65,19 @@ class Outside:
         return Output(named, self.returned)
 
 
+def with_output_gradients(program: Program) -> Program:
+    """``program`` with a gradient for every output that depends on what has one: on inputs too, which had
+    none when the program was planned."""
+    flowing = _could_flow(program)
+    instructions = tuple(
+        replace(i, kwargs=tuple({**dict(i.kwargs), "grad": True}.items()))
+        if i.op == "output" and i.inputs[0] in flowing
+        else i
+        for i in program.instructions
+    )
+    return replace(program, instructions=instructions)
+
+
 def _could_flow(program: Program) -> frozenset[str]:
     """The values that would have a gradient if all outputs did."""
     marked = (replace(i, kwargs=(("grad", True),)) if i.op == "output" else i for i in program.instructions)

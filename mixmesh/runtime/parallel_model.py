@@ -144,7 +144,7 @@ class ParallelModel(Face):
             inputs = local_inputs(form.program, tensors, run.comm.rank, run.comm.device)
         inputs, given = given_inputs(form.program, tensors, inputs, run.comm)
         self._agree(form.program, tensors)
-        if self.training or form is run.forms.planned:
+        if self.training or not form.is_traced:
             self._check_planned(args, kwargs)
         run.forms.check_questions(form, wanted)
         buffers = {name: plain(b) for name, b in run.guards.tables.buffers().items()}

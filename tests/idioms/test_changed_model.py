@@ -69,6 +69,15 @@ def check_a_changed_model_is_refused(_) -> None:
                 model(**inputs())  # not at the first call alone
 
 
+def check_a_model_that_evaluates_is_refused_where_an_input_has_a_gradient(_) -> None:
+    plan = plan_of(Net().eval(), inputs(), 0)
+    given = inputs()
+    given["x"].requires_grad_()
+    model, _ = parallelize(Net(**CHANGED["aten.relu"]).eval(), None, plan, device="cpu", timeout_s=60)
+    with pytest.raises(PlanError, match="is not the one that was planned"):
+        model(**given)
+
+
 def check_changed_arguments_are_refused(_) -> None:
     """What is no tensor is part of the plan."""
     model, _ = parallelize(Net(), None, plans()[0], device="cpu", timeout_s=60)
@@ -86,6 +95,7 @@ def check_it_can_be_left_out(_) -> None:
 IDIOMS = named(
     check_the_planned_model_runs,
     check_a_changed_model_is_refused,
+    check_a_model_that_evaluates_is_refused_where_an_input_has_a_gradient,
     check_changed_arguments_are_refused,
     check_it_can_be_left_out,
 )

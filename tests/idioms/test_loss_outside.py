@@ -11,6 +11,7 @@ from gloo_world import assert_passed
 from plans import close, named, output_plan
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize, softplus
+from torch.utils.checkpoint import checkpoint
 
 from mixmesh.errors import InputError, PlanError
 from mixmesh.runtime.parallel import parallelize
@@ -228,6 +229,66 @@ def check_a_question_about_gradients_is_refused(_) -> None:
         model(drawn(1, width=width))
 
 
+class Judged(Net):
+    """Takes for granted that its targets have no gradient, as many losses do."""
+
+    def forward(self, x, wanted):
+        assert not wanted.requires_grad
+        return super().forward(x) - wanted.sum(1, keepdim=True)
+
+
+class Reentrant(Net):
+    """One device runs a reentrant checkpoint with gradients only if what it is given has one."""
+
+    def forward(self, x):
+        return self.last(checkpoint(lambda x: self.first(x).tanh(), x, use_reentrant=True)) + x[:, :5]
+
+
+class Slopes(Net):
+    def forward(self, x):
+        def total(x):
+            return self.last(self.first(x).tanh()).sum()
+
+        return torch.autograd.functional.jacobian(total, x, create_graph=True)
+
+
+def check_questions_of_pytorch_are_refused_too(_) -> None:
+    for net in (Reentrant(), Slopes()):
+        model, _ = parallel("data_parallel", net, (drawn(0),))
+        with pytest.raises(InputError, match="the model asks whether its input has a gradient") as caught:
+            model(drawn(1).requires_grad_())
+        assert "test_loss_outside.py" in caught.value.where
+
+
+def check_a_question_about_another_input(_) -> None:
+    single, (model, _) = Judged(), parallel("fsdp", Judged(), (drawn(0), drawn(1)))
+    given = [drawn(2).requires_grad_() for _ in range(2)]
+    for m, x in zip((single, model), given):
+        m(x, drawn(3)).square().sum().backward()
+    close(given[1].grad, given[0].grad)
+    with pytest.raises(InputError, match="the model asks") as caught:
+        model(drawn(2).requires_grad_(), drawn(3).requires_grad_())
+    assert caught.value.got == "requires_grad of input 2 of the model"
+
+
+class Beside(Net):
+    """Returns what depends on its input alone beside what depends on parameters."""
+
+    def forward(self, x):
+        return super().forward(x), x.square(), x.detach() + 1
+
+
+def check_outputs_of_the_input_alone_have_its_gradient(_) -> None:
+    for kind in KINDS:
+        single, (model, _) = Beside(), parallel(kind, Beside(), (drawn(0),))
+        for turn in range(2):
+            given = [drawn(1).requires_grad_() for _ in range(2)]
+            for m, x in zip((single, model), given):
+                outputs = m(x)
+                sum(y.sin().sum() for y in outputs[turn:]).backward()
+            close(given[1].grad, given[0].grad, kind)
+
+
 class Stopped(Net):
     def forward(self, x):
         return super().forward(x.detach())
@@ -338,6 +399,9 @@ IDIOMS = named(
     check_two_models_in_turn,
     check_a_critic_with_a_gradient_penalty,
     check_a_question_about_gradients_is_refused,
+    check_questions_of_pytorch_are_refused_too,
+    check_a_question_about_another_input,
+    check_outputs_of_the_input_alone_have_its_gradient,
     check_an_input_that_is_detached_gets_no_gradient,
     check_gradients_of_own_rows,
     check_a_batch_of_equal_values_is_a_whole_batch,

@@ -211,11 +211,12 @@ class LossAndOutputs(nn.Module):
         source = self._request.loss
         reads = reading(self.model, self.reads)
         context = under(self._request.autocast)
-        # the last two, innermost, see the calls of the model and not those that PyTorch makes to export them
+        inputs = dict(zip(self.batch.tensor_names, tensors))
+        # the last ones, innermost, see the calls of the model and not those that PyTorch makes to export them
         with (
             context, self.attributes.watched(), reads, self.draws.by_torch_alone(),
             self.paths, batch_of(tensors), ReplacedFunctions(), data_as_detached(self.model),
-            questions_noted(self.reads),
+            questions_noted(self.reads, inputs),
         ):  # fmt: skip
             output = as_tensors(self.batch.call(self.model, tensors))
         where = str(place_of_function(type(self.model).forward))

@@ -79,7 +79,7 @@ def exact_functions() -> AbstractContextManager[None]:
             return original.__func__(cls, *args, **kwargs)
         if kwargs or not any(map(_differentiable, args)):
             raise refusal(cls)
-        needed = tuple(map(may_need_gradient, args))
+        needed = tuple(map(_may_need_gradient, args))
         if not (torch.is_grad_enabled() and any(needed)):  # its backward never runs
             return _forward(cls, args, needed)
         if _has_gradients_of(cls, _forward, original.__func__, args, needed):
@@ -189,7 +189,7 @@ def _differentiable(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.is_floating_point()
 
 
-def may_need_gradient(x: Any) -> bool:
+def _may_need_gradient(x: Any) -> bool:
     """Whether a tensor has a gradient, or would have one if the script asked for those of the batch."""
     return _differentiable(x) and (x.requires_grad or derivatives.depends_on(x, _BATCH.get()))
 

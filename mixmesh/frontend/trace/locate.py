@@ -31,10 +31,10 @@ _WITHIN = tuple(
     os.path.join(_OURS, "frontend", "trace", name)
     for name in (
         "asked_gradients.py", "averages.py", "branches.py", "checked_losses.py", "checkpoints.py",
-        "counts.py",
-        "covariances.py", "derivatives.py", "detached_data.py", "functions.py", "generators.py", "hooks.py",
-        "inner_gradients.py", "instance_norms.py", "moves.py", "reads.py", "replaced_functions.py",
-        "row_indices.py", "selected.py", "selected_functions.py", "small_constants.py",
+        "counts.py", "covariances.py", "derivatives.py", "detached_data.py", "functions.py",
+        "generators.py", "hooks.py", "inner_gradients.py", "instance_norms.py", "moves.py", "reads.py",
+        "replaced_functions.py", "row_indices.py", "selected.py", "selected_functions.py",
+        "small_constants.py",
     )
 )  # fmt: skip
 _STDLIB = os.path.abspath(sysconfig.get_paths()["stdlib"]) + os.sep

@@ -111,7 +111,8 @@ class Reads:
     changed_within: tuple[Number, ...] = ()
     places: dict[int, tuple[str, Find]] = field(default_factory=dict)  # by the id of a tensor
     losses: list[Any] = field(default_factory=list)  # functions that are not the model's own
-    asks_gradient: str = ""  # the line that asks whether a value of the batch has a gradient
+    # by input, the line that asks whether it, or a value that is made of it, has a gradient
+    asks_gradient: dict[str, str] = field(default_factory=dict)
 
     def changed(self, *kinds: type[Number] | type[Constant]) -> tuple[tuple[str, str], ...]:
         """The path of each value of these kinds that has changed, with a description of the change."""

@@ -46,7 +46,7 @@ from ..model_check import batch_of_shapes
 from ..modes import Modes, modes_kept, modes_of, set_modes
 from ..original import traceable
 from ..outputs import Returns
-from ..outside import Outside
+from ..outside import Outside, with_output_gradients
 from ..whole_model import own_module
 from .agree import Agreement, Shapes
 from .carry import CannotCarry, carry
@@ -122,7 +122,7 @@ class Forms:
     traces: Traces
     kept: OrderedDict[Key, Form] = field(default_factory=OrderedDict)
     unread: Unread = field(default_factory=Unread)
-    answered: set[Key] = field(default_factory=set)  # forms of models that ask nothing about gradients
+    answered: set[Key] = field(default_factory=set)  # forms whose gradients of inputs nothing asks about
 
     @classmethod
     def of(cls, original: nn.Module, plan: Plan | Program, calls: Calls, comm: Comm, limit: int) -> Forms:
@@ -218,18 +218,24 @@ class Forms:
             return replace(form, key=(form.key, wanted))
         if form.steps is not None:
             raise no_gradient_in_micro_steps(wanted)
+        outside = form.outside
+        if outside is not None:
+            program = with_output_gradients(program)
+            outside = Outside.of(replace(self.plan, program=program, returned=outside.returned), self.comm)
         self.comm.add(meetings(program))
-        return replace(form, key=(form.key, wanted), program=program)
+        return replace(form, key=(form.key, wanted), program=program, outside=outside)
 
     def check_questions(self, form: Form, wanted: Wanted) -> None:
-        """Raises InputError on all ranks if gradients of inputs are ``wanted`` of a model that asks whether
-        an input has one. Collective the first time for a form, which the first rank has traced by then."""
+        """Raises InputError on all ranks if gradients are ``wanted`` of inputs of which the model asks
+        whether they have one. Collective the first time for a form, which the first rank has traced by
+        then."""
         if wanted and form.key not in self.answered:
             group = self.comm.groups.get(("data", self.comm.everyone))  # a single rank has no group
-            line = self.reads.asks_gradient
-            line = line if group is None else from_first_rank(lambda: line, group)
-            if line:
-                raise question_about_gradients(wanted, line)
+            asked = self.reads.asks_gradient
+            asked = asked if group is None else from_first_rank(lambda: asked, group)
+            about = tuple(name for name in wanted if name in asked)
+            if about:
+                raise question_about_gradients(about, asked[about[0]])
             self.answered.add(form.key)
 
     def drop_gone(self, compiled: dict[tuple, Any]) -> None:
