@@ -11,8 +11,9 @@ from .selected import is_selected
 
 
 def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """Computes ``torch.bincount`` of values below ``minlength``. A larger one, for which PyTorch's result is
-    longer, raises an error when the program runs; without ``minlength`` nothing says how long it is."""
+    """Computes ``torch.bincount`` of values below ``minlength``. Another value, for which PyTorch's result
+    is longer, raises an error when the program runs. Without ``minlength`` nothing says how long the result
+    is."""
     is_of_rows = is_selected(input)
     if not minlength or (is_of_rows or is_selected(weights)) and weights is not None:
         return torch.bincount(input, weights, minlength)

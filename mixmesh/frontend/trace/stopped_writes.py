@@ -29,9 +29,9 @@ def check_stopped_writes(module: fx.GraphModule) -> None:
 
 @dataclass(frozen=True)
 class _Seen:
-    """The values seen so far. ``flows`` are those through which a gradient flows, by what export noted too,
-    which is too many: it forgets ``no_grad`` blocks. ``reached`` are those that one reaches from a parameter;
-    ``outside`` maps each placeholder of a block to the value that it stands for."""
+    """The values seen so far. ``flows`` are those through which a gradient may flow: export marks some that
+    have none, made within ``no_grad`` blocks. ``reached`` are those to which a gradient of a parameter
+    certainly leads; ``outside`` maps each placeholder of a block to the value that it stands for."""
 
     flows: set[fx.Node]
     reached: set[fx.Node]
@@ -58,7 +58,7 @@ class _Seen:
         return None if self.same_memory(origin)[-1].op == "placeholder" else origin
 
     def gains(self, node: fx.Node, written: fx.Node) -> bool:
-        """Whether a write to a detached value is of a value with a gradient."""
+        """Whether a node writes a value with a gradient to a detached one."""
         is_stopped = self.same_memory(written)[-1].target is DETACH
         return is_stopped and any(
             _is_float(n) and n in self.reached for n in node.all_input_nodes if n is not written

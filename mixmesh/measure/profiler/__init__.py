@@ -165,7 +165,8 @@ def profile(
 
 
 def heap_limit(device: torch.device, declared: Device) -> HeapLimit:
-    """The limit of this process's heap, as in training with a plan for which the process holds as much."""
+    """The limit of this process's heap: it keeps everything while the process holds no more than a plan may
+    need under which a training keeps everything."""
     return HeapLimit.of_plan(0, (1 - HEADROOM) * declared.memory_bytes if device.type == "cpu" else 0)
 
 
