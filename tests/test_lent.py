@@ -6,7 +6,7 @@ import pytest
 from small_graphs import MLP, THREE, cluster, graph
 
 from mixmesh.cost import CostModel, Curve, DeviceProfile, OpMeasurement, Profile, device_key, op_key
-from mixmesh.cost.lending import pace
+from mixmesh.cost.lending import pace, with_others
 from mixmesh.cost.model import call_flop
 from mixmesh.lang.rules import Call, call_of
 
@@ -80,6 +80,15 @@ def test_an_operator_that_every_device_measured_at_one_share_takes_as_long_as_ot
     for share in (0.1, 0.25, 0.4):
         assert slow.forward.at(share) == slow.backward.at(share) == pytest.approx(9.0)
         assert fast.forward.at(share) == fast.backward.at(share) == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("share, others, lent_s", [(0.1, 0.4, 6.0), (0.4, 0.1, 12.0)])
+def test_what_a_device_has_measured_outweighs_what_others_lend(share, others, lent_s):
+    """At the devices' pace more work would take less time: the measured point stays where it is."""
+    own, lent = (Curve(((s, t),)) for s, t in ((share, 9.0), (others, lent_s)))
+    joined = with_others(OpMeasurement(own, own, 10, 1000), [OpMeasurement(lent, lent, 10, 1000)])
+    for curve in (joined.forward, joined.backward):
+        assert curve.at(share) == curve.at(others) == pytest.approx(9.0)
 
 
 def test_cuts_that_a_device_lacks_are_measured_by_another():

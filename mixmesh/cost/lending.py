@@ -3,9 +3,9 @@
 A slow device has time to measure only some operators, on few shares. What it lacks takes as many times longer
 than on another device as the operators that both have measured: an operator's own time on another device says
 more about it than the operators of its class do. One measured at a single share takes as many times longer at
-other shares as it does on another device. Where every device has measured a single share, each takes as long
-at those of the others as on them, at its own pace. A product that no device has measured with other inputs
-cut takes as many times longer so as the same products of other sizes.
+other shares as it does on another device. If all devices have measured it at a single share each, a device
+has the points of the others too, with their seconds at its own pace. A product that no device has measured
+with other inputs cut takes as many times longer so as the same products of other sizes.
 """
 
 from __future__ import annotations
@@ -66,13 +66,21 @@ def with_shape(op: OpMeasurement, lent: OpMeasurement) -> OpMeasurement:
 
 
 def with_others(op: OpMeasurement, others: Iterable[OpMeasurement]) -> OpMeasurement:
-    """The operator with curves through its only share and those of ``others``, in seconds of its device. A
+    """The operator with curves through its only point and those of ``others``, in seconds of its device. A
     product of few rows takes about as long for fewer: a line through the origin would promise too little for
     fewer rows, and too much for more."""
     forward, backward = op.forward, op.backward
     for other in others:
-        forward, backward = forward.joined(other.forward), backward.joined(other.backward)
+        forward = forward.joined(_within(other.forward, op.forward))
+        backward = backward.joined(_within(other.backward, op.backward))
     return replace(op, forward=forward, backward=backward)
+
+
+def _within(lent: Curve, own: Curve) -> Curve:
+    """The points of ``lent``, with at least the seconds of the only point of ``own`` for more work, and at
+    most these for less: where the devices' pace says otherwise, what a device has measured itself counts."""
+    share, seconds = own.points[0]
+    return Curve(tuple((s, max(t, seconds) if s > share else min(t, seconds)) for s, t in lent.points))
 
 
 def longer_if_cut(name: str, cut: str, known: Iterable[Mapping[str, OpMeasurement]]) -> tuple[float, float]:
