@@ -914,6 +914,22 @@ def test_a_value_with_a_gradient_is_written_to_a_copy():
     check(Head(loss).double(), (rows(),))
 
 
+def test_what_has_only_the_shape_of_a_value_with_a_gradient_may_be_written():
+    """A mask of the best entries, as in routers of mixtures of experts."""
+
+    def loss(m, y):
+        mask, scale, kept = torch.zeros_like(y), y.new_ones(8, 5), torch.full_like(y, 0.5)
+        with torch.no_grad():
+            mask.scatter_(1, y.topk(2, dim=1).indices, 1.0)
+            scale[:, :2] = 3
+        kept.detach().mul_(torch.ones_like(y))
+        return (mask * scale * kept * y).square().sum()
+
+    check(Head(loss).double(), (rows(),))
+    error = failing(lambda m, y: ((z := torch.zeros_like(y)).copy_(y).detach().mul_(2), z.sum())[1])
+    assert "changed in place where gradients are stopped" in error.message
+
+
 def test_writes_to_what_has_no_gradient_or_is_a_copy_are_traced():
     def loss(m, y):
         with torch.no_grad():

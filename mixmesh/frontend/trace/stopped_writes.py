@@ -14,10 +14,16 @@ import torch
 from torch import fx
 
 from ...errors import TraceError
-from .fx_nodes import node_argument
+from .fx_nodes import node_argument, packet_of
 from .locate import place_of_stack
 
-DETACH = torch.ops.aten.detach.default
+aten = torch.ops.aten
+DETACH = aten.detach.default
+# operators that take only the shape of a tensor: their results have no gradient
+LIKE_IT = {
+    getattr(aten, name) for name in """zeros_like ones_like empty_like full_like rand_like randn_like
+    randint_like new_zeros new_ones new_empty new_full""".split()
+}  # fmt: skip
 
 
 def check_stopped_writes(module: fx.GraphModule) -> None:
@@ -67,7 +73,7 @@ class _Seen:
 
 def _check(module: fx.GraphModule, seen: _Seen) -> None:
     for node in module.graph.nodes:
-        if node.op != "call_function" or node.target is DETACH:
+        if node.op != "call_function" or node.target is DETACH or packet_of(node.target) in LIKE_IT:
             continue
         written = _argument(node, is_write=True)
         if written is not None and seen.stopped(written) in seen.flows:
