@@ -1050,6 +1050,15 @@ def test_data_is_a_value_without_a_gradient():
         return (rounded * m.held).square().sum() / m.fc.weight.data.norm()
 
     check(Head(loss, held=torch.ones(5)).double(), (rows(),))
+
+    def written(m, y):
+        t = torch.ones(8, 5, dtype=y.dtype)
+        t.data *= 2
+        m.held.data += y.data.mean(0)
+        m.fc.bias.data = m.fc.bias.data
+        return (y * t * m.held).sum()
+
+    check(Head(written, held=torch.ones(5)).double(), (rows(),))
     error = failing(lambda m, y: ((z := y * 2).data.clamp_(0), z.square().sum())[1])
     assert "changed in place where gradients are stopped" in error.message
 

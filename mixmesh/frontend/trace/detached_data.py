@@ -24,6 +24,8 @@ def data_as_detached(model: nn.Module) -> AbstractContextManager[None]:
     original = Tensor.data
 
     def replace(tensor: Tensor, value: Tensor) -> None:
+        if _is_same(tensor, value):  # as in x.data *= 2, which has written to x by now
+            return
         for name, parameter in model.named_parameters():
             if parameter is tensor:
                 raise changed_parameter(name, str(place_in_model()))
@@ -37,6 +39,16 @@ def data_as_detached(model: nn.Module) -> AbstractContextManager[None]:
         original.__set__(tensor, value)  # type: ignore[attr-defined]
 
     return patched(Tensor, "data", property(Tensor.detach, replace))
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same elements of the same memory."""
+    return (
+        one.untyped_storage()._cdata == other.untyped_storage()._cdata
+        and one.dtype == other.dtype
+        and (one.shape, one.stride(), one.storage_offset())
+        == (other.shape, other.stride(), other.storage_offset())
+    )
 
 
 def changed_parameter(name: str, where: str) -> TraceError:
