@@ -75,7 +75,7 @@ def grown(heap, planned_bytes: float, usable_bytes: float) -> tuple[int, int]:
     return heap.kept, heap.mapped
 
 
-@pytest.mark.parametrize("at_first, largest", [(300, 1020), (800, 1300)])
+@pytest.mark.parametrize("at_first, largest", [(300, 1020), (800, 1300), (1700, 2000)])
 def test_a_heap_that_exceeds_what_was_planned_keeps_little_again(heap, at_first, largest):
     limit = HeapLimit.of_plan(1000 * MIB, 2000 * MIB)
     for held in (at_first, largest - 1, largest):

@@ -19,6 +19,7 @@ and lowers the peak by 2 % (``python tests/memory_runs.py resnet-ddp-70-30``).
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import platform
 import resource
@@ -70,9 +71,11 @@ class HeapLimit:
     fifth of a step of a small transformer (``python -m benchmarks compiled``).
     """
 
-    def __init__(self, limit_bytes: int, roomy_bytes: float = 0.0) -> None:
-        """Up to ``roomy_bytes``, 0 on a device without room to spare, the heap keeps everything."""
+    def __init__(self, limit_bytes: int, roomy_bytes: float = 0.0, usable_bytes: float = math.inf) -> None:
+        """Up to ``roomy_bytes``, 0 on a device without room to spare, the heap keeps everything; beside a
+        data set up to more, but not more than ``usable_bytes``."""
         self.limit_bytes = limit_bytes  # 0 for none: nothing is returned
+        self._usable_bytes = usable_bytes
         self._roomy_bytes, self._is_roomy = roomy_bytes, False
         self._is_scarce = self._has_just_trimmed = False
         self._num_steps = 0
@@ -86,7 +89,7 @@ class HeapLimit:
         stays free."""
         is_roomy = ROOMY * planned_bytes <= usable_bytes
         roomy_bytes = (planned_bytes or usable_bytes / ROOMY) if is_roomy else 0.0
-        return cls(max(planned_bytes - KEPT_BYTES, 0), roomy_bytes)
+        return cls(max(planned_bytes - KEPT_BYTES, 0), roomy_bytes, usable_bytes or math.inf)
 
     def before_step(self) -> None:
         """Compares the memory of the process with the limit, and shrinks the heap or raises the limit."""
@@ -116,12 +119,12 @@ class HeapLimit:
     def keeps_everything(self) -> bool:
         """Sets the heap's limits for a device with room to spare, and tells whether they hold. They do until
         the process has once held more than planned, or than half of that beside what it held at the first
-        call, a data set for instance."""
+        call, a data set for instance, where the device has the memory for both."""
         if not self._roomy_bytes or not grows():
             return False
         if not self._is_roomy:
             self._is_roomy = map_pieces_from(ROOMY_PIECE_BYTES) and set_limit(M_TRIM_THRESHOLD, NEVER)
-            beside_bytes = resident_bytes() + self._roomy_bytes / 2
+            beside_bytes = min(resident_bytes() + self._roomy_bytes / 2, self._usable_bytes)
             self._roomy_bytes = max(EXCEEDED * self._roomy_bytes, beside_bytes, peak_resident_bytes())
         elif peak_resident_bytes() > self._roomy_bytes:
             steady_heap()
