@@ -309,6 +309,14 @@ def test_the_hint_for_a_call_with_other_arguments_comes_first():
         assert 'in Accelerate planning={"batch": (a, ...)}' in caught.value.hint[place]
 
 
+def test_a_loader_that_gives_less_than_forward_takes_is_told_to_name_what_it_is_called_with():
+    """As in training a diffusion model, whose loop draws the second argument."""
+    batch = {"images": torch.ones(4, 3)}
+    with pytest.raises(TraceError, match="does not take the batch") as caught, naming_inputs(batch):
+        trace(nn.Bilinear(3, 2, 1), (batch,))
+    assert "inputs=lambda images: (images, ...)" in caught.value.hint[0] and len(caught.value.hint) > 1
+
+
 def fails(*values, **named):
     raise TypeError("of the function's own")
 

@@ -11,6 +11,8 @@ from torch import nn
 from ...errors import TraceError
 from .locate import place_of_function
 
+UNFIT = "the model's forward does not take the batch"
+
 
 def of_an_unfit_batch(error: Exception, model: nn.Module, batch: Any) -> TraceError | None:
     """The error for a call ``model(**batch)`` or ``model(*batch)`` that Python refused; None if the forward
@@ -26,7 +28,7 @@ def of_an_unfit_batch(error: Exception, model: nn.Module, batch: Any) -> TraceEr
         signature.bind(*values, **named)
     except TypeError as reason:
         return TraceError(
-            "the model's forward does not take the batch",
+            UNFIT,
             expected=f"the arguments of {type(model).__name__}.forward{_by_names(signature)}",
             got=f"{', '.join(named) if named else f'{len(values)} values'}: {reason}",
             where=str(place_of_function(inspect.unwrap(model.forward))),

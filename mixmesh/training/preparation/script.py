@@ -23,6 +23,7 @@ from ...frontend.trace.autocast import autocast_for
 from ...frontend.trace.compiled import is_compiled, uncompiled
 from ...frontend.trace.failures import CALL_ONCE
 from ...frontend.trace.own_generators import generators_in
+from ...frontend.trace.unfit import UNFIT
 from ...frontend.trace.words import is_words
 from ...measure.testbed import enter_device
 from ...runtime.accelerator import device_count
@@ -206,9 +207,10 @@ def naming_inputs(batch: Any) -> Iterator[None]:
     try:
         yield
     except TraceError as error:
-        if batch is not None and CALL_ONCE in error.hint:
+        is_unfit = error.message == UNFIT
+        if batch is not None and (is_unfit or CALL_ONCE in error.hint):
             # the most fitting one comes first: the call has too many or too few arguments, or something else
-            is_of_arguments = error.got.startswith("TypeError") and "argument" in error.got
+            is_of_arguments = is_unfit or (error.got.startswith("TypeError") and "argument" in error.got)
             added = another_call(batch)
             error.hint = (*added, *error.hint) if is_of_arguments else (*error.hint, *added)
         raise
