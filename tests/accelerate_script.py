@@ -117,6 +117,8 @@ def labelled(name: str, planner: str, resumed: bool = False) -> None:
     accelerator = accelerator_with(planner, gradient_accumulation_steps=2, log_with=[written])
     accelerator.init_trackers("tiny")
     accelerator.register_for_checkpointing(epochs)
+    # a hook may make a module, as that for an average of diffusers does
+    accelerator.register_save_state_pre_hook(lambda *_: accelerator.is_main_process and nn.Linear(2, 2))
     with accelerator.main_process_first():
         first = FOLDER / name / "first"
         found = first.exists()
@@ -172,7 +174,9 @@ def labelled(name: str, planner: str, resumed: bool = False) -> None:
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         torch.save(accelerator.unwrap_model(model).state_dict(), FOLDER / name / "unwrapped.pt")
+        torch.rand(3)
     accelerator.end_training()
+    told.append(torch.rand(()).item())  # all go on as the first rank
     tell(
         FOLDER,
         name,

@@ -106,14 +106,15 @@ def learning_rates(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
     return tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group)
 
 
-def check_alike(batch: Any, rates: tuple[float, ...] = ()) -> None:
+def check_alike(batch: Any, rates: tuple[float, ...] = (), *hints: str) -> None:
     """Raises InputError, on all ranks, if the tensors of ``batch`` or the learning rates differ between
-    ranks. Collective."""
+    ranks; ``hints`` say what else may be done about the batch. Collective."""
     digests, rates_of_ranks = zip(*everyones((digest(batch), rates)))
     check_digests(
         digests,
         "draw by torch, random or numpy.random, seeded alike, not from a generator without a seed",
         "the same data set, in the same order, on every rank",
+        *hints,
     )
     if len(set(rates_of_ranks)) > 1:
         raise InputError(

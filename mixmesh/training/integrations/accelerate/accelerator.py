@@ -214,12 +214,14 @@ class Accelerator(accelerate.Accelerator):
     # ---- barriers
 
     def wait_for_everyone(self) -> None:
-        """Waits for all ranks. From then until the next training step models are whole, so that the first
-        rank can unwrap and save them on its own."""
+        """Waits for all ranks, and continues the first one's random numbers on all. From then until the next
+        training step models are whole, so that the first rank can unwrap and save them on its own."""
         if not self._is_alone:
             for lender in self._lenders.values():
                 lender.lend()
             super().wait_for_everyone()
+            if is_launched():
+                take_random_numbers()  # the first rank may have drawn some on its own
 
     def end_training(self) -> None:
         if not is_launched():
@@ -275,7 +277,9 @@ class Accelerator(accelerate.Accelerator):
             finally:
                 self._is_alone = False
 
-        return from_first_rank(alone)
+        value = from_first_rank(alone)
+        take_random_numbers()  # hooks of the script may have drawn some, as where they make a module
+        return value
 
 
 def _start_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from ...preparation.loading import same_random_numbers
 from ..launched import check_alike, learning_rates
 from ..lending import Lender
 
+DRAWN_ALONE = "accelerator.wait_for_everyone() after what draws numbers on one rank alone, is_main_process"
+
 
 class _AsOneDevice(nn.Module):
     """A class that comes before that of a parallel model in its bases."""
@@ -26,7 +28,7 @@ class _AsOneDevice(nn.Module):
             return lend_in_its_modes(lender)(*args, **kwargs)
         _follow_modes(self, lender)
         lender.take_back()
-        check_alike((args, kwargs), learning_rates(self.__dict__["_optimizer"]))
+        check_alike((args, kwargs), learning_rates(self.__dict__["_optimizer"]), DRAWN_ALONE)
         with same_random_numbers():  # ranks draw different numbers here, but the same ones for the next batch
             out = super().__call__(*args, **kwargs)
         return out.everywhere() if isinstance(out, Output) else out
