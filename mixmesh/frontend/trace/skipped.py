@@ -373,8 +373,7 @@ class Computations:
         if not node.args:
             return False
         if node.target in CHOICES and self._is_zero(node.args[0]):
-            other: Any = node.args[2]
-            return self._is_zero(other) if isinstance(other, fx.Node) else other == 0
+            return self._is_nothing(node.args[2])
         if packet in PRODUCTS:  # other numbers are finite; one that is not is seen in the loss
             return any(map(self._is_nothing, node.args))
         if packet in FACTORIES:

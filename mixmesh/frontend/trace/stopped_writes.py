@@ -80,9 +80,9 @@ def _check(module: fx.GraphModule, seen: _Seen) -> None:
             raise _refusal(node)
         if written is not None and seen.gains(node, written):
             raise _refusal_of_gain(node)
-        for known in (seen.flows, seen.reached):
-            if any(_is_float(n) and n in known for n in node.all_input_nodes):
-                known.update({node} if written is None else {node, *seen.same_memory(written)})
+        for marked in (seen.flows, seen.reached):
+            if any(_is_float(n) and n in marked for n in node.all_input_nodes):
+                marked.update({node} if written is None else {node, *seen.same_memory(written)})
         _enter_blocks(module, node, seen)
 
 
@@ -96,9 +96,9 @@ def _enter_blocks(module: fx.GraphModule, node: fx.Node, seen: _Seen) -> None:
         for held, value in zip(inner.graph.find_nodes(op="placeholder"), node.args[place + 1 :]):
             if isinstance(value, fx.Node):
                 seen.outside[held] = value
-                for known in (seen.flows, seen.reached):
-                    if value in known:
-                        known.add(held)
+                for marked in (seen.flows, seen.reached):
+                    if value in marked:
+                        marked.add(held)
         _check(inner, seen)
 
 
