@@ -28,6 +28,7 @@ from ..lang.ir import (
     outputs_of,
     shown_rows,
 )
+from ..lang.ir.graph import begins_gradient
 from .comm import Comm
 from .layout import Layout
 from .shards import Stored
@@ -226,6 +227,11 @@ class Returns:
         kept = tuple(Kept.of(program, i, flowing) for i in outputs.values())
         return cls(returned, kept, _own_rows(program, comm.rank))
 
+    def with_gradients_of(self, program: Program) -> Returns:
+        """The same where gradients flow as in this ``program``, which may have some of inputs."""
+        outputs, flowing = outputs_of(program), _descendants(program)
+        return replace(self, kept=tuple(Kept.of(program, outputs[k.name], flowing) for k in self.kept))
+
     def without_loss(self) -> Returns:
         """The same for a call without a loss. Raises InputError for a tuple, because its positions would
         change."""
@@ -285,11 +291,10 @@ def _own_rows(program: Program, rank: int) -> slice | None:
 
 
 def _descendants(program: Program) -> frozenset[str]:
-    """Values that depend on a trainable parameter."""
+    """Values that depend on a trainable parameter, or on an input that is given a gradient."""
     names: set[str] = set()
     for i in program.instructions:
-        trains = i.op == "param" and dict(i.kwargs).get("trainable", True)
-        if trains or (i.op != "aten.detach" and not names.isdisjoint(i.inputs)):
+        if begins_gradient(i) or (i.op != "aten.detach" and not names.isdisjoint(i.inputs)):
             names.update(r for r in i.results if r is not None)
     return frozenset(names)
 

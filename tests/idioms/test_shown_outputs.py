@@ -148,6 +148,34 @@ def check_a_gradient_through_an_output_is_refused(_) -> None:
         assert "loss=" in str(caught.value)
 
 
+class Seen(nn.Module):
+    """Returns what depends on its input alone beside the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(WIDTH, 1, dtype=torch.float64)
+
+    def forward(self, x):
+        return {"loss": self.inner(x).square().mean(), "squares": x.square()}
+
+
+def check_a_gradient_of_an_input_through_an_output_is_refused(_) -> None:
+    x = torch.arange(BATCH * WIDTH, dtype=torch.float64).reshape(BATCH, WIDTH).sin()
+    model, _ = parallelize(
+        Seen(),
+        None,
+        output_plan("fsdp", Seen(), {"x": x}, ("squares",)),
+        device="cpu",
+        timeout_s=20,
+        check_model=False,
+    )
+    assert not model(x=x).squares.requires_grad
+    out = model(x=x.clone().requires_grad_())
+    with pytest.raises(InputError, match="without a gradient"):
+        (out.loss + out.squares.sum()).backward()
+
+
 def check_what_is_not_kept_says_what_to_write(_) -> None:
     model, _ = parallel("data_parallel", Words(), ())
     out = model(**batch(0))
@@ -175,6 +203,7 @@ IDIOMS = named(
     check_training_is_as_on_one_device,
     check_a_metric_that_micro_steps_cannot_give_is_refused,
     check_a_gradient_through_an_output_is_refused,
+    check_a_gradient_of_an_input_through_an_output_is_refused,
     check_what_is_not_kept_says_what_to_write,
 )
 

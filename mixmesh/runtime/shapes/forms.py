@@ -222,8 +222,9 @@ class Forms:
         if outside is not None:
             program = with_output_gradients(program)
             outside = Outside.of(replace(self.plan, program=program, returned=outside.returned), self.comm)
+        returns = form.returns and form.returns.with_gradients_of(program)
         self.comm.add(meetings(program))
-        return replace(form, key=(form.key, wanted), program=program, outside=outside)
+        return replace(form, key=(form.key, wanted), program=program, returns=returns, outside=outside)
 
     def check_questions(self, form: Form, wanted: Wanted) -> None:
         """Raises InputError on all ranks if gradients are ``wanted`` of inputs of which the model asks
