@@ -284,6 +284,7 @@ def squares_of_means(m, h):
         if mask.any():
             mean = expert(h[mask]).mean(0)
             total = total + mean.square().sum() + mean.tanh().pow(3).sum() + mean.relu().sum()
+            total = total + sum(f(mean).sum() for f in (F.gelu, F.silu, F.elu, F.leaky_relu))
     if (best == EXPERTS).any():  # no token at all
         total = total + h[best == EXPERTS].mean(0).square().sum()
     return h + total

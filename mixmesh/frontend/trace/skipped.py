@@ -133,7 +133,7 @@ SAME_ELEMENTS = [
 KEEPS_ZEROS = [
     *SAME_ELEMENTS,
     *(getattr(aten, name) for name in """expand select slice sum any amax max cumsum split chunk unbind
-    abs neg relu tanh sin erf expm1 log1p square""".split()),
+    abs neg relu gelu silu elu leaky_relu tanh sin tan erf expm1 log1p square""".split()),
 ]  # fmt: skip
 CHOICES = (aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar)
 PRODUCTS = (aten.mul, aten.bitwise_and, aten.logical_and)
