@@ -13,6 +13,7 @@ from ...base.patch import patched
 from . import derivatives
 from .locate import place_in_model
 from .reads import Reads
+from .selected import is_selected
 
 HAS_GRADIENT: Any = Tensor.requires_grad
 FACTS = ("requires_grad", "grad_fn", "is_leaf")  # attributes that say whether a tensor has a gradient
@@ -27,8 +28,10 @@ def questions_noted(reads: Reads, inputs: Mapping[str, Tensor]) -> Iterator[None
     one of the ``FACTS`` of a value that is made of an input, it may take another branch for one to which the
     script gives a gradient. The first such line for each input is noted in ``reads``."""
 
-    def answer_of(descriptor: Any) -> Callable[[Tensor], Any]:
-        def answer(tensor: Tensor) -> Any:
+    def answer_of(descriptor: Any) -> Callable[[Any], Any]:
+        def answer(tensor: Any) -> Any:
+            if is_selected(tensor):
+                tensor = tensor.values
             asked = reads.asks_gradient
             if len(asked) < len(inputs) and _is_by_model() and not HAS_GRADIENT.__get__(tensor):
                 others = [(name, x) for name, x in inputs.items() if name not in asked]
