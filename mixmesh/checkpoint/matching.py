@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError, PlanError
 from ..frontend.trace.dtypes import DTYPE_NAME, TORCH_DTYPE
-from ..runtime.whole_model import own_module
+from ..runtime.whole_model import own_module, pieces_of
 from .pretrained import is_pretrained
 from .weight_files import Held
 
@@ -33,7 +33,7 @@ class Own:
     def all_of(cls, model: nn.Module) -> list[Own]:
         """The tensors in the ``state_dict`` of a model. Raises InputError for state that is not a tensor."""
         names: dict[int, list[str]] = defaultdict(list)
-        state = model.state_dict(keep_vars=True)
+        state = pieces_of(model)
         for name, value in state.items():
             if not isinstance(value, Tensor):
                 raise InputError(

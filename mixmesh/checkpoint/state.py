@@ -19,6 +19,7 @@ from ..runtime.optimizers import NUMBERS, params_of
 from ..runtime.shard_tensor import ShardTensor, plain, shard
 from ..runtime.shards import Stored
 from ..runtime.states import check_optimizer_state
+from ..runtime.whole_model import pieces_of
 from .manifest import Manifest, TensorEntry
 from .tensor_files import check_dtype
 from .values import decode, encode
@@ -34,7 +35,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     for other state (``get_extra_state``)."""
     tensor_of: dict[str, Tensor] = {}
     seen: set[int] = set()
-    for name, value in model.state_dict(keep_vars=True).items():
+    for name, value in pieces_of(model).items():
         if not isinstance(value, Tensor):
             raise InputError(
                 f"{name} cannot be kept in a checkpoint",
@@ -265,4 +266,4 @@ def _other_optimizer(expected: str, got: str) -> PlanError:
 def state_bytes(model: nn.Module, optimizer: optim.Optimizer) -> int:
     """The size of all that this rank holds of a model and its optimizer."""
     states = [v for entries in optimizer.state.values() for v in entries.values() if isinstance(v, Tensor)]
-    return sum(plain(t).nbytes for t in (*model.state_dict().values(), *states))
+    return sum(plain(t).nbytes for t in (*pieces_of(model).values(), *states))

@@ -40,6 +40,7 @@ from .shard_tensor import plain
 from .start import meets
 from .states import check_model_state
 from .unsummed import refuse_clipping
+from .whole_model import pieces_of
 
 
 class ParallelModel(Face):
@@ -291,7 +292,7 @@ class ParallelModel(Face):
         self._runtime.check_values()
         out: dict[str, Tensor] = {}
         wholes: dict[int, Tensor] = {}
-        for name, mine in self.state_dict(keep_vars=True).items():
+        for name, mine in pieces_of(self).items():
             if id(mine) not in wholes:
                 whole = self._runtime.stored[name].whole(plain(mine), self.comm)
                 keep = self.comm.rank == 0 or not rank0_only
@@ -303,7 +304,7 @@ class ParallelModel(Face):
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Loads a ``state_dict`` of the original model; every rank passes it. Raises PlanError, before
         anything is changed."""
-        own, stored = self.state_dict(keep_vars=True), self._runtime.stored
+        own, stored = pieces_of(self), self._runtime.stored
         check_model_state(state, {name: stored[name] for name in own})
         for name, mine in own.items():
             plain(mine).copy_(stored[name].piece(state[name], self.comm.rank, self.comm.device))

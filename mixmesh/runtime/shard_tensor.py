@@ -353,6 +353,7 @@ def _refuse_pickling(_func: Callable, args: tuple, _kwargs: dict) -> Any:
         got=args[0].whole.text,
         hint=(
             "mixmesh.save(state, path)  # in place of torch.save, on every rank",
+            "with mixmesh.whole(model, optimizer): ...  # on every rank, around what a library saves on one",
             "state = model.full_state_dict()  # on every rank; then torch.save(state, path) on rank 0",
             "torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=path)  # on every rank",
         ),

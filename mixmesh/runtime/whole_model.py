@@ -17,12 +17,14 @@ from typing import Any, Protocol, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from ..base.patch import patched
 from ..base.progress import warn_once
 from ..errors import InputError
 from ..frontend.trace.compiled import uncompiled
 from .accelerator import is_accelerator
 from .comm import Comm
 from .modes import set_modes_like
+from .optimizers import full_state
 from .original import TakenOver, give_back, take_over
 from .shard_numbers import Off
 from .shard_tensor import plain
@@ -39,6 +41,8 @@ IS_LENT = "_is_lent"  # set in such a model while it runs without its loss
 class Parallel(Protocol):
     """A parallel model, whose class is in a module that imports this one."""
 
+    _runtime: Any  # a Runtime, whose module imports this one
+
     def whole(self) -> AbstractContextManager[nn.Module]: ...
 
 
@@ -46,15 +50,37 @@ def is_parallel(model: nn.Module) -> TypeGuard[Parallel]:
     return hasattr(model, "_runtime")
 
 
-def whole(model: nn.Module) -> AbstractContextManager[nn.Module]:
+def whole(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> AbstractContextManager[nn.Module]:
     """A context that gives the user's own module with whole weights. For a parallel model it is
     ``model.whole()``, which is collective; for any other model it is the model itself, so that a script runs
     on one device too. Within the block ``model`` and its modules also run the lent module. A module that
-    contains parallel models, such as an average of one, has them whole within the block."""
+    contains parallel models, such as an average of one, has them whole within the block.
+
+    With its ``optimizer``, ``model.state_dict()`` and ``optimizer.state_dict()`` are those of one device
+    within the block, on every rank: for an object of a library that holds both, and saves them on one."""
     if is_parallel(model):
-        return model.whole()
+        return model.whole() if optimizer is None else _with_states(model, optimizer)
     places = _lent_places(model)
     return _WholeParts(model, places) if places else _own(model)
+
+
+@contextmanager
+def _with_states(model: Parallel, optimizer: torch.optim.Optimizer) -> Iterator[nn.Module]:
+    run = model._runtime
+    state = full_state(optimizer, run.by_param, run.comm)
+    with (
+        model.whole() as module,
+        patched(model, "state_dict", module.state_dict),
+        patched(optimizer, "state_dict", lambda: dict(state)),
+    ):
+        yield module
+
+
+def pieces_of(model: nn.Module) -> dict[str, Any]:
+    """The ``state_dict`` of a model as this rank holds it, also in a block that shows the whole one."""
+    return type(model).state_dict(model, keep_vars=True)
 
 
 @contextmanager

@@ -52,6 +52,7 @@ def check_torch_save(_) -> None:
                 torch.save(state, io.BytesIO())
             assert "mixmesh.save(state, path)" in str(caught.value)
             assert "full_state_dict()" in str(caught.value) and "checkpoint.save" in str(caught.value)
+            assert "with mixmesh.whole(model, optimizer):" in str(caught.value)
     single, optimizer, model, sharded = trained("data_parallel")
     for ours, theirs in ((model, single), (sharded, optimizer)):
         file = io.BytesIO()
@@ -87,6 +88,32 @@ def check_mixmesh_save_in_place_of_torch_save(_) -> None:
             for key, value in entries.items():
                 assert type(ours["optimizer"]["state"][n][key]) is torch.Tensor
                 close(ours["optimizer"]["state"][n][key].to(value.dtype), value, f"{n} {key}")
+
+
+def check_states_are_whole_in_a_block(_) -> None:
+    """For the saver of a library, which holds the model and the optimizer, and saves on the first rank."""
+    for name in PLANS:
+        single, optimizer, model, sharded = trained(name)
+        files = [shared_folder() / kind for kind in ("plain", "first", "ours")]
+        with mixmesh.whole(model, sharded):
+            if not dist.get_rank():
+                for file, parts in zip(files, ((single, optimizer), (model, sharded))):
+                    torch.save([part.state_dict() for part in parts], file)
+            mixmesh.save([model.full_state_dict(), sharded.state_dict()], files[-1])
+        plain, *others = [torch.load(file) for file in files]
+        for own in others:
+            assert own[0].keys() == plain[0].keys()
+            for key, value in plain[0].items():
+                if key != "count":
+                    close(own[0][key], value, key)
+            assert own[1]["param_groups"] == sharded.state_dict()["param_groups"]
+            for n, entries in plain[1]["state"].items():
+                for key, value in entries.items():
+                    close(own[1]["state"][n][key].to(value.dtype), value, f"{n} {key}")
+        assert "state_dict" not in {**vars(model), **vars(sharded)}
+        model.load_state_dict(others[0][0])
+        sharded.load_state_dict(others[0][1])
+        same_weights(single, model)
 
 
 def check_mixmesh_save_of_an_optimizer_alone(_) -> None:
@@ -270,6 +297,7 @@ IDIOMS = named(
     check_sizes_and_printing_are_the_wholes,
     check_torch_save,
     check_mixmesh_save_in_place_of_torch_save,
+    check_states_are_whole_in_a_block,
     check_mixmesh_save_of_an_optimizer_alone,
     check_mixmesh_save_of_a_model_and_to_an_open_file,
     check_mixmesh_save_refuses_unlike_states,
