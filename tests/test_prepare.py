@@ -756,6 +756,36 @@ def test_a_stream_that_the_example_would_use_up_is_refused():
     assert torch.equal(example, next(iter(loader)))
 
 
+class Jittered(torch.utils.data.Dataset):
+    """Samples that are changed at random, as images are."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, n: int) -> torch.Tensor:
+        return n + torch.rand(2)
+
+
+class Ahead:
+    """An object around a loader, as timm's ``PrefetchLoader``."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        self.loader = loader
+
+    def __iter__(self):
+        for x in self.loader:
+            yield 2 * x
+
+
+def test_the_example_of_an_object_around_a_loader_leaves_workers_that_persist_as_they_were():
+    """These had drawn numbers for the example, and the first batch that trains was refused as another one."""
+    loader = Ahead(DataLoader(Jittered(), 4, shuffle=True, num_workers=1, persistent_workers=True))
+    torch.manual_seed(3)
+    example = example_batch(loader)
+    assert loader.loader._iterator is None
+    assert torch.equal(example, next(iter(loader)))
+
+
 def test_parameters_without_a_shape_are_refused(monkeypatch):
     model, data = nn.Sequential(nn.LazyLinear(2)), TensorDataset(torch.ones(8, 3), torch.ones(8, 2))
     with pytest.raises(mixmesh.InputError, match="without a shape") as error:

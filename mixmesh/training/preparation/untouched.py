@@ -19,8 +19,9 @@ COLLECTIONS = list, dict, set, deque
 
 def untouched(source: T) -> T:
     """A copy of a loader, a sampler or a data set that gives the same batches and leaves ``source``
-    unchanged: it has its own generators, counters, lists and orders, and shares the data. Returns ``source``
-    itself if it is of another kind, or cannot be copied."""
+    unchanged: it has its own generators, counters, lists and orders, and shares the data. So has an object
+    around a loader, whose workers may persist. Returns ``source`` itself if it is of another kind, or cannot
+    be copied."""
     return _copied(source, {})
 
 
@@ -29,7 +30,7 @@ def _copied(source: Any, made: dict[int, Any]) -> Any:
     copies share objects as the originals do."""
     if id(source) in made:
         return made[id(source)]
-    if not isinstance(source, SOURCES):
+    if not isinstance(source, SOURCES) and not _is_around_a_loader(source):
         return source
     try:
         new = made[id(source)] = copy.copy(source)
@@ -37,6 +38,16 @@ def _copied(source: Any, made: dict[int, Any]) -> Any:
     except Exception:  # copying an object of any class may fail in any way
         new = made[id(source)] = source
     return new
+
+
+def _is_around_a_loader(source: Any) -> bool:
+    """Whether an object is no iterator and holds a loader, as one that moves batches to a device ahead."""
+    held = getattr(source, "__dict__", {}).values()
+    return (
+        hasattr(source, "__iter__")
+        and not hasattr(source, "__next__")
+        and any(isinstance(value, DataLoader) for value in held)
+    )
 
 
 def _own(value: Any, made: dict[int, Any]) -> Any:
