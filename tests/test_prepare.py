@@ -42,7 +42,7 @@ from mixmesh.frontend.trace.own_generators import generators_in, marks_of
 from mixmesh.runtime.batches import other_dtype
 from mixmesh.training.preparation import refusals, script, start
 from mixmesh.training.preparation.loading import depends_on_others, example_batch, same_random_numbers
-from mixmesh.training.preparation.outside_loss import check_has_targets, with_loss
+from mixmesh.training.preparation.outside_loss import check_has_targets, needed_names, with_loss
 from mixmesh.training.preparation.refusals import check_gives_all, check_last_batch, check_workers
 from mixmesh.training.preparation.script import made_inputs, maker_like, naming_inputs, taken_by
 from mixmesh.training.preparation.untouched import untouched
@@ -315,6 +315,19 @@ def test_a_loader_that_gives_less_than_forward_takes_is_told_to_name_what_it_is_
     with pytest.raises(TraceError, match="does not take the batch") as caught, naming_inputs(batch):
         trace(nn.Bilinear(3, 2, 1), (batch,))
     assert "inputs=lambda images: (images, ...)" in caught.value.hint[0] and len(caught.value.hint) > 1
+
+
+def test_a_target_that_is_passed_for_a_mask_is_told_first():
+    """As to a ViT of timm, whose loss is outside of it."""
+
+    class Masked(nn.Linear):
+        def forward(self, x, attn_mask=None):
+            return super().forward(x) if attn_mask is None else super().forward(x) + attn_mask
+
+    model, batch = Masked(3, 2), (torch.ones(4, 3), torch.zeros(4))
+    with pytest.raises(TraceError) as caught, naming_inputs(batch, len(needed_names(model))):
+        trace(model, batch)
+    assert "inputs=lambda a, b: (a, ...)" in caught.value.hint[0] and len(caught.value.hint) > 1
 
 
 def fails(*values, **named):

@@ -150,7 +150,8 @@ def prepare(
             accumulate=accumulate,
             loss=LossSource.MAYBE_CALLER if loss is None and not outputs else LossSource.RETURNED,
         )
-        with naming_inputs(batch if inputs is None else None):
+        num_needed = None if loss is not None else len(needed_names(model))
+        with naming_inputs(batch if inputs is None else None, num_needed):
             prepared = prepare_job(
                 job,
                 world_size,
@@ -201,13 +202,15 @@ def without_torchrun(
 
 
 @contextmanager
-def naming_inputs(batch: Any) -> Iterator[None]:
+def naming_inputs(batch: Any, num_needed: int | None = None) -> Iterator[None]:
     """A context that adds a hint to the error for a model that cannot be called with a ``batch``; None adds
-    nothing."""
+    nothing. ``num_needed`` is how many values the forward pass requires: a target may have been passed to an
+    optional argument, such as a mask."""
     try:
         yield
     except TraceError as error:
-        is_unfit = error.message == UNFIT
+        fills_optional = isinstance(batch, tuple) and num_needed is not None and len(batch) > num_needed
+        is_unfit = error.message == UNFIT or fills_optional
         if batch is not None and (is_unfit or CALL_ONCE in error.hint):
             # the most fitting one comes first: the call has too many or too few arguments, or something else
             is_of_arguments = is_unfit or (error.got.startswith("TypeError") and "argument" in error.got)
