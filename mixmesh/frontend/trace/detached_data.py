@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -20,10 +22,17 @@ CHANGE_LATER = (
 def data_as_detached(model: nn.Module) -> AbstractContextManager[None]:
     """A context for a pass of ``model`` in which ``x.data`` is ``x.detach()``: the same values in the same
     memory, without a gradient, so that a write to it is one to ``x``, and is refused where that is. To
-    replace ``x.data`` is refused, for buffers by the pass itself (``attributes``)."""
-    original = Tensor.data
+    replace ``x.data`` is refused, for buffers by the pass itself (``attributes``). Tensors of another,
+    parallel model may move meanwhile: the lending of one that is garbage ends when Python collects it."""
+    original: Any = Tensor.data
+
+    def get(tensor: Tensor) -> Tensor:
+        return original.__get__(tensor) if _is_by_runtime() else tensor.detach()
 
     def replace(tensor: Tensor, value: Tensor) -> None:
+        if _is_by_runtime():
+            original.__set__(tensor, value)
+            return
         if _is_same(tensor, value):  # as in x.data *= 2, which has written to x by now
             return
         for name, parameter in model.named_parameters():
@@ -36,9 +45,14 @@ def data_as_detached(model: nn.Module) -> AbstractContextManager[None]:
                 where=str(place_in_model()),
                 hint=("x.detach().copy_(value)", "x = value, if what is made of x is made later"),
             )
-        original.__set__(tensor, value)  # type: ignore[attr-defined]
+        original.__set__(tensor, value)
 
-    return patched(Tensor, "data", property(Tensor.detach, replace))
+    return patched(Tensor, "data", property(get, replace))
+
+
+def _is_by_runtime() -> bool:
+    """Whether the caller's caller is mixmesh's own code, and not the model's."""
+    return sys._getframe(2).f_globals.get("__name__", "").startswith("mixmesh.runtime.")
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
