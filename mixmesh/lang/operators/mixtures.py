@@ -131,10 +131,7 @@ class _Product(torch.autograd.Function):
             for matrix, piece, product in _groups(ctx.counts, matrices, grad, of_rows):
                 torch.mm(piece, matrix.mT, out=product)
         if ctx.needs_input_grad[1]:
-            of_matrices = torch.empty_like(matrices)
-            for product, count in zip(of_matrices, ctx.counts or ()):
-                if not count:
-                    product.zero_()
+            of_matrices = torch.zeros_like(matrices)
             for product, piece, upstream in _groups(ctx.counts, of_matrices, rows, grad):
                 torch.mm(piece.mT, upstream, out=product)
         return of_rows, of_matrices, None
