@@ -73,6 +73,13 @@ def loss_of(form: str, model: nn.Module, seed: int, rows: int) -> torch.Tensor:
     return contrast(one.features, other.features) + one.norms.sum() * one.hidden[0].mean()
 
 
+def same_weights(model, single: nn.Module, what: str) -> None:
+    """Asserts that a parallel model, whole, has the weights and buffers of the one on a single device."""
+    whole = single.state_dict()
+    for name, value in model.full_state_dict().items():
+        close(value, whole[name], f"{what} {name}")
+
+
 def check_any_loss_of_several_calls(_) -> None:
     for kind in KINDS:
         for form in ("tensor", "tuple", "object"):
@@ -87,9 +94,7 @@ def check_any_loss_of_several_calls(_) -> None:
                     losses[-1].backward()
                     optimizer.step()
                 close(losses[1], losses[0], f"{kind} {form}")
-            whole = single.state_dict()
-            for name, value in model.full_state_dict().items():
-                close(value, whole[name], f"{kind} {form} {name}")
+            same_weights(model, single, f"{kind} {form}")
 
 
 def check_outputs_are_those_of_one_device(_) -> None:
@@ -158,8 +163,7 @@ def check_two_models_in_turn(_) -> None:
                 seen.append(torch.stack([of_judge, of_maker]).detach())
             close(seen[1], seen[0], str(kinds))
         for single, model in (makers, critics):
-            for name, value in model.full_state_dict().items():
-                close(value, single.state_dict()[name], f"{kinds} {name}")
+            same_weights(model, single, str(kinds))
 
 
 class Critic(nn.Module):
@@ -203,8 +207,7 @@ def check_a_critic_with_a_gradient_penalty(_) -> None:
                 seen.append(torch.stack([of_judge, of_maker]).detach())
             close(seen[1], seen[0], str(kinds))
         for single, model in (makers, critics):
-            for name, value in model.full_state_dict().items():
-                close(value, single.state_dict()[name], f"{kinds} {name}")
+            same_weights(model, single, str(kinds))
 
 
 class Skip(Net):
@@ -304,8 +307,7 @@ def check_an_input_that_is_detached_gets_no_gradient(_) -> None:
             m(x).square().sum().backward()
             optimizer.step()
             assert x.grad is None
-        for name, value in model.full_state_dict().items():
-            close(value, single.state_dict()[name], f"{kind} {name}")
+        same_weights(model, single, kind)
 
 
 def check_gradients_of_own_rows(_) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,7 @@ from .room import check_room
 from .traces import Traces
 from .unread import Unread
 
+T = TypeVar("T")
 PLANNED = "planned"
 # causes for making another program, and how to avoid each
 SHAPE, MODES, NUMBERS = "a batch of this shape", "the model in these modes", "the model with these numbers"
@@ -231,13 +232,16 @@ class Forms:
         whether they have one. Collective the first time for a form, which the first rank has traced by
         then."""
         if wanted and form.key not in self.answered:
-            group = self.comm.groups.get(("data", self.comm.everyone))  # a single rank has no group
-            asked = self.reads.asks_gradient
-            asked = asked if group is None else from_first_rank(lambda: asked, group)
+            asked = self._from_first_rank(lambda: self.reads.asks_gradient)
             about = tuple(name for name in wanted if name in asked)
             if about:
                 raise question_about_gradients(about, asked[about[0]])
             self.answered.add(form.key)
+
+    def _from_first_rank(self, make: Callable[[], T]) -> T:
+        """Runs ``make`` on the first rank and returns its value on every rank. Collective."""
+        group = self.comm.groups.get(("data", self.comm.everyone))  # a single rank has no group
+        return make() if group is None else from_first_rank(make, group)
 
     def drop_gone(self, compiled: dict[tuple, Any]) -> None:
         """Drops compiled code, by a key that begins with its form's, for programs that are no longer kept."""
@@ -256,8 +260,7 @@ class Forms:
 
     def _made(self, key: TracedKey, args: tuple, kwargs: Mapping[str, Any]) -> Form:
         make = partial(self._plan_for, key, args, kwargs)
-        group = self.comm.groups.get(("data", self.comm.everyone))  # a single rank has no group
-        program, micro_batches, returned = make() if group is None else from_first_rank(make, group)
+        program, micro_batches, returned = self._from_first_rank(make)
         self.comm.add(meetings(program))
         plan = replace(self.plan, program=program, micro_batches=micro_batches)
         if not self.plan.returned.has_loss:
