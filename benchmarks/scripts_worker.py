@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from benchmarks.vision import find_torchvision
 from mixmesh.measure.testbed import enter_device
+from mixmesh.runtime.taking_part import current_stretch
 
 LOSS = re.compile(r"loss ([^\s,]+)")
 
@@ -48,12 +49,19 @@ class Steps(io.StringIO):
         return len(text)
 
 
+def enter_after_step(*_: object) -> None:
+    """Enters the device after the first step of the training, which has made all groups: their threads must
+    not be throttled. Not every rank prints losses. A preparation tries an optimizer before it makes groups.
+    """
+    if not current_stretch():
+        enter_device()
+
+
 def run(script: str, count: int, arguments: list[str]) -> dict:
     """The seconds until the first step has ended (``first_s``, with imports, and the plan if there is one),
     those from the end of one step to the end of the next, and the losses of all steps."""
     printed, started = Steps(count), time.perf_counter()
-    # the first step has made all groups, whose threads must not be throttled; not every rank prints losses
-    register_optimizer_step_post_hook(lambda *_: enter_device())
+    register_optimizer_step_post_hook(enter_after_step)
     sys.argv = [script, *arguments]
     try:
         with redirect_stdout(printed):
